@@ -39,7 +39,15 @@ from nemo_rl_moe.routing.metrics.load_arrays import (
 from nemo_rl_moe.shapes import Bool, Int
 
 FindingKind = (
-    Literal["dead_experts", "imbalance", "overload", "skipped_updates", "forced_routing", "missing_routes"]
+    Literal[
+        "dead_experts",
+        "imbalance",
+        "overload",
+        "skipped_updates",
+        "forced_routing",
+        "missing_routes",
+        "router_loss_gradient",
+    ]
     | IdleKind
     | RewardKind
     | StalenessKind
@@ -51,6 +59,13 @@ CHANCE = 1e-9
 """Highest probability of a finding, in one layer at one step, under random routing; a run has very many of both."""
 QUIET_STEPS = 100
 """Longest interruption within an episode: a condition that comes and goes would otherwise be reported each time."""
+ROUTER_LOSSES = {"aux": "load balancing losses", "z": "z-loss"}
+"""Name of each loss whose gradient is compared with its equation, by its source in `router_gradient/`."""
+ROUTER_LOSS_METRICS = tuple(
+    f"train/moe/router_gradient/{name}_{source}" for source in ROUTER_LOSSES for name in ("error", "scale")
+)
+MOST_GRADIENT_ERROR = 0.05
+"""Distance of a router loss's gradient from its equation, as a share of its length; bfloat16 alone stays below."""
 _MOST_LAYERS_NAMED = 8
 _SUDDEN_OVERLOAD = 0.25
 """Rise of the overload factor above its running level that is reported soon, where it exceeds the limit as well."""
@@ -130,6 +145,7 @@ class FindingTracker:
         self._routing = RoutingSignal(thresholds.sudden_steps, rank_names)
         self._engine = EngineSignal(thresholds.sudden_steps)
         self._staleness = StalenessSignal(thresholds.unbounded_lag, thresholds.sustained_steps)
+        self._wrong_scales: dict[str, float] = {}
         self._latest: dict[tuple[str, int | None], Finding] = {}
         self._earlier: list[Finding] = []
 
@@ -186,6 +202,7 @@ class FindingTracker:
     ) -> Iterator[Finding]:
         yield from self._overload(step, metrics)
         yield from self._skipped_updates(step, metrics)
+        yield from self._wrong_router_losses(step, metrics)
         yield from self._missing_routes(step, metrics)
         signals = (self._signal, self._routing, self._staleness, self._engine)
         for kind, since, text in (found for signal in signals for found in signal.observe(step, metrics)):
@@ -217,6 +234,23 @@ class FindingTracker:
             since = self._since("skipped_updates", None, step)
             text = f"updates have been left out since step {since}: their loss or gradient was NaN or infinite"
             yield Finding("skipped_updates", None, since, step, False, text)
+
+    def _wrong_router_losses(self, step: int, metrics: Mapping[str, float]) -> Iterator[Finding]:
+        for source in ROUTER_LOSSES:  # measured now and then; in between, what was found last holds
+            error = metrics.get(f"train/moe/router_gradient/error_{source}")
+            if error is not None:
+                scale = metrics[f"train/moe/router_gradient/scale_{source}"]
+                self._wrong_scales |= {source: scale}
+                if error <= MOST_GRADIENT_ERROR:
+                    del self._wrong_scales[source]
+        if self._wrong_scales:
+            since = self._since("router_loss_gradient", None, step)
+            scales = " and ".join(f"{scale:.2f} ({ROUTER_LOSSES[key]})" for key, scale in self._wrong_scales.items())
+            text = (
+                f"the gradient of router losses at the last router is {scales} times that of their equation and"
+                f" coefficient, and not the same since step {since}: something scales it, or padding counts"
+            )
+            yield Finding("router_loss_gradient", None, since, step, False, text)
 
     def _missing_routes(self, step: int, metrics: Mapping[str, float]) -> Iterator[Finding]:
         limit, share = self._thresholds.missing_routes_share, metrics.get(MISSING_METRIC)

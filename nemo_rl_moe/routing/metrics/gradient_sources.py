@@ -41,6 +41,23 @@ def gradient_metrics(
     return {f"router_gradient/{name}": value for name, value in metrics.items()}
 
 
+def agreement_metrics(
+    name: str, found: Float[Tensor, "experts hidden"], expected: Float[Tensor, "experts hidden"]
+) -> dict[str, float]:
+    """Return how a router's gradient of one source agrees with the one expected by the equation of its loss.
+
+    `scale_{name}` is `<found, expected> / <expected, expected>`: 0.5 if the loss acts with half its coefficient.
+    `error_{name}` is `|found - expected| / |expected|`: large too if tokens count that should not. Empty where nothing
+    is expected.
+    """
+    length = float(expected.double().square().sum())
+    if not length:
+        return {}
+    scale = float((found.double() * expected.double()).sum()) / length
+    error = float((found.double() - expected.double()).square().sum())
+    return {f"router_gradient/scale_{name}": scale, f"router_gradient/error_{name}": (error / length) ** 0.5}
+
+
 def _norms_and_cosines(products: Float[Tensor, "parts parts"], names: Sequence[str], ending: str) -> dict[str, float]:
     norms = products.diagonal().sqrt().tolist()
     metrics = {f"norm_{name}{ending}": norm for name, norm in zip(names, norms, strict=True)}

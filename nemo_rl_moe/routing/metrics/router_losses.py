@@ -13,7 +13,7 @@ from nemo_rl_moe.shapes import Float, Int
 
 
 def router_scores(logits: Float[Tensor, "tokens experts"], score_function: str) -> Float[Tensor, "tokens experts"]:
-    """Return the scores that balancing losses use: they add up to 1 over the experts, in float32.
+    """Return the scores that balancing losses use: they add up to 1 over the experts, in float32 or float64.
 
     Args:
         score_function: `softmax` or, of DeepSeek-V3 (equation 19), `sigmoid`.
@@ -21,10 +21,11 @@ def router_scores(logits: Float[Tensor, "tokens experts"], score_function: str) 
     Raises:
         ValueError: The score function is another one.
     """
+    logits = logits if logits.dtype == torch.float64 else logits.float()
     if score_function == "softmax":
-        return logits.softmax(-1, dtype=torch.float32)
+        return logits.softmax(-1)
     if score_function == "sigmoid":
-        scores = logits.float().sigmoid()
+        scores = logits.sigmoid()
         return scores / (scores.sum(-1, keepdim=True) + 1e-20)
     raise ValueError(f"score function: got {score_function}, expected softmax or sigmoid")
 
@@ -33,9 +34,9 @@ def z_loss_sum(logits: Float[Tensor, "tokens experts"], is_token: Float[Tensor, 
     """Return the sum over tokens of the squared logsumexp of their logits (ST-MoE, equation 5).
 
     Args:
-        is_token: 1 for tokens, 0 for padding.
+        is_token: 1 for tokens, 0 for padding; the sum is computed in its type.
     """
-    return logits.float().logsumexp(-1).square() @ is_token
+    return logits.to(is_token.dtype).logsumexp(-1).square() @ is_token
 
 
 def load_of_tokens(

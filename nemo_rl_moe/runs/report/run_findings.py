@@ -12,7 +12,7 @@ from nemo_rl_moe.errors import DataError, counted
 from nemo_rl_moe.routing.findings import engine_signal, learning_signal, routing_signal, staleness_signal
 from nemo_rl_moe.routing.findings.reward_signal import is_reward_metric
 from nemo_rl_moe.routing.findings.routing_signal import ANOMALIES_METRIC, MISSING_METRIC
-from nemo_rl_moe.routing.findings.tracker import Finding, FindingTracker, Thresholds
+from nemo_rl_moe.routing.findings.tracker import ROUTER_LOSS_METRICS, Finding, FindingTracker, Thresholds
 from nemo_rl_moe.runs.folder.failures import FailuresTail
 from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, read_history
 from nemo_rl_moe.runs.folder.run_data import RunData, describe_run, number_at, series_of
@@ -22,6 +22,7 @@ _METRICS = (
     "train/moe/avg_overload_factor",
     "train/skipped_updates",
     MISSING_METRIC,
+    *ROUTER_LOSS_METRICS,
     *learning_signal.METRICS,
     *routing_signal.METRICS,
     *staleness_signal.METRICS,

@@ -144,7 +144,7 @@ class _LossesOfRouter:
             scores: `[tokens, experts]`, of all experts.
             top_experts: `[tokens, experts]`, True for the experts of highest score.
         """
-        assignments = self._assignments(top_experts)
+        assignments = counted_assignments(self._router, top_experts)
         for kind, name in NAME_OF_BALANCING_TYPE.items():
             coefficient = self._router.get_aux_loss_coeff(kind)
             if coefficient > 0:
@@ -154,19 +154,6 @@ class _LossesOfRouter:
     @property
     def _tokens(self) -> SequencesOfTokens:
         return self._losses.tokens(self._chunk)
-
-    def _assignments(self, top_experts: Tensor) -> Tensor:
-        """Return `[tokens, experts]`, 1 if a token counts for an expert.
-
-        A token counts for the experts that it goes to. With an expert bias it counts for the experts of highest score
-        without the bias (DeepSeek-V3, equation 18): a bias that balances the load would otherwise leave no gradient.
-        Of replayed experts, the configuration says whether they count.
-        """
-        choice = self._router.router_replay
-        counted = getattr(choice, "counted", None)
-        if counted is None or (self._router.enable_expert_bias and not getattr(choice, "counts_replayed", False)):
-            return top_experts.float()
-        return experts_as_map(counted, top_experts.shape[-1]).float()
 
     def _balancing_sum(self, name: str, scores: Tensor, assignments: Tensor) -> Tensor:
         router, tokens = self._router, self._tokens
@@ -196,6 +183,23 @@ class _LossesOfRouter:
         logged = step.num_microbatches / (step.terms(name) * share_of_rank(name))
         record_auxiliary_loss(name, share.detach() * logged, self._router.layer_number, self._router.config)
         return MoEAuxLossAutoScaler.apply(values, share * (coefficient * scale / update.terms(name)))
+
+
+def counted_assignments(router: Any, top_experts: Tensor) -> Tensor:
+    """Return `[tokens, experts]`, 1 if a token of a router's last pass counts for an expert in its balancing losses.
+
+    A token counts for the experts that it goes to. With an expert bias it counts for the experts of highest score
+    without the bias (DeepSeek-V3, equation 18): a bias that balances the load would otherwise leave no gradient. Of
+    replayed experts, the configuration says whether they count.
+
+    Args:
+        top_experts: `[tokens, experts]`, True for the experts of highest score.
+    """
+    choice = router.router_replay
+    counted = getattr(choice, "counted", None)
+    if counted is None or (router.enable_expert_bias and not getattr(choice, "counts_replayed", False)):
+        return top_experts.float()
+    return experts_as_map(counted, top_experts.shape[-1]).float()
 
 
 def _unchanged(probs: Tensor, *_arguments: Any, **_options: Any) -> Tensor:

@@ -191,7 +191,7 @@ class ForwardBackward:
         first_microbatch: int,
         forward_only: bool,
     ) -> list[Any]:
-        microbatches = self._prepare(token_batches)
+        microbatches = self.prepare(token_batches)
         iterators = [enumerate(microbatches, start=first_microbatch) for _ in chunks]
         results: list[Any] = get_forward_backward_func()(
             forward_step_func=step,
@@ -204,7 +204,8 @@ class ForwardBackward:
         )
         return results
 
-    def _prepare(self, token_batches: Sequence[TokenBatch]) -> list[ModelMicrobatch]:
+    def prepare(self, token_batches: Sequence[TokenBatch]) -> list[ModelMicrobatch]:
+        """Return the microbatches as the model takes them."""
         place = place_of_rank()
         multiple = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
         multiple *= place.sequence_multiple

@@ -18,9 +18,18 @@ from nemo_rl_moe.models.interfaces import LossFunction, LossInputs, LossOutputs,
 from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
 from nemo_rl_moe.models.megatron.model.transformer_config import Z_LOSS, auxiliary_loss_names, moe_layer_indices
 from nemo_rl_moe.models.megatron.training.forward_backward import ForwardBackward
+from nemo_rl_moe.models.megatron.training.router_hooks import cut_of_rank
+from nemo_rl_moe.models.megatron.training.router_loss_check import RouterLossCheck
 from nemo_rl_moe.models.megatron.training.side_passes import side_pass
 from nemo_rl_moe.models.megatron.training.step_observer import StepObservations, StepObserver, is_due
-from nemo_rl_moe.routing.metrics.gradient_sources import AUXILIARY, POLICY, Z, gradient_metrics, inner_products
+from nemo_rl_moe.routing.metrics.gradient_sources import (
+    AUXILIARY,
+    POLICY,
+    Z,
+    agreement_metrics,
+    gradient_metrics,
+    inner_products,
+)
 from nemo_rl_moe.routing.routers import routers_of
 
 # isort: split
@@ -54,6 +63,8 @@ class RouterGradients(StepObserver):
         self._metrics: dict[str, float] = {}
         self._layers = moe_layer_indices(config)
         self._routers = placed_routers(chunks, config)
+        last = dict(self._routers).get(len(self._layers) - 1)
+        self._check = RouterLossCheck(last, config, cut_of_rank(config), passes.device)
         self.sources = sources_of(config)
 
     def start_step(self, number: int, shards: Sequence[GlobalBatchShard]) -> None:
@@ -71,9 +82,13 @@ class RouterGradients(StepObserver):
         parts = self.parts(shard, loss_function)
         dist.all_reduce(parts)
         products = inner_products(parts.flatten(2))
+        expected = self._expected(shard)
+        dist.all_reduce(expected)
         if dist.get_rank() > 0:  # once is enough
             return
         self._metrics = gradient_metrics(products.cpu(), self.sources, self._layers, per_layer=self._per_layer)
+        for source, found, wanted in zip(self.sources[1:], parts[1:, -1].cpu(), expected.cpu(), strict=True):
+            self._metrics |= agreement_metrics(source, found, wanted)
         self._metrics["router_gradient/seconds"] = time.perf_counter() - started
 
     def end_step(self) -> StepObservations:
@@ -89,6 +104,7 @@ class RouterGradients(StepObserver):
             weights = [router.weight for _, router in self._routers]
             with (
                 side_pass(self._chunks, config),
+                self._check.recording(),
                 _only_auxiliary_losses_of(source, config),
                 _gradients_of(weights) as gradients,
             ):
@@ -96,6 +112,13 @@ class RouterGradients(StepObserver):
                 for (position, _), gradient in zip(self._routers, gradients(), strict=True):
                     of_source[position] = gradient
         return parts.mul_(share_of_rank(config))
+
+    def _expected(self, shard: GlobalBatchShard) -> Tensor:
+        """Return this rank's part of the last router's gradient by the equations, `[losses, experts, hidden]`."""
+        microbatches = self._passes.prepare(shard.microbatches[: self._number_of(shard)])
+        of_source = dict(zip((AUXILIARY, Z), self._check.gradients(shard, microbatches), strict=True))
+        own = [of_source[source] for source in self.sources[1:]]
+        return torch.stack(own) * counts_on_rank(self._config) if own else torch.zeros(0, device=self._device)
 
     def _number_of(self, shard: GlobalBatchShard) -> int:
         every, config = len(shard.microbatches), self._config
@@ -122,6 +145,11 @@ def sources_of(config: TransformerConfig) -> tuple[str, ...]:
     return (POLICY, *balancing, *([Z] if Z_LOSS in names else []))
 
 
+def counts_on_rank(config: TransformerConfig) -> float:
+    """Return 1 where the rank's tokens are not those of another tensor-parallel rank that counts, else 0."""
+    return float(config.sequence_parallel or parallel_state.get_tensor_model_parallel_rank() == 0)
+
+
 def share_of_rank(config: TransformerConfig) -> float:
     """Return the weight of this rank's gradients in the sum over all ranks, as the data-parallel wrapper takes their
     mean.
@@ -129,8 +157,7 @@ def share_of_rank(config: TransformerConfig) -> float:
     Tensor-parallel ranks see tokens of their own under sequence parallelism, and otherwise all the same ones;
     context-parallel ranks always do, and are among those of the mean.
     """
-    counts = config.sequence_parallel or parallel_state.get_tensor_model_parallel_rank() == 0
-    return float(counts) / parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+    return counts_on_rank(config) / parallel_state.get_data_parallel_world_size(with_context_parallel=True)
 
 
 @contextmanager

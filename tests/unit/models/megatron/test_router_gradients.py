@@ -17,14 +17,17 @@ from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
 from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.distributed.batch import Destination, TokenBatch, per_sequence, per_token
 from nemo_rl_moe.models.megatron.checkpoint.contents import random_states
+from nemo_rl_moe.models.megatron.layers import router_losses
 from nemo_rl_moe.models.megatron.training import megatron_model, side_passes
 from nemo_rl_moe.models.megatron.training.forward_backward import ForwardBackward
 from nemo_rl_moe.models.megatron.training.router_gradients import RouterGradients
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
+from nemo_rl_moe.routing.findings.tracker import FindingTracker, Thresholds
 from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
 from nemo_rl_moe.runs.folder.artifacts import EXPERT_LOAD
 from tests.support.gloo_ranks import run_ranks
 from tests.support.observed import observer_of
+from tests.support.quick_list import some_of
 from tests.support.tiny_model import layout, parallel_job, shard_of_rank, tiny_batch, tiny_grpo_policy, tiny_hf_config
 
 NUM_LAYERS, NUM_EXPERTS, TOPK = 4, 8, 2
@@ -38,9 +41,10 @@ GLOBAL_AND_SEQUENCE = {
     "moe_router_load_balancing_type": "[seq_aux_loss, global_aux_loss]",
     "moe_aux_loss_coeff": "[0.05, 0.05]",
 }
-# Without padding: Megatron-Core averages the z-loss over each rank's own tokens.
 FULL_ROWS = {"shortest": 16, "longest": 16}
 LOSSES = {"moe_z_loss_coeff": 0.01}
+# A time, and rounding.
+UNLIKE = ("router_gradient/seconds", "router_gradient/error_aux", "router_gradient/error_z")
 MEASURED = {"router_gradients__every_n_steps": 1, "router_gradients__num_microbatches": None}
 
 
@@ -152,6 +156,68 @@ def test_every_layout_measures_what_one_rank_does(world_size: int, changes: dict
     compare(measured(world_size, **changes), expected, complete=True)
 
 
+EVERY_LOSS = {
+    "moe_router_load_balancing_type": "[aux_loss, seq_aux_loss, global_aux_loss]",
+    "moe_aux_loss_coeff": "[0.05, 0.02, 0.03]",
+}
+PADDED_ROWS = {"shortest": 3, "longest": 23}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "changes", "most"),
+    [
+        pytest.param(1, {"precision": "bfloat16"}, 0.03, marks=pytest.mark.full),
+        pytest.param(2, {}, 1e-5, marks=pytest.mark.full),
+        (2, layout(tp=2) | PACKED | FULL, 1e-5),
+        pytest.param(2, layout(pp=2) | FULL, 1e-5, marks=pytest.mark.full),
+        pytest.param(2, layout(pp=2, vpp=2), 1e-5, marks=pytest.mark.full),
+        pytest.param(2, layout(ep=2) | {"layer_spec": "local"}, 1e-5, marks=pytest.mark.full),
+        pytest.param(1, {"router_gradients__num_microbatches": 2}, 1e-5, marks=pytest.mark.full),
+    ],
+)
+def test_the_last_router_gets_what_the_equations_say(world_size: int, changes: dict[str, Any], most: float) -> None:
+    found = measured(world_size, rows=PADDED_ROWS, **EVERY_LOSS, **changes)[0].metrics
+    for source in ("aux", "z"):
+        assert found[f"router_gradient/scale_{source}"] == pytest.approx(1.0, abs=most)
+        assert found[f"router_gradient/error_{source}"] < most
+
+
+NO_LIMITS = Thresholds(dead_expert_steps=None, excess_cv=None, overload_factor=None, sustained_steps=1)
+
+
+def measure_with_fault(policy: Any, fault: str) -> dict[str, float]:
+    """Measure while the gradient reduction's divisor is forgotten, padding counts, or tokens count twice."""
+    with ExitStack() as stack:
+        if fault == "scale":
+            one_rank = mock.Mock(wraps=router_losses.parallel_state, get_data_parallel_world_size=lambda: 1)
+            stack.enter_context(mock.patch.object(router_losses, "parallel_state", one_rank))
+        elif fault == "mask":
+            of = router_losses.SequencesOfTokens.of
+
+            def without_mask(sequence: torch.Tensor, num_sequences: int) -> Any:
+                return replace(of(sequence, num_sequences), is_token=torch.ones(len(sequence)))
+
+            stack.enter_context(mock.patch.object(router_losses.SequencesOfTokens, "of", without_mask))
+        else:
+            terms = router_losses.BatchSize.terms
+            twice = lambda size, name: 2 * terms(size, name)  # noqa: E731
+            stack.enter_context(mock.patch.object(router_losses.BatchSize, "terms", twice))
+        return measure(policy, PADDED_ROWS, False).metrics
+
+
+@pytest.mark.parametrize("fault", some_of(("scale", "mask", "count"), 1))
+def test_a_fault_of_the_losses_is_found(fault: str) -> None:
+    metrics = run_ranks(measure_with_fault, 2, policy_for(2, **EVERY_LOSS), fault)[0]
+    (finding,) = FindingTracker(NO_LIMITS, 2).observe(
+        1, {f"train/moe/{name}": value for name, value in metrics.items()}
+    )
+    assert finding.kind == "router_loss_gradient"
+    expected = {"scale": 0.5, "count": 0.5}
+    if fault in expected:
+        assert metrics["router_gradient/scale_z"] == pytest.approx(expected[fault], rel=1e-4)
+        assert "0.50 (z-loss) times that of their equation" in finding.text
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("world_size", "changes"),
@@ -195,7 +261,7 @@ def compare(ranks: Sequence[Measured], expected: Measured, *, complete: bool) ->
             for layer, trained in rank.trained.items():
                 assert relative(rank.parts.sum(0)[layer], trained) < 2e-6
     for name, value in expected.metrics.items():
-        if name.startswith("router_gradient/") and name != "router_gradient/seconds":
+        if name.startswith("router_gradient/") and name not in UNLIKE:
             assert ranks[0].metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
     for rank in ranks[1:]:
         assert not any(name.startswith("router_gradient/") for name in rank.metrics)
@@ -211,6 +277,9 @@ def test_metrics_are_those_of_the_parts(expected: Measured) -> None:
             norm = float(np.linalg.norm(part[layer]))
             assert found.pop(f"norm_{source}_layer_{layer}") == pytest.approx(norm, rel=1e-6)
     assert sum(found.pop(f"share_{source}") for source in by_source) == pytest.approx(1)
+    for source in ("aux", "z"):
+        assert found.pop(f"scale_{source}") == pytest.approx(1.0, abs=1e-5)
+        assert found.pop(f"error_{source}") < 1e-5
     endings = ["", *(f"_layer_{layer}" for layer in range(NUM_LAYERS))]
     assert found.keys() == {f"cosine_policy_{part}{ending}" for part in ("aux", "z") for ending in endings}
 
@@ -369,8 +438,7 @@ BIAS = {
     "moe_router_bias_update_rate": 0.01,
 }
 GLOBAL = {"moe_router_load_balancing_type": "[aux_loss, global_aux_loss]", "moe_aux_loss_coeff": "[0.05, 0.05]"}
-JITTER = {"moe_input_jitter_eps": 0.1}
-EVERYTHING = BIAS | GLOBAL | JITTER
+EVERYTHING = BIAS | GLOBAL
 
 
 def both(

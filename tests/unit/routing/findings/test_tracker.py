@@ -155,6 +155,21 @@ def test_updates_left_out_every_other_step_are_reported_once() -> None:
     assert finding.text.startswith("updates have been left out since step 2:")
 
 
+def test_a_router_loss_of_another_scale_is_found_at_once_and_holds_until_it_is_measured_again() -> None:
+    wrong = {"train/moe/router_gradient/error_aux": 0.5, "train/moe/router_gradient/scale_aux": 0.5}
+    right = {"train/moe/router_gradient/error_aux": 0.01, "train/moe/router_gradient/scale_aux": 1.01}
+    findings, begun = watch([None] * 5, metrics=[right, wrong, {}, {}, right])
+    (finding,) = findings
+    assert (finding.kind, finding.first_step, finding.last_step, finding.is_over) == (
+        "router_loss_gradient",
+        2,
+        4,
+        True,
+    )
+    assert "0.50 (load balancing losses) times that of their equation" in finding.text
+    assert [len(each) for each in begun] == [0, 1, 0, 0, 0]
+
+
 def test_a_number_that_is_none_is_no_finding() -> None:
     assert watch([None] * 4, metrics=[{"train/moe/avg_overload_factor": float("nan")}] * 4)[0] == []
 

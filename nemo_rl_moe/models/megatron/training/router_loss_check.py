@@ -1,0 +1,154 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Check of the router losses' gradients: what the last router got, beside the equations at their coefficients.
+
+Losses of later layers reach the routers of earlier ones through the model. The last router gets the gradient of its own
+losses alone, so that it can be computed from the router's input.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from nemo_rl_moe.distributed.batch import GlobalBatchShard
+from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
+from nemo_rl_moe.models.megatron.layers.router_losses import counted_assignments
+from nemo_rl_moe.models.megatron.model.transformer_config import NAME_OF_BALANCING_TYPE
+from nemo_rl_moe.models.megatron.training.microbatch import ModelMicrobatch
+from nemo_rl_moe.models.megatron.training.router_hooks import SequenceCut, in_router_order, sequences_of_tokens
+from nemo_rl_moe.routing.metrics.router_losses import (
+    balancing_sum,
+    load_of_sequences,
+    load_of_tokens,
+    router_scores,
+    sequence_balancing_sum,
+    z_loss_sum,
+)
+from nemo_rl_moe.routing.replay import experts_as_map
+
+# isort: split
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class RouterLossCheck:
+    """Gradient that the model's last router should get of its losses.
+
+    Args:
+        router: The last one, on the ranks that have it; None on the others.
+        cut: Columns that this rank's routers see.
+    """
+
+    def __init__(self, router: Any | None, config: TransformerConfig, cut: SequenceCut, device: torch.device):
+        self._router, self._config, self._cut, self._device = router, config, cut, device
+        self._seen: list[tuple[Tensor, Tensor]] = []
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Keep the router's inputs and counted experts of each microbatch of a training pass while open."""
+        self._seen = []
+        if self._router is None:
+            yield
+            return
+        handle = self._router.register_forward_hook(self._keep)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _keep(self, router: nn.Module, arguments: tuple[Tensor, ...], _outputs: Any) -> None:
+        if not torch.is_grad_enabled():  # activation checkpointing repeats it with gradients
+            return
+        inputs = arguments[0].detach().flatten(0, 1)
+        with torch.no_grad():
+            scores = router_scores(self._logits(inputs, self._router_weight(), torch.float32), router.score_function)
+            top = experts_as_map(scores.topk(self._topk, dim=-1).indices, scores.shape[-1])
+            self._seen.append((inputs, counted_assignments(router, top)))
+
+    @property
+    def _topk(self) -> int:
+        return int(self._config.moe_router_topk)
+
+    def _router_weight(self) -> Tensor:
+        assert self._router is not None
+        weight: Tensor = self._router.weight
+        return weight.detach()
+
+    def _logits(self, inputs: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        assert self._router is not None
+        bias = None if self._router.bias is None else self._router.bias.detach().to(dtype)
+        return nn.functional.linear(inputs.to(dtype), weight.to(dtype), bias)
+
+    def gradients(self, shard: GlobalBatchShard, microbatches: Sequence[ModelMicrobatch]) -> tuple[Tensor, Tensor]:
+        """Return this rank's part of the gradient of all balancing losses, and of the z-loss: `[experts, hidden]`.
+
+        The parts of all ranks add up to the gradient of the recorded microbatches, scaled to a whole global batch.
+        Every rank calls it.
+        """
+        tokens, sequences = self._totals(shard)
+        if self._router is None:
+            empty = torch.zeros(self._config.num_moe_experts, self._config.hidden_size, device=self._device)
+            return empty, empty
+        weight = self._router_weight().double().requires_grad_()
+        balancing = z_loss = weight.new_zeros(())
+        so_far: Tensor | None = None
+        for (inputs, assignments), microbatch in zip(self._seen, microbatches, strict=True):
+            logits = self._logits(inputs, weight, torch.float64)
+            is_token, assignments = self._is_token(microbatch).double(), assignments.double()
+            z_loss = z_loss + z_loss_sum(logits.double(), is_token) / tokens
+            scores = router_scores(logits, self._router.score_function)
+            for kind in NAME_OF_BALANCING_TYPE:
+                coefficient = self._router.get_aux_loss_coeff(kind)
+                if not coefficient > 0:
+                    continue
+                if kind == "seq_aux_loss":
+                    of_tokens = sequences_of_tokens(microbatch, self._cut)
+                    sequence = of_tokens.sequence.where(is_token > 0, -1)
+                    rows = _added_up(
+                        load_of_sequences(assignments, sequence, of_tokens.num_sequences), self._router.tp_cp_group
+                    )
+                    share = sequence_balancing_sum(scores, sequence, rows, self._topk) / sequences
+                else:
+                    is_global = kind == "global_aux_loss"
+                    group = self._router.tp_dp_cp_group if is_global else self._router.tp_cp_group
+                    load = _added_up(load_of_tokens(assignments, is_token), group)
+                    if is_global:
+                        so_far = load = load if so_far is None else load + so_far
+                    share = balancing_sum(scores, is_token, load) / tokens
+                balancing = balancing + coefficient * share
+        factor = len(shard.microbatches) / len(microbatches)
+        z_coefficient = self._config.moe_z_loss_coeff or 0.0
+        return (
+            _gradient(balancing * factor, weight),
+            _gradient(z_loss * (factor * z_coefficient), weight),
+        )
+
+    def _is_token(self, microbatch: ModelMicrobatch) -> Tensor:
+        mask = microbatch.padding_mask
+        padding = torch.zeros(microbatch.input_ids.shape, device=self._device) if mask is None else mask
+        return in_router_order(padding, self._cut) == 0
+
+    def _totals(self, shard: GlobalBatchShard) -> tuple[float, float]:
+        """Return the number of tokens and of sequences with a token, counted on all data-parallel ranks."""
+        lengths = torch.cat([batch.counted_lengths for batch in shard.microbatches])
+        totals = torch.tensor([float(lengths.sum()), float((lengths > 0).sum())], device=self._device)
+        dist.all_reduce(totals, group=parallel_state.get_data_parallel_group())
+        tokens, sequences = totals.clamp(min=1).tolist()
+        return tokens, sequences
+
+
+def _added_up(load: Tensor, group: Any) -> Tensor:
+    if group.size() > 1:
+        dist.all_reduce(load, group=group)
+    return load
+
+
+def _gradient(loss: Tensor, weight: Tensor) -> Tensor:
+    if not loss.requires_grad:
+        return torch.zeros_like(weight, dtype=torch.float32)
+    (gradient,) = torch.autograd.grad(loss, weight, retain_graph=True)
+    return gradient.float()
