@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules between settings of the routers; see `checks.py`."""
 
+from collections import Counter
 from collections.abc import Iterator
 
 from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig, MasterConfig
@@ -48,10 +49,11 @@ def balancing_types_match_coefficients(config: MasterConfig) -> Iterator[str]:
     """Check that balancing losses and their coefficients are lists of the same length, each loss once."""
     fields = config.policy.megatron_cfg.moe_transformer_fields
     types, coefficients = fields.get("moe_router_load_balancing_type"), fields.get("moe_aux_loss_coeff")
-    for kind in sorted({kind for kind in types if types.count(kind) > 1}) if isinstance(types, list) else ():
+    times = Counter(types if isinstance(types, list) else ())
+    for kind in sorted(kind for kind, number in times.items() if number > 1):
         yield (
-            f"{MEGATRON}.moe_router_load_balancing_type: got {kind} {types.count(kind)} times, expected it once, with"
-            " the sum of its coefficients"
+            f"{MEGATRON}.moe_router_load_balancing_type: got {kind} {times[kind]} times, expected it once, with the sum"
+            " of its coefficients"
         )
     if types is None or coefficients is None:
         return

@@ -93,7 +93,7 @@ def noise_in_training_only(model: nn.Module) -> None:
     Megatron-Core applies both in every pass. A loss of validation would depend on chance, and on how its batch is cut.
     """
     for module in model.modules():
-        config = getattr(module, "config", None)
+        config: Any = getattr(module, "config", None)
         if isinstance(module, TopKRouter) and config.moe_input_jitter_eps is not None:
             module.apply_input_jitter = partial(_in_training, module, module.apply_input_jitter)
         if isinstance(module, MoELayer) and config.moe_expert_capacity_factor is not None:

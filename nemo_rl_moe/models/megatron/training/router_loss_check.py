@@ -60,7 +60,7 @@ class RouterLossCheck:
         finally:
             handle.remove()
 
-    def _keep(self, router: nn.Module, arguments: tuple[Tensor, ...], _outputs: Any) -> None:
+    def _keep(self, router: Any, arguments: tuple[Tensor, ...], _outputs: Any) -> None:
         if not torch.is_grad_enabled():  # activation checkpointing repeats it with gradients
             return
         inputs = arguments[0].detach().flatten(0, 1)
