@@ -247,8 +247,8 @@ class FindingTracker:
             since = self._since("router_loss_gradient", None, step)
             scales = " and ".join(f"{scale:.2f} ({ROUTER_LOSSES[key]})" for key, scale in self._wrong_scales.items())
             text = (
-                f"the gradient of router losses at the last router is {scales} times that of their equation and"
-                f" coefficient, and not the same since step {since}: something scales it, or padding counts"
+                f"since step {since} the gradient of router losses is not that of their equation and coefficient but"
+                f" {scales} times it: something scales it, or padding counts"
             )
             yield Finding("router_loss_gradient", None, since, step, False, text)
 

@@ -67,7 +67,7 @@ class RouteRecorder(ForwardWatcher):
         self._kind: PassKind | None = None
         self._num_cached = 0
         self._padding: Tensor | None = None
-        watch_model(_entry(model, routers[0][1]), routers, self)
+        watch_model(entry_of(model, routers[0][1]), routers, self)
 
     def take(self) -> list[RoutedPass]:
         """Return the passes recorded since they were last taken, in their order."""
@@ -160,7 +160,7 @@ def _by_sequence(rows: Tensor, shape: tuple[int, int]) -> Tensor:
     return rows.unflatten(0, shape[::-1]).transpose(0, 1).flatten(0, 1)
 
 
-def _entry(model: nn.Module, router: nn.Module) -> nn.Module:
+def entry_of(model: nn.Module, router: nn.Module) -> nn.Module:
     """Return the innermost module around a router that is given token ids: some losses call it directly."""
     modules = dict(model.named_modules())
     path = next(name for name, module in modules.items() if module is router)

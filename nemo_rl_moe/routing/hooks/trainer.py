@@ -21,6 +21,7 @@ from transformers import TrainerCallback
 
 from nemo_rl_moe.routing.findings.tracker import Finding, FindingTracker, Thresholds
 from nemo_rl_moe.routing.hooks.pass_recorder import PassKind, RoutedPass, RouteRecorder
+from nemo_rl_moe.routing.hooks.router_loss_gradient import RouterLossGradient
 from nemo_rl_moe.routing.hooks.routes import anomalies_of, audit_sequences
 from nemo_rl_moe.routing.hooks.sequences import RoutedSequence, capture_description, paired_sequences, sequences_of
 from nemo_rl_moe.routing.metrics.load_balance_metrics import (
@@ -46,6 +47,10 @@ class RoutingCallback(TrainerCallback):
     with training under `moe/routing/`, and load balance of the generation under `rollout_moe/`. Layers, tokens and
     sequences that are in each other's place are found in a sample of those of all processes.
 
+    Where the model trains with its load balancing loss (`output_router_logits=True`) and the weights of a token's
+    experts add up to 1, `moe/router_gradient/scale_aux` is the coefficient that the loss trains with, over the model's
+    `router_aux_loss_coef`: 1 is right.
+
     Args:
         thresholds: Limits of findings.
         max_sequences: Sequences of each process and logged step of which generation and training are compared.
@@ -55,6 +60,8 @@ class RoutingCallback(TrainerCallback):
         self._thresholds, self._max_sequences = thresholds, max_sequences
         self._model: nn.Module | None = None
         self._recorder: RouteRecorder | None = None
+        self._losses: RouterLossGradient | None = None
+        self._num_updates = 0
         self._tracker: FindingTracker | None = None
         self._has_generated = False
         self._rollout: list[RoutedSequence] = []
@@ -71,6 +78,7 @@ class RoutingCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **more: Any) -> None:
         recorder = RouteRecorder(model, self._wants)  # first: it may refuse the model
         enable_load_balance_tracking(model)
+        self._losses = RouterLossGradient(model) if _balancing_coefficient(model) else None
         self._model, self._recorder = model, recorder
         self._tracker = FindingTracker(self._thresholds, self._recorder.topk)
 
@@ -81,6 +89,7 @@ class RoutingCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         if self._recorder is not None:
+            self._num_updates += 1
             self._compare_passes(self._recorder.take())
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **more: Any) -> None:
@@ -95,7 +104,9 @@ class RoutingCallback(TrainerCallback):
         if self._model is not None and self._recorder is not None:
             self._recorder.remove_hooks()
             disable_load_balance_tracking(self._model)
-        self._model = self._recorder = None
+        if self._losses is not None:
+            self._losses.remove_hooks()
+        self._model = self._recorder = self._losses = None
         self._rollout, self._compared = [], []
 
     def _wants(self, kind: PassKind) -> bool:
@@ -113,11 +124,20 @@ class RoutingCallback(TrainerCallback):
         pairs = paired_sequences(self._rollout, trained, first=len(self._compared))
         self._compared += pairs[: self._max_sequences - len(self._compared)]
 
+    def _router_losses(self, model: nn.Module) -> dict[str, float]:
+        """Return how the gradient of the balancing loss agrees with its equation, of the updates since the last log."""
+        found = None if self._losses is None else self._losses.take()
+        updates, self._num_updates = max(self._num_updates, 1), 0
+        if found is None:
+            return {}
+        scale = found[0] / updates / _balancing_coefficient(model)
+        return {"router_gradient/scale_aux": scale, "router_gradient/error_aux": max(abs(scale - 1), found[1])}
+
     def _end_of_step(self, model: nn.Module, recorder: RouteRecorder, state: Any) -> dict[str, float]:
         assert self._tracker is not None
         step = int(state.global_step)
         loads = collect_expert_loads(model, dist.group.WORLD if dist.is_initialized() else None)
-        metrics = with_moe_prefix(compute_brief_metrics(loads, top_k=0))
+        metrics = with_moe_prefix(compute_brief_metrics(loads, top_k=0) | self._router_losses(model))
         anomalies = None
         compared, self._compared = self._compared, []
         if self._has_generated and _adds_up_on_the_host():
@@ -136,6 +156,15 @@ class RoutingCallback(TrainerCallback):
                 where = "" if finding.layer is None else f", layer {finding.layer}"
                 _log.warning("routing, step %d%s: %s", step, where, finding.text)
         return metrics
+
+
+def _balancing_coefficient(model: nn.Module) -> float:
+    """Return the coefficient of the balancing loss that transformers adds to a model's own; 0: it adds none."""
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if not getattr(config, "output_router_logits", False):
+        return 0.0
+    return float(getattr(config, "router_aux_loss_coef", 0.0) or 0.0)
 
 
 def _matrix(loads: dict[int, LayerLoad] | dict[str, LayerLoad]) -> tuple[tuple[int, ...], Any]:

@@ -88,7 +88,7 @@ class LoadCounter(ForwardWatcher):
             padding = padding_mask_of_call(args, kwargs)
             valid = None if padding is None else ~padding
         else:
-            valid = _valid_tokens(self._attention_mask, len(routed))
+            valid = valid_tokens(self._attention_mask, len(routed))
         counts = self._counts.get(layer)
         if counts is None:
             counts = self._counts[layer] = torch.zeros(layer.num_experts, dtype=torch.long, device=routed.device)
@@ -142,7 +142,7 @@ class _Hook:
         return _Hook, ()
 
 
-def _valid_tokens(attention_mask: Tensor | None, num_tokens: int) -> Tensor | None:
+def valid_tokens(attention_mask: Tensor | None, num_tokens: int) -> Tensor | None:
     if attention_mask is None:
         return None
     if attention_mask.numel() != num_tokens:

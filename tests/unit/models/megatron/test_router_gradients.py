@@ -215,7 +215,7 @@ def test_a_fault_of_the_losses_is_found(fault: str) -> None:
     expected = {"scale": 0.5, "count": 0.5}
     if fault in expected:
         assert metrics["router_gradient/scale_z"] == pytest.approx(expected[fault], rel=1e-4)
-        assert "0.50 (z-loss) times that of their equation" in finding.text
+        assert "0.50 (z-loss) times it" in finding.text
 
 
 @pytest.mark.full

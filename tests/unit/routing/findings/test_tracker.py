@@ -166,7 +166,7 @@ def test_a_router_loss_of_another_scale_is_found_at_once_and_holds_until_it_is_m
         4,
         True,
     )
-    assert "0.50 (load balancing losses) times that of their equation" in finding.text
+    assert "but 0.50 (load balancing losses) times it" in finding.text
     assert [len(each) for each in begun] == [0, 1, 0, 0, 0]
 
 
