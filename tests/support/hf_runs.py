@@ -8,6 +8,7 @@ import resource
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from unittest.mock import patch
 
@@ -50,7 +51,9 @@ def build_model(policy: PolicyConfig, changes: Mapping[str, Any]) -> Model:
     return chunks, config, hf_config
 
 
-def load_from_each(policy: PolicyConfig, folders: Sequence[Sequence[str]]) -> list[str]:
+def load_from_each(
+    policy: PolicyConfig, folders: Sequence[Sequence[str]], changes: Mapping[str, Any] = MappingProxyType({})
+) -> list[str]:
     """Load each folder in turn, this rank its own of each list.
 
     Returns:
@@ -58,7 +61,7 @@ def load_from_each(policy: PolicyConfig, folders: Sequence[Sequence[str]]) -> li
     """
     outcomes = []
     with parallel_job(policy) as rank:
-        model = build_model(policy, {})
+        model = build_model(policy, changes)
         for choice in folders:
             try:
                 load_weights(*model, Path(choice[rank]))

@@ -137,6 +137,12 @@ def _cut_parameter(values: Tensor) -> nn.Parameter:
     return parameter
 
 
+def in_float32(parameter: nn.Parameter) -> nn.Parameter:
+    """Mark a parameter that stays in float32 where the model's weights are converted to another type."""
+    parameter.stays_in_float32 = True  # type: ignore[attr-defined]
+    return parameter
+
+
 class GatedNorm(nn.Module):
     """RMSNorm of each head, whose output a gate scales.
 
@@ -146,7 +152,7 @@ class GatedNorm(nn.Module):
 
     def __init__(self, weight: Tensor, eps: float, *, is_shared: bool):
         super().__init__()
-        self.weight = nn.Parameter(weight)
+        self.weight = in_float32(nn.Parameter(weight))
         self.eps, self._is_shared = eps, is_shared
 
     def forward(self, heads: Float[Tensor, "*batch dim"], gate: Float[Tensor, "*batch dim"]) -> Tensor:
@@ -197,10 +203,13 @@ class GatedDeltaNet(MegatronModule):
         }
         heads = self.sizes.value_heads
         self.conv1d = _Weight(torch.zeros(sum(self.sizes.convolved), 1, self.sizes.taps, **place))
-        self.dt_bias, self.A_log = (_cut_parameter(torch.zeros(heads, **place)) for _ in range(2))
+        self.dt_bias = _cut_parameter(torch.zeros(heads, **place))
+        # Released files hold these two in float32 beside bfloat16 matrices.
+        precise = {**place, "dtype": torch.float32}
+        self.A_log = in_float32(_cut_parameter(torch.zeros(heads, **precise)))
         is_shared = config.tensor_model_parallel_size > 1
         self.out_norm = GatedNorm(
-            torch.ones(self.sizes.value_dim, **place), config.layernorm_epsilon, is_shared=is_shared
+            torch.ones(self.sizes.value_dim, **precise), config.layernorm_epsilon, is_shared=is_shared
         )
         self.out_proj = build_module(
             submodules.out_proj,

@@ -198,7 +198,8 @@ def _biased(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
 
 @contextmanager
 def unconverted_state(chunks: Sequence[GPTModel]) -> Iterator[None]:
-    """Keep the buffers of routers and indexers unchanged while the chunks are converted to another type.
+    """Keep the buffers of routers and indexers, and parameters that stay in float32, while the chunks are converted to
+    another type.
 
     Megatron-Core converts routers' with the weights, and restores only the bias to float32, rounded by then. Its token
     counts stay in bfloat16, which has no odd number above 256.
@@ -210,9 +211,17 @@ def unconverted_state(chunks: Sequence[GPTModel]) -> Iterator[None]:
         if isinstance(module, TopKRouter | KeptTensors)
         for name, buffer in module.named_buffers(recurse=False)
     ]
+    precise = [
+        (parameter, parameter.data)
+        for chunk in chunks
+        for parameter in chunk.parameters()
+        if getattr(parameter, "stays_in_float32", False)
+    ]
     yield
     for module, name, buffer in kept:
         setattr(module, name, buffer)
+    for parameter, values in precise:
+        parameter.data = values
 
 
 class ExpertBias:

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Import of Hugging Face weights: every rank reads its slices, once all ranks know that the folder fits the model."""
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from nemo_rl_moe.models.megatron.model.agreement import DamageSearch, union_of_r
 from nemo_rl_moe.models.megatron.model.value_head import PREFIX as VALUE_HEAD_PREFIX
 from nemo_rl_moe.models.megatron.weights.hf_sources import SourcePart, rule_of, source_parts
 from nemo_rl_moe.models.megatron.weights.parameter_layout import ParameterPiece, parameter_pieces
-from nemo_rl_moe.models.safetensors_files import TYPES, SliceReader
+from nemo_rl_moe.models.safetensors_files import MOST_MAPPED_BYTES, TYPES, SliceReader
 from nemo_rl_moe.models.safetensors_folder import SafetensorsFolder, listed, one_line
 
 # isort: split
@@ -29,7 +30,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 # Older versions of transformers saved these; they follow from the configuration.
 _ROTARY_BUFFERS = {r".*\.rotary_emb\.inv_freq": "buffers of the rotary embedding, which follow from config.json"}
-_OUTPUT_LAYER = "output_layer.weight"
+_EMBEDDING, _OUTPUT_LAYER = "embedding.word_embeddings.weight", "output_layer.weight"
 CLASSIFIER_HEAD = tensor_rule("score.weight")
 """The head of transformers' `ForSequenceClassification` with one label, which is a value head."""
 _TIED = "the output layer is the embedding (tie_word_embeddings)"
@@ -236,9 +237,66 @@ def _agreed(plan: _Plan, hf_config: Any, folder: Path) -> list[str]:
                 "folder"
             )
     problems, left_out = sort_out(plan.folder, union_of_ranks(plan.wanted), unused_patterns(hf_config))
+    problems += _other_head(plan.folder, hf_config)
     if problems:
         raise ConfigurationError([f"policy.model_name: {folder}: {problem}" for problem in problems])
-    return [tensors.line(folder) for tensors in left_out]
+    return [tensors.line(folder) for tensors in left_out] + _rounded(plan, plan.folder, folder)
+
+
+def _other_head(folder: SafetensorsFolder, hf_config: Any) -> list[str]:
+    """Return the problem of an output layer that is not the embedding though the configuration ties them; rank 0 reads
+    both."""
+    if not hf_config.tie_word_embeddings:
+        return []
+    names = [
+        rule.sources[0].name
+        for rule in map(family_of(hf_config).rules.find, (_EMBEDDING, _OUTPUT_LAYER))
+        if rule is not None and rule.sources[0].name in folder.tensors
+    ]
+    found: list[Any] = [[]]
+    if dist.get_rank() == 0 and len(names) == 2 and not _are_equal(folder, *names):
+        found[0] = [
+            f"{names[1]} is not {names[0]}, though tie_word_embeddings is true; transformers keeps both then. Expected"
+            " tie_word_embeddings false in config.json, or a folder without the tensor"
+        ]
+    dist.broadcast_object_list(found)
+    problems: list[str] = found[0]
+    return problems
+
+
+def _are_equal(folder: SafetensorsFolder, first: str, second: str) -> bool:
+    tensors = folder.tensors
+    if tensors[first].shape != tensors[second].shape:
+        return False
+    rows, *rest = tensors[first].shape
+    band = max(1, MOST_MAPPED_BYTES // (8 * max(math.prod(rest), 1)))
+    with SliceReader(folder) as reader:
+        for start in range(0, rows, band):
+            count = min(band, rows - start)
+            both = [torch.empty(count, *rest, dtype=torch.float64) for _ in range(2)]
+            for target, name in zip(both, (first, second), strict=True):
+                reader.read_into(target, name, [(start, start + count), *((0, size) for size in rest)])
+            if not torch.equal(*both):
+                return False
+    return True
+
+
+def _rounded(plan: _Plan, stored: SafetensorsFolder, folder: Path) -> list[str]:
+    """Return a line about tensors that a folder of mixed types holds more precisely than the model does."""
+    names = {
+        part.source.name: part.shape
+        for reading in plan.readings
+        for part in reading.parts
+        if TYPES[stored.tensors[part.source.name].dtype].itemsize > reading.piece.local.dtype.itemsize
+    }
+    rounded = sorted(union_of_ranks(names))
+    if not rounded or len({tensor.dtype for tensor in stored.tensors.values()}) == 1:
+        return []
+    types = sorted({stored.tensors[name].dtype for name in rounded})
+    return [
+        f"{folder}: {_count(rounded)} of type {', '.join(types)} rounded to policy.precision, which the folder's other"
+        f" tensors have: {listed(rounded)}"
+    ]
 
 
 def _raise_together(problems: Sequence[str]) -> None:

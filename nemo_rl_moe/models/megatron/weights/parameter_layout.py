@@ -28,7 +28,7 @@ class ParameterPiece:
         shard_dimension: Dimension that tensor parallelism splits; None: whole.
         sections: Relative sizes of the parts of the dimension that are each split, such as gate and up.
         adapter: What stands beside it, with the index of the rank's expert.
-        narrower_type: Type of files that are to hold it, if no number is lost; None: its own.
+        narrower_type: Type in files of what the model computes with in float32, if no number is lost; None: its own.
     """
 
     name: str
@@ -64,7 +64,7 @@ class ParameterPiece:
 
     @property
     def exported_type(self) -> torch.dtype:
-        """Return the type in files: of an indexer's float32 that of all weights, if that holds every number of it."""
+        """Return the type in files: `narrower_type` if that holds every number of it."""
         narrow = self.narrower_type
         if narrow is None or not torch.equal(self.local.to(narrow).float(), self.local):
             return self.local.dtype
@@ -170,6 +170,7 @@ def _pieces_of(
         yield from _expert_pieces(name, parameter, config, beside)
         return
     sharded = bool(getattr(parameter, "tensor_model_parallel", False))
+    is_precise = _INDEXER in name or getattr(parameter, "stays_in_float32", False)
     yield ParameterPiece(
         name=name,
         local=parameter.data,
@@ -179,7 +180,7 @@ def _pieces_of(
         sections=_sections(name, config),
         is_expert=False,
         adapter=beside,
-        narrower_type=config.params_dtype if _INDEXER in name and parameter.dtype is torch.float32 else None,
+        narrower_type=config.params_dtype if is_precise and parameter.dtype is torch.float32 else None,
     )
 
 

@@ -15,8 +15,10 @@ from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.generation.interface import GenerationBatch, SamplingParameters
@@ -29,7 +31,7 @@ from tests.support.family_models import FAMILY_MODELS
 from tests.support.family_outputs import trainer_of
 from tests.support.family_reference import other_chunks, read_model, save_model, tensors_in, write_reference
 from tests.support.gloo_ranks import run_ranks
-from tests.support.tiny_model import layout, parallel_job, sharing_sequences, tiny_policy
+from tests.support.tiny_model import layout, parallel_job, shard_of_rank, sharing_sequences, tiny_batch, tiny_policy
 
 MODELS = [name for name in FAMILY_MODELS if name.startswith(("qwen3_next", "qwen3_5"))]
 TOKENS = 150
@@ -255,3 +257,57 @@ def test_adapters_are_refused() -> None:
     )
     with pytest.raises(ConfigurationError, match=r"policy\.lora: got an adapter, expected null for Qwen3-Next"):
         build_transformer_config(policy, FAMILY_MODELS["qwen3_next"].hf_config())
+
+
+# Numbers that stay in float32
+
+
+def write_as_published(name: str, folder: Path) -> None:
+    """Write a reference in bfloat16, with decays and norms of delta nets in float32."""
+    write_reference(name, folder)
+    for file in folder.glob("*.safetensors"):
+        tensors = {
+            key: tensor if key.endswith(("A_log", "linear_attn.norm.weight")) else tensor.bfloat16()
+            for key, tensor in load_file(file).items()
+        }
+        save_file(tensors, file, metadata={"format": "pt"})
+    (folder / "files.json").unlink(missing_ok=True)
+
+
+def save_before_and_after_an_update(policy: PolicyConfig, root: str) -> list[str]:
+    """Save the weights of `published` to `before` and, after an optimizer step, to `after`; return the notices."""
+    with parallel_job(policy):
+        trainer = trainer_of(Path(root, "published"), policy, num_steps=2)
+        trainer.save_weights(Path(root, "before"), {})
+        place = trainer.coordinates
+        batch = tiny_batch(0, vocabulary_size=60)
+        shard = shard_of_rank(batch, place.data_parallel_rank, place.data_parallel_size)
+        trainer.train([shard], sft_loss)
+        trainer.save_weights(Path(root, "after"), {})
+        return trainer.notices
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "sizes"),
+    [
+        (2, {"distributed_data_parallel_config__use_distributed_optimizer": True}),
+        pytest.param(2, layout(tp=2), marks=pytest.mark.full),
+    ],
+)
+def test_decays_and_norms_stay_in_float32_beside_bfloat16(
+    num_ranks: int, sizes: dict[str, Any], tmp_path: Path
+) -> None:
+    write_as_published("qwen3_next", tmp_path / "published")
+    policy = tiny_policy(num_ranks, precision="bfloat16", **sizes)
+    notices = run_ranks(save_before_and_after_an_update, num_ranks, policy, str(tmp_path))
+    assert not any("rounded" in line for lines in notices for line in lines)
+    published, before, after = (tensors_in(tmp_path / name) for name in ("published", "before", "after"))
+    precise = [name for name, tensor in published.items() if tensor.dtype == torch.float32]
+    assert len(precise) == 2 * len([name for name in published if name.endswith("A_log")]) > 0
+    for name, tensor in published.items():
+        assert before[name].dtype == tensor.dtype
+        assert torch.equal(before[name], tensor), name
+    for name in precise:
+        assert after[name].dtype == torch.float32
+        assert not torch.equal(after[name], before[name])
+        assert not torch.equal(after[name], after[name].bfloat16().float())

@@ -219,9 +219,42 @@ def test_model_of_half_the_bits_keeps_them(sizes: dict[str, int], tmp_path: Path
     assert_same_tensors(target, source)
 
 
+def test_a_head_that_is_not_the_embedding_is_not_dropped(tmp_path: Path) -> None:
+    tensors = tiny_tensors(tiny_hf_config(**TIED))
+    head = tensors["model.embed_tokens.weight"].clone()
+    head[63, 31] += 1e-3
+    write_folder({**tensors, "lm_head.weight": head}, tmp_path / "other")
+    write_folder({**tensors, "lm_head.weight": head[:, :16].contiguous()}, tmp_path / "narrow")
+    paths = [str(tmp_path / name) for name in ("other", "narrow")]
+    outcomes = run_ranks(load_from_each, 2, tiny_policy(2, **layout(pp=2)), [[path] * 2 for path in paths], TIED)
+    for outcome in outcomes:
+        for path, error in zip(paths, outcome, strict=True):
+            assert error == (
+                f"policy.model_name: {path}: lm_head.weight is not model.embed_tokens.weight, though"
+                " tie_word_embeddings is true; transformers keeps both then. Expected tie_word_embeddings false in"
+                " config.json, or a folder without the tensor"
+            )
+
+
+def test_tensors_of_a_mixed_folder_that_are_rounded_are_named(tmp_path: Path) -> None:
+    tensors = tiny_tensors(tiny_hf_config())
+    mixed = {name: tensor if name.endswith("norm.weight") else tensor.bfloat16() for name, tensor in tensors.items()}
+    for name, content in {"mixed": mixed, "float32": tensors}.items():
+        write_folder(content, tmp_path / name)
+        policy = tiny_policy(2, precision="bfloat16", **layout(pp=2))
+        notices, _, _ = run_ranks(
+            load_and_save, 2, policy, {}, str(tmp_path / name), str(tmp_path / f"{name} saved"), {}
+        )[0]
+        if name == "mixed":
+            (line,) = notices
+            assert line.startswith(f"{tmp_path / name}: 17 tensors of type F32 rounded to policy.precision, which the")
+        else:
+            assert notices == []
+
+
 def test_tensors_without_use_are_left_out_and_reported(tmp_path: Path) -> None:
     tensors = tiny_tensors(tiny_hf_config(**TIED))
-    more = {"lm_head.weight": torch.ones(64, 32)}
+    more = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
     more |= {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(4) for layer in range(4)}
     source, target = tmp_path / "source", tmp_path / "target"
     write_folder({**tensors, **more}, source)
