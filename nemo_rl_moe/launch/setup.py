@@ -126,14 +126,27 @@ def model_warnings(
         policy: The `policy` section of the configuration.
         transformer: What `build_transformer_config` made of them.
     """
-    from nemo_rl_moe.models.megatron.model.router_settings import exported_config, setting_warnings
+    from nemo_rl_moe.models.megatron.model.router_settings import (
+        SIZES_OF_THE_MODEL,
+        exported_config,
+        setting_warnings,
+    )
 
     exported = exported_config(policy, hf_config, config_json, transformer)
-    return setting_warnings(policy, hf_config, config_json, transformer) + [
-        f"{name}: {getattr(transformer, name)} has no place in a {hf_config.model_type} config.json: exported weights "
-        "compute something else in transformers"
-        for name in exported.not_expressed
-    ]
+    lines = setting_warnings(policy, hf_config, config_json, transformer)
+    for name in exported.not_expressed:
+        value = getattr(transformer, name)
+        if name in SIZES_OF_THE_MODEL:
+            lines.append(
+                f"{name}: {value} is not what the model's config.json says: exported weights do not load; change it in"
+                " config.json"
+            )
+        else:
+            lines.append(
+                f"{name}: {value} has no place in a {hf_config.model_type} config.json: exported weights compute "
+                "something else in transformers"
+            )
+    return lines
 
 
 def _fetched(policy: PolicyConfig, console: ConsoleLogger) -> tuple[ModelSource, Path]:

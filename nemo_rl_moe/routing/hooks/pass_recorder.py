@@ -5,7 +5,6 @@
 A pass that activation checkpointing repeats is recorded once. Nothing that the model computes is touched.
 """
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from nemo_rl_moe.routing.hooks.router_margins import margins_of_call
-from nemo_rl_moe.routing.metrics.load_balance_tracking import ForwardWatcher, known_routers, watch_model
+from nemo_rl_moe.routing.metrics.load_balance_tracking import ForwardWatcher, entry_of, known_routers, watch_model
 from nemo_rl_moe.routing.replay import UNKNOWN
 from nemo_rl_moe.routing.routers import RouterKind, RouterLayer, padding_mask_of_call, routed_experts
 from nemo_rl_moe.shapes import Bool, Float, Int
@@ -158,17 +157,6 @@ def _seen_by_themselves(masks: Any, shape: tuple[int, int], num_cached: int) -> 
 def _by_sequence(rows: Tensor, shape: tuple[int, int]) -> Tensor:
     """Return the rows sequence by sequence, of Megatron-Core's, which has the token axis first."""
     return rows.unflatten(0, shape[::-1]).transpose(0, 1).flatten(0, 1)
-
-
-def entry_of(model: nn.Module, router: nn.Module) -> nn.Module:
-    """Return the innermost module around a router that is given token ids: some losses call it directly."""
-    modules = dict(model.named_modules())
-    path = next(name for name, module in modules.items() if module is router)
-    while path:
-        path = path.rpartition(".")[0]
-        if "input_ids" in inspect.signature(modules[path].forward).parameters:
-            return modules[path]
-    return model
 
 
 def as_numbers(routed: Tensor, topk: int) -> Int[Tensor, "tokens topk"]:

@@ -14,8 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nemo_rl_moe.routing.hooks.pass_recorder import as_numbers, entry_of
-from nemo_rl_moe.routing.metrics.load_balance_tracking import ForwardWatcher, known_routers, valid_tokens, watch_model
+from nemo_rl_moe.routing.hooks.pass_recorder import as_numbers
+from nemo_rl_moe.routing.metrics.load_balance_tracking import (
+    ForwardWatcher,
+    entry_of,
+    known_routers,
+    valid_tokens,
+    watch_model,
+)
 from nemo_rl_moe.routing.replay import experts_as_map
 from nemo_rl_moe.routing.routers import RouterKind, RouterLayer, routed_experts
 from nemo_rl_moe.shapes import Bool, Float

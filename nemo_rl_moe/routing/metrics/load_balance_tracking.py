@@ -153,6 +153,17 @@ def valid_tokens(attention_mask: Tensor | None, num_tokens: int) -> Tensor | Non
     return attention_mask.reshape(-1).bool()
 
 
+def entry_of(model: nn.Module, router: nn.Module) -> nn.Module:
+    """Return the innermost module around a router that is given token ids: some loops call it directly."""
+    modules = dict(model.named_modules())
+    path = next(name for name, module in modules.items() if module is router)
+    while path:
+        path = path.rpartition(".")[0]
+        if "input_ids" in inspect.signature(modules[path].forward).parameters:
+            return modules[path]
+    return model
+
+
 # Kept outside of the models: nothing of it is copied, saved or moved with them.
 _COUNTERS: WeakKeyDictionary[nn.Module, LoadCounter] = WeakKeyDictionary()
 
@@ -196,7 +207,7 @@ def enable_load_balance_tracking(model: nn.Module) -> int:
     if counter is None:
         routers = known_routers(model)
         counter = _COUNTERS[model] = LoadCounter([layer for layer, _ in routers])
-        watch_model(model, routers, counter)
+        watch_model(entry_of(model, routers[0][1]), routers, counter)
     return len(counter.layers)
 
 

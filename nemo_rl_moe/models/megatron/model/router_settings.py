@@ -47,6 +47,8 @@ _OF_THE_MODEL = frozenset(
         "moe_shared_expert_intermediate_size",
     }
 )
+SIZES_OF_THE_MODEL = frozenset({"moe_ffn_hidden_size", "moe_layer_freq"})
+"""Settings that decide which weights there are, and that config.json has under names of its own."""
 _KEY = "policy.megatron_cfg."
 
 

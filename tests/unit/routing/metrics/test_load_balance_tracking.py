@@ -213,6 +213,15 @@ def test_a_part_of_the_model_on_its_own_counts_too() -> None:
     assert all(sum(counts) == 18 * TOPK for counts in loads_of(model).values())
 
 
+def test_padding_does_not_count_in_a_loop_that_calls_the_model_inside() -> None:
+    model = build(qwen3_moe).train()
+    enable_load_balance_tracking(model)
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[1, 5:] = 0
+    model.model(input_ids=tokens(0), attention_mask=mask)
+    assert {sum(load) for load in loads_of(model).values()} == {14 * model.config.num_experts_per_tok}
+
+
 def test_losses_gradients_and_state_are_untouched() -> None:
     plain, tracked = build(qwen3_moe), build(qwen3_moe)
     keys = list(tracked.state_dict())
