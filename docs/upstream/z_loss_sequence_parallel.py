@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The global-batch load balancing loss takes a rank's number of tokens for that of every rank.
+"""Under sequence parallelism, a token's weight in the z-loss depends on the padding of its tensor-parallel rank.
 
-    python docs/upstream/global_aux_loss.py
+    python docs/upstream/z_loss_sequence_parallel.py
 
 Needs torch and megatron-core alone, and runs on CPUs.
 """
@@ -35,38 +35,30 @@ WORLD_SIZE = 2
 
 
 def reproduce(rank: int) -> dict[str, object]:
-    """Two data-parallel ranks with 2 and 6 tokens, half of them for either expert: perfect balance, a loss of 1."""
-    parallel_state.initialize_model_parallel()
+    """Two tensor-parallel ranks with 1 and 4 tokens of one sequence; their gradients are summed."""
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
     config = TransformerConfig(
         num_layers=1,
         hidden_size=4,
-        num_attention_heads=1,
-        num_moe_experts=2,
-        moe_router_topk=1,
-        moe_router_pre_softmax=True,
-        moe_router_load_balancing_type="global_aux_loss",
-        moe_aux_loss_coeff=1.0,
+        num_attention_heads=2,
+        num_moe_experts=4,
+        moe_router_load_balancing_type="none",
+        moe_z_loss_coeff=1.0,
+        tensor_model_parallel_size=2,
+        sequence_parallel=True,
         add_bias_linear=False,
         use_cpu_initialization=True,
     )
     router = TopKRouter(config=config, pg_collection=ProcessGroupCollection.use_mpu_process_groups())
     router.set_layer_number(1)
-    router.weight.data.copy_(torch.eye(2, 4) * 1e-6)
-    router(torch.eye(4)[[0, 1] * (1 + 2 * rank)][:, None])
-    loss = recorded("global_load_balancing_loss")
-    dist.all_reduce(loss)
-    return {"global_load_balancing_loss (right: 1.0)": round(loss.item(), 3)}
-
-
-def recorded(name: str) -> torch.Tensor:
-    """Megatron-Core's record of an auxiliary loss, a number for each layer."""
-    try:
-        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
-    except ImportError:  # 0.16
-        from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
-
-        return get_moe_layer_wise_logging_tracker()[name]["values"]
-    return get_moe_metrics_tracker().metrics[name].values
+    torch.manual_seed(rank)
+    logits = torch.randn(4, 4, requires_grad=True)
+    padding = torch.arange(4) >= (1, 4)[rank]
+    (0.0 * router.apply_z_loss(logits, padding_mask=padding).sum()).backward()
+    # The squared log-sum-exp of a token has this gradient, summed over its logits.
+    of_tokens = 2 * logits.detach().logsumexp(-1)
+    weight = (logits.grad.sum(-1) / of_tokens)[0]
+    return {"weight of a token on each rank (right: 0.2, 0.2)": round(weight.item(), 3)}
 
 
 class OnCpu(TorchFunctionMode):

@@ -1,0 +1,104 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A microbatch of padding alone has a load balancing loss of NaN, and counts in the mean over microbatches.
+
+    python docs/upstream/aux_loss_padding_alone.py
+
+Needs torch and megatron-core alone, and runs on CPUs.
+"""
+
+import os
+import sys
+import tempfile
+from importlib.metadata import version
+from unittest import mock
+
+os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TORCH_COMPILE_DISABLE": "1"}
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.overrides import TorchFunctionMode
+
+# What Megatron-Core takes for granted and a CPU lacks: a current device and stream, and Triton. Nothing here runs them.
+torch.cuda.current_device, torch.cuda.current_stream = (lambda: "cpu"), mock.MagicMock()
+sys.modules["megatron.core.transformer.moe.ops.paged_stash"] = mock.MagicMock()
+
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+moe_utils.te_general_gemm = None  # 0.16.1 reads this name, and binds it where Transformer Engine is alone
+
+WORLD_SIZE = 1
+
+
+def reproduce(rank: int) -> dict[str, object]:
+    """A microbatch of tokens, and one of padding alone, as of a rank that has fewer sequences than others."""
+    parallel_state.initialize_model_parallel()
+    balancing, z_loss = {"moe_aux_loss_coeff": 1.0}, {"moe_z_loss_coeff": 1.0}
+    tokens, padding = torch.zeros(6, 1, dtype=torch.bool), torch.ones(6, 1, dtype=torch.bool)
+    found = {}
+    for kind in ("aux_loss", "seq_aux_loss", "global_aux_loss"):
+        norm = gradient([padding], moe_router_load_balancing_type=kind, **balancing)
+        found[f"gradient of {kind} of padding alone (right: 0.0)"] = norm.item()
+    alone, filled = (
+        gradient(masks, moe_router_load_balancing_type="none", **z_loss) for masks in ([tokens], [tokens, padding])
+    )
+    found["gradient of z_loss with such a microbatch over that without (right: 1.0)"] = round(
+        (filled / alone).item(), 3
+    )
+    return found
+
+
+def gradient(masks: list[torch.Tensor], **loss: object) -> torch.Tensor:
+    """Norm of the router's gradient through a loss, the mean over microbatches."""
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=4,
+        num_attention_heads=1,
+        num_moe_experts=4,
+        moe_router_topk=2,
+        add_bias_linear=False,
+        use_cpu_initialization=True,
+        **loss,
+    )
+    torch.manual_seed(0)
+    router = TopKRouter(config=config, pg_collection=ProcessGroupCollection.use_mpu_process_groups())
+    router.set_layer_number(1)
+    moe_utils.MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1) / len(masks))  # as the schedule does
+    for mask in masks:
+        probs, _ = router(torch.randn(6, 1, 4), padding_mask=mask)
+        (0.0 * probs.sum()).backward()
+    return router.weight.grad.norm()
+
+
+class OnCpu(TorchFunctionMode):
+    """Makes tensors on the CPU where Megatron-Core's code says "cuda"."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        """Calls the function with another device."""
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        return function(*args, **kwargs)
+
+
+def run(rank: int, store: str) -> None:
+    """One rank; the first one prints what all have found."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD_SIZE)
+    with OnCpu():
+        found = reproduce(rank)
+    of_ranks = [None] * WORLD_SIZE
+    dist.all_gather_object(of_ranks, found)
+    if rank == 0:
+        print("megatron-core", version("megatron-core"))
+        for name in found:
+            print(f"{name}: {', '.join(str(values[name]) for values in of_ranks)}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(run, (f"{folder}/store",), nprocs=WORLD_SIZE, start_method="fork")
