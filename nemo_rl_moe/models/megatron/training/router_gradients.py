@@ -63,7 +63,9 @@ class RouterGradients(StepObserver):
         self._metrics: dict[str, float] = {}
         self._layers = moe_layer_indices(config)
         self._routers = placed_routers(chunks, config)
-        last = dict(self._routers).get(len(self._layers) - 1)
+        # The router adds noise to its input itself, and of further score functions no paper says what is balanced.
+        is_known = config.moe_input_jitter_eps is None and config.moe_router_score_function in ("softmax", "sigmoid")
+        last = dict(self._routers).get(len(self._layers) - 1) if is_known else None
         self._check = RouterLossCheck(last, config, cut_of_rank(config), passes.device)
         self.sources = sources_of(config)
 
