@@ -97,11 +97,14 @@ class Critic:
         """Train the critic on the returns of a batch.
 
         Returns:
-            `critic/{value_loss,grad_norm,lr,skipped_updates}` and, with a clip range, `critic/clipped_fraction`.
+            `critic/{value_loss,grad_norm,lr,skipped_updates}` and, with a clip range, `critic/clipped_fraction`; empty
+            of a batch without a trained token.
         """
         with clock.phase("critic"):
             loss = ValueLoss(self.config.value_loss_fn.cliprange)
             result = self.model.train(_of_critic(batch), loss)
+        if not result.num_updates:
+            return {}
         metrics = {
             "value_loss": result.global_loss,
             "grad_norm": result.grad_norm,
