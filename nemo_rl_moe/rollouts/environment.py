@@ -3,7 +3,7 @@
 """Environments: they drive a trajectory from its prompt to its reward, in one turn or several."""
 
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, Literal, Protocol
@@ -27,6 +27,7 @@ from nemo_rl_moe.rewards.interface import (
 )
 from nemo_rl_moe.rollouts.conversation import Conversation
 from nemo_rl_moe.rollouts.growing_sequence import GrowingSequence, GrowingSequences
+from nemo_rl_moe.rollouts.places import HeldPlaces, Place, WaitAside
 from nemo_rl_moe.rollouts.trajectory import FinishReason, Trajectory
 from nemo_rl_moe.rollouts.transcript import Transcript
 from nemo_rl_moe.runs.folder.conversations import Outcome, ToolUse
@@ -39,15 +40,14 @@ Decode = Callable[[Sequence[int]], str]
 Encode = Callable[[str], Sequence[int]]
 SubmitRequest = Callable[[GenerationRequest], Awaitable[GeneratedSequence]]
 SubmitItem = Callable[[ScoringItem], Awaitable[Score]]
-WaitAside = Callable[[Coroutine[Any, Any, None]], Awaitable[None]]
 
 _TAIL_TOKENS = 16
 _RESPONSE, _SCORE = "a response", "a score"
 _ONE_AT_A_TIME = "a session does one thing at a time: await each before the next"
 
 
-async def _awaited(what: Coroutine[Any, Any, None]) -> None:
-    await what
+async def _awaited(what: Coroutine[Any, Any, Place]) -> Place:
+    return await what
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,7 @@ class Session:
         model_inputs: Further inputs of the model; an environment may add some between turns.
         continuation: Renders messages that are appended; None: there is no chat template.
         wait_aside: Awaits something for which other trajectories are not kept waiting, such as a free process.
+        places: Those that trajectories of the same loop hold.
         metrics: Further numbers, logged as means over trajectories; they stay where the trajectory fails.
     """
 
@@ -101,6 +102,7 @@ class Session:
     model_inputs: dict[str, ModelInput] = field(default_factory=dict)
     continuation: Continuation | None = None
     wait_aside: WaitAside = _awaited
+    places: HeldPlaces = field(default_factory=HeldPlaces)
     metrics: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -122,6 +124,17 @@ class Session:
         self._turn_rewards: dict[int, float] = {}
         self._kept_mass: list[float] = []
         self._num_cached: int | None = None
+
+    def place(
+        self, take: Callable[[], Coroutine[Any, Any, Place]], give_back: Callable[[Place], object]
+    ) -> AbstractAsyncContextManager[Place]:
+        """Hold one of few places inside, such as a free process, for which trajectories wait.
+
+        Args:
+            take: Waits for one; cancelled, it has none.
+            give_back: Gives it to the next.
+        """
+        return self.places.held(take, give_back, self.wait_aside)
 
     @property
     def num_tokens(self) -> int:
