@@ -12,10 +12,12 @@ import numpy as np
 
 from nemo_rl_moe.config.user_code import described
 from nemo_rl_moe.data.continuation import Continuation
+from nemo_rl_moe.data.control_tokens import too_many_tokens
 from nemo_rl_moe.data.messages import Message
 from nemo_rl_moe.data.prompts import Prompt
 from nemo_rl_moe.data.turn_glue import NoExtension
 from nemo_rl_moe.distributed.batch import ModelInput
+from nemo_rl_moe.errors import encodable
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters, TokenIds
 from nemo_rl_moe.rewards.interface import (
     LARGEST_REWARD,
@@ -264,7 +266,8 @@ class Session:
 
     def append_text(self, text: str) -> None:
         """Add text of the environment; it is not trained on."""
-        self._append(self.encode(text), text)
+        too_many = too_many_tokens(text, self.max_tokens, self.encode)
+        self._append(self.encode(text) if too_many is None else too_many, text)
 
     def _append(self, token_ids: Sequence[int], text: str | None) -> None:
         self._require_no_response_pending("tokens were")
@@ -411,7 +414,9 @@ class Session:
         ]
         turn_rewards = [self._turn_rewards.get(turn, 0.0) for turn in order]
         score = checked_score(score, self.reward_weights)  # a function of the user's own may have made it
-        own = _checked_metrics({**self.metrics, **(metrics or {})})
+        own = {**self.metrics, **(metrics or {})}
+        # Of one that has failed, those that are numbers tell something.
+        own = _checked_metrics(own if score.fault is None else dict(filter(_is_metric, own.items())))
         score = with_turn_rewards(score, turn_rewards if self._turn_rewards else [])
         kept = {KEPT_MASS: float(np.mean(self._kept_mass))} if self._kept_mass else {}
         cached = {} if self._num_cached is None else {CACHED_TOKENS: float(self._num_cached)}
@@ -426,7 +431,7 @@ class Session:
             prompt_text=self.prompt.text,
             response_text=self._response_text(),
             fault=score.fault,
-            fault_message=score.message,
+            fault_message=encodable(score.message),
             overlong=self._overlong,
             rewards=dict(score.rewards),
             metrics={**own, **kept, **cached},
@@ -460,6 +465,11 @@ class Session:
         return self.finish(Score(0.0, is_correct=False, fault=fault, message=message), truncated_by=truncated_by)
 
 
+def _is_metric(named: tuple[str, Any]) -> bool:
+    value = named[1]
+    return isinstance(value, Real | np.bool_) or (hasattr(value, "item") and np.shape(value) == ())
+
+
 def _checked_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return the metrics of a user's own as plain numbers: of a list, a mean over all trajectories would pass for one.
 
@@ -467,7 +477,7 @@ def _checked_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
         TypeError: One is not a number.
     """
     for name, value in metrics.items():
-        if not (isinstance(value, Real | np.bool_) or (hasattr(value, "item") and np.shape(value) == ())):
+        if not _is_metric((name, value)):
             raise TypeError(f"session.finish: the metric {name!r} is {described(value)}, expected a number")
     return {name: float(value) for name, value in metrics.items()}
 

@@ -17,6 +17,7 @@ from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationReques
 from nemo_rl_moe.generation.lockstep import Lockstep, LockstepEngine
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.rewards.interface import Score, ScoringItem
+from nemo_rl_moe.rollouts.ending import ended
 from nemo_rl_moe.rollouts.environment import Session
 from nemo_rl_moe.rollouts.limits import RolloutWatch, timeout_text
 from nemo_rl_moe.rollouts.places import HeldPlaces
@@ -184,7 +185,7 @@ class TrajectoryPool:
             wait_aside=lambda process: started.wait_for("a process", process),
             places=self.held_places,
         )
-        coroutine = worker.environment.rollout(session)
+        coroutine = ended(worker.environment.rollout(session), session)
         timer = TrajectoryTimer(label, coroutine, self._time, settings.timeout_s)
         started = RunningTrajectory(session, timer, coroutine, changed)
         self._started.append(started)

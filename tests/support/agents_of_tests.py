@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Agents of tests, by what the question of their task says: they answer, raise, hang, die, or leave a child."""
 
+import gc
 import json
 import os
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import time
 import urllib.request
 from importlib import import_module
+from multiprocessing.connection import Connection
 from types import ModuleType
 from typing import Any
 
@@ -24,7 +26,7 @@ def openai() -> ModuleType:
 
 
 def agent(task: AgentTask) -> Any:
-    """Do what the record says: `ask`, `raise`, `exit`, `die`, `hang` or `child`."""
+    """Do what the record says: `ask`, `raise`, `exit`, `array`, `die`, `hang` or `child`."""
     what = task.record["what"]
     if what == "none":
         return None
@@ -35,6 +37,10 @@ def agent(task: AgentTask) -> Any:
         raise ValueError("asked to raise")
     if what == "exit":
         sys.exit(3)
+    if what == "array":  # in place of the answer of its process
+        for each in gc.get_objects():
+            if isinstance(each, Connection):
+                each.send_bytes(b"[1]")
     if what == "die":
         os.abort()
     if what == "environment":
