@@ -408,11 +408,11 @@ class Session:
         Raises:
             TypeError: A metric is not a number.
         """
-        # Conversations that alternate add turns to one sequence and to another.
+        # Conversations that alternate add turns to one sequence and to another: in time the turns are 0, 1, 2.
         order = [
             turn for each in self._sequences.kept for turn, place in enumerate(self._sequence_of_turn) if place is each
         ]
-        turn_rewards = [self._turn_rewards.get(turn, 0.0) for turn in order]
+        turn_rewards = [self._turn_rewards.get(turn, 0.0) for turn in sorted(order)]
         score = checked_score(score, self.reward_weights)  # a function of the user's own may have made it
         own = {**self.metrics, **(metrics or {})}
         # Of one that has failed, those that are numbers tell something.
@@ -439,6 +439,7 @@ class Session:
             times=self._transcript.times(),
             environment=self.prompt.environment,
             turn_lengths=tuple(len(self.turns[turn].token_ids) for turn in order),
+            turn_order=tuple(order) if order != sorted(order) else (),
             turn_rewards=tuple(turn_rewards) if self._turn_rewards and score.fault is None else (),
         )
 

@@ -53,6 +53,7 @@ def some_trajectory(number: int, routes: StoredRows | None = None) -> Trajectory
         times=TIMES,
         environment="math",
         turn_lengths=(2, 1),
+        turn_order=(1, 0),
         turn_rewards=(0.0, 1 / 7),
     )
 
