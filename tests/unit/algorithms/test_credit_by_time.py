@@ -6,6 +6,7 @@ Its main conversation has the turns 0 and 2, and the answer is the last one; the
 """
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,8 +26,11 @@ QWEN = ALL["Qwen3, Qwen3-MoE"]
 
 
 def joined(*parts: TokenSequence) -> TokenSequence:
-    names = ("token_ids", "loss_mask", "logprobs", "weight_versions")
-    return TokenSequence(*(np.concatenate([vars(part)[name] for part in parts]) for name in names))
+    ids, mask, logprobs, versions = (
+        np.concatenate([vars(part)[name] for part in parts])
+        for name in ("token_ids", "loss_mask", "logprobs", "weight_versions")
+    )
+    return TokenSequence(ids, mask, logprobs, versions)
 
 
 def with_sub_agent(turn_rewards: tuple[float, ...] = (), reward: float = 1.0) -> Trajectory:
@@ -74,11 +78,11 @@ def test_an_agent_s_turns_have_their_order_in_time() -> None:
     def agent(task: AgentTask) -> float:
         client = client_of(task)
 
-        def ask(messages: list[dict[str, object]]) -> dict[str, object]:
-            reply = client.chat.completions.create(model=MODEL, messages=messages)  # type: ignore[call-overload]
+        def ask(messages: list[Any]) -> dict[str, object]:
+            reply = client.chat.completions.create(model=MODEL, messages=messages)
             return dict(reply.choices[0].message.to_dict())
 
-        messages = [dict(message) for message in task.messages]
+        messages: list[Any] = [*task.messages]
         messages.append(ask(messages))
         note = ask([{"role": "user", "content": "sub task"}])
         messages.append({"role": "user", "content": note["content"]})
