@@ -202,6 +202,11 @@ def without_addresses(text: str) -> str:
     return _ADDRESS.sub("", text)
 
 
+def encodable(text: str) -> str:
+    """Return a text that can be written in UTF-8: half a surrogate pair becomes its escape, such as `\\ud83d`."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def one_line(error: BaseException) -> str:
     """Return type and first line of an error of a library, whose text may itself be broken."""
     name = type(error).__name__

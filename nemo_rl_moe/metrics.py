@@ -15,10 +15,12 @@ class Reduction(Enum):
 
     SUM = "sum"
     SHARE = "share"
-    """Shares of a mean over a global batch: they add up to it. Of several global batches, the mean of theirs."""
+    """Shares of a mean over the trained tokens of a global batch: they add up to it. Of several global batches it is
+    the mean over the tokens of all."""
+    SEQUENCE_SHARE = "sequence_share"
+    """The same of a mean over the sequences that have trained tokens, or over a fixed number of them, such as pairs."""
     PART = "part"
     """Sums from which metrics are computed, such as a numerator and its divisor; not logged themselves."""
-    MEAN = "mean"
     MIN = "min"
     MAX = "max"
 
@@ -34,11 +36,9 @@ class MetricSeries:
         """Reduce the values to one number; NaN without values."""
         if not self.values:
             return math.nan
-        if self.reduction in (Reduction.SUM, Reduction.SHARE, Reduction.PART):
-            return math.fsum(self.values)
-        if self.reduction is Reduction.MEAN:
-            return math.fsum(self.values) / len(self.values)
-        return min(self.values) if self.reduction is Reduction.MIN else max(self.values)
+        if self.reduction is Reduction.MIN:
+            return min(self.values)
+        return max(self.values) if self.reduction is Reduction.MAX else math.fsum(self.values)
 
 
 def concatenate(series: Iterable[MetricSeries]) -> MetricSeries:

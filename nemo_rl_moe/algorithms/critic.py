@@ -15,11 +15,11 @@ from nemo_rl_moe.algorithms.grpo_batch import estimator_inputs, failure_rule, sh
 from nemo_rl_moe.algorithms.losses.divergence import clamped_estimate, kl_estimate
 from nemo_rl_moe.algorithms.losses.value import CLIPPED_FRACTION, ValueLoss
 from nemo_rl_moe.config.schema_ppo import PPOMasterConfig
-from nemo_rl_moe.distributed.batch import TokenBatch
+from nemo_rl_moe.distributed.batch import Column, TokenBatch
 from nemo_rl_moe.metrics import PhaseClock, with_prefix
 from nemo_rl_moe.models.interfaces import LossFunction, TrainResult
 from nemo_rl_moe.models.kept_tokens import KEPT_TOKENS
-from nemo_rl_moe.rl.gae import explained_variance, generalized_advantages, token_rewards, whitened
+from nemo_rl_moe.rl.gae import explained_variance, generalized_advantages, order_in_time, token_rewards, whitened
 from nemo_rl_moe.rollouts.source import RolloutGroups
 from nemo_rl_moe.rollouts.training_batch import advantage_column, tokens_of_trajectories
 from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
@@ -70,12 +70,17 @@ class Critic:
         with clock.phase("values"):
             values = self.model.values(_of_critic(batch))
         inputs = estimator_inputs(config, trajectories, shaped_rewards(config, groups))
-        values = tokens_of_trajectories(values, trajectories).double()
-        mask = tokens_of_trajectories(batch.token_mask, trajectories)
-        rewards = token_rewards(
-            inputs.rewards.flatten(), inputs.turn_rewards.flatten(0, 1), inputs.token_turns.flatten(0, 1), mask
+        # All of it goes by time: of conversations that alternate, the tokens stand in another order.
+        turns, all_masks = inputs.token_turns.flatten(0, 1), tokens_of_trajectories(batch.token_mask, trajectories)
+        order = order_in_time(turns, all_masks)
+        values, mask, divergence = (
+            tokens_of_trajectories(each, trajectories).gather(1, order)
+            for each in (values.double(), batch.token_mask, self._divergence(batch))
         )
-        rewards -= tokens_of_trajectories(self._divergence(batch), trajectories).where(mask, 0.0)
+        rewards = token_rewards(
+            inputs.rewards.flatten(), inputs.turn_rewards.flatten(0, 1), turns.gather(1, order), mask
+        )
+        rewards -= divergence.where(mask, 0.0)
         ppo = config.ppo
         advantages = generalized_advantages(rewards, values, mask, discount=ppo.gae_gamma, decay=ppo.gae_lambda)
         learned = advantages
@@ -85,11 +90,16 @@ class Critic:
         if config.grpo.adv_estimator.normalize_rewards:
             advantages = whitened(advantages, mask)
         advantages = clip_advantages(advantages, config.grpo.advantage_clip_low, config.grpo.advantage_clip_high)
+
+        def column(in_time: Float[Tensor, "trajectories longest"]) -> Column:
+            in_place = torch.zeros(all_masks.shape, dtype=in_time.dtype).scatter(1, order, in_time)
+            return advantage_column(list(in_place), trajectories)
+
         of_groups = advantages.view(-1, groups.num_generations, advantages.shape[1])
         batch = batch.with_columns(
-            advantages=advantage_column(failure_rule(config).held_down(of_groups, trajectories), trajectories),
-            returns=advantage_column(list(returns), trajectories),
-            previous_values=advantage_column(list(values), trajectories),
+            advantages=column(failure_rule(config).held_down(of_groups, trajectories).flatten(0, 1)),
+            returns=column(returns),
+            previous_values=column(values.where(mask, 0.0)),
         )
         return batch, with_prefix("critic", _metrics_of(values[mask], returns[mask]))
 
@@ -97,11 +107,14 @@ class Critic:
         """Train the critic on the returns of a batch.
 
         Returns:
-            `critic/{value_loss,grad_norm,lr,skipped_updates}` and, with a clip range, `critic/clipped_fraction`.
+            `critic/{value_loss,grad_norm,lr,skipped_updates}` and, with a clip range, `critic/clipped_fraction`; empty
+            of a batch without a trained token.
         """
         with clock.phase("critic"):
             loss = ValueLoss(self.config.value_loss_fn.cliprange)
             result = self.model.train(_of_critic(batch), loss)
+        if not result.num_updates:
+            return {}
         metrics = {
             "value_loss": result.global_loss,
             "grad_norm": result.grad_norm,

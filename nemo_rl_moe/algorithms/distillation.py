@@ -16,7 +16,6 @@ from torch import Tensor
 
 from nemo_rl_moe.algorithms.losses.distillation import (
     TEACHER_LOGPROBS,
-    TEACHER_SHARE,
     DistillationLoss,
     shares_of_means,
 )
@@ -123,7 +122,7 @@ class Teachers:
             "distillation/bytes_to_teachers": float(num_to),
             "distillation/bytes_from_teachers": float(num_from),
         }
-        return scored.with_columns(**{TEACHER_SHARE: per_token(shares)}), metrics
+        return scored.with_columns(**shares), metrics
 
     def _check_numbers(self, scored: TokenBatch, rows: Mapping[str, Sequence[int]]) -> None:
         """Refuse a teacher without a finite score of any response; what few responses lack costs an update alone."""

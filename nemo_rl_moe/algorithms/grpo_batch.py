@@ -33,6 +33,7 @@ from nemo_rl_moe.rollouts.training_batch import (
 )
 from nemo_rl_moe.rollouts.trajectory import (
     Trajectory,
+    group_longest_responses,
     group_named_rewards,
     group_rewards,
     group_sampled_tokens,
@@ -45,11 +46,11 @@ from nemo_rl_moe.token_lag import NO_LAG, TOKEN_LAG
 
 
 def shaped_rewards(config: GRPOMasterConfig, groups: RolloutGroups) -> Float[Tensor, "groups generations"]:
-    """Return the rewards of the trained groups after the punishment of long responses."""
+    """Return the rewards of the trained groups after the punishment of long responses: of each trajectory's longest."""
     num_generations = config.grpo.num_generations_per_prompt
     return shape_rewards(
         group_rewards(groups.trained, num_generations),
-        group_sampled_tokens(groups.trained, num_generations),
+        group_longest_responses(groups.trained, num_generations),
         config.policy.generation.max_new_tokens,
         config.grpo.reward_shaping,
     )

@@ -131,7 +131,8 @@ class LagMetrics(RunObserver):
         series = result.microbatch_metrics
         sums = LagSums.from_series(series)
         if sums is None:  # then all tokens are of the weights that are trained
-            self._of_engines = series["gen_kl_error"].reduce() if "gen_kl_error" in series else self._of_engines
+            if "gen_kl_error" in series and series["gen_kl_error"].values:
+                self._of_engines = series["gen_kl_error"].reduce()
             return {}
         if sums.of[LagSum.TOKENS][0]:
             self._of_engines = float(sums.mean(LagSum.DIVERGENCE)[0])

@@ -45,8 +45,8 @@ class RewardModel:
     def add_rewards(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         """Return trajectories with the weighted score of each in its reward, and the score as reward `reward_model`.
 
-        It is that of the last sequence. A trajectory that its environment failed to score stays as it is; a score that
-        is no number or too large is a fault. May be called from several threads.
+        It is that of the sequence with the last response. A trajectory that its environment failed to score stays as it
+        is; a score that is no number or too large is a fault. May be called from several threads.
         """
         scored = [trajectory for trajectory in trajectories if trajectory.fault is None]
         if not scored:
@@ -60,8 +60,8 @@ class RewardModel:
         ]
 
     def batch_of(self, trajectories: Sequence[Trajectory]) -> TokenBatch:
-        """Return the last sequences of trajectories, each up to the token at which its score is taken."""
-        sequences = [trajectory.sequences[-1] for trajectory in trajectories]
+        """Return the sequences of the last responses, each up to the token at which its score is taken."""
+        sequences = [trajectory.last_sequence for trajectory in trajectories]
         shape = (len(sequences), max(map(len, sequences)))
         input_ids = torch.zeros(shape, dtype=torch.long)
         for row, sequence in enumerate(sequences):

@@ -29,7 +29,7 @@ def training_metrics(
         "num_tokens": float(result.num_tokens),
         "skipped_updates": float(result.num_skipped_updates),
     }
-    # The loss is in the result already, as the mean over the global batches of the call.
+    # The loss is in the result already.
     metrics |= _reduced({name: series for name, series in result.microbatch_metrics.items() if name != "loss"})
     metrics |= with_moe_prefix(result.moe_metrics)
     return with_prefix("train", {**metrics, **further})

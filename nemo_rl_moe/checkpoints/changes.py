@@ -2,18 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Differences between the run that wrote a checkpoint and the run that resumes from it."""
 
-import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import ArrayLike
-
 from nemo_rl_moe.checkpoints.state import json_ready
-from nemo_rl_moe.checkpoints.store import CHECKPOINT_NAME, FINAL_WEIGHTS_FOLDER, POLICY_FOLDER_NAME
+from nemo_rl_moe.checkpoints.store import CHECKPOINT_NAME, FINAL_WEIGHTS_FOLDER
 from nemo_rl_moe.config.algorithm import ORDER_OF_THE_DATA, Algorithm
 from nemo_rl_moe.config.files import leaves
 from nemo_rl_moe.config.renamed_keys import new_key
@@ -48,7 +44,7 @@ _LAYOUT = (
 )
 _OPTIMIZER_STATE = "the checkpoint's optimizer state does not fit"
 _OTHER_ADAPTERS = "the checkpoint's adapters are others"
-_OTHER_BASE = "the checkpoint's adapters stand beside another base"
+OTHER_BASE = "the checkpoint's adapters stand beside another base"
 _WRONG_TO_CHANGE_EVERYWHERE = {
     "data.shuffle": ORDER_OF_THE_DATA,
     "policy.lora": _OTHER_ADAPTERS,
@@ -92,6 +88,7 @@ def wrong_changes(
     *,
     with_optimizer: bool,
     with_adapters: bool = False,
+    base_is_known: bool = False,
 ) -> dict[str, tuple[str, str, str]]:
     """Return changes that prevent resuming: key to the two values and the reason.
 
@@ -100,12 +97,14 @@ def wrong_changes(
         changes: Of `changed_keys`.
         with_optimizer: The checkpoint holds the optimizer.
         with_adapters: The checkpoint holds adapters, and the base is made anew.
+        base_is_known: The checkpoint has the fingerprint of the base: a copy at another place is the same one.
     """
     wrong = {**algorithm.resume_keys, **_WRONG_TO_CHANGE_EVERYWHERE}
     if with_optimizer:
         wrong |= _WRONG_TO_CHANGE_WITH_OPTIMIZER
     if with_adapters:
-        wrong |= {"policy.init": _OTHER_BASE, "policy.init_seed": _OTHER_BASE}
+        wrong |= {"policy.init": OTHER_BASE, "policy.init_seed": OTHER_BASE}
+        wrong |= {} if base_is_known else {"policy.model_name": OTHER_BASE}
     found = {key: next((why for name, why in wrong.items() if fnmatchcase(key, name)), None) for key in changes}
     return {key: (*changes[key], why) for key, why in found.items() if why is not None}
 
@@ -149,67 +148,6 @@ def _shown(value: Any) -> str:
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-TRAINING_DATA = "training data"
-MODEL = "model"
-_DIGITS = 16
-_END_BYTES = 1 << 20
-_MEANING = {
-    TRAINING_DATA: "samples may be trained on twice or never, and the run differs from one that never stopped",
-    MODEL: "a reference model is read from it anew, so that its log-probabilities differ from those before",
-}
-
-
-def samples_fingerprint(name: str, samples: Iterable[ArrayLike]) -> str:
-    """Compute the fingerprint of a data set: its name, size and a hash of all tokens in order.
-
-    Args:
-        samples: Tokens of each sample; of a pair, both sequences joined.
-    """
-    digest, count = hashlib.sha256(), 0
-    for tokens in samples:
-        count += 1
-        ids = np.asarray(tokens, dtype=np.int64)
-        digest.update(ids.size.to_bytes(8, "little"))  # or two samples could be cut elsewhere without a change
-        digest.update(ids.tobytes())
-    return f"{name}: {count} samples, {digest.hexdigest()[:_DIGITS]}"
-
-
-def model_fingerprint(model_name: str) -> str:
-    """Compute the fingerprint of a model: `config.json`, and sizes, beginnings and ends of the weight files.
-
-    Times of files are left out: a copy is the same model.
-
-    Args:
-        model_name: A folder, or a hub's name, which is returned as it is.
-    """
-    folder = Path(model_name)
-    if not folder.is_dir():
-        return model_name
-    digest = hashlib.sha256()
-    config = folder / "config.json"
-    if config.is_file():
-        digest.update(config.read_bytes())
-    files = sorted([*folder.glob("*.safetensors"), *folder.glob(f"{POLICY_FOLDER_NAME}/*.distcp")])
-    for file in files:
-        size = file.stat().st_size
-        digest.update(f"\n{file.name} {size}\n".encode())
-        with file.open("rb") as content:
-            digest.update(content.read(_END_BYTES))
-            content.seek(max(0, size - _END_BYTES))
-            digest.update(content.read(_END_BYTES))
-    return f"{model_name}: {len(files)} weight files, {digest.hexdigest()[:_DIGITS]}"
-
-
-def changed_inputs(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Return a warning, with its consequence, for each input that differs from the checkpoint's."""
-    return [
-        f"the {name} has changed since the checkpoint ({before[name]} -> {now[name]}):"
-        f" {_MEANING.get(name, 'the run differs from one that never stopped')}"
-        for name in sorted(before.keys() & now.keys())
-        if before[name] != now[name]
-    ]
 
 
 _AT_RISK = re.compile(rf"{CHECKPOINT_NAME}|{re.escape(FINAL_WEIGHTS_FOLDER)}(_.+)?")

@@ -13,7 +13,7 @@ from nemo_rl_moe.checkpoints.best_metric import BestMetric, steps_to_remove
 from nemo_rl_moe.checkpoints.state import FORMAT_VERSION, CheckpointState, LoopState, RunDescription, write_state
 from nemo_rl_moe.checkpoints.store import CheckpointStore, of_history, state_folder
 from nemo_rl_moe.config.schema_run import POLICY_ROLE, CheckpointingConfig
-from nemo_rl_moe.errors import CheckpointSaveError
+from nemo_rl_moe.errors import CheckpointSaveError, one_line
 from nemo_rl_moe.runs.folder.folder import read_run_id
 
 Report = Callable[[str], None]
@@ -149,7 +149,7 @@ class Checkpointer:
             (step, publishing), self._publishing = self._publishing, None
             try:
                 published = publishing.result()
-            except OSError as error:
+            except Exception as error:  # whatever the writers of further state have met
                 self._give_up(step, _reason(error))
             else:
                 if published is None:
@@ -250,5 +250,5 @@ class Checkpointer:
         return problems
 
 
-def _reason(error: OSError) -> str:
-    return error.strerror or str(error)
+def _reason(error: Exception) -> str:
+    return error.strerror or str(error) if isinstance(error, OSError) else one_line(error)

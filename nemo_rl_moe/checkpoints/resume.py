@@ -15,6 +15,7 @@ from nemo_rl_moe.checkpoints.changes import (
     refuse_model_among_checkpoints,
     wrong_changes,
 )
+from nemo_rl_moe.checkpoints.fingerprints import MODEL
 from nemo_rl_moe.checkpoints.state import CheckpointState, layout_of
 from nemo_rl_moe.checkpoints.store import Checkpoint, CheckpointStore, of_history, state_folder
 from nemo_rl_moe.config.algorithm import ALGORITHMS, algorithm_of
@@ -212,7 +213,13 @@ def _checked_resume_point(checkpoint: Checkpoint, config: MasterConfig, warn: Ca
         )
     changes = changed_keys(state.config, resolved)
     with_adapters = config.policy.lora is not None
-    wrong = wrong_changes(algorithm, changes, with_optimizer=state.with_optimizer, with_adapters=with_adapters)
+    wrong = wrong_changes(
+        algorithm,
+        changes,
+        with_optimizer=state.with_optimizer,
+        with_adapters=with_adapters,
+        base_is_known=MODEL in state.fingerprints,
+    )
     if wrong:
         raise CheckpointError(
             [

@@ -47,6 +47,7 @@ class Algorithm:
             Empty: the section `name`.
         sequences_per_sample: Sequences of one sample, in which batch sizes count.
         updates_per_step: Optimizer steps of one step.
+        steps_of_critic_alone: Steps at the beginning in which the policy does not train.
         needs_reference: Whether workers keep the initial weights.
         roles: Models beside the policy with workers of their own, by role; `cluster.roles` places them. Of rollouts the
             reward model is one besides: `roles_of` has all of a run.
@@ -70,6 +71,7 @@ class Algorithm:
     loop: str = ""
     sequences_per_sample: int = 1
     updates_per_step: Callable[[Any], int] = lambda config: 1
+    steps_of_critic_alone: Callable[[Any], int] = lambda config: 0
     needs_reference: Callable[[Any], bool] = lambda config: False
     roles: Callable[[Any], Mapping[str, RoleModelConfig]] = lambda config: {}
     optional_places: Callable[[Any], Mapping[str, str]] = lambda config: {}
@@ -88,6 +90,14 @@ class Algorithm:
     def loop_name(self) -> str:
         """Name of the section of the run's length and validations."""
         return self.loop or self.name
+
+    def num_updates(self, config: MasterConfig, num_steps: int) -> int:
+        """Return the optimizer steps of a role that trains in so many steps."""
+        return num_steps * self.updates_per_step(config)
+
+    def num_policy_updates(self, config: MasterConfig, num_steps: int) -> int:
+        """Return the optimizer steps that the policy takes in so many steps."""
+        return self.num_updates(config, max(num_steps - self.steps_of_critic_alone(config), 0))
 
     def loop_of(self, config: MasterConfig) -> Any:
         """Return the section of the run's length and validations."""
@@ -177,6 +187,7 @@ ALGORITHMS["ppo"] = replace(
     config_class=PPOMasterConfig,
     rules=(*GRPO_RULES, *PPO_RULES),
     loop="grpo",
+    steps_of_critic_alone=lambda config: config.ppo.policy_training_start_step,
     roles=lambda config: {CRITIC_ROLE: config.value},
 )
 ALGORITHMS["distillation"] = replace(

@@ -23,13 +23,14 @@ def notices(config: LoopMasterConfig, num_steps: int) -> list[str]:
 
 def warmup_outlasts_the_run(config: LoopMasterConfig, num_steps: int) -> Iterator[str]:
     """Warn of a warm-up that is longer than the run, of models beside the policy too."""
-    warmups = {"policy.megatron_cfg.scheduler": config.policy.megatron_cfg.scheduler.lr_warmup_iters}
+    algorithm = algorithm_of(config)
+    of_policy = config.policy.megatron_cfg.scheduler.lr_warmup_iters, algorithm.num_policy_updates(config, num_steps)
+    warmups = {"policy.megatron_cfg.scheduler": of_policy}
     for role, model in roles_of(config).items():
         if isinstance(model, TrainedRoleConfig):
-            warmups[key_of_role(config, role)] = model.lr_warmup_iters
-    updates = num_steps * algorithm_of(config).updates_per_step(config)
-    for key, warmup in warmups.items():
-        if updates < warmup:
+            warmups[key_of_role(config, role)] = model.lr_warmup_iters, algorithm.num_updates(config, num_steps)
+    for key, (warmup, updates) in warmups.items():
+        if 0 < updates < warmup:
             yield (
                 f"the learning rate is still warming up when the run ends: {updates} of the {warmup} steps of"
                 f" {key}.lr_warmup_iters, so that it comes to {updates / warmup:.0%} of lr"

@@ -61,7 +61,7 @@ class RewardShapingConfig(StrictModel):
     overlong_buffer_length: PositiveInt
     """Number of tokens before `max_new_tokens` over which the penalty grows."""
     overlong_buffer_penalty: RewardSize
-    """Reward that a response of full length loses."""
+    """Reward that a trajectory loses whose longest response has full length."""
 
 
 class GRPOConfig(StrictModel):

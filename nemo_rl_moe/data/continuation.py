@@ -93,6 +93,7 @@ class Continuation:
         run_wide: Tools and names for the chat template where a conversation has none of its own.
         keep_rewritten: Continue also where the chat template would now render earlier turns in another way, such as
             without their thinking: those stay as they are.
+        most_tokens: Tokens that fit into any sequence. Of texts with more, some more than these are returned.
 
     Raises:
         DataError: The tokenizer's chat template cannot be used.
@@ -105,11 +106,12 @@ class Continuation:
         run_wide: TemplateInputs = NO_INPUTS,
         *,
         keep_rewritten: bool = False,
+        most_tokens: int | None = None,
     ):
         self._tokenizer, self._keep_rewritten = tokenizer, keep_rewritten
         self._render_text = text_renderer_for(tokenizer, run_wide) if tokenizer.chat_template else None
         self._render_checked = prompt_renderer_for(tokenizer, run_wide) if tokenizer.chat_template else None
-        self._controls = ControlTokens(tokenizer) if tokenizer.chat_template else None
+        self._controls = ControlTokens(tokenizer, most_tokens) if tokenizer.chat_template else None
         self._glue = GlueFinder(self._render, self._controls)
 
     def extend(self, turn: SampledTurn, messages: Sequence[Mapping[str, object]]) -> Extension:

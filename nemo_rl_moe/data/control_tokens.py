@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _MARK = "stand-in-vw35"
+_LETTERS_OF_A_TOKEN, _FEWEST_OF_A_PIECE, _MORE_AT_A_CUT = 8, 1000, 16
 
 
 class ControlTokens:
@@ -25,10 +26,11 @@ class ControlTokens:
 
     Args:
         tokenizer: One with a chat template.
+        most_tokens: Tokens that fit anywhere; None: no limit.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase"):
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", most_tokens: int | None = None):
+        self._tokenizer, self._most_tokens = tokenizer, most_tokens
         templates = "".join(template_setup(tokenizer, with_tools=with_tools).template for with_tools in (False, True))
         texts = {
             number: token.content
@@ -56,7 +58,7 @@ class ControlTokens:
                     raise RecordError(f"messages[{index}].{key} has the text of a control token: {value!r}")
 
     def encode(self, text: str, plain: Sequence[Span] = ()) -> list[int]:
-        """Tokenize a text.
+        """Tokenize a text; of one that has more tokens than fit, only so much that this is seen.
 
         Args:
             plain: Pieces in which control tokens are plain text, in order.
@@ -64,6 +66,8 @@ class ControlTokens:
         Raises:
             RenderError: The tokenizer has no other tokens for such a text.
         """
+        if (too_many := too_many_tokens(text, self._most_tokens, self._encode)) is not None:
+            return too_many
         cuts = list(self._cuts(text, plain))
         if not cuts:
             return self._encode(text)
@@ -96,6 +100,26 @@ class ControlTokens:
 
     def _controls(self, ids: Sequence[int]) -> list[int]:
         return [token_id for token_id in ids if token_id in self._ids]
+
+
+def too_many_tokens(text: str, most_tokens: int | None, encode: Callable[[str], Sequence[int]]) -> list[int] | None:
+    """Return more tokens than fit of a text that has too many; None of another one.
+
+    Nothing else can go on while a text is tokenized, and one of megabytes takes many seconds. A long one is tokenized a
+    piece at a time, until there are too many tokens. A cut makes up to a few more of them.
+
+    Args:
+        most_tokens: Those that fit; None: no limit.
+    """
+    if most_tokens is None or len(text) <= _LETTERS_OF_A_TOKEN * most_tokens:
+        return None
+    size = _LETTERS_OF_A_TOKEN * max(most_tokens, _FEWEST_OF_A_PIECE)
+    ids: list[int] = []
+    for number, start in enumerate(range(0, len(text), size)):
+        ids += encode(text[start : start + size])
+        if len(ids) > most_tokens + _MORE_AT_A_CUT * number:
+            return ids
+    return None
 
 
 def content_spans(

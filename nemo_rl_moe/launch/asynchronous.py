@@ -172,6 +172,7 @@ def running_source(
         len(loader),
         loop_config.num_generations_per_prompt,
         pause=maker.pause,
+        rest=maker.rest,
         resume=maker.resume,
         runs_when_asked=worker.engine.shares_weights,
         fetch=fetch_objects,

@@ -9,7 +9,7 @@ from typing import Any
 
 from nemo_rl_moe.algorithms.dpo import batches_to_measure, precompute_reference_sums, train_dpo
 from nemo_rl_moe.algorithms.step_recorder import num_training_steps
-from nemo_rl_moe.checkpoints.changes import MODEL, TRAINING_DATA, model_fingerprint, samples_fingerprint
+from nemo_rl_moe.checkpoints.fingerprints import MODEL, TRAINING_DATA, model_fingerprint, samples_fingerprint
 from nemo_rl_moe.config.schema import DPOMasterConfig
 from nemo_rl_moe.data.loader import GlobalBatchLoader, sequential_batches, token_ids_and_images
 from nemo_rl_moe.data.preferences import PreferenceDataset, collate_pairs, load_preferences
@@ -90,7 +90,7 @@ def run_dpo(config: DPOMasterConfig, run: TrainingRun) -> None:
     pairs = Pairs(config, pad_token_id(tokenizer), training, held_out)
     fingerprints = {
         TRAINING_DATA: samples_fingerprint(config.data.train.path, _token_ids(training)),
-        MODEL: model_fingerprint(config.policy.model_name),
+        MODEL: model_fingerprint(config.policy.model_name),  # the reference, in the steps or before them
     }
     run.begin(num_training_steps(config.dpo, len(pairs.loader())), fingerprints)
     if run.is_complete:

@@ -21,7 +21,7 @@ from nemo_rl_moe.algorithms.role_models import NO_ROLES, RoleModels
 from nemo_rl_moe.algorithms.routing_measurements import RoutingMeasurements
 from nemo_rl_moe.algorithms.run_observers import CaptureVolume, RoutingAnomalyWatch, RunObserver, checked_refits
 from nemo_rl_moe.algorithms.step_recorder import StepRecorder, num_training_steps
-from nemo_rl_moe.checkpoints.changes import MODEL, TRAINING_DATA, model_fingerprint, samples_fingerprint
+from nemo_rl_moe.checkpoints.fingerprints import TRAINING_DATA, samples_fingerprint
 from nemo_rl_moe.config.algorithm import algorithm_of
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.config.schema_grpo import GenerationConfig, rollouts_in_float32
@@ -95,13 +95,10 @@ class PreparedRollouts:
         return MixtureLoader(self.training, weights, size, seed, shuffle=shuffle)
 
     def fingerprints(self, config: GRPOMasterConfig) -> dict[str, str]:
-        """Return the fingerprints of the inputs: the prompts, and the model where it is the reference."""
+        """Return the fingerprint of the prompts."""
         paths = dict.fromkeys(config.data.of(name).train.path or _SAMPLED for name in self.training)
         all_prompts = chain.from_iterable(self.training.values())
-        prompts = samples_fingerprint(", ".join(paths), _token_ids_and_images(all_prompts))
-        if not algorithm_of(config).needs_reference(config):
-            return {TRAINING_DATA: prompts}
-        return {TRAINING_DATA: prompts, MODEL: model_fingerprint(config.policy.model_name)}
+        return {TRAINING_DATA: samples_fingerprint(", ".join(paths), _token_ids_and_images(all_prompts))}
 
 
 class PreparedRoles:

@@ -10,9 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl_moe.checkpoints.best_metric import choice_in_force
-from nemo_rl_moe.checkpoints.changes import changed_inputs
+from nemo_rl_moe.checkpoints.changes import OTHER_BASE
 from nemo_rl_moe.checkpoints.checkpointer import Checkpointer
-from nemo_rl_moe.checkpoints.resume import ResumePoint, checkpoint_dir_of, find_resume_point, older_resume_point
+from nemo_rl_moe.checkpoints.fingerprints import changed_inputs, model_fingerprints, other_base
+from nemo_rl_moe.checkpoints.resume import (
+    WAY_OUT,
+    ResumePoint,
+    checkpoint_dir_of,
+    find_resume_point,
+    older_resume_point,
+)
 from nemo_rl_moe.checkpoints.state import RunDescription, layout_of
 from nemo_rl_moe.checkpoints.store import FINAL_WEIGHTS_FOLDER, CheckpointStore, final_weights_folder, model_folder
 from nemo_rl_moe.checksums import InventoryError, add_to_inventory
@@ -72,12 +79,23 @@ class SavedTraining:
 
         Args:
             num_steps: Steps of the whole run.
-            fingerprints: Texts that change when an input does which a resumed run relies on, by the input's name.
+            fingerprints: Texts that change when an input does which a resumed run relies on, by the input's name; those
+                of models are added.
+
+        Raises:
+            CheckpointError: The checkpoint's adapters would stand beside another base.
         """
+        fingerprints = {**fingerprints, **model_fingerprints(self._config)}
         self.num_steps, self._fingerprints = num_steps, fingerprints
         resume = self.resume
         if resume is None:
             return
+        if (bases := other_base(self._config, resume.state.fingerprints, fingerprints)) is not None:
+            before, now = bases
+            raise CheckpointError(
+                f"policy.model_name: got {now}, but {resume.folder} was saved with {before}: {OTHER_BASE}; put the"
+                f" same files there, or {WAY_OUT}"
+            )
         for line in changed_inputs(resume.state.fingerprints, fingerprints):
             self._console.warn(line)
         log_dir = self._config.logger.log_dir

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from nemo_rl_moe.algorithms.sft import train_sft
 from nemo_rl_moe.algorithms.step_recorder import num_training_steps
-from nemo_rl_moe.checkpoints.changes import TRAINING_DATA, samples_fingerprint
+from nemo_rl_moe.checkpoints.fingerprints import TRAINING_DATA, samples_fingerprint
 from nemo_rl_moe.config.schema import SFTMasterConfig
 from nemo_rl_moe.data.loader import GlobalBatchLoader, sequential_batches, token_ids_and_images
 from nemo_rl_moe.data.sft import load_sft_dataset

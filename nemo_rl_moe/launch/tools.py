@@ -101,7 +101,8 @@ def continuation_of(
     data = data_with_tools(config, name)
     inputs = run_wide_inputs(data.tools, data.chat_template_kwargs)
     keeps = config.env.environments[name].rewritten_turns == "keep"
-    return Continuation(tokenizer, inputs, keep_rewritten=keeps)
+    most = config.policy.max_total_sequence_length
+    return Continuation(tokenizer, inputs, keep_rewritten=keeps, most_tokens=most)
 
 
 def _tools(env: EnvironmentConfig) -> Tools:

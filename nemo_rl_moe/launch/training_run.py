@@ -126,7 +126,7 @@ class TrainingRun(ModelRun):
     ) -> "TrainableModel":
         """Start the workers of a role that trains beside the policy; after the policy's, before `restore`.
 
-        It takes as many optimizer steps as the policy, and is saved and resumed with it.
+        It takes its optimizer steps in every step of the run, and is saved and resumed with it.
 
         Raises:
             ConfigurationError: There is no room for the workers, or the model's weights cannot be used.
@@ -137,7 +137,7 @@ class TrainingRun(ModelRun):
             TrainableModel,
             model_files=model.files,
             seed=self.algorithm.loop_of(self.config).seed,
-            num_steps=self._num_updates,
+            num_steps=self.algorithm.num_updates(self.config, self.num_steps),
             heads=heads,
         )
         started = start_role(self, role, model, make)
@@ -180,16 +180,11 @@ class TrainingRun(ModelRun):
         """
         policy = self._start_workers(
             seed=self.algorithm.loop_of(self.config).seed,
-            num_steps=self._num_updates,
+            num_steps=self.algorithm.num_policy_updates(self.config, self.num_steps),
             keep_reference=self.algorithm.needs_reference(self.config),
         )
         self.saved.models[POLICY_ROLE] = policy
         return policy
-
-    @property
-    def _num_updates(self) -> int:
-        """Optimizer steps of the whole run."""
-        return self.num_steps * self.algorithm.updates_per_step(self.config)
 
     def restore(self) -> None:
         """Load the checkpoint into the models that are trained; the reference stays the one that the run began with.

@@ -95,6 +95,7 @@ class LossFunction(Protocol):
     """A pure, picklable function from one microbatch to its share of the loss.
 
     A loss that needs more than log-probabilities, or values in their place, lists the `Head`s in an attribute `needs`.
+    One that is a mean over sequences says so in an attribute `reduction`, `Reduction.SEQUENCE_SHARE`.
     """
 
     def __call__(self, inputs: LossInputs) -> LossOutputs: ...
@@ -104,6 +105,12 @@ def needs_of(loss_function: LossFunction) -> frozenset[Head]:
     """Return the heads that a loss function declares, and log-probabilities unless it declares values alone."""
     declared = frozenset(getattr(loss_function, "needs", ()))
     return declared if declared == {Head.VALUE} else declared | {Head.LOGPROBS}
+
+
+def reduction_of(loss_function: LossFunction) -> Reduction:
+    """Return the kind of mean that a loss is: over trained tokens, unless it declares another one."""
+    declared: Reduction = getattr(loss_function, "reduction", Reduction.SHARE)
+    return declared
 
 
 def missing_heads(loss_function: LossFunction, heads: Collection[Head]) -> frozenset[Head]:
@@ -134,8 +141,11 @@ class TrainResult:
     """Result of one `train` call, equal on every rank.
 
     Attributes:
+        global_loss: Mean over the trained tokens of the whole call, or over its sequences, as `reduction_of` says.
+        grad_norm: Norms of the optimizer steps before clipping, each weighed as its loss is.
         microbatch_metrics: A series for each metric of the loss function, over all microbatches and ranks.
         moe_metrics: Without the `moe/` prefix; empty when tracking is off.
+        num_updates: Global batches with a trained token; the others change nothing, and no metric counts them.
         num_skipped_updates: Optimizer steps that a NaN or infinite loss or gradient prevented.
         weight_version: Optimizer steps since the start of the run, without skipped ones.
         artifacts: Arrays and tables of the step by registered name, such as the load of every expert.

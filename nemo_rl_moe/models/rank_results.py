@@ -61,11 +61,13 @@ class RankTrainResult:
     """Result of one `train` call on one rank.
 
     Attributes:
-        global_loss: Loss of the global batch over all ranks; of several, the mean. The same on every rank.
-        grad_norm: Norm before clipping; of several steps, the mean. The same on every rank.
+        global_loss: Loss of the global batch over all ranks; of several, the mean over the trained tokens or sequences
+            of all. NaN without any. The same on every rank.
+        grad_norm: Norm before clipping; of several steps, the mean with the same weights. The same on every rank.
         num_microbatches: Microbatches of this data-parallel rank.
         microbatch_metrics: The loss function's metrics of this rank's microbatches; empty where no loss is computed.
         moe_metrics: Metrics of the observers, without the `moe/` prefix. Rank 0 has all of them.
+        num_updates: Global batches with a trained token. The same on every rank.
         num_skipped_updates: Optimizer steps left out for a loss or gradient that was not finite. The same on every
             rank.
         skipped_in_a_row: Number of the last steps of the call that were left out. The same on every rank.
@@ -80,6 +82,7 @@ class RankTrainResult:
     num_microbatches: int
     microbatch_metrics: dict[str, MetricSeries]
     moe_metrics: dict[str, float]
+    num_updates: int
     num_skipped_updates: int
     skipped_in_a_row: int
     weight_version: int

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Python function of the user's own as reward function."""
 
+import math
 from collections.abc import Mapping
 from inspect import isclass
 from numbers import Real
@@ -61,10 +62,10 @@ def as_score(key: str, result: object) -> Score:
     reward: Any = result[0] if isinstance(result, tuple) and is_pair else result
     says = bool(result[1]) if isinstance(result, tuple) and is_pair else None
     if _is_number(reward):
-        return Score(float(reward), bool(reward >= FULL_REWARD) if says is None else says)
+        return Score(_as_float(reward), bool(reward >= FULL_REWARD) if says is None else says)
     if _are_rewards(reward):
         first = next(iter(reward.values()))
-        rewards = {name: float(value) for name, value in reward.items()}
+        rewards = {name: _as_float(value) for name, value in reward.items()}
         return Score.named(rewards, is_correct=bool(first >= FULL_REWARD) if says is None else says)
     raise TypeError(
         f"{key} returned {described(result)}, expected a number, or a dict of numbers by name, or a pair of either"
@@ -74,6 +75,14 @@ def as_score(key: str, result: object) -> Score:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, Real | np.bool_)
+
+
+def _as_float(value: Any) -> float:
+    """Return a number as float; one too large for any is infinite, which `checked_score` refuses by its name."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 def _are_rewards(value: Any) -> bool:

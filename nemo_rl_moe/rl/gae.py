@@ -14,6 +14,23 @@ VARIANCE_FLOOR = 1e-8
 """Added to a variance before anything is divided by its root."""
 
 
+def order_in_time(
+    token_turns: Int[Tensor, "trajectories tokens"], mask: Bool[Tensor, "trajectories tokens"]
+) -> Int[Tensor, "trajectories longest"]:
+    """Return the places of the trained tokens in the order in which they were sampled, those of the last turn last.
+
+    Conversations that alternate stand behind one another: a place further on may be an earlier one in time. Where a
+    trajectory has fewer trained tokens than another one, places of other tokens stand in front.
+
+    Args:
+        token_turns: Number in time of the turn of each sampled token.
+        mask: True at trained tokens.
+    """
+    longest = int(mask.sum(dim=1).max()) if mask.numel() else 0
+    order = token_turns.where(mask, -1).argsort(dim=1, stable=True)
+    return order[:, order.shape[1] - longest :]
+
+
 def token_rewards(
     rewards: Float[Tensor, " trajectories"],
     turn_rewards: Float[Tensor, "trajectories turns"],
@@ -23,6 +40,7 @@ def token_rewards(
     """Place the reward of each turn at its last trained token, and the rest of the reward at the last one of all.
 
     The reward of a turn without trained tokens goes to the turn before; where there is none, no token has earned it.
+    Tokens are in the order in which they were sampled.
 
     Args:
         rewards: Reward of each trajectory, those of its turns included.
@@ -55,8 +73,8 @@ def generalized_advantages(
 ) -> Float[Tensor, "trajectories tokens"]:
     """Compute `A_t = d_t + discount * decay * A_t+1` with `d_t = r_t + discount * V_t+1 - V_t` (eq. 16).
 
-    A step is a trained token, and `t + 1` is the next trained token: tokens of the environment that stand between them
-    cost no discount. The value behind the last one is 0, of truncated trajectories too.
+    A step is a trained token, and `t + 1` is the one that was sampled next: tokens of the environment that stand
+    between them cost no discount. The value behind the last one is 0, of truncated trajectories too.
 
     Args:
         rewards: `r`, at each token.
@@ -70,15 +88,17 @@ def generalized_advantages(
     """
     import torch
 
-    advantages = torch.zeros_like(rewards)
+    # A row for each token: the columns of a matrix are far apart in memory, and there may be thousands.
+    of_token, value_of, trained_at = (each.T.contiguous() for each in (rewards, values.to(rewards), mask))
+    advantages = torch.zeros_like(of_token)
     following, next_value = rewards.new_zeros(len(rewards)), rewards.new_zeros(len(rewards))
-    for token in range(rewards.shape[1] - 1, -1, -1):
-        trained, value = mask[:, token], values[:, token].to(rewards)
-        difference = rewards[:, token] + discount * next_value - value
+    for token in range(len(of_token) - 1, -1, -1):
+        trained, value = trained_at[token], value_of[token]
+        difference = of_token[token] + discount * next_value - value
         following = (difference + discount * decay * following).where(trained, following)
         next_value = value.where(trained, next_value)
-        advantages[:, token] = following.where(trained, 0.0)
-    return advantages
+        advantages[token] = following.where(trained, 0.0)
+    return advantages.T.contiguous()
 
 
 def whitened(

@@ -3,7 +3,7 @@
 """Environments: they drive a trajectory from its prompt to its reward, in one turn or several."""
 
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, Literal, Protocol
@@ -12,10 +12,12 @@ import numpy as np
 
 from nemo_rl_moe.config.user_code import described
 from nemo_rl_moe.data.continuation import Continuation
+from nemo_rl_moe.data.control_tokens import too_many_tokens
 from nemo_rl_moe.data.messages import Message
 from nemo_rl_moe.data.prompts import Prompt
 from nemo_rl_moe.data.turn_glue import NoExtension
 from nemo_rl_moe.distributed.batch import ModelInput
+from nemo_rl_moe.errors import encodable
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters, TokenIds
 from nemo_rl_moe.rewards.interface import (
     LARGEST_REWARD,
@@ -27,6 +29,7 @@ from nemo_rl_moe.rewards.interface import (
 )
 from nemo_rl_moe.rollouts.conversation import Conversation
 from nemo_rl_moe.rollouts.growing_sequence import GrowingSequence, GrowingSequences
+from nemo_rl_moe.rollouts.places import HeldPlaces, Place, WaitAside
 from nemo_rl_moe.rollouts.trajectory import FinishReason, Trajectory
 from nemo_rl_moe.rollouts.transcript import Transcript
 from nemo_rl_moe.runs.folder.conversations import Outcome, ToolUse
@@ -39,15 +42,14 @@ Decode = Callable[[Sequence[int]], str]
 Encode = Callable[[str], Sequence[int]]
 SubmitRequest = Callable[[GenerationRequest], Awaitable[GeneratedSequence]]
 SubmitItem = Callable[[ScoringItem], Awaitable[Score]]
-WaitAside = Callable[[Coroutine[Any, Any, None]], Awaitable[None]]
 
 _TAIL_TOKENS = 16
 _RESPONSE, _SCORE = "a response", "a score"
 _ONE_AT_A_TIME = "a session does one thing at a time: await each before the next"
 
 
-async def _awaited(what: Coroutine[Any, Any, None]) -> None:
-    await what
+async def _awaited(what: Coroutine[Any, Any, Place]) -> Place:
+    return await what
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ class Session:
         model_inputs: Further inputs of the model; an environment may add some between turns.
         continuation: Renders messages that are appended; None: there is no chat template.
         wait_aside: Awaits something for which other trajectories are not kept waiting, such as a free process.
+        places: Those that trajectories of the same loop hold.
         metrics: Further numbers, logged as means over trajectories; they stay where the trajectory fails.
     """
 
@@ -101,6 +104,7 @@ class Session:
     model_inputs: dict[str, ModelInput] = field(default_factory=dict)
     continuation: Continuation | None = None
     wait_aside: WaitAside = _awaited
+    places: HeldPlaces = field(default_factory=HeldPlaces)
     metrics: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -122,6 +126,17 @@ class Session:
         self._turn_rewards: dict[int, float] = {}
         self._kept_mass: list[float] = []
         self._num_cached: int | None = None
+
+    def place(
+        self, take: Callable[[], Coroutine[Any, Any, Place]], give_back: Callable[[Place], object]
+    ) -> AbstractAsyncContextManager[Place]:
+        """Hold one of few places inside, such as a free process, for which trajectories wait.
+
+        Args:
+            take: Waits for one; cancelled, it has none.
+            give_back: Gives it to the next.
+        """
+        return self.places.held(take, give_back, self.wait_aside)
 
     @property
     def num_tokens(self) -> int:
@@ -251,7 +266,8 @@ class Session:
 
     def append_text(self, text: str) -> None:
         """Add text of the environment; it is not trained on."""
-        self._append(self.encode(text), text)
+        too_many = too_many_tokens(text, self.max_tokens, self.encode)
+        self._append(self.encode(text) if too_many is None else too_many, text)
 
     def _append(self, token_ids: Sequence[int], text: str | None) -> None:
         self._require_no_response_pending("tokens were")
@@ -392,13 +408,15 @@ class Session:
         Raises:
             TypeError: A metric is not a number.
         """
-        # Conversations that alternate add turns to one sequence and to another.
+        # Conversations that alternate add turns to one sequence and to another: in time the turns are 0, 1, 2.
         order = [
             turn for each in self._sequences.kept for turn, place in enumerate(self._sequence_of_turn) if place is each
         ]
-        turn_rewards = [self._turn_rewards.get(turn, 0.0) for turn in order]
+        turn_rewards = [self._turn_rewards.get(turn, 0.0) for turn in sorted(order)]
         score = checked_score(score, self.reward_weights)  # a function of the user's own may have made it
-        own = _checked_metrics({**self.metrics, **(metrics or {})})
+        own = {**self.metrics, **(metrics or {})}
+        # Of one that has failed, those that are numbers tell something.
+        own = _checked_metrics(own if score.fault is None else dict(filter(_is_metric, own.items())))
         score = with_turn_rewards(score, turn_rewards if self._turn_rewards else [])
         kept = {KEPT_MASS: float(np.mean(self._kept_mass))} if self._kept_mass else {}
         cached = {} if self._num_cached is None else {CACHED_TOKENS: float(self._num_cached)}
@@ -413,7 +431,7 @@ class Session:
             prompt_text=self.prompt.text,
             response_text=self._response_text(),
             fault=score.fault,
-            fault_message=score.message,
+            fault_message=encodable(score.message),
             overlong=self._overlong,
             rewards=dict(score.rewards),
             metrics={**own, **kept, **cached},
@@ -421,6 +439,7 @@ class Session:
             times=self._transcript.times(),
             environment=self.prompt.environment,
             turn_lengths=tuple(len(self.turns[turn].token_ids) for turn in order),
+            turn_order=tuple(order) if order != sorted(order) else (),
             turn_rewards=tuple(turn_rewards) if self._turn_rewards and score.fault is None else (),
         )
 
@@ -447,6 +466,11 @@ class Session:
         return self.finish(Score(0.0, is_correct=False, fault=fault, message=message), truncated_by=truncated_by)
 
 
+def _is_metric(named: tuple[str, Any]) -> bool:
+    value = named[1]
+    return isinstance(value, Real | np.bool_) or (hasattr(value, "item") and np.shape(value) == ())
+
+
 def _checked_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return the metrics of a user's own as plain numbers: of a list, a mean over all trajectories would pass for one.
 
@@ -454,7 +478,7 @@ def _checked_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
         TypeError: One is not a number.
     """
     for name, value in metrics.items():
-        if not (isinstance(value, Real | np.bool_) or (hasattr(value, "item") and np.shape(value) == ())):
+        if not _is_metric((name, value)):
             raise TypeError(f"session.finish: the metric {name!r} is {described(value)}, expected a number")
     return {name: float(value) for name, value in metrics.items()}
 

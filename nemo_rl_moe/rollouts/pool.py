@@ -17,8 +17,10 @@ from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationReques
 from nemo_rl_moe.generation.lockstep import Lockstep, LockstepEngine
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.rewards.interface import Score, ScoringItem
+from nemo_rl_moe.rollouts.ending import ended
 from nemo_rl_moe.rollouts.environment import Session
 from nemo_rl_moe.rollouts.limits import RolloutWatch, timeout_text
+from nemo_rl_moe.rollouts.places import HeldPlaces
 from nemo_rl_moe.rollouts.running import RunningTrajectory, task_factory
 from nemo_rl_moe.rollouts.scoring import ScoringQueue
 from nemo_rl_moe.rollouts.trajectory import Trajectory
@@ -81,6 +83,9 @@ class TrajectoryPool:
         thread: Time of the loop's thread.
         watch: Keeps the limits.
         generate: Continues a sequence; None: the worker's engine does.
+
+    Attributes:
+        held_places: Places that trajectories hold.
     """
 
     def __init__(
@@ -102,6 +107,7 @@ class TrajectoryPool:
         self._ask_for_score: Callable[[ScoringItem, int], Coroutine[Any, Any, Score]] = (
             self._scores_in_lockstep.ask if in_lockstep else lambda item, place: as_they_come.ask(item)
         )
+        self.held_places = HeldPlaces()
         self._places = count()
         self._changed = asyncio.Event()
         self._started: list[RunningTrajectory] = []
@@ -160,6 +166,7 @@ class TrajectoryPool:
     ) -> RunningTrajectory:
         worker = self._worker
         settings = worker.settings_of(prompt)
+        started: RunningTrajectory
         session = Session(
             prompt=prompt,
             group_id=group_id,
@@ -176,8 +183,9 @@ class TrajectoryPool:
             model_inputs=dict(inputs),
             continuation=settings.continuation,
             wait_aside=lambda process: started.wait_for("a process", process),
+            places=self.held_places,
         )
-        coroutine = worker.environment.rollout(session)
+        coroutine = ended(worker.environment.rollout(session), session)
         timer = TrajectoryTimer(label, coroutine, self._time, settings.timeout_s)
         started = RunningTrajectory(session, timer, coroutine, changed)
         self._started.append(started)

@@ -3,13 +3,12 @@
 """The environment of a run without tools: one turn, or a coroutine function of the user's own."""
 
 import inspect
-from asyncio import CancelledError
 from collections.abc import Awaitable, Callable
 
 from nemo_rl_moe.config.schema_environment import EnvironmentConfig
-from nemo_rl_moe.config.user_code import described, error_in_user_code, import_attribute
+from nemo_rl_moe.config.user_code import described, import_attribute
 from nemo_rl_moe.errors import ConfigurationError
-from nemo_rl_moe.rewards.interface import Fault
+from nemo_rl_moe.rollouts.ending import ended
 from nemo_rl_moe.rollouts.environment import Environment, Session, SingleTurn
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 
@@ -30,13 +29,12 @@ class RolloutFunction:
 
     async def rollout(self, session: Session) -> Trajectory:
         """Make one trajectory; where the function raises it ends as it is, with the fault."""
-        try:
-            return self._checked(await self._function(session), session)
-        except (Exception, CancelledError) as error:  # a tool's own cancellation; of the run's, nobody reads this
-            return session.failed(Fault.ERROR, error_in_user_code(error))
+        # A cancellation is a tool's own; of the run's, nobody reads the fault.
+        return await ended(self._checked(session), session, ends_the_run=())
 
-    def _checked(self, found: object, session: Session) -> Trajectory:
+    async def _checked(self, session: Session) -> Trajectory:
         """Check what a user's function has returned: its type is not known before."""
+        found = await self._function(session)
         if not isinstance(found, Trajectory):
             got = "None" if found is None else f"an object of type {type(found).__name__}"
             raise TypeError(f"{ROLLOUT_KEY}: {self._name} returned {got}, expected {_EXPECTED}")

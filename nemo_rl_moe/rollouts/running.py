@@ -100,7 +100,7 @@ class RunningTrajectory:
         self._end(self.task)
 
     def check(self) -> None:
-        """Raise the error of the engine, of the reward function, or of an environment that is no user's function."""
+        """Raise the error of the engine or of the reward function, or another one that ends the run."""
         if self._error is not None:
             raise self._error
         if self._failed is None and self.task.done():

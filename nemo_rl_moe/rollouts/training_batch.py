@@ -30,7 +30,7 @@ def loss_masks(trajectories: Sequence[Trajectory]) -> Bool[Tensor, "trajectories
 
 
 def turns_of_tokens(trajectories: Sequence[Trajectory]) -> Int[Tensor, "trajectories tokens"]:
-    """Return the number of the turn, from 0, in which each token was sampled; `NO_TURN` on all other tokens.
+    """Return the number in time, from 0, of the turn in which each token was sampled; `NO_TURN` on all other tokens.
 
     Sequences of a trajectory stand behind one another, as in `loss_masks`: a turn is sampled in one of them.
     """
@@ -39,7 +39,7 @@ def turns_of_tokens(trajectories: Sequence[Trajectory]) -> Int[Tensor, "trajecto
         is_sampled = np.concatenate([each.weight_versions for each in trajectory.sequences]) != NOT_SAMPLED
         lengths = trajectory.turn_lengths or (int(is_sampled.sum()),)
         row = np.full(len(is_sampled), NO_TURN)
-        row[is_sampled] = np.repeat(np.arange(len(lengths)), lengths)
+        row[is_sampled] = np.repeat(trajectory.turn_order or np.arange(len(lengths)), lengths)
         rows.append(torch.as_tensor(row))
     return pad_sequence(rows, batch_first=True, padding_value=NO_TURN)
 

@@ -5,6 +5,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Literal
 
 import numpy as np
@@ -99,7 +100,8 @@ class Trajectory:
         environment: Name in `env.mixture`; empty where a run has one environment.
         turn_lengths: Sampled tokens of each turn, in the order of the sampled tokens of all sequences; empty where it
             is not known, and taken for one turn.
-        turn_rewards: Reward of each turn, which `reward` includes; empty where none was given.
+        turn_order: Number in time, from 0, of each turn of `turn_lengths`; empty where that is their order.
+        turn_rewards: Reward of each turn in the order of time, which `reward` includes; empty where none was given.
     """
 
     sample_id: str
@@ -122,6 +124,7 @@ class Trajectory:
     left_out: str = ""
     environment: str = ""
     turn_lengths: tuple[int, ...] = ()
+    turn_order: tuple[int, ...] = ()
     turn_rewards: tuple[float, ...] = ()
 
     @property
@@ -133,6 +136,21 @@ class Trajectory:
     def num_sequences(self) -> int:
         """Number of its sequences."""
         return len(self.sequences)
+
+    @property
+    def last_sequence(self) -> TokenSequence:
+        """The sequence of the last response: a conversation that began before another may go on after it."""
+        if not self.turn_order:
+            return self.sequences[-1]
+        last = self.turn_order.index(max(self.turn_order))
+        first_token = sum(self.turn_lengths[:last])
+        ends = accumulate(sequence.num_sampled_tokens for sequence in self.sequences)
+        return next(each for each, end in zip(self.sequences, ends, strict=True) if end > first_token)
+
+    @property
+    def longest_response(self) -> int:
+        """Number of tokens of its longest response."""
+        return max(self.turn_lengths, default=self.num_sampled_tokens)
 
     @property
     def num_tokens(self) -> int:
@@ -217,6 +235,14 @@ def group_correctness(trajectories: Sequence[Trajectory], num_generations: int) 
 def group_sampled_tokens(trajectories: Sequence[Trajectory], num_generations: int) -> Int[Tensor, "groups generations"]:
     """Return the number of sampled tokens of each trajectory, one row a group."""
     counts = [trajectory.num_sampled_tokens for trajectory in trajectories]
+    return torch.tensor(counts).view(-1, num_generations)
+
+
+def group_longest_responses(
+    trajectories: Sequence[Trajectory], num_generations: int
+) -> Int[Tensor, "groups generations"]:
+    """Return the number of tokens of the longest response of each trajectory, one row a group."""
+    counts = [trajectory.longest_response for trajectory in trajectories]
     return torch.tensor(counts).view(-1, num_generations)
 
 

@@ -2,11 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Agents of tests, by what the question of their task says: they answer, raise, hang, die, or leave a child."""
 
+import gc
+import json
 import os
 import subprocess
 import sys
 import time
+import urllib.request
 from importlib import import_module
+from multiprocessing.connection import Connection
 from types import ModuleType
 from typing import Any
 
@@ -22,7 +26,7 @@ def openai() -> ModuleType:
 
 
 def agent(task: AgentTask) -> Any:
-    """Do what the record says: `ask`, `raise`, `exit`, `die`, `hang` or `child`."""
+    """Do what the record says: `ask`, `raise`, `exit`, `array`, `die`, `hang` or `child`."""
     what = task.record["what"]
     if what == "none":
         return None
@@ -33,6 +37,10 @@ def agent(task: AgentTask) -> Any:
         raise ValueError("asked to raise")
     if what == "exit":
         sys.exit(3)
+    if what == "array":  # in place of the answer of its process
+        for each in gc.get_objects():
+            if isinstance(each, Connection):
+                each.send_bytes(b"[1]")
     if what == "die":
         os.abort()
     if what == "environment":
@@ -54,6 +62,18 @@ async def asks_twice(task: AgentTask) -> dict[str, float]:
     texts = [each.choices[0].message.content or "" for each in (first, second)]
     digits = sum(character.isdigit() for text in texts for character in text)
     return {"digits": digits / 16, "short": 1.0 - len(texts[1]) / 100}
+
+
+def asks_over_http(task: AgentTask) -> float:
+    """Ask twice, without a client's library, which takes seconds to import."""
+    messages: list[Any] = [*task.messages]
+    for question in ("again?", "and again?"):
+        body = json.dumps({"model": task.model, "messages": messages}).encode()
+        headers = {"Authorization": f"Bearer {task.api_key}", "Content-Type": "application/json"}
+        request = urllib.request.Request(f"{task.base_url}/chat/completions", body, headers)
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request) as reply:
+            messages += [json.load(reply)["choices"][0]["message"], {"role": "user", "content": question}]
+    return 1.0
 
 
 def hangs_at_times(task: AgentTask) -> float:

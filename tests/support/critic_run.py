@@ -14,7 +14,7 @@ from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.algorithms.losses.value import ValueLoss
 from nemo_rl_moe.algorithms.sft import SupervisedTraining, train_on_batches
 from nemo_rl_moe.algorithms.step_recorder import num_training_steps
-from nemo_rl_moe.checkpoints.changes import TRAINING_DATA, samples_fingerprint
+from nemo_rl_moe.checkpoints.fingerprints import TRAINING_DATA, samples_fingerprint
 from nemo_rl_moe.config.algorithm import ALGORITHMS, Algorithm
 from nemo_rl_moe.config.schema import SFTMasterConfig
 from nemo_rl_moe.config.schema_policy import RoleModelConfig

@@ -14,7 +14,7 @@ VALUES = (0.5, -2.0, 4.0, 1.5)
     [
         (Reduction.SUM, 4.0),
         (Reduction.SHARE, 4.0),
-        (Reduction.MEAN, 1.0),
+        (Reduction.SEQUENCE_SHARE, 4.0),
         (Reduction.MIN, -2.0),
         (Reduction.MAX, 4.0),
     ],
@@ -32,18 +32,18 @@ def test_one_value_stands_for_itself_and_none_for_nothing(reduction: Reduction) 
 def test_sum_does_not_depend_on_the_order() -> None:
     values = (1e16, 1.0, -1e16, 1.0)
     assert MetricSeries(values, Reduction.SUM).reduce() == 2.0
-    assert MetricSeries(values[::-1], Reduction.MEAN).reduce() == 0.5
+    assert MetricSeries(values[::-1], Reduction.SHARE).reduce() == 2.0
 
 
 def test_concatenate_keeps_every_value_in_order() -> None:
-    parts = [MetricSeries(values, Reduction.MEAN) for values in ((1.0, 2.0), (), (6.0,))]
+    parts = [MetricSeries(values, Reduction.SUM) for values in ((1.0, 2.0), (), (6.0,))]
     joined = concatenate(iter(parts))
-    assert joined == MetricSeries((1.0, 2.0, 6.0), Reduction.MEAN)
-    assert joined.reduce() == 3.0, "the mean of all values, not of the ranks' means"
+    assert joined == MetricSeries((1.0, 2.0, 6.0), Reduction.SUM)
+    assert joined.reduce() == 9.0
 
 
 def test_concatenate_refuses_what_does_not_belong_together() -> None:
-    with pytest.raises(ValueError, match=r"one metric needs one reduction, got \['mean', 'sum'\]"):
-        concatenate([MetricSeries((1.0,), Reduction.SUM), MetricSeries((1.0,), Reduction.MEAN)])
+    with pytest.raises(ValueError, match=r"one metric needs one reduction, got \['max', 'sum'\]"):
+        concatenate([MetricSeries((1.0,), Reduction.SUM), MetricSeries((1.0,), Reduction.MAX)])
     with pytest.raises(ValueError, match=r"one metric needs one reduction, got \[\]"):
         concatenate([])

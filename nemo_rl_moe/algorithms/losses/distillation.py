@@ -15,6 +15,7 @@ from torch import Tensor
 from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
 from nemo_rl_moe.algorithms.losses.policy_metrics import Metrics
 from nemo_rl_moe.algorithms.losses.teacher_divergence import KlType, candidate_divergence, sampled_divergence
+from nemo_rl_moe.distributed.batch import Column, per_sequence, per_token
 from nemo_rl_moe.metrics import Reduction
 from nemo_rl_moe.models.interfaces import Head, LossInputs, LossOutputs
 
@@ -22,6 +23,8 @@ TEACHER_LOGPROBS = "teacher_logprobs"
 """Column: log-probability of each token, `[batch, sequence]`, or of its candidates, `[batch, sequence, k]`."""
 TEACHER_SHARE = "teacher_share"
 """Column, one number a token: 1 over the tokens of the global batch that have a teacher; 0 at others."""
+TEACHER_PART = "teacher_part"
+"""Column, one number a sequence: the part of the step's tokens with a teacher that its global batch has."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +36,13 @@ class DistillationLoss:
     - policy gradient: as `policy_gradient` averages it
     - cross-entropy: over the trained tokens, of the negative log-likelihood
 
-    Columns of the batch: `teacher_logprobs` and `teacher_share`; `generation_logprobs`, for a divergence without
-    candidates; those of the policy gradient.
+    Columns of the batch: `teacher_logprobs`, `teacher_share`, `teacher_part`; `generation_logprobs`, for a divergence
+    without candidates; those of the policy gradient.
 
     Metrics, each a mean as above in nats, before its weight: `teacher_kl` (estimated from sampled tokens without
     candidates), `cross_entropy`; `policy_candidate_mass` and `teacher_candidate_mass`: probability that the model gives
-    to the candidates; those of the policy gradient where there is one.
+    to the candidates; those of the policy gradient where there is one. Those of the teacher are means over the tokens
+    of the whole step, whatever its global batches.
 
     Attributes:
         has_candidates: The teacher gives log-probabilities of candidates, otherwise of the sampled tokens.
@@ -58,6 +62,11 @@ class DistillationLoss:
         """Candidates, where the teacher has them, and what the policy gradient needs."""
         own = frozenset({Head.CANDIDATES} if self.has_candidates else ())
         return own if self.policy_gradient is None else own | self.policy_gradient.needs
+
+    @property
+    def reduction(self) -> Reduction:
+        """The kind of mean that the policy gradient is; without one, over trained tokens."""
+        return Reduction.SHARE if self.policy_gradient is None else self.policy_gradient.reduction
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         """Compute one microbatch's share of the loss.
@@ -81,12 +90,15 @@ class DistillationLoss:
         return LossOutputs(loss, metrics)
 
     def _divergence(self, inputs: LossInputs) -> tuple[Float[Tensor, ""], Metrics]:
-        share = inputs.per_target(TEACHER_SHARE)
+        share, part = inputs.per_target(TEACHER_SHARE), inputs.per_target(TEACHER_PART)
         counts = share > 0
         teacher = inputs.per_target(TEACHER_LOGPROBS)
 
         def mean(values: Tensor) -> Float[Tensor, ""]:
             return (share * values.where(counts, 0.0)).sum()
+
+        def mean_of_step(values: Tensor) -> tuple[Float[Tensor, ""], Reduction]:
+            return mean(part * values.detach()), Reduction.SUM
 
         if not self.has_candidates:
             # Before arithmetic: where masked, columns hold anything, and NaN times 0 is NaN in the gradient too.
@@ -95,20 +107,20 @@ class DistillationLoss:
                 for each in (inputs.logprobs, teacher, inputs.per_target("generation_logprobs").to(teacher))
             )
             each, unbiased = sampled_divergence(policy, teacher, sampled)
-            return mean(each), {"teacher_kl": (mean(unbiased), Reduction.SHARE)}
+            return mean(each), {"teacher_kl": mean_of_step(unbiased)}
         assert inputs.candidates is not None  # declared
         any_token = torch.full_like(teacher, -1.0 - float(teacher.shape[-1]))
         policy = inputs.candidates.where(counts[..., None], any_token)
         teacher = teacher.where(counts[..., None], any_token)
-        divergence = mean(candidate_divergence(policy, teacher, self.kl_type, self.mixed_kl_weight))
-        with torch.no_grad():
-            masses = {name: mean(each.exp().sum(-1)) for name, each in (("policy", policy), ("teacher", teacher))}
-        metrics: Metrics = {f"{name}_candidate_mass": (mass, Reduction.SHARE) for name, mass in masses.items()}
-        return divergence, metrics | {"teacher_kl": (divergence.detach(), Reduction.SHARE)}
+        divergence = candidate_divergence(policy, teacher, self.kl_type, self.mixed_kl_weight)
+        metrics: Metrics = {"teacher_kl": mean_of_step(divergence)}
+        for name, each in (("policy", policy), ("teacher", teacher)):
+            metrics[f"{name}_candidate_mass"] = mean_of_step(each.detach().exp().sum(-1))
+        return mean(divergence), metrics
 
 
-def shares_of_means(counts: Bool[Tensor, "batch sequence"], first_rows: list[int]) -> Float[Tensor, "batch sequence"]:
-    """Return 1 over the number of tokens that count in a global batch, at each of them; 0 at others.
+def shares_of_means(counts: Bool[Tensor, "batch sequence"], first_rows: list[int]) -> dict[str, Column]:
+    """Return the columns `teacher_share` and `teacher_part` of a step.
 
     Args:
         counts: Tokens of the component; a sequence's first one never counts, as nothing predicts it.
@@ -116,8 +128,9 @@ def shares_of_means(counts: Bool[Tensor, "batch sequence"], first_rows: list[int
     """
     counts = counts.clone()
     counts[:, 0] = False
-    shares = torch.zeros(counts.shape)
+    shares, parts = torch.zeros(counts.shape), torch.zeros(len(counts))
     for start, end in zip(first_rows, [*first_rows[1:], len(counts)], strict=True):
-        part = counts[start:end]
-        shares[start:end] = part / part.sum().clamp(min=1)
-    return shares
+        number = counts[start:end].sum()
+        shares[start:end] = counts[start:end] / number.clamp(min=1)
+        parts[start:end] = number / counts.sum().clamp(min=1)
+    return {TEACHER_SHARE: per_token(shares), TEACHER_PART: per_sequence(parts)}

@@ -71,6 +71,11 @@ class PolicyGradientLoss:
         """The exact entropy, where there is a bonus on it."""
         return frozenset({Head.ENTROPY} if self.config.entropy_bonus > 0 else ())
 
+    @property
+    def reduction(self) -> Reduction:
+        """The kind of mean that every term is."""
+        return Reduction.SHARE if self.config.token_level_loss else Reduction.SEQUENCE_SHARE
+
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         """Compute one microbatch's share of the loss.
 
@@ -109,13 +114,13 @@ class PolicyGradientLoss:
         if config.reference_policy_kl_penalty > 0 and not config.use_kl_in_reward:
             penalty = _mean(weights * reference_divergence(logprobs, prev, _reference(tokens), config), tokens)
             loss = loss + config.reference_policy_kl_penalty * penalty
-            metrics["kl_penalty"] = (penalty.detach(), Reduction.SHARE)
+            metrics["kl_penalty"] = (penalty.detach(), self.reduction)
 
         if config.entropy_bonus > 0:
             assert inputs.entropy is not None  # a head that the loss needs
             entropy = _mean(_valid(inputs.entropy, mask), tokens)
             loss = loss - config.entropy_bonus * entropy
-            metrics["entropy"] = (entropy.detach(), Reduction.SHARE)
+            metrics["entropy"] = (entropy.detach(), self.reduction)
 
         bounds, both = objective.bounds(advantages, config), both_bounds(advantages, config)
         metrics |= ratio_metrics(ratio.detach(), bounds, both, inputs)

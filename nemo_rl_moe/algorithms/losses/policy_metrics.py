@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metrics of a policy-gradient loss: the policy's move, the mismatch of generation and training, the correction."""
 
+from math import inf
+
 from jaxtyping import Float
 from torch import Tensor
 
@@ -33,23 +35,14 @@ def ratio_metrics(
         both: The bounds without regard to advantages.
     """
     mask = inputs.token_mask
-    lowest, highest = _extremes_of_nothing(inputs)
     return {
         "probs_ratio": _token_mean(ratio, inputs),
         "probs_ratio_clamped": _token_mean(both.clip(ratio), inputs),
-        "probs_ratio_min": (ratio.where(mask, lowest).amin(), Reduction.MIN),
-        "probs_ratio_max": (ratio.where(mask, highest).amax(), Reduction.MAX),
+        "probs_ratio_min": (ratio.where(mask, inf).amin(), Reduction.MIN),
+        "probs_ratio_max": (ratio.where(mask, -inf).amax(), Reduction.MAX),
         "clip_fraction_low": _token_mean(ratio < bounds.lower, inputs),
         "clip_fraction_high": _token_mean(ratio > bounds.upper, inputs),
     }
-
-
-def _extremes_of_nothing(inputs: LossInputs) -> tuple[float, float]:
-    """Return the lowest and highest ratio of a masked token, which add nothing to the extremes over all ranks.
-
-    A global batch without any valid token has not moved: 1.
-    """
-    return (float("inf"), float("-inf")) if inputs.global_valid_tokens else (1.0, 1.0)
 
 
 def mismatch_metrics(
@@ -78,7 +71,6 @@ def mismatch_metrics(
     """
     mask, difference = inputs.token_mask, (prev - generation).abs()
     ratio = importance_ratio(prev, generation)
-    lowest, highest = _extremes_of_nothing(inputs)
     return {
         "approx_entropy": _token_mean(-bounded_exp(current - generation) * current, inputs),
         "token_mult_prob_error": _token_mean(bounded_exp(difference), inputs),
@@ -86,8 +78,8 @@ def mismatch_metrics(
         "policy_kl_error": _token_mean(kl_estimate(prev, generation, "k3"), inputs),
         "js_divergence_error": _token_mean(js_divergence_estimate(prev, generation), inputs),
         "sampling_importance_ratio": _token_mean(ratio, inputs),
-        "sampling_importance_ratio_min": (ratio.where(mask, lowest).amin(), Reduction.MIN),
-        "sampling_importance_ratio_max": (ratio.where(mask, highest).amax(), Reduction.MAX),
+        "sampling_importance_ratio_min": (ratio.where(mask, inf).amin(), Reduction.MIN),
+        "sampling_importance_ratio_max": (ratio.where(mask, -inf).amax(), Reduction.MAX),
         "sampling_logp_difference": _token_mean(difference, inputs),
         "sampling_logp_difference_max": (difference.where(mask, 0.0).amax(), Reduction.MAX),
     }

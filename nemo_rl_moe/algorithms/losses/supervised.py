@@ -3,6 +3,7 @@
 """Losses of given responses: negative log-likelihood (SFT) and preferences (DPO and its kin)."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float
@@ -27,10 +28,11 @@ def sft_loss(inputs: LossInputs) -> LossOutputs:
     """
     mask = inputs.token_mask
     # Where a padded position holds an infinite value, a product with 0 would make it NaN.
-    loss = -inputs.logprobs.where(mask, 0.0).sum() / inputs.global_valid_tokens
+    num_valid = max(inputs.global_valid_tokens, 1)
+    loss = -inputs.logprobs.where(mask, 0.0).sum() / num_valid
     metrics = {"num_valid_tokens": (mask.sum(), Reduction.SUM)}
     if inputs.greedy_matches is not None:
-        metrics["accuracy"] = ((inputs.greedy_matches & mask).sum() / inputs.global_valid_tokens, Reduction.SHARE)
+        metrics["accuracy"] = ((inputs.greedy_matches & mask).sum() / num_valid, Reduction.SHARE)
     return LossOutputs(loss=loss, metrics=metrics)
 
 
@@ -65,6 +67,7 @@ class PreferenceLoss:
     """
 
     config: PreferenceLossConfig
+    reduction: ClassVar[Reduction] = Reduction.SEQUENCE_SHARE
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         """Return one microbatch's share of the loss.
@@ -102,7 +105,7 @@ class PreferenceLoss:
             "logprobs_chosen_mean": mean(sums[0::2]),
             "logprobs_rejected_mean": mean(sums[1::2]),
         }
-        metrics = {name: (value.detach(), Reduction.SHARE) for name, value in means.items()}
+        metrics = {name: (value.detach(), self.reduction) for name, value in means.items()}
         metrics["num_valid_pairs"] = (valid.sum(), Reduction.SUM)
         metrics["num_valid_tokens"] = (mask.sum(), Reduction.SUM)
         return LossOutputs(loss=loss.to(inputs.logprobs.dtype), metrics=metrics)

@@ -52,7 +52,7 @@ class ValueLoss:
         plain = (values - returns).square().detach()
 
         def mean(each: Tensor) -> Float[Tensor, ""]:
-            return each.where(mask, 0.0).sum() / inputs.global_valid_tokens
+            return each.where(mask, 0.0).sum() / max(inputs.global_valid_tokens, 1)
 
         means = {"value_mean": values.detach(), "return_mean": returns, "squared_error": plain}
         if self.clip_range is not None:

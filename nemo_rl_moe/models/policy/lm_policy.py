@@ -137,7 +137,7 @@ class TrainableModel(ModelWorkers):
             num_tokens=int(batch.lengths.sum()),
             microbatch_metrics=join_metrics([result.microbatch_metrics for result in results]),
             moe_metrics=first.moe_metrics,
-            num_updates=len(global_batches),
+            num_updates=first.num_updates,
             num_skipped_updates=first.num_skipped_updates,
             skipped_in_a_row=first.skipped_in_a_row,
             weight_version=first.weight_version,

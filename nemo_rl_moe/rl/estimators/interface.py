@@ -32,7 +32,7 @@ class EstimatorInputs:
         group_ids: Identifier of each group: its prompt.
         num_tokens: Sampled tokens of each response.
         token_mask: True at the sampled tokens of each response, in the positions of its whole sequence.
-        token_turns: Turn of each sampled token, from 0, in the same positions; -1 elsewhere.
+        token_turns: Number in time of the turn of each sampled token, from 0, in the same positions; -1 elsewhere.
         turn_rewards: Rewards of turns, as the environment gave them; `rewards` include them. 0 behind the last turn.
     """
 

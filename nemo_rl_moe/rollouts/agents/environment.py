@@ -87,12 +87,18 @@ class AgentEnvironment:
         """
         if session.model_inputs:
             raise DataError(f"{session.prompt.sample_id}: the prompt has images, expected text: agents send text alone")
+        async with session.place(self._leased, self._workers.give_back) as leased:
+            return await self._driven(session, leased.result())
+
+    async def _leased(self) -> "Future[AgentRun]":
+        """Return a lease that is granted."""
         leased = self._workers.lease()
         try:
-            await session.wait_aside(_until_done(leased))
-            return await self._driven(session, leased.result())
-        finally:
+            await asyncio.wrap_future(leased)
+        except BaseException:
             self._workers.give_back(leased)
+            raise
+        return leased
 
     async def _driven(self, session: Session, agent: AgentRun) -> Trajectory:
         talk = _Talk(session, self._rules, self._format, self._max_turns)
@@ -228,10 +234,6 @@ class _Talk:
 
     def _opens_thinking(self, place: Place, prompt_ids: list[int]) -> bool:
         return self._session.decode(prompt_ids[-_TAIL_TOKENS:]).rstrip().endswith(THINK_START)
-
-
-async def _until_done(future: "Future[Any]") -> None:
-    await asyncio.wrap_future(future)
 
 
 def _tell(note: Callable[[_Event], None], ended: "Future[AgentEnd]") -> None:

@@ -18,6 +18,8 @@ from nemo_rl_moe.rollouts.agents.chat_requests import RequestError
 
 HOST = "127.0.0.1"
 MOST_BODY_BYTES = 64 << 20
+MOST_NESTED = 100
+"""Lists and objects of a body inside each other; code that reads them calls itself for each."""
 _CLOSING_LIMIT_S = 20.0
 _ENDED = "this trajectory has ended, or there was none of this name"
 
@@ -119,6 +121,8 @@ class EndpointServer:
             body = json.loads(await request.read())  # whatever encoding its header names
         except (ValueError, RecursionError):  # JSON, its encoding or its depth
             raise RequestError("the body is no JSON") from None
+        if _is_nested_deeper(body, MOST_NESTED):
+            raise RequestError(f"the body is nested deeper than {MOST_NESTED} lists and objects")
         asked = ask(body)
         try:
             reply = await asyncio.wrap_future(asked)
@@ -140,3 +144,14 @@ class EndpointServer:
         if session is None:
             raise RequestError(_ENDED, status=404, code="session_not_found")
         return session
+
+
+def _is_nested_deeper(value: object, most: int) -> bool:
+    """Return whether lists and objects are nested deeper than so many."""
+    level: list[object] = [value]
+    for _ in range(most + 1):
+        inner = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))
+        level = [item for items in inner for item in items if isinstance(item, dict | list)]
+        if not level:
+            return False
+    return True

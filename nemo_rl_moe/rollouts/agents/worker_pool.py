@@ -86,7 +86,9 @@ class _Process:
         try:
             self._tasks.send_bytes(pickle.dumps(task))
             answer = json.loads(self._tasks.recv_bytes())
-        except (EOFError, OSError, ValueError):
+            if not isinstance(answer, dict) or not ("error" in answer or {"result", "is_correct"} <= answer.keys()):
+                raise ValueError("the agent has written to the process's own connection")
+        except (EOFError, OSError, ValueError, RecursionError):
             reason = self._reason()
             self.kill()
             return AgentEnd(fault=Fault.DIED, message=f"the process of the agent ended: {reason}")
@@ -268,7 +270,7 @@ class AgentWorkers:
 def end_of(answer: dict[str, Any]) -> AgentEnd:
     """Return how an agent has ended, by what its process answers."""
     if "error" in answer:
-        return AgentEnd(fault=Fault.ERROR, message=answer["error"])
+        return AgentEnd(fault=Fault.ERROR, message=str(answer["error"]))
     result, is_correct = answer["result"], answer["is_correct"]
     if result is None:
         return AgentEnd()

@@ -104,10 +104,29 @@ class GroupMaker:
         """Have the engine come to rest; trajectories wait for their sequences until `resume`."""
         await self._gate.close()
 
+    async def rest(self) -> None:
+        """Have the engine come to rest for others, which may need all places that trajectories hold.
+
+        Raises:
+            RolloutsGivenUpError: The run was asked to stop, and no trajectory goes on.
+        """
+        if self._supervisor is not None:
+            places = self._pool.held_places
+            places.keep()
+            if not places.are_free:
+                free = asyncio.ensure_future(places.wait_until_free())
+                await asyncio.wait([free, self._supervisor], return_when=asyncio.FIRST_COMPLETED)
+                free.cancel()
+                if self._failure is not None:
+                    raise self._failure
+        await self.pause()
+
     def resume(self) -> None:
         """Go on, with an engine that is awake."""
         self._worker.engine.wake()
         self._gate.open()
+        if self._supervisor is not None:
+            self._pool.held_places.lend()
 
     async def close(self) -> None:
         """End what looks after trajectories; all of them have been cancelled."""

@@ -98,6 +98,7 @@ class _Trajectory(BaseModel):
     times: Times | None = None
     environment: str = ""
     turn_lengths: list[Count] = []
+    turn_order: list[Count] = []
     turn_rewards: list[Number] = []
 
     @model_validator(mode="before")
@@ -276,6 +277,7 @@ def _trajectory(trajectory: Trajectory, routes: Iterator[Shaped[np.ndarray, "row
         times=trajectory.times,
         environment=trajectory.environment,
         turn_lengths=list(trajectory.turn_lengths),
+        turn_order=list(trajectory.turn_order),
         turn_rewards=list(trajectory.turn_rewards),
     )
 
@@ -326,6 +328,9 @@ def _sequences(
 def _restored(saved: _Trajectory, sequences: tuple[TokenSequence, ...]) -> Trajectory:
     names = {each.name for each in fields(Trajectory)}
     values: dict[str, Any] = {name: value for name, value in saved if name in names}
-    values |= {"sequences": sequences, **{name: tuple(values[name]) for name in ("turn_lengths", "turn_rewards")}}
+    values |= {
+        "sequences": sequences,
+        **{name: tuple(values[name]) for name in ("turn_lengths", "turn_order", "turn_rewards")},
+    }
     values["fault"] = None if saved.fault is None else Fault(saved.fault)
     return Trajectory(**values)

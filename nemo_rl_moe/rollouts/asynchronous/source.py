@@ -53,6 +53,7 @@ class AsynchronousSource:
         steps_per_epoch: Steps of one pass over the prompts.
         num_generations: Trajectories of a group.
         pause: Has the engine come to rest.
+        rest: Has the engine come to rest for a validation, with nothing held that this needs; None: `pause` does.
         resume: Lets it generate again.
         runs_when_asked: The loop runs in calls of this source alone: new groups begin when those of a step are asked
             for.
@@ -70,6 +71,7 @@ class AsynchronousSource:
         num_generations: int,
         *,
         pause: Callable[[], Awaitable[None]] = _no_pause,
+        rest: Callable[[], Awaitable[None]] | None = None,
         resume: Callable[[], object] = lambda: None,
         runs_when_asked: bool = False,
         observe: Callable[[TrajectoryBatch], Mapping[str, float]] = lambda batch: {},
@@ -78,7 +80,7 @@ class AsynchronousSource:
         record: Callable[[TimeLine], object] = lambda time_line: None,
     ):
         self._dispatcher, self._run, self._observe = dispatcher, run, observe
-        self._pause, self._resume, self._fetch = pause, resume, fetch
+        self._pause, self._rest, self._resume, self._fetch = pause, rest or pause, resume, fetch
         self._steps_per_epoch, self._num_generations = steps_per_epoch, num_generations
         self._runs_when_asked, self._arrived_version = runs_when_asked, 0
         self._pause_s = 0.0
@@ -146,9 +148,13 @@ class AsynchronousSource:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Let the engine answer others inside: groups that run wait."""
+        """Let the engine answer others inside: groups that run wait.
+
+        Raises:
+            RolloutsGivenUpError: The run was asked to stop, and no trajectory goes on.
+        """
         self._trainer.validate()
-        self._run(_awaited(self._pause))
+        self._run(_awaited(self._rest))
         self._run(in_loop(self._engines.validation_began))
         try:
             yield

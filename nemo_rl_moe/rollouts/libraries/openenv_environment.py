@@ -58,13 +58,8 @@ class OpenEnvRollout:
 
     async def __call__(self, session: Session) -> Trajectory:
         """Make one trajectory."""
-        taken: list[int] = []
-        try:
-            await session.wait_aside(self._places.wait_for_one(taken.append))
-            return await self._in_place(session, self._servers[taken[0]] if self._servers else None)
-        finally:
-            for server in taken:
-                self._places.give_back(server)
+        async with session.place(self._places.wait_for_one, self._places.give_back) as server:
+            return await self._in_place(session, self._servers[server] if self._servers else None)
 
     async def _in_place(self, session: Session, server: OpenEnvServer | None) -> Trajectory:
         limit_s = self._env.timeout_s

@@ -12,7 +12,7 @@ import threading
 import time
 import urllib.request
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.masking import is_secret
@@ -114,13 +114,12 @@ class Places:
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._lock = threading.Lock()
 
-    async def wait_for_one(self, take: Callable[[int], None]) -> None:
-        """Wait for a free session, and give its server to the caller."""
+    async def wait_for_one(self) -> int:
+        """Wait for a free session, and return its server."""
         while True:
             with self._lock:
                 if self._free:
-                    take(self._free.popleft())
-                    return
+                    return self._free.popleft()
                 future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
                 self._waiting.append(future)
             await future

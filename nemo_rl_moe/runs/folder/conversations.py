@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+from nemo_rl_moe.errors import encodable
+
 Outcome = Literal["ok", "cut", "wrong", "not_called", "error", "timeout", "died", "answered", "unknown"]
 """ok, cut: the tool gave a result, which was too long; wrong: there is no such call; not_called: there was no time left
 for it; answered: code of the user's own has made it, and what came back does not say that it failed; unknown: nothing
@@ -39,6 +41,11 @@ class ToolUse:
     name: str
     arguments: str
     outcome: Outcome = "ok"
+
+    def __post_init__(self) -> None:
+        # A model can write half a surrogate pair, which no file takes.
+        for name in ("call_id", "name", "arguments"):
+            object.__setattr__(self, name, encodable(getattr(self, name)))
 
 
 @dataclass(frozen=True)
@@ -66,6 +73,10 @@ class ConversationTurn:
     calls: tuple[ToolUse, ...] = ()
     name: str = ""
     call_id: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("role", "text", "name", "call_id"):
+            object.__setattr__(self, name, encodable(getattr(self, name)))
 
 
 @dataclass(frozen=True)

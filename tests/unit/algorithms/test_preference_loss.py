@@ -143,7 +143,7 @@ def test_equals_a_second_writing_of_it_and_its_gradient(config: PreferenceLossCo
     assert outputs.loss.item() == pytest.approx(expected["loss"].item(), rel=1e-10)
     for name in expected.keys() - {"loss"}:
         value, reduction = outputs.metrics[name]
-        assert reduction is Reduction.SHARE
+        assert reduction is Reduction.SEQUENCE_SHARE
         assert value.item() == pytest.approx(expected[name], rel=1e-10, abs=1e-14)
     (gradient,) = torch.autograd.grad(outputs.loss, inputs.logprobs)
     (wanted,) = torch.autograd.grad(expected["loss"], inputs.logprobs)

@@ -13,7 +13,7 @@ SERIES = {
     # Two global batches in one call: the sum of the shares is not the loss that is reported.
     "loss": MetricSeries((0.5, 0.25, 1.0, 0.5), Reduction.SUM),
     "num_valid_tokens": MetricSeries((3.0, 4.0, 5.0, 6.0), Reduction.SUM),
-    "entropy": MetricSeries((1.0, 2.0, 3.0, 6.0), Reduction.MEAN),
+    "entropy": MetricSeries((0.5, 0.25, 1.25, 1.0), Reduction.SEQUENCE_SHARE),
     "ratio_min": MetricSeries((0.9, 0.7, 0.8, 1.0), Reduction.MIN),
     "ratio_max": MetricSeries((1.1, 1.3, 1.2, 1.0), Reduction.MAX),
 }

@@ -13,6 +13,7 @@ from nemo_rl_moe.algorithms.distillation import Teachers
 from nemo_rl_moe.algorithms.grpo_batch import make_loss
 from nemo_rl_moe.algorithms.losses.distillation import (
     TEACHER_LOGPROBS,
+    TEACHER_PART,
     TEACHER_SHARE,
     DistillationLoss,
     shares_of_means,
@@ -223,7 +224,7 @@ def test_a_component_is_not_diluted_by_tokens_of_others() -> None:
     mixed, _ = teachers.with_scores(model(0), batch_of(more), more, PhaseClock())
     counts_of_mixed = mixed.columns[TEACHER_SHARE].values > 0
     counts_of_mixed[6:] = False
-    mixed = mixed.with_columns(**{TEACHER_SHARE: per_token(shares_of_means(counts_of_mixed, [0]))})
+    mixed = mixed.with_columns(**shares_of_means(counts_of_mixed, [0]))
     found = []
     for batch in (scored, mixed):
         policy = model(0)
@@ -238,13 +239,26 @@ def test_a_component_is_not_diluted_by_tokens_of_others() -> None:
 
 def test_shares_of_microbatches_and_global_batches_add_up_to_means() -> None:
     counts = torch.tensor([[True, True, True], [True, False, False], [False, True, False], [True, True, True]])
-    shares = shares_of_means(counts, [0, 2])
-    assert shares.tolist() == [
+    columns = shares_of_means(counts, [0, 2])
+    assert columns[TEACHER_PART].values.tolist() == [pytest.approx(part) for part in (0.4, 0.4, 0.6, 0.6)]
+    assert columns[TEACHER_SHARE].values.tolist() == [
         [0, 0.5, 0.5],
         [0, 0, 0],
         [0, pytest.approx(1 / 3), 0],
         [0, pytest.approx(1 / 3), pytest.approx(1 / 3)],
     ]
+
+
+def test_means_of_a_step_do_not_depend_on_its_global_batches() -> None:
+    """One of a response and one of five: a mean of the two means would count the first one's tokens five times."""
+    trajectories = responses(6)
+    teachers = Teachers(config(), {"teacher": model(1)}, VOCABULARY)
+    scored, _ = teachers.with_scores(model(0), batch_of(trajectories), trajectories, PhaseClock())
+    counts = scored.columns[TEACHER_SHARE].values > 0
+    divided = scored.with_columns(**shares_of_means(counts, [0, 1]))
+    whole, parts = (loss_with()(inputs_of(each, model(0))).metrics for each in (scored, divided))
+    for name in ("teacher_kl", "policy_candidate_mass", "teacher_candidate_mass"):
+        torch.testing.assert_close(parts[name][0], whole[name][0])
 
 
 def test_rewards_are_trained_on_where_their_component_has_a_weight() -> None:

@@ -157,6 +157,20 @@ def test_a_checkpoint_without_the_records_of_its_steps_is_given_up(make_run: Mak
     assert sorted(entry.name for entry in run.store.folder.iterdir()) == ["step_2"]
 
 
+def test_any_error_of_who_writes_further_state_costs_the_checkpoint_alone(make_run: MakeRun) -> None:
+    def write_more(folder: Path) -> None:
+        raise ValueError("surrogates not allowed")
+
+    run = make_run()
+    run.save(1)
+    run.checkpointer.start(LoopState(step=2, batches_taken=2), {}, write_more)
+    run.checkpointer.poll(wait=True)
+    reason = "could not be saved: ValueError: surrogates not allowed"
+    assert [warning.split(";")[0] for warning in run.warnings] == [f"the checkpoint of step 2 {reason}"]
+    run.save(3)
+    assert sorted(entry.name for entry in run.store.folder.iterdir()) == ["step_1", "step_3"]
+
+
 def test_closing_leaves_no_thread_at_work(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     run, may_sync, syncing = make_run(), threading.Event(), threading.Event()
 

@@ -3,12 +3,28 @@
 """Fingerprints change when an input does, and not otherwise."""
 
 import os
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from nemo_rl_moe.checkpoints.changes import changed_inputs, model_fingerprint, samples_fingerprint
+from nemo_rl_moe.checkpoints.changes import wrong_changes
+from nemo_rl_moe.checkpoints.fingerprints import (
+    changed_inputs,
+    model_fingerprint,
+    model_fingerprints,
+    other_base,
+    samples_fingerprint,
+)
+from nemo_rl_moe.config.algorithm import ALGORITHMS
+from nemo_rl_moe.config.loading import load_any_config
+from nemo_rl_moe.config.schema import MasterConfig
+from nemo_rl_moe.errors import CheckpointError
+from nemo_rl_moe.launch.saved_training import SavedTraining
+from nemo_rl_moe.launch.start import RunLaunch
+from nemo_rl_moe.runs.loggers.console import ConsoleLogger
+from tests.support.place_of_runs import Place
 
 
 @pytest.mark.parametrize(
@@ -62,3 +78,70 @@ def test_a_change_is_reported_with_what_it_means() -> None:
     (line,) = changed_inputs(before, {"training data": "a.jsonl: 4 samples, 11", "model": "m", "new": "y"})
     assert line.startswith("the training data has changed since the checkpoint (a.jsonl: 3 samples, 00 -> a.jsonl: 4")
     assert "twice or never" in line
+
+
+def base_folder(folder: Path, content: bytes) -> str:
+    folder.mkdir(exist_ok=True)
+    (folder / "model.safetensors").write_bytes(content)
+    return str(folder)
+
+
+@pytest.mark.parametrize("name", ["sft_tiny_moe_lora.yaml", "grpo_tiny_moe_lora.yaml"])
+def test_adapters_stand_beside_one_base_whatever_its_place(name: str, tmp_path: Path) -> None:
+    def config_at(folder: str, *more: str) -> MasterConfig:
+        return load_any_config(
+            name, [f"policy.model_name={folder}", "policy.init=pretrained", *more], check_paths=False
+        )
+
+    first = config_at(base_folder(tmp_path / "a", b"weights"))
+    before = model_fingerprints(first)
+    moved = config_at(base_folder(tmp_path / "b", b"weights"))
+    assert other_base(moved, before, model_fingerprints(moved)) is None
+    assert changed_inputs(before, model_fingerprints(moved)) == [], "a copy is the same"
+    base_folder(tmp_path / "a", b"others.")
+    now = model_fingerprints(first)
+    assert other_base(first, before, now) == (before["model"], now["model"])
+    whole = config_at(str(tmp_path / "a"), "policy.lora=null")
+    assert other_base(whole, before, now) is None, "weights of its own are in the checkpoint"
+
+
+def test_an_older_checkpoint_without_the_fingerprint_goes_by_the_name() -> None:
+    changes = {"policy.model_name": ("a", "b")}
+    sft = ALGORITHMS["sft"]
+    assert wrong_changes(sft, changes, with_optimizer=True, with_adapters=True) == {
+        "policy.model_name": ("a", "b", "the checkpoint's adapters stand beside another base")
+    }
+    assert wrong_changes(sft, changes, with_optimizer=True, with_adapters=True, base_is_known=True) == {}
+    assert wrong_changes(sft, changes, with_optimizer=True) == {}
+
+
+def test_teachers_and_reward_models_have_fingerprints_and_a_critic_has_not(tmp_path: Path) -> None:
+    teacher = base_folder(tmp_path / "teacher", b"weights")
+    config = load_any_config(
+        "distillation_tiny_moe.yaml", [f"distillation.teachers.teacher.model_name={teacher}"], check_paths=False
+    )
+    before = model_fingerprints(config)
+    assert before["model of the role teacher"] == model_fingerprint(teacher)
+    base_folder(tmp_path / "teacher", b"others.")
+    (line,) = changed_inputs(before, model_fingerprints(config))
+    assert line.startswith("the model of the role teacher has changed since the checkpoint (")
+    assert "log-probabilities or scores differ" in line
+    scored = load_any_config("grpo_tiny_moe_reward_model.yaml", [], check_paths=False)
+    assert "model of the role reward_model" in model_fingerprints(scored)
+    trained = load_any_config("ppo_tiny_moe.yaml", [], check_paths=False)
+    assert not any("critic" in name for name in model_fingerprints(trained))
+
+
+def test_a_run_with_adapters_does_not_begin_beside_another_base(place: Place, tmp_path: Path) -> None:
+    place.run(0, shared=True, fingerprints={"model": "base: 1 weight files, 00"}).save(1)
+    folder = base_folder(tmp_path / "a", b"weights")
+    config = load_any_config("sft_tiny_moe_lora.yaml", [f"policy.model_name={folder}"], check_paths=False)
+    with ExitStack() as opened:
+        saved = SavedTraining(config, RunLaunch("run-b"), ConsoleLogger(10), opened)
+        saved.resume = place.found(shared=True)
+        with pytest.raises(CheckpointError) as caught:
+            saved.begin(10, {})
+    assert str(caught.value).startswith(f"policy.model_name: got {folder}: 1 weight files, ")
+    assert "was saved with base: 1 weight files, 00: the checkpoint's adapters stand beside another base" in str(
+        caught.value
+    )

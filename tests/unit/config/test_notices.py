@@ -45,6 +45,34 @@ def test_a_critic_that_only_warms_up_is_reported_by_its_own_key() -> None:
     ]
 
 
+def test_a_policy_that_trains_after_its_critic_warms_up_in_the_steps_that_are_left() -> None:
+    overrides = ["ppo.policy_training_start_step=24", "policy.megatron_cfg.scheduler.lr_warmup_iters=8"]
+    config: Any = load_any_config("ppo_tiny_moe.yaml", overrides, check_paths=False)
+    assert [line for line in notices(config, 30) if "warming" in line] == [
+        "the learning rate is still warming up when the run ends: 6 of the 8 steps of"
+        " policy.megatron_cfg.scheduler.lr_warmup_iters, so that it comes to 75% of lr"
+    ]
+
+
+def test_the_schedule_of_the_policy_counts_the_updates_that_it_takes() -> None:
+    """Of 30 steps of two updates the critic has 24 alone; the policy's schedule ends with its twelfth update."""
+    overrides = [
+        "ppo.policy_training_start_step=24",
+        "policy.train_global_batch_size=64",
+        "policy.train_micro_batch_size=32",
+    ]
+    config: Any = load_any_config("ppo_tiny_moe.yaml", overrides, check_paths=False)
+    ppo = algorithm_of(config)
+    assert (ppo.updates_per_step(config), ppo.num_updates(config, 30), ppo.num_policy_updates(config, 30)) == (
+        2,
+        60,
+        12,
+    )
+    assert ppo.num_policy_updates(config, 20) == 0
+    grpo: Any = load_any_config("grpo_tiny_moe.yaml", check_paths=False)
+    assert algorithm_of(grpo).num_policy_updates(grpo, 30) == algorithm_of(grpo).num_updates(grpo, 30)
+
+
 def test_data_that_end_before_the_policy_trains_are_reported() -> None:
     config: Any = load_any_config("ppo_tiny_moe.yaml", ["ppo.policy_training_start_step=14"], check_paths=False)
     assert [line for line in notices(config, 7) if "never" in line] == [

@@ -175,12 +175,11 @@ def test_a_place_that_is_given_back_is_taken_by_who_waits() -> None:
     order: list[str] = []
 
     async def visit(name: str, then: Callable[[], None]) -> None:
-        taken: list[int] = []
-        await places.wait_for_one(taken.append)
+        taken = await places.wait_for_one()
         order.append(name)
         await asyncio.sleep(0)
         then()
-        places.give_back(taken[0])
+        places.give_back(taken)
 
     async def run() -> None:
         await asyncio.gather(*(visit(name, lambda: order.append("end")) for name in "abc"))

@@ -31,6 +31,7 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 OUTPUTS, INPUTS = 0, 1
 """Dimension of a weight that ranks share."""
@@ -67,7 +68,7 @@ class Base:
         num_shards: Ranks that share it.
         shard_rank: This rank's place among them.
         experts: Of routed experts: the number of this rank's first one, of its experts, and of all; None: no experts.
-        sequence_is_cut: The layer's inputs or outputs are a part of the sequence on each tensor-parallel rank.
+        config: Megatron-Core's. Generation switches sequence parallelism off in it, so it is read in each pass.
     """
 
     weights: tuple[Tensor, ...]
@@ -79,7 +80,12 @@ class Base:
     num_shards: int
     shard_rank: int
     experts: tuple[int, int, int] | None
-    sequence_is_cut: bool
+    config: TransformerConfig
+
+    @property
+    def sequence_is_cut(self) -> bool:
+        """Whether the layer's inputs or outputs are a part of the sequence on each tensor-parallel rank now."""
+        return bool(self.config.sequence_parallel)
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,7 @@ def _base(
         num_shards=num_shards,
         shard_rank=shard_rank,
         experts=_experts(config) if is_routed else None,
-        sequence_is_cut=bool(config.sequence_parallel),
+        config=config,
     )
 
 

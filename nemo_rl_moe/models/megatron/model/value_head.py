@@ -29,13 +29,13 @@ class ValueHead(torch.nn.Module):
 
     def __init__(self, config: Any):
         super().__init__()
-        self._is_sequence_parallel = bool(config.sequence_parallel)
+        self._config = config
         # Starting weights are set by name, later: random numbers that were sampled here would move the run's own.
         self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
 
     def forward(self, hidden_states: Float[Tensor, "local_columns rows hidden"]) -> Float[Tensor, "rows columns"]:
         """Compute the values; with sequence parallelism out of all tensor-parallel ranks' columns."""
-        if self._is_sequence_parallel:
+        if self._config.sequence_parallel:
             # Every rank has the whole gradient: it keeps that of its own columns.
             hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
         return torch.nn.functional.linear(hidden_states.float(), self.weight.float())[..., 0].T

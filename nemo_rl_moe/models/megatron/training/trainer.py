@@ -3,7 +3,7 @@
 """One rank's model with its optimizer and schedule, and the steps that they take. Knows nothing of Ray."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
@@ -17,8 +17,8 @@ from jaxtyping import Float
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.batch import GlobalBatchShard, TokenBatch
 from nemo_rl_moe.distributed.stored_rows import IN_PLACE, RowStore
-from nemo_rl_moe.metrics import MetricSeries, Reduction, concatenate
-from nemo_rl_moe.models.interfaces import Head, LossFunction
+from nemo_rl_moe.metrics import MetricSeries, Reduction
+from nemo_rl_moe.models.interfaces import Head, LossFunction, reduction_of
 from nemo_rl_moe.models.megatron.checkpoint import CheckpointWrite, load_checkpoint, start_write
 from nemo_rl_moe.models.megatron.checkpoint.contents import TrainerCounters, TrainingObjects, sharded_contents
 from nemo_rl_moe.models.megatron.checkpoint.snapshot import Snapshots
@@ -42,13 +42,23 @@ from nemo_rl_moe.routing.agreement.statistics import AgreementTotals
 
 @dataclass(frozen=True)
 class _Update:
-    """Result of one global batch; `series` has the loss function's metrics of this rank's microbatches."""
+    """Result of one global batch; `series` has the loss function's metrics of this rank's microbatches.
 
+    Attributes:
+        num_of: Number of what each kind of mean is over.
+    """
+
+    num_of: Mapping[Reduction, int]
     loss: float
     grad_norm: float
     lr: float
     series: dict[str, MetricSeries]
     is_skipped: bool
+
+    @property
+    def has_targets(self) -> bool:
+        """Whether any token of the global batch counts in its loss."""
+        return self.num_of[Reduction.SHARE] > 0
 
 
 class MegatronTrainer(MegatronModel):
@@ -118,16 +128,20 @@ class MegatronTrainer(MegatronModel):
         gather_weights(self.ddp_chunks)
         observed = [observer.end_step() for observer in self.observers]
         reported = observed if self.reports_moe_metrics else []
+        trained = [update for update in updates if update.has_targets]
+        kind = reduction_of(loss_function)
+        weights = _weights(trained, kind)
         return RankTrainResult(
-            global_loss=sum(update.loss for update in updates) / len(updates),
-            grad_norm=sum(update.grad_norm for update in updates) / len(updates),
+            global_loss=_weighted_sum(weights, [update.loss for update in trained]),
+            grad_norm=_weighted_sum(weights, [update.grad_norm for update in trained]),
             lr=updates[-1].lr,
             num_microbatches=num_microbatches,
-            microbatch_metrics=_mean_over_global_batches([update.series for update in updates]),
+            microbatch_metrics=_over_all(updates, kind),
             moe_metrics={name: value for found in reported for name, value in found.metrics.items()},
             artifacts={name: artifact for found in observed for name, artifact in found.artifacts.items()},
+            num_updates=len(trained),
             num_skipped_updates=sum(update.is_skipped for update in updates),
-            skipped_in_a_row=sum(1 for _ in takewhile(lambda update: update.is_skipped, reversed(updates))),
+            skipped_in_a_row=sum(1 for _ in takewhile(lambda update: update.is_skipped, reversed(trained))),
             weight_version=self.num_updates,
             memory=peak_memory_metrics(self.device),
         )
@@ -152,7 +166,8 @@ class MegatronTrainer(MegatronModel):
             self.num_updates += 1
         else:
             self._expert_bias.restore()
-        return _Update(loss, grad_norm, lr, series, is_skipped=has_targets and not is_updated)
+        num_of = {Reduction.SHARE: shard.global_valid_tokens, Reduction.SEQUENCE_SHARE: shard.global_sequences}
+        return _Update(num_of, loss, grad_norm, lr, series, is_skipped=has_targets and not is_updated)
 
     def expert_biases(self) -> dict[int, Float[np.ndarray, "2 experts"]]:
         """Return `ExpertBias.around_last_update`; those of other ranks of the stage are the same."""
@@ -238,14 +253,34 @@ def peak_memory_metrics(device: torch.device) -> dict[str, MetricSeries]:
     return {name: MetricSeries((num_bytes / 1e9,), Reduction.MAX) for name, num_bytes in peaks.items()}
 
 
-def _mean_over_global_batches(series: Sequence[dict[str, MetricSeries]]) -> dict[str, MetricSeries]:
-    """Return one series for each metric; every global batch has its own mean to share in, and all of them count the
-    same.
+def _weights(updates: Sequence[_Update], kind: Reduction) -> list[float]:
+    """Return the weight of each global batch in a mean over the tokens or sequences of all; they add up to 1."""
+    whole = sum(update.num_of[kind] for update in updates)
+    return [update.num_of[kind] / max(whole, 1) for update in updates]
+
+
+def _weighted_sum(weights: Sequence[float], values: Sequence[float]) -> float:
+    """Return the sum; NaN of nothing."""
+    return sum(weight * value for weight, value in zip(weights, values, strict=True)) if weights else math.nan
+
+
+def _over_all(updates: Sequence[_Update], kind_of_loss: Reduction) -> dict[str, MetricSeries]:
+    """Return one series for each metric over all global batches of a call.
+
+    A share of a global batch's mean becomes one of the mean over all. A global batch without a trained token has
+    neither means nor extremes, but its sums count.
     """
-    joined = {name: concatenate(part[name] for part in series) for name in series[0]}
-    return {
-        name: MetricSeries(tuple(value / len(series) for value in whole.values), whole.reduction)
-        if whole.reduction is Reduction.SHARE
-        else whole
-        for name, whole in joined.items()
-    }
+    joined = {}
+    for name, first in updates[0].series.items():
+        kind = kind_of_loss if name == "loss" else first.reduction
+        weights = _weights(updates, kind) if kind in updates[0].num_of else [1.0] * len(updates)
+        joined[name] = MetricSeries(
+            tuple(
+                weight * value
+                for weight, update in zip(weights, updates, strict=True)
+                if update.has_targets or kind in (Reduction.SUM, Reduction.PART)
+                for value in update.series[name].values
+            ),
+            kind,
+        )
+    return joined

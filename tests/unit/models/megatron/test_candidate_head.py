@@ -147,7 +147,7 @@ def with_teacher(batch: TokenBatch, k: int) -> TokenBatch:
         **{
             CANDIDATE_IDS: candidate_column(ids.to(torch.int32)),
             TEACHER_LOGPROBS: per_token(logprobs),
-            TEACHER_SHARE: per_token(shares_of_means(counts, [0])),
+            **shares_of_means(counts, [0]),
         }
     )
 
@@ -284,7 +284,7 @@ def divergences_of_training(policy: PolicyConfig, kl_type: str, k: int) -> tuple
         teacher = MegatronModel(policy.model_copy(update={"init_seed": 77}), tiny_hf_config(**MODEL), None)
         trainer = MegatronTrainer(policy, tiny_hf_config(**MODEL), None, num_steps=40)
         batch = tiny_batch(3, vocabulary_size=61)
-        shares = per_token(shares_of_means(batch.token_mask, [0]))
+        shares = shares_of_means(batch.token_mask, [0])
         shard = shard_of_rank(batch)
 
         def rows(model: MegatronModel, batch: TokenBatch) -> Tensor:
@@ -298,7 +298,7 @@ def divergences_of_training(policy: PolicyConfig, kl_type: str, k: int) -> tuple
             everything = torch.arange(61).expand(*batch.input_ids.shape, 61)
             asked = batch.with_columns(**{CANDIDATE_IDS: candidate_column(everything)})
             ours, theirs = rows(trainer, asked), rows(teacher, asked)
-            return float(((ours.exp() * (ours - theirs)).sum(-1) * shares.values).sum())
+            return float(((ours.exp() * (ours - theirs)).sum(-1) * shares[TEACHER_SHARE].values).sum())
 
         exact, losses = [whole_divergence()], []
         for _ in range(30):
@@ -307,7 +307,7 @@ def divergences_of_training(policy: PolicyConfig, kl_type: str, k: int) -> tuple
             for index, row in enumerate(row for found, _ in likeliest for row in found):
                 ids[index, : len(row)] = row
             asked = batch.with_columns(**{CANDIDATE_IDS: candidate_column(ids)})
-            columns = {TEACHER_LOGPROBS: per_token(rows(teacher, asked)), TEACHER_SHARE: shares}
+            columns = {TEACHER_LOGPROBS: per_token(rows(teacher, asked)), **shares}
             trained = trainer.train([shard_of_rank(asked.with_columns(**columns))], divergence_loss(kl_type))
             losses.append(trained.microbatch_metrics["teacher_kl"].reduce())
         return losses, [*exact, whole_divergence()]

@@ -53,6 +53,7 @@ def trained_by(rank: int) -> RankTrainResult:
         num_microbatches=1,
         microbatch_metrics={"loss": MetricSeries((0.25,), Reduction.SHARE)} if rank > 1 else {},
         moe_metrics={},
+        num_updates=1,
         num_skipped_updates=0,
         skipped_in_a_row=0,
         weight_version=1,

@@ -29,6 +29,7 @@ def test_the_driver_reads_them_without_megatron_core() -> None:
         num_microbatches=3,
         microbatch_metrics={"loss": MetricSeries((0.25,), Reduction.SHARE)},
         moe_metrics={"cv_mean": 0.5},
+        num_updates=1,
         num_skipped_updates=0,
         skipped_in_a_row=0,
         weight_version=1,

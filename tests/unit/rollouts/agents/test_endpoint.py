@@ -173,7 +173,7 @@ def test_t18_an_agent_that_raises_hangs_or_dies_costs_its_trajectory_alone(
         def children() -> list[psutil.Process]:
             return [each for each in psutil.Process().children(recursive=True) if MARK in command_of(each)]
 
-        whats = ["ask", "raise", "exit", "die", "ask", "none", "environment"]
+        whats = ["ask", "raise", "exit", "die", "ask", "none", "environment", "array"]
         found = dict(zip(whats, asyncio.run(run(whats)), strict=True))
         assert (found["ask"].reward, found["ask"].fault) == (0.5, None)
         assert (found["raise"].fault, found["raise"].num_turns) == (Fault.ERROR, 1)
@@ -184,6 +184,7 @@ def test_t18_an_agent_that_raises_hangs_or_dies_costs_its_trajectory_alone(
             "the process of the agent ended: signal SIGABRT",
         )
         assert found["none"].fault is Fault.ERROR
+        assert (found["array"].fault, found["array"].num_turns) == (Fault.DIED, 1)
         assert (found["environment"].reward, found["environment"].fault) == (0.0, None), "it sees no secrets"
         asyncio.run(hang())
         left = children()

@@ -21,7 +21,7 @@ from nemo_rl_moe.rollouts.asynchronous.groups import Finished, Ticket
 from nemo_rl_moe.rollouts.asynchronous.prompts import OpenPrompt, QueueState
 from nemo_rl_moe.rollouts.asynchronous.saved_queue import FOLDER, JSON_FILE, TENSOR_FILE, read_queue, write_queue
 from nemo_rl_moe.rollouts.trajectory import TokenSequence, Trajectory, sequences_of
-from nemo_rl_moe.runs.folder.conversations import ConversationTurn, RolloutTimes, ToolUse
+from nemo_rl_moe.runs.folder.conversations import ConversationTurn, RolloutTimes, ToolUse, as_arguments
 from tests.support.grpo_fakes import prompts, trajectory
 from tests.support.trajectories import assert_same_trajectories, tokens_of, with_tokens
 
@@ -53,6 +53,7 @@ def some_trajectory(number: int, routes: StoredRows | None = None) -> Trajectory
         times=TIMES,
         environment="math",
         turn_lengths=(2, 1),
+        turn_order=(1, 0),
         turn_rewards=(0.0, 1 / 7),
     )
 
@@ -72,6 +73,22 @@ def some_state(further: TokenSequence | None = None) -> State:
     without_routes = Finished(Ticket(third, 2, 3, 3), [some_trajectory(3)], 4, 0)
     opened = OpenPrompt(0, first.sample_id, 2, 1)
     return QueueState(5, 3, (opened,), (), (Finished(ticket, group, 4, 1), without_routes))
+
+
+def test_half_a_surrogate_pair_is_written_as_its_escape(tmp_path: Path) -> None:
+    """As a model writes it into a call, or an error quotes it: a file in UTF-8 does not take it."""
+    half = "smile \ud83d"
+    call = ToolUse(half, half, as_arguments({"query": half}), "wrong")
+    turn = ConversationTurn("tool", half, 0, (0, 1), calls=(call,), name=half, call_id=half)
+    first, *others = some_state().queue
+    group = [replace(each, conversation=(turn,)) for each in first.group]
+    write_queue(tmp_path, replace(some_state(), queue=(replace(first, group=group), *others)), list)
+    found = read_queue(tmp_path, iter(prompts(5)), IN_PLACE)
+    assert found is not None
+    (read,) = found.queue[0].group[0].conversation
+    shown = "smile \\ud83d"
+    assert (read.text, read.name, read.call_id) == (shown, shown, shown)
+    assert (read.calls[0].name, json.loads(read.calls[0].arguments)) == (shown, {"query": half})
 
 
 def test_everything_comes_back(tmp_path: Path) -> None:

@@ -1,0 +1,105 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Fingerprints of what a resumed run reads anew, data and models, by which it notices that they have changed."""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from nemo_rl_moe.checkpoints.store import POLICY_FOLDER_NAME
+from nemo_rl_moe.config.algorithm import algorithm_of, roles_of
+from nemo_rl_moe.config.schema import MasterConfig
+from nemo_rl_moe.config.schema_policy import TrainedRoleConfig
+
+TRAINING_DATA = "training data"
+MODEL = "model"
+_WEIGHT_FILES = " weight files, "
+_DIGITS = 16
+_END_BYTES = 1 << 20
+_OF_TRAINING_DATA = "samples may be trained on twice or never, and the run differs from one that never stopped"
+_OF_A_MODEL = "it is read anew, so that its log-probabilities or scores differ from those before"
+
+
+def samples_fingerprint(name: str, samples: Iterable[ArrayLike]) -> str:
+    """Compute the fingerprint of a data set: its name, size and a hash of all tokens in order.
+
+    Args:
+        samples: Tokens of each sample; of a pair, both sequences joined.
+    """
+    digest, count = hashlib.sha256(), 0
+    for tokens in samples:
+        count += 1
+        ids = np.asarray(tokens, dtype=np.int64)
+        digest.update(ids.size.to_bytes(8, "little"))  # or two samples could be cut elsewhere without a change
+        digest.update(ids.tobytes())
+    return f"{name}: {count} samples, {digest.hexdigest()[:_DIGITS]}"
+
+
+def model_fingerprint(model_name: str) -> str:
+    """Compute the fingerprint of a model: `config.json`, and sizes, beginnings and ends of the weight files.
+
+    Times of files are left out: a copy is the same model.
+
+    Args:
+        model_name: A folder, or a hub's name, which is returned as it is.
+    """
+    folder = Path(model_name)
+    if not folder.is_dir():
+        return model_name
+    digest = hashlib.sha256()
+    config = folder / "config.json"
+    if config.is_file():
+        digest.update(config.read_bytes())
+    files = sorted([*folder.glob("*.safetensors"), *folder.glob(f"{POLICY_FOLDER_NAME}/*.distcp")])
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"\n{file.name} {size}\n".encode())
+        with file.open("rb") as content:
+            digest.update(content.read(_END_BYTES))
+            content.seek(max(0, size - _END_BYTES))
+            digest.update(content.read(_END_BYTES))
+    return f"{model_name}: {len(files)}{_WEIGHT_FILES}{digest.hexdigest()[:_DIGITS]}"
+
+
+def model_fingerprints(config: MasterConfig) -> dict[str, str]:
+    """Return the fingerprint of each model that a resumed run reads anew, by its name for messages.
+
+    These are the policy's where it is the reference or the base of adapters, teachers, and a reward model.
+    """
+    policy, found = config.policy, {}
+    if policy.lora is not None or algorithm_of(config).needs_reference(config):
+        found[MODEL] = model_fingerprint(policy.model_name)
+    for role, section in roles_of(config).items():
+        if not isinstance(section, TrainedRoleConfig):
+            found[f"{MODEL} of the role {role}"] = model_fingerprint(section.model_name)
+    return found
+
+
+def other_base(config: MasterConfig, before: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, str] | None:
+    """Return the fingerprints of the base then and now where adapters would stand beside another one.
+
+    Args:
+        before: The checkpoint's fingerprints.
+        now: The run's.
+    """
+    if config.policy.lora is None or MODEL not in before or _content(before[MODEL]) == _content(now[MODEL]):
+        return None
+    return before[MODEL], now[MODEL]
+
+
+def changed_inputs(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Return a warning, with its consequence, for each input that differs from the checkpoint's."""
+    return [
+        f"the {name} has changed since the checkpoint ({before[name]} -> {now[name]}):"
+        f" {_OF_A_MODEL if name.startswith(MODEL) else _OF_TRAINING_DATA}"
+        for name in sorted(before.keys() & now.keys())
+        if _content(before[name]) != _content(now[name])
+    ]
+
+
+def _content(fingerprint: str) -> str:
+    """Return a fingerprint without the place of files: a copy is the same model."""
+    return fingerprint.rpartition(": ")[2] if _WEIGHT_FILES in fingerprint else fingerprint

@@ -1,0 +1,201 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A validation while trajectories of training hold the processes or servers that its own ones need."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from nemo_rl_moe.checkpoints.state import LoopState
+from nemo_rl_moe.data.continuation import Continuation
+from nemo_rl_moe.data.prompts import Prompt, PromptLoader
+from nemo_rl_moe.generation.interface import SamplingParameters
+from nemo_rl_moe.launch.asynchronous import plan_rollouts, running_source, state_at
+from nemo_rl_moe.metrics import PhaseClock
+from nemo_rl_moe.rewards.interface import Score
+from nemo_rl_moe.rollouts.agents.chat_requests import RequestRules
+from nemo_rl_moe.rollouts.agents.environment import AgentEnvironment
+from nemo_rl_moe.rollouts.agents.server import EndpointServer
+from nemo_rl_moe.rollouts.agents.worker import AgentProgram
+from nemo_rl_moe.rollouts.agents.worker_pool import AgentWorkers
+from nemo_rl_moe.rollouts.asynchronous.source import AsynchronousSource
+from nemo_rl_moe.rollouts.environment import Environment, Session
+from nemo_rl_moe.rollouts.libraries.openenv_servers import Places
+from nemo_rl_moe.rollouts.limits import STOP_GRACE_S, RolloutLimits, RolloutsGivenUpError
+from nemo_rl_moe.rollouts.rollout_function import RolloutFunction
+from nemo_rl_moe.rollouts.trajectory import Trajectory
+from nemo_rl_moe.rollouts.worker import RolloutWorker
+from tests.support.conversations import ALL
+from tests.support.grpo_fakes import (
+    SAMPLING,
+    FakeRewardFunction,
+    as_numbers,
+    from_numbers,
+    prompts,
+    small_config,
+)
+from tests.support.scripted_engine import ScriptedEngine, loader
+
+Found = TypeVar("Found")
+LIMIT_S = 120.0
+QWEN = ALL["Qwen3, Qwen3-MoE"]
+MODEL = "the-policy"
+AGENT = AgentProgram("tests.support.agents_of_tests:asks_over_http", (), memory_mb=4000)
+
+
+class InPlaces:
+    """Two turns in one of two places.
+
+    Attributes:
+        num_held: Places held now, by training and validation.
+    """
+
+    def __init__(self) -> None:
+        self._places, self.num_held = Places([0, 1]), 0
+
+    async def __call__(self, session: Session) -> Trajectory:
+        async with session.place(self._places.wait_for_one, self._places.give_back):
+            self.num_held += 1
+            await session.generate()
+            session.append([7, 8])
+            await session.generate()
+            self.num_held -= 1
+        return session.finish(Score(1.0, is_correct=True))
+
+
+def worker_of(engine: Any, environment: Environment, limits: RolloutLimits | None = None) -> RolloutWorker:
+    return RolloutWorker(
+        engine, FakeRewardFunction(), environment, as_numbers, from_numbers, 100, limits=limits or RolloutLimits()
+    )
+
+
+@contextmanager
+def source_of(
+    worker: RolloutWorker, folder: Path, sampling: SamplingParameters, rounds: PromptLoader, staleness: int = 1
+) -> Iterator[AsynchronousSource]:
+    """A source whose trajectories of the next steps are in flight."""
+    config = small_config(
+        "grpo.max_num_epochs=3",
+        "grpo.rollouts.mode=asynchronous",
+        f"grpo.rollouts.max_staleness={staleness}",
+        "policy.generation.backend=vllm",
+    )
+    plan = plan_rollouts(config)
+    assert plan is not None
+    state = state_at(config, LoopState(0, 0), None, rounds)
+    with running_source(config, plan, worker, rounds, sampling, folder, state, print, print) as source:
+        source.updated(0)
+        assert len(source.next(0, PhaseClock()).trained) == 6
+        source.update_pending(1)
+        source.updated(1)
+        yield source
+
+
+def within_the_limit(call: Callable[[], Found]) -> Found:
+    """The result of a call that may hang: in a thread, so that the test fails instead."""
+    found: list[Found] = []
+    thread = threading.Thread(target=lambda: found.append(call()), daemon=True)
+    thread.start()
+    thread.join(LIMIT_S)
+    assert found, "it waits for ever, or has failed"
+    return found[0]
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_validation_gets_the_places_that_training_holds(staleness: int, tmp_path: Path) -> None:
+    environment = InPlaces()
+    worker = worker_of(ScriptedEngine(token_s=0.005), RolloutFunction(environment, "here"))
+
+    def validate() -> tuple[int, list[Trajectory]]:
+        with source.paused():
+            held = environment.num_held
+            return held, worker.run(prompts(2, "val"), 3, SAMPLING, (1, 1), PhaseClock())
+
+    with source_of(worker, tmp_path, SAMPLING, loader(), staleness) as source:
+        for step in range(1, 4):
+            held, found = within_the_limit(validate)
+            assert held == 0
+            assert [each.reward for each in found] == [1.0] * 6
+            # Training goes on with all that it had begun.
+            assert len(source.next(step, PhaseClock()).trained) == 6
+            source.update_pending(step + 1)
+            source.updated(step + 1)
+
+
+def test_agents_validate_while_others_train(tmp_path: Path) -> None:
+    def questions(count: int, name: str) -> list[Prompt]:
+        made = []
+        for number in range(count):
+            message = {"role": "user", "content": f"{name} {number}?"}
+            ids = tuple(QWEN.encode(QWEN.render([message], None)))
+            made.append(Prompt(f"{name}:{number}", f"{name} {number}", ids, {}, messages=(message,)))
+        return made
+
+    sampling = SamplingParameters(max_new_tokens=20, stop_token_ids=(*QWEN.end_ids, 1))
+    log = tmp_path / "agents.log"
+    with EndpointServer(MODEL) as server, AgentWorkers(AGENT, 2, log) as agents:
+        worker = RolloutWorker(
+            ScriptedEngine(token_s=0.01),
+            FakeRewardFunction(),
+            AgentEnvironment(RequestRules(MODEL, sampling), None, 20, server, agents, None),
+            QWEN.tokenizer.decode,
+            partial(QWEN.tokenizer.encode, add_special_tokens=False),
+            4000,
+            continuation=Continuation(QWEN.tokenizer),
+        )
+
+        def validate() -> list[Trajectory]:
+            with source.paused():
+                return worker.run(questions(2, "val"), 2, sampling, (1, 1), PhaseClock())
+
+        rounds = PromptLoader(questions(7, "train"), 2, seed=3, shuffle=True)
+        with source_of(worker, tmp_path, sampling, rounds) as source:
+            found = within_the_limit(validate)
+            assert [(each.reward, each.fault_message) for each in found] == [(1.0, "")] * 4
+
+
+def test_who_holds_a_place_for_ever_is_named_and_given_up_when_the_run_is_stopped(tmp_path: Path) -> None:
+    """The clock jumps to where the request to stop has been waited for long enough."""
+    jumps, warned, hangs = [0.0], list[str](), threading.Event()
+    limits = RolloutLimits(
+        name="here",
+        stop_reason=lambda: "SIGTERM" if jumps[0] else None,
+        warn=warned.append,
+        clock=lambda: jumps[0],
+    )
+
+    class Hanging(InPlaces):
+        async def __call__(self, session: Session) -> Trajectory:
+            async with session.place(self._places.wait_for_one, self._places.give_back):
+                await session.generate()
+                if hangs.is_set():
+                    waiting.set()
+                    await forever()
+            return session.finish(Score(1.0, is_correct=True))
+
+    async def forever() -> None:
+        while True:
+            await asyncio.sleep(0.01)
+            if jumps[0]:
+                jumps[0] += STOP_GRACE_S
+
+    waiting = threading.Event()
+    worker = worker_of(ScriptedEngine(token_s=0.002), RolloutFunction(Hanging(), "here"), limits)
+
+    def validate() -> object:
+        with pytest.raises(RolloutsGivenUpError), source.paused():
+            pass
+        return True
+
+    with source_of(worker, tmp_path, SAMPLING, loader()) as source:
+        hangs.set()
+        assert waiting.wait(LIMIT_S)
+        jumps[0] = 1.0
+        within_the_limit(validate)
+    assert "no trajectory has gone on" in warned[0]
