@@ -205,6 +205,11 @@ class EnvironmentConfig(StrictModel):
         return not (self.is_custom or self.scores_trajectories or self.leaves_it_to_the_model)
 
     @property
+    def reads_whole_records(self) -> bool:
+        """Return whether code or a library drives or scores, which may read any key of a record."""
+        return self.is_custom or self.driven_by is not None
+
+    @property
     def has_own_prompts(self) -> bool:
         """Return whether prompts are the environment's own data."""
         return self.name == "verifiers"

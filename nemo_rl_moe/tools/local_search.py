@@ -17,7 +17,7 @@ from pathlib import Path
 
 from nemo_rl_moe.data.record_values import RecordError
 from nemo_rl_moe.data.records import BadLine
-from nemo_rl_moe.data.sources import read_jsonl
+from nemo_rl_moe.data.text_files import read_jsonl
 from nemo_rl_moe.errors import EXIT_BAD_INPUT, DataError, UserError
 
 MOST_WORDS = 50
