@@ -185,8 +185,8 @@ class MegatronConfig(MoeTransformerFields):
     """Activations that the backward pass recomputes to save memory: none (none, false), those of all layers (full,
     true) or of the MoE layers (moe)."""
     model_overrides: dict[str, Any]
-    """Fields of Megatron-Core's TransformerConfig that have no key here, such as `attention_backend: flash`. They come
-    last; {}: none."""
+    """Fields of Megatron-Core's TransformerConfig that have no key here and change only how a model is computed, such
+    as `attention_backend: flash`. They come last; {}: none."""
     env_vars: dict[str, str]
     """Environment variables of the workers, such as `NCCL_DEBUG: INFO`; {}: none."""
     distributed_timeout_minutes: Annotated[int, Field(gt=0, le=MOST_MINUTES)]
