@@ -48,6 +48,23 @@ def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
     return keys
 
 
+def keys_around(model: type[BaseModel], path: Sequence[str]) -> list[str]:
+    """Return every full key of the schema, and those of the entry of a mapping that a path leads into.
+
+    A mapping of plain values, such as `policy.megatron_cfg.env_vars`, has any key below it.
+    """
+    known = [*known_keys(model), *_keys_beside(model, path)]
+    place, field = field_at(model, path)
+    if field is not None and (rest := path[len(place) :]):
+        entry = _entry_types(field.annotation)
+        depth = None if entry is None else 1 if _entry_types(entry[1]) is None else 2
+        is_open = entry is not None and (entry[1] is Any or (depth == 2 and len(rest) >= depth))
+        known += [_dotted(path)] if is_open or len(rest) == depth else []
+    elif field is not None:
+        known.append(_dotted(path))
+    return known
+
+
 def field_at(model: type[BaseModel], path: Sequence[Any]) -> tuple[tuple[str, ...], FieldInfo | None]:
     """Follow a pydantic error location as far as the schema goes.
 
