@@ -50,6 +50,8 @@ def parse_override(text: str) -> Override:
         shown = shortened(masked_assignment(text))
         raise ValueError(f"override {shown!r}: expected section.key=value, +section.key=value or ~section.key")
     key, written = shortened(form["key"]), form["value"]
+    if not written.strip():
+        raise ValueError(f"{key}: got nothing behind the =, as of a variable that is not set; null is written out")
     for _, problem in traps(written):
         raise ValueError(f"{key}: {problem}")
     try:

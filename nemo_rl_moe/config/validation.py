@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 from nemo_rl_moe.config.schema_base import SETTINGS, ExpectedWords, NameIn, RenamedValue
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest, shortened
-from nemo_rl_moe.config.unknown_keys import unknown_key
+from nemo_rl_moe.config.unknown_keys import key_with_dots, unknown_key
 from nemo_rl_moe.config.user_code import with_colon
 from nemo_rl_moe.masking import masked
 
@@ -234,7 +234,8 @@ def _problem(
     place, field = field_at(schema, location)
     if kind == "extra_forbidden":
         known = [*known_keys(schema), *_keys_beside(schema, location)]
-        return tuple(location), unknown_key(_dotted(location), known)
+        line = key_with_dots(str(location[-1]), known) if len(location) == 1 else None
+        return tuple(location), line or unknown_key(_dotted(location), known)
     name = ".".join(place)
     if field is None:
         return place, f"the configuration: got {got(values)}, expected sections"

@@ -30,8 +30,8 @@ def test_key_must_exist_in_the_file_or_the_schema() -> None:
     ]
 
 
-def test_empty_value_is_null_and_a_section_can_be_replaced() -> None:
-    overrides = ["sft.max_num_steps=", "data.validation={path: held_out, split: test}"]
+def test_a_value_can_be_null_and_a_section_can_be_replaced() -> None:
+    overrides = ["sft.max_num_steps=null", "data.validation={path: held_out, split: test}"]
     config = load_config("sft_tiny_moe.yaml", overrides, check_paths=False)
     assert config.sft.max_num_steps is None
     assert config.data.validation is not None
@@ -117,3 +117,17 @@ def test_keys_that_a_mapping_has_not_are_unknown(override: str, problem: str) ->
     _, problems = apply_overrides({}, [override], partial(keys_around, GRPOMasterConfig))
     assert len(problems) == 1
     assert problems[0].startswith(problem)
+
+
+@pytest.mark.parametrize("value", ["", "  "])
+def test_a_value_that_is_not_there_is_no_null(value: str) -> None:
+    _, problems = apply_overrides({"grpo": {"max_num_steps": 3}}, [f"grpo.max_num_steps={value}"], lambda _: [])
+    assert problems == [
+        "grpo.max_num_steps: got nothing behind the =, as of a variable that is not set; null is written out"
+    ]
+
+
+def test_bytes_that_are_no_text_are_named() -> None:
+    _, problems = apply_overrides({"a": 1}, ["a=x\udcff"], lambda _: [])
+    assert len(problems) == 1
+    assert problems[0].endswith("is not valid YAML: it holds bytes that are not UTF-8")
