@@ -13,7 +13,7 @@ from nemo_rl_moe.config.schema_environment import EnvironmentConfig
 from nemo_rl_moe.config.schema_grpo import PromptDataConfig, PromptSourceConfig
 from nemo_rl_moe.data.chat_template import prompt_renderer_for
 from nemo_rl_moe.data.dataset import DataReport, ItemKind, ItemSize, ReportWords, counted_notes, read_items
-from nemo_rl_moe.data.encoding import encode_each
+from nemo_rl_moe.data.encoding import encode_each, most_characters
 from nemo_rl_moe.data.image_files import StoredImage
 from nemo_rl_moe.data.image_tokens import ImageTokenizer, RecordImages, SampleImages, batch_inputs, num_images_of
 from nemo_rl_moe.data.loader import epoch_order
@@ -261,7 +261,9 @@ def _prompt_tokenizer(
 
     def tokenize(records: Sequence[PromptRecord]) -> list[Prompt | BadLine]:
         rendered = images.check(records, render(records))
-        texts = [item[0].text for item in rendered if not isinstance(item, str)]
+        # A prompt that is much too long is left out whatever follows.
+        most = most_characters(max_length)
+        texts = [item[0].text[:most] for item in rendered if not isinstance(item, str)]
         encoded = iter(encode_each(encode, texts, len))
         return [
             BadLine(record.sample_id, item)
@@ -284,6 +286,8 @@ def _finish(
 ) -> Prompt | BadLine:
     if isinstance(encoded, str):
         return BadLine(prompt.sample_id, encoded)
+    if len(rendered.text) > most_characters(max_length) and len(encoded) <= max_length:
+        return BadLine(prompt.sample_id, f"the prompt has {len(rendered.text):,} characters, too many to be tokenized")
     if not encoded:
         return BadLine(prompt.sample_id, "the prompt has no token to start from")
     ids, shown = tuple(encoded), None

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts: read or sampled, tokenized as in supervised fine-tuning, and their order."""
 
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -430,3 +431,36 @@ def test_training_prompts_are_left_out_of_validation(demo_tokenizer: Any, write_
     assert caught.value.problems == [
         f"data.validation: each of the 3 prompts of {path} is a training prompt too; name held-out data, or null"
     ]
+
+
+class OnlySo(list[int]):
+    """Lengths of texts that were tokenized."""
+
+    def watch(self, tokenizer: Any) -> Any:
+        def tokenized(texts: Sequence[str], *args: Any, **options: Any) -> Any:
+            self.extend(map(len, texts))
+            return tokenizer(texts, *args, **options)
+
+        class Watched:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(tokenizer, name)
+
+            def __call__(self, texts: Sequence[str], *args: Any, **options: Any) -> Any:
+                return tokenized([texts] if isinstance(texts, str) else texts, *args, **options)
+
+        return Watched()
+
+
+def test_a_text_that_is_far_too_long_is_not_tokenized_to_its_end(demo_tokenizer: Any, write_jsonl: Any) -> None:
+    """With a limit of 10 tokens, 704 characters: the tokens of all of a text take 200 bytes a character."""
+    long = "1" * 100_000
+    seen = OnlySo()
+    path = write_jsonl({"prompt": long, "answer": "1"}, {"prompt": "1=", "answer": "1"})
+    prompts = load(seen.watch(demo_tokenizer), path, longest=10)
+    assert [prompt.text for prompt in prompts] == ["1="]
+    assert prompts.report.num_dropped == 1
+    path = write_jsonl({"prompt": "1=", "completion": long}, {"prompt": "1=", "completion": "1"})
+    whole, short = load_sft_dataset(path, "train", seen.watch(demo_tokenizer), 10)
+    assert (len(whole), whole.truncated, whole.token_mask.tolist()) == (10, True, [False] * 2 + [True] * 8)
+    assert (len(short), short.truncated) == (4, False)
+    assert max(seen) == 704
