@@ -7,6 +7,7 @@ What looks at the routes of a run works without the packages that training needs
 
 import argparse
 import errno
+import io
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -88,6 +89,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         are no longer finite; 130 or 143: SIGINT or SIGTERM ended it at once.
     """
     escape_log_messages()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as standard error has it: no character ends a command
     if arguments is not None:
         return _run(arguments, owns_process=False)
     code = EXIT_RUN_FAILED

@@ -59,6 +59,8 @@ def find_config(path: str | Path) -> Path:
         if candidate.is_file():
             return candidate
     names = exemplar_names()
+    if Path(path).is_dir():
+        raise ConfigurationError(f"{path}: is a folder, expected a YAML file")
     folder = Path(path).parent
     beside = [str(folder / other.name) for other in folder.glob("*.yaml")]
     suggestion = nearest(str(path), beside) or nearest(Path(path).name, names)
@@ -147,6 +149,8 @@ def yaml_problem(error: Exception) -> str:
     """Return the problem of a YAML text, on one line."""
     if isinstance(error, RecursionError):
         return "brackets or sections are nested too deeply"
+    if isinstance(error, UnicodeError):  # bytes of a command line that are no text come as halves of characters
+        return "it holds bytes that are not UTF-8"
     if isinstance(error, ValueError) and not isinstance(error, OmegaConfBaseException):  # as int(...) says it
         return "a number is too long to be read"
     if isinstance(error, MarkedYAMLError):

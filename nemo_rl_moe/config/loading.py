@@ -3,6 +3,7 @@
 """A YAML file and overrides in, a checked configuration out."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,7 +20,7 @@ from nemo_rl_moe.config.overrides import apply_overrides, resolve
 from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig, MasterConfig, SFTMasterConfig
 from nemo_rl_moe.config.shipped_models import with_shipped_models
 from nemo_rl_moe.config.user_code import is_custom
-from nemo_rl_moe.config.validation import known_keys, validate
+from nemo_rl_moe.config.validation import keys_around, validate
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.masking import MASK, masked, masks_in
 
@@ -90,7 +91,7 @@ def check_values(
     Returns:
         The configuration, or the valid part of it, and a line for each problem.
     """
-    overridden, problems = apply_overrides(merged, overrides, known_keys(schema))
+    overridden, problems = apply_overrides(merged, overrides, partial(keys_around, schema))
     values, interpolation_problems = resolve(overridden)
     problems += interpolation_problems.values()
     problems += [

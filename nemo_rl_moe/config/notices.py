@@ -14,6 +14,7 @@ from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig
 from nemo_rl_moe.config.schema_grpo import generating
 from nemo_rl_moe.config.schema_policy import TrainedRoleConfig
 from nemo_rl_moe.config.schema_ppo import PPOMasterConfig
+from nemo_rl_moe.config.suggestions import did_you_mean, nearest
 
 
 def notices(config: LoopMasterConfig, num_steps: int) -> list[str]:
@@ -58,6 +59,21 @@ def validation_is_off(config: LoopMasterConfig, num_steps: int) -> Iterator[str]
         consequence = "; the newest checkpoints are kept"
     if idle:
         yield f"data.validation is null: there is no validation; without effect: {', '.join(idle)}{consequence}"
+
+
+def metric_may_be_misspelt(config: LoopMasterConfig, num_steps: int) -> Iterator[str]:
+    """Warn of a metric whose name is nearly one that every run of the algorithm may have."""
+    metric = config.checkpointing.metric_name
+    if not config.checkpointing.enabled or metric is None or metric in _METRICS:
+        return
+    if (meant := nearest(metric, _METRICS, cutoff=0.85)) is not None:
+        yield (
+            f"checkpointing.metric_name: {metric}, which only code of your own can measure; without it checkpoints are"
+            f" not ranked{did_you_mean(meant)}"
+        )
+
+
+_METRICS = [f"{source}:{name}" for source in ("val", "train") for name in ("loss", "accuracy", "reward")]
 
 
 def checkpoints_without_the_metric(config: LoopMasterConfig, num_steps: int) -> Iterator[str]:
@@ -144,6 +160,7 @@ NOTICES = (
     policy_never_trains,
     validation_is_off,
     checkpoints_without_the_metric,
+    metric_may_be_misspelt,
     ipo_by_sums,
     gradients_add_up_in_bfloat16,
     rollouts_draw_from_a_part,

@@ -4,7 +4,7 @@
 
 import copy
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,8 @@ def parse_override(text: str) -> Override:
         shown = shortened(masked_assignment(text))
         raise ValueError(f"override {shown!r}: expected section.key=value, +section.key=value or ~section.key")
     key, written = shortened(form["key"]), form["value"]
+    if not written.strip():
+        raise ValueError(f"{key}: got nothing behind the =, as of a variable that is not set; null is written out")
     for _, problem in traps(written):
         raise ValueError(f"{key}: {problem}")
     try:
@@ -61,12 +63,13 @@ def parse_override(text: str) -> Override:
 
 
 def apply_overrides(
-    config: Mapping[str, Any], overrides: Sequence[str], known: Sequence[str]
+    config: Mapping[str, Any], overrides: Sequence[str], known_around: Callable[[Sequence[str]], Sequence[str]]
 ) -> tuple[dict[str, Any], list[str]]:
     """Apply overrides in order.
 
     Args:
-        known: Every full key of the schema; these need no `+` even where the YAML lacks them.
+        known_around: Returns every full key of the schema, with those that an override's key leads to; these need no
+            `+` even where the YAML lacks them.
 
     Returns:
         The new mapping, and a line for each override that could not be applied.
@@ -79,7 +82,7 @@ def apply_overrides(
         except ValueError as error:
             problems.append(str(error))
             continue
-        name = ".".join(override.key)
+        name, known = ".".join(override.key), known_around(override.key)
         if override.remove:
             if not _remove(changed, override.key):
                 problems.append(

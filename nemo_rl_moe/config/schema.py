@@ -134,6 +134,11 @@ class GRPOMasterConfig(MasterConfig):
     """Destinations of metrics and samples."""
 
     @property
+    def given_response_key(self) -> str | None:
+        """Key of the response that each record of the training prompts holds; None: the policy samples them."""
+        return None
+
+    @property
     def responses_per_step(self) -> int:
         """Responses that one step trains on."""
         return self.grpo.num_prompts_per_step * self.grpo.num_generations_per_prompt

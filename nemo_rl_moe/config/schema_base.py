@@ -2,11 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Base of the configuration's models: strict, frozen, no unknown keys, every number with its range."""
 
+import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
 
@@ -45,6 +47,21 @@ class NameIn:
         return name
 
 
+_VARIABLE = re.compile(r"\$[A-Za-z_{]")
+
+
+def expanded(path: str) -> str:
+    """Return a path with the home folder in place of its `~`.
+
+    Raises:
+        ValueError: There is no such home, or the path has a variable, which nobody fills in.
+    """
+    found = os.path.expanduser(path)  # noqa: PTH111  (a name on the hub is no path)
+    if found.startswith("~") or _VARIABLE.search(found):
+        raise ValueError("a variable, or a home that is not there")
+    return found
+
+
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
@@ -53,6 +70,13 @@ Share = Annotated[float, Field(gt=0, le=1)]
 WholeOrLess = Annotated[float, Field(ge=0, le=1)]
 UnitFloat = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(min_length=1)]
+PathText = Annotated[
+    str,
+    Field(min_length=1),
+    AfterValidator(expanded),
+    ExpectedWords("a path (~ is the home folder; only a shell knows $NAME)"),
+]
+"""A file or folder, or a name on the hub."""
 
 # Upper ends beyond which a value is a slip of the keyboard, far from what anybody trains with.
 MOST_PROCESSES = 4096

@@ -66,3 +66,7 @@ class DistillationMasterConfig(GRPOMasterConfig):
 
     distillation: DistillationConfig
     """Teachers and the loss."""
+
+    @property
+    def given_response_key(self) -> str | None:
+        return self.distillation.response_key

@@ -9,6 +9,7 @@ from pydantic import Field
 from nemo_rl_moe.config.schema_base import (
     CustomCode,
     ExpectedWords,
+    PathText,
     PositiveInt,
     Processes,
     Seconds,
@@ -66,7 +67,7 @@ class ToolLimitsConfig(StrictModel):
 class McpServerConfig(StrictModel):
     """A server of the Model Context Protocol, which speaks through its standard input and output."""
 
-    command: Text
+    command: PathText
     """The program: on the path, or its file."""
     args: list[str] = Field(default_factory=list)
     """Its arguments."""
@@ -149,7 +150,7 @@ class EnvironmentConfig(StrictModel):
     """`package.module:function` that drives a trajectory through an OpenAI-compatible endpoint: it takes an
     `AgentTask`, and returns a reward, or None where the reward function that `name` names scores the last response;
     null: none."""
-    agent_command: list[Text]
+    agent_command: list[PathText]
     """Program and arguments that drive a trajectory in the same way, in place of `agent`; []: none."""
     agent_limits: AgentLimitsConfig
     """Read when there is an `agent` or an `agent_command`."""
@@ -203,6 +204,11 @@ class EnvironmentConfig(StrictModel):
     def needs_answers(self) -> bool:
         """Return whether a response is compared with the answer of its record."""
         return not (self.is_custom or self.scores_trajectories or self.leaves_it_to_the_model)
+
+    @property
+    def reads_whole_records(self) -> bool:
+        """Return whether code or a library drives or scores, which may read any key of a record."""
+        return self.is_custom or self.driven_by is not None
 
     @property
     def has_own_prompts(self) -> bool:

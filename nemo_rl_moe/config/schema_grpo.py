@@ -14,6 +14,7 @@ from nemo_rl_moe.config.schema_base import (
     NameIn,
     NonNegativeFloat,
     NonNegativeInt,
+    PathText,
     PositiveFloat,
     PositiveInt,
     PositiveRatio,
@@ -303,7 +304,7 @@ def rollouts_in_float32(policy: GeneratingPolicyConfig) -> bool:
 class PromptSourceConfig(StrictModel):
     """Source of one set of prompts."""
 
-    path: Text | None
+    path: PathText | None
     """A `.jsonl` file, a `.txt` file of one prompt a line (for rewards without an answer), or a name or folder that
     `datasets.load_dataset` takes; null: sampled from `env.reasoning_gym`, or the data of an
     environment of verifiers. A prompt that stands there several times is
@@ -349,7 +350,7 @@ class PromptDataConfig(StrictModel):
     image_key: Text | None
     """Key of a record's images beside its messages: one, or a list; null: such images are not read. Parts of a content
     with images of their own are read either way."""
-    image_root: Text | None
+    image_root: PathText | None
     """Folder that paths of images start from, and do not lead out of; null: the folder of the data file."""
     max_image_pixels: Annotated[int, Field(ge=1, le=MOST_IMAGE_PIXELS)]
     """Most pixels of an image as its file says, before it is decoded; a line with a larger one cannot be used."""

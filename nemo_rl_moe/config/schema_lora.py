@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from nemo_rl_moe.config.schema_base import StrictModel, Text, UnitFloat
+from nemo_rl_moe.config.schema_base import PathText, StrictModel, UnitFloat
 
 ALL_LINEAR, ROUTER = "all-linear", "router"
 LoraTarget = Literal[
@@ -47,7 +47,7 @@ class LoraConfig(StrictModel):
     init: Literal["kaiming", "gaussian"]
     """Values of `A`: uniform as of a linear layer (kaiming), or normal with the deviation `1 / rank` (gaussian). `B`
     begins with zeros, so that training begins with the model as it is."""
-    path: Text | None
+    path: PathText | None
     """A folder with an adapter, of peft or of a run (`final/adapter`), that training or generation begins with; null:
     one that changes nothing."""
 

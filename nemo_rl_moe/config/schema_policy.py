@@ -10,11 +10,11 @@ from pydantic import BeforeValidator, Field
 from nemo_rl_moe.config.megatron_moe_fields import MOE_FIELD_NAMES, MoeTransformerFields
 from nemo_rl_moe.config.schema_base import (
     NonNegativeInt,
+    PathText,
     PositiveInt,
     PositiveRatio,
     Seed,
     StrictModel,
-    Text,
     UnitFloat,
 )
 from nemo_rl_moe.config.schema_lora import LoraConfig
@@ -38,9 +38,9 @@ ActivationCheckpointing = Annotated[Literal["none", "full", "moe"], BeforeValida
 class TokenizerConfig(StrictModel):
     """The tokenizer, read by `transformers.AutoTokenizer`."""
 
-    name: Text
+    name: PathText
     """A folder or a hub's name."""
-    chat_template: Text | None
+    chat_template: PathText | None
     """A Jinja file that replaces the tokenizer's own chat template; null: its own."""
     corrected_template: Literal["auto", "never"]
     """Templates of ours in the place of the tokenizer's own, where that is known to lose a part of some
@@ -185,8 +185,8 @@ class MegatronConfig(MoeTransformerFields):
     """Activations that the backward pass recomputes to save memory: none (none, false), those of all layers (full,
     true) or of the MoE layers (moe)."""
     model_overrides: dict[str, Any]
-    """Fields of Megatron-Core's TransformerConfig that have no key here, such as `attention_backend: flash`. They come
-    last; {}: none."""
+    """Fields of Megatron-Core's TransformerConfig that have no key here and change only how a model is computed, such
+    as `attention_backend: flash`. They come last; {}: none."""
     env_vars: dict[str, str]
     """Environment variables of the workers, such as `NCCL_DEBUG: INFO`; {}: none."""
     distributed_timeout_minutes: Annotated[int, Field(gt=0, le=MOST_MINUTES)]
@@ -240,7 +240,7 @@ def sequence_multiple(context_parallel_size: int) -> int:
 class PolicyConfig(StrictModel):
     """The model that is trained."""
 
-    model_name: Text
+    model_name: PathText
     """A folder with a Hugging Face `config.json`, or a hub's name."""
     init: Literal["random", "pretrained"]
     """Start from random weights, or from the model's own."""
@@ -295,7 +295,7 @@ class RoleModelConfig(StrictModel):
     """A model beside the policy that runs forward passes alone, such as a teacher. It reads the policy's tokens; what
     is not said here is as in `policy`."""
 
-    model_name: Text
+    model_name: PathText
     """A folder with a Hugging Face `config.json` and weights, or a hub's name. Any supported architecture."""
     logprob_batch_size: PositiveInt
     """Samples of one log-probability pass on one rank; packing and dynamic batching fill it by tokens instead."""

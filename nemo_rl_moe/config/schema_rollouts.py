@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from nemo_rl_moe.config.schema_base import CustomCode, PositiveInt, Seconds, StrictModel, Text
+from nemo_rl_moe.config.schema_base import CustomCode, PathText, PositiveInt, Seconds, StrictModel
 
 OnStale = Literal["wait", "drop"]
 """Treatment of groups that get too old, as `grpo.rollouts.on_stale` names it."""
@@ -41,7 +41,7 @@ class RolloutsConfig(StrictModel):
     """Seconds after which a group is cancelled; its prompt comes again once. null: no limit."""
     concurrency: PositiveInt | None
     """Most groups that are generated at the same time; null: as many as the staleness allows."""
-    replay_schedule: Text | None
+    replay_schedule: PathText | None
     """`schedule.jsonl` of an earlier run, whose steps are trained on the same groups, each begun with the weights of
     the same step and finished before they change; null: none."""
 

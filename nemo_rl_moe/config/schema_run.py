@@ -12,6 +12,7 @@ from nemo_rl_moe.config.schema_base import (
     DurationText,
     ExpectedWords,
     NonNegativeInt,
+    PathText,
     PositiveFloat,
     PositiveInt,
     Processes,
@@ -28,7 +29,7 @@ class CheckpointingConfig(StrictModel):
 
     enabled: bool
     """Save checkpoints, and the final weights as a Hugging Face folder."""
-    checkpoint_dir: Text | None
+    checkpoint_dir: PathText | None
     """Folder to write to; null: `checkpoints` inside the run's folder."""
     resume: Literal["auto", "never"]
     """auto: go on from the newest checkpoint of `checkpoint_dir`, or if that is null of the newest run in
@@ -52,7 +53,7 @@ class CheckpointingConfig(StrictModel):
 class DataSourceConfig(StrictModel):
     """Source of one set of samples."""
 
-    path: Text
+    path: PathText
     """A `.jsonl` file, or a name or folder that `datasets.load_dataset` takes."""
     split: Text
     """The split to take of a dataset; a `.jsonl` file has none and ignores it."""
@@ -84,7 +85,7 @@ class DataConfig(StrictModel):
     image_key: Text | None
     """Key of a record's images beside its messages: one, or a list; null: such images are not read. Parts of a content
     with images of their own are read either way."""
-    image_root: Text | None
+    image_root: PathText | None
     """Folder that paths of images start from, and do not lead out of; null: the folder of the data file."""
     max_image_pixels: Annotated[int, Field(ge=1, le=MOST_IMAGE_PIXELS)]
     """Most pixels of an image as its file says, before it is decoded; a line with a larger one cannot be used."""
@@ -159,7 +160,7 @@ class AlertsConfig(StrictModel):
 class LoggerConfig(StrictModel):
     """Destinations of metrics. The JSONL file in the run's folder is always written."""
 
-    log_dir: Text
+    log_dir: PathText
     """Folder that gets one numbered folder for each run."""
     console: ConsoleConfig
     """The terminal."""

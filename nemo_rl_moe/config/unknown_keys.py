@@ -21,6 +21,15 @@ def unknown_key(name: str, known: Sequence[str]) -> str:
     return f"{shortened(name)}: unknown key{counterpart_of(name) or _nearest_or_allowed(name, known)}"
 
 
+def key_with_dots(written: str, known: Sequence[str]) -> str | None:
+    """Return the error line about a known key that a file writes with dots; None: it is another mistake."""
+    if "." not in written or written not in known:
+        return None
+    *sections, last = written.split(".")
+    nested = "".join(f"{section}: {{" for section in sections) + f"{last}: ...{'}' * len(sections)}"
+    return f"{shortened(written)}: a file has no keys with dots; write {shortened(nested)}"
+
+
 def _nearest_or_allowed(wrong: str, known: Sequence[str]) -> str:
     if (suggestion := nearest_key(wrong, known)) is not None:
         return did_you_mean(suggestion)

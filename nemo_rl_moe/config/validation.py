@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 
 from nemo_rl_moe.config.schema_base import SETTINGS, ExpectedWords, NameIn, RenamedValue
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest, shortened
-from nemo_rl_moe.config.unknown_keys import unknown_key
+from nemo_rl_moe.config.unknown_keys import key_with_dots, unknown_key
 from nemo_rl_moe.config.user_code import with_colon
 from nemo_rl_moe.masking import masked
 
@@ -46,6 +46,23 @@ def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
         if section is not None:
             keys += known_keys(section, f"{prefix}{name}.")
     return keys
+
+
+def keys_around(model: type[BaseModel], path: Sequence[str]) -> list[str]:
+    """Return every full key of the schema, and those of the entry of a mapping that a path leads into.
+
+    A mapping of plain values, such as `policy.megatron_cfg.env_vars`, has any key below it.
+    """
+    known = [*known_keys(model), *_keys_beside(model, path)]
+    place, field = field_at(model, path)
+    if field is not None and (rest := path[len(place) :]):
+        entry = _entry_types(field.annotation)
+        depth = None if entry is None else 1 if _entry_types(entry[1]) is None else 2
+        is_open = entry is not None and (entry[1] is Any or (depth == 2 and len(rest) >= depth))
+        known += [_dotted(path)] if is_open or len(rest) == depth else []
+    elif field is not None:
+        known.append(_dotted(path))
+    return known
 
 
 def field_at(model: type[BaseModel], path: Sequence[Any]) -> tuple[tuple[str, ...], FieldInfo | None]:
@@ -217,7 +234,8 @@ def _problem(
     place, field = field_at(schema, location)
     if kind == "extra_forbidden":
         known = [*known_keys(schema), *_keys_beside(schema, location)]
-        return tuple(location), unknown_key(_dotted(location), known)
+        line = key_with_dots(str(location[-1]), known) if len(location) == 1 else None
+        return tuple(location), line or unknown_key(_dotted(location), known)
     name = ".".join(place)
     if field is None:
         return place, f"the configuration: got {got(values)}, expected sections"

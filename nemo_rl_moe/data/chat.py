@@ -3,14 +3,14 @@
 """Tokenization of conversations: token ids, and the mask of the tokens that the assistant wrote."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nemo_rl_moe.data.chat_template import renderer_for
-from nemo_rl_moe.data.encoding import encode_each
+from nemo_rl_moe.data.encoding import encode_each, most_characters
 from nemo_rl_moe.data.image_files import StoredImage
 from nemo_rl_moe.data.image_tokens import NO_IMAGES, RecordImages, SampleImages
 from nemo_rl_moe.data.records import BadLine, Example
@@ -72,7 +72,7 @@ def batch_tokenizer(
 
     def tokenize(examples: Sequence[Example]) -> list[TokenizedExample | BadLine]:
         rendered = images.check(examples, render(examples))
-        good = [item[0] for item in rendered if not isinstance(item, str)]
+        good = [_cut(item[0], max_length, item[1]) for item in rendered if not isinstance(item, str)]
         encoded = iter(encode_each(lambda items: masked(tokenizer, items), good, lambda item: len(item.text)))
         return [
             BadLine(example.sample_id, item)
@@ -82,6 +82,15 @@ def batch_tokenizer(
         ]
 
     return tokenize
+
+
+def _cut(rendered: Rendered, max_length: int, stored: Sequence[StoredImage]) -> Rendered:
+    """Leave out what lies far beyond the truncation, however long the text is; not of a text with images."""
+    most = most_characters(max_length)
+    if len(rendered.text) <= most or stored:
+        return rendered
+    spans = tuple((first, min(end, most)) for first, end in rendered.spans if first < most)
+    return replace(rendered, text=rendered.text[:most], spans=spans)
 
 
 @dataclass(frozen=True)
@@ -103,7 +112,7 @@ def _finish(
 ) -> TokenizedExample | BadLine:
     if isinstance(encoded, str) or encoded.problem is not None:
         return BadLine(example.sample_id, encoded if isinstance(encoded, str) else str(encoded.problem))
-    is_truncated = len(encoded.input_ids) > max_length
+    is_truncated = len(encoded.input_ids) > max_length or len(rendered.text) > most_characters(max_length)
     # What is trained on may stand after the truncation; but somewhere it must stand.
     if not encoded.token_mask[1:].any() and not (is_truncated and any(end > first for first, end in rendered.spans)):
         return BadLine(example.sample_id, "the chat template leaves no token of the assistant to train on")

@@ -37,6 +37,7 @@ class ItemSize:
     is_truncated: bool = False
     num_images: int | None = None
     notes: tuple[str, ...] = ()
+    is_dropped: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,8 @@ class DataReport:
         num_dropped: Items left out for the reason in `words`.
         num_repeated: Prompts left out because they had been read or sampled before.
         num_training_prompts: Held-out prompts left out because they are training prompts.
+        first_truncated, first_dropped: Places of the first of these items.
+        first_repeated, first_training_prompt: Places of the first of these prompts and of the one that it equals.
         bad_lines: The first bad line of each cause with the places of others like it.
     """
 
@@ -89,6 +92,10 @@ class DataReport:
     num_repeated: int = 0
     num_training_prompts: int = 0
     num_bad_lines: int = 0
+    first_truncated: str | None = None
+    first_dropped: str | None = None
+    first_repeated: str | None = None
+    first_training_prompt: str | None = None
     bad_lines: tuple[str, ...] = ()
     notes: tuple[CountedNote, ...] = ()
 
@@ -101,17 +108,23 @@ class DataReport:
         if self.num_images is not None:
             parts.append(counted(self.num_images, "image"))
         if self.num_truncated:
-            parts.append(f"{self.num_truncated:,} truncated at the maximum length")
+            parts.append(f"{self.num_truncated:,} truncated at the maximum length{_first(self.first_truncated)}")
         parts += map(str, self.notes)
         if self.num_dropped:
-            parts.append(f"{self.num_dropped:,} left out: {self.words.dropped}")
+            parts.append(f"{self.num_dropped:,} left out: {self.words.dropped}{_first(self.first_dropped)}")
         if self.num_repeated:
-            parts.append(f"{counted(self.num_repeated, f'repeated {self.words.noun}')} left out")
+            repeated = counted(self.num_repeated, f"repeated {self.words.noun}")
+            parts.append(f"{repeated} left out{_first(self.first_repeated)}")
         if self.num_training_prompts:
-            parts.append(f"{self.num_training_prompts:,} left out: they are training prompts")
+            number, first = self.num_training_prompts, _first(self.first_training_prompt)
+            parts.append(f"{number:,} left out: they are training prompts{first}")
         if self.num_bad_lines:
             parts.append(f"{counted(self.num_bad_lines, 'bad line')} left out, the first: {self.bad_lines[0]}")
         return f"{self.name}: {', '.join(parts)}"
+
+
+def _first(place: str | None) -> str:
+    return "" if place is None else f" (the first: {place})"
 
 
 @dataclass(frozen=True)
@@ -120,13 +133,13 @@ class ItemKind(Generic[Parsed, Item]):
 
     Attributes:
         tokenize: Gives an item, or what is wrong, for each parsed line.
-        size_of: Size of an item; None: it is dropped.
+        size_of: Size of an item, and whether it is dropped.
         why_none_is_left: Text of the error behind the number of dropped items.
     """
 
     words: ReportWords
     tokenize: Callable[[Sequence[Parsed]], Sequence[Item | BadLine]]
-    size_of: Callable[[Item], ItemSize | None]
+    size_of: Callable[[Item], ItemSize]
     why_none_is_left: Callable[[str], str]
 
 
@@ -144,18 +157,19 @@ def read_items(
     kept: list[Item] = []
     sizes: list[ItemSize] = []
     bad = _BadLines(source.name)
-    num_dropped = num_read = 0
+    dropped: list[str] = []
+    num_read = 0
     while lines := list(islice(source.lines, LINES_AT_ONCE)):
         # Once the run is going to stop, only look for further bad lines.
         skip_tokens = bad.count > 0 and on_bad_line == "stop"
         for result in _bad_ones(lines) if skip_tokens else _tokenized(lines, kind.tokenize):
             if isinstance(result, BadLine):
                 bad.add(result)
-            elif (size := kind.size_of(result)) is not None:
+            elif (size := kind.size_of(result)).is_dropped:
+                dropped.append(size.sample_id)
+            else:
                 kept.append(result)
                 sizes.append(size)
-            else:
-                num_dropped += 1
         num_read += len(lines)
         if progress is not None:
             progress(num_read, source.num_lines)
@@ -171,15 +185,17 @@ def read_items(
         if any(size.num_images is not None for size in sizes)
         else None,
         num_truncated=sum(size.is_truncated for size in sizes),
-        num_dropped=num_dropped,
+        num_dropped=len(dropped),
+        first_truncated=next((size.sample_id for size in sizes if size.is_truncated), None),
+        first_dropped=dropped[0] if dropped else None,
         num_bad_lines=bad.count,
         bad_lines=tuple(bad.shown()),
         notes=counted_notes((size.sample_id, size.notes) for size in sizes),
     )
     if not kept:
         reasons = bad.shown()
-        if num_dropped:
-            reasons.append(f"{source.name}: {kind.why_none_is_left(counted(num_dropped, kind.words.noun))}")
+        if dropped:
+            reasons.append(f"{source.name}: {kind.why_none_is_left(counted(len(dropped), kind.words.noun))}")
         first = f"{source.name}: no {kind.words.noun} is left to use"
         raise DataError([first, *(reasons or [f"{source.name}: it has no lines"])])
     return kept, report

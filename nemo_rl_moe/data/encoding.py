@@ -2,14 +2,36 @@
 # SPDX-License-Identifier: Apache-2.0
 """Encoding of many texts in few calls, in which a bad text does not cost the others."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 Item = TypeVar("Item")
 Encoding = TypeVar("Encoding")
 
+CHARACTERS_PER_TOKEN = 64
+"""No text has so many characters for each of its tokens; blank space aside, published tokenizers have 3 to 5."""
 CHARACTERS_AT_ONCE = 1_000_000
 """Most characters of one call: the tokenizers library takes up to 300 bytes a token until the call ends."""
+
+
+def most_characters(max_tokens: int) -> int:
+    """Return the number of characters beyond which nothing of a text is tokenized: that costs 200 bytes a character."""
+    return CHARACTERS_PER_TOKEN * (max_tokens + 1)
+
+
+def num_characters(value: object) -> int:
+    """Count the characters of all texts in a value of JSON, keys of objects included, however deep it is nested."""
+    found, left = 0, [value]
+    while left:
+        match left.pop():
+            case str() as text:
+                found += len(text)
+            case Mapping() as entries:
+                left.extend(entries)
+                left.extend(entries.values())
+            case list() | tuple() as entries:
+                left.extend(entries)
+    return found
 
 
 def encode_each(

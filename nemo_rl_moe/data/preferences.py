@@ -231,15 +231,17 @@ def _tokenized_pairs(records: Sequence[PreferenceRecord], tokenize: BatchTokeniz
     return pairs
 
 
-def _size_of(pair: _TokenizedPair) -> ItemSize | None:
-    """Return the size of both sequences; None where truncation leaves no two different responses."""
+def _size_of(pair: _TokenizedPair) -> ItemSize:
+    """Return the size of both sequences; the pair is dropped if truncation leaves no two different responses."""
     chosen, rejected = pair
     trained = [sequence.num_trained_tokens() for sequence in pair]
-    if any(sequence.lacks_images for sequence in pair):
-        return None
-    if not all(trained) or np.array_equal(chosen.input_ids, rejected.input_ids):
-        return None
+    is_dropped = (
+        any(sequence.lacks_images for sequence in pair)
+        or not all(trained)
+        or np.array_equal(chosen.input_ids, rejected.input_ids)
+    )
     is_truncated = chosen.truncated or rejected.truncated
     num_tokens, notes = len(chosen) + len(rejected), tuple(dict.fromkeys(chosen.notes + rejected.notes))
     place = chosen.sample_id.removesuffix(f" ({RESPONSES[0]})")
-    return ItemSize(place, num_tokens, sum(trained), is_truncated, num_images_of(chosen.images), notes)
+    images = num_images_of(chosen.images)
+    return ItemSize(place, num_tokens, sum(trained), is_truncated, images, notes, is_dropped=is_dropped)

@@ -154,7 +154,7 @@ def _answer(record: Mapping[str, Any], key: str, env_name: str) -> Any:
     if isinstance(answer, int | float) and not isinstance(answer, bool) and isfinite(answer):
         return str(answer)
     if not isinstance(answer, str):
-        raise RecordError(f"{key} is {kind_of(answer)}, expected a string or a number")
+        raise RecordError(f"{key} is {kind_of(answer)}, expected a string or a number; write it as a string")
     if not answer.strip():
         raise RecordError(f"{key} is empty: there is nothing to compare a response with")
     require_encodable(answer, key)

@@ -4,7 +4,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from itertools import islice
 from typing import TYPE_CHECKING, Any, overload
 
@@ -14,13 +13,14 @@ from nemo_rl_moe.config.schema_environment import EnvironmentConfig
 from nemo_rl_moe.config.schema_grpo import PromptDataConfig, PromptSourceConfig
 from nemo_rl_moe.data.chat_template import prompt_renderer_for
 from nemo_rl_moe.data.dataset import DataReport, ItemKind, ItemSize, ReportWords, counted_notes, read_items
-from nemo_rl_moe.data.encoding import encode_each
+from nemo_rl_moe.data.encoding import encode_each, most_characters
 from nemo_rl_moe.data.image_files import StoredImage
 from nemo_rl_moe.data.image_tokens import ImageTokenizer, RecordImages, SampleImages, batch_inputs, num_images_of
 from nemo_rl_moe.data.loader import epoch_order
 from nemo_rl_moe.data.messages import Message
 from nemo_rl_moe.data.prompt_records import PromptRecord, apply_template, prompt_columns, prompt_parser
 from nemo_rl_moe.data.records import BadLine
+from nemo_rl_moe.data.repeats import RepeatFilter, digest_of, what_is_read
 from nemo_rl_moe.data.shared_records import SharedRecords
 from nemo_rl_moe.data.sources import TEXT_SUFFIX, LineSource, open_lines, open_text
 from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs, run_wide_inputs
@@ -32,50 +32,6 @@ from nemo_rl_moe.rewards.reasoning_gym import draw_items
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-_DIGEST_BYTES = 16
-
-
-class RepeatFilter:
-    """Filter that lets each prompt through once: published data sets hold some problems a hundred times.
-
-    Two prompts are equal when the model sees the same tokens and the response is compared with the same answer.
-
-    Args:
-        env_name: Decides what a response is compared with.
-    """
-
-    def __init__(self, env_name: str):
-        self.num_repeated = 0
-        self._env_name = env_name
-        self._seen: set[bytes] = set()
-
-    def first_of_each(self, lines: Iterable[PromptRecord | BadLine]) -> Iterator[PromptRecord | BadLine]:
-        """Yield the lines in order without repeated prompts; bad lines pass."""
-        for line in lines:
-            if isinstance(line, BadLine) or self._is_new(line):
-                yield line
-            else:
-                self.num_repeated += 1
-
-    def _is_new(self, prompt: PromptRecord) -> bool:
-        # Digests, because the texts of a million prompts would fill the memory. Lone surrogates, which a JSON file may
-        # hold, have no UTF-8; `repr` escapes them.
-        images = [image.identity() for image in prompt.images]
-        content = repr((prompt.is_text, prompt.messages, images, prompt.inputs, self._compared_with(prompt)))
-        digest = blake2b(content.encode(), digest_size=_DIGEST_BYTES).digest()
-        if digest in self._seen:
-            return False
-        self._seen.add(digest)
-        return True
-
-    def _compared_with(self, prompt: PromptRecord) -> Any:
-        if self._env_name == "callable":
-            return prompt.record  # the user's function may read any of it
-        if self._env_name == "verifiers":
-            return prompt.record["answer"], prompt.record["info"]
-        return prompt.record["answer"], prompt.record.get("metadata") if self._env_name == "reasoning_gym" else None
 
 
 @dataclass(frozen=True)
@@ -90,6 +46,7 @@ class Prompt:
         messages: What was rendered and tokenized.
         inputs: Tools and names for the chat template that the record gives.
         environment: Name in `env.mixture`; empty where a run has one environment.
+        read: Digest of `what_is_read` of the record beside what the model sees.
     """
 
     sample_id: str
@@ -101,6 +58,7 @@ class Prompt:
     messages: tuple[Message, ...] = ()
     inputs: TemplateInputs = NO_INPUTS
     environment: str = ""
+    read: bytes = b""
 
     @property
     def model_inputs(self) -> dict[str, ModelInput]:
@@ -112,8 +70,8 @@ class Prompt:
         return prompt_inputs([self])[0]
 
     def identity(self) -> tuple[object, ...]:
-        """Return the tokens and images, equal for equal prompts."""
-        return self.token_ids, self.images.digests() if self.images is not None else ()
+        """Return what the model sees and what code or a library reads, equal for equal prompts."""
+        return self.token_ids, self.images.digests() if self.images is not None else (), self.read
 
 
 def prompt_inputs(prompts: Sequence[Prompt]) -> list[dict[str, ModelInput]]:
@@ -153,6 +111,7 @@ def load_prompts(
     images: ImageTokenizer | None = None,
     environment: str = "",
     shared: SharedRecords | None = None,
+    response_key: str | None = None,
 ) -> PromptDataset:
     """Read one set of prompts, or sample it from the environment's task, and tokenize it.
 
@@ -167,6 +126,7 @@ def load_prompts(
         images: None: the model takes text alone.
         environment: Name of the environment in `env.mixture`; empty where a run has one.
         shared: Finds the records of this environment in data of several; None: all are of this one.
+        response_key: Key of the response that each record holds; None: they hold none.
 
     Raises:
         DataError: The data cannot be read; or it has bad lines, of which the first 20 are listed; or no prompt is left;
@@ -178,7 +138,7 @@ def load_prompts(
         if source.path is None
         else (_read(source.path, source, data, env, environment, shared), 0)
     )
-    repeats = RepeatFilter("callable" if env.is_custom else env.name) if env is not None else None
+    repeats = RepeatFilter(env, response_key) if env is not None else None
     kind = ItemKind(
         WORDS,
         _prompt_tokenizer(
@@ -186,13 +146,14 @@ def load_prompts(
             max_prompt_length,
             run_wide_inputs(data.tools, data.chat_template_kwargs),
             RecordImages(data.image_key, images),
+            env,
         ),
-        lambda prompt: (
-            ItemSize(
-                prompt.sample_id, len(prompt.token_ids), num_images=num_images_of(prompt.images), notes=prompt.notes
-            )
-            if len(prompt.token_ids) <= max_prompt_length
-            else None
+        lambda prompt: ItemSize(
+            prompt.sample_id,
+            len(prompt.token_ids),
+            num_images=num_images_of(prompt.images),
+            notes=prompt.notes,
+            is_dropped=len(prompt.token_ids) > max_prompt_length,
         ),
         lambda dropped: (
             f"{dropped} longer than {max_prompt_length} tokens, which is "
@@ -201,11 +162,13 @@ def load_prompts(
     )
     kept = repeats.first_of_each(lines.lines) if repeats is not None else lines.lines
     prompts, report = read_items(replace(lines, lines=islice(kept, source.num_items)), kind, data.on_bad_line)
-    num_repeated = num_resampled + (repeats.num_repeated if repeats is not None else 0)
+    if repeats is not None:
+        num_resampled += repeats.num_repeated
+        report = replace(report, first_repeated=repeats.first)
     if environment:
         prompts = [replace(prompt, environment=environment) for prompt in prompts]
         report = replace(report, name=f"{environment}: {report.name}")
-    return PromptDataset(prompts, replace(report, num_repeated=num_repeated))
+    return PromptDataset(prompts, replace(report, num_repeated=num_resampled))
 
 
 class PromptLoader:
@@ -283,7 +246,11 @@ def _sampled(
 
 
 def _prompt_tokenizer(
-    tokenizer: "PreTrainedTokenizerBase", max_length: int, run_wide: TemplateInputs, images: RecordImages
+    tokenizer: "PreTrainedTokenizerBase",
+    max_length: int,
+    run_wide: TemplateInputs,
+    images: RecordImages,
+    env: EnvironmentConfig | None,
 ) -> Callable[[Sequence[PromptRecord]], list[Prompt | BadLine]]:
     render = prompt_renderer_for(tokenizer, run_wide)
 
@@ -294,12 +261,14 @@ def _prompt_tokenizer(
 
     def tokenize(records: Sequence[PromptRecord]) -> list[Prompt | BadLine]:
         rendered = images.check(records, render(records))
-        texts = [item[0].text for item in rendered if not isinstance(item, str)]
+        # A prompt that is much too long is left out whatever follows.
+        most = most_characters(max_length)
+        texts = [item[0].text[:most] for item in rendered if not isinstance(item, str)]
         encoded = iter(encode_each(encode, texts, len))
         return [
             BadLine(record.sample_id, item)
             if isinstance(item, str)
-            else _finish(record, item[0], next(encoded), max_length, images, item[1])
+            else _finish(record, item[0], next(encoded), max_length, images, item[1], env)
             for record, item in zip(records, rendered, strict=True)
         ]
 
@@ -313,9 +282,12 @@ def _finish(
     max_length: int,
     images: RecordImages,
     stored: tuple[StoredImage, ...],
+    env: EnvironmentConfig | None,
 ) -> Prompt | BadLine:
     if isinstance(encoded, str):
         return BadLine(prompt.sample_id, encoded)
+    if len(rendered.text) > most_characters(max_length) and len(encoded) <= max_length:
+        return BadLine(prompt.sample_id, f"the prompt has {len(rendered.text):,} characters, too many to be tokenized")
     if not encoded:
         return BadLine(prompt.sample_id, "the prompt has no token to start from")
     ids, shown = tuple(encoded), None
@@ -325,19 +297,31 @@ def _finish(
             return BadLine(prompt.sample_id, expanded)
         ids, shown = tuple(expanded.input_ids.tolist()), expanded.images
     return Prompt(
-        prompt.sample_id, prompt.text, ids, prompt.record, shown, rendered.notes, prompt.messages, prompt.inputs
+        prompt.sample_id,
+        prompt.text,
+        ids,
+        prompt.record,
+        shown,
+        rendered.notes,
+        prompt.messages,
+        prompt.inputs,
+        read=b"" if env is None else digest_of(what_is_read(prompt, env)),
     )
 
 
 def without_training_prompts(held_out: PromptDataset, training: Iterable[Prompt]) -> PromptDataset:
-    """Drop held-out prompts that equal a training prompt in tokens and images, and count them in the report.
+    """Drop held-out prompts that equal a training prompt, and count them in the report.
+
+    What a response is compared with makes no other prompt: the model has been trained on the same question.
 
     Raises:
         DataError: None is left.
     """
-    shared = {prompt.identity() for prompt in held_out}.intersection(prompt.identity() for prompt in training)
+    wanted = {prompt.identity() for prompt in held_out}
+    shared = {identity: prompt.sample_id for prompt in training if (identity := prompt.identity()) in wanted}
     if not shared:
         return held_out
+    first = next(prompt for prompt in held_out if prompt.identity() in shared)
     kept = [prompt for prompt in held_out if prompt.identity() not in shared]
     if not kept:
         raise DataError(
@@ -350,6 +334,7 @@ def without_training_prompts(held_out: PromptDataset, training: Iterable[Prompt]
         num_tokens=sum(len(prompt.token_ids) for prompt in kept),
         num_images=None if held_out.report.num_images is None else sum(num_images_of(p.images) or 0 for p in kept),
         num_training_prompts=len(held_out) - len(kept),
+        first_training_prompt=f"{first.sample_id}, as {shared[first.identity()]}",
         notes=counted_notes((prompt.sample_id, prompt.notes) for prompt in kept),
     )
     return PromptDataset(kept, report)

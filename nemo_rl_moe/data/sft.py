@@ -60,10 +60,14 @@ def load_sft_dataset(
     return TokenizedDataset(*read_items(open_source(path, split, images.key), kind, on_bad_line, progress))
 
 
-def _size_of(example: TokenizedExample) -> ItemSize | None:
+def _size_of(example: TokenizedExample) -> ItemSize:
     trained = example.num_trained_tokens()
-    if not trained or example.lacks_images:
-        return None
     return ItemSize(
-        example.sample_id, len(example), trained, example.truncated, num_images_of(example.images), example.notes
+        example.sample_id,
+        len(example),
+        trained,
+        example.truncated,
+        num_images_of(example.images),
+        example.notes,
+        is_dropped=not trained or example.lacks_images,
     )

@@ -63,6 +63,7 @@ def parse_template_inputs(record: Mapping[str, Any]) -> TemplateInputs:
         RecordError: One of them cannot be used.
     """
     tools, kwargs = record.get(TOOLS), record.get(TEMPLATE_KWARGS)
+    tools = None if tools == "" else tools  # an empty cell of a table
     if tools is None and kwargs is None:
         return NO_INPUTS
     own = NO_INPUTS if tools is None else _tools(tools)

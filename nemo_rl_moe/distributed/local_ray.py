@@ -100,7 +100,7 @@ def preserved_handlers() -> Iterator[None]:
 
 @contextmanager
 def _blocked_stop_signals() -> Iterator[None]:
-    """Keep SIGINT, SIGTERM and SIGHUP from child processes and threads that are started inside.
+    """Keep requests to stop from child processes and threads that are started inside.
 
     Batch systems signal every process of a job, and terminals every foreground process: Ray's servers would be gone
     before the run has saved.

@@ -27,7 +27,11 @@ import psutil
 from nemo_rl_moe.distributed.node_tools import is_running, remove_folders_of
 from nemo_rl_moe.errors import exit_code_of_signal, report_error
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Requests to stop: batch systems announce the end of a job's time by SIGTERM or by one that the user chooses, often
+SIGUSR1."""
+_LEFT_TO_STARTERS = STOP_SIGNALS[2:]
+"""Those that a program which starts the run may have it ignore, as `nohup` does with SIGHUP."""
 SAME_REQUEST_S = 1.0
 """Signals so many seconds apart are one request: a batch system signals all processes of a run."""
 STUBBORN_S = 10.0
@@ -51,11 +55,11 @@ _pipe_to_watcher: int | None = None
 
 
 class StopSignals:
-    """Context in the main thread that handles SIGINT, SIGTERM and SIGHUP for a whole run.
+    """Context in the main thread that handles `STOP_SIGNALS` for a whole run.
 
     Outside of `graceful` the first signal raises, which stops everything in order. Inside it only sets `reason`, and
-    the loop ends after its step. A second signal ends the process at once. A closed terminal (SIGHUP) counts as
-    SIGTERM, unless `nohup` has it ignored.
+    the loop ends after its step. A second signal ends the process at once. A closed terminal (SIGHUP), SIGUSR1 and
+    SIGUSR2 count as SIGTERM, unless the program that started the run has them ignored, as `nohup` does.
     """
 
     def __init__(self) -> None:
@@ -84,9 +88,8 @@ class StopSignals:
             self._is_graceful = False
 
     def __enter__(self) -> "StopSignals":
-        for number in STOP_SIGNALS:
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                self._former_handlers[number] = signal.signal(number, self._handle)
+        for number in stop_signals():
+            self._former_handlers[number] = signal.signal(number, self._handle)
         # A supervisor starts the run with these held back, so that none comes before the handlers.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         return self
@@ -101,11 +104,10 @@ class StopSignals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        number = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
         if self._requested_at is not None:
             if now - self._requested_at > SAME_REQUEST_S:
                 _write_to_stderr("ended at once: the run was asked to stop a second time")
-                leave(exit_code_of_signal(number))
+                leave(exit_code_of_signal(as_known(number)))
             return
         self._requested_at = now
         if self._is_graceful:
@@ -117,13 +119,25 @@ class StopSignals:
     def _raise(self, number: int) -> NoReturn:
         if number == signal.SIGINT:
             raise KeyboardInterrupt
-        self._exit_code = exit_code_of_signal(number)
+        self._exit_code = exit_code_of_signal(as_known(number))
         raise SystemExit(self._exit_code)
+
+
+def stop_signals() -> set[signal.Signals]:
+    """Return the requests to stop that this process takes: those that its starter has not had it ignore."""
+    ignored = {number for number in _LEFT_TO_STARTERS if signal.getsignal(number) == signal.SIG_IGN}
+    return set(STOP_SIGNALS) - ignored
+
+
+def as_known(number: int) -> signal.Signals:
+    """Return SIGINT or SIGTERM: whoever looks at exit codes knows no other requests to stop."""
+    return signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
 
 
 def _write_to_stderr(message: str) -> None:
     """Write a line from a signal handler, bypassing Python's buffers, which the interrupted code may be using."""
-    os.write(_STDERR, f"\n{message}\n".encode())
+    with suppress(OSError):  # a closed pipe must not end the run in the middle of a step
+        os.write(_STDERR, f"\n{message}\n".encode())
 
 
 def watch_this_process(report_end: Callable[[], None] = lambda: None) -> None:

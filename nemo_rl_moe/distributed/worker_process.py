@@ -152,11 +152,12 @@ def _write_stack_before(timeout_s: float) -> None:  # pragma: no cover  (runs in
 
 
 def outlive_requests_to_stop() -> None:  # pragma: no cover  (runs in another process)
-    """Make this process survive SIGTERM, which batch systems send to every process of a job: the driver ends workers.
+    """Make this process survive the signals that batch systems send to every process of a job: the driver ends workers.
 
-    The signal is handled, not ignored or blocked, which child processes would inherit.
+    SIGTERM is handled, not ignored or blocked, which child processes would inherit.
     """
-    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, lambda number, frame: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 

@@ -4,6 +4,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from nemo_rl_moe.config.schema import GRPOMasterConfig
@@ -13,6 +14,7 @@ from nemo_rl_moe.data.mixture import interleaved
 from nemo_rl_moe.data.prompts import Prompt, PromptDataset, load_prompts, without_training_prompts
 from nemo_rl_moe.data.shared_records import SharedRecords
 from nemo_rl_moe.data.sources import load_limit
+from nemo_rl_moe.data.text_files import KIND_OF_SUFFIX
 from nemo_rl_moe.errors import DataError
 from nemo_rl_moe.launch.setup import images_of_data
 from nemo_rl_moe.launch.tools import data_with_tools
@@ -139,7 +141,8 @@ def read_prompts(
         images = images_of_data(config.data, source.path, tokenizer, image_rule)
         env = config.env.environments[environment] if is_scored else None
         data = data_with_tools(config, environment)
-        prompts = load_prompts(source, data, tokenizer, longest, env, images, environment, shared)
+        key = config.given_response_key
+        prompts = load_prompts(source, data, tokenizer, longest, env, images, environment, shared, key)
         prompts = without_training_prompts(prompts, training)
     console.message(prompts.report.summary())
     return prompts
@@ -153,4 +156,4 @@ def is_same_file(training: PromptSourceConfig, validation: PromptSourceConfig) -
     path = training.path
     if path is None or path != validation.path:
         return False
-    return path.endswith(".jsonl") or training.split == validation.split
+    return Path(path).suffix in KIND_OF_SUFFIX or training.split == validation.split

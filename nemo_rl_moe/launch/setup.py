@@ -3,7 +3,7 @@
 """Setup of a run before its loop: the model checked, Ray and the workers started, the settings in force shown."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -364,9 +364,19 @@ def _short(value: Any) -> Any:
 
 
 def summarise(
-    config: MasterConfig, summary: RunSummary, run_folder: Path, weights: Path | None, scoring: Sequence[str] = ()
+    config: MasterConfig,
+    summary: RunSummary,
+    run_folder: Path,
+    weights: Path | None,
+    scoring: Sequence[str] = (),
+    *,
+    loggers: Collection[str],
 ) -> str:
-    """Return a few lines: what was learned, what was wrong with the rewards, and where to look."""
+    """Return a few lines: what was learned, what was wrong with the rewards, and where to look.
+
+    Args:
+        loggers: Names of the loggers that have taken part to the end.
+    """
     lines = [f"\n{summary.num_steps} steps done."]
     for name in ("loss", "accuracy"):
         if f"val/{name}" in summary.last_validation:
@@ -389,11 +399,11 @@ def summarise(
     samples = run_folder / SAMPLES_FILE_NAME
     if samples.is_file() and samples.stat().st_size:
         lines.append(f"  responses, a line each        {samples}")
-    if config.logger.tensorboard_enabled:
+    if "tensorboard" in loggers:
         lines.append(f"  TensorBoard                   tensorboard --logdir {config.logger.log_dir}")
-    if config.logger.wandb_enabled:
+    if "wandb" in loggers:
         lines.append(f"  Weights & Biases              {run_folder / 'wandb'} (offline runs: wandb sync FOLDER)")
-    if config.logger.mlflow_enabled:
+    if "mlflow" in loggers:
         lines.append(
             f"  MLflow                        mlflow ui --backend-store-uri {mlflow_tracking_uri(config.logger)}"
         )

@@ -18,7 +18,9 @@ from nemo_rl_moe.distributed.run_process import (
     LOGGERS_GRACE_S,
     STOP_SIGNALS,
     adopt_orphans,
+    as_known,
     signal_when_parent_ends,
+    stop_signals,
 )
 from nemo_rl_moe.errors import EXIT_RUN_FAILED, exit_code_of_signal, printable
 
@@ -53,16 +55,14 @@ def supervise(supervision: Supervision) -> int:
         The exit code: the process's own, 1 where it was killed, 128 and the signal's number where it was stopped.
     """
     adopt_orphans()
-    stop_signals = {*STOP_SIGNALS}
-    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup ignores it
-        stop_signals.remove(signal.SIGHUP)
+    awaited = stop_signals()
     # Held back from here on and asked for in turn, so that none is lost between two looks.
-    former_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*stop_signals, signal.SIGCHLD})
+    former_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*awaited, signal.SIGCHLD})
     try:
         with tempfile.TemporaryFile("w+", encoding="utf-8") as stdin:  # has no name, so that nothing of it can stay
             stdin.write(supervision.stdin)
             stdin.flush()
-            return _Supervisor(supervision, stop_signals, stdin).run()
+            return _Supervisor(supervision, awaited, stdin).run()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, former_mask)
 
@@ -84,7 +84,7 @@ class _Supervisor:
             exit_code = self._wait_for(self._start(restarts))
             _wait_until_cleared()
             if self._request is not None and exit_code < 0:
-                return exit_code_of_signal(self._request)
+                return exit_code_of_signal(as_known(self._request))
             if exit_code >= 0 and exit_code != EXIT_RUN_FAILED:
                 return exit_code
             if self._request is not None or restarts >= most:
@@ -97,7 +97,7 @@ class _Supervisor:
             _say(f"restart {restarts} of {most}: the run's main process {how}; it starts again in {wait_s:g} s")
             received = signal.sigtimedwait(self._stop_signals, wait_s)
             if received is not None:
-                return exit_code_of_signal(_passed_on(received.si_signo))
+                return exit_code_of_signal(as_known(received.si_signo))
 
     def _start(self, restart_number: int) -> int:
         supervisor = os.getpid()
@@ -132,8 +132,8 @@ class _Supervisor:
 
 
 def _passed_on(number: int) -> signal.Signals:
-    """Return the signal to pass on: a closed terminal asks for the same as SIGTERM."""
-    return signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
+    """Return the signal to pass on: the run, which has no terminal, gets SIGTERM when that is closed."""
+    return signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number)
 
 
 def _collect(process: int) -> int | None:

@@ -76,6 +76,7 @@ class TrainingRun(ModelRun):
         self._launch, self._stop_signals = launch, stop_signals
         self._folder: Path | None = None
         self._ending: str | None = None
+        self._loggers: FanOutLogger | None = None
 
     def __enter__(self) -> "TrainingRun":
         try:
@@ -213,9 +214,9 @@ class TrainingRun(ModelRun):
         announce_moe(self.console, policy.moe_configuration, policy.moe_configuration_sources)
         self.console.message(f"writing to {self._folder}")
         topk = policy.moe_configuration.get("moe_router_topk")
-        loggers = self.use(build_loggers(config.logger, self._folder, self.console, resume, topk=topk))
-        loggers.log_config(resolved)
-        return self._recorder(loggers, self._folder)
+        self._loggers = self.use(build_loggers(config.logger, self._folder, self.console, resume, topk=topk))
+        self._loggers.log_config(resolved)
+        return self._recorder(self._loggers, self._folder)
 
     @property
     def folder(self) -> Path:
@@ -239,7 +240,9 @@ class TrainingRun(ModelRun):
             self._ending = "\n".join([self._stopped(summary, checkpoint_dir), *scoring])
             return
         weights = self.saved.save_final_weights(folder, summary.num_steps) if saves else None
-        self._ending = summarise(self.config, summary, folder, weights, scoring)
+        self._ending = summarise(
+            self.config, summary, folder, weights, scoring, loggers=self._loggers.active if self._loggers else ()
+        )
 
     def _run_folder(self) -> tuple[Path, LoggerResume | None]:
         log_dir, run_id, resume = self.config.logger.log_dir, self._launch.run_id, self.saved.resume

@@ -5,6 +5,7 @@
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from unittest.mock import patch
 
 from nemo_rl_moe.errors import one_line
@@ -42,3 +43,31 @@ def hub_or_cache_alone() -> Iterator[None]:
 
     with patch.object(constants, "HF_HUB_OFFLINE", constants.HF_HUB_OFFLINE or from_cache_alone()):
         yield
+
+
+def hub_text_files(name: str) -> Path | None:
+    """Return a local copy of a data set on the hub whose files are JSON or CSV; None: it is none of these.
+
+    A hub that cannot be reached leaves the copy of an earlier call, in the hub's own cache.
+    """
+    from datasets import load_dataset_builder
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    if constants.HF_HUB_OFFLINE or from_cache_alone():
+        try:
+            folder = Path(snapshot_download(name, repo_type="dataset", local_files_only=True))
+        except LocalEntryNotFoundError:
+            return None
+        return folder if any(_is_text(path.name) for path in folder.rglob("*")) else None
+    builder = load_dataset_builder(name)
+    if builder.name not in ("json", "csv"):
+        return None
+    urls = [url for of_split in builder.config.data_files.values() for url in of_split]
+    places = [url.partition("@")[2].partition("/") for url in urls]  # hf://datasets/name@revision/path
+    wanted = ["README.md", *(path for _, _, path in places)]
+    return Path(snapshot_download(name, repo_type="dataset", revision=places[0][0], allow_patterns=wanted))
+
+
+def _is_text(name: str) -> bool:
+    return any(f".{part}" in name for part in ("json", "csv"))

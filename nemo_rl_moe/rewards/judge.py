@@ -17,6 +17,7 @@ from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
+from nemo_rl_moe.config.schema_base import expanded
 from nemo_rl_moe.errors import ConfigurationError, one_line
 from nemo_rl_moe.masking import MASK
 from nemo_rl_moe.rewards.interface import Score, ScoringItem
@@ -203,12 +204,13 @@ class _NoRedirect(HTTPRedirectHandler):
 
 def _folder_for_replies(name: str) -> Path:
     try:
-        Path(name).mkdir(parents=True, exist_ok=True)
-    except (OSError, TypeError) as error:
+        folder = Path(expanded(name))
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, TypeError, ValueError) as error:
         raise ConfigurationError(
             f"{KEY}.cache_folder: got {name!r}, which cannot be made ({one_line(error)}); expected a folder, or null"
         ) from error
-    return Path(name)
+    return folder
 
 
 def _beginning(error: HTTPError) -> str:

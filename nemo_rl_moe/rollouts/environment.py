@@ -13,6 +13,7 @@ import numpy as np
 from nemo_rl_moe.config.user_code import described
 from nemo_rl_moe.data.continuation import Continuation
 from nemo_rl_moe.data.control_tokens import too_many_tokens
+from nemo_rl_moe.data.encoding import most_characters, num_characters
 from nemo_rl_moe.data.messages import Message
 from nemo_rl_moe.data.prompts import Prompt
 from nemo_rl_moe.data.turn_glue import NoExtension
@@ -266,8 +267,12 @@ class Session:
 
     def append_text(self, text: str) -> None:
         """Add text of the environment; it is not trained on."""
-        too_many = too_many_tokens(text, self.max_tokens, self.encode)
-        self._append(self.encode(text) if too_many is None else too_many, text)
+        self._require_no_response_pending("tokens were")
+        if self._may_fit(text):
+            too_many = too_many_tokens(text, self.max_tokens, self.encode)
+            self._append(self.encode(text) if too_many is None else too_many, text)
+        else:
+            self._transcript.add_given(text[: most_characters(self.max_tokens)], None)
 
     def _append(self, token_ids: Sequence[int], text: str | None) -> None:
         self._require_no_response_pending("tokens were")
@@ -301,6 +306,9 @@ class Session:
     def append_messages(self, messages: Sequence[Mapping[str, object]]) -> None:
         """Add messages behind a response, such as the results of several tools; see `append_message`."""
         self._require_no_response_pending("a message was")
+        if not self._may_fit(messages):
+            self._transcript.add_unread(messages)
+            return
         try:
             answer = self._conversation.answer(messages)
         except NoExtension:
@@ -330,6 +338,15 @@ class Session:
     def _require_no_response_pending(self, what: str) -> None:
         if self._asked_for == _RESPONSE:
             raise RuntimeError(f"{what} added while {_RESPONSE} was still waited for; {_ONE_AT_A_TIME}")
+
+    def _may_fit(self, value: object) -> bool:
+        """Return False for texts that are far too long to be tokenized; the trajectory is full from then on."""
+        if (number := num_characters(value)) > most_characters(self.max_tokens) and not self._overlong:
+            self._overlong = (
+                f"{number:,} characters of the environment do not fit into a sequence of at most {self.max_tokens:,}"
+                " tokens (policy.max_total_sequence_length)"
+            )
+        return not self._overlong
 
     def _fit(self, size: int, size_before: int) -> bool:
         """Return whether so many tokens of the environment fit; where not, the trajectory is full from then on."""

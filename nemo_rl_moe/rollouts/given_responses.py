@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from nemo_rl_moe.config.schema_grpo import GRPOConfig
+from nemo_rl_moe.data.encoding import most_characters
 from nemo_rl_moe.data.prompts import Prompt, prompt_inputs
 from nemo_rl_moe.distributed.batch import ModelInput
 from nemo_rl_moe.errors import DataError, counted
@@ -57,7 +58,7 @@ class GivenResponses(SynchronousSource):
 
     def _trajectory(self, prompt: Prompt, inputs: Mapping[str, ModelInput]) -> Trajectory:
         text = prompt.record[self._response_key]
-        whole = [*prompt.token_ids, *self._worker.encode(text), *self._end]
+        whole = [*prompt.token_ids, *self._worker.encode(text[: most_characters(self._worker.max_tokens)]), *self._end]
         token_ids = np.array(whole[: self._worker.max_tokens], dtype=np.int64)
         sequence = TokenSequence(
             token_ids=token_ids,

@@ -63,7 +63,7 @@ def load_tools(references: Sequence[str], settings: Mapping[str, Mapping[str, ob
     """
     tools: dict[str, Tool] = {}
     for reference in references:
-        function = _imported(reference)
+        function = _imported(reference, settings)
         name = _name(reference, function)
         if name in tools:
             raise ConfigurationError(f"{TOOLS_KEY}: got {reference!r}, expected one tool of the name {name}")
@@ -91,7 +91,7 @@ def with_servers(tools: Tools, found: Sequence[tuple[McpTool, Callable[..., obje
     return all_tools
 
 
-def _imported(reference: str) -> Callable[..., object]:
+def _imported(reference: str, settings: Mapping[str, Mapping[str, object]]) -> Callable[..., object]:
     """Import a function, or find a ready one."""
     if is_custom(reference):
         found = import_attribute(TOOLS_KEY, reference)
@@ -106,7 +106,7 @@ def _imported(reference: str) -> Callable[..., object]:
         expected = f"package.module:function, or one of {', '.join(READY_TOOLS)}"
         raise ConfigurationError(f"{TOOLS_KEY}: got {reference!r}, expected {expected}{hint}")
     ready = READY_TOOLS[reference]
-    if problem := ready.problem():
+    if problem := ready.problem(settings.get(reference, {})):
         raise ConfigurationError(f"{TOOLS_KEY}: got {reference!r}, which cannot run on this machine: {problem}")
     return ready.function
 
@@ -145,7 +145,7 @@ def _tool(reference: str, name: str, function: Callable[..., object], settings: 
             )
             for parameter in shown
         ],
-        _checked_settings(name, hidden, hints, settings),
+        _checked_settings(name, hidden, get_type_hints(function, include_extras=True), settings),
     )
 
 

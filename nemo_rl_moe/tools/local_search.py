@@ -15,9 +15,10 @@ from contextlib import closing
 from functools import cache
 from pathlib import Path
 
+from nemo_rl_moe.config.schema_base import PathText
 from nemo_rl_moe.data.record_values import RecordError
 from nemo_rl_moe.data.records import BadLine
-from nemo_rl_moe.data.sources import read_jsonl
+from nemo_rl_moe.data.text_files import read_jsonl
 from nemo_rl_moe.errors import EXIT_BAD_INPUT, DataError, UserError
 
 MOST_WORDS = 50
@@ -27,7 +28,7 @@ PASSAGE_CHARACTERS = 600
 _TABLE = "passages"
 
 
-def search(query: str, num_results: int = 3, *, corpus: str) -> str:
+def search(query: str, num_results: int = 3, *, corpus: PathText) -> str:
     """Search the corpus and return the best passages.
 
     Args:

@@ -1,20 +1,24 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A tool that runs Python code in a process of its own: no network, and limits of time, memory and output.
+"""A tool that runs Python code in a process of its own: without network, with limits, and with one empty folder to
+write to.
 
-The code runs as the user of the run, in an empty folder: it can read what this user can read. On machines with
-secrets, use a container around the run.
+The code can read what the user of the run can read. On machines with secrets, use a container around the run.
 """
 
+import functools
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from threading import Thread
-from typing import IO
+from typing import IO, Annotated
+
+from pydantic import Field
 
 from nemo_rl_moe.tools import confined_process
 
@@ -24,19 +28,30 @@ _OUTPUT_GRACE_S = 5.0
 _START_S = 60.0
 
 
-def python(code: str, *, timeout_s: float = 5.0, memory_mb: int = 512) -> str:
+Timeout = Annotated[float, Field(gt=0, le=86_400)]
+Megabytes = Annotated[int, Field(ge=64, le=1_000_000)]
+ALLOW_UNCONFINED = "allow_unconfined"
+
+
+def python(code: str, *, timeout_s: Timeout = 5.0, memory_mb: Megabytes = 512, allow_unconfined: bool = False) -> str:
     """Run a Python program and return what it prints, errors included. Nothing is kept between two calls.
 
     Args:
         code: The program. Print what you want to see.
         timeout_s: Seconds after which it is ended.
-        memory_mb: Most megabytes of memory.
+        memory_mb: Most megabytes of memory of each of its processes.
+        allow_unconfined: Run programs also where they cannot be confined: then they may write what the user of the run
+            may write, and reach the network.
     """
+    is_confined = not (allow_unconfined and problem_with_isolation({}))
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder) / "program.py"
         program.write_text(code, "utf-8", "replace")
         process = subprocess.Popen(
-            [sys.executable, "-I", confined_process.__file__, str(int(timeout_s) + 1), str(memory_mb), str(program)],
+            [
+                *(sys.executable, "-I", confined_process.__file__, str(int(timeout_s) + 1), str(memory_mb)),
+                *(str(program), "" if is_confined else confined_process.UNCONFINED),
+            ],
             cwd=folder,
             env={
                 "PATH": os.defpath,
@@ -44,6 +59,9 @@ def python(code: str, *, timeout_s: float = 5.0, memory_mb: int = 512) -> str:
                 "TMPDIR": folder,
                 "PYTHONIOENCODING": "utf-8",
                 "LC_ALL": "C.UTF-8",
+                # Libraries start a thread for each core of the machine, beyond the limits.
+                "OMP_NUM_THREADS": "1",
+                "OPENBLAS_NUM_THREADS": "1",
             },
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -64,10 +82,17 @@ def python(code: str, *, timeout_s: float = 5.0, memory_mb: int = 512) -> str:
     return _answer(text, exit_code, timeout_s)
 
 
-def problem_with_isolation() -> str:
-    """Return why programs cannot be confined on this machine; empty where they can."""
+def problem_with_isolation(settings: Mapping[str, object]) -> str:
+    """Return why programs cannot be confined on this machine; empty: they can, or settings allow that they are not."""
+    return "" if settings.get(ALLOW_UNCONFINED) is True else _problem_with_isolation()
+
+
+@functools.cache
+def _problem_with_isolation() -> str:
     answer = python("print('confined')", timeout_s=_START_S)
-    return "" if answer == "confined\n" else answer.splitlines()[-2:][0]
+    if answer == "confined\n":
+        return ""
+    return f"{answer.splitlines()[-2:][0]}; env.tool_parameters.python.{ALLOW_UNCONFINED}: true runs them all the same"
 
 
 class _Output:

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tools that come with the package, by the names that a configuration gives them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from nemo_rl_moe.tools.calculator import calculator
@@ -15,11 +15,12 @@ class ReadyTool:
     """A tool of the package.
 
     Attributes:
-        problem: Returns why it cannot run on this machine; empty: it can.
+        problem: Takes the values of its keyword-only parameters, and returns why it cannot run on this machine; empty:
+            it can.
     """
 
     function: Callable[..., object]
-    problem: Callable[[], str] = lambda: ""
+    problem: Callable[[Mapping[str, object]], str] = lambda _: ""
 
 
 READY_TOOLS = {

@@ -134,7 +134,7 @@ def test_the_terminal_is_closed(training_run: run_kills.Run) -> None:
     os.killpg(training_run.process.pid, signal.SIGHUP)
     assert training_run.wait_for_end(END_LIMIT_S) == 0, training_run.errors
     training_run.wait_until_nothing_runs(0.0)
-    assert training_run.errors.strip().startswith("SIGTERM: the run stops after this step"), training_run.errors
+    assert training_run.errors.strip().startswith("SIGHUP: the run stops after this step"), training_run.errors
 
 
 @pytest.mark.slow

@@ -99,8 +99,9 @@ def test_marks_in_a_terminal_without_colours(monkeypatch: pytest.MonkeyPatch, no
 def test_conversations(shown: Callable[..., str]) -> None:
     report, longest, legend, *samples = shown("--show", "2", "data.on_bad_line=skip").splitlines()
     assert report.startswith(
-        "train.jsonl: 2 examples, 79 tokens (70 to train on), 1 truncated at the maximum length, "
-        "1 left out: no response before truncation, "
+        "train.jsonl: 2 examples, 79 tokens (70 to train on), 1 truncated at the maximum length "
+        "(the first: train.jsonl:2), "
+        "1 left out: no response before truncation (the first: train.jsonl:4), "
         "1 bad line left out, the first: train.jsonl:3: the tokenizer cannot encode the text: "
     )
     assert (longest, legend) == ("longest: 64 tokens, of at most 64", "tokens: context [[trained on]] {{truncated}}")
@@ -131,7 +132,7 @@ def test_prompts_with_what_the_template_adds(tmp_path: Path, shown: Callable[...
     overrides = ["env.name=math", "env.reasoning_gym=null", "data.answer_key=completion"]
     overrides += ["data.validation.path=other.jsonl", "policy.tokenizer.chat_template=template.jinja", "--show=1"]
     assert shown(*overrides, config="grpo_tiny_moe.yaml").splitlines() == [
-        "train.jsonl: 3 prompts, 17 tokens, 1 left out: longer than a prompt may be",
+        "train.jsonl: 3 prompts, 17 tokens, 1 left out: longer than a prompt may be (the first: train.jsonl:4)",
         "longest: 7 tokens, of at most 33",
         "tokens: context [[trained on]] {{truncated}}",
         "",

@@ -5,6 +5,7 @@
 from dataclasses import dataclass
 
 from nemo_rl_moe.data.continuation import Continuation, Extension, SampledTurn
+from nemo_rl_moe.data.encoding import most_characters, num_characters
 from nemo_rl_moe.data.messages import Message
 from nemo_rl_moe.data.template_inputs import TemplateInputs, ToolDefinition
 from nemo_rl_moe.data.turn_glue import NoExtension
@@ -74,6 +75,12 @@ class Branches:
             NoExtension: No tokens are known that show the messages.
             RecordError: The chat template does not show the messages.
         """
+        number, limit = num_characters((request.messages, request.tools)), self._session.max_tokens
+        if number > most_characters(limit):
+            raise TooLong(
+                f"messages and tools have {number:,} characters, which leaves no room for a response below {limit:,}"
+                " tokens (policy.max_total_sequence_length)"
+            )
         earlier = self._earlier(request)
         if earlier is not None:
             try:

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, TextIO
+from typing import Any, Literal, TextIO, cast
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -21,6 +21,7 @@ from rich.text import Text
 from nemo_rl_moe.errors import printable
 from nemo_rl_moe.runs.folder.metrics import RunOutcome
 from nemo_rl_moe.runs.folder.sample_text import Line
+from nemo_rl_moe.runs.loggers.console_stream import LastingStream
 
 # Key, the label it gets, and how its value is written. Only keys that a step carries appear.
 _TRAIN_FIELDS = (
@@ -118,7 +119,8 @@ class ConsoleLogger:
         clock: Callable[[], float] = time.monotonic,
     ):
         forced = {"auto": None, "always": True, "never": None}[live]
-        self._console = Console(file=stream, force_terminal=forced, highlight=False, markup=False, emoji=False)
+        lasting = cast(TextIO, LastingStream(stream))
+        self._console = Console(file=lasting, force_terminal=forced, highlight=False, markup=False, emoji=False)
         in_terminal = self._console.is_terminal and not self._console.is_dumb_terminal
         self._is_live = live == "always" or (live == "auto" and in_terminal)
         self._total_steps = total_steps
@@ -245,7 +247,7 @@ def quiet(*logger_names: str, least: int = logging.ERROR) -> Iterator[None]:
 class Notices:
     """Messages and warnings for the user, from any thread: rich's console takes the lines of all.
 
-    Survives a console that fails, such as a closed pipe behind standard output: standard error is used then.
+    If showing one fails, standard error is used.
     """
 
     def __init__(self, message: Callable[[str], None], warn: Callable[[str], None]):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from nemo_rl_moe.errors import UserError
 from nemo_rl_moe.runs.folder.metrics import RunOutcome, StepRecord
 from nemo_rl_moe.runs.folder.sample_text import ShownSample
 from nemo_rl_moe.runs.loggers.console import Notices, reason_of
@@ -23,12 +24,14 @@ class Patience:
     """Limits on waiting for a backend.
 
     Attributes:
+        reopening_s: Seconds between attempts to open a backend; after the last it is left out.
         opening_s: Seconds that the start waits for a backend to open; it may still open later.
         silence_s: Seconds without an answer after which the user is warned.
         closing_s: Seconds that the end waits for all backends together, where a backend itself does not ask for more.
     """
 
     opening_s: float = 60.0
+    reopening_s: tuple[float, ...] = (1.0, 3.0)
     silence_s: float = 30.0
     closing_s: float = 10.0
     most_waiting: int = 1000
@@ -210,7 +213,7 @@ class IsolatedLogger:
         """Open the backend, send the steps that it lacks, then the queue, and close it: the thread's body."""
         doing = "could not start"
         try:
-            backend = self._open_backend()
+            backend = self._open()
             self._backend = backend
             self.run_id = backend.run_id or self.run_id
             if backend.announcement:
@@ -232,6 +235,18 @@ class IsolatedLogger:
             self._leave_out(doing, error)
         finally:
             self._is_open.set()
+
+    def _open(self) -> Backend:
+        """Open the backend, again after a failure: other runs may be at the same store, and services restart."""
+        for wait_s in self._patience.reopening_s:
+            try:
+                return self._open_backend()
+            except (ImportError, UserError):
+                raise  # remains as it is
+            except Exception:
+                with self._changed:
+                    self._changed.wait_for(lambda: not self.is_active, wait_s)
+        return self._open_backend()
 
     def _num_waiting(self, kind: str) -> int:
         return sum(job.kind == kind for job in self._waiting)

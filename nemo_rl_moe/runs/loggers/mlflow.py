@@ -2,10 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """MLflow tracking, by default in a local SQLite store beside the log folder."""
 
+import fcntl
 import logging
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -45,7 +47,7 @@ class MlflowLogger:
 
         self._metric_type, self._param_type = Metric, Param
         # Notes on the tables of a new database, for example.
-        with quiet("mlflow", "alembic", least=logging.WARNING):
+        with quiet("mlflow", "alembic", least=logging.WARNING), _alone_with(tracking_uri):
             self._client = MlflowClient(tracking_uri)
             experiment_id = self._experiment_id(experiment_name, _local_artifact_folder(tracking_uri))
         self._last_steps: dict[str, int] = {}
@@ -124,6 +126,19 @@ class MlflowLogger:
                 if experiment is None:
                     raise
         return str(experiment.experiment_id)
+
+
+@contextmanager
+def _alone_with(tracking_uri: str) -> Iterator[None]:
+    """Keep other runs out of a local store inside: two that make the tables of a new one fail on each other's."""
+    if not tracking_uri.startswith(_SQLITE_PREFIX):
+        yield
+        return
+    store = Path(tracking_uri.removeprefix(_SQLITE_PREFIX))
+    with store.with_name(f"{store.name}.lock").open("a") as file:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def local_store_uri(folder: Path) -> str:

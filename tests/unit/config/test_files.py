@@ -116,7 +116,6 @@ def test_unreadable_files(tmp_path: Path, problems_of: Problems) -> None:
     binary = tmp_path / "binary.yaml"
     binary.write_bytes(b"a: \xff\xfe")
     assert problem_of(binary) == f"{binary}: cannot be read: not UTF-8 text"
-    assert problems_of(config=tmp_path)[0].startswith(f"{tmp_path}: no such file")
 
 
 def test_empty_file_lacks_every_section(tmp_path: Path, problems_of: Problems) -> None:
@@ -168,5 +167,19 @@ def test_interpolations_in_a_circle_and_to_nowhere() -> None:
 
 def test_question_marks_mean_still_to_be_given(tmp_path: Path, problems_of: Problems) -> None:
     path = write(tmp_path, "m.yaml", "defaults: sft_tiny_moe.yaml\nlogger: {log_dir: '???'}")
-    assert problems_of(config=path) == ["logger.log_dir: missing; expected text that is not empty"]
+    assert problems_of(config=path) == [
+        "logger.log_dir: missing; expected a path (~ is the home folder; only a shell knows $NAME)"
+    ]
     assert load_config(path, ["logger.log_dir=x"], check_paths=False).logger.log_dir == "x"
+
+
+def test_a_folder_is_no_configuration(tmp_path: Path, problems_of: Problems) -> None:
+    assert problems_of(config=tmp_path) == [f"{tmp_path}: is a folder, expected a YAML file"]
+
+
+def test_a_key_with_dots_in_a_file_is_to_be_nested(tmp_path: Path, problems_of: Problems) -> None:
+    path = write(tmp_path, "m.yaml", "defaults: sft_tiny_moe.yaml\npolicy.tokenizer.name: x\npolicy.tokeniser: y\n")
+    assert problems_of(config=path) == [
+        "policy.tokenizer.name: a file has no keys with dots; write policy: {tokenizer: {name: ...}}",
+        "policy.tokeniser: unknown key; did you mean policy.tokenizer?",
+    ]

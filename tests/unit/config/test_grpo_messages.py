@@ -190,17 +190,14 @@ def test_parameters_of_a_task_are_free() -> None:
     assert dump_resolved(config)["env"]["reasoning_gym"]["parameters"] == expected
 
 
-def test_a_parameter_of_a_task_needs_its_plus_sign_unless_the_file_has_it(
-    grpo_problems_of: Problems, tmp_path: Path
-) -> None:
-    key = "env.reasoning_gym.parameters.min_terms"
-    (problem,) = grpo_problems_of(f"{key}=2")
-    assert problem.startswith(f"{key}: unknown key")
+def test_a_parameter_of_a_task_is_set_whether_the_file_has_it_or_not(tmp_path: Path) -> None:
     own = tmp_path / "own.yaml"
     own.write_text("defaults: grpo_tiny_moe.yaml\nenv: {reasoning_gym: {parameters: {min_terms: 4}}}\n")
-    config = load_grpo_config(own, [f"{key}=2"], check_paths=False)
+    config = load_grpo_config(
+        own, [f"env.reasoning_gym.parameters.{name}=2" for name in ("min_terms", "max_terms")], check_paths=False
+    )
     assert config.env.reasoning_gym is not None
-    assert config.env.reasoning_gym.parameters == {"min_terms": 2}
+    assert config.env.reasoning_gym.parameters == {"min_terms": 2, "max_terms": 2}
 
 
 def test_a_null_section_can_be_filled_key_by_key(grpo_problems_of: Problems) -> None:

@@ -178,3 +178,12 @@ def test_sampling_from_a_part_of_the_vocabulary_is_reported(overrides: tuple[str
     assert "by 1 / train/sampling_kept_mass, which no ratio, mismatch metric or importance weight sees" in line
     assert lines("grpo", "policy.generation.top_k=20", "loss_fn.sampling_mask=replay") == []
     assert lines("grpo") == lines("sft") == []
+
+
+def test_a_metric_that_is_nearly_a_known_one_is_reported() -> None:
+    (line,) = lines("sft", "checkpointing.metric_name=val:acuracy")
+    assert line == (
+        "checkpointing.metric_name: val:acuracy, which only code of your own can measure; without it checkpoints are"
+        " not ranked; did you mean val:accuracy?"
+    )
+    assert lines("sft", "checkpointing.metric_name=val:bleu") == []

@@ -1,23 +1,28 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
+from functools import partial
+from typing import Any
+
 import pytest
 
 from nemo_rl_moe.config import overrides
 from nemo_rl_moe.config.files import exemplar_names, find_config, read_with_defaults
 from nemo_rl_moe.config.loading import load_config
 from nemo_rl_moe.config.overrides import apply_overrides, resolve
+from nemo_rl_moe.config.schema import GRPOMasterConfig
+from nemo_rl_moe.config.validation import keys_around
 
 
 def test_set_add_and_remove_in_order_without_touching_the_input() -> None:
     config = {"a": {"b": 1, "c": 2}, "d": None}
-    changed, problems = apply_overrides(config, ["a.b=5", "+a.e.f=[1, 2e-1]", "~a.c", "d=x=y", "a.b=6"], [])
+    changed, problems = apply_overrides(config, ["a.b=5", "+a.e.f=[1, 2e-1]", "~a.c", "d=x=y", "a.b=6"], lambda _: [])
     assert problems == []
     assert changed == {"a": {"b": 6, "e": {"f": [1, 0.2]}}, "d": "x=y"}
     assert config == {"a": {"b": 1, "c": 2}, "d": None}
 
 
 def test_key_must_exist_in_the_file_or_the_schema() -> None:
-    changed, problems = apply_overrides({"a": {"bcd": 1}}, ["a.bce=5", "a.new=1", "a.zzz=1"], ["a.new"])
+    changed, problems = apply_overrides({"a": {"bcd": 1}}, ["a.bce=5", "a.new=1", "a.zzz=1"], lambda _: ["a.new"])
     assert changed == {"a": {"bcd": 1, "new": 1}}
     assert problems == [
         "a.bce: unknown key; did you mean a.bcd?",
@@ -25,8 +30,8 @@ def test_key_must_exist_in_the_file_or_the_schema() -> None:
     ]
 
 
-def test_empty_value_is_null_and_a_section_can_be_replaced() -> None:
-    overrides = ["sft.max_num_steps=", "data.validation={path: held_out, split: test}"]
+def test_a_value_can_be_null_and_a_section_can_be_replaced() -> None:
+    overrides = ["sft.max_num_steps=null", "data.validation={path: held_out, split: test}"]
     config = load_config("sft_tiny_moe.yaml", overrides, check_paths=False)
     assert config.sft.max_num_steps is None
     assert config.data.validation is not None
@@ -44,7 +49,7 @@ def test_override_acts_before_interpolation() -> None:
 
 
 def test_an_algorithm_is_named_in_the_file() -> None:
-    _, problems = apply_overrides({"grpo": {"seed": 1}}, ["algorithm=my_module:ALGORITHM"], ["grpo.seed"])
+    _, problems = apply_overrides({"grpo": {"seed": 1}}, ["algorithm=my_module:ALGORITHM"], lambda _: ["grpo.seed"])
     assert problems == ["algorithm: is read from the file alone, which `nemo-rl-moe run --config FILE` starts"]
 
 
@@ -65,3 +70,64 @@ def test_plain_references_resolve_as_omegaconf_resolves_them(name: str, monkeypa
 def test_other_references_are_left_to_omegaconf(text: str) -> None:
     values = {"policy": {"precision": "float32", "text": text}, "alias": "${policy.precision}"}
     assert overrides._plainly_resolved(values) is None
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "value"),
+    [
+        (
+            "cluster.roles.generation.cpu_workers_per_node=1",
+            ("cluster", "roles", "generation"),
+            {"cpu_workers_per_node": 1},
+        ),
+        (
+            "policy.megatron_cfg.env_vars.NCCL_DEBUG=INFO",
+            ("policy", "megatron_cfg", "env_vars"),
+            {"NCCL_DEBUG": "INFO"},
+        ),
+        ("env.tool_parameters.python.timeout_s=3", ("env", "tool_parameters"), {"python": {"timeout_s": 3}}),
+        ("env.parameters.a.b.c=3", ("env", "parameters"), {"a": {"b": {"c": 3}}}),
+        ("env.reward_weights.format=0.5", ("env", "reward_weights"), {"format": 0.5}),
+        ("env.mcp_servers.files.command=ls", ("env", "mcp_servers"), {"files": {"command": "ls"}}),
+        ("data.environments.a.train.path=x", ("data", "environments"), {"a": {"train": {"path": "x"}}}),
+    ],
+)
+def test_keys_below_a_mapping_need_no_plus(override: str, path: tuple[str, ...], value: Any) -> None:
+    changed, problems = apply_overrides({}, [override], partial(keys_around, GRPOMasterConfig))
+    assert problems == []
+    for part in path:
+        changed = changed[part]
+    assert changed == value
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        (
+            "cluster.roles.generation.cpu_worker_per_node=1",
+            "cluster.roles.generation.cpu_worker_per_node: unknown key; did you mean"
+            " cluster.roles.generation.cpu_workers_per_node?",
+        ),
+        ("policy.megatron_cfg.env_vars.A.B=1", "policy.megatron_cfg.env_vars.A.B: unknown key"),
+        ("policy.megatron_cfg.env_var.A=1", "policy.megatron_cfg.env_var.A: unknown key"),
+        ("logger.log_dir.x=1", "logger.log_dir.x: unknown key"),
+    ],
+)
+def test_keys_that_a_mapping_has_not_are_unknown(override: str, problem: str) -> None:
+    _, problems = apply_overrides({}, [override], partial(keys_around, GRPOMasterConfig))
+    assert len(problems) == 1
+    assert problems[0].startswith(problem)
+
+
+@pytest.mark.parametrize("value", ["", "  "])
+def test_a_value_that_is_not_there_is_no_null(value: str) -> None:
+    _, problems = apply_overrides({"grpo": {"max_num_steps": 3}}, [f"grpo.max_num_steps={value}"], lambda _: [])
+    assert problems == [
+        "grpo.max_num_steps: got nothing behind the =, as of a variable that is not set; null is written out"
+    ]
+
+
+def test_bytes_that_are_no_text_are_named() -> None:
+    _, problems = apply_overrides({"a": 1}, ["a=x\udcff"], lambda _: [])
+    assert len(problems) == 1
+    assert problems[0].endswith("is not valid YAML: it holds bytes that are not UTF-8")

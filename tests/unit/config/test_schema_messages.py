@@ -33,7 +33,7 @@ M = "policy.megatron_cfg"
         ),
         (
             "policy.tokenizer.name=''",
-            "policy.tokenizer.name: got '' (str), expected text that is not empty",
+            "policy.tokenizer.name: got '' (str), expected a path (~ is the home folder; only a shell knows $NAME)",
         ),
         ("logger.wandb.project=2024", "logger.wandb.project: got 2024 (int), expected text that is not empty"),
         (

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `datasets` loads without a network: files, folders and saved datasets."""
 
-import json
-
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -35,9 +33,6 @@ def save(tmp_path, kind):
         return str(folder / "rows.parquet")
     if kind == "parquet folder":
         table.to_parquet(folder / "train.parquet")
-    elif kind == "json file":
-        (folder / "rows.json").write_text(json.dumps(ROWS))
-        return str(folder / "rows.json")
     elif kind == "saved splits":
         DatasetDict({"train": table}).save_to_disk(folder)
     else:
@@ -45,7 +40,7 @@ def save(tmp_path, kind):
     return str(folder)
 
 
-@pytest.mark.parametrize("kind", ["parquet file", "parquet folder", "json file", "saved splits", "saved table"])
+@pytest.mark.parametrize("kind", ["parquet file", "parquet folder", "saved splits", "saved table"])
 def test_rows_are_read_and_named(tmp_path, kind):
     path = save(tmp_path, kind)
     source = open_source(path, "train")
@@ -79,7 +74,7 @@ def test_a_file_of_another_kind(tmp_path):
     with pytest.raises(DataError) as error:
         open_source(str(tmp_path / "a.txt"), "train")
     assert error.value.problems == [
-        f"{tmp_path}/a.txt: a file that ends in .txt, expected one of .jsonl, .parquet, .json, .csv, .arrow"
+        f"{tmp_path}/a.txt: a file that ends in .txt, expected one of .jsonl, .json, .csv, .parquet, .arrow"
     ]
 
 
@@ -90,15 +85,6 @@ def test_what_datasets_cannot_load_is_one_line(tmp_path):
     (problem,) = error.value.problems
     assert problem.startswith(f"{tmp_path}/a.parquet: datasets cannot load it: ")
     assert "\n" not in problem
-
-
-def test_a_table_that_cannot_be_read_to_its_end_says_why(tmp_path):
-    path = tmp_path / "a.csv"
-    path.write_text("prompt,completion\n1,2\n1,2,3,4\n")
-    with pytest.raises(DataError) as error:
-        open_source(str(path), "train")
-    (problem,) = error.value.problems
-    assert problem.startswith(f"{path}: datasets cannot load it: ParserError: Error tokenizing data")
 
 
 @pytest.mark.parametrize(

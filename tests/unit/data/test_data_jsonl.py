@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl_moe.data.records import BadLine, Example, parse_record
-from nemo_rl_moe.data.sources import count_lines, read_jsonl
+from nemo_rl_moe.data.text_files import count_lines, read_jsonl
 from nemo_rl_moe.errors import DataError
 
 GOOD = b'{"prompt": "a", "completion": "b"}'

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from nemo_rl_moe.data import encoding
-from nemo_rl_moe.data.encoding import encode_each
+from nemo_rl_moe.data.encoding import encode_each, most_characters, num_characters
 
 
 class Calls:
@@ -43,3 +43,11 @@ def test_nothing_is_no_call() -> None:
     calls = Calls()
     assert encode_each(calls, [], len) == []
     assert calls.texts == []
+
+
+def test_the_characters_of_a_value_are_those_of_all_its_texts() -> None:
+    deep: list[object] = ["ab"]
+    for _ in range(100_000):
+        deep = [deep]
+    assert num_characters([{"role": "user", "content": "four"}, ("x", 5, None), deep]) == 4 + 4 + 7 + 4 + 1 + 2
+    assert most_characters(80) == 64 * 81

@@ -93,8 +93,9 @@ def test_report_counts_by_hand(write_jsonl, demo_tokenizer):
     assert (report.num_tokens, report.num_trained_tokens) == (6 + 6 + 6 + 7, 2 + 2 + 2 + 3)
     assert report.bad_lines[2].startswith(f"{path}:7 (rejected): the tokenizer cannot encode the text")
     assert report.summary() == (
-        f"{path}: 2 pairs, 25 tokens (9 of responses), 1 truncated at the maximum length, 2 left out: no two different"
-        f" responses before truncation, 3 bad lines left out, the first: {report.bad_lines[0]}"
+        f"{path}: 2 pairs, 25 tokens (9 of responses), 1 truncated at the maximum length (the first: {path}:2),"
+        f" 2 left out: no two different responses before truncation (the first: {path}:3),"
+        f" 3 bad lines left out, the first: {report.bad_lines[0]}"
     )
 
 

@@ -2,6 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts: read or sampled, tokenized as in supervised fine-tuning, and their order."""
 
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,6 +53,8 @@ def load(tokenizer: Any, path: str | None, env: str = "math", longest: int = 64,
         "parameters": SUMS,
     } | changes
     source = PromptSourceConfig(path=path, **{key: settings.pop(key) for key in ("split", "num_items", "seed")})
+    driver = {key: settings.pop(key) for key in ("rollout", "agent", "agent_command") if key in settings}
+    response_key = settings.pop("response_key", None)
     task = {"task": "basic_arithmetic", "parameters": settings.pop("parameters"), "partial_credit": False}
     environment = EnvironmentConfig.model_validate(
         {
@@ -84,10 +89,11 @@ def load(tokenizer: Any, path: str | None, env: str = "math", longest: int = 64,
             "parameters": {},
             "rollout": None,
         }
+        | driver
     )
     images = settings.pop("images", None)
     data = PromptDataConfig(train=source, validation=None, **settings)
-    return load_prompts(source, data, tokenizer, longest, environment, images)
+    return load_prompts(source, data, tokenizer, longest, environment, images, response_key=response_key)
 
 
 def problems(*args: Any, **kwargs: Any) -> list[str]:
@@ -187,7 +193,9 @@ def test_long_prompts_are_left_out_and_counted(write_jsonl, demo_tokenizer):
     path = write_jsonl(*({"prompt": "1" * length, "answer": "1"} for length in (3, 4, 5, 6)))
     prompts = load(demo_tokenizer, path, longest=4)
     assert [len(prompt.token_ids) for prompt in prompts] == [3, 4]
-    assert prompts.report.summary() == f"{path}: 2 prompts, 7 tokens, 2 left out: longer than a prompt may be"
+    assert prompts.report.summary() == (
+        f"{path}: 2 prompts, 7 tokens, 2 left out: longer than a prompt may be (the first: {path}:3)"
+    )
     assert problems(demo_tokenizer, path, longest=2) == [
         f"{path}: no prompt is left to use",
         f"{path}: 4 prompts longer than 2 tokens, which is policy.max_total_sequence_length less "
@@ -321,7 +329,9 @@ def test_repeated_prompts_are_taken_once(demo_tokenizer: Any, write_jsonl: Any) 
         (f"{path}:3", "4"),
         (f"{path}:5", "3"),
     ]
-    assert prompts.report.summary() == f"{path}: 3 prompts, 12 tokens, 2 repeated prompts left out"
+    assert prompts.report.summary() == (
+        f"{path}: 3 prompts, 12 tokens, 2 repeated prompts left out (the first: {path}:2, as {path}:1)"
+    )
     # Repeats do not count among those that are asked for, and what is not read is no repeat.
     limited = load(demo_tokenizer, path, num_items=2)
     assert [prompt.text for prompt in limited] == ["1+1=", "2+2="]
@@ -352,16 +362,105 @@ def test_a_function_may_read_all_of_a_record(demo_tokenizer: Any, write_jsonl: A
     assert [prompt.record["tests"] for prompt in load(demo_tokenizer, path, "callable")] == ["a", "b"]
 
 
+WHOLE_RECORDS = [
+    {"env": "openenv"},
+    {"agent": "agents:answer"},
+    {"agent_command": ["agent"]},
+    {"rollout": "rollouts:Twice"},
+    {"env": "callable"},
+    {"env": "my_environment:score"},
+]
+
+
+@pytest.mark.parametrize("driver", WHOLE_RECORDS, ids=str)
+def test_records_differ_by_all_that_code_and_libraries_read(
+    demo_tokenizer: Any, write_jsonl: Any, driver: dict[str, Any]
+) -> None:
+    """The first record comes again with its keys in another order."""
+    same = {"prompt": "403+275=", "answer": "678"}
+    levels = [{**same, "reset": {"level": level, "seed": 1}} for level in (0, 1, 2, 3)]
+    again = {"reset": {"seed": 1, "level": 0}, **same}
+    choices = {"env": "exact"} | driver
+    training = load(demo_tokenizer, write_jsonl(*levels[:3], again), **choices)
+    assert [prompt.record["reset"]["level"] for prompt in training] == [0, 1, 2]
+    assert training.report.num_repeated == 1
+    held_out = load(demo_tokenizer, write_jsonl(*levels[2:], name="held_out.jsonl"), **choices)
+    left = without_training_prompts(held_out, training)
+    assert [prompt.record["reset"]["level"] for prompt in left] == [3]
+    assert left.report.num_training_prompts == 1
+
+
+def test_a_number_that_the_task_gives_its_items_makes_no_other_record(byte_tokenizer: Any) -> None:
+    choices = {"env": "reasoning_gym", "rollout": "rollouts:Twice", "num_items": 60}
+    training, held_out = (load(byte_tokenizer(), None, seed=seed, **choices) for seed in (0, 1))
+    assert all("source_index" in prompt.record["metadata"] for prompt in training)
+    asked = {prompt.text for prompt in training}
+    left = [prompt.text for prompt in without_training_prompts(held_out, training)]
+    assert left == [prompt.text for prompt in held_out if prompt.text not in asked]
+    assert 0 < len(left) < 60
+
+
+def test_given_responses_distinguish_prompts(demo_tokenizer: Any, write_jsonl: Any) -> None:
+    path = write_jsonl(*({"prompt": "1+1=", "answer": "2", "solution": text} for text in ("2", "=2", "2")))
+    assert len(load(demo_tokenizer, path)) == 1
+    given = load(demo_tokenizer, path, response_key="solution")
+    assert [prompt.record["solution"] for prompt in given] == ["2", "=2"]
+
+
+def test_an_answer_that_is_no_text_is_a_bad_line_with_the_cure(demo_tokenizer: Any, tmp_path: Path) -> None:
+    path = tmp_path / "days.parquet"
+    Dataset.from_dict({"prompt": ["1+1="], "answer": [datetime(2024, 1, 5)]}).to_parquet(path)
+    assert problems(demo_tokenizer, str(path), "exact")[0] == (
+        f"{path}[train]:0: answer is a datetime, expected a string or a number; write it as a string"
+    )
+
+
 def test_training_prompts_are_left_out_of_validation(demo_tokenizer: Any, write_jsonl: Any) -> None:
     training = load(demo_tokenizer, write_jsonl({"prompt": "1+1=", "answer": "2"}, {"prompt": "9=", "answer": "9"}))
     path = write_jsonl(*({"prompt": f"{n}+1=", "answer": "5"} for n in (1, 20, 3)), name="held_out.jsonl")
     held_out = load(demo_tokenizer, path)
     left = without_training_prompts(held_out, training)
     assert [prompt.text for prompt in left] == ["20+1=", "3+1="]
-    assert left.report.summary() == f"{path}: 2 prompts, 9 tokens, 1 left out: they are training prompts"
+    assert left.report.summary() == (
+        f"{path}: 2 prompts, 9 tokens, 1 left out: they are training prompts "
+        f"(the first: {path}:1, as {training[0].sample_id})"
+    )
     assert without_training_prompts(left, training) is left
     with pytest.raises(DataError) as caught:
         without_training_prompts(held_out, held_out)
     assert caught.value.problems == [
         f"data.validation: each of the 3 prompts of {path} is a training prompt too; name held-out data, or null"
     ]
+
+
+class OnlySo(list[int]):
+    """Lengths of texts that were tokenized."""
+
+    def watch(self, tokenizer: Any) -> Any:
+        def tokenized(texts: Sequence[str], *args: Any, **options: Any) -> Any:
+            self.extend(map(len, texts))
+            return tokenizer(texts, *args, **options)
+
+        class Watched:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(tokenizer, name)
+
+            def __call__(self, texts: Sequence[str], *args: Any, **options: Any) -> Any:
+                return tokenized([texts] if isinstance(texts, str) else texts, *args, **options)
+
+        return Watched()
+
+
+def test_a_text_that_is_far_too_long_is_not_tokenized_to_its_end(demo_tokenizer: Any, write_jsonl: Any) -> None:
+    """With a limit of 10 tokens, 704 characters: the tokens of all of a text take 200 bytes a character."""
+    long = "1" * 100_000
+    seen = OnlySo()
+    path = write_jsonl({"prompt": long, "answer": "1"}, {"prompt": "1=", "answer": "1"})
+    prompts = load(seen.watch(demo_tokenizer), path, longest=10)
+    assert [prompt.text for prompt in prompts] == ["1="]
+    assert prompts.report.num_dropped == 1
+    path = write_jsonl({"prompt": "1=", "completion": long}, {"prompt": "1=", "completion": "1"})
+    whole, short = load_sft_dataset(path, "train", seen.watch(demo_tokenizer), 10)
+    assert (len(whole), whole.truncated, whole.token_mask.tolist()) == (10, True, [False] * 2 + [True] * 8)
+    assert (len(short), short.truncated) == (4, False)
+    assert max(seen) == 704

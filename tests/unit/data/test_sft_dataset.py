@@ -39,9 +39,9 @@ def test_report_counts_by_hand(write_jsonl, demo_tokenizer):
     assert report.bad_lines[0].startswith(f"{path}:4: not valid JSON")
     assert report.bad_lines[1].startswith(f"{path}:5: the tokenizer cannot encode the text")
     assert report.summary() == (
-        f"{path}: 2 examples, 13 tokens (5 to train on), 1 truncated at the maximum length, 1 left out: no"
-        f" response before "
-        f"truncation, 2 bad lines left out, the first: {report.bad_lines[0]}"
+        f"{path}: 2 examples, 13 tokens (5 to train on), 1 truncated at the maximum length (the first: {path}:2),"
+        f" 1 left out: no response before truncation (the first: {path}:3),"
+        f" 2 bad lines left out, the first: {report.bad_lines[0]}"
     )
 
 

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from nemo_rl_moe.distributed.node_tools import SHARED_MEMORY, ray_folder
-from nemo_rl_moe.distributed.run_process import WATCHER_NAME
+from nemo_rl_moe.distributed.run_process import WATCHER_NAME, StopSignals
 from tests.support.small_runs import LIMIT_S, PRELUDE, end_of, is_running, noted, started, wait_for_family
 
 RUN = f"""{PRELUDE}
@@ -112,7 +112,7 @@ def test_a_run_whose_watcher_is_killed_goes_on(start: Start, tmp_path: Path) -> 
     assert "SIGTERM: the run stops after this step" in errors
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_a_run_that_is_stopped_says_so_itself(start: Start, tmp_path: Path, number: signal.Signals) -> None:
     process = start("with StopSignals():\n    start_family(); time.sleep(600)")
     family = wait_for_family(tmp_path)
@@ -124,6 +124,25 @@ def test_a_run_that_is_stopped_says_so_itself(start: Start, tmp_path: Path, numb
     code, errors = end_of(process, tmp_path)
     assert code == (-number if number == signal.SIGINT else 143)
     assert "main process" not in errors
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
+def test_a_request_to_stop_is_named_and_may_be_ignored(
+    number: signal.Signals, capfd: pytest.CaptureFixture[str]
+) -> None:
+    former = signal.getsignal(number)
+    try:
+        signal.signal(number, signal.SIG_DFL)
+        with StopSignals() as stop, stop.graceful():
+            os.kill(os.getpid(), number)
+            assert stop.reason() == number.name
+        assert f"{number.name}: the run stops after this step" in capfd.readouterr().err
+        signal.signal(number, signal.SIG_IGN)
+        with StopSignals() as stop, stop.graceful():
+            os.kill(os.getpid(), number)
+            assert stop.reason() is None
+    finally:
+        signal.signal(number, former)
 
 
 @pytest.mark.full

@@ -15,7 +15,7 @@ def test_responses_are_named_where_the_run_wrote_some(content: str | None, is_na
     if content is not None:
         (tmp_path / "samples.jsonl").write_text(content)
     config = load_grpo_config("grpo_tiny_moe.yaml", check_paths=False)
-    lines = summarise(config, RunSummary.of(LoopState(step=3), None), tmp_path, weights=None).splitlines()
+    lines = summarise(config, RunSummary.of(LoopState(step=3), None), tmp_path, weights=None, loggers=()).splitlines()
     assert (f"  responses, a line each        {tmp_path / 'samples.jsonl'}" in lines) is is_named
     assert f"  the run on one page           nemo-rl-moe report {tmp_path}" in lines
     assert f"  every metric, a line a step   {tmp_path / 'metrics.jsonl'}" in lines
@@ -26,6 +26,18 @@ def test_the_last_refit_check_is_reported_where_there_was_one(
     metrics: dict[str, float], expected: list[str], tmp_path: Path
 ) -> None:
     config = load_grpo_config("grpo_tiny_moe.yaml", check_paths=False)
-    lines = summarise(config, RunSummary.of(LoopState(step=3, last_training=metrics), None), tmp_path, weights=None)
+    lines = summarise(
+        config, RunSummary.of(LoopState(step=3, last_training=metrics), None), tmp_path, weights=None, loggers=()
+    )
     reported = [line for line in lines.splitlines() if line.startswith("  refit check of the last step: ")]
     assert [" ".join(line.split()[-5:-2]) for line in reported] == [f"by {gap}" for gap in expected]
+
+
+def test_loggers_that_have_failed_are_not_offered(tmp_path: Path) -> None:
+    config = load_grpo_config("grpo_tiny_moe.yaml", check_paths=False)
+    assert config.logger.mlflow_enabled
+    assert config.logger.tensorboard_enabled
+    summary = RunSummary.of(LoopState(step=3), None)
+    offered = summarise(config, summary, tmp_path, weights=None, loggers=("jsonl", "tensorboard"))
+    assert "  TensorBoard  " in offered
+    assert "MLflow" not in offered

@@ -103,12 +103,13 @@ def test_the_supervisor_is_killed(start: Start, tmp_path: Path) -> None:
         (signal.SIGINT, "SIGINT"),
         pytest.param(signal.SIGTERM, "SIGTERM", marks=pytest.mark.slow),
         (signal.SIGHUP, "SIGTERM"),
+        (signal.SIGUSR1, "SIGUSR1"),
     ],
 )
 def test_a_request_reaches_the_run_alone(start: Start, tmp_path: Path, sent: signal.Signals, received: str) -> None:
     code = """
 got = []
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+for number in run_process.STOP_SIGNALS:
     signal.signal(number, lambda number, frame: got.append(signal.Signals(number).name))
 signal.pthread_sigmask(signal.SIG_UNBLOCK, run_process.STOP_SIGNALS)
 start_family()

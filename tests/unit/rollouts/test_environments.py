@@ -440,6 +440,25 @@ def test_an_answer_that_does_not_fit_ends_the_trajectory() -> None:
     assert "env/num_overlong" not in rollout_metrics([fits])
 
 
+def test_a_text_that_is_far_too_long_is_not_tokenized() -> None:
+    def encode(text: str) -> list[int]:
+        raise AssertionError(f"{len(text)} characters would take gigabytes")
+
+    async def long_answer(session: Session) -> Trajectory:
+        await session.generate()
+        session.encode = encode
+        session.append_text("x" * 64 * 81 + "y")
+        assert (session.has_room, session.room) == (False, 0)
+        return session.finish(await session.score())
+
+    (cut,) = run(long_answer, num_prompts=1, generations=1, max_tokens=80)
+    assert cut.overlong == (
+        "5,185 characters of the environment do not fit into a sequence of at most 80 tokens"
+        " (policy.max_total_sequence_length)"
+    )
+    assert (cut.finish_reason, cut.fault) == ("length", None)
+
+
 @pytest.mark.parametrize("last_row", [[], [-1], [77]])
 def test_a_row_for_the_last_token_means_nothing(last_row: list[int]) -> None:
     """No pass has seen that token: of the next response's routes those of it count."""

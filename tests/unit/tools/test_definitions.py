@@ -116,7 +116,7 @@ def test_wrong_settings_are_refused_in_one_line(settings: dict[str, dict[str, ob
 
 
 def test_a_ready_tool_that_this_machine_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = ready.ReadyTool(ready.READY_TOOLS["calculator"].function, lambda: "no namespaces")
+    broken = ready.ReadyTool(ready.READY_TOOLS["calculator"].function, lambda _: "no namespaces")
     monkeypatch.setitem(ready.READY_TOOLS, "calculator", broken)
     with pytest.raises(ConfigurationError, match="cannot run on this machine: no namespaces"):
         load_tools(["calculator"], {})

@@ -3,15 +3,19 @@
 """The Python tool: what a program prints, and what it cannot do."""
 
 import os
+import socket
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
+from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.tools import python_interpreter
+from nemo_rl_moe.tools.definitions import load_tools
 from nemo_rl_moe.tools.python_interpreter import MOST_BYTES, problem_with_isolation, python
 
-if PROBLEM := problem_with_isolation():
+if PROBLEM := problem_with_isolation({}):
     pytest.skip(PROBLEM, allow_module_level=True)
 
 SHORT_S = 1.0
@@ -74,3 +78,82 @@ def test_secrets_of_the_run_are_not_seen(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_program_that_kills_its_parents_gets_an_error() -> None:
     assert python("import os\nos.killpg(0, 9)", timeout_s=LONG_S).startswith("error: exit code")
+
+
+def test_a_program_writes_to_its_own_folder_alone(tmp_path: Path) -> None:
+    """It may read what the user may, and can neither change nor remove it, whatever it tries."""
+    (tmp_path / "reward.py").write_text("return 0")
+    code = f"""
+import ctypes, os, shutil
+open("own", "w").write("1")
+print(open("own").read(), open({str(tmp_path / "reward.py")!r}).read())
+libc = ctypes.CDLL(None)
+libc.unshare(0x10020000)  # further namespaces of a user and of mounts
+libc.mount(None, b"/", None, ctypes.c_ulong(0x1020), None)  # a remount, with the right to write
+for target in [{str(tmp_path / "reward.py")!r}, "/dev/shm/x", "/proc/x", "/dev/x", "/tmp/x", "../x"]:
+    try:
+        open(target, "w")
+        print("written", target)
+    except OSError as error:
+        print(type(error).__name__)
+shutil.rmtree({str(tmp_path)!r}, ignore_errors=True)
+"""
+    answer = python(code, timeout_s=LONG_S).splitlines()
+    assert answer[0] == "1 return 0"
+    assert len(answer) == 7
+    assert set(answer[1:]) <= {"OSError", "FileNotFoundError", "PermissionError"}
+    assert (tmp_path / "reward.py").read_text() == "return 0"
+
+
+def test_servers_of_the_machine_are_out_of_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        monkeypatch.chdir(tmp_path)  # an address has at most a hundred characters
+        server.bind("server")
+        server.listen()
+        code = f"import os, socket\nboth = socket.socketpair()\nboth[0].send(b'1')\nos.chdir({str(tmp_path)!r})\n"
+        code += "socket.socket(socket.AF_UNIX).connect('server')"
+        assert "PermissionError" in python(code, timeout_s=LONG_S)
+
+
+def test_the_number_of_processes_is_limited() -> None:
+    code = """
+import os, time
+for number in range(1000):
+    try:
+        if os.fork() == 0:
+            time.sleep(60)
+    except BlockingIOError:
+        print("refused", 40 < number < 64, flush=True)
+        os._exit(0)
+"""
+    assert python(code, timeout_s=LONG_S) == "refused True\n"
+
+
+def test_the_size_of_all_files_is_limited() -> None:
+    code = """
+for number in range(1000):
+    try:
+        open(f"file_{number}", "wb").write(b"1" * 10**6)
+    except OSError as error:
+        print(error.strerror, number)
+        break
+"""
+    assert python(code, timeout_s=LONG_S) == "No space left on device 33\n"
+
+
+def test_a_machine_that_cannot_confine_programs_needs_a_word_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(python_interpreter, "_problem_with_isolation", lambda: "cannot give up the network")
+    with pytest.raises(ConfigurationError, match="which cannot run on this machine: cannot give up the network"):
+        load_tools(["python"], {})
+    assert load_tools(["python"], {"python": {"allow_unconfined": True}})["python"].settings
+    # Without namespaces the program stands in a folder of the machine.
+    code = "import os\nprint(os.path.exists('/proc/self'), os.path.exists('program.py'))"
+    assert python(code, timeout_s=LONG_S, allow_unconfined=True) == "True True\n"
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("timeout_s", -1), ("timeout_s", 1e18), ("memory_mb", 0), ("memory_mb", 1)]
+)
+def test_settings_with_which_every_call_fails_are_refused(setting: str, value: float) -> None:
+    with pytest.raises(ConfigurationError, match=rf"^env\.tool_parameters\.python\.{setting}: got "):
+        load_tools(["python"], {"python": {setting: value}})

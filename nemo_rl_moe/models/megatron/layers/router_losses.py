@@ -215,9 +215,10 @@ def _add_up(load: Tensor, group: Any) -> None:
 def share_of_rank(name: str) -> float:
     """Return the weight of one rank's recorded loss in the sum over all ranks.
 
-    `RouterLosses` records what Megatron-Core's own routers do in other loops: for the micro-batch and sequence losses, this rank's part of a sum over the tensor
-    and context ranks; for the global-batch loss, its part of a sum over the data-parallel ranks too; for the z-loss,
-    the mean over its own tokens. Reported is the mean over data-parallel ranks.
+    `RouterLosses` records what Megatron-Core's own routers do in other loops. For the micro-batch and sequence losses
+    it is this rank's part of a sum over the tensor and context ranks, for the global-batch loss its part of a sum over
+    the data-parallel ranks too, for the z-loss the mean over its own tokens. Reported is the mean over data-parallel
+    ranks.
     """
     if name == GLOBAL_BATCH_LOSS:
         return 1.0

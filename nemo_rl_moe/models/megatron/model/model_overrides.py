@@ -1,6 +1,10 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`policy.megatron_cfg.model_overrides`: fields of Megatron-Core's TransformerConfig without a key of their own."""
+"""`policy.megatron_cfg.model_overrides`: fields of Megatron-Core's TransformerConfig without a key of their own.
+
+Only fields that change how a model is computed: what it computes is said by its config.json, which is exported with its
+weights, and an engine that gets the weights reads nothing else.
+"""
 
 from collections.abc import Collection, Iterator, Mapping
 from enum import Enum
@@ -19,7 +23,90 @@ from nemo_rl_moe.models.megatron.model.releases import MEGATRON_VERSION, transfo
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 KEY = "policy.megatron_cfg.model_overrides"
+COMPUTING_FIELDS = frozenset(
+    {
+        # Kernels, and the precision of steps inside of them.
+        "attention_backend",
+        "attention_softmax_in_fp32",
+        "batch_invariant_mode",
+        "bias_activation_fusion",
+        "bias_dropout_fusion",
+        "apply_rope_fusion",
+        "fused_single_qkv_rope",
+        "cross_entropy_fusion_impl",
+        "cross_entropy_loss_fusion",
+        "deterministic_mode",
+        "disable_bf16_reduced_precision_matmul",
+        "flash_attention_version",
+        "fused_residual_rmsnorm",
+        "gradient_accumulation_fusion",
+        "masked_softmax_fusion",
+        "persist_layer_norm",
+        "memory_efficient_layer_norm",
+        # Communication.
+        "async_tensor_model_parallel_allreduce",
+        "barrier_with_L1_time",
+        "batch_p2p_comm",
+        "batch_p2p_sync",
+        "cp_comm_type",
+        "high_priority_a2a_comm_stream",
+        "microbatch_group_size_per_vp_stage",
+        "overlap_p2p_comm",
+        "overlap_p2p_comm_warmup_flush",
+        "pipeline_model_parallel_comm_backend",
+        "use_ring_exchange_p2p",
+        # Memory.
+        "clone_scatter_output_in_embedding",
+        "cpu_offloading",
+        "cpu_offloading_activations",
+        "cpu_offloading_double_buffering",
+        "cpu_offloading_num_layers",
+        "cpu_offloading_retain_pinned_cpu_buffers",
+        "cpu_offloading_weights",
+        "deallocate_pipeline_outputs",
+        "distribute_saved_activations",
+        "activation_offload_fraction",
+        "delta_offload_bytes_across_pp_ranks",
+        "fine_grained_activation_offloading",
+        "fine_grained_offloading_max_inflight_offloads",
+        "min_offloaded_tensor_size",
+        "offload_modules",
+    }
+)
+"""Fields of 0.16.1 and 0.19.2 that change how a model is computed, and nothing else."""
+_MODEL = (
+    "may make another model than the exported config.json says; expected a field that changes how a model is computed"
+)
+_NEED_MORE = {
+    "tp_comm_": "needs buffers of Transformer Engine that this program does not make",
+    "overlap_moe_expert_parallel_comm": "needs a schedule of forward and backward passes that this program lacks",
+    "ep_overlap_early_attn_memory_release": "belongs to overlap_moe_expert_parallel_comm, which is not supported",
+    "overlap_dispatch_backward_with_experts_wgrad": "is not supported: it defers gradients of weights",
+    "delay_wgrad_compute": "belongs to overlap_moe_expert_parallel_comm, which is not supported",
+    "defer_embedding_wgrad_compute": "needs Megatron-Core's output layer, which training replaces to save memory",
+    "wgrad_deferral_limit": "belongs to defer_embedding_wgrad_compute, which is not supported",
+    "mtp_": "is not supported: the layers that predict further tokens are left out",
+    "fp32_residual_connection": "is not supported: layers and pipeline stages hand on the type of policy.precision",
+    "inference_": "belongs to Megatron-Core's own engine, which does not generate here",
+    "flash_decode": "belongs to Megatron-Core's own engine, which does not generate here",
+    "init_": "has no effect: weights are set by this program, the same in every layout",
+    "embedding_init_": "has no effect: weights are set by this program, the same in every layout",
+    "perform_initialization": "has no effect: weights are set by this program, the same in every layout",
+    "use_cpu_initialization": "has no effect: weights are set by this program, the same in every layout",
+    "variable_seq_lengths": "is not supported: microbatches of a pipeline are padded to one length",
+    "account_for_": "is not supported: layers are divided by policy.megatron_cfg.num_layers_in_first_pipeline_stage"
+    " and _last_",
+    "quant_recipe": "is not supported: weights are exported in 16 bits",
+    "use_kitchen": "is not supported: weights are exported in 16 bits",
+}
+"""Why a field or a group of fields, named by its beginning, that makes no other model cannot be set either."""
 _KEYS = {
+    "enable_autocast": "policy.precision",
+    "autocast_dtype": "policy.precision",
+    "recompute_modules": "policy.megatron_cfg.activation_checkpointing",
+    "num_microbatches_with_partial_activation_checkpoints": "policy.megatron_cfg.activation_checkpointing",
+    "moe_extended_tp": "policy.megatron_cfg.expert_tensor_parallel_size",
+    "transformer_impl": "cluster.gpus_per_node",
     "params_dtype": "policy.precision",
     "pipeline_dtype": "policy.precision",
     "bf16": "policy.precision",
@@ -33,6 +120,7 @@ _KEYS = {
 """Fields that follow from keys of other names, which the rest of the program reads."""
 _CUDA_GRAPHS = ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph")
 _NARROW_FORMATS = ("fp8", "fp4")
+_PAGE = "docs/sft.md#fields-without-a-key"
 _ADAPTER = ConfigDict(strict=True, arbitrary_types_allowed=True)
 
 
@@ -71,12 +159,17 @@ def _problems_with_name(name: str, of_the_model: Collection[str], hints: Mapping
         yield "is not supported: packed sequences are no multiples of 16 tokens, and weights are exported in 16 bits"
     fields = transformer_config_fields()
     if name not in fields:
-        hint = did_you_mean(nearest(name, sorted(fields)))
+        hint = did_you_mean(nearest(name, sorted(COMPUTING_FIELDS & fields)))
         yield f"megatron-core {MEGATRON_VERSION} has no such field of TransformerConfig{hint}"
     if name in of_the_model:
         yield "comes from the model's config.json"
+    if name not in hints:
+        return
     if not _fits_in_yaml(hints[name]):
         yield "cannot be said in YAML"
+    yield from (reason for beginning, reason in _NEED_MORE.items() if name.startswith(beginning))
+    if name not in COMPUTING_FIELDS:
+        yield f"{_MODEL}{did_you_mean(nearest(name, sorted(COMPUTING_FIELDS & fields)))} ({_PAGE})"
 
 
 def _fits_in_yaml(hint: Any) -> bool:

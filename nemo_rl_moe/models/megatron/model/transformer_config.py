@@ -222,6 +222,7 @@ def build_transformer_config(policy: PolicyConfig, hf_config: Any) -> Transforme
     ]
     problems += _problems_with_layers(fields)
     problems += _problems_with_fused_gradients(fields)
+    problems += _problems_with_fused_cross_entropy(fields)
     problems += _problems_with_vision(policy, has_vision=family.vision is not None)
     problems += _problems_with_shared_sequences(fields)
     problems += [] if policy.lora is None else target_problems(policy.lora, hf_config)
@@ -361,6 +362,17 @@ def _problems_with_fused_gradients(fields: dict[str, Any]) -> list[str]:
     return [
         "policy.megatron_cfg.model_overrides.gradient_accumulation_fusion: got true, which needs Apex's extension"
         " fused_weight_gradient_mlp_cuda, which is not installed; expected false"
+    ]
+
+
+def _problems_with_fused_cross_entropy(fields: dict[str, Any]) -> list[str]:
+    """Megatron-Core's own kernel rounds gradients of logits to bfloat16, whatever type they have."""
+    is_native = fields.get("cross_entropy_fusion_impl", "native") == "native"
+    if not fields.get("cross_entropy_loss_fusion") or not is_native or fields["params_dtype"] is torch.bfloat16:
+        return []
+    return [
+        "policy.megatron_cfg.model_overrides.cross_entropy_loss_fusion: got true with policy.precision float32, whose "
+        "gradients it rounds to bfloat16; expected false"
     ]
 
 

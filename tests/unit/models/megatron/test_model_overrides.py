@@ -3,15 +3,23 @@
 """Fields of Megatron-Core's TransformerConfig beyond the keys, GPUs without Transformer Engine, workers' variables."""
 
 import importlib.util
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from nemo_rl_moe.config.schema_policy import MegatronConfig
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.megatron.cpu import cpu_backend
 from nemo_rl_moe.models.megatron.model import transformer_config
-from nemo_rl_moe.models.megatron.model.releases import MEGATRON_VERSION, mark_duplicated_weights
+from nemo_rl_moe.models.megatron.model.model_overrides import COMPUTING_FIELDS
+from nemo_rl_moe.models.megatron.model.releases import (
+    MEGATRON_VERSION,
+    mark_duplicated_weights,
+    transformer_config_fields,
+)
 from nemo_rl_moe.models.megatron.model.transformer_config import (
     _problems_with_dispatcher,
     build_transformer_config,
@@ -30,9 +38,13 @@ def overridden(**fields: Any) -> Any:
     return build_transformer_config(tiny_policy(1, model_overrides=fields), tiny_hf_config())
 
 
+def in_bfloat16(**fields: Any) -> Any:
+    return build_transformer_config(tiny_policy(1, precision="bfloat16", model_overrides=fields), tiny_hf_config())
+
+
 def test_fields_reach_the_configuration_last() -> None:
     assert build_transformer_config(tiny_policy(1), tiny_hf_config()).deallocate_pipeline_outputs is True
-    config = overridden(
+    config = in_bfloat16(
         attention_backend="flash",
         cross_entropy_loss_fusion=True,
         deallocate_pipeline_outputs=False,
@@ -70,6 +82,78 @@ def test_fields_that_cannot_be_set_are_all_reported_at_once() -> None:
         f"{KEY}.moe_router_topk: has a key of its own: policy.megatron_cfg.moe_router_topk",
         f"{KEY}.num_layers: comes from the model's config.json",
         f"{KEY}.params_dtype: follows from policy.precision",
+    ]
+
+
+ANOTHER_MODEL = (
+    "may make another model than the exported config.json says; expected a field that changes how a model is computed"
+)
+PAGE = "docs/sft.md#fields-without-a-key"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("no_rope_freq", 2, ANOTHER_MODEL),
+        ("glu_linear_offset", 1.0, ANOTHER_MODEL),
+        ("softmax_type", "learnable", ANOTHER_MODEL),
+        ("layernorm_zero_centered_gamma", True, ANOTHER_MODEL),
+        ("attention_output_gate", True, ANOTHER_MODEL),
+        ("multi_latent_attention", True, ANOTHER_MODEL),
+        ("linear_attention_freq", 2, ANOTHER_MODEL),
+        ("heterogeneous_block_specs", True, ANOTHER_MODEL),
+        ("test_mode", True, ANOTHER_MODEL),
+        ("qk_l2_norm", True, ANOTHER_MODEL),
+        ("mtp_num_layers", 1, "is not supported: the layers that predict further tokens are left out"),
+        (
+            "fp32_residual_connection",
+            True,
+            "is not supported: layers and pipeline stages hand on the type of policy.precision",
+        ),
+        ("tp_comm_overlap", True, "needs buffers of Transformer Engine that this program does not make"),
+        ("embedding_init_method_std", 0.1, "has no effect: weights are set by this program, the same in every layout"),
+    ],
+)
+def test_fields_that_change_the_model_or_have_no_effect_are_refused(name: str, value: Any, reason: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        overridden(**{name: value})
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"{KEY}.{name}: {reason}")
+    assert problem.endswith(f"({PAGE})") == (reason == ANOTHER_MODEL)
+
+
+def test_rotation_of_neighbours_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=rf"^{KEY}\.rotary_interleaved: "):
+        overridden(rotary_interleaved=True)
+
+
+def test_the_allowed_fields_are_those_of_the_page_and_of_a_release() -> None:
+    ours, newer = COMPUTING_FIELDS & transformer_config_fields(), COMPUTING_FIELDS - transformer_config_fields()
+    if MEGATRON_VERSION.startswith("0.16"):
+        assert newer == {
+            "activation_offload_fraction",
+            "cpu_offloading_retain_pinned_cpu_buffers",
+            "delta_offload_bytes_across_pp_ranks",
+            "fine_grained_offloading_max_inflight_offloads",
+            "flash_attention_version",
+            "fused_residual_rmsnorm",
+            "high_priority_a2a_comm_stream",
+        }
+    else:
+        assert newer == {"async_tensor_model_parallel_allreduce"}
+    assert not ours & MegatronConfig.model_fields.keys()
+    page = (Path(__file__).parents[4] / "docs/sft.md").read_text()
+    section = page.partition("## Fields without a key")[2].partition("\n## ")[0]
+    named = {name for row in re.findall(r"^\|[^|]*\|(.*)\|$", section, re.M) for name in re.findall(r"`(\w+)`", row)}
+    assert named == COMPUTING_FIELDS
+
+
+def test_a_fused_loss_does_not_round_gradients_of_float32() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        overridden(cross_entropy_loss_fusion=True)
+    assert caught.value.problems == [
+        f"{KEY}.cross_entropy_loss_fusion: got true with policy.precision float32, whose gradients it rounds to"
+        " bfloat16; expected false"
     ]
 
 

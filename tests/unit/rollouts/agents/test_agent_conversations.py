@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from openai import APITimeoutError, OpenAI
 
+from nemo_rl_moe.data.continuation import Continuation
 from nemo_rl_moe.rewards.interface import Fault
 from nemo_rl_moe.rollouts.agents.task import AgentTask
 from nemo_rl_moe.rollouts.trajectory import Trajectory
@@ -229,6 +230,29 @@ def test_t06_messages_that_do_not_fit_are_refused_and_the_agent_may_go_on_with_f
     assert (status, code) == (400, "context_length_exceeded")
     assert "policy.max_total_sequence_length" in message
     assert (found.reward, found.overlong, found.metrics["agent/refused_requests"]) == (1.0, "", 1)
+
+
+def test_messages_that_are_far_too_long_are_refused_before_they_are_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors: list[Any] = []
+    begin = Continuation.begin
+
+    def short(self: Continuation, messages: Any, inputs: Any) -> Any:
+        assert sum(len(message["content"]) for message in messages) < 1000, "it holds the loop of all trajectories"
+        return begin(self, messages, inputs)
+
+    monkeypatch.setattr(Continuation, "begin", short)
+
+    def agent(task: AgentTask) -> float:
+        client = client_of(task)
+        errors.append(error_of(lambda: sent(client, [{"role": "user", "content": "7 " * 100_000}])))
+        sent(client, task.messages)
+        return 1.0
+
+    _, found = play(agent, [QWEN.encode("a")[:1]], QWEN, max_tokens=200)
+    ((status, message, code),) = errors
+    assert (status, code) == (400, "context_length_exceeded")
+    assert "messages and tools have 200,0" in message
+    assert (found.reward, found.metrics["agent/refused_requests"]) == (1.0, 1)
 
 
 @pytest.mark.parametrize("weights", [None, {"right": 1.0}])

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real TensorBoard, W&B and MLflow backends, written and read back."""
 
+import fcntl
 import json
 import math
 import os
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -225,6 +227,27 @@ def test_mlflow_local_store(tmp_path: Path, capfd: pytest.CaptureFixture[str], m
     output = capfd.readouterr()
     assert (output.out, output.err) == ("", "")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["logs"]
+
+
+def test_one_run_alone_makes_the_tables_of_an_mlflow_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import mlflow.tracking
+
+    seen: list[bool] = []
+
+    class Client(mlflow.tracking.MlflowClient):
+        def get_experiment_by_name(self, name: str) -> Any:
+            with (tmp_path / "mlflow.db.lock").open("a") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    seen.append(False)
+                except BlockingIOError:
+                    seen.append(True)
+            return super().get_experiment_by_name(name)
+
+    monkeypatch.setattr(mlflow.tracking, "MlflowClient", Client)
+    for _ in range(2):
+        MlflowLogger(local_store_uri(tmp_path), "experiment", "run").close()
+    assert seen == [True, True]
 
 
 def test_mlflow_environment_keeps_what_the_user_set(monkeypatch: pytest.MonkeyPatch) -> None:

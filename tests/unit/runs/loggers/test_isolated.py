@@ -156,12 +156,27 @@ def test_a_backend_that_cannot_open_is_left_out(reported: Reported, error: BaseE
     def open_backend() -> ListBackend:
         raise error
 
-    logger = IsolatedLogger("x", open_backend, reported.notices)
+    logger = IsolatedLogger("x", open_backend, reported.notices, patience=Patience(reopening_s=(0.01,)))
     logger.wait_until_open()
     assert not logger.is_active
     log_steps(logger, range(1, 4))
     logger.close()
     assert reported.warnings == [f"logger x could not start and is left out from here on: {reason}"]
+
+
+def test_a_backend_that_opens_at_the_third_attempt_takes_part(reported: Reported) -> None:
+    backend, failures = ListBackend(), [OSError("table runs already exists"), OSError("duplicate column name")]
+
+    def open_backend() -> ListBackend:
+        if failures:
+            raise failures.pop()
+        return backend.open()
+
+    logger = IsolatedLogger("x", open_backend, reported.notices, patience=Patience(reopening_s=(0.01, 0.01)))
+    log_steps(logger, range(1, 4))
+    logger.close()
+    assert reported.warnings == []
+    assert [step for step, _ in backend.steps] == [1, 2, 3]
 
 
 def test_a_step_with_a_rejected_key_is_missing_there_and_reported_once(reported: Reported) -> None:

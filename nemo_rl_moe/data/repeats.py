@@ -1,0 +1,89 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Equality of prompts: by what the model sees, and by what code and libraries read of a record."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from hashlib import blake2b
+
+from nemo_rl_moe.config.schema_environment import EnvironmentConfig
+from nemo_rl_moe.data.prompt_records import PromptRecord
+from nemo_rl_moe.data.record_values import is_list
+from nemo_rl_moe.data.records import BadLine
+from nemo_rl_moe.data.verifiers_prompts import ROW
+
+_DIGEST_BYTES = 16
+_ITEMS_OF_LIBRARIES = (ROW, "metadata")
+_NUMBERS_OF_ITEMS = ("example_id", "source_index")
+
+
+class RepeatFilter:
+    """Filter that lets each prompt through once: published data sets hold some problems a hundred times.
+
+    Two prompts are equal when the model sees the same tokens, code and libraries read the same record, and the response
+    is compared with the same answer.
+
+    Args:
+        env: Decides what is read of a record.
+        response_key: Key of a response that the records hold; None: they hold none.
+    """
+
+    def __init__(self, env: EnvironmentConfig, response_key: str | None = None):
+        self.num_repeated = 0
+        self.first: str | None = None
+        """The first prompt that was left out, and the one that it repeats."""
+        self._env, self._response_key = env, response_key
+        self._seen: dict[bytes, str] = {}
+
+    def first_of_each(self, lines: Iterable[PromptRecord | BadLine]) -> Iterator[PromptRecord | BadLine]:
+        """Yield the lines in order without repeated prompts; bad lines pass."""
+        for line in lines:
+            if isinstance(line, BadLine) or (equal := self._seen_as(line)) is None:
+                yield line
+            else:
+                self.num_repeated += 1
+                self.first = self.first or f"{line.sample_id}, as {equal}"
+
+    def _seen_as(self, prompt: PromptRecord) -> str | None:
+        """Return the place of an equal prompt; None: the prompt is new."""
+        images = [image.identity() for image in prompt.images]
+        shown = (prompt.is_text, prompt.messages, images, prompt.inputs)
+        digest = digest_of((shown, what_is_read(prompt, self._env), self._compared_with(prompt)))
+        if digest in self._seen:
+            return self._seen[digest]
+        self._seen[digest] = prompt.sample_id
+        return None
+
+    def _compared_with(self, prompt: PromptRecord) -> object:
+        given = prompt.record.get(self._response_key) if self._response_key is not None else None
+        metadata = prompt.record.get("metadata") if self._env.name == "reasoning_gym" else None
+        return prompt.record["answer"], metadata, given
+
+
+def what_is_read(prompt: PromptRecord, env: EnvironmentConfig) -> object:
+    """Return the record if code or a library may read any of it, else None: the model sees the prompt alone.
+
+    The numbers that libraries give to the items of their own data are no part of it.
+    """
+    if not env.reads_whole_records:
+        return None
+    own = {key: _without_numbers(value) for key, value in prompt.record.items() if key in _ITEMS_OF_LIBRARIES}
+    return {**prompt.record, **own}
+
+
+def _without_numbers(item: object) -> object:
+    return {key: item[key] for key in item if key not in _NUMBERS_OF_ITEMS} if isinstance(item, Mapping) else item
+
+
+def digest_of(value: object) -> bytes:
+    """Return a digest that is equal for equal values, whatever the order of the keys of their objects.
+
+    The values of a million prompts would fill the memory.
+    """
+    # Lone surrogates, which a JSON file may hold, have no UTF-8; `repr` escapes them.
+    return blake2b(repr(_in_order(value)).encode(), digest_size=_DIGEST_BYTES).digest()
+
+
+def _in_order(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {"keys": sorted((repr(key), _in_order(item)) for key, item in value.items())}
+    return [_in_order(item) for item in value] if is_list(value) else value

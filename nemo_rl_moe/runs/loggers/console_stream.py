@@ -1,0 +1,78 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Output stream that outlives what it writes to: a run goes on without a console."""
+
+import io
+import os
+import sys
+from contextlib import suppress
+from typing import TextIO
+
+from nemo_rl_moe.errors import printable
+
+
+class LastingStream(io.TextIOBase):
+    """Stream that never raises: a character that the target cannot encode is written as its escape, and once the target
+    is gone, such as a pipe whose reader has ended or a closed terminal, what is written is lost.
+
+    Standard error says once that the console is gone.
+
+    Args:
+        target: None: standard output, whatever it is at the time.
+    """
+
+    def __init__(self, target: TextIO | None = None):
+        super().__init__()
+        self._target = target
+        self._is_gone = False
+
+    @property
+    def _output(self) -> TextIO:
+        # A live display of rich puts a stream in the place of standard output that writes here.
+        found: TextIO = getattr(sys.stdout, "rich_proxied_file", sys.stdout) if self._target is None else self._target
+        return found
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return getattr(self._output, "encoding", None) or "utf-8"
+
+    def isatty(self) -> bool:
+        return not self._is_gone and self._output.isatty()
+
+    def fileno(self) -> int:
+        return self._output.fileno()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str, /) -> int:
+        if not self._is_gone:
+            try:
+                self._output.write(self._encodable(text))
+            except (OSError, ValueError) as error:  # ValueError: it is closed
+                self._leave(error)
+        return len(text)
+
+    def flush(self) -> None:
+        if not self._is_gone:
+            try:
+                self._output.flush()
+            except (OSError, ValueError) as error:
+                self._leave(error)
+
+    def _encodable(self, text: str) -> str:
+        try:
+            text.encode(self.encoding)
+        except UnicodeEncodeError:
+            return text.encode(self.encoding, "backslashreplace").decode(self.encoding)
+        return text
+
+    def _leave(self, error: Exception) -> None:
+        """Give up the target; what is in its buffer must not fail again at the end of the process."""
+        self._is_gone = True
+        with suppress(OSError, ValueError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._output.fileno())
+            os.close(nowhere)
+        with suppress(Exception):
+            print(printable(f"warning: the console is gone ({error}); going on without it"), file=sys.stderr)
