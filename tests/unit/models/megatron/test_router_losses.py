@@ -212,7 +212,7 @@ def test_noise_acts_in_training_passes_alone(name: str) -> None:
 def test_sums_of_ranks_that_share_sequences_are_those_of_one_rank() -> None:
     """Context parallelism needs an attention that CPUs lack: its ranks hold columns of every sequence."""
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(24, 8, generator=generator, dtype=torch.float64, requires_grad=True)
+    logits = torch.randn(24, 8, generator=generator, requires_grad=True)
     sequence = torch.tensor([0] * 9 + [-1] * 3 + [1] * 5 + [2] * 4 + [-1] * 3)
     assignments = torch.zeros(24, 8).scatter_(1, logits.topk(2).indices, 1.0)
 
