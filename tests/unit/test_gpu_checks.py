@@ -17,12 +17,12 @@ import torch
 
 from nemo_rl_moe.config.loading import load_grpo_config
 from tests.gpu import checks, run, vllm_check
+from tests.gpu.calls import CALLS
 from tests.gpu.kit.closure import link_packages
 from tests.gpu.models import Failed, recipe_config
 from tests.gpu.rank_share import RECIPE
 from tests.gpu.run import CHECKS, Check, run_checks
 from tests.gpu.sync import growing, waits_counted
-from tests.gpu.three_calls import CALLS
 from tests.support.family_models import FAMILY_MODELS
 from tests.support.gloo_ranks import run_ranks
 from tests.support.pretended_gpu import Wait
@@ -197,8 +197,8 @@ def test_checks_run_with_what_a_machine_has_and_the_kit_brings(tmp_path: Path, r
     (site,) = (tmp_path / "machine/lib").glob("python3*/site-packages")
     link_packages(site)
     environment = os.environ | {"PYTHONPATH": str(repository_root)}
-    of_three_calls = sorted({name for call in CALLS.values() for name in call.checks})
-    command = [str(tmp_path / "machine/bin/python"), "-m", "tests.gpu.run", "--rehearse", "--only", *of_three_calls]
+    of_the_calls = sorted({name for call in CALLS.values() for name in call.checks})
+    command = [str(tmp_path / "machine/bin/python"), "-m", "tests.gpu.run", "--rehearse", "--only", *of_the_calls]
     done = subprocess.run(command, cwd=repository_root, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert {line["name"] for line in lines_of(done.stdout)} == set(of_three_calls)
+    assert {line["name"] for line in lines_of(done.stdout)} == set(of_the_calls)

@@ -28,6 +28,8 @@ WITHOUT_EFFECT = deepseek.DEEPSEEK_V3_WITHOUT_EFFECT | field_names(
 # They say which layers have an indexer; transformers makes `indexer_types` of the others.
 _SHARING_FIELDS = field_names("index_skip_topk_offset index_topk_freq index_topk_pattern indexer_types")
 _DEFAULT_TOPK = 2048
+_KINDS = frozenset({"indexed_attention", "deepseek_sparse_attention"})
+"""Names of the one kind of layer: that of transformers 5.19, and that of earlier releases."""
 _INDEXER = ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight")
 INDEXER = {
     f"{decoder.LAYER}self_attention.indexer.{name}": rule(f"{decoder.HF_LAYER}self_attn.indexer.{name}")
@@ -53,7 +55,7 @@ def indexed_layers(hf_config: Any) -> list[int]:
 
 def _decoder_fields(hf_config: Any, family: str) -> dict[str, Any]:
     kinds = getattr(hf_config, "layer_types", None)
-    if kinds is not None and set(kinds) != {"indexed_attention"}:
+    if kinds is not None and not set(kinds) <= _KINDS:
         raise ConfigurationError(
             f"{biased_routers.WHERE} layer_types: got {shortened(repr(kinds))}, supported: 'indexed_attention'"
         )

@@ -4,7 +4,7 @@
 
 The folder holds wheels, of which Transformer Engine's has device code for few architectures, the sources of Transformer
 Engine's extension and build_te.sh, which compiles them for one torch. Carry it with the repository; there
-`python -m tests.gpu.three_calls` installs and uses it. Example: a kit for H100 and H200, then one for A100 too:
+`python -m tests.gpu.calls` installs and uses it. Example: a kit for H100 and H200, then one for A100 too:
 
   python -m tests.gpu.kit.make
   python -m tests.gpu.kit.make --architectures 80 90

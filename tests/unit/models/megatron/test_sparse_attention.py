@@ -123,3 +123,12 @@ def test_sequences_that_the_indexer_would_choose_from_are_refused_in_one_line() 
     assert too_long_sequences(tiny_policy(max_total_sequence_length=2048), config_json) == []
     (line,) = too_long_sequences(tiny_policy(max_total_sequence_length=2049), config_json)
     assert "expected at most 2048, the tokens of index_topk" in line
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
+def test_the_layers_of_older_releases_of_transformers_are_the_same(name: str) -> None:
+    hf_config, patterns = FAMILY_MODELS[name].hf_config(), []
+    for kind in ("indexed_attention", "deepseek_sparse_attention"):
+        hf_config.layer_types = [kind] * hf_config.num_hidden_layers
+        patterns.append(build_transformer_config(tiny_policy(1), hf_config).moe_layer_freq)
+    assert patterns[0] == patterns[1]

@@ -8,9 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.support.fused_adam import FusedAdam as WithMasters
 
-class FusedAdam(torch.optim.Optimizer):
-    """Adam whose number of updates is that of a group, not of a parameter."""
+
+class FusedAdam(WithMasters):
+    """Adam whose number of updates is that of a group, not of a parameter; with masters and moments in formats of their
+    own if it is asked for them."""
 
     def __init__(
         self,
@@ -24,19 +27,42 @@ class FusedAdam(torch.optim.Optimizer):
         bias_correction: bool = True,
         adam_w_mode: bool = True,
         capturable: bool = False,
+        master_weights: bool = False,
+        master_weight_dtype: torch.dtype = torch.float32,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        use_decoupled_grad: bool = False,
+        store_param_remainders: bool = False,
     ):
         if amsgrad or not adam_w_mode or capturable:
             raise NotImplementedError("FusedAdam here is AdamW outside of CUDA graphs")
-        super().__init__(
-            params,
-            {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay},
-        )
+        self._has_masters = master_weights
+        if master_weights:
+            super().__init__(
+                params,
+                lr,
+                betas,
+                eps,
+                weight_decay,
+                master_weights=master_weights,
+                master_weight_dtype=master_weight_dtype,
+                exp_avg_dtype=exp_avg_dtype,
+                exp_avg_sq_dtype=exp_avg_sq_dtype,
+                use_decoupled_grad=use_decoupled_grad,
+                store_param_remainders=store_param_remainders,
+            )
+        else:
+            settings = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
+            torch.optim.Optimizer.__init__(self, params, {**settings, "weight_decay": weight_decay})
         # As the real one does: it cannot be made in a process on CPUs.
         self._dummy_overflow_buf = torch.tensor([0], dtype=torch.int, device="cuda")
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """One update of every parameter that has a gradient."""
+        if self._has_masters:
+            super().step()
+            return
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
             first, second = group["betas"]
