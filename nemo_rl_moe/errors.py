@@ -14,6 +14,7 @@ from nemo_rl_moe.masking import masked_text
 EXIT_BAD_INPUT = 2
 EXIT_RUN_FAILED = 1
 EXIT_DIVERGED = 3
+EXIT_NOT_CHECKED = 4
 EXIT_SIGNAL_BASE = 128
 
 
@@ -66,6 +67,12 @@ class RoutesAuditError(UserError):
     """Routed experts that were looked at cannot be right. Exit code 1."""
 
     exit_code = EXIT_RUN_FAILED
+
+
+class NotCheckedError(UserError):
+    """An audit could not make a comparison that it was required to make. Exit code 4."""
+
+    exit_code = EXIT_NOT_CHECKED
 
 
 class CheckpointSaveError(CheckpointError):

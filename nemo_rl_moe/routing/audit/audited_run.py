@@ -36,6 +36,19 @@ _WANTED = {
 }
 
 
+_COMPARISONS = {
+    "training": (
+        "moe/routing/live_agreement",
+        "whether the routes are those of these tokens and layers: there is no training side (--training)",
+    ),
+    "logprobs": (
+        "moe/routing_split/mean_abs_total",
+        "how far log-probabilities of rollout and training are apart: one of them is missing",
+    ),
+}
+"""Comparisons that `--require` takes: the metric of each, and a line if no step has it."""
+
+
 @dataclass(frozen=True)
 class AuditedRun:
     path: Path
@@ -55,6 +68,11 @@ class AuditedRun:
         has_noise = any(key.startswith("moe/routing_noise/") for step in self.steps for key in step.metrics)
         reported = self.columns | ({"repeated_experts"} if has_noise else frozenset())
         return [f"{name}: {what}" for name, what in _WANTED.items() if name not in reported]
+
+    @property
+    def not_checked(self) -> dict[str, str]:
+        """Return the comparisons that could not be made, by name, with what stays unknown."""
+        return {name: text for name, (metric, text) in _COMPARISONS.items() if not self.series(metric)}
 
     def series(self, key: str) -> list[float]:
         """Return the values of a metric at the steps that have it."""

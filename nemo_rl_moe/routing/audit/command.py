@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_rl_moe.atomic_writes import write_whole
-from nemo_rl_moe.errors import DataError, RoutesAuditError, printable
+from nemo_rl_moe.errors import DataError, NotCheckedError, RoutesAuditError, printable
 
 if TYPE_CHECKING:
     # The command line starts without torch.
     from nemo_rl_moe.routing.audit.audited_run import AuditedRun
     from nemo_rl_moe.routing.audit.sources import Source
 
+COMPARISONS = ("training", "logprobs")
+"""Comparisons of `AuditedRun.not_checked`; the command line starts without its module."""
 SUMMARY = (
     "check the routed experts of an RL run of any framework: statistics, agreement, load balance, mismatch, findings"
 )
@@ -33,7 +35,8 @@ examples:
   nemo-rl-moe audit my_run/capture --steps 10:20
   nemo-rl-moe audit my_run/capture --against yesterdays_run/capture
 
-exit code: 0 nothing is wrong; 1 routes cannot be right, a line for each finding; 2 nothing can be read
+exit code: 0 nothing is wrong in what was checked; 1 routes cannot be right, a line for each finding; 2 nothing can be
+read; 4 a comparison of --require could not be made. NOT CHECKED names each comparison that the files do not allow.
 """
 
 
@@ -51,6 +54,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=Path, metavar="DIR", help="the model's folder or config.json: layers, experts")
     parser.add_argument(
         "--training", type=Path, metavar="PATH", help="files with the routes of training for the same tokens"
+    )
+    parser.add_argument(
+        "--require",
+        action="append",
+        default=[],
+        choices=COMPARISONS,
+        metavar="NAME",
+        help=f"exit code 4 if this comparison cannot be made: {' or '.join(COMPARISONS)}; may be given several times",
     )
     parser.add_argument("--against", type=Path, metavar="OTHER", help="compare with another run")
     parser.add_argument("--write-capture", type=Path, metavar="DIR", help="write what was read as a capture folder too")
@@ -153,6 +164,7 @@ def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
                 raise DataError(f"--json {options.json}: cannot be written: {error}") from None
     if options.html is not None:
         write_audit_page(found, options.html, [] if comparison is None else distance_lines(comparison))
+    required = set(options.require)
     # The other run is there to compare with: what is wrong with it alone is reported in its own lines.
     looked_at = found if comparison is None else found[:1]
     problems = [f"{run.path}: {text}" for run in looked_at for text in problems_of(run)]
@@ -160,6 +172,10 @@ def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
     problems += [] if comparison is None else [f"{found[0].path}: {text}" for text in comparison.problems]
     if problems:
         raise RoutesAuditError(problems)
+    unmade = [f"{run.path}: {text}" for run in looked_at for name, text in run.not_checked.items() if name in required]
+    unmade += [f"{trace.path}: a trace holds no routes, --require needs these" for trace in traces if required]
+    if unmade:
+        raise NotCheckedError([f"--require: NOT CHECKED: {text}" for text in unmade])
 
 
 def _audited(path: Path, source: "Source", capture: Path | None, *, quiet: bool) -> "AuditedRun":

@@ -75,9 +75,11 @@ def lines_of(run: AuditedRun) -> list[str]:
         lambda key: (values[0], values[-1], min(values), max(values)) if (values := run.series(key)) else (),
     )
     if run.missing:
-        lines += ["not reported, for want of a column:", *(f"  {text}" for text in run.missing)]
+        lines += ["columns that are missing, and what they would show:", *(f"  {text}" for text in run.missing)]
     lines += [f"note: {text}" for text in dict.fromkeys([*run.notices, *_of_versions(run)])]
-    lines.append(counted(len(problems_of(run)), "finding", zero="no"))
+    lines += [f"NOT CHECKED: {text}" for text in run.not_checked.values()]
+    found = counted(len(problems_of(run)), "finding", zero="no")
+    lines.append(f"{found} in what was checked" if run.not_checked else found)
     return lines
 
 
@@ -155,6 +157,7 @@ def as_json(run: AuditedRun) -> Mapping[str, Any]:
         **JSON_LAYOUT,
         "capture": str(run.path),
         "problems": problems_of(run),
+        "not_checked": dict(run.not_checked),
         "layers": list(description.layers),
         "num_experts": description.num_experts,
         "topk": description.topk,

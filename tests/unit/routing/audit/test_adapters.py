@@ -539,7 +539,7 @@ def test_the_layout_of_the_json_stands(capsys: pytest.CaptureFixture[str]) -> No
     """Version 1: scripts of others read these keys, and the page names each one."""
     main(["audit", str(EXAMPLES / "faults" / "pinned_engine"), "--json", "-"])
     (found,) = json.loads(capsys.readouterr().out)
-    of_run = ["format", "version", "capture", "problems", "layers", "num_experts", "topk"]
+    of_run = ["format", "version", "capture", "problems", "not_checked", "layers", "num_experts", "topk"]
     of_steps = ["step", "num_sequences", "num_tokens", "columns", "metrics", "findings"]
     of_findings = ["side", "kind", "layer", "first_step", "last_step", "is_over", "text"]
     assert (found["format"], found["version"]) == ("routing-audit", 1)

@@ -15,6 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from nemo_rl_moe.cli import main
+from nemo_rl_moe.routing.audit.audited_run import AuditedRun
+from nemo_rl_moe.routing.audit.command import COMPARISONS
 from nemo_rl_moe.runs.folder.capture_folder import CaptureFolderWriter
 from nemo_rl_moe.runs.folder.captured_sequences import CaptureDescription, CapturedSequence
 
@@ -43,6 +45,33 @@ def test_a_healthy_capture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "2 steps, 16 sequences, 960 tokens, a test" in printed.out
     assert "no findings" in printed.out
     assert "replayed_logprobs: how much of the mismatch is routing" in printed.out
+
+
+def test_what_cannot_be_compared_is_named_and_can_be_required(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    generator = np.random.default_rng(4)
+    routes = generator.random((59, 3, 8)).argsort(-1)[..., :2].astype(np.int16)
+    writer = CaptureFolderWriter(tmp_path / "rollout", DESCRIPTION)
+    writer.write(1, [CapturedSequence("a", 60, {"rollout_experts": routes})])
+    whole = write_capture(tmp_path / "both")
+    assert main(["audit", str(tmp_path / "rollout")]) == 0
+    printed = capsys.readouterr().out
+    assert "NOT CHECKED: whether the routes are those of these tokens and layers: there is no training side" in printed
+    assert printed.endswith("no findings in what was checked\n")
+    assert main(["audit", str(tmp_path / "rollout"), "--require", "training"]) == 4
+    assert "--require: NOT CHECKED: " in capsys.readouterr().err
+    assert main(["audit", str(whole), "--require", "training"]) == 0
+    assert main(["audit", str(whole), "--require", "training", "--require", "logprobs"]) == 4
+
+
+def test_required_comparisons_are_those_of_an_audit(tmp_path: Path) -> None:
+    assert tuple(AuditedRun(tmp_path, DESCRIPTION, []).not_checked) == COMPARISONS
+
+
+def test_a_wrong_replay_is_reported_even_if_something_required_is_missing(tmp_path: Path) -> None:
+    late = write_capture(tmp_path / "late", late=True)
+    assert main(["audit", str(late), "--require", "logprobs"]) == 1
 
 
 def test_tokens_that_training_does_not_know_are_no_padding(tmp_path: Path) -> None:
