@@ -88,6 +88,17 @@ def tools_are_missing(config: LoopMasterConfig, num_steps: int) -> Iterator[str]
             yield f"{key} has no tools and no mcp_servers; without effect: {', '.join(named)}"
 
 
+def transport_is_not_used(config: LoopMasterConfig, num_steps: int) -> Iterator[str]:
+    """Warn of a way of weights to an engine that is the trainer itself."""
+    if isinstance(config, GRPOMasterConfig):
+        generation = config.policy.generation
+        if generation.backend == "megatron" and generation.weight_transport != "files":
+            yield (
+                f"policy.generation.weight_transport: {generation.weight_transport} has no effect: with backend"
+                " megatron the trainer generates with its own weights"
+            )
+
+
 _METRICS = [f"{source}:{name}" for source in ("val", "train") for name in ("loss", "accuracy", "reward")]
 
 
@@ -177,6 +188,7 @@ NOTICES = (
     checkpoints_without_the_metric,
     metric_may_be_misspelt,
     tools_are_missing,
+    transport_is_not_used,
     ipo_by_sums,
     gradients_add_up_in_bfloat16,
     rollouts_draw_from_a_part,

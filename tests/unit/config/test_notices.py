@@ -167,3 +167,10 @@ def test_settings_of_tools_that_are_not_there_are_reported() -> None:
     ]
     # An agent's requests may have tools of their own.
     assert lines("grpo", "env.agent=my_agent:run", "env.tool_format=hermes") == []
+
+
+def test_a_transport_to_the_trainer_itself_is_reported() -> None:
+    assert lines("grpo", "policy.generation.weight_transport=gloo") == [
+        "policy.generation.weight_transport: gloo has no effect: with backend megatron the trainer generates with its"
+        " own weights"
+    ]
