@@ -22,6 +22,7 @@ _MOST_TOKENS = 2**24
 _MOST_LAYERS = _MOST_CHOICES = 1024
 _MOST_NUMBERS = 2**28
 """Numbers of a sequence's routes: those of a million tokens, 30 layers and 8 experts each."""
+_MOST_DIMENSIONS = 64  # numpy's
 _MOST_SHARED = 2**25
 """Numbers that lists may come to by sharing their parts."""
 _FLOATS = ("rollout_logprobs", "training_logprobs", "advantages")
@@ -43,13 +44,15 @@ def array(value: Any, where: str) -> Shaped[np.ndarray, "..."]:
     return found
 
 
-def _num_numbers(value: list[Any] | tuple[Any, ...], known: dict[int, int]) -> int:
+def _num_numbers(value: list[Any] | tuple[Any, ...], known: dict[int, int], depth: int = 0) -> int:
     """Count the numbers of nested lists, of a list that comes again too; each list is looked at once."""
-    if not value or not isinstance(value[0], list | tuple):
+    if not value or not isinstance(value[0], list | tuple) or depth > _MOST_DIMENSIONS:
         return len(value)
     if id(value) not in known:
         known[id(value)] = 0  # of a list inside of itself
-        known[id(value)] = sum(_num_numbers(part, known) if isinstance(part, list | tuple) else 1 for part in value)
+        known[id(value)] = sum(
+            _num_numbers(part, known, depth + 1) if isinstance(part, list | tuple) else 1 for part in value
+        )
     return known[id(value)]
 
 

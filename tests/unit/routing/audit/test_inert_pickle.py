@@ -206,3 +206,8 @@ def test_a_tensor_does_not_stand_for_many_times_its_storage(tmp_path: Path) -> N
         read_pickle((tmp_path / "a.pt").read_bytes(), "x")
     torch.save(torch.zeros(1).expand(1_000), tmp_path / "a.pt")
     assert read_pickle((tmp_path / "a.pt").read_bytes(), "x").shape == (1_000,)
+
+
+def test_lists_that_are_nested_deeply_are_no_routes() -> None:
+    with pytest.raises(DataError, match="expected "):
+        expert_rows(shared_lists(1, 100_000), 5, "x")
