@@ -38,7 +38,7 @@ class UserError(Exception):
 
     def __init__(self, problems: str | Sequence[str]):
         self.problems = [problems] if isinstance(problems, str) else list(problems)
-        super().__init__("\n".join(self.problems))
+        super().__init__(printable("\n".join(self.problems)))  # whoever prints it: problems quote strangers' files
 
 
 class ConfigurationError(UserError):

@@ -20,7 +20,7 @@ from nemo_rl_moe.config.overrides import apply_overrides, resolve
 from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig, MasterConfig, SFTMasterConfig
 from nemo_rl_moe.config.shipped_models import with_shipped_models
 from nemo_rl_moe.config.user_code import is_custom
-from nemo_rl_moe.config.validation import keys_around, validate
+from nemo_rl_moe.config.validation import is_path, keys_around, validate
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.masking import MASK, masked, masks_in
 
@@ -92,7 +92,7 @@ def check_values(
         The configuration, or the valid part of it, and a line for each problem.
     """
     overridden, problems = apply_overrides(merged, overrides, partial(keys_around, schema))
-    values, interpolation_problems = resolve(overridden)
+    values, interpolation_problems = resolve(overridden, partial(is_path, schema))
     problems += interpolation_problems.values()
     problems += [
         f"{key}: got {MASK}, which stands in the place of a secret that was left out when the configuration was written"

@@ -3,6 +3,7 @@
 """Command-line overrides and `${...}` interpolations of a configuration."""
 
 import copy
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -129,11 +130,18 @@ def _remove(config: dict[str, Any], key: Sequence[str]) -> bool:
 MISSING = "???"
 _NAMES_A_KEY = re.compile(r"(?<!\\)\$\{\s*(?P<key>\.*[A-Za-z_]\w*(?:\.\w+)*)\s*\}")
 
+_VARIABLE = re.compile(r"\$\{oc\.env:([A-Za-z_]\w*)\}")
+
 Place = tuple[str | int, ...]
 
 
-def resolve(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[Place, str]]:
+def resolve(
+    config: Mapping[str, Any], is_path: Callable[[Place], bool] = lambda _: False
+) -> tuple[dict[str, Any], dict[Place, str]]:
     """Resolve interpolations.
+
+    Args:
+        is_path: Returns whether a place holds a path, in which `${oc.env:NAME}` is a variable of the environment.
 
     Returns:
         The resolved mapping, and a line for each value that could not be resolved, by place; such a value stays as
@@ -141,12 +149,13 @@ def resolve(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[Place, str]
     """
     problems: dict[Place, str] = {}
     allowed: dict[str, Any] = _without_missing(config)
+    _fill_in_variables(allowed, is_path, problems)
     if (plain := _plainly_resolved(allowed)) is not None:
         return plain, problems
     names = present_keys(allowed)
     nodes = OmegaConf.create(allowed)
     for path, text in _texts(allowed):
-        if "${" not in text:
+        if "${" not in text or path in problems:
             continue
         shown = f"{dotted(path)}: {quoted(text, path)}"
         if "${" in _NAMES_A_KEY.sub("", text):
@@ -161,6 +170,21 @@ def resolve(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[Place, str]
     resolved = OmegaConf.to_container(OmegaConf.create(_with_blanks(allowed, set(problems))), resolve=True)
     assert isinstance(resolved, dict)
     return {str(key): value for key, value in resolved.items()}, problems
+
+
+def _fill_in_variables(config: dict[str, Any], is_path: Callable[[Place], bool], problems: dict[Place, str]) -> None:
+    """Fill in the variables in paths; elsewhere they stay, and are refused: secrets have no business in a file."""
+    for place, text in _texts(config):
+        names = _VARIABLE.findall(text)
+        if not names or not is_path(place):
+            continue
+        if missing := [name for name in names if name not in os.environ]:
+            problems[place] = f"{dotted(place)}: {quoted(text, place)}: the variable {missing[0]} is not set"
+            continue
+        section: Any = config
+        for part in place[:-1]:
+            section = section[part]
+        section[place[-1]] = _VARIABLE.sub(lambda found: os.environ[found[1]], text)
 
 
 def _plainly_resolved(config: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -70,12 +70,9 @@ Share = Annotated[float, Field(gt=0, le=1)]
 WholeOrLess = Annotated[float, Field(ge=0, le=1)]
 UnitFloat = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(min_length=1)]
-PathText = Annotated[
-    str,
-    Field(min_length=1),
-    AfterValidator(expanded),
-    ExpectedWords("a path (~ is the home folder; only a shell knows $NAME)"),
-]
+PATH = ExpectedWords("a path (~ is the home folder, ${oc.env:NAME} a variable)")
+"""Mark of a path, in which variables of the environment are filled in."""
+PathText = Annotated[str, Field(min_length=1), AfterValidator(expanded), PATH]
 """A file or folder, or a name on the hub."""
 
 # Upper ends beyond which a value is a slip of the keyboard, far from what anybody trains with.

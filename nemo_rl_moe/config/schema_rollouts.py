@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from nemo_rl_moe.config.schema_base import CustomCode, PathText, PositiveInt, Seconds, StrictModel
+from nemo_rl_moe.config.schema_base import CustomCode, PathText, PositiveInt, StrictModel
 
 OnStale = Literal["wait", "drop"]
 """Treatment of groups that get too old, as `grpo.rollouts.on_stale` names it."""
@@ -14,6 +14,10 @@ Partial = Literal["continue", "restart", "discard"]
 """Treatment of groups that run when weights change, as `grpo.rollouts.partial` names it."""
 Lag = Annotated[int, Field(ge=0, le=1000)]
 """Optimizer steps; rollouts lead by some, and each one takes memory for a step's groups."""
+
+
+GroupSeconds = Annotated[float, Field(ge=0.1, le=100_000_000)]
+"""Less than a tenth of a second is a slip: no group could finish."""
 
 
 class RolloutsConfig(StrictModel):
@@ -37,7 +41,7 @@ class RolloutsConfig(StrictModel):
     partial: Partial
     """Groups that run when weights change. continue: they go on under the new weights, token for token; restart: they
     begin again, and keep their place; discard: they are cancelled, and their prompts come again."""
-    group_timeout_s: Seconds | None
+    group_timeout_s: GroupSeconds | None
     """Seconds after which a group is cancelled; its prompt comes again once. null: no limit."""
     concurrency: PositiveInt | None
     """Most groups that are generated at the same time; null: as many as the staleness allows."""

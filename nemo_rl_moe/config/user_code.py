@@ -38,7 +38,15 @@ def import_attribute(key: str, reference: str, form: str = "package.module:funct
             name += _hides_a_file(found)
             raise ConfigurationError(f"{key}: {reference}: {name} has no {part}{did_you_mean(nearest(part, known))}")
         found = getattr(found, part)
+    if module_name.partition(".")[0] in sys.stdlib_module_names and not _is_a_file_of_the_user(module_name):
+        raise ConfigurationError(f"{key}: {reference} is of Python's own library, expected {form} of your own code")
     return found
+
+
+def _is_a_file_of_the_user(module_name: str) -> bool:
+    """Return whether a module is from the working folder, by whatever name."""
+    file = getattr(sys.modules.get(module_name), "__file__", None)
+    return file is not None and Path(file).is_relative_to(Path.cwd())
 
 
 def is_custom(name: str) -> bool:

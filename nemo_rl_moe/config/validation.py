@@ -12,7 +12,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from nemo_rl_moe.config.schema_base import SETTINGS, ExpectedWords, NameIn, RenamedValue
+from nemo_rl_moe.config.schema_base import PATH, SETTINGS, ExpectedWords, NameIn, RenamedValue
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest, shortened
 from nemo_rl_moe.config.unknown_keys import key_with_dots, unknown_key
 from nemo_rl_moe.config.user_code import with_colon
@@ -63,6 +63,21 @@ def keys_around(model: type[BaseModel], path: Sequence[str]) -> list[str]:
     elif field is not None:
         known.append(_dotted(path))
     return known
+
+
+def is_path(model: type[BaseModel], place: Sequence[Any]) -> bool:
+    """Return whether a place holds a path."""
+    keys, field = field_at(model, place)
+    return field is not None and len(keys) == len(place) and _has_mark(field.annotation, field.metadata)
+
+
+def _has_mark(annotation: Any, metadata: Sequence[Any]) -> bool:
+    if any(mark is PATH for mark in metadata):
+        return True
+    if get_origin(annotation) is Annotated:
+        inner, *more = get_args(annotation)
+        return _has_mark(inner, more)
+    return get_origin(annotation) in (Union, UnionType) and any(_has_mark(part, ()) for part in get_args(annotation))
 
 
 def field_at(model: type[BaseModel], path: Sequence[Any]) -> tuple[tuple[str, ...], FieldInfo | None]:

@@ -254,6 +254,8 @@ def _variables(template: str) -> list[str]:
         return sorted(meta.find_undeclared_variables(environment.parse(template)))
     except TemplateSyntaxError as error:
         raise DataError(f"the chat template is not valid Jinja: line {error.lineno}: {error.message}") from None
+    except RecursionError:
+        raise DataError("the chat template is not valid Jinja: brackets or blocks are nested too deeply") from None
 
 
 def _trained_spans(spans: list[Span], messages: Sequence[Message], first_trained: int) -> list[Span]:

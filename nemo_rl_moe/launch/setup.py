@@ -37,7 +37,7 @@ from nemo_rl_moe.models.hf_files import (
 )
 from nemo_rl_moe.models.image_rules import ImageRule, load_image_rule
 from nemo_rl_moe.models.model_files import collect_model_files
-from nemo_rl_moe.models.peft_files import adapter_problems
+from nemo_rl_moe.models.peft_checks import adapter_problems
 from nemo_rl_moe.models.position_limit import too_long_sequences
 from nemo_rl_moe.runs.folder.expert_load import FOLDER_NAME
 from nemo_rl_moe.runs.folder.saved_samples import SAMPLES_FILE_NAME

@@ -8,9 +8,10 @@ which counts experts before ranks, and `B` `[outputs, rank * experts]`, which co
 projection are one module there, of twice the rank, whose `B` has a block for each.
 """
 
+import errno
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +23,7 @@ from nemo_rl_moe.config.schema_lora import LoraConfig
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.families import family_of
 from nemo_rl_moe.models.hf_files import holds_megatron_weights
-from nemo_rl_moe.models.safetensors_folder import SafetensorsFolder, one_line, shown
+from nemo_rl_moe.models.safetensors_folder import one_line, shown
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 ADAPTER_FOLDER = "adapter"
@@ -57,7 +58,7 @@ _NAMES = {
     "gate_up_proj": {"gate_proj", "up_proj"},
 }
 """Last part of a module's name to targets, where they differ."""
-_FUSED_MODULES = ("experts", "base_layer")
+FUSED_MODULES = ("experts", "base_layer")
 """Last part of the names of modules that hold the factors of fused experts."""
 _FIRST_HALVES, _SECOND_HALVES = ("gate_proj", "w1"), ("up_proj", "w3")
 
@@ -150,13 +151,15 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / CONFIG_FILE
     try:
+        if path.exists() and not path.is_file():
+            raise OSError(errno.EINVAL, "it is no plain file")
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise ConfigurationError(
             f"policy.lora.path: {folder} holds no adapter: there is no {CONFIG_FILE}; expected a folder of "
             "peft's, a run's `final`, or a checkpoint of a run with policy.lora"
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else one_line(error)
         raise ConfigurationError(f"policy.lora.path: {folder}: {CONFIG_FILE} cannot be read: {reason}") from None
     if not isinstance(content, dict):
@@ -171,6 +174,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
         for name in ("r", "lora_alpha")
         if type(content.get(name)) not in (int, float)
     ]
+    problems += [] if problems else [f"policy.lora.path: {path}: {line}" for line in _other_scales(content)]
     init = content.get("init_lora_weights")
     if isinstance(init, str) and _CHANGED_BASE.match(init):
         problems.append(
@@ -182,80 +186,26 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     return content
 
 
-def adapter_problems(lora: LoraConfig, base: Path | None) -> list[str]:
-    """Return a line for all that is wrong with the adapter that training begins with, as far as settings and the header
-    of its file tell.
-
-    Args:
-        base: Folder of the model; None: its weights are random ones.
-    """
-    if lora.path is None:
-        return []
-    folder = folder_of_peft(Path(lora.path))
-    own: dict[str, float | str | list[str]] = {"rank": lora.rank, "alpha": lora.alpha}
-    if holds_megatron_weights(folder):
-        described = _section_of_checkpoint(folder)
-        own |= {"experts": lora.experts, "targets": sorted(lora.targets)}
-        expected = {name: described.get(name) for name in own} | {"targets": sorted(described.get("targets", ()))}
-        if "all-linear" in [*lora.targets, *described.get("targets", ())]:
-            del expected["targets"]  # the names may be those of all layers: workers compare
-    else:
-        content = read_adapter_config(folder)
-        expected = {"rank": content["r"], "alpha": content["lora_alpha"]}
-        if not (folder / WEIGHTS_FILE).is_file():
-            return [f"policy.lora.path: {folder}: there is no {WEIGHTS_FILE}"]
-    if problems := [
-        f"policy.lora.{name}: got {own[name]}, expected {shown(value)}, as in policy.lora.path {lora.path}"
-        for name, value in expected.items()
-        if value != own[name]
-    ]:
-        return problems
-    return [] if holds_megatron_weights(folder) else _problems_of_factors(lora, folder, base)
+def _other_scales(content: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for each pattern of layers whose adapters have another scale than alpha over rank of all."""
+    ranks, alphas = content.get("rank_pattern") or {}, content.get("alpha_pattern") or {}
+    for name, found in (("rank_pattern", ranks), ("alpha_pattern", alphas)):
+        if not isinstance(found, Mapping) or not all(
+            type(value) in (int, float) and value > 0 for value in found.values()
+        ):
+            yield f"{name}: got {shown(found)}, expected an object of numbers above 0"
+            return
+    rank, alpha = content["r"], content["lora_alpha"]
+    for layers in dict.fromkeys((*ranks, *alphas)):
+        own_rank, own_alpha = ranks.get(layers, rank), alphas.get(layers, alpha)
+        if own_alpha * rank != alpha * own_rank:
+            yield (
+                f"layers {shown(layers)} have rank {own_rank} and alpha {own_alpha} (rank_pattern, alpha_pattern), and"
+                f" all others {rank} and {alpha}; expected one scale, alpha over rank, of all layers"
+            )
 
 
-def _problems_of_factors(lora: LoraConfig, folder: Path, base: Path | None) -> list[str]:
-    """Return a line for factors of another rank, of another base, or of experts where none or all have one."""
-    shapes = _shapes(folder)
-    has_experts = any(".experts." in name for name in shapes)
-    if has_experts != (lora.experts != "none"):
-        what = "adapters" if has_experts else "no adapters"
-        return [
-            f"policy.lora.experts: got {lora.experts}, and policy.lora.path {lora.path} has {what} of routed experts"
-        ]
-    # Of a model in Megatron-Core's format, workers compare.
-    layers = {} if base is None or holds_megatron_weights(base) else SafetensorsFolder(base).tensors
-    ranks, others, attention = list[str](), list[str](), set[str]()
-    for name, shape in shapes.items():
-        module, _, factor = name.removeprefix(PREFIX).removesuffix(".weight").rpartition(".")
-        if module.rpartition(".")[2] in _FUSED_MODULES or len(shape) != 2 or factor not in ("lora_A", "lora_B"):
-            continue
-        size, rank = shape if factor == "lora_B" else shape[::-1]
-        if rank != lora.rank:
-            ranks.append(f"{name} {rank}")
-        layer = layers.get(f"{module}.weight")
-        attention |= {module} if ".self_attn." in module else set()
-        if layer is not None and layer.shape[factor == "lora_A"] != size:
-            others.append(f"{name} is {list(shape)} beside {list(layer.shape)}")
-        elif layer is None and layers and ".self_attn." in module:
-            others.append(f"{name} is beside no layer")
-    kinds = {module.rpartition(".")[2] for module in attention}
-    lacking = sorted(
-        module
-        for module in (name.removesuffix(".weight") for name in layers if ".self_attn." in name)
-        if module.rpartition(".")[2] in kinds and module not in attention
-    )
-    return [
-        f"policy.lora.path: {folder}: {len(found)} {what}: {found[0]}"
-        for what, found in (
-            (f"factors in {WEIGHTS_FILE} have another rank than r {lora.rank} of {CONFIG_FILE}", ranks),
-            (f"factors in {WEIGHTS_FILE} are of another base than {base}", others),
-            (f"layers of {base} have no factors in {WEIGHTS_FILE}", lacking),
-        )
-        if found
-    ]
-
-
-def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+def factor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Return the shape of each factor in a folder of peft's, by its name."""
     try:
         with safe_open(folder / WEIGHTS_FILE, "np") as file:
@@ -272,7 +222,7 @@ def folder_of_peft(folder: Path) -> Path:
     return inner if not (folder / CONFIG_FILE).is_file() and inner.is_dir() else folder
 
 
-def _section_of_checkpoint(folder: Path) -> dict[str, Any]:
+def section_of_checkpoint(folder: Path) -> dict[str, Any]:
     """Return the section `policy.lora` of the run that wrote a checkpoint."""
     try:
         section = json.loads((folder / "state.json").read_bytes())["config"]["policy"]["lora"]
@@ -291,9 +241,9 @@ def lora_of_folder(folder: Path) -> LoraConfig:
     """
     folder = folder_of_peft(folder)
     if holds_megatron_weights(folder):
-        return _checked({**_section_of_checkpoint(folder), "path": None}, folder)
+        return _checked({**section_of_checkpoint(folder), "path": None}, folder)
     content = read_adapter_config(folder)
-    names = _shapes(folder)
+    names = factor_shapes(folder)
     section = {
         "rank": content["r"],
         "alpha": float(content["lora_alpha"]),
@@ -321,7 +271,7 @@ def _targets(names: Iterable[str], parameters: Iterable[str]) -> set[str]:
     for name in names:
         module = name.removesuffix(".weight").rpartition(".")[0]
         leaf = module.rpartition(".")[2]
-        if leaf not in _FUSED_MODULES:
+        if leaf not in FUSED_MODULES:
             found |= _NAMES.get(leaf, {leaf})
     return found
 

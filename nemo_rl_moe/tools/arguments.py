@@ -61,15 +61,23 @@ def checked_arguments(arguments: Mapping[str, object], parameters: Sequence[Para
     return checked
 
 
-def kind_in_words(schema: Mapping[str, Any]) -> str:
-    """Return the type of a JSON schema in words, such as `array of integer or null`."""
-    if "enum" in schema:
+_ANY = "any value"
+
+
+def kind_in_words(schema: object) -> str:
+    """Return the type of a JSON schema in words, such as `array of integer or null`.
+
+    Schemas come from servers of strangers: whatever is no schema, as `true` legally is, is any value.
+    """
+    if not isinstance(schema, Mapping):
+        return _ANY
+    if isinstance(schema.get("enum"), list):
         text = " or ".join(json.dumps(value, ensure_ascii=False) for value in schema["enum"])
-    elif "anyOf" in schema:
+    elif isinstance(schema.get("anyOf"), list):
         text = " or ".join(kind_in_words(each) for each in schema["anyOf"])
     else:
-        kinds = schema.get("type", "any value")
-        text = " or ".join(kinds) if isinstance(kinds, list) else str(kinds)
+        kinds = schema.get("type", _ANY)
+        text = " or ".join(map(str, kinds)) if isinstance(kinds, list) else str(kinds)
         if kinds == "array" and schema.get("items"):
             text += f" of {kind_in_words(schema['items'])}"
     return f"{text} or null" if schema.get("nullable") else text

@@ -21,6 +21,8 @@ _ENDS_WITH_ITS_PARENT = (
 """Program that becomes the server; the kernel kills it with the thread that has started it."""
 _STOP_S = 10.0
 _MOST_PAGES = 100
+_LAST_BYTES, _MOST_CHARACTERS = 1 << 16, 300
+"""Of what a server has written to its standard error: what is read, and what is repeated."""
 
 
 class McpToolError(Exception):
@@ -92,9 +94,11 @@ class McpServer:
 
     def last_words(self) -> str:
         """Return the last line that it has written to its standard error; empty: none."""
-        self._errors.seek(0)
-        lines = [line for line in self._errors.read().splitlines() if line.strip()]
-        return lines[-1].strip() if lines else ""
+        # They may be gigabytes, in one line.
+        size = os.fstat(self._errors.fileno()).st_size
+        end = os.pread(self._errors.fileno(), _LAST_BYTES, max(0, size - _LAST_BYTES)).decode("utf-8", "replace")
+        lines = [line for line in end.splitlines() if line.strip()]
+        return lines[-1].strip()[-_MOST_CHARACTERS:] if lines else ""
 
     def _ready(self, timeout_s: float | None) -> Any:
         self.start()

@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 
 from nemo_rl_moe.config.schema_environment import McpServerConfig
 from nemo_rl_moe.config.tool_definitions import definition_problem
+from nemo_rl_moe.data.record_values import kind_of
 from nemo_rl_moe.errors import ConfigurationError, one_line
 from nemo_rl_moe.tools.arguments import Parameter, kind_in_words
 from nemo_rl_moe.tools.mcp_server import McpServer
@@ -112,6 +113,11 @@ def _checked(name: str, config: McpServerConfig) -> McpServerConfig:
 def _tool(server: str, tool: Any) -> McpTool:
     schema = getattr(tool, "input_schema", None) or getattr(tool, "inputSchema", None) or {"type": "object"}
     properties = schema.get("properties") or {}
+    if not isinstance(properties, Mapping):
+        raise ConfigurationError(
+            f"{SERVERS_KEY}.{server}: the tool {tool.name!r} has properties that are {kind_of(properties)}, expected an"
+            " object"
+        )
     definition = {
         "type": "function",
         "function": {
@@ -124,7 +130,7 @@ def _tool(server: str, tool: Any) -> McpTool:
         raise ConfigurationError(
             f"{SERVERS_KEY}.{server}: the tool {tool.name!r} cannot be shown to a model: {problem}"
         )
-    required = schema.get("required") or ()
+    required = schema["required"] if isinstance(schema.get("required"), list) else ()
     return McpTool(
         server,
         tool.name,
@@ -134,14 +140,16 @@ def _tool(server: str, tool: Any) -> McpTool:
                 name,
                 kind_in_words(each),
                 TypeAdapter(_type_of(each)),
-                None if name in required else json.dumps(each.get("default")),
+                None if name in required else json.dumps(each.get("default") if isinstance(each, Mapping) else None),
             )
             for name, each in properties.items()
         ),
     )
 
 
-def _type_of(schema: Mapping[str, Any]) -> Any:
+def _type_of(schema: object) -> Any:
+    if not isinstance(schema, Mapping):
+        return Any
     kind = schema.get("type")
     return _TYPES.get(kind, Any) if isinstance(kind, str) and "enum" not in schema else Any
 

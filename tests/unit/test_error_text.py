@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl_moe.errors import escape_log_messages, printable, report_error
+from nemo_rl_moe.errors import UserError, escape_log_messages, printable, report_error
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MODEL = REPOSITORY / "examples/assets/tiny_qwen3_moe"
@@ -87,3 +87,9 @@ def test_what_libraries_log_is_escaped(capsys: pytest.CaptureFixture[str]) -> No
         logging.setLogRecordFactory(before)
         logger.removeHandler(handler)
     assert capsys.readouterr().err == "unknown key \\x1b]0;PWNED\\x07\\x1b[2J\\r\\u202e, 3\n"
+
+
+def test_the_text_of_an_error_has_no_control_characters() -> None:
+    error = UserError(["a\x1b]0;x\x07", "b"])
+    assert str(error) == "a\\x1b]0;x\\x07\nb"
+    assert error.problems == ["a\x1b]0;x\x07", "b"]

@@ -5,6 +5,7 @@
 import asyncio
 import hmac
 import json
+import logging
 import secrets
 import threading
 from collections.abc import Awaitable, Callable, Iterator
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from nemo_rl_moe.rollouts.agents.chat_requests import RequestError
 
@@ -28,6 +30,15 @@ Ask = Callable[[object], "Future[dict[str, Any]]"]
 Unread = Callable[[object, dict[str, Any]], object]
 """Takes body and reply of a request whose client has left before it could read it."""
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def _is_of_us(record: logging.LogRecord) -> bool:
+    """Return False for requests that are no HTTP, which any process of the machine may send without the key."""
+    return not isinstance(record.exc_info[1] if record.exc_info else None, HttpProcessingError)
+
+
+_LOG = logging.getLogger("aiohttp.server.agents")
+_LOG.addFilter(_is_of_us)
 
 
 class EndpointServer:
@@ -90,7 +101,7 @@ class EndpointServer:
         app.router.add_get("/sessions/{session}/v1/models", self._models)
         # A client that has left is no longer answered; no client compresses its requests.
         runner = web.AppRunner(
-            app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0, auto_decompress=False
+            app, logger=_LOG, handler_cancellation=True, access_log=None, shutdown_timeout=1.0, auto_decompress=False
         )
         await runner.setup()
         site = web.TCPSite(runner, HOST, 0)

@@ -27,6 +27,9 @@ from nemo_rl_moe.rollouts.agents.worker import AGENT_KEY, READY, AgentProgram
 START_TIMEOUT_S = 300.0
 _STOPPED = "no agent can run: their processes have been stopped"
 _END_LIMIT_S = 10.0
+MOST_LOG_BYTES = 64 << 20
+"""Output of agents that is kept, all together."""
+_LOG_LOOK_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -154,6 +157,33 @@ class AgentRun:
         return self._is_closed
 
 
+class _LogLimit:
+    """Begin a log anew when it gets too long: agents write to it themselves, and may write without end.
+
+    Args:
+        log: Open at its end, for these processes too.
+    """
+
+    def __init__(self, log: IO[bytes]):
+        self._log, self._is_over = log, threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="log of agents", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        is_last = False
+        while not is_last:
+            is_last = self._is_over.wait(_LOG_LOOK_S)
+            with suppress(OSError):
+                if (size := os.fstat(self._log.fileno()).st_size) > MOST_LOG_BYTES:
+                    os.ftruncate(self._log.fileno(), 0)
+                    self._log.write(f"[{size:,} bytes of earlier output have been removed]\n".encode())
+                    self._log.flush()
+
+
 class AgentWorkers:
     """Processes that run agents, each one at a time, on the driver's machine; a context manager.
 
@@ -171,6 +201,7 @@ class AgentWorkers:
     def __init__(self, program: AgentProgram, num_workers: int, log: Path):
         self._program = program
         self._log = log.open("ab")
+        self._limit = _LogLimit(self._log)
         self._free: deque[_Process | None] = deque()
         self._waiting: deque[Future[AgentRun]] = deque()
         self._processes: set[_Process] = set()
@@ -241,6 +272,7 @@ class AgentWorkers:
         self._threads.shutdown(wait=True, cancel_futures=True)
         for process in processes:
             process.reap()
+        self._limit.stop()
         self._log.close()
 
     def _run(self, run: AgentRun, task: AgentTask) -> AgentEnd:

@@ -87,6 +87,8 @@ def read_schedule(path: Path) -> list[ScheduledStep]:
     Raises:
         DataError: A line is not a step, or there is none.
     """
+    if path.exists() and not path.is_file():  # a device or a pipe may have no end
+        raise DataError(f"{path}: is no plain file; expected schedule.jsonl of an asynchronous run")
     steps: list[ScheduledStep] = []
     for number, line in enumerate(path.read_text(encoding="utf-8-sig", errors="replace").splitlines(), start=1):
         try:

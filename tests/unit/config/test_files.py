@@ -168,7 +168,7 @@ def test_interpolations_in_a_circle_and_to_nowhere() -> None:
 def test_question_marks_mean_still_to_be_given(tmp_path: Path, problems_of: Problems) -> None:
     path = write(tmp_path, "m.yaml", "defaults: sft_tiny_moe.yaml\nlogger: {log_dir: '???'}")
     assert problems_of(config=path) == [
-        "logger.log_dir: missing; expected a path (~ is the home folder; only a shell knows $NAME)"
+        "logger.log_dir: missing; expected a path (~ is the home folder, ${oc.env:NAME} a variable)"
     ]
     assert load_config(path, ["logger.log_dir=x"], check_paths=False).logger.log_dir == "x"
 

@@ -2,7 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names of a user's own code in messages: a dot where a colon is meant, and no addresses of objects."""
 
+import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -43,3 +45,20 @@ def test_objects_are_shown_without_their_addresses() -> None:
     assert described(with_colon) == "<function with_colon> (function)"
     assert " at 0x" not in described([partial(with_colon, "a"), object()])
     assert one_line(TypeError(f"{object()!r} is odd, at 0x10")) == "TypeError: <object object> is odd, at 0x10"
+
+
+@pytest.mark.parametrize("reference", ["os:system", "builtins:len", "os.path:join"])
+def test_python_s_own_library_is_no_code_of_the_user(reference: str) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        import_attribute("env.agent", reference)
+    assert error.value.problems == [
+        f"env.agent: {reference} is of Python's own library, expected package.module:function of your own code"
+    ]
+
+
+def test_a_module_of_the_user_may_have_a_name_of_python_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "this.py").write_text("def score(item): return 1\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "this", raising=False)
+    assert import_attribute("env.callable.function", "this:score")(None) == 1

@@ -33,7 +33,7 @@ M = "policy.megatron_cfg"
         ),
         (
             "policy.tokenizer.name=''",
-            "policy.tokenizer.name: got '' (str), expected a path (~ is the home folder; only a shell knows $NAME)",
+            "policy.tokenizer.name: got '' (str), expected a path (~ is the home folder, ${oc.env:NAME} a variable)",
         ),
         ("logger.wandb.project=2024", "logger.wandb.project: got 2024 (int), expected text that is not empty"),
         (
@@ -119,7 +119,7 @@ def test_every_problem_is_reported_at_once(problems_of: Problems) -> None:
         "sft.max_num_steps=ten",
         f"{M}.track_moe_metric=true",
         "policy.tokenizer.name=${policy.modle_name}",
-        "logger.log_dir=${oc.env:HOME}",
+        "logger.log_dir=${oc.env:NO_SUCH_VARIABLE}",
         "cluster.cpu_workers_per_node=3",
         f"{M}.optimizer.min_lr=1",
         "oops",

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
+from nemo_rl_moe.data.chat_template import renderer_for
 from nemo_rl_moe.data.records import parse_record
+from nemo_rl_moe.data.template_inputs import NO_INPUTS
 from nemo_rl_moe.errors import DataError
+from tests.support.byte_tokenizer import make_byte_tokenizer
 from tests.support.one_example import tokenize_example
 
 EXAMPLE = parse_record({"prompt": "q", "completion": "a"}, "f:1")
@@ -56,3 +59,10 @@ def test_a_conversation_that_is_nested_too_deeply(byte_tokenizer):
     with pytest.raises(DataError) as error:
         tokenize_example(example, byte_tokenizer(template), 100)
     assert error.value.problems == ["f:1: the conversation is nested too deeply"]
+
+
+def test_brackets_that_are_nested_too_deeply_are_an_error() -> None:
+    with pytest.raises(
+        DataError, match="the chat template is not valid Jinja: brackets or blocks are nested too deeply"
+    ):
+        renderer_for(make_byte_tokenizer("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}"), NO_INPUTS)

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datasets import ClassLabel, Dataset, Features, List, Value
+from datasets import ClassLabel, Dataset, DatasetDict, Features, List, Value, load_dataset_builder
 
 from nemo_rl_moe.data.records import BadLine
 from nemo_rl_moe.data.sources import open_lines
@@ -171,3 +171,39 @@ def test_a_copy_from_the_hub_is_read_as_the_files_are(tmp_path: Path, monkeypatc
     monkeypatch.setattr("huggingface_hub._snapshot_download.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert values("some/set") == ["007"]
+
+
+def test_files_of_text_on_the_hub_are_copied_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/train-0.csv").write_text("answer\n007\n")
+    asked: list[Any] = []
+
+    class Builder:
+        name = "csv"
+
+        class config:
+            data_files = {"train": ["hf://datasets/some/set@abc/data/train-0.csv"]}  # noqa: RUF012
+
+    def builder_of(name: str) -> Any:
+        return Builder if name == "some/set" else load_dataset_builder(name)
+
+    def download(name: str, **options: Any) -> str:
+        asked.append((name, options))
+        return str(tmp_path)
+
+    monkeypatch.setattr("datasets.load_dataset_builder", builder_of)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("nemo_rl_moe.models.hub.from_cache_alone", lambda: False)
+    assert values("some/set") == ["007"]
+    patterns = ["README.md", "data/train-0.csv"]
+    assert asked == [("some/set", {"repo_type": "dataset", "revision": "abc", "allow_patterns": patterns})]
+
+
+def test_a_table_of_the_cache_whose_types_were_guessed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = Dataset.from_dict({"answer": [7]})
+    table.info.builder_name = "csv"
+    monkeypatch.setattr("datasets.load_dataset", lambda path: DatasetDict({"train": table}))
+    monkeypatch.setattr("nemo_rl_moe.data.sources.hub_text_files", lambda name: None)
+    with pytest.raises(DataError, match="holds values whose types it guessed from csv files"):
+        read("some/set")

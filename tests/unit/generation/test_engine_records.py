@@ -83,8 +83,8 @@ def test_a_record_of_the_users_own_brings_its_section_and_its_rules(tmp_path: Pa
 
 
 def test_a_function_is_an_engine_without_properties() -> None:
-    engine = load("policy.generation.backend=json:dumps").policy.generation.engine
-    assert engine.factory()(3) == "3"
+    engine = load("policy.generation.backend=yaml:safe_dump").policy.generation.engine
+    assert engine.factory()(3) == "3\n...\n"
     assert not engine.shares_weights
     assert engine.size is None
     assert engine.config_class is None
@@ -92,8 +92,8 @@ def test_a_function_is_an_engine_without_properties() -> None:
 
 def test_what_is_no_engine_is_one_line_among_all_problems() -> None:
     key = "policy.generation.backend"
-    assert problems(f"{key}=json:__name__", "grpo.num_prompts_per_step=0") == [
-        f"{key}: json:__name__ is 'json' (str), expected an Engine or a function of an EngineSetup",
+    assert problems(f"{key}=yaml:__name__", "grpo.num_prompts_per_step=0") == [
+        f"{key}: yaml:__name__ is 'yaml' (str), expected an Engine or a function of an EngineSetup",
         "grpo.num_prompts_per_step: got 0 (int), expected a whole number above 0",
     ]
     name = f"{__name__}:NAMESAKE"

@@ -40,7 +40,7 @@ def test_an_agent_is_prepared_with_the_format_of_calls_of_its_model() -> None:
     [
         (["env.agent=tests.support.agents_of_tests:agnet"], "env.agent: tests.support.agents_of_tests:agnet: "),
         (["env.agent=tests.support.agents_of_tests:MARK"], "env.agent: tests.support.agents_of_tests:MARK is "),
-        (["env.agent=os:getcwd"], "env.agent: os:getcwd() cannot be called with one AgentTask: too many"),
+        (["env.agent=psutil:boot_time"], "env.agent: psutil:boot_time() cannot be called with one AgentTask: too many"),
         (["env.agent_command=[no-such-program]"], "env.agent_command: there is no program 'no-such-program'; expected"),
         ([AGENT, "env.tool_format=hermess"], "env.tool_format: got 'hermess', expected one of hermes"),
     ],

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from nemo_rl_moe.config.tool_definitions import definition_problem
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.tools import ready
-from nemo_rl_moe.tools.arguments import ArgumentError, checked_arguments
+from nemo_rl_moe.tools.arguments import ArgumentError, checked_arguments, kind_in_words
 from nemo_rl_moe.tools.definitions import Tool, load_tools
 
 HERE = "tests.support.tool_functions"
@@ -167,3 +167,18 @@ def test_whatever_a_model_gives_is_taken_or_explained(arguments: dict[str, Any])
             taken = checked(tool, arguments)
             assert set(taken) == set(arguments)
             assert {"a", "word"} & set(taken)
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        (True, "any value"),
+        ({"enum": 5}, "any value"),
+        ({"anyOf": 5}, "any value"),
+        ({"anyOf": ["x", {"type": "integer"}]}, "any value or integer"),
+        ({"type": "array", "items": "x"}, "array of any value"),
+        ({"type": ["integer", 3]}, "integer or 3"),
+    ],
+)
+def test_schemas_of_strangers_have_words_whatever_they_hold(schema: object, words: str) -> None:
+    assert kind_in_words(schema) == words

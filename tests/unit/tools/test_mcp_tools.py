@@ -168,3 +168,10 @@ def test_without_the_library_the_command_that_installs_it_is_named(monkeypatch: 
         ConfigurationError, match=r"env.mcp_servers.words: mcp cannot be imported; pip install 'nemo-rl"
     ):
         mcp_tools.describe_servers({"words": config()})
+
+
+def test_what_a_server_said_last_is_cut() -> None:
+    server = McpServer(McpServerConfig(command="false"))
+    server._errors.write("first\n" + "y" * 1_000_000 + "z\n")
+    server._errors.flush()
+    assert server.last_words() == "y" * 299 + "z"

@@ -75,7 +75,8 @@ COMPUTING_FIELDS = frozenset(
 )
 """Fields of 0.16.1 and 0.19.2 that change how a model is computed, and nothing else."""
 _MODEL = (
-    "may make another model than the exported config.json says; expected a field that changes how a model is computed"
+    "is none of the fields that change only how a model is computed: it may make another model than the exported"
+    " config.json says"
 )
 _NEED_MORE = {
     "tp_comm_": "needs buffers of Transformer Engine that this program does not make",
@@ -93,6 +94,7 @@ _NEED_MORE = {
     "embedding_init_": "has no effect: weights are set by this program, the same in every layout",
     "perform_initialization": "has no effect: weights are set by this program, the same in every layout",
     "use_cpu_initialization": "has no effect: weights are set by this program, the same in every layout",
+    "cuda_graph_": "belongs to CUDA graphs, which are not supported",
     "variable_seq_lengths": "is not supported: microbatches of a pipeline are padded to one length",
     "account_for_": "is not supported: layers are divided by policy.megatron_cfg.num_layers_in_first_pipeline_stage"
     " and _last_",

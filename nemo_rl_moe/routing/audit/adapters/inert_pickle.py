@@ -21,6 +21,8 @@ import torch
 
 from nemo_rl_moe.errors import DataError, one_line
 
+_MOST_REPEATED = 2**25
+"""Numbers of a tensor that may be repetitions of a few."""
 FRAMEWORKS = (
     "areal",
     "miles",
@@ -138,6 +140,10 @@ def _tensor(storage: torch.Tensor, offset: int, size: Iterable[int], stride: Ite
     last = offset + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
     if prod(size) and not 0 <= offset <= last < len(storage):
         raise RefusedError(f"it holds a tensor {size} that lies outside of its storage")
+    if prod(size) > max(_MOST_REPEATED, 4 * len(storage)):
+        raise RefusedError(
+            f"it holds a tensor {size} of a storage of {len(storage)} numbers, which stand for many others"
+        )
     return torch.as_strided(storage, size, stride, offset)
 
 

@@ -19,12 +19,20 @@ from nemo_rl_moe.runs.folder.captured_sequences import EXPERTS, INDEXERS, UNKNOW
 from nemo_rl_moe.shapes import Bool, Float, Int, Shaped
 
 _MOST_TOKENS = 2**24
+_MOST_LAYERS = _MOST_CHOICES = 1024
+_MOST_NUMBERS = 2**28
+"""Numbers of a sequence's routes: those of a million tokens, 30 layers and 8 experts each."""
+_MOST_DIMENSIONS = 64  # numpy's
+_MOST_SHARED = 2**25
+"""Numbers that lists may come to by sharing their parts."""
 _FLOATS = ("rollout_logprobs", "training_logprobs", "advantages")
 
 
 def array(value: Any, where: str) -> Shaped[np.ndarray, "..."]:
     if isinstance(value, PickledArray):
         value = value.values
+    if isinstance(value, list | tuple) and _num_numbers(value, {}) > _MOST_SHARED and _shares_parts(value):
+        raise DataError(f"{where}: got lists that share their parts and come to more than {_MOST_SHARED:,} numbers")
     if isinstance(value, torch.Tensor):
         value = (value.float() if value.dtype == torch.bfloat16 else value).detach().numpy()
     try:
@@ -34,6 +42,31 @@ def array(value: Any, where: str) -> Shaped[np.ndarray, "..."]:
     if found.dtype.kind not in "biuf":
         raise DataError(f"{where}: got {type(value).__name__} of {found.dtype}, expected numbers, as many in every row")
     return found
+
+
+def _num_numbers(value: list[Any] | tuple[Any, ...], known: dict[int, int], depth: int = 0) -> int:
+    """Count the numbers of nested lists, of a list that comes again too; each list is looked at once."""
+    if not value or not isinstance(value[0], list | tuple) or depth > _MOST_DIMENSIONS:
+        return len(value)
+    if id(value) not in known:
+        known[id(value)] = 0  # of a list inside of itself
+        known[id(value)] = sum(
+            _num_numbers(part, known, depth + 1) if isinstance(part, list | tuple) else 1 for part in value
+        )
+    return known[id(value)]
+
+
+def _shares_parts(value: list[Any] | tuple[Any, ...]) -> bool:
+    """Return whether nested lists have a list twice."""
+    seen, left = set[int](), [value]
+    while left:
+        for part in left.pop():
+            if isinstance(part, list | tuple):
+                if id(part) in seen:
+                    return True
+                seen.add(id(part))
+                left.append(part)
+    return False
 
 
 def expert_rows(value: Any, length: int, where: str, *, first: int = 0) -> Int[np.ndarray, "tokens layers topk"]:
@@ -46,12 +79,23 @@ def expert_rows(value: Any, length: int, where: str, *, first: int = 0) -> Int[n
         DataError: It has another shape, or numbers that are no experts.
     """
     rows = array(value, where)
-    if rows.ndim != 3 or not rows.shape[1] * rows.shape[2] or rows.dtype.kind == "f":
+    if (
+        rows.ndim != 3
+        or not 0 < rows.shape[1] <= _MOST_LAYERS
+        or not 0 < rows.shape[2] <= _MOST_CHOICES
+        or rows.dtype.kind == "f"
+    ):
         raise DataError(f"{where}: got {rows.dtype} {list(rows.shape)}, expected integers [tokens, layers, topk]")
     if not 0 <= first <= first + len(rows) <= length <= _MOST_TOKENS:
         raise DataError(f"{where}: got {len(rows)} rows from token {first} on, expected at most {length} tokens")
-    if len(rows) and (rows.max() > np.iinfo(np.int16).max or rows.min() < np.iinfo(np.int16).min):
-        raise DataError(f"{where}: got the expert {rows.max()}, expected at most {np.iinfo(np.int16).max}")
+    if length * rows.shape[1] * rows.shape[2] > max(_MOST_NUMBERS, 4 * rows.size):
+        raise DataError(
+            f"{where}: got {list(rows.shape)} of {length} tokens, expected at most {_MOST_NUMBERS:,} numbers"
+        )
+    if len(rows) and (rows.max() > np.iinfo(np.int16).max or rows.min() < UNKNOWN):
+        wrong = rows.min() if rows.min() < UNKNOWN else rows.max()
+        most = np.iinfo(np.int16).max
+        raise DataError(f"{where}: got the expert {wrong}, expected 0 to {most}, or {UNKNOWN} for none")
     found = np.full((length, *rows.shape[1:]), UNKNOWN, dtype=np.int16)
     found[first : first + len(rows)] = rows
     return found

@@ -86,7 +86,8 @@ def test_fields_that_cannot_be_set_are_all_reported_at_once() -> None:
 
 
 ANOTHER_MODEL = (
-    "may make another model than the exported config.json says; expected a field that changes how a model is computed"
+    "is none of the fields that change only how a model is computed: it may make another model than the exported"
+    " config.json says"
 )
 PAGE = "docs/sft.md#fields-without-a-key"
 
@@ -103,6 +104,7 @@ PAGE = "docs/sft.md#fields-without-a-key"
         ("linear_attention_freq", 2, ANOTHER_MODEL),
         ("heterogeneous_block_specs", True, ANOTHER_MODEL),
         ("test_mode", True, ANOTHER_MODEL),
+        ("cuda_graph_warmup_steps", 1, "belongs to CUDA graphs, which are not supported"),
         ("qk_l2_norm", True, ANOTHER_MODEL),
         ("mtp_num_layers", 1, "is not supported: the layers that predict further tokens are left out"),
         (

@@ -19,6 +19,7 @@ from nemo_rl_moe.data.prompts import Prompt
 from nemo_rl_moe.errors import WorkerDiedError
 from nemo_rl_moe.generation.interface import SamplingParameters
 from nemo_rl_moe.rewards.interface import Fault
+from nemo_rl_moe.rollouts.agents import worker_pool
 from nemo_rl_moe.rollouts.agents.chat_requests import RequestError, RequestRules
 from nemo_rl_moe.rollouts.agents.environment import AgentEnvironment
 from nemo_rl_moe.rollouts.agents.server import EndpointServer
@@ -227,3 +228,18 @@ def test_an_agent_that_cannot_be_loaded_is_told_with_its_reason(tmp_path: Path) 
     with pytest.raises(WorkerDiedError) as caught:
         AgentWorkers(missing, 1, tmp_path / "agents.log")
     assert "has no agnet; did you mean agent" in str(caught.value)
+
+
+def test_a_stranger_s_request_that_is_no_http_is_answered_without_a_word(capfd: pytest.CaptureFixture[str]) -> None:
+    with EndpointServer(MODEL) as server, socket.create_connection(("127.0.0.1", server.port), 60) as client:
+        client.sendall(b"GET / HTTP/1.1\r\nX: " + b"x" * 20_000 + b"\r\n\r\n")
+        assert client.recv(12).endswith(b" 400")
+    assert capfd.readouterr().err == ""
+
+
+def test_what_agents_print_is_kept_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_pool, "MOST_LOG_BYTES", 1000)
+    log = tmp_path / "agents.log"
+    with AgentWorkers(PROGRAM, 1, log), log.open("ab") as file:
+        file.write(b"x" * 5000)
+    assert log.read_bytes() == b"[5,000 bytes of earlier output have been removed]\n"

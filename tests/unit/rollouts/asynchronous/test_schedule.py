@@ -263,3 +263,8 @@ def test_a_group_that_fails_once_is_repeated_and_then_the_run_ends() -> None:
     schedule = [ScheduledStep.of(batch) for batch in recorded([1.0] * 12).batches]
     with pytest.raises(UserError, match="the group of prompt 1 fails"):
         repeated(schedule, {1: OSError("lost")})
+
+
+def test_a_schedule_without_an_end_is_not_read() -> None:
+    with pytest.raises(DataError, match="/dev/zero: is no plain file"):
+        read_schedule(Path("/dev/zero"))

@@ -396,7 +396,7 @@ VERL: dict[str, Any] = {
         ),
         (
             {"rollout_id": 1, "samples": [{**SLIME, "rollout_routed_experts": torch.full((3, 1, 1), 70000)}]},
-            "got the expert 70000, expected at most 32767",
+            "got the expert 70000, expected 0 to 32767, or -1 for none",
         ),
         ({"rollout_id": 1, "rollout_data": {}}, "rollout_data: tokens: missing"),
         ({**VERL, "attention_mask": torch.tensor([[1, 0, 1, 1, 1]] * 2)}, "with 1 in one block of each"),

@@ -4,6 +4,7 @@
 
 import os
 import pickle
+import re
 import subprocess
 import sys
 from collections import OrderedDict
@@ -20,7 +21,7 @@ from torch.nested._internal.nested_tensor import _rebuild_njt
 from nemo_rl_moe.cli import main
 from nemo_rl_moe.errors import DataError
 from nemo_rl_moe.routing.audit.adapters.inert_pickle import Inert, PickledArray, read_pickle
-from nemo_rl_moe.routing.audit.adapters.layout import array
+from nemo_rl_moe.routing.audit.adapters.layout import array, expert_rows
 
 
 class Attack:
@@ -169,3 +170,44 @@ def test_a_nested_tensor_has_no_more_tensors_than_the_file_has_offsets(offsets: 
     else:
         with pytest.raises(DataError, match="x: refused: it holds a nested tensor with more offsets than the file"):
             read_pickle(content, "x")
+
+
+def shared_lists(members: int, depth: int) -> list[Any]:
+    found: list[Any] = [1]
+    for _ in range(depth):
+        found = [found] * members
+    return found
+
+
+@pytest.mark.parametrize(
+    ("routes", "problem"),
+    [
+        (np.empty((0, 20_000, 7_500), np.int16), "expected integers [tokens, layers, topk]"),
+        (np.empty((0, 1_000, 1_000), np.int16), "expected at most 268,435,456 numbers"),
+        (shared_lists(12, 9), "lists that share their parts"),
+        ([[[0] * 30_000] * 5_000] * 9, "lists that share their parts"),
+        (np.full((9, 2, 2), -7, np.int16), "got the expert -7, expected 0 to 32767, or -1 for none"),
+    ],
+    ids=("no rows", "few rows", "nested", "rows", "negative"),
+)
+def test_small_files_do_not_come_to_large_routes(routes: Any, problem: str) -> None:
+    with pytest.raises(DataError, match=re.escape(problem)):
+        expert_rows(routes, 1_000, "x")
+
+
+def test_lists_may_share_rows_of_padding() -> None:
+    found = expert_rows([[[0, 1]] * 3] * 4, 5, "x")
+    assert found.tolist() == [*[[[0, 1]] * 3] * 4, [[-1, -1]] * 3]
+
+
+def test_a_tensor_does_not_stand_for_many_times_its_storage(tmp_path: Path) -> None:
+    torch.save(torch.zeros(1, dtype=torch.int32).as_strided((10, 20_000, 7_500), (0, 0, 0)), tmp_path / "a.pt")
+    with pytest.raises(DataError, match="stand for many others"):
+        read_pickle((tmp_path / "a.pt").read_bytes(), "x")
+    torch.save(torch.zeros(1).expand(1_000), tmp_path / "a.pt")
+    assert read_pickle((tmp_path / "a.pt").read_bytes(), "x").shape == (1_000,)
+
+
+def test_lists_that_are_nested_deeply_are_no_routes() -> None:
+    with pytest.raises(DataError, match="expected "):
+        expert_rows(shared_lists(1, 100_000), 5, "x")

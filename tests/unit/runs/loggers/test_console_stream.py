@@ -48,6 +48,23 @@ def test_standard_output_whose_reader_has_ended() -> None:
     assert process.returncode == 0
 
 
+def test_both_outputs_in_one_pipe_whose_reader_has_ended() -> None:
+    code = (
+        "import sys\n"
+        "from nemo_rl_moe.runs.loggers.console import ConsoleLogger\n"
+        "console = ConsoleLogger(3)\n"
+        "sys.stdin.readline()\n"
+        "for _ in range(3): console.message('x' * 100_000)\n"
+        "sys.exit(7)\n"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen([sys.executable, "-c", code], text=True, **pipes) as process:  # type: ignore[call-overload]
+        process.stdout.close()
+        process.stdin.write("go\n")
+        process.stdin.close()
+    assert process.returncode == 7
+
+
 @pytest.mark.parametrize(("encoding", "shown"), [("ascii", r"l\xe4uf \u30c7 \U0001f642"), ("utf-8", "läuf デ 🙂")])
 def test_a_character_that_the_console_lacks_is_shown_as_its_escape(encoding: str, shown: str) -> None:
     content = io.BytesIO()

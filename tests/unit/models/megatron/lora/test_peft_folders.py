@@ -3,6 +3,7 @@
 """peft reads the adapters that are written here, in both forms of experts; what peft writes is read here."""
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from safetensors.numpy import save_file
 
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.hf_files import MEGATRON_WEIGHTS_FOLDER
-from nemo_rl_moe.models.peft_files import adapter_problems, lora_of_folder
+from nemo_rl_moe.models.peft_checks import adapter_problems
+from nemo_rl_moe.models.peft_files import lora_of_folder, read_adapter_config
 from tests.support.gloo_ranks import run_ranks
 from tests.support.lora_folders import logits_in_layout, peft_writes_and_we_read, we_write_and_peft_reads
 from tests.support.lora_models import lora
@@ -205,3 +207,58 @@ def test_a_folder_without_an_adapter_is_named(tmp_path: Path) -> None:
     assert section is not None
     with pytest.raises(ConfigurationError, match=r"holds no adapter: there is no adapter_config.json; expected "):
         adapter_problems(section, None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"alpha_pattern": {"q_proj": 20}}, "layers q_proj have rank 4 and alpha 20 (rank_pattern, alpha_pattern)"),
+        ({"rank_pattern": {"q_proj": 8}}, "layers q_proj have rank 8 and alpha 5.0"),
+        ({"rank_pattern": ["q_proj"]}, "rank_pattern: got ['q_proj'], expected an object of numbers above 0"),
+    ],
+    ids=str,
+)
+def test_adapters_of_several_scales_are_refused(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        read_adapter_config(_folder(tmp_path, **changes))
+    assert said in caught.value.problems[0]
+
+
+def test_patterns_that_keep_the_scale_are_read(tmp_path: Path) -> None:
+    assert read_adapter_config(_folder(tmp_path, rank_pattern={"x": 8}, alpha_pattern={"x": 10}))["r"] == 4
+
+
+@pytest.mark.parametrize("kind", ["pipe", "deep"])
+def test_a_description_that_cannot_be_read_is_one_line(kind: str, tmp_path: Path) -> None:
+    if kind == "pipe":
+        os.mkfifo(tmp_path / "adapter_config.json")
+    else:
+        (tmp_path / "adapter_config.json").write_text("[" * 200_000)
+    with pytest.raises(ConfigurationError, match=r"adapter_config\.json cannot be read: "):
+        read_adapter_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("factors", "said"),
+    [
+        ({}, "factors in adapter_model.safetensors cannot be used: there is none"),
+        ({"lora_A": np.zeros((4, 5), np.float32)}, "lora_A.weight has no B beside it"),
+        (
+            {"lora_A": np.full((4, 5), np.nan, np.float32), "lora_B": np.zeros((6, 4), np.float32)},
+            "lora_A.weight has NaN or infinite numbers",
+        ),
+        (
+            {"lora_A": np.zeros((4, 5), np.int32), "lora_B": np.zeros((6, 4), np.float32)},
+            "lora_A.weight is of int32, expected floating point",
+        ),
+    ],
+    ids=("none", "half", "NaN", "integers"),
+)
+def test_factors_that_cannot_be_used_are_named(factors: dict[str, Any], said: str, tmp_path: Path) -> None:
+    _folder(tmp_path)
+    named = {f"{OF_PEFT}{Q_PROJ}.{name}.weight": value for name, value in factors.items()}
+    save_file(named, tmp_path / "adapter_model.safetensors")
+    section = tiny_policy(1, **lora("none", path=str(tmp_path))).lora
+    assert section is not None
+    (line,) = adapter_problems(section, None)
+    assert said in line
