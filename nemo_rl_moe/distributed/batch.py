@@ -317,6 +317,7 @@ class GlobalBatchShard:
         global_valid_tokens: Targets in the loss, over all ranks.
         global_sequences: Sequences with such a target, over all ranks.
         places: Index in the whole batch of each sequence of the microbatches.
+        samples: Index in the whole batch of the sample of each of them.
         num_batch_sequences: Sequences of the whole batch, over all ranks and global batches.
     """
 
@@ -324,6 +325,7 @@ class GlobalBatchShard:
     global_valid_tokens: int
     global_sequences: int
     places: tuple[int, ...]
+    samples: tuple[int, ...]
     num_batch_sequences: int
 
 
@@ -352,12 +354,16 @@ def make_shards(
         totals: The whole global batch that the loss is normalised by.
     """
     valid_tokens, sequences = totals.num_valid_tokens(), count_trained_sequences(totals)
+    sizes = batch.sample_sizes or (1,) * len(batch)
+    samples = [sample for sample, size in enumerate(sizes) for _ in range(size)]
+    samples += range(len(samples), len(batch))  # fillers
     return [
         GlobalBatchShard(
             microbatches=tuple(batch.select(indices) for indices in microbatches),
             global_valid_tokens=valid_tokens,
             global_sequences=sequences,
             places=tuple(index for indices in microbatches for index in indices),
+            samples=tuple(samples[index] for indices in microbatches for index in indices),
             num_batch_sequences=len(batch),
         )
         for microbatches in by_rank
