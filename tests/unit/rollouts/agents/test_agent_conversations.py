@@ -231,6 +231,22 @@ def test_t06_messages_that_do_not_fit_are_refused_and_the_agent_may_go_on_with_f
     assert (found.reward, found.overlong, found.metrics["agent/refused_requests"]) == (1.0, "", 1)
 
 
+@pytest.mark.parametrize(("asked", "is_truncated"), [(3, False), (1000, True), (None, True)])
+def test_a_response_that_is_as_long_as_the_agent_wanted_is_not_truncated(asked: int | None, is_truncated: bool) -> None:
+    """The reply says that it was cut; for `truncation_rate` and overlong filtering it is whole."""
+    reasons: list[str] = []
+
+    def agent(task: AgentTask) -> float:
+        more = {} if asked is None else {"max_tokens": asked}
+        reasons.append(sent(client_of(task), task.messages, **more).choices[0].finish_reason)
+        return 1.0
+
+    _, found = play(agent, [QWEN.encode("x" * 1200)], QWEN)
+    assert reasons == ["length"]
+    assert found.is_truncated is is_truncated
+    assert found.num_sampled_tokens == (3 if asked == 3 else 1000)
+
+
 @pytest.mark.parametrize("weights", [None, {"right": 1.0}])
 def test_an_agent_that_fails_at_a_limit_has_reward_0_and_no_fault(weights: dict[str, float] | None) -> None:
     def without_end(task: AgentTask) -> None:
