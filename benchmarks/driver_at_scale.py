@@ -120,7 +120,7 @@ class FakeRanks:
         artifacts = {EXPERT_LOAD.name: load}
         of_loss = {f"metric_{number}": series for number in range(METRICS_OF_LOSS)} if place.reports_loss else {}
         reported = (moe_metrics, artifacts) if rank == 0 else ({}, {})
-        return RankTrainResult(0.5, 1.0, 1e-6, len(shard.microbatches), of_loss, reported[0], 0, 0, 1, reported[1])
+        return RankTrainResult(0.5, 1.0, 1e-6, len(shard.microbatches), of_loss, reported[0], 1, 0, 0, 1, reported[1])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

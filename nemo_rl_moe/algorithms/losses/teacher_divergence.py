@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from nemo_rl_moe.algorithms.losses.divergence import bounded_exp, kl_estimate
+from nemo_rl_moe.algorithms.losses.divergence import kl_estimate
 
 KlType = Literal["forward", "reverse", "mixed", "jensen_shannon"]
 
@@ -75,19 +75,18 @@ def _divergence(
 def sampled_divergence(
     logprobs: Float[Tensor, "*tokens"],
     teacher_logprobs: Float[Tensor, "*tokens"],
-    sampled_logprobs: Float[Tensor, "*tokens"],
+    weights: Float[Tensor, "*tokens"],
 ) -> tuple[Float[Tensor, "*tokens"], Float[Tensor, "*tokens"]]:
     """Estimate `KL(policy || teacher)` from one token that was sampled at each position, in nats.
 
-    Both are weighed by the policy's probability over the one that the token was sampled with. The first is half the
-    square of the difference of log-probabilities, whose expected gradient is that of the divergence (see
-    `divergence.py`); the second is the difference, without a gradient, whose expectation is the divergence.
+    The first is half the square of the difference of log-probabilities, whose expected gradient is that of the
+    divergence (see `divergence.py`); the second is the difference, without a gradient, whose expectation is the
+    divergence.
 
     Args:
         logprobs: Of the policy; the gradient goes to these alone.
-        sampled_logprobs: Of the distribution that tokens were sampled from.
+        weights: Of both: the policy's probability over the one that the token was sampled with, within bounds or not.
     """
     teacher = teacher_logprobs.detach().clamp(min=LOWEST_TEACHER_LOGPROB)
-    weight = bounded_exp(logprobs.detach() - sampled_logprobs.detach())
-    unbiased = weight * kl_estimate(logprobs.detach(), teacher, "k1")
-    return weight * kl_estimate(logprobs, teacher, "k2"), unbiased
+    unbiased = weights * kl_estimate(logprobs.detach(), teacher, "k1")
+    return weights * kl_estimate(logprobs, teacher, "k2"), unbiased

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical, kl_divergence
 
+from nemo_rl_moe.algorithms.losses.ratios import importance_ratio
 from nemo_rl_moe.algorithms.losses.teacher_divergence import (
     LOWEST_TEACHER_LOGPROB,
     KlType,
@@ -112,7 +113,8 @@ def test_nothing_goes_back_to_the_teacher_or_to_who_sampled() -> None:
     policy, teacher, sampler = (logits(seed).requires_grad_() for seed in (1, 2, 3))
     for kind in KINDS:
         candidate_divergence(policy.log_softmax(-1)[:, :3], teacher.log_softmax(-1)[:, :3], kind).sum().backward()
-    loss, unbiased = sampled_divergence(*(each.log_softmax(-1)[:, 0] for each in (policy, teacher, sampler)))
+    own, theirs, drawn = (each.log_softmax(-1)[:, 0] for each in (policy, teacher, sampler))
+    loss, unbiased = sampled_divergence(own, theirs, importance_ratio(own, drawn))
     loss.sum().backward()
     assert policy.grad is not None
     assert policy.grad.abs().sum() > 0
@@ -132,7 +134,8 @@ def test_the_estimate_from_a_sampled_token_has_the_divergence_and_its_gradient_i
 ) -> None:
     policy, teacher, other = logits(1)[0].requires_grad_(), logits(2)[0], logits(3)[0]
     sampler = (other if sampled_by_another else policy.detach()).log_softmax(-1)
-    loss, unbiased = sampled_divergence(policy.log_softmax(-1), teacher.log_softmax(-1), sampler)
+    own = policy.log_softmax(-1)
+    loss, unbiased = sampled_divergence(own, teacher.log_softmax(-1), importance_ratio(own, sampler))
     exact = whole(policy.softmax(-1), teacher.softmax(-1), "reverse")
     torch.testing.assert_close(expected_over_tokens(unbiased, sampler.exp()), exact.detach())
     (ours,) = torch.autograd.grad(expected_over_tokens(loss, sampler.exp()), policy, retain_graph=True)

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Teachers score their rows of a batch, and the loss of these scores brings a policy to them."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -247,6 +248,45 @@ def test_shares_of_microbatches_and_global_batches_add_up_to_means() -> None:
         [0, pytest.approx(1 / 3), 0],
         [0, pytest.approx(1 / 3), pytest.approx(1 / 3)],
     ]
+
+
+def test_old_tokens_are_weighed_within_the_bounds_of_the_correction() -> None:
+    """The policy finds each token e^3 times as likely as the weights that sampled it, and counts it twice at most."""
+    trajectories, policy = responses(6), model(0)
+    batch = batch_of(trajectories)
+    own = policy.start_logprobs(batch)()
+    batch = batch.with_columns(generation_logprobs=per_token(own - 3.0))
+    found = {}
+    for name in ("none", "truncated", "icepop"):
+        settings = config(
+            "distillation.topk_logits_k=null",
+            f"loss_fn.importance_sampling_correction={name}",
+            "loss_fn.importance_sampling_ratio_max=2.0",
+        )
+        teachers = Teachers(settings, {"teacher": model(1)}, VOCABULARY)
+        scored, _ = teachers.with_scores(policy, batch, trajectories, PhaseClock())  # type: ignore[arg-type]
+        loss = teachers.loss(make_loss(settings, is_on_policy=False))
+        found[name] = float(loss(inputs_of(scored, policy)).metrics["teacher_kl"][0])
+    assert found["truncated"] == pytest.approx(2 / math.exp(3.0) * found["none"], rel=1e-5)
+    assert found["icepop"] == 0
+    assert found["none"] != 0
+
+
+@pytest.mark.parametrize(("staleness", "correction"), [(1, "none"), (1, "truncated"), (0, "none")])
+def test_an_estimate_from_old_tokens_without_a_bound_is_refused(staleness: int, correction: str) -> None:
+    overrides = [
+        "distillation.topk_logits_k=null",
+        "policy.generation.backend=vllm",
+        "grpo.rollouts.mode=asynchronous",
+        f"grpo.rollouts.max_staleness={staleness}",
+        f"loss_fn.importance_sampling_correction={correction}",
+    ]
+    message = "distillation.topk_logits_k: got null with grpo.rollouts.max_staleness 1 and"
+    if staleness and correction == "none":
+        with pytest.raises(ConfigurationError, match=message):
+            config(*overrides)
+    else:
+        config(*overrides)
 
 
 def test_means_of_a_step_do_not_depend_on_its_global_batches() -> None:
