@@ -24,15 +24,20 @@ from nemo_rl_moe.algorithms.losses.divergence import kl_estimate
 KlType = Literal["forward", "reverse", "mixed", "jensen_shannon"]
 
 LOWEST_TAIL = 1e-6
-"""Smallest mass of a tail: below, `1 - sum` in float32 is rounding."""
+"""Smallest mass of a tail: below, `1 - sum` in float32 is rounding, and so is its logarithm's gradient."""
 LOWEST_TEACHER_LOGPROB = -80.0
 """A teacher's log-probabilities end here, so that a token that it rules out gives a finite divergence."""
 
 
 def with_tail(logprobs: Float[Tensor, "*tokens k"]) -> Float[Tensor, "*tokens outcomes"]:
-    """Append the log-probability of all tokens that are no candidates."""
+    """Append the log-probability of all tokens that are no candidates.
+
+    Below `LOWEST_TAIL` its value ends, and its gradient only gets smaller: a policy that is sure of its candidates has
+    to learn that the teacher is not.
+    """
     mass = -torch.expm1(logprobs.logsumexp(-1, keepdim=True))
-    return torch.cat([logprobs, mass.clamp(min=LOWEST_TAIL).log()], -1)
+    held = mass + (mass.clamp(min=LOWEST_TAIL) - mass).detach()
+    return torch.cat([logprobs, held.log()], -1)
 
 
 def candidate_divergence(

@@ -119,6 +119,19 @@ def test_each_teacher_scores_its_environments_and_the_others_have_none() -> None
     assert {name.split("/")[1] for name in clock.metrics()} == {"candidates", "teachers"}
 
 
+@pytest.mark.parametrize(("component", "trains_all"), [(None, False), ("policy_gradient_weight", True)])
+def test_tokens_that_no_component_trains_on_are_not_trained_tokens(component: str | None, trains_all: bool) -> None:
+    """An update of responses without a teacher has none, and is left out."""
+    settings = config(*MIXTURE, *([] if component is None else [f"distillation.{component}=0.5"]))
+    trajectories = responses(9, ("sums", "words", "games"))
+    batch = batch_of(trajectories)
+    teachers = Teachers(settings, {"teacher": model(1), "writer": model(2)}, VOCABULARY)
+    scored, _ = teachers.with_scores(model(0), batch, trajectories, PhaseClock())
+    without = torch.tensor([number % 3 == 2 for number in range(9)])
+    assert bool(scored.token_mask[without].any()) is trains_all
+    assert torch.equal(scored.token_mask[~without], batch.token_mask[~without])
+
+
 def test_environments_with_the_same_teacher_ask_it_once() -> None:
     """O5: each response gets its own scores, the first token's included (O4)."""
     settings = config(
