@@ -30,13 +30,12 @@ from nemo_rl_moe.rewards.interface import (
 from nemo_rl_moe.rollouts.conversation import Conversation
 from nemo_rl_moe.rollouts.growing_sequence import GrowingSequence, GrowingSequences
 from nemo_rl_moe.rollouts.places import HeldPlaces, Place, WaitAside
-from nemo_rl_moe.rollouts.trajectory import FinishReason, Trajectory
+from nemo_rl_moe.rollouts.trajectory import KEPT_MASS, FinishReason, Trajectory
 from nemo_rl_moe.rollouts.transcript import Transcript
 from nemo_rl_moe.runs.folder.conversations import Outcome, ToolUse
 
-KEPT_MASS = "sampling_kept_mass"
 CACHED_TOKENS = "mean_cached_tokens_per_sample"
-"""Metric of what top-k and top-p leave to draw from: mean over trajectories of the mean over sampled tokens."""
+"""Metric of tokens that an engine did not have to compute."""
 
 Decode = Callable[[Sequence[int]], str]
 Encode = Callable[[str], Sequence[int]]
