@@ -30,6 +30,7 @@ from nemo_rl_moe.rollouts.training_batch import training_batch
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from tests.support.bigram_models import BigramModel
 from tests.support.grpo_fakes import trajectory
+from tests.support.trajectories import tokens_of, with_tokens
 
 VOCABULARY, K = 12, 4
 MIXTURE = (
@@ -117,6 +118,23 @@ def test_each_teacher_scores_its_environments_and_the_others_have_none() -> None
     assert metrics["distillation/share_with_teacher"] == pytest.approx(1 - sum(trained[2::3]) / sum(trained))
     assert float(scored.columns[TEACHER_SHARE].values.sum()) == pytest.approx(1)
     assert {name.split("/")[1] for name in clock.metrics()} == {"candidates", "teachers"}
+
+
+def test_a_teacher_scores_all_sequences_of_a_trajectory() -> None:
+    two = with_tokens(trajectory(), tokens_of([10], [3, 4]), tokens_of([10, 3, 9], [7, 8, 2]))
+    trajectories = [two, trajectory((10,), (5, 6))]
+    teacher = model(1)
+    settings = config("distillation.topk_logits_k=null")
+    batch = batch_of(trajectories)
+    scored, _ = Teachers(settings, {"teacher": teacher}, VOCABULARY).with_scores(
+        model(0), batch, trajectories, PhaseClock()
+    )
+    assert len(batch) == 3
+    torch.testing.assert_close(scored.columns[TEACHER_LOGPROBS].values, teacher.start_logprobs(batch)())
+    # Seven trained tokens: two, three and two.
+    trained = (scored.columns[TEACHER_SHARE].values > 0).sum(1)
+    assert trained.tolist() == [2, 3, 2]
+    assert scored.columns[TEACHER_SHARE].values[1].max() == pytest.approx(1 / 7)
 
 
 @pytest.mark.parametrize(("component", "trains_all"), [(None, False), ("policy_gradient_weight", True)])

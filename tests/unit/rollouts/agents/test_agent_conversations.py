@@ -160,6 +160,10 @@ def test_t17_a_changed_history_begins_another_sequence_and_no_turn_is_trained_on
     assert sampled_of(found) == [[*responses[0], *responses[1]], *responses[2:]]
     # The second way has the tokens of the first response before it, as they were sampled.
     assert requests[2][: len(requests[0]) + len(responses[0])] == [*requests[0], *responses[0]]
+    # And nothing of the first way: what follows is as long as the other message makes it.
+    assert "one way" not in QWEN.tokenizer.decode(requests[2])
+    longer = len(QWEN.encode("another way")) - len(QWEN.encode("one way"))
+    assert len(requests[2]) == len(requests[1]) + longer
     assert "what it never said" in QWEN.tokenizer.decode(requests[3])
 
 
