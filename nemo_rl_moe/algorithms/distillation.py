@@ -7,7 +7,7 @@ As a step of GRPO whose batch has teachers' log-probabilities besides, and whose
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
 import torch
@@ -122,7 +122,12 @@ class Teachers:
             "distillation/bytes_to_teachers": float(num_to),
             "distillation/bytes_from_teachers": float(num_from),
         }
-        return scored.with_columns(**shares), metrics
+        scored = scored.with_columns(**shares)
+        settings = self.config.distillation
+        if not settings.policy_gradient_weight and not settings.cross_entropy_weight:
+            # Nothing trains on the others: an update of them alone would move the weights by Adam's momentum.
+            scored = replace(scored, token_mask=counts)
+        return scored, metrics
 
     def _check_numbers(self, scored: TokenBatch, rows: Mapping[str, Sequence[int]]) -> None:
         """Refuse a teacher without a finite score of any response; what few responses lack costs an update alone."""

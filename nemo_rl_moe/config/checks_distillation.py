@@ -4,6 +4,7 @@
 
 from collections.abc import Iterator
 
+from nemo_rl_moe.config.checks_rollouts import LAG_KEY
 from nemo_rl_moe.config.schema_distillation import DistillationMasterConfig
 from nemo_rl_moe.config.schema_run import GENERATION_ROLE, POLICY_ROLE, REWARD_MODEL_ROLE
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
@@ -104,7 +105,19 @@ def given_responses_are_not_sampled(config: DistillationMasterConfig) -> Iterato
         yield f"{_KEY}.topk_logits_k: got null, expected a number of candidates {given}, which nobody samples"
 
 
+def estimates_from_old_tokens_are_bounded(config: DistillationMasterConfig) -> Iterator[str]:
+    """Check that the weights of tokens that older weights sampled have bounds, where the divergence is their mean."""
+    settings, lag = config.distillation, config.grpo.rollouts.most_lag
+    if settings.topk_logits_k is None and lag > 0 and config.loss_fn.importance_sampling_correction == "none":
+        yield (
+            f"{_KEY}.topk_logits_k: got null with {LAG_KEY} {lag} and loss_fn.importance_sampling_correction none: the"
+            " weights of tokens that older weights sampled would have no bound; a correction, such as truncated, sets"
+            " one, and candidates need no weights"
+        )
+
+
 DISTILLATION_RULES = (
+    estimates_from_old_tokens_are_bounded,
     given_responses_are_not_sampled,
     responses_have_a_teacher,
     divergence_has_candidates,

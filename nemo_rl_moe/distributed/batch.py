@@ -319,6 +319,7 @@ class GlobalBatchShard:
         global_tokens: All tokens but padding, over all ranks: those that routers see.
         global_rows: Sequences with a token, over all ranks.
         places: Index in the whole batch of each sequence of the microbatches.
+        samples: Index in the whole batch of the sample of each of them.
         num_batch_sequences: Sequences of the whole batch, over all ranks and global batches.
     """
 
@@ -328,6 +329,7 @@ class GlobalBatchShard:
     global_tokens: int
     global_rows: int
     places: tuple[int, ...]
+    samples: tuple[int, ...]
     num_batch_sequences: int
 
 
@@ -357,6 +359,9 @@ def make_shards(
     """
     valid_tokens, sequences = totals.num_valid_tokens(), count_trained_sequences(totals)
     lengths = totals.counted_lengths
+    sizes = batch.sample_sizes or (1,) * len(batch)
+    samples = [sample for sample, size in enumerate(sizes) for _ in range(size)]
+    samples += range(len(samples), len(batch))  # fillers
     return [
         GlobalBatchShard(
             microbatches=tuple(batch.select(indices) for indices in microbatches),
@@ -365,6 +370,7 @@ def make_shards(
             global_tokens=int(lengths.sum()),
             global_rows=int((lengths > 0).sum()),
             places=tuple(index for indices in microbatches for index in indices),
+            samples=tuple(samples[index] for indices in microbatches for index in indices),
             num_batch_sequences=len(batch),
         )
         for microbatches in by_rank

@@ -194,13 +194,22 @@ async def _ended(dispatcher: Dispatcher[Prompt, list[Trajectory]], maker: GroupM
     await maker.close()
 
 
-def state_at(config: GRPOMasterConfig, loop: LoopState, checkpoint: Path | None, loader: PromptRounds) -> State:
+def state_at(
+    config: GRPOMasterConfig,
+    loop: LoopState,
+    checkpoint: Path | None,
+    loader: PromptRounds,
+    *,
+    with_optimizer: bool = True,
+) -> State:
     """Return where a run goes on: with the queue of its checkpoint, or behind the prompts of so many steps.
 
     Args:
         loop: State of the loop.
         checkpoint: Folder of the checkpoint; None: the run begins.
         loader: The prompts of each epoch.
+        with_optimizer: The checkpoint has the optimizer, and so the count of its steps. Without it they begin at 0
+            again, so that nobody can tell how old the tokens of the queue are: they are drawn again.
 
     Raises:
         CheckpointError: The queue is damaged, or one of other prompts.
@@ -209,7 +218,8 @@ def state_at(config: GRPOMasterConfig, loop: LoopState, checkpoint: Path | None,
     if checkpoint is not None:
         prompts = prompts_of_epochs(loader, config.grpo.max_num_epochs)
         if (found := read_queue(checkpoint, prompts, RAY_STORE)) is not None:
-            return drawn_again(found, version, partial(_can_be_trained_on, config))
+            is_usable = partial(_can_be_trained_on, config) if with_optimizer else lambda group: False
+            return drawn_again(found, version, is_usable)
     num_taken = loop.batches_taken * config.grpo.num_prompts_per_step
     return QueueState(version, num_taken, open=(), given_up=(), queue=())
 

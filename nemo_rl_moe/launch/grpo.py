@@ -179,7 +179,8 @@ def start_source(
     if plan is None:
         return make_source(config, worker, loader, sampling)
     resume = run.saved.resume
-    state = state_at(config, recorder.state, None if resume is None else resume.folder, loader)
+    folder, with_optimizer = (None, True) if resume is None else (resume.folder, resume.state.with_optimizer)
+    state = state_at(config, recorder.state, folder, loader, with_optimizer=with_optimizer)
     warn, message = run.console.warn, run.console.message
     record = partial(recorder.record_artifact, TIME_LINE.name)
     return run.use(running_source(config, plan, worker, loader, sampling, run.folder, state, warn, message, record))

@@ -31,13 +31,12 @@ from nemo_rl_moe.rewards.interface import (
 from nemo_rl_moe.rollouts.conversation import Conversation
 from nemo_rl_moe.rollouts.growing_sequence import GrowingSequence, GrowingSequences
 from nemo_rl_moe.rollouts.places import HeldPlaces, Place, WaitAside
-from nemo_rl_moe.rollouts.trajectory import FinishReason, Trajectory
+from nemo_rl_moe.rollouts.trajectory import KEPT_MASS, FinishReason, Trajectory
 from nemo_rl_moe.rollouts.transcript import Transcript
 from nemo_rl_moe.runs.folder.conversations import Outcome, ToolUse
 
-KEPT_MASS = "sampling_kept_mass"
 CACHED_TOKENS = "mean_cached_tokens_per_sample"
-"""Metric of what top-k and top-p leave to draw from: mean over trajectories of the mean over sampled tokens."""
+"""Metric of tokens that an engine did not have to compute."""
 
 Decode = Callable[[Sequence[int]], str]
 Encode = Callable[[str], Sequence[int]]
@@ -60,7 +59,8 @@ class Turn:
     Attributes:
         token_ids: Its sampled tokens, the end token included where there is one.
         text: The same as text, without the end token.
-        is_truncated: It was truncated at a limit on its tokens.
+        is_truncated: It was truncated at the run's limit on its tokens.
+        is_cut: It was truncated at that limit, or at the one of who asked for it.
         logprobs: Log-probability of each of its tokens, in nats.
     """
 
@@ -68,6 +68,7 @@ class Turn:
     text: str
     is_truncated: bool
     logprobs: tuple[float, ...] = ()
+    is_cut: bool = False
 
 
 @dataclass
@@ -178,7 +179,7 @@ class Session:
         # Not by `continue_sequence`: the way of a request stays one that can be followed.
         with self._asking(_RESPONSE):
             found = await self.submit_request(self._request(sequence, room))
-        turn = self._add_response(sequence, found, asked_s)
+        turn = self._add_response(sequence, found, asked_s, is_truncated=found.is_truncated)
         self._conversation.add_to_turn(turn.token_ids, is_sampled=True)
         return turn
 
@@ -216,19 +217,21 @@ class Session:
             self.begin_sequence(extension.token_ids, conversation.messages)
             self._conversation = conversation
 
-    async def continue_sequence(self, sequence: GrowingSequence, room: int) -> Turn:
+    async def continue_sequence(self, sequence: GrowingSequence, room: int, wanted: int | None = None) -> Turn:
         """Continue any sequence of the trajectory by a response of the model; its tokens are trained on.
 
         Args:
             room: Most tokens of the response, where it is below the run's.
+            wanted: Most tokens that who asks wants. A response that ends there is not truncated; None: any number.
 
         Raises:
             RuntimeError: An earlier response or score is still waited for.
         """
-        asked_s = self._transcript.now_s()
+        asked_s, most = self._transcript.now_s(), min(room, self.sampling.max_new_tokens)
+        is_short = wanted is not None and wanted < most
         with self._asking(_RESPONSE):
-            found = await self.submit_request(self._request(sequence, room))
-        return self._add_response(sequence, found, asked_s)
+            found = await self.submit_request(self._request(sequence, min(most, wanted or most)))
+        return self._add_response(sequence, found, asked_s, is_truncated=found.is_truncated and not is_short)
 
     def _request(self, sequence: GrowingSequence, room: int) -> GenerationRequest:
         sampling = self.sampling
@@ -241,7 +244,9 @@ class Session:
             model_inputs=dict(self.model_inputs),
         )
 
-    def _add_response(self, sequence: GrowingSequence, found: GeneratedSequence, asked_s: float) -> Turn:
+    def _add_response(
+        self, sequence: GrowingSequence, found: GeneratedSequence, asked_s: float, *, is_truncated: bool
+    ) -> Turn:
         token_ids, start = tuple(found.token_ids.tolist()), len(sequence)
         sequence.add_sampled(found)
         if found.kept_mass is not None:
@@ -249,7 +254,7 @@ class Session:
         if found.num_cached_tokens is not None:
             self._num_cached = (self._num_cached or 0) + found.num_cached_tokens
         text = response_text(token_ids, self.sampling, self.decode)
-        turn = Turn(token_ids, text, found.is_truncated, tuple(found.logprobs.tolist()))
+        turn = Turn(token_ids, text, is_truncated, tuple(found.logprobs.tolist()), is_cut=found.is_truncated)
         self.turns.append(turn)
         self._sequence_of_turn.append(sequence)
         self._transcript.add_response(text, sequence, start, asked_s, found.waited_s)

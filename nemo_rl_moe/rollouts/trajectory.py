@@ -25,6 +25,8 @@ its turns; time: at a limit on its time."""
 NOT_SAMPLED = -1
 """Weight version of a token that no model sampled."""
 
+KEPT_MASS = "sampling_kept_mass"
+"""Metric of what top-k and top-p leave to draw from: of a trajectory, and of several, a mean over sampled tokens."""
 OVERLONG_METRIC = "env/num_overlong"
 RETRIES_METRIC = "env/num_retries"
 TURN_REWARDS_METRIC = "mean_turn_rewards_per_sample"
@@ -286,8 +288,9 @@ def rollout_metrics(
     if num_retries := sum(trajectory.num_retries for trajectory in trajectories):
         metrics[RETRIES_METRIC] = float(num_retries)
     for name in dict.fromkeys(name for trajectory in trajectories for name in trajectory.metrics):
-        found = [trajectory.metrics[name] for trajectory in trajectories if name in trajectory.metrics]
-        metrics[name] = float(np.mean(found))
+        having = [trajectory for trajectory in trajectories if name in trajectory.metrics]
+        weights = [trajectory.num_sampled_tokens if name == KEPT_MASS else 1 for trajectory in having]
+        metrics[name] = float(np.average([trajectory.metrics[name] for trajectory in having], weights=weights))
     return metrics
 
 

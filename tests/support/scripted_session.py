@@ -30,6 +30,8 @@ def scripted_session(
 ) -> Session:
     """Return a session whose responses are given, as texts or tokens, each with its end token.
 
+    A request gets as many tokens of the next one as it wants.
+
     Args:
         continuation: None: one of the family's tokenizer.
         reward: Of every response that is scored.
@@ -42,7 +44,9 @@ def scripted_session(
         if requests is not None:
             requests.append(list(request.token_ids))
         ids = family.encode(response) if isinstance(response, str) else list(response)
-        return GeneratedSequence(np.array(ids), np.full(len(ids), LOGPROB), False, WEIGHT_VERSION)
+        most = request.sampling.max_new_tokens
+        kept = ids[:most]
+        return GeneratedSequence(np.array(kept), np.full(len(kept), LOGPROB), len(ids) > most, WEIGHT_VERSION)
 
     async def score(item: ScoringItem) -> Score:
         return Score(reward, is_correct=reward > 0)

@@ -15,12 +15,13 @@ from nemo_rl_moe.algorithms.step_metrics import performance_metrics, training_me
 from nemo_rl_moe.metrics import MetricSeries, PhaseClock, Reduction
 from nemo_rl_moe.models.interfaces import GpuUse, TrainResult
 from nemo_rl_moe.rollouts.agents.environment import CALL_METRICS, REFUSED
-from nemo_rl_moe.rollouts.environment import CACHED_TOKENS, KEPT_MASS
+from nemo_rl_moe.rollouts.environment import CACHED_TOKENS
 from nemo_rl_moe.rollouts.libraries.openenv_environment import FAILED_STEPS, STEPS
 from nemo_rl_moe.rollouts.libraries.verifiers_environment import METRIC_PREFIX
 from nemo_rl_moe.rollouts.source import RolloutGroups
 from nemo_rl_moe.rollouts.tool_environment import METRICS, UNKNOWN_CALLS
 from nemo_rl_moe.rollouts.training_batch import training_batch
+from nemo_rl_moe.rollouts.trajectory import KEPT_MASS
 from tests.support.grpo_fakes import LEAVE_OUT, PAD_TOKEN, trajectory
 from tests.support.trajectories import tokens_of, with_tokens
 from tests.unit.algorithms.policy_loss_reference import config_of, random_inputs

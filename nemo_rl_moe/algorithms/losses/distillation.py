@@ -14,10 +14,12 @@ from torch import Tensor
 
 from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
 from nemo_rl_moe.algorithms.losses.policy_metrics import Metrics
+from nemo_rl_moe.algorithms.losses.ratios import importance_ratio, importance_ratios
 from nemo_rl_moe.algorithms.losses.teacher_divergence import KlType, candidate_divergence, sampled_divergence
 from nemo_rl_moe.distributed.batch import Column, per_sequence, per_token
 from nemo_rl_moe.metrics import Reduction
 from nemo_rl_moe.models.interfaces import Head, LossInputs, LossOutputs
+from nemo_rl_moe.rl.corrections import CORRECTIONS
 
 TEACHER_LOGPROBS = "teacher_logprobs"
 """Column: log-probability of each token, `[batch, sequence]`, or of its candidates, `[batch, sequence, k]`."""
@@ -106,7 +108,7 @@ class DistillationLoss:
                 each.where(counts, 0.0)
                 for each in (inputs.logprobs, teacher, inputs.per_target("generation_logprobs").to(teacher))
             )
-            each, unbiased = sampled_divergence(policy, teacher, sampled)
+            each, unbiased = sampled_divergence(policy, teacher, self._weights(policy.detach(), sampled, counts))
             return mean(each), {"teacher_kl": mean_of_step(unbiased)}
         assert inputs.candidates is not None  # declared
         any_token = torch.full_like(teacher, -1.0 - float(teacher.shape[-1]))
@@ -117,6 +119,21 @@ class DistillationLoss:
         for name, each in (("policy", policy), ("teacher", teacher)):
             metrics[f"{name}_candidate_mass"] = mean_of_step(each.detach().exp().sum(-1))
         return mean(divergence), metrics
+
+    def _weights(
+        self,
+        policy: Float[Tensor, "sequences targets"],
+        sampled: Float[Tensor, "sequences targets"],
+        mask: Bool[Tensor, "sequences targets"],
+    ) -> Float[Tensor, "sequences targets"]:
+        """Return the weights of sampled tokens: the policy's probability over the one that they were sampled with.
+
+        The correction of the policy gradient holds them within its bounds. Without one they have none.
+        """
+        config = None if self.policy_gradient is None else self.policy_gradient.config
+        if config is None or (correction := CORRECTIONS[config.importance_sampling_correction]).effect is None:
+            return importance_ratio(policy, sampled)
+        return correction.weights(*importance_ratios(policy, sampled, mask, config), config)
 
 
 def shares_of_means(counts: Bool[Tensor, "batch sequence"], first_rows: list[int]) -> dict[str, Column]:

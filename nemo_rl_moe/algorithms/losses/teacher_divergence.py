@@ -19,20 +19,25 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from nemo_rl_moe.algorithms.losses.divergence import bounded_exp, kl_estimate
+from nemo_rl_moe.algorithms.losses.divergence import kl_estimate
 
 KlType = Literal["forward", "reverse", "mixed", "jensen_shannon"]
 
 LOWEST_TAIL = 1e-6
-"""Smallest mass of a tail: below, `1 - sum` in float32 is rounding."""
+"""Smallest mass of a tail: below, `1 - sum` in float32 is rounding, and so is its logarithm's gradient."""
 LOWEST_TEACHER_LOGPROB = -80.0
 """A teacher's log-probabilities end here, so that a token that it rules out gives a finite divergence."""
 
 
 def with_tail(logprobs: Float[Tensor, "*tokens k"]) -> Float[Tensor, "*tokens outcomes"]:
-    """Append the log-probability of all tokens that are no candidates."""
+    """Append the log-probability of all tokens that are no candidates.
+
+    Below `LOWEST_TAIL` its value ends, and its gradient only gets smaller: a policy that is sure of its candidates has
+    to learn that the teacher is not.
+    """
     mass = -torch.expm1(logprobs.logsumexp(-1, keepdim=True))
-    return torch.cat([logprobs, mass.clamp(min=LOWEST_TAIL).log()], -1)
+    held = mass + (mass.clamp(min=LOWEST_TAIL) - mass).detach()
+    return torch.cat([logprobs, held.log()], -1)
 
 
 def candidate_divergence(
@@ -75,19 +80,18 @@ def _divergence(
 def sampled_divergence(
     logprobs: Float[Tensor, "*tokens"],
     teacher_logprobs: Float[Tensor, "*tokens"],
-    sampled_logprobs: Float[Tensor, "*tokens"],
+    weights: Float[Tensor, "*tokens"],
 ) -> tuple[Float[Tensor, "*tokens"], Float[Tensor, "*tokens"]]:
     """Estimate `KL(policy || teacher)` from one token that was sampled at each position, in nats.
 
-    Both are weighed by the policy's probability over the one that the token was sampled with. The first is half the
-    square of the difference of log-probabilities, whose expected gradient is that of the divergence (see
-    `divergence.py`); the second is the difference, without a gradient, whose expectation is the divergence.
+    The first is half the square of the difference of log-probabilities, whose expected gradient is that of the
+    divergence (see `divergence.py`); the second is the difference, without a gradient, whose expectation is the
+    divergence.
 
     Args:
         logprobs: Of the policy; the gradient goes to these alone.
-        sampled_logprobs: Of the distribution that tokens were sampled from.
+        weights: Of both: the policy's probability over the one that the token was sampled with, within bounds or not.
     """
     teacher = teacher_logprobs.detach().clamp(min=LOWEST_TEACHER_LOGPROB)
-    weight = bounded_exp(logprobs.detach() - sampled_logprobs.detach())
-    unbiased = weight * kl_estimate(logprobs.detach(), teacher, "k1")
-    return weight * kl_estimate(logprobs, teacher, "k2"), unbiased
+    unbiased = weights * kl_estimate(logprobs.detach(), teacher, "k1")
+    return weights * kl_estimate(logprobs, teacher, "k2"), unbiased

@@ -19,7 +19,7 @@ CLIPPED_FRACTION = "clipped_fraction"
 class ValueLoss:
     """Fit of values to returns: half the mean clipped squared error over the trained tokens of the whole global batch.
 
-    Columns of the batch, one number a token:
+    Columns of the batch, one number a token, anything where masked:
 
     - `returns`: return of the state in which the token is chosen
     - `previous_values`: value of that state before the update; only with a clip range
@@ -46,13 +46,17 @@ class ValueLoss:
         """
         assert inputs.values is not None  # declared
         mask, values = inputs.token_mask, inputs.values
-        returns = inputs.per_target("returns").to(values)
-        previous = values.detach() if self.clip_range is None else inputs.per_target("previous_values").to(values)
+        # Before arithmetic: where masked, columns hold anything, and NaN times 0 is NaN in the gradient too.
+        values = values.where(mask, 0.0)
+        returns = inputs.per_target("returns").to(values).where(mask, 0.0)
+        previous = values.detach()
+        if self.clip_range is not None:
+            previous = inputs.per_target("previous_values").to(values).where(mask, 0.0)
         errors = clipped_squared_errors(values, returns, previous, self.clip_range)
         plain = (values - returns).square().detach()
 
         def mean(each: Tensor) -> Float[Tensor, ""]:
-            return each.where(mask, 0.0).sum() / max(inputs.global_valid_tokens, 1)
+            return each.sum() / max(inputs.global_valid_tokens, 1)
 
         means = {"value_mean": values.detach(), "return_mean": returns, "squared_error": plain}
         if self.clip_range is not None:

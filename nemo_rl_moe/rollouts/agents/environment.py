@@ -222,8 +222,8 @@ class _Talk:
             raise RequestError(str(error), parameter="messages") from None
         self.limit = None
         prompt_ids = list(place.sequence.token_ids)
-        room = min(session.max_tokens - len(prompt_ids), request.max_tokens or session.max_tokens)
-        turn = await session.continue_sequence(place.sequence, room)
+        room = session.max_tokens - len(prompt_ids)
+        turn = await session.continue_sequence(place.sequence, room, request.max_tokens)
         read = read_turn(turn.text, request, self._format, begins_in_thinking=self._opens_thinking(place, prompt_ids))
         message: Message = message_of(read, int(session.metrics[CALL_METRICS.made]))
         ids = [call["id"] for call in message.get("tool_calls", ())]

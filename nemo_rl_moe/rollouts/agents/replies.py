@@ -87,7 +87,7 @@ def reply_to(
         model: Its name.
         text_of: From token ids to text.
     """
-    reason = "length" if turn.is_truncated else "tool_calls" if message.get("tool_calls") else "stop"
+    reason = "length" if turn.is_cut else "tool_calls" if message.get("tool_calls") else "stop"
     choice: dict[str, Any] = {"index": 0, "message": message, "finish_reason": reason, "logprobs": None}
     if request.wants_logprobs:
         pairs = zip(turn.token_ids, turn.logprobs, strict=True)

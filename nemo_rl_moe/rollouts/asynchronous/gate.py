@@ -74,13 +74,14 @@ class EngineGate:
 
 
 def rest_of(request: GenerationRequest, found: GeneratedSequence) -> GenerationRequest:
-    """Return the request for what is missing of a sequence, with a seed of its own."""
+    """Return the request for what is missing of a sequence, with a seed that no turn of a trajectory has."""
     size = len(found.token_ids)
     if not size:
         return request
     return replace(
         request,
         token_ids=(*request.token_ids, *found.token_ids.tolist()),
-        seed=int(np.random.SeedSequence([request.seed, size, 0]).generate_state(1, np.uint64)[0]),
+        # Numbers behind the others would do not: of zeros, numpy makes none.
+        seed=int(np.random.SeedSequence([request.seed, size], spawn_key=(1,)).generate_state(1, np.uint64)[0]),
         sampling=replace(request.sampling, max_new_tokens=request.sampling.max_new_tokens - size),
     )

@@ -3,7 +3,10 @@
 """Groups of trajectories for the dispatcher: a rollout worker's, made one group at a time in one event loop."""
 
 import asyncio
+from collections.abc import Callable, Sequence
 from contextvars import Context
+from functools import partial
+from itertools import chain, islice
 
 import numpy as np
 
@@ -15,6 +18,7 @@ from nemo_rl_moe.rollouts.asynchronous.gate import EngineGate
 from nemo_rl_moe.rollouts.asynchronous.groups import Ticket
 from nemo_rl_moe.rollouts.limits import RolloutWatch
 from nemo_rl_moe.rollouts.pool import PooledTrajectory, TrajectoryPool
+from nemo_rl_moe.rollouts.scoring import ScoringQueue
 from nemo_rl_moe.rollouts.source import TRAINING_SEEDS
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.rollouts.trajectory_timer import ThreadTime
@@ -36,6 +40,14 @@ def group_seeds(ticket: Ticket[Prompt], seed: int, groups_per_step: int, num_gen
     key = [seed, TRAINING_SEEDS, step, ticket.attempt]
     seeds = np.random.SeedSequence(key).generate_state(groups_per_step * num_generations, np.uint64)
     return [int(each) for each in seeds[number * num_generations :][:num_generations]]
+
+
+def _with_rewards(
+    add_rewards: Callable[[Sequence[Trajectory]], list[Trajectory]], groups: Sequence[list[Trajectory]]
+) -> list[list[Trajectory]]:
+    """Add rewards to several groups at once."""
+    found = iter(add_rewards(list(chain.from_iterable(groups))))
+    return [list(islice(found, len(group))) for group in groups]
 
 
 class GroupMaker:
@@ -72,6 +84,9 @@ class GroupMaker:
         self._supervisor: asyncio.Task[None] | None = None
         self._failure: Exception | None = None
         self._changes: set[asyncio.Event] = set()
+        add_rewards = worker.add_rewards
+        # One thread and one call at a time, of all groups that have ended meanwhile.
+        self._added = None if add_rewards is None else ScoringQueue(partial(_with_rewards, add_rewards))
         self.num_tokens: dict[tuple[int, int], int] = {}
 
     async def make_group(self, ticket: Ticket[Prompt]) -> list[Trajectory]:
@@ -93,8 +108,7 @@ class GroupMaker:
                 await changed.wait()
                 changed.clear()
             trajectories = [each.trajectory for each in started]
-            add_rewards = self._worker.add_rewards
-            return trajectories if add_rewards is None else await asyncio.to_thread(add_rewards, trajectories)
+            return trajectories if self._added is None else await self._added.ask(trajectories)
         finally:
             self._changes.remove(changed)
             self.activity.group_ended()

@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Experts by advantage: how far experts serve sequences of high or of low advantage, beyond chance.
 
-Chance is a permutation: advantages change places among the sequences that they were compared with. Mean and variance of
-what an expert then gets are known exactly (of a linear rank statistic: Hajek, Sidak and Sen, Theory of Rank Tests,
+Chance is a permutation: advantages change places among the responses that they were compared with. All tokens of a
+response, and all its sequences, have one reward: a response is one observation, however long it is. Mean and variance
+of what an expert then gets are known exactly (of a linear rank statistic: Hajek, Sidak and Sen, Theory of Rank Tests,
 section 3.3).
 """
 
@@ -41,6 +42,48 @@ def add_sequence_assignments(
     _, num_layers, num_experts = counts.shape
     places = (rows * (num_layers * num_experts))[:, None] + routed + layer * num_experts
     counts.view(-1).scatter_add_(0, places.reshape(-1), counts.new_ones(()).expand(places.numel()))
+
+
+class TrainedResponses(NamedTuple):
+    """Facts of sequences or of whole responses.
+
+    Attributes:
+        counts: Tokens that each layer sends to each expert.
+        advantages: Mean over trained tokens.
+        groups: Numbers of those whose advantages were compared.
+    """
+
+    counts: Float[Tensor, "responses layers experts"]
+    advantages: Float[Tensor, " responses"]
+    groups: Int[Tensor, " responses"]
+
+
+def joined_by_sample(
+    sequences: TrainedResponses, num_tokens: Float[Tensor, " sequences"], samples: Int[Tensor, " sequences"]
+) -> TrainedResponses:
+    """Join the sequences of each sample, which have earned one reward: chance cannot deal it out among them.
+
+    Counts add up, and advantages are means over all trained tokens. Taken one by one, the sequences of a conversation
+    that began anew would count as so many independent responses of equal advantages.
+
+    Args:
+        num_tokens: Trained tokens of each sequence.
+        samples: Number of the sample of each.
+    """
+    numbers, places = samples.unique(return_inverse=True)
+    if len(numbers) == len(samples):
+        return sequences
+    first = torch.full(numbers.shape, len(places)).scatter_reduce_(0, places, torch.arange(len(places)), "amin")
+    advantages = sequences.advantages.double()
+    # Off the first one's: a mean of equal numbers can be off by their last bit.
+    off_first = num_tokens * (advantages - advantages[first][places])
+    sums = torch.zeros(2, len(numbers), dtype=torch.float64).index_add_(1, places, torch.stack([off_first, num_tokens]))
+    counts = sequences.counts.new_zeros(len(numbers), *sequences.counts.shape[1:])
+    return TrainedResponses(
+        counts.index_add_(0, places.to(counts.device), sequences.counts),
+        advantages[first] + sums[0] / sums[1],
+        sequences.groups[first],
+    )
 
 
 class CentredAdvantages(NamedTuple):

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Teachers score their rows of a batch, and the loss of these scores brings a policy to them."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +30,7 @@ from nemo_rl_moe.rollouts.training_batch import training_batch
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from tests.support.bigram_models import BigramModel
 from tests.support.grpo_fakes import trajectory
+from tests.support.trajectories import tokens_of, with_tokens
 
 VOCABULARY, K = 12, 4
 MIXTURE = (
@@ -116,6 +118,36 @@ def test_each_teacher_scores_its_environments_and_the_others_have_none() -> None
     assert metrics["distillation/share_with_teacher"] == pytest.approx(1 - sum(trained[2::3]) / sum(trained))
     assert float(scored.columns[TEACHER_SHARE].values.sum()) == pytest.approx(1)
     assert {name.split("/")[1] for name in clock.metrics()} == {"candidates", "teachers"}
+
+
+def test_a_teacher_scores_all_sequences_of_a_trajectory() -> None:
+    two = with_tokens(trajectory(), tokens_of([10], [3, 4]), tokens_of([10, 3, 9], [7, 8, 2]))
+    trajectories = [two, trajectory((10,), (5, 6))]
+    teacher = model(1)
+    settings = config("distillation.topk_logits_k=null")
+    batch = batch_of(trajectories)
+    scored, _ = Teachers(settings, {"teacher": teacher}, VOCABULARY).with_scores(
+        model(0), batch, trajectories, PhaseClock()
+    )
+    assert len(batch) == 3
+    torch.testing.assert_close(scored.columns[TEACHER_LOGPROBS].values, teacher.start_logprobs(batch)())
+    # Seven trained tokens: two, three and two.
+    trained = (scored.columns[TEACHER_SHARE].values > 0).sum(1)
+    assert trained.tolist() == [2, 3, 2]
+    assert scored.columns[TEACHER_SHARE].values[1].max() == pytest.approx(1 / 7)
+
+
+@pytest.mark.parametrize(("component", "trains_all"), [(None, False), ("policy_gradient_weight", True)])
+def test_tokens_that_no_component_trains_on_are_not_trained_tokens(component: str | None, trains_all: bool) -> None:
+    """An update of responses without a teacher has none, and is left out."""
+    settings = config(*MIXTURE, *([] if component is None else [f"distillation.{component}=0.5"]))
+    trajectories = responses(9, ("sums", "words", "games"))
+    batch = batch_of(trajectories)
+    teachers = Teachers(settings, {"teacher": model(1), "writer": model(2)}, VOCABULARY)
+    scored, _ = teachers.with_scores(model(0), batch, trajectories, PhaseClock())
+    without = torch.tensor([number % 3 == 2 for number in range(9)])
+    assert bool(scored.token_mask[without].any()) is trains_all
+    assert torch.equal(scored.token_mask[~without], batch.token_mask[~without])
 
 
 def test_environments_with_the_same_teacher_ask_it_once() -> None:
@@ -247,6 +279,45 @@ def test_shares_of_microbatches_and_global_batches_add_up_to_means() -> None:
         [0, pytest.approx(1 / 3), 0],
         [0, pytest.approx(1 / 3), pytest.approx(1 / 3)],
     ]
+
+
+def test_old_tokens_are_weighed_within_the_bounds_of_the_correction() -> None:
+    """The policy finds each token e^3 times as likely as the weights that sampled it, and counts it twice at most."""
+    trajectories, policy = responses(6), model(0)
+    batch = batch_of(trajectories)
+    own = policy.start_logprobs(batch)()
+    batch = batch.with_columns(generation_logprobs=per_token(own - 3.0))
+    found = {}
+    for name in ("none", "truncated", "icepop"):
+        settings = config(
+            "distillation.topk_logits_k=null",
+            f"loss_fn.importance_sampling_correction={name}",
+            "loss_fn.importance_sampling_ratio_max=2.0",
+        )
+        teachers = Teachers(settings, {"teacher": model(1)}, VOCABULARY)
+        scored, _ = teachers.with_scores(policy, batch, trajectories, PhaseClock())  # type: ignore[arg-type]
+        loss = teachers.loss(make_loss(settings, is_on_policy=False))
+        found[name] = float(loss(inputs_of(scored, policy)).metrics["teacher_kl"][0])
+    assert found["truncated"] == pytest.approx(2 / math.exp(3.0) * found["none"], rel=1e-5)
+    assert found["icepop"] == 0
+    assert found["none"] != 0
+
+
+@pytest.mark.parametrize(("staleness", "correction"), [(1, "none"), (1, "truncated"), (0, "none")])
+def test_an_estimate_from_old_tokens_without_a_bound_is_refused(staleness: int, correction: str) -> None:
+    overrides = [
+        "distillation.topk_logits_k=null",
+        "policy.generation.backend=vllm",
+        "grpo.rollouts.mode=asynchronous",
+        f"grpo.rollouts.max_staleness={staleness}",
+        f"loss_fn.importance_sampling_correction={correction}",
+    ]
+    message = "distillation.topk_logits_k: got null with grpo.rollouts.max_staleness 1 and"
+    if staleness and correction == "none":
+        with pytest.raises(ConfigurationError, match=message):
+            config(*overrides)
+    else:
+        config(*overrides)
 
 
 def test_means_of_a_step_do_not_depend_on_its_global_batches() -> None:

@@ -81,3 +81,19 @@ def test_it_needs_a_value_head_and_no_vocabulary() -> None:
     assert needs_of(loss) == {Head.VALUE}
     assert missing_heads(loss, {Head.LOGPROBS}) == {Head.VALUE}
     assert missing_heads(loss, {Head.VALUE}) == missing_heads(loss, {Head.LOGPROBS, Head.VALUE}) == set()
+
+
+def test_what_is_masked_may_hold_anything(sampled: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+    values, returns, previous, mask = sampled
+    found = []
+    for bad in (0.0, torch.nan, torch.inf):
+        own = values.clone().requires_grad_()
+        columns = [each.where(mask, bad) for each in (returns, previous)]
+        outputs = ValueLoss(0.3)(inputs_of(own.where(mask, bad), *columns, mask, int(mask.sum())))
+        outputs.loss.backward()
+        assert own.grad is not None
+        found.append((outputs.loss.detach(), own.grad, outputs.metrics["squared_error"][0]))
+    for other in found[1:]:
+        for one, another in zip(found[0], other, strict=True):
+            assert torch.equal(one, another)
+    assert found[0][1].abs().max() > 0

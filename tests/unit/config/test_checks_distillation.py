@@ -30,6 +30,18 @@ NOBODY = f"with {KEY}.responses given, which nobody samples"
 
 BROKEN = [
     (
+        (
+            f"{KEY}.topk_logits_k=null",
+            "policy.generation.backend=vllm",
+            "grpo.rollouts.mode=asynchronous",
+            "grpo.rollouts.max_staleness=1",
+        ),
+        "estimates_from_old_tokens_are_bounded",
+        f"{KEY}.topk_logits_k: got null with grpo.rollouts.max_staleness 1 and loss_fn.importance_sampling_correction"
+        " none: the weights of tokens that older weights sampled would have no bound; a correction, such as truncated,"
+        " sets one, and candidates need no weights",
+    ),
+    (
         (f"{KEY}.teachers={{}}", "cluster.roles={}"),
         "responses_have_a_teacher",
         f"{KEY}.teachers: got none, expected one or more, each with model_name, logprob_batch_size, megatron_cfg",

@@ -60,3 +60,18 @@ def test_a_group_without_what_is_replayed_is_drawn_again(
     found = state_at(config, LoopState(1, 1), tmp_path, loader())
     assert [each.ticket.position for each in found.queue] == kept
     assert [prompt.position for prompt in found.open] == [number for number in range(4) if number not in kept]
+
+
+def test_without_the_count_of_updates_nobody_can_tell_how_old_tokens_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the optimizer in the checkpoint it begins at 0 again: tokens would be younger than the weights."""
+    monkeypatch.setattr(asynchronous, "RAY_STORE", IN_PLACE)
+    config = small_config("grpo.max_num_epochs=2")
+    prompts: list[Prompt] = [prompt for found in loader().epoch(0) for prompt in found]
+    queue = (Finished(Ticket(prompts[0], 0, 1, 1), group_of(None, None, None), 1, 0),)
+    write_queue(tmp_path, QueueState(1, 1, (), (), queue), list)
+    with_count = state_at(config, LoopState(1, 1), tmp_path, loader())
+    assert [each.ticket.position for each in with_count.queue] == [0]
+    without = state_at(config, LoopState(1, 1), tmp_path, loader(), with_optimizer=False)
+    assert (without.queue, [prompt.position for prompt in without.open]) == ((), [0])

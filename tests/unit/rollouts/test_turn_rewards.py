@@ -13,9 +13,9 @@ from nemo_rl_moe.rewards.interface import Fault, Score
 from nemo_rl_moe.rollouts.environment import Session
 from nemo_rl_moe.rollouts.limits import RolloutLimits
 from nemo_rl_moe.rollouts.rollout_function import RolloutFunction
-from nemo_rl_moe.rollouts.trajectory import Trajectory, group_turn_rewards, rollout_metrics
+from nemo_rl_moe.rollouts.trajectory import KEPT_MASS, Trajectory, group_turn_rewards, rollout_metrics
 from tests.support.grpo_fakes import SAMPLING, FakeEngine, FakeRewardFunction, make_worker, prompts, trajectory
-from tests.support.trajectories import only_sequence
+from tests.support.trajectories import only_sequence, tokens_of, with_tokens
 
 Rollout = Callable[[Session], Awaitable[Trajectory]]
 
@@ -131,3 +131,16 @@ class TestTruncation:
         assert not [name for name in rollout_metrics([trajectory()]) if "_by_" in name]
         turns = rollout_metrics([replace(trajectory(), num_turns=2)])
         assert turns["truncation_rate_by_turns"] == turns["truncation_rate_by_time"] == 0.0
+
+
+def test_the_kept_mass_is_a_mean_over_tokens_and_other_metrics_are_means_over_trajectories() -> None:
+    """One token that kept 0.4, and nine that kept 0.9 each: a mean of the two means would say 0.65."""
+    found = [
+        replace(
+            with_tokens(trajectory(), tokens_of([9], [5] * size)), metrics={KEPT_MASS: mass, "env/calls": float(size)}
+        )
+        for size, mass in ((1, 0.4), (9, 0.9))
+    ]
+    metrics = rollout_metrics([*found, trajectory()])
+    assert metrics[KEPT_MASS] == pytest.approx(0.85)
+    assert metrics["env/calls"] == 5.0

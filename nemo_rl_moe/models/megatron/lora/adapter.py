@@ -9,7 +9,7 @@ the sequence, or of an expert's width, is marked so that Megatron-Core sums its 
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,7 @@ from nemo_rl_moe.models.families.rules import TensorLayout
 from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
 from nemo_rl_moe.models.megatron.cpu.moe import ExpertProducts
 from nemo_rl_moe.models.megatron.lora.grouped_products import grouped_product
+from nemo_rl_moe.models.megatron.model.parallel_state import OF_RANK, OF_SHARE
 
 # isort: split
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
@@ -30,7 +31,7 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 OUTPUTS, INPUTS = 0, 1
@@ -262,10 +263,9 @@ class Adapter(nn.Module):
 
     def _random_state(self) -> AbstractContextManager[None]:
         base = self.base
-        if base.experts is not None:
-            return get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name())
-        has_own_inputs = base.cut == INPUTS or base.sequence_is_cut
-        return get_cuda_rng_tracker().fork() if has_own_inputs else nullcontext()
+        has_own_inputs = base.experts is not None or base.cut == INPUTS or base.sequence_is_cut
+        state: AbstractContextManager[None] = get_cuda_rng_tracker().fork(OF_RANK if has_own_inputs else OF_SHARE)
+        return state
 
 
 def adapters_in(chunks: Sequence[nn.Module]) -> list[Adapter]:

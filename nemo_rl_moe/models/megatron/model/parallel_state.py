@@ -18,7 +18,7 @@ from nemo_rl_moe.models.rank_results import ParallelCoordinates
 
 # isort: split
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
 BACKLOG = 4096
 """Ranks that may knock before the first is let in."""
@@ -80,6 +80,11 @@ def _is_loopback(address: str) -> bool:
     return address == "localhost" or address.startswith("127.")
 
 
+OF_SHARE, OF_RANK = "nemo-rl-moe-share", "nemo-rl-moe-rank"
+"""Random states: one differs between the shares of a batch, and is equal on the tensor-parallel ranks of each; the
+other differs on all ranks."""
+
+
 def initialize_parallel_state(megatron: MegatronConfig, rank: int, world_size: int, local_rank: int, seed: int) -> None:
     if not cpu_backend.ACTIVE:
         torch.cuda.set_device(local_rank)
@@ -105,6 +110,10 @@ def initialize_parallel_state(megatron: MegatronConfig, rank: int, world_size: i
     )
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+    # Megatron-Core's own states, and torch's, are equal on all data-parallel ranks.
+    tracker, share = get_cuda_rng_tracker(), rank // megatron.tensor_model_parallel_size
+    tracker.add(OF_SHARE, seed + 10_000 + share)
+    tracker.add(OF_RANK, seed + 1_000_000 + rank)
 
 
 def parallel_coordinates() -> ParallelCoordinates:

@@ -381,12 +381,17 @@ def _problems_with_layers(fields: dict[str, Any]) -> list[str]:
     tensor = fields["tensor_model_parallel_size"]
     key = "policy.megatron_cfg."
     problems = _problems_with_stages(fields)
-    heads = {"query": fields["num_attention_heads"], "key and value": fields["num_query_groups"]}
+    sizes = {"query heads": fields["num_attention_heads"], "key and value heads": fields["num_query_groups"]}
     if any(fields.get("linear_attention_freq") or ()):
-        heads["linear key"] = fields["linear_num_key_heads"]
+        sizes["linear key heads"] = fields["linear_num_key_heads"]
+    if fields.get("multi_latent_attention"):
+        # Megatron-Core cuts the projections to them before they are replaced by whole ones.
+        sizes["query latents (q_lora_rank)"] = fields["q_lora_rank"] or 0
+        latents = fields["kv_lora_rank"] + fields["qk_pos_emb_head_dim"]
+        sizes["key and value latents (kv_lora_rank + qk_rope_head_dim)"] = latents
     problems += [
-        f"{key}tensor_model_parallel_size: got {tensor}, which does not divide the model's {number} {kind} heads"
-        for kind, number in heads.items()
+        f"{key}tensor_model_parallel_size: got {tensor}, which does not divide the model's {number} {kind}"
+        for kind, number in sizes.items()
         if number % tensor
     ]
     return problems

@@ -22,8 +22,10 @@ from nemo_rl_moe.models.megatron.training.step_observer import StepObservations,
 from nemo_rl_moe.routing.metrics.expert_load_recorder import sum_over_ranks
 from nemo_rl_moe.routing.metrics.routing_advantage import (
     AdvantageScores,
+    TrainedResponses,
     advantage_metrics,
     advantage_scores,
+    joined_by_sample,
 )
 from nemo_rl_moe.runs.folder.artifacts import EXPERTS_BY_ADVANTAGE
 
@@ -75,10 +77,11 @@ class ExpertAdvantageRecorder(StepObserver):
         (trained,) = facts[2].nonzero(as_tuple=True)
         if not len(trained):
             return StepObservations()
-        advantages, groups, _ = facts.index_select(1, trained)
+        advantages, groups, num_tokens, samples = facts.index_select(1, trained)
+        of_sequences = TrainedResponses(counts.index_select(0, trained), advantages, groups)
         layers = self._counter.layers
         metrics: dict[str, float] = {}
-        of_both = advantage_scores(counts.index_select(0, trained), advantages, groups)
+        of_both = advantage_scores(*joined_by_sample(of_sequences, num_tokens, samples))
         for of_shares, scores in enumerate(of_both):
             metrics |= advantage_metrics(scores, layers, per_layer=self._per_layer, of_shares=bool(of_shares))
         # Of numbers of tokens every expert has a preference where long responses are good ones.
@@ -86,17 +89,18 @@ class ExpertAdvantageRecorder(StepObserver):
         return StepObservations(metrics, {EXPERTS_BY_ADVANTAGE.name: found})
 
     def _of_whole_batch(self) -> list[Tensor]:
-        """Return this rank's counts, and of its sequences advantage, group and whether trained, at their places."""
+        """Return this rank's counts, and the facts of its sequences, at their places."""
         batches = [microbatch for shard in self._shards for microbatch in shard.microbatches]
         places = np.array([place for shard in self._shards for place in shard.places])
         num_sequences = self._shards[0].num_batch_sequences
         own_counts = self._counter.own_counts
         counts = own_counts.new_zeros(num_sequences, *own_counts.shape[1:])
         counts.index_copy_(0, torch.from_numpy(places).to(self._device), own_counts)
-        facts = np.zeros((3, num_sequences))
+        facts = np.zeros((4, num_sequences))
         is_first_stage = parallel_state.get_pipeline_model_parallel_rank() == 0
         if is_first_stage and parallel_state.get_tensor_and_context_parallel_group().rank() == 0:
-            facts[:, places] = np.concatenate([_facts_of(batch) for batch in batches], 1)
+            samples = [sample for shard in self._shards for sample in shard.samples]
+            facts[:, places] = np.vstack([np.concatenate([_facts_of(batch) for batch in batches], 1), samples])
         return [counts, torch.from_numpy(facts)]
 
 
@@ -110,7 +114,7 @@ def rows_of_tokens(
 
 
 def _facts_of(batch: TokenBatch) -> Float[np.ndarray, "3 sequences"]:
-    """Return mean advantage over trained tokens, number of the group, and 1 where a sequence has such a token."""
+    """Return mean advantage over trained tokens, number of the group, and number of trained tokens."""
     column, trained = batch.columns[ADVANTAGES], batch.token_mask[:, 1:].numpy()
     facts = np.empty((3, len(batch)))
     values = column.of_targets().values.double().numpy()
@@ -118,5 +122,5 @@ def _facts_of(batch: TokenBatch) -> Float[np.ndarray, "3 sequences"]:
         values = values.sum(1, where=trained) / np.maximum(trained.sum(1), 1)
     facts[0] = values
     facts[1] = [zlib.crc32(sample_id.encode()) for sample_id in batch.sample_ids]
-    facts[2] = trained.any(1)
+    facts[2] = trained.sum(1)
     return facts

@@ -134,7 +134,7 @@ class MegatronTrainer(MegatronModel):
         return RankTrainResult(
             global_loss=_weighted_sum(weights, [update.loss for update in trained]),
             grad_norm=_weighted_sum(weights, [update.grad_norm for update in trained]),
-            lr=updates[-1].lr,
+            lr=(trained or updates)[-1].lr,
             num_microbatches=num_microbatches,
             microbatch_metrics=_over_all(updates, kind),
             moe_metrics={name: value for found in reported for name, value in found.metrics.items()},

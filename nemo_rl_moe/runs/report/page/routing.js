@@ -249,7 +249,9 @@ function addExpertsByAdvantage(parent, { run, runNumber }) {
     "Experts by advantage",
     "How far each expert has a larger share of the tokens of responses of high (red) or of low advantage (blue) than of " +
       "others, in standard deviations from chance, the shuffling of advantages among the responses to a prompt. " +
-      `Healthy: pale, and changing from step to step. All ${view.num_steps} steps together are the sum of scores over the root of their number, which grows ` +
+      "Strong where good and bad responses differ in what they say, as experts follow the text: no sign of health or illness. It " +
+      "fades as the policy comes to write one kind. Pale: rewards do not go with the text, or all are equal. " +
+      `All ${view.num_steps} steps together are the sum of scores over the root of their number, which grows ` +
       "where an expert keeps its side; of many experts, some reach 4 by chance.",
     controls.place,
     place,

@@ -18,7 +18,7 @@ from nemo_rl_moe.models.megatron.model.memory_estimate import active_parameters,
 from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config
 from tests.support.family_models import FAMILY_MODELS
 from tests.support.published_deepseek import DEEPSEEK_CONFIGS, FP8
-from tests.support.tiny_model import tiny_policy
+from tests.support.tiny_model import layout, tiny_policy
 
 
 def read_config(folder: Path, **fields: Any) -> Any:
@@ -240,3 +240,17 @@ def test_plain_rotation_leaves_the_scores_alone() -> None:
     fields = deepseek.rotary_fields(hf_config)
     # The square of 0.1 x 0 x ln(1) + 1.
     assert (fields["rope_type"], fields["rotary_scaling_factor"], fields["mscale_all_dim"]) == ("rope", 1.0, 0.0)
+
+
+def test_latents_that_cannot_be_cut_are_named_before_anything_starts() -> None:
+    """Megatron-Core ends in a bare AssertionError there."""
+    hf_config = FAMILY_MODELS["deepseek_v3"].hf_config()
+    hf_config.q_lora_rank, hf_config.kv_lora_rank = 11, 9
+    hf_config.qk_rope_head_dim = 4
+    with pytest.raises(ConfigurationError) as caught:
+        build_transformer_config(tiny_policy(2, **layout(tp=2)), hf_config)
+    key = "policy.megatron_cfg.tensor_model_parallel_size: got 2, which does not divide the model's"
+    assert caught.value.problems == [
+        f"{key} 11 query latents (q_lora_rank)",
+        f"{key} 13 key and value latents (kv_lora_rank + qk_rope_head_dim)",
+    ]

@@ -110,3 +110,25 @@ def test_each_update_counts_as_much_as_it_has_tokens_or_sequences(kind: str) -> 
         assert found["train/token_mult_prob_error"] == pytest.approx(by_hand, rel=1e-5)
         assert found["train/sampling_importance_ratio_max"] == pytest.approx(np.exp(1.0), rel=1e-5)
         assert found["train/sampling_importance_ratio_min"] == pytest.approx(np.exp(0.1), rel=1e-5)
+
+
+def moves_of_updates(kind: str) -> tuple[list[bool], list[int]]:
+    """Whether the weights move in an update, one whose advantages are 0, and one without a trained token; versions."""
+    policy = tiny_policy(moe_aux_loss_coeff=0.0)
+    nothing_to_prefer = LARGE.with_columns(advantages=per_sequence(torch.zeros(len(LARGE))))
+    with parallel_job(policy):
+        trainer = MegatronTrainer(policy, tiny_hf_config(), None, num_steps=10)
+        moved, versions = [], []
+        for batch in (LARGE, nothing_to_prefer, EMPTY):
+            before = [weight.detach().clone() for chunk in trainer.chunks for weight in chunk.parameters()]
+            versions.append(trainer.train([shard_of_rank(batch)], loss_of(kind)).weight_version)
+            after = [weight for chunk in trainer.chunks for weight in chunk.parameters()]
+            moved.append(any(not torch.equal(*pair) for pair in zip(before, after, strict=True)))
+        return moved, versions
+
+
+def test_an_update_whose_advantages_are_zero_is_one_and_one_without_tokens_is_none() -> None:
+    """Adam goes on by its momentum, and auxiliary losses and penalties have their gradients, as in other frameworks."""
+    ((moved, versions),) = run_ranks(moves_of_updates, 1, "tokens")
+    assert moved == [True, True, False]
+    assert versions == [1, 2, 2]

@@ -161,6 +161,10 @@ def test_t17_a_changed_history_begins_another_sequence_and_no_turn_is_trained_on
     assert sampled_of(found) == [[*responses[0], *responses[1]], *responses[2:]]
     # The second way has the tokens of the first response before it, as they were sampled.
     assert requests[2][: len(requests[0]) + len(responses[0])] == [*requests[0], *responses[0]]
+    # And nothing of the first way: what follows is as long as the other message makes it.
+    assert "one way" not in QWEN.tokenizer.decode(requests[2])
+    longer = len(QWEN.encode("another way")) - len(QWEN.encode("one way"))
+    assert len(requests[2]) == len(requests[1]) + longer
     assert "what it never said" in QWEN.tokenizer.decode(requests[3])
 
 
@@ -253,6 +257,22 @@ def test_messages_that_are_far_too_long_are_refused_before_they_are_rendered(mon
     assert (status, code) == (400, "context_length_exceeded")
     assert "messages and tools have 200,0" in message
     assert (found.reward, found.metrics["agent/refused_requests"]) == (1.0, 1)
+
+
+@pytest.mark.parametrize(("asked", "is_truncated"), [(3, False), (1000, True), (None, True)])
+def test_a_response_that_is_as_long_as_the_agent_wanted_is_not_truncated(asked: int | None, is_truncated: bool) -> None:
+    """The reply says that it was cut; for `truncation_rate` and overlong filtering it is whole."""
+    reasons: list[str] = []
+
+    def agent(task: AgentTask) -> float:
+        more = {} if asked is None else {"max_tokens": asked}
+        reasons.append(sent(client_of(task), task.messages, **more).choices[0].finish_reason)
+        return 1.0
+
+    _, found = play(agent, [QWEN.encode("x" * 1200)], QWEN)
+    assert reasons == ["length"]
+    assert found.is_truncated is is_truncated
+    assert found.num_sampled_tokens == (3 if asked == 3 else 1000)
 
 
 @pytest.mark.parametrize("weights", [None, {"right": 1.0}])

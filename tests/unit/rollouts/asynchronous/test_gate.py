@@ -9,7 +9,7 @@ import numpy as np
 
 from nemo_rl_moe.distributed.stored_rows import StoredRows, fetch_rows
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters
-from nemo_rl_moe.rollouts.asynchronous.gate import EngineGate
+from nemo_rl_moe.rollouts.asynchronous.gate import EngineGate, rest_of
 from tests.support.virtual_clock import run_virtually
 
 SAMPLING = SamplingParameters(max_new_tokens=6)
@@ -146,3 +146,14 @@ def test_a_request_that_nobody_waits_for_does_not_keep_the_gate() -> None:
         assert asyncio.get_running_loop().time() < 1.0
 
     run_virtually(body())
+
+
+def test_the_rest_of_a_response_has_a_seed_that_no_turn_has() -> None:
+    """One that is broken off after k tokens went on with the seed of the trajectory's turn k."""
+    of_turns = {int(np.random.SeedSequence([3, turn]).generate_state(1, np.uint64)[0]) for turn in range(1, 6)}
+    rests = set()
+    for size in range(1, 6):
+        found = GeneratedSequence(np.arange(size), np.zeros(size), False, 0, is_partial=True)
+        rests.add(rest_of(REQUEST, found).seed)
+    assert len(rests) == len(of_turns) == 5
+    assert not rests & of_turns

@@ -3,6 +3,7 @@
 """Groups of a rollout worker, made one at a time: the synchronous ones, and their limits, errors and ends."""
 
 import asyncio
+import itertools
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -128,6 +129,33 @@ def test_a_failed_trajectory_is_tried_again_as_in_a_synchronous_run(make_engine:
     with source_of(worker(), tmp_path, "grpo.rollouts.max_staleness=0") as source:
         assert_same(source.next(0, PhaseClock()), expected)
     assert sum(trajectory.num_retries for trajectory in expected.trained) > 0
+
+
+def test_rewards_of_groups_that_end_while_others_are_scored_are_added_in_one_call(tmp_path: Any) -> None:
+    """The first call holds its group until the others have ended; a call for each would be one after the other."""
+    sizes: list[int] = []
+    others_have_ended, num_ended = threading.Event(), itertools.count(1)
+
+    async def one_turn(session: Session) -> Trajectory:
+        await session.generate()
+        if next(num_ended) == 12:  # four groups of three, of two steps; then they ask for their rewards
+            asyncio.get_running_loop().call_later(0.2, others_have_ended.set)
+        return session.finish(Score(1.0, is_correct=True))
+
+    def add_rewards(found: Sequence[Trajectory]) -> list[Trajectory]:
+        sizes.append(len(found))
+        assert others_have_ended.wait(60)
+        return [replace(each, reward=each.reward + 1) for each in found]
+
+    worker = worker_of(ScriptedEngine(), RolloutFunction(one_turn, "here:one_turn"), add_rewards=add_rewards)
+    with source_of(worker, tmp_path, "grpo.rollouts.max_staleness=1") as source:
+        groups = [source.next(0, PhaseClock())]
+        source.update_pending(1)
+        source.updated(1)
+        groups.append(source.next(1, PhaseClock()))
+    assert [each.reward for found in groups for each in found.trained] == [2.0] * 12
+    assert sizes[0] < 12
+    assert sum(sizes[:2]) == 12
 
 
 @pytest.mark.parametrize("make_engine", [FakeEngine, ScriptedEngine])

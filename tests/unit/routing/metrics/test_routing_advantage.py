@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from nemo_rl_moe.routing.metrics.routing_advantage import (
+    TrainedResponses,
     add_sequence_assignments,
     advantage_metrics,
     advantage_scores,
     beyond_length,
     centred,
+    joined_by_sample,
     permutation_moments,
     sums_of_groups,
 )
@@ -149,3 +151,30 @@ def test_assignments_are_counted_by_sequence(as_map: bool) -> None:
         for expert in experts:
             expected[row, 1, expert] += 2
     assert torch.equal(counts, expected)
+
+
+def test_the_sequences_of_a_response_are_one_observation() -> None:
+    """A conversation that began anew twice has one reward; its three sequences are no three responses."""
+    counts = torch.tensor([[[4, 0]], [[1, 1]], [[0, 2]], [[3, 0]], [[0, 5]], [[2, 2]]]).double()
+    advantages = torch.tensor([1.0, 1.0, 1.0, -1.0, 0.5, -0.5], dtype=torch.float64)
+    groups, samples = torch.zeros(6, dtype=torch.long), torch.tensor([7, 7, 7, 2, 4, 5])
+    num_tokens = counts.sum((1, 2))
+    joined = joined_by_sample(TrainedResponses(counts, advantages, groups), num_tokens, samples)
+    # By number of the sample: 2, 4, 5, and 7 with the sum of three.
+    assert joined.counts.tolist() == [[[3.0, 0.0]], [[0.0, 5.0]], [[2.0, 2.0]], [[5.0, 3.0]]]
+    assert joined.advantages.tolist() == [-1.0, 0.5, -0.5, 1.0]
+    # S = sum a n = -3 + 0 - 1 + 5 = 1 of the first expert, whose counts are 2.5 in the mean. Advantages have mean 0 and
+    # squares 2.5 in all; counts off the mean have the squares 0.25, 6.25, 0.25 and 6.25: Var = 2.5 * 13 / 3.
+    score = advantage_scores(*joined)[0][0, 0]
+    assert float(score) == pytest.approx(1 / (2.5 * 13 / 3) ** 0.5)
+
+
+def test_the_advantage_of_a_response_is_the_mean_over_its_trained_tokens() -> None:
+    counts, groups = torch.ones(3, 1, 2), torch.zeros(3, dtype=torch.long)
+    advantages = torch.tensor([0.1, 0.4, 0.1])
+    joined = joined_by_sample(TrainedResponses(counts, advantages, groups), torch.tensor([3.0, 1.0, 5.0]), groups)
+    assert joined.advantages.tolist() == pytest.approx([(0.3 + 0.4 + 0.5) / 9])
+    equal = joined_by_sample(
+        TrainedResponses(counts, torch.full((3,), 0.1), groups), torch.tensor([3.0, 1.0, 5.0]), groups
+    )
+    assert equal.advantages.tolist() == [torch.tensor(0.1).double().item()], "to the last bit"
