@@ -76,6 +76,7 @@ class RecordedWorkers:
             num_microbatches=1,
             microbatch_metrics={"loss": MetricSeries((0.25,), Reduction.SHARE)},
             moe_metrics={},
+            num_updates=1,
             num_skipped_updates=0,
             skipped_in_a_row=0,
             weight_version=self.num_updates,
