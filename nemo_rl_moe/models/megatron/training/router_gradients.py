@@ -128,7 +128,7 @@ class RouterGradients(StepObserver):
         balancing, z_loss, uncancelled = expected.cpu()
         floor = _ROUNDING[self._config.params_dtype is torch.float32] * float(uncancelled.norm())
         wanted = {AUXILIARY: (balancing, floor), Z: (z_loss, 0.0)}
-        metrics = {}
+        metrics: dict[str, float] = {}
         for source, gradient in zip(self.sources[1:], found.cpu(), strict=True):
             metrics |= agreement_metrics(source, gradient, *wanted[source])
         return metrics
