@@ -12,7 +12,7 @@ from textwrap import shorten
 from typing import TYPE_CHECKING
 
 from nemo_rl_moe.config.algorithm import ALGORITHMS, BUILT_IN
-from nemo_rl_moe.config.files import exemplar_names, exemplar_summaries
+from nemo_rl_moe.config.files import WHERE_THE_SHIPPED_ARE_LISTED, exemplar_summaries
 from nemo_rl_moe.distributed.run_process import StopSignals
 from nemo_rl_moe.errors import ConfigurationError, printable
 from nemo_rl_moe.launch import evaluate_command, generate_command, start
@@ -268,7 +268,7 @@ def _config_is_missing(command: str, overrides: Sequence[str]) -> str:
     files = [word for word in overrides if word.endswith((".yaml", ".yml"))]
     if files:
         return f"{command}: --config is missing; did you mean --config {files[0]}?"
-    return f"{command}: --config FILE is missing; shipped configurations: {', '.join(exemplar_names())}"
+    return f"{command}: --config FILE is missing{WHERE_THE_SHIPPED_ARE_LISTED}"
 
 
 def _load(command: str, config_path: str, overrides: Sequence[str]) -> "MasterConfig":

@@ -186,6 +186,21 @@ def test_commands_are_valid(page: Path, words: list[str], tmp_path: Path, monkey
     ALGORITHMS.pop("opd", None)  # the example's registers itself where it is imported
 
 
+# An engine's section is known once its module is imported, which the engine's own test does.
+WITH_AN_ENGINE = "adding-a-generation-engine.md"
+CONFIGURATIONS = [(page, name) for page in PAGES if page.name != WITH_AN_ENGINE for name in configurations(page)]
+
+
+@pytest.mark.parametrize(("page", "name"), CONFIGURATIONS, ids=[f"{page.name}-{name}" for page, name in CONFIGURATIONS])
+def test_configurations_are_valid(page: Path, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a page, beside the file with model and data that grpo.md shows."""
+    monkeypatch.chdir(tmp_path)
+    for file, text in {**configurations(GRPO_PAGE), **configurations(page)}.items():
+        Path(file).write_text(text, encoding="utf-8")
+    assert not any(text.startswith("defaults: grpo_math_1B") for text in Path(name).read_text().splitlines())
+    load_any_config(name, check_paths=False)
+
+
 GENERATE_COMMANDS = [
     words for page in PAGES for words in commands(page) if words[0] == "generate" and "--prompts" in words
 ]

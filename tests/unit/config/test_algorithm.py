@@ -13,7 +13,7 @@ import yaml
 
 from nemo_rl_moe import cli
 from nemo_rl_moe.config.algorithm import ALGORITHMS, BUILT_IN, algorithm_of, find_algorithm
-from nemo_rl_moe.config.files import exemplar_names
+from nemo_rl_moe.config.files import WHERE_THE_SHIPPED_ARE_LISTED, exemplar_names
 from nemo_rl_moe.config.loading import dump_resolved, load_any_config
 from nemo_rl_moe.config.validation import field_at
 from nemo_rl_moe.errors import ConfigurationError
@@ -191,7 +191,7 @@ def test_run_ends_with_code_2_before_anything_starts(working_folder: Path, capsy
         "error: algorithm: my_algorithm:OWM: my_algorithm has no OWM; did you mean OWN?\n"
     )
     assert cli.main(["run"]) == 2
-    assert capsys.readouterr().err.startswith("error: run: --config FILE is missing; shipped configurations: ")
+    assert capsys.readouterr().err == f"error: run: --config FILE is missing{WHERE_THE_SHIPPED_ARE_LISTED}\n"
     assert {path.name for path in working_folder.iterdir()} <= {"my_algorithm.py", "wrong.yaml", "__pycache__"}
 
 
