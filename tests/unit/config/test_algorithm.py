@@ -195,13 +195,16 @@ def test_run_ends_with_code_2_before_anything_starts(working_folder: Path, capsy
     assert {path.name for path in working_folder.iterdir()} <= {"my_algorithm.py", "wrong.yaml", "__pycache__"}
 
 
+TINY = Path(cli.__file__).resolve().parents[1] / "examples/assets/tiny_qwen3_moe"
+
+
 def test_config_and_plan_know_an_own_algorithm(working_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_config(working_folder)
-    assert cli.main(["config", "--config", path, "own.weight=0.25"]) == 0
+    there = [f"policy.model_name={TINY}", "data.train.path=of_the_hub", "data.validation=null"]
+    assert cli.main(["config", "--config", path, "own.weight=0.25", *there]) == 0
     printed = yaml.safe_load(capsys.readouterr().out)
     assert (printed["algorithm"], printed["own"]) == ("my_algorithm:OWN", {"weight": 0.25})
-    model = Path(cli.__file__).resolve().parents[1] / "examples/assets/tiny_qwen3_moe"
-    assert cli.main(["plan", "--config", path, f"policy.model_name={model}"]) == 0
+    assert cli.main(["plan", "--config", path, f"policy.model_name={TINY}"]) == 0
     assert "+ while generating" in capsys.readouterr().out
 
 
