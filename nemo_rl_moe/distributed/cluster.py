@@ -47,9 +47,10 @@ def describe_shortage(config: ClusterConfig, nodes: Sequence[Mapping[str, float]
     if config.gpus_per_node:
         if (most := _most_on_each(gpus, config.num_nodes)) < config.gpus_per_node:
             nearest = _ON_CPUS if most == 0 else f"cluster.gpus_per_node={most}"
+            asked_for = counted(config.gpus_per_node, "GPU")
             return [
-                f"cluster.gpus_per_node: asked for {counted(config.gpus_per_node, 'GPU')}{on_nodes}, the Ray cluster has"
-                f" {_by_node(gpus)}; nearest: {nearest}"
+                f"cluster.gpus_per_node: asked for {asked_for}{on_nodes}, the Ray cluster has {_by_node(gpus)};"
+                f" nearest: {nearest}"
             ]
         key = "cluster.gpus_per_node"
     else:
