@@ -20,6 +20,7 @@ from nemo_rl_moe.data.messages import Message, parse_turns
 from nemo_rl_moe.data.record_values import RecordError, kind_of, names_in
 from nemo_rl_moe.data.records import BadLine, Example, with_images
 from nemo_rl_moe.data.sources import open_lines
+from nemo_rl_moe.data.speech import Speech
 from nemo_rl_moe.data.template_inputs import NO_INPUTS, TEMPLATE_COLUMNS, TemplateInputs, parse_template_inputs
 from nemo_rl_moe.distributed.batch import TokenBatch, per_sequence
 from nemo_rl_moe.errors import DataError
@@ -183,17 +184,19 @@ def load_preferences(
     on_bad_line: OnBadLine = "stop",
     run_wide: TemplateInputs = NO_INPUTS,
     images: RecordImages = NO_IMAGES,
+    speech: Speech | None = None,
 ) -> PreferenceDataset:
     """Read and tokenizes pairs of responses.
 
     Args:
         path: A `.jsonl` file, or what `datasets` can load.
         max_length: Tokens to keep of each sequence, prompt and response together.
+        speech: How the model speaks; None: as the tokenizer alone says.
 
     Raises:
         DataError: The data cannot be read; or it has bad lines, of which the first 20 are listed; or no pair is left.
     """
-    tokenize = batch_tokenizer(tokenizer, max_length, run_wide, images)
+    tokenize = batch_tokenizer(tokenizer, max_length, run_wide, images, speech)
     source = open_lines(
         path, split, partial(parse_preference, image_key=images.key), partial(preference_columns, image_key=images.key)
     )

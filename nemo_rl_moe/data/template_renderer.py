@@ -11,6 +11,7 @@ from typing import Any
 from nemo_rl_moe.data.left_out import require_all_shown, thinking_notes, with_thinking_named
 from nemo_rl_moe.data.messages import Message
 from nemo_rl_moe.data.tool_call_forms import FORMS, ToolCallForm, best_form, note_on_calls
+from nemo_rl_moe.data.turn_ends import close_turns, end_of
 from nemo_rl_moe.data.turn_spans import RenderError, Span, turn_spans
 from nemo_rl_moe.errors import LONGEST_LINE, DataError, one_line
 
@@ -24,11 +25,12 @@ class TemplateSetup:
 
     Attributes:
         names: Special tokens by name, such as `eos_token`.
+        stop_texts: Tokens that end the model's turns.
     """
 
     template: str
     names: Mapping[str, str]
-    end_token: str
+    stop_texts: tuple[str, ...]
     special_tokens: tuple[str, ...]
 
     def with_template(self, template: str) -> "TemplateSetup":
@@ -74,6 +76,8 @@ _PROBE_SYSTEM: Message = {"role": "system", "content": "c d"}
 _PROBE_QUESTION, _PROBE_CALL, _PROBE_RESULT = _PROBE_TURNS
 _PROBE_ANSWER: Message = {"role": "assistant", "content": "e f"}
 _PROBE_THOUGHT: Message = {"role": "assistant", "content": "<think>\ng\n</think>\n\nh"}
+_PROBE_SHORT: Message = {"role": "assistant", "content": _PROBE_VALUE}
+_PROBE_REASONED: Message = {**_PROBE_SHORT, "reasoning_content": "k"}
 _PROBE_CALLS: Message = {**_PROBE_CALL, "tool_calls": _PROBE_CALL["tool_calls"] * 2}
 _PROBES: tuple[tuple[Message, ...], ...] = (
     (_PROBE_SYSTEM, _PROBE_QUESTION),
@@ -97,6 +101,7 @@ class TemplateRenderer:
         self._setup = setup
         self._has_tags = _GENERATION_TAG.search(setup.template) is not None
         self._complete_forms: list[ToolCallForm] | None = None
+        self._ends: dict[bool, str] = {}
         self.variables = _variables(setup.template)
 
     def render(
@@ -140,8 +145,10 @@ class TemplateRenderer:
                 "policy.tokenizer.chat_template to a template that does, or leave tools out"
             )
         if not is_prompt and not self._has_tags:
-            end_token, special_tokens = self._setup.end_token, self._setup.special_tokens
-            spans = turn_spans(messages, first_trained or 0, text, render, end_token, special_tokens)
+            stop_texts, special_tokens = self._setup.stop_texts, self._setup.special_tokens
+            spans = turn_spans(messages, first_trained or 0, text, render, stop_texts, special_tokens)
+            has_calls = bool(messages[-1].get("tool_calls"))
+            text, spans = close_turns(text, spans, stop_texts, lambda: self.end_of_turn(with_calls=has_calls))
         notes = thinking_notes(messages, text, spans, render_variant)
         return Rendered(text, tuple(spans), notes if note is None else (*notes, note))
 
@@ -171,9 +178,49 @@ class TemplateRenderer:
         except RenderError:
             return False
 
-    def _probed(self, turns: Sequence[Message]) -> str:
+    def end_of_turn(self, *, with_calls: bool) -> str:
+        """Return the stop token at which generation ends a turn; empty: the template closes turns with none."""
+        turn, follower = (_PROBE_CALL, _PROBE_RESULT) if with_calls else (_PROBE_SHORT, _PROBE_QUESTION)
+        if with_calls not in self._ends:
+            try:
+                own, followed = (
+                    self._probed(turns).rpartition(_PROBE_VALUE)[2]
+                    for turns in ((_PROBE_QUESTION, turn), (_PROBE_QUESTION, turn, follower))
+                )
+                self._ends[with_calls] = end_of(own, followed, self._setup.stop_texts)
+            except RenderError:
+                self._ends[with_calls] = ""
+        return self._ends[with_calls]
+
+    def stops_inside_turns(self) -> frozenset[str]:
+        """Return the stop tokens that the template writes before the last words of a turn of the model."""
+        found: set[str] = set()
+        for turn in (with_thinking_named(_PROBE_REASONED, self._setup.template), _PROBE_CALL, _PROBE_CALLS):
+            try:
+                prompt, text = self._probed((_PROBE_QUESTION,), turn), self._probed((_PROBE_QUESTION, turn))
+            except RenderError:
+                continue
+            same = next((place for place, (a, b) in enumerate(zip(prompt, text, strict=False)) if a != b), len(prompt))
+            before = text[same:].rpartition(_PROBE_VALUE)[0]
+            found |= {stop for stop in self._setup.stop_texts if stop and stop in before}
+        return frozenset(found)
+
+    def opening(self) -> str:
+        """Return the generation prompt: what the template puts behind a question for the model to answer."""
+        try:
+            prompt, text = (self._render([_PROBE_QUESTION], None, {}, is_prompt)[0] for is_prompt in (True, False))
+        except RenderError:
+            return ""
+        return prompt[len(text) :] if prompt.startswith(text) else ""
+
+    def _probed(self, turns: Sequence[Message], follower: Message = _PROBE_SHORT) -> str:
+        """Render turns.
+
+        Args:
+            follower: Turn that they will have behind them; tools are defined if it calls one.
+        """
         is_prompt = turns[-1]["role"] != "assistant"
-        tools = [_PROBE_TOOL] if any("tool_calls" in turn for turn in turns) else None
+        tools = [_PROBE_TOOL] if any("tool_calls" in turn for turn in (*turns, follower)) else None
 
         def render(messages: Sequence[Message]) -> str:
             return self._render(messages, tools, {}, is_prompt)[0]
