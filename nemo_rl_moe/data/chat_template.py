@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rendering of conversations and prompts for a tokenizer: by its chat template, or joined where it has none."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
@@ -48,7 +48,7 @@ def renderer_for(
     if not tokenizer.chat_template:
         return _plain_renderer(tokenizer, run_wide, _stops(tokenizer, stop_texts))
     template = _Template(tokenizer, run_wide, stop_texts)
-    return lambda examples: [template.render(example, example.first_trained_message) for example in examples]
+    return lambda examples: [template.render(example, example.trained_messages) for example in examples]
 
 
 def prompt_renderer_for(tokenizer: "PreTrainedTokenizerBase", run_wide: TemplateInputs = NO_INPUTS) -> PromptRenderer:
@@ -109,17 +109,15 @@ class _Template:
         for renderer in (self._without_tools, self._with_tools):
             _require_read(run_wide, renderer.variables)
 
-    def render(self, record: Example | PromptRecord, first_trained: int | None) -> Rendered | str:
+    def render(self, record: Example | PromptRecord, trained: Collection[int] | None) -> Rendered | str:
         """Render a conversation or a prompt, or return what is wrong with it.
 
         Args:
-            first_trained: First message to train on; None: a prompt.
+            trained: Assistant turns to train on; None: a prompt.
         """
         try:
             inputs = record.inputs.or_else(self._run_wide)
-            return self._renderer_of(inputs).render(
-                record.messages, inputs.tools, inputs.kwargs, first_trained=first_trained
-            )
+            return self._renderer_of(inputs).render(record.messages, inputs.tools, inputs.kwargs, trained=trained)
         except (RecordError, RenderError) as error:
             return str(error)
         except RecursionError:

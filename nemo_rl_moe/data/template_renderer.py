@@ -3,7 +3,7 @@
 """One chat template: conversations and prompts as text, tool calls in the form that it shows, spans to train on."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -110,19 +110,19 @@ class TemplateRenderer:
         given_tools: Sequence[Mapping[str, Any]] | None = None,
         kwargs: Mapping[str, Any] = MappingProxyType({}),
         *,
-        first_trained: int | None,
+        trained: Collection[int] | None,
     ) -> Rendered:
         """Render a prompt, or a conversation with the spans to train on.
 
         Args:
-            first_trained: Assistant turns before this index are context; None: a prompt, with the generation prompt.
+            trained: Assistant turns to train on; None: a prompt, with the generation prompt.
 
         Raises:
             RenderError: It cannot be rendered, not all of it would be there, or its turns cannot be separated.
         """
         messages = [with_thinking_named(message, self._setup.template) for message in given]
         tools = list(given_tools) if given_tools else None
-        is_prompt = first_trained is None
+        is_prompt = trained is None
 
         def render(messages: Sequence[Message], add_generation_prompt: bool) -> str:
             return self._render(messages, tools, kwargs, add_generation_prompt)[0]
@@ -135,7 +135,7 @@ class TemplateRenderer:
         spans: list[Span] = []
         if not is_prompt and self._has_tags:
             text, spans = self._render(messages, tools, kwargs, False, with_spans=True)
-            spans = _trained_spans(spans, messages, first_trained or 0)
+            spans = _trained_spans(spans, messages, trained or ())
         else:
             text = render(messages, is_prompt)
         require_all_shown(messages, text, render_variant)
@@ -146,7 +146,7 @@ class TemplateRenderer:
             )
         if not is_prompt and not self._has_tags:
             stop_texts, special_tokens = self._setup.stop_texts, self._setup.special_tokens
-            spans = turn_spans(messages, first_trained or 0, text, render, stop_texts, special_tokens)
+            spans = turn_spans(messages, trained or (), text, render, stop_texts, special_tokens)
             has_calls = bool(messages[-1].get("tool_calls"))
             text, spans = close_turns(text, spans, stop_texts, lambda: self.end_of_turn(with_calls=has_calls))
         notes = thinking_notes(messages, text, spans, render_variant)
@@ -305,13 +305,14 @@ def _variables(template: str) -> list[str]:
         raise DataError("the chat template is not valid Jinja: brackets or blocks are nested too deeply") from None
 
 
-def _trained_spans(spans: list[Span], messages: Sequence[Message], first_trained: int) -> list[Span]:
+def _trained_spans(spans: list[Span], messages: Sequence[Message], trained: Collection[int]) -> list[Span]:
     """Return the marked pieces without those of context turns."""
-    num_context_turns = sum(message["role"] == "assistant" for message in messages[:first_trained])
-    num_turns = sum(message["role"] == "assistant" for message in messages)
-    if num_context_turns and len(spans) != num_turns:
+    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    if len(trained) == len(turns):
+        return spans
+    if len(spans) != len(turns):
         raise RenderError(
-            f"the chat template marks {len(spans)} pieces in {num_turns} assistant turns, "
-            "so that those of the prompt cannot be distinguished from those of the completion"
+            f"the chat template marks {len(spans)} pieces in {len(turns)} assistant turns, "
+            "so that those to train on cannot be distinguished from context"
         )
-    return spans[num_context_turns:]
+    return [span for index, span in zip(turns, spans, strict=True) if index in trained]

@@ -30,28 +30,27 @@ class RenderError(ValueError):
 
 def turn_spans(
     messages: Sequence[Message],
-    first_trained: int,
+    trained: Collection[int],
     text: str,
     render: RenderMessages,
     stop_texts: Collection[str],
     special_tokens: Collection[str],
 ) -> list[Span]:
-    """Find the spans of the assistant turns from one message on.
+    """Find the spans of assistant turns.
 
     Args:
-        first_trained: Earlier assistant turns are context.
+        trained: Their indices; other assistant turns are context.
         stop_texts: Tokens that end turns; a newline after one belongs to no turn.
 
     Raises:
         RenderError: The tokens of a turn cannot be separated from the rest.
     """
     spans = []
-    for index in range(first_trained, len(messages)):
-        if messages[index]["role"] == "assistant":
-            turn = _Turn(messages, index, text, render)
-            start = turn.start()
-            end = turn.end(start, special_tokens)
-            spans.append((start, _without_trailing_space(text, start, end, stop_texts)))
+    for index in sorted(trained):
+        turn = _Turn(messages, index, text, render)
+        start = turn.start()
+        end = turn.end(start, special_tokens)
+        spans.append((start, _without_trailing_space(text, start, end, stop_texts)))
     return spans
 
 
