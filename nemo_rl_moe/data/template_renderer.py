@@ -11,7 +11,7 @@ from typing import Any
 from nemo_rl_moe.data.left_out import require_all_shown, thinking_notes, with_thinking_named
 from nemo_rl_moe.data.messages import Message
 from nemo_rl_moe.data.tool_call_forms import FORMS, ToolCallForm, best_form, note_on_calls
-from nemo_rl_moe.data.turn_ends import close_turns, end_of
+from nemo_rl_moe.data.turn_ends import UNTRAINED_END, close_turns, end_of, leaves_out_end
 from nemo_rl_moe.data.turn_spans import RenderError, Span, turn_spans
 from nemo_rl_moe.errors import LONGEST_LINE, DataError, one_line
 
@@ -149,8 +149,11 @@ class TemplateRenderer:
             spans = turn_spans(messages, trained or (), text, render, stop_texts, special_tokens)
             has_calls = bool(messages[-1].get("tool_calls"))
             text, spans = close_turns(text, spans, stop_texts, lambda: self.end_of_turn(with_calls=has_calls))
-        notes = thinking_notes(messages, text, spans, render_variant)
-        return Rendered(text, tuple(spans), notes if note is None else (*notes, note))
+        notes = [*thinking_notes(messages, text, spans, render_variant), *([] if note is None else [note])]
+        # Who writes tags decides what they hold.
+        if self._has_tags and any(leaves_out_end(text, span, self._setup.stop_texts) for span in spans):
+            notes.append(UNTRAINED_END)
+        return Rendered(text, tuple(spans), tuple(notes))
 
     def prompt_text(
         self,

@@ -9,6 +9,9 @@ from collections.abc import Callable, Collection, Sequence
 
 from nemo_rl_moe.data.turn_spans import Span
 
+UNTRAINED_END = "a turn whose stop token stands outside the {% generation %} tags of the chat template"
+"""Words for a note, after "with"."""
+
 
 def longest_start(text: str, stop_texts: Collection[str]) -> str:
     """Return the longest stop token that a text begins with; empty without one."""
@@ -32,6 +35,12 @@ def end_of(own: str, followed: str, stop_texts: Collection[str]) -> str:
     if places:
         return min(places)[2]
     return longest_start(followed[len(own) :], stop_texts) if followed.startswith(own) else ""
+
+
+def leaves_out_end(text: str, span: Span, stop_texts: Collection[str]) -> bool:
+    """Return whether a stop token stands right behind a span that has none."""
+    first, end = span
+    return not longest_end(text[first:end], stop_texts) and bool(longest_start(text[end:].lstrip(), stop_texts))
 
 
 def close_turns(

@@ -13,6 +13,7 @@ from nemo_rl_moe.data.chat import MERGED, TokenizedExample, batch_tokenizer
 from nemo_rl_moe.data.preferences import load_preferences
 from nemo_rl_moe.data.records import BadLine, parse_record
 from nemo_rl_moe.data.speech import Published, Speech, StopToken, describe_speech, load_published
+from nemo_rl_moe.data.turn_ends import UNTRAINED_END
 from nemo_rl_moe.errors import ConfigurationError
 from tests.support.byte_tokenizer import make_byte_tokenizer
 from tests.support.chat_templates import CHANNELS, CLOSED_BY_NEXT_ROLE
@@ -174,6 +175,17 @@ def test_the_mark_of_the_next_role_is_trained_where_generation_stops_at_it(recor
 def test_the_mark_stays_context_where_generation_does_not_stop_at_it() -> None:
     tokenizer = next_role_tokenizer()
     assert trained({"messages": TURNS}, tokenizer, None) == ["a1", "a2"]
+
+
+@pytest.mark.parametrize(("inside", "outside"), [("<|end|>", ""), ("", "<|end|>"), ("", "\n<|end|>"), ("", "")])
+def test_tags_decide_and_a_note_says_that_they_leave_the_end_out(inside: str, outside: str) -> None:
+    answer = "{{ m.content }}"
+    template = TAGGED.replace(f"{answer}{{% endgeneration %}}", f"{answer}{inside}{{% endgeneration %}}{outside}")
+    tokenizer = make_byte_tokenizer(template)
+    assert trained({"messages": TURNS}, tokenizer, None) == [f"a1{inside}", f"a2{inside}"]
+    (found,) = batch_tokenizer(tokenizer, 1000)([parse_record({"messages": TURNS}, "f:1")])
+    assert isinstance(found, TokenizedExample)
+    assert found.notes == ((UNTRAINED_END,) if outside else ())
 
 
 def test_both_responses_of_a_pair_have_it(tmp_path: Path) -> None:
