@@ -214,7 +214,8 @@ class GenerationConfig(EngineSections):
     top_k: PositiveInt | None
     """Sample from this many most likely tokens; null: from all."""
     stop_token_ids: list[NonNegativeInt] | None
-    """Tokens that end a response; null: the tokenizer's end token."""
+    """Tokens that end a response; null: those that the tokenizer, `generation_config.json` and `config.json` name;
+    empty: none, so that the length alone ends it."""
     stop_strings: list[Text] | None
     """Texts that end a response; null: none."""
     max_batch_size: PositiveInt | None

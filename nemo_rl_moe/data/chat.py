@@ -4,6 +4,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,12 +15,16 @@ from nemo_rl_moe.data.encoding import encode_each, most_characters
 from nemo_rl_moe.data.image_files import StoredImage
 from nemo_rl_moe.data.image_tokens import NO_IMAGES, RecordImages, SampleImages
 from nemo_rl_moe.data.records import BadLine, Example
+from nemo_rl_moe.data.speech import Speech, describe_speech
 from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs
 from nemo_rl_moe.data.template_renderer import Rendered
 from nemo_rl_moe.data.turn_spans import Span
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+MERGED = "tokens that would hold the end of a prompt and the start of a response: they are encoded one by one"
+"""Words for a note, after "with"."""
 
 
 @dataclass(frozen=True)
@@ -60,14 +65,18 @@ def batch_tokenizer(
     max_length: int,
     run_wide: TemplateInputs = NO_INPUTS,
     images: RecordImages = NO_IMAGES,
+    speech: Speech | None = None,
 ) -> BatchTokenizer:
     """Make a function that tokenizes conversations and gives a `BadLine` for each that it cannot.
+
+    Args:
+        speech: How the model speaks; None: as the tokenizer alone says.
 
     Raises:
         DataError: The tokenizer cannot be used; or, from the function, there are images and the model takes text alone.
         ConfigurationError: The run gives the chat template a name that it does not read.
     """
-    render = renderer_for(tokenizer, run_wide)
+    render = renderer_for(tokenizer, run_wide, (speech or describe_speech(tokenizer)).stop_texts)
     masked = _encode_with_offsets if tokenizer.is_fast else _encode_with_prefixes
 
     def tokenize(examples: Sequence[Example]) -> list[TokenizedExample | BadLine]:
@@ -95,11 +104,12 @@ def _cut(rendered: Rendered, max_length: int, stored: Sequence[StoredImage]) -> 
 
 @dataclass(frozen=True)
 class _Encoded:
-    """Tokens of a text, the mask of tokens in its spans (both [tokens]), and its problem."""
+    """Tokens of a text, the mask of tokens in its spans (both [tokens]), notes on them, and its problem."""
 
     input_ids: NDArray[np.int32]
     token_mask: NDArray[np.bool_]
     problem: str | None = None
+    notes: tuple[str, ...] = ()
 
 
 def _finish(
@@ -116,18 +126,18 @@ def _finish(
     # What is trained on may stand after the truncation; but somewhere it must stand.
     if not encoded.token_mask[1:].any() and not (is_truncated and any(end > first for first, end in rendered.spans)):
         return BadLine(example.sample_id, "the chat template leaves no token of the assistant to train on")
-    ids, mask = encoded.input_ids, encoded.token_mask
+    ids, mask, notes = encoded.input_ids, encoded.token_mask, (*rendered.notes, *encoded.notes)
     if images.tokens is None:
         # A view would keep the whole text's tokens until all records are read.
         ids, mask = ids[:max_length].copy(), mask[:max_length].copy()
-        return TokenizedExample(ids, mask, is_truncated, example.sample_id, notes=rendered.notes)
+        return TokenizedExample(ids, mask, is_truncated, example.sample_id, notes=notes)
     expanded = images.tokens.expand(ids, stored, max_length, example.sample_id)
     if isinstance(expanded, str):
         return BadLine(example.sample_id, expanded)
     ids, mask = expanded.input_ids, np.repeat(mask, expanded.repeats)
     is_truncated = len(ids) > max_length
     return TokenizedExample(
-        ids[:max_length], mask[:max_length], is_truncated, example.sample_id, expanded.images, rendered.notes
+        ids[:max_length], mask[:max_length], is_truncated, example.sample_id, expanded.images, notes
     )
 
 
@@ -140,10 +150,49 @@ def _encode_with_offsets(tokenizer: "PreTrainedTokenizerBase", rendered: Sequenc
         return_token_type_ids=False,
         verbose=False,
     )
-    return [
-        _Encoded(np.asarray(ids, dtype=np.int32), tokens_in_spans(np.asarray(offsets).reshape(-1, 2), item.spans))
-        for ids, offsets, item in zip(encoding["input_ids"], encoding["offset_mapping"], rendered, strict=True)
-    ]
+    results: list[_Encoded] = []
+    for ids, pairs, item in zip(encoding["input_ids"], encoding["offset_mapping"], rendered, strict=True):
+        offsets = np.asarray(pairs).reshape(-1, 2)
+        results.append(
+            _encode_apart(tokenizer, item, ids)
+            if _reaches_over(offsets, item)
+            else _Encoded(np.asarray(ids, dtype=np.int32), tokens_in_spans(offsets, item.spans))
+        )
+    return results
+
+
+def _reaches_over(offsets: NDArray[np.int64], item: Rendered) -> bool:
+    """Return whether a token may have characters of both sides of a border of a span; blanks may belong to none."""
+    first, end = offsets[:, 0], offsets[:, 1]
+    return any(
+        bool(((first < border) & (border < end)).any()) or border not in end
+        for border in {border for span in item.spans for border in span}
+        if 0 < border < len(item.text)
+    )
+
+
+def _encode_apart(tokenizer: "PreTrainedTokenizerBase", item: Rendered, joint: Sequence[int]) -> _Encoded:
+    """Encode prompts and responses one by one, as a rollout has them: no token of it holds both.
+
+    Args:
+        joint: Tokens of the whole text.
+    """
+    borders = sorted({0, len(item.text), *(border for span in item.spans for border in span)})
+    ids: list[int] = []
+    mask: list[bool] = []
+    for first, end in pairwise(borders):
+        encoding: Any = tokenizer(item.text[first:end], add_special_tokens=False, verbose=False)
+        ids += encoding["input_ids"]
+        is_trained = any(start <= first and end <= stop for start, stop in item.spans)
+        mask += [is_trained] * len(encoding["input_ids"])
+    # Some tokenizers begin each text with a blank of their own.
+    is_same_text = ids == list(joint) or tokenizer.decode(ids) == tokenizer.decode(joint)
+    return _Encoded(
+        np.asarray(ids, dtype=np.int32),
+        np.asarray(mask, dtype=np.bool_),
+        None if is_same_text else "a token of this tokenizer reaches over the border of an assistant turn",
+        (MERGED,) if ids != list(joint) else (),
+    )
 
 
 def tokens_in_spans(offsets: NDArray[np.int64], spans: Sequence[Span]) -> NDArray[np.bool_]:
@@ -178,6 +227,5 @@ def _encode_with_prefixes(tokenizer: "PreTrainedTokenizerBase", rendered: Sequen
                 mask[len(before) : len(up_to)] = True
             results.append(_Encoded(np.asarray(ids, dtype=np.int32), mask))
         else:
-            problem = "a token of this tokenizer reaches over the border of an assistant turn"
-            results.append(_Encoded(np.asarray(ids, dtype=np.int32), mask, problem))
+            results.append(_encode_apart(tokenizer, item, ids))
     return results

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rendering of conversations and prompts for a tokenizer: by its chat template, or joined where it has none."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
@@ -27,21 +27,28 @@ TextRenderer = Callable[[Sequence[Message], TemplateInputs], str]
 _TOO_DEEP = "the conversation is nested too deeply"
 
 
-def renderer_for(tokenizer: "PreTrainedTokenizerBase", run_wide: TemplateInputs = NO_INPUTS) -> Renderer:
+def renderer_for(
+    tokenizer: "PreTrainedTokenizerBase",
+    run_wide: TemplateInputs = NO_INPUTS,
+    stop_texts: Sequence[str] | None = None,
+) -> Renderer:
     """Make the function that renders conversations for this tokenizer.
 
     - A chat template with `{% generation %}` tags says itself what the assistant wrote.
     - With any other chat template the conversation is rendered up to each assistant turn, and the texts are compared.
     - Without a chat template a prompt and a completion that are strings are joined, and the end token is added.
 
+    Args:
+        stop_texts: Tokens that end the model's turns; None: the tokenizer's end token.
+
     Raises:
         DataError: The tokenizer has neither a usable chat template nor an end token.
         ConfigurationError: The run gives the chat template a name that it does not read.
     """
     if not tokenizer.chat_template:
-        return _plain_renderer(tokenizer, run_wide)
-    template = _Template(tokenizer, run_wide)
-    return lambda examples: [template.render(example, example.first_trained_message) for example in examples]
+        return _plain_renderer(tokenizer, run_wide, _stops(tokenizer, stop_texts))
+    template = _Template(tokenizer, run_wide, stop_texts)
+    return lambda examples: [template.render(example, example.trained_messages) for example in examples]
 
 
 def prompt_renderer_for(tokenizer: "PreTrainedTokenizerBase", run_wide: TemplateInputs = NO_INPUTS) -> PromptRenderer:
@@ -89,25 +96,28 @@ def text_renderer_for(tokenizer: "PreTrainedTokenizerBase", run_wide: TemplateIn
 class _Template:
     """A tokenizer's chat template; some have a second one for conversations with tools."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", run_wide: TemplateInputs):
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        run_wide: TemplateInputs,
+        stop_texts: Sequence[str] | None = None,
+    ):
         self._run_wide = run_wide
-        setups = [template_setup(tokenizer, with_tools=with_tools) for with_tools in (False, True)]
+        setups = [template_setup(tokenizer, with_tools=tools, stop_texts=stop_texts) for tools in (False, True)]
         self._without_tools = TemplateRenderer(setups[0])
         self._with_tools = self._without_tools if setups[0] == setups[1] else TemplateRenderer(setups[1])
         for renderer in (self._without_tools, self._with_tools):
             _require_read(run_wide, renderer.variables)
 
-    def render(self, record: Example | PromptRecord, first_trained: int | None) -> Rendered | str:
+    def render(self, record: Example | PromptRecord, trained: Collection[int] | None) -> Rendered | str:
         """Render a conversation or a prompt, or return what is wrong with it.
 
         Args:
-            first_trained: First message to train on; None: a prompt.
+            trained: Assistant turns to train on; None: a prompt.
         """
         try:
             inputs = record.inputs.or_else(self._run_wide)
-            return self._renderer_of(inputs).render(
-                record.messages, inputs.tools, inputs.kwargs, first_trained=first_trained
-            )
+            return self._renderer_of(inputs).render(record.messages, inputs.tools, inputs.kwargs, trained=trained)
         except (RecordError, RenderError) as error:
             return str(error)
         except RecursionError:
@@ -129,8 +139,13 @@ class _Template:
         return self._with_tools if inputs.tools else self._without_tools
 
 
-def template_setup(tokenizer: "PreTrainedTokenizerBase", *, with_tools: bool) -> TemplateSetup:
+def template_setup(
+    tokenizer: "PreTrainedTokenizerBase", *, with_tools: bool, stop_texts: Sequence[str] | None = None
+) -> TemplateSetup:
     """Return the chat template, and what it needs of the tokenizer.
+
+    Args:
+        stop_texts: Tokens that end the model's turns; None: the tokenizer's end token.
 
     Raises:
         DataError: There are several templates, and none is the default.
@@ -141,7 +156,13 @@ def template_setup(tokenizer: "PreTrainedTokenizerBase", *, with_tools: bool) ->
         raise DataError(f"the tokenizer's chat template cannot be chosen: {error}") from None
     names = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     special = (*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens)
-    return TemplateSetup(template, names, str(tokenizer.eos_token or ""), tuple(dict.fromkeys(map(str, special))))
+    return TemplateSetup(template, names, _stops(tokenizer, stop_texts), tuple(dict.fromkeys(map(str, special))))
+
+
+def _stops(tokenizer: "PreTrainedTokenizerBase", stop_texts: Sequence[str] | None) -> tuple[str, ...]:
+    if stop_texts is not None:
+        return tuple(stop_texts)
+    return () if tokenizer.eos_token is None else (str(tokenizer.eos_token),)
 
 
 def _require_read(run_wide: TemplateInputs, variables: Sequence[str]) -> None:
@@ -167,12 +188,14 @@ def _require_no_tools(run_wide: TemplateInputs) -> None:
         )
 
 
-def _plain_renderer(tokenizer: "PreTrainedTokenizerBase", run_wide: TemplateInputs) -> Renderer:
-    if tokenizer.eos_token is None:
+def _plain_renderer(
+    tokenizer: "PreTrainedTokenizerBase", run_wide: TemplateInputs, stop_texts: Sequence[str]
+) -> Renderer:
+    if not stop_texts:
         raise DataError("the tokenizer has neither a chat template nor an end token: an answer would never end")
     _require_no_tools(run_wide)
     start = _opening(tokenizer)
-    end = str(tokenizer.eos_token)
+    end = stop_texts[0]
 
     def render(example: Example) -> Rendered | str:
         if example.plain is None or example.inputs.has_tools or example.images:

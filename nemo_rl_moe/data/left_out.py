@@ -20,7 +20,7 @@ CALLS_WITHOUT_ARGUMENTS = "tool calls of which the chat template shows names, no
 CALLS_WITHOUT_NAMES = "tool calls of which the chat template shows arguments, not names"
 CALLS_WITH_FEWER_ARGUMENTS = "tool calls of which the chat template shows not all arguments"
 CALLS_ALONE = "tool calls of which the chat template shows neither names nor arguments"
-_END_OF_THINKING = "</think>"
+_THINKING, _END_OF_THINKING = "<think>", "</think>"
 _EMPTY_BLOCK = re.compile(r"<think>\s*</think>")
 _SURELY_ITS_OWN = 40
 _STAND_IN = "something else"
@@ -97,9 +97,15 @@ def thinking_notes(
     """Return notes on thinking that is left out of earlier turns, and on empty blocks of it that are trained on."""
     earlier = (place for place in range(len(messages) - 1) if messages[place]["role"] == "assistant")
     found = [EARLIER_THINKING] if any(_lacks_thinking(messages, place, text, render) for place in earlier) else []
-    if any(_EMPTY_BLOCK.search(text, first, end) for first, end in spans):
+    if any(_EMPTY_BLOCK.search(text, _start_of_thinking(text, first), end) for first, end in spans):
         found.append(EMPTY_THINKING)
     return tuple(found)
+
+
+def _start_of_thinking(text: str, first: int) -> int:
+    """Return the start of a think block that the generation prompt opens right before a turn; else the turn's own."""
+    before = text[:first].rstrip()
+    return len(before) - len(_THINKING) if before.endswith(_THINKING) else first
 
 
 def _require_thinking(messages: Sequence[Message], text: str, render: RenderVariant) -> None:
@@ -114,13 +120,15 @@ def _require_thinking(messages: Sequence[Message], text: str, render: RenderVari
 def _lacks_thinking(messages: Sequence[Message], index: int, text: str, render: RenderVariant) -> bool:
     turn = messages[index]
     content = turn["content"] or ""
-    thinking, found, answer = content.rpartition(_END_OF_THINKING)
-    thinking = thinking.rpartition("<think>")[2]
-    given = [key for key in THINKING_KEYS if turn.get(key)]
-    without = {
-        **{key: value for key, value in turn.items() if key not in given},
-        "content": answer if found else content,
+    before, found, answer = content.rpartition(_END_OF_THINKING)
+    opened, mark, thinking = before.rpartition(_THINKING)
+    given = {key: turn[key] for key in THINKING_KEYS if isinstance(turn.get(key), str)}
+    # In place of the thinking, not without it: templates trim what stands behind a block.
+    other = {
+        **turn,
+        **dict.fromkeys(given, _STAND_IN),
+        "content": f"{opened}{mark}{_STAND_IN}{found}{answer}" if found else content,
     }
-    variant = [*messages[:index], without, *messages[index + 1 :]]
-    parts = [part for part in (thinking, *(turn[key] for key in given)) if isinstance(part, str)]
+    variant = [*messages[:index], other, *messages[index + 1 :]]
+    parts = [thinking, *given.values()]
     return any(not _is_shown(part, text, variant, messages, render) for part in parts)

@@ -18,9 +18,11 @@ from nemo_rl_moe.data.image_tokens import NO_IMAGES, RecordImages, num_images_of
 from nemo_rl_moe.data.loader import TokenStore, collate
 from nemo_rl_moe.data.messages import Message, parse_turns
 from nemo_rl_moe.data.record_values import RecordError, kind_of, names_in
-from nemo_rl_moe.data.records import BadLine, Example, with_images
+from nemo_rl_moe.data.records import BadLine, Example, trained_example, with_images
 from nemo_rl_moe.data.sources import open_lines
+from nemo_rl_moe.data.speech import Speech
 from nemo_rl_moe.data.template_inputs import NO_INPUTS, TEMPLATE_COLUMNS, TemplateInputs, parse_template_inputs
+from nemo_rl_moe.data.training_marks import take_training_marks
 from nemo_rl_moe.distributed.batch import TokenBatch, per_sequence
 from nemo_rl_moe.errors import DataError
 
@@ -77,7 +79,9 @@ def parse_preference(record: object, sample_id: str, image_key: str | None = Non
         # Images beside the messages find their places in the prompt, whatever the responses hold.
         shown, images = with_images(prompt, record, image_key, sample_id)
         answer, later = with_images(response, {}, image_key, sample_id)
-        return Example(f"{sample_id} ({name})", (*shown, *answer), len(prompt), both, inputs, (*images, *later))
+        unmarked, context = take_training_marks([*shown, *answer], f"prompt and {name}")
+        place = f"{sample_id} ({name})"
+        return trained_example(Example(place, tuple(unmarked), len(prompt), both, inputs, (*images, *later), context))
 
     return PreferenceRecord(
         sample_id,
@@ -183,17 +187,19 @@ def load_preferences(
     on_bad_line: OnBadLine = "stop",
     run_wide: TemplateInputs = NO_INPUTS,
     images: RecordImages = NO_IMAGES,
+    speech: Speech | None = None,
 ) -> PreferenceDataset:
     """Read and tokenizes pairs of responses.
 
     Args:
         path: A `.jsonl` file, or what `datasets` can load.
         max_length: Tokens to keep of each sequence, prompt and response together.
+        speech: How the model speaks; None: as the tokenizer alone says.
 
     Raises:
         DataError: The data cannot be read; or it has bad lines, of which the first 20 are listed; or no pair is left.
     """
-    tokenize = batch_tokenizer(tokenizer, max_length, run_wide, images)
+    tokenize = batch_tokenizer(tokenizer, max_length, run_wide, images, speech)
     source = open_lines(
         path, split, partial(parse_preference, image_key=images.key), partial(preference_columns, image_key=images.key)
     )

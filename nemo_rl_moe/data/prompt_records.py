@@ -19,6 +19,7 @@ from nemo_rl_moe.errors import DataError
 
 ANSWERED = ("user", "tool")
 """Roles of a last turn that a model answers."""
+_WHOLE_FLOATS = 2**53
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,8 @@ def _answer(record: Mapping[str, Any], key: str, env_name: str) -> Any:
             return None
     answer = value_at(record, key, "data.answer_key")
     if isinstance(answer, int | float) and not isinstance(answer, bool) and isfinite(answer):
-        return str(answer)
+        # Tables hold whole numbers as 72.0 where a row lacks one.
+        return str(int(answer) if float(answer).is_integer() and abs(answer) < _WHOLE_FLOATS else answer)
     if not isinstance(answer, str):
         raise RecordError(f"{key} is {kind_of(answer)}, expected a string or a number; write it as a string")
     if not answer.strip():

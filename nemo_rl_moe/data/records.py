@@ -10,6 +10,7 @@ from nemo_rl_moe.data.image_records import ImageReference, parse_images, place_i
 from nemo_rl_moe.data.messages import Message, parse_messages, parse_turns
 from nemo_rl_moe.data.record_values import RecordError, kind_of, names_in
 from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs, parse_template_inputs
+from nemo_rl_moe.data.training_marks import MARKS, take_training_marks
 
 CONVERSATIONS, SYSTEM = "conversations", "system"
 _LONGEST_REASON = 1000
@@ -23,6 +24,7 @@ class Example:
         messages: Each has `role`, `content` (a text, or parts of type text and image), and further keys.
         first_trained_message: Earlier assistant turns are context.
         plain: Prompt and completion when both are strings.
+        marked_context: Assistant turns that the record marks as context.
     """
 
     sample_id: str
@@ -31,6 +33,16 @@ class Example:
     plain: tuple[str, str] | None = None
     inputs: TemplateInputs = NO_INPUTS
     images: tuple[ImageReference, ...] = ()
+    marked_context: frozenset[int] = frozenset()
+
+    @property
+    def trained_messages(self) -> frozenset[int]:
+        """Return the indices of the assistant turns to train on."""
+        return frozenset(
+            index
+            for index in range(self.first_trained_message, len(self.messages))
+            if self.messages[index]["role"] == "assistant" and index not in self.marked_context
+        )
 
 
 @dataclass(frozen=True)
@@ -68,7 +80,16 @@ def parse_record(record: object, sample_id: str, image_key: str | None = None) -
             if name == CONVERSATIONS and record.get(SYSTEM) and messages[0]["role"] != SYSTEM:
                 messages = [*parse_turns(record[SYSTEM], SYSTEM, SYSTEM), *messages]
             shown, images = with_images(messages, record, image_key, sample_id)
-            return Example(sample_id, tuple(shown), inputs=parse_template_inputs(record), images=images)
+            unmarked, context = take_training_marks(shown, name)
+            return trained_example(
+                Example(
+                    sample_id,
+                    tuple(unmarked),
+                    inputs=parse_template_inputs(record),
+                    images=images,
+                    marked_context=context,
+                )
+            )
     return _prompt_and_completion(record, sample_id, image_key)
 
 
@@ -100,7 +121,21 @@ def _prompt_and_completion(record: Mapping[str, Any], sample_id: str, image_key:
     _require_assistant(answer, "completion")
     plain = (prompt, completion) if isinstance(prompt, str) and isinstance(completion, str) else None
     shown, images = with_images([*context, *answer], record, image_key, sample_id)
-    return Example(sample_id, tuple(shown), len(context), plain, parse_template_inputs(record), images)
+    unmarked, marked = take_training_marks(shown, "prompt and completion")
+    return trained_example(
+        Example(sample_id, tuple(unmarked), len(context), plain, parse_template_inputs(record), images, marked)
+    )
+
+
+def trained_example(example: Example) -> Example:
+    """Return an example.
+
+    Raises:
+        RecordError: Marks leave nothing of it to train on.
+    """
+    if not example.trained_messages:
+        raise RecordError(f"every turn of the assistant is marked as context ({', '.join(MARKS)}): nothing to train on")
+    return example
 
 
 def _require_one_form(record: Mapping[str, Any], name: str) -> None:

@@ -11,6 +11,7 @@ from nemo_rl_moe.data.dataset import DataReport, ItemKind, ItemSize, OnBadLine, 
 from nemo_rl_moe.data.image_tokens import NO_IMAGES, RecordImages, num_images_of
 from nemo_rl_moe.data.loader import TokenStore
 from nemo_rl_moe.data.sources import open_source
+from nemo_rl_moe.data.speech import Speech
 from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs
 
 if TYPE_CHECKING:
@@ -36,19 +37,21 @@ def load_sft_dataset(
     progress: Progress | None = None,
     run_wide: TemplateInputs = NO_INPUTS,
     images: RecordImages = NO_IMAGES,
+    speech: Speech | None = None,
 ) -> TokenizedDataset:
     """Read and tokenizes conversations for supervised fine-tuning.
 
     Args:
         path: A `.jsonl` file, or what `datasets` can load.
         progress: Called with the lines read so far and the lines in all.
+        speech: How the model speaks; None: as the tokenizer alone says.
 
     Raises:
         DataError: The data cannot be read, has bad lines (the first 20 are listed), or no example is left.
     """
     kind = ItemKind(
         WORDS if images.tokens is None else WORDS_WITH_IMAGES,
-        batch_tokenizer(tokenizer, max_length, run_wide, images),
+        batch_tokenizer(tokenizer, max_length, run_wide, images, speech),
         _size_of,
         lambda dropped: (
             f"of {dropped} nothing to train on, or not every image, fits into "

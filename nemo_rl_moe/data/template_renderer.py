@@ -3,7 +3,7 @@
 """One chat template: conversations and prompts as text, tool calls in the form that it shows, spans to train on."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from nemo_rl_moe.data.left_out import require_all_shown, thinking_notes, with_thinking_named
 from nemo_rl_moe.data.messages import Message
 from nemo_rl_moe.data.tool_call_forms import FORMS, ToolCallForm, best_form, note_on_calls
+from nemo_rl_moe.data.turn_ends import UNTRAINED_END, close_turns, end_of, leaves_out_end
 from nemo_rl_moe.data.turn_spans import RenderError, Span, turn_spans
 from nemo_rl_moe.errors import LONGEST_LINE, DataError, one_line
 
@@ -24,11 +25,12 @@ class TemplateSetup:
 
     Attributes:
         names: Special tokens by name, such as `eos_token`.
+        stop_texts: Tokens that end the model's turns.
     """
 
     template: str
     names: Mapping[str, str]
-    end_token: str
+    stop_texts: tuple[str, ...]
     special_tokens: tuple[str, ...]
 
     def with_template(self, template: str) -> "TemplateSetup":
@@ -74,6 +76,8 @@ _PROBE_SYSTEM: Message = {"role": "system", "content": "c d"}
 _PROBE_QUESTION, _PROBE_CALL, _PROBE_RESULT = _PROBE_TURNS
 _PROBE_ANSWER: Message = {"role": "assistant", "content": "e f"}
 _PROBE_THOUGHT: Message = {"role": "assistant", "content": "<think>\ng\n</think>\n\nh"}
+_PROBE_SHORT: Message = {"role": "assistant", "content": _PROBE_VALUE}
+_PROBE_REASONED: Message = {**_PROBE_SHORT, "reasoning_content": "k"}
 _PROBE_CALLS: Message = {**_PROBE_CALL, "tool_calls": _PROBE_CALL["tool_calls"] * 2}
 _PROBES: tuple[tuple[Message, ...], ...] = (
     (_PROBE_SYSTEM, _PROBE_QUESTION),
@@ -97,6 +101,7 @@ class TemplateRenderer:
         self._setup = setup
         self._has_tags = _GENERATION_TAG.search(setup.template) is not None
         self._complete_forms: list[ToolCallForm] | None = None
+        self._ends: dict[bool, str] = {}
         self.variables = _variables(setup.template)
 
     def render(
@@ -105,19 +110,19 @@ class TemplateRenderer:
         given_tools: Sequence[Mapping[str, Any]] | None = None,
         kwargs: Mapping[str, Any] = MappingProxyType({}),
         *,
-        first_trained: int | None,
+        trained: Collection[int] | None,
     ) -> Rendered:
         """Render a prompt, or a conversation with the spans to train on.
 
         Args:
-            first_trained: Assistant turns before this index are context; None: a prompt, with the generation prompt.
+            trained: Assistant turns to train on; None: a prompt, with the generation prompt.
 
         Raises:
             RenderError: It cannot be rendered, not all of it would be there, or its turns cannot be separated.
         """
         messages = [with_thinking_named(message, self._setup.template) for message in given]
         tools = list(given_tools) if given_tools else None
-        is_prompt = first_trained is None
+        is_prompt = trained is None
 
         def render(messages: Sequence[Message], add_generation_prompt: bool) -> str:
             return self._render(messages, tools, kwargs, add_generation_prompt)[0]
@@ -130,7 +135,7 @@ class TemplateRenderer:
         spans: list[Span] = []
         if not is_prompt and self._has_tags:
             text, spans = self._render(messages, tools, kwargs, False, with_spans=True)
-            spans = _trained_spans(spans, messages, first_trained or 0)
+            spans = _trained_spans(spans, messages, trained or ())
         else:
             text = render(messages, is_prompt)
         require_all_shown(messages, text, render_variant)
@@ -140,10 +145,15 @@ class TemplateRenderer:
                 "policy.tokenizer.chat_template to a template that does, or leave tools out"
             )
         if not is_prompt and not self._has_tags:
-            end_token, special_tokens = self._setup.end_token, self._setup.special_tokens
-            spans = turn_spans(messages, first_trained or 0, text, render, end_token, special_tokens)
-        notes = thinking_notes(messages, text, spans, render_variant)
-        return Rendered(text, tuple(spans), notes if note is None else (*notes, note))
+            stop_texts, special_tokens = self._setup.stop_texts, self._setup.special_tokens
+            spans = turn_spans(messages, trained or (), text, render, stop_texts, special_tokens)
+            has_calls = bool(messages[-1].get("tool_calls"))
+            text, spans = close_turns(text, spans, stop_texts, lambda: self.end_of_turn(with_calls=has_calls))
+        notes = [*thinking_notes(messages, text, spans, render_variant), *([] if note is None else [note])]
+        # Who writes tags decides what they hold.
+        if self._has_tags and any(leaves_out_end(text, span, self._setup.stop_texts) for span in spans):
+            notes.append(UNTRAINED_END)
+        return Rendered(text, tuple(spans), tuple(notes))
 
     def prompt_text(
         self,
@@ -171,9 +181,49 @@ class TemplateRenderer:
         except RenderError:
             return False
 
-    def _probed(self, turns: Sequence[Message]) -> str:
+    def end_of_turn(self, *, with_calls: bool) -> str:
+        """Return the stop token at which generation ends a turn; empty: the template closes turns with none."""
+        turn, follower = (_PROBE_CALL, _PROBE_RESULT) if with_calls else (_PROBE_SHORT, _PROBE_QUESTION)
+        if with_calls not in self._ends:
+            try:
+                own, followed = (
+                    self._probed(turns).rpartition(_PROBE_VALUE)[2]
+                    for turns in ((_PROBE_QUESTION, turn), (_PROBE_QUESTION, turn, follower))
+                )
+                self._ends[with_calls] = end_of(own, followed, self._setup.stop_texts)
+            except RenderError:
+                self._ends[with_calls] = ""
+        return self._ends[with_calls]
+
+    def stops_inside_turns(self) -> frozenset[str]:
+        """Return the stop tokens that the template writes before the last words of a turn of the model."""
+        found: set[str] = set()
+        for turn in (with_thinking_named(_PROBE_REASONED, self._setup.template), _PROBE_CALL, _PROBE_CALLS):
+            try:
+                prompt, text = self._probed((_PROBE_QUESTION,), turn), self._probed((_PROBE_QUESTION, turn))
+            except RenderError:
+                continue
+            same = next((place for place, (a, b) in enumerate(zip(prompt, text, strict=False)) if a != b), len(prompt))
+            before = text[same:].rpartition(_PROBE_VALUE)[0]
+            found |= {stop for stop in self._setup.stop_texts if stop and stop in before}
+        return frozenset(found)
+
+    def opening(self) -> str:
+        """Return the generation prompt: what the template puts behind a question for the model to answer."""
+        try:
+            prompt, text = (self._render([_PROBE_QUESTION], None, {}, is_prompt)[0] for is_prompt in (True, False))
+        except RenderError:
+            return ""
+        return prompt[len(text) :] if prompt.startswith(text) else ""
+
+    def _probed(self, turns: Sequence[Message], follower: Message = _PROBE_SHORT) -> str:
+        """Render turns.
+
+        Args:
+            follower: Turn that they will have behind them; tools are defined if it calls one.
+        """
         is_prompt = turns[-1]["role"] != "assistant"
-        tools = [_PROBE_TOOL] if any("tool_calls" in turn for turn in turns) else None
+        tools = [_PROBE_TOOL] if any("tool_calls" in turn for turn in (*turns, follower)) else None
 
         def render(messages: Sequence[Message]) -> str:
             return self._render(messages, tools, {}, is_prompt)[0]
@@ -258,13 +308,14 @@ def _variables(template: str) -> list[str]:
         raise DataError("the chat template is not valid Jinja: brackets or blocks are nested too deeply") from None
 
 
-def _trained_spans(spans: list[Span], messages: Sequence[Message], first_trained: int) -> list[Span]:
+def _trained_spans(spans: list[Span], messages: Sequence[Message], trained: Collection[int]) -> list[Span]:
     """Return the marked pieces without those of context turns."""
-    num_context_turns = sum(message["role"] == "assistant" for message in messages[:first_trained])
-    num_turns = sum(message["role"] == "assistant" for message in messages)
-    if num_context_turns and len(spans) != num_turns:
+    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    if len(trained) == len(turns):
+        return spans
+    if len(spans) != len(turns):
         raise RenderError(
-            f"the chat template marks {len(spans)} pieces in {num_turns} assistant turns, "
-            "so that those of the prompt cannot be distinguished from those of the completion"
+            f"the chat template marks {len(spans)} pieces in {len(turns)} assistant turns, "
+            "so that those to train on cannot be distinguished from context"
         )
-    return spans[num_context_turns:]
+    return [span for index, span in zip(turns, spans, strict=True) if index in trained]

@@ -30,28 +30,27 @@ class RenderError(ValueError):
 
 def turn_spans(
     messages: Sequence[Message],
-    first_trained: int,
+    trained: Collection[int],
     text: str,
     render: RenderMessages,
-    end_token: str,
+    stop_texts: Collection[str],
     special_tokens: Collection[str],
 ) -> list[Span]:
-    """Find the spans of the assistant turns from one message on.
+    """Find the spans of assistant turns.
 
     Args:
-        first_trained: Earlier assistant turns are context.
-        end_token: A newline after it belongs to no turn.
+        trained: Their indices; other assistant turns are context.
+        stop_texts: Tokens that end turns; a newline after one belongs to no turn.
 
     Raises:
         RenderError: The tokens of a turn cannot be separated from the rest.
     """
     spans = []
-    for index in range(first_trained, len(messages)):
-        if messages[index]["role"] == "assistant":
-            turn = _Turn(messages, index, text, render)
-            start = turn.start()
-            end = turn.end(start, special_tokens)
-            spans.append((start, _without_trailing_space(text, start, end, end_token)))
+    for index in sorted(trained):
+        turn = _Turn(messages, index, text, render)
+        start = turn.start()
+        end = turn.end(start, special_tokens)
+        spans.append((start, _without_trailing_space(text, start, end, stop_texts)))
     return spans
 
 
@@ -182,7 +181,7 @@ def _first_token(text: str, special_tokens: Collection[str]) -> str:
     return max((token for token in special_tokens if text.startswith(token)), key=len, default="")
 
 
-def _without_trailing_space(text: str, start: int, end: int, end_token: str) -> int:
-    """Leave out a newline after the end token: generation stops before it."""
+def _without_trailing_space(text: str, start: int, end: int, stop_texts: Collection[str]) -> int:
+    """Leave out a newline after the stop token: generation stops before it."""
     stripped = text[start:end].rstrip()
-    return start + len(stripped) if end_token and stripped.endswith(end_token) else end
+    return start + len(stripped) if any(stop and stripped.endswith(stop) for stop in stop_texts) else end

@@ -21,11 +21,12 @@ from nemo_rl_moe.data.preferences import PreferenceRecord, load_preferences, par
 from nemo_rl_moe.data.records import Example
 from nemo_rl_moe.data.sft import load_sft_dataset
 from nemo_rl_moe.data.sources import load_limit, open_lines, open_source
+from nemo_rl_moe.data.speech import Speech, describe_speech, load_published
 from nemo_rl_moe.data.template_inputs import run_wide_inputs
 from nemo_rl_moe.data.tokenizer import load_tokenizer
 from nemo_rl_moe.errors import ConfigurationError, counted, printable
 from nemo_rl_moe.launch.prompts import read_training_prompts
-from nemo_rl_moe.launch.setup import images_of_data, read_samples, use_corrected_template
+from nemo_rl_moe.launch.setup import announce_speech, images_of_data, read_samples, use_corrected_template
 from nemo_rl_moe.models.hf_files import load_config_json, load_hf_config
 from nemo_rl_moe.models.image_rules import ImageRule, load_image_rule
 from nemo_rl_moe.runs.loggers.console import ConsoleLogger
@@ -124,7 +125,9 @@ def show_data(config: MasterConfig, number: int, stream: TextIO | None = None) -
     logger = ConsoleLogger(total_steps=0, live=config.logger.console.live, stream=stream)
     tokenizer = load_tokenizer(config.policy.tokenizer.name, config.policy.tokenizer.chat_template)
     use_corrected_template(tokenizer, config.policy.tokenizer, logger)
-    view = _DataReader(tokenizer, logger, number, _image_rule(config)).view(config)
+    speech = describe_speech(tokenizer, load_published(config.policy.model_name))
+    announce_speech(speech, logger)
+    view = _DataReader(tokenizer, logger, number, _image_rule(config), speech).view(config)
     logger.close()
 
     def show(text: Text) -> None:
@@ -159,6 +162,7 @@ class _DataReader:
     logger: ConsoleLogger
     number: int
     image_rule: ImageRule | None
+    speech: Speech
 
     def view(self, config: MasterConfig) -> DataView:
         if isinstance(config, SFTMasterConfig):
@@ -172,7 +176,9 @@ class _DataReader:
 
     def _conversations(self, config: SFTMasterConfig) -> DataView:
         source = config.data.train
-        dataset = read_samples(load_sft_dataset, config, source, self.tokenizer, self.logger, self.image_rule)
+        dataset = read_samples(
+            load_sft_dataset, config, source, self.tokenizer, self.logger, self.image_rule, self.speech
+        )
         lines = open_source(source.path, source.split, config.data.image_key).lines
         originals = (line for line in lines if isinstance(line, Example))
         sequences = self._with_truncated_tokens(config, dataset[: self.number], originals)
@@ -180,7 +186,9 @@ class _DataReader:
 
     def _pairs(self, config: DPOMasterConfig) -> DataView:
         source, key = config.data.train, config.data.image_key
-        pairs = read_samples(load_preferences, config, source, self.tokenizer, self.logger, self.image_rule)
+        pairs = read_samples(
+            load_preferences, config, source, self.tokenizer, self.logger, self.image_rule, self.speech
+        )
         parse, columns = partial(parse_preference, image_key=key), partial(preference_columns, image_key=key)
         lines = open_lines(source.path, source.split, parse, columns).lines
         originals = (
@@ -221,7 +229,7 @@ class _DataReader:
             images = RecordImages(
                 data.image_key, images_of_data(data, data.train.path, self.tokenizer, self.image_rule)
             )
-            tokenize = batch_tokenizer(self.tokenizer, max_length + MOST_CUT_TOKENS, run_wide, images)
+            tokenize = batch_tokenizer(self.tokenizer, max_length + MOST_CUT_TOKENS, run_wide, images, self.speech)
             with load_limit(data.load_timeout_s, data.train.path):
                 for original in originals:
                     if original.sample_id in cut:

@@ -75,7 +75,9 @@ class PreparedTeachers(PreparedRoles):
         config, response_key = self.config, self.config.distillation.response_key
         if response_key is None:
             return None
-        return GivenResponses(config.grpo, worker, loader, self.prepared.sampling, failure_rule(config), response_key)
+        sampling = self.prepared.sampling
+        end = self.prepared.model.speech.end_of_response(sampling.stop_token_ids)
+        return GivenResponses(config.grpo, worker, loader, sampling, failure_rule(config), response_key, end)
 
 
 def prepare_teachers(

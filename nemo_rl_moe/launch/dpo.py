@@ -81,11 +81,13 @@ def run_dpo(config: DPOMasterConfig, run: TrainingRun) -> None:
     """
     model = run.prepare_model()
     tokenizer = model.tokenizer
-    training = read_samples(load_preferences, config, config.data.train, tokenizer, run.console, model.image_rule)
+    training = read_samples(
+        load_preferences, config, config.data.train, tokenizer, run.console, model.image_rule, model.speech
+    )
     held_out = None
     if config.data.validation is not None:
         held_out = read_samples(
-            load_preferences, config, config.data.validation, tokenizer, run.console, model.image_rule
+            load_preferences, config, config.data.validation, tokenizer, run.console, model.image_rule, model.speech
         )
     pairs = Pairs(config, pad_token_id(tokenizer), training, held_out)
     fingerprints = {

@@ -18,7 +18,7 @@ from nemo_rl_moe.data.prompts import Prompt, prompt_inputs
 from nemo_rl_moe.errors import ConfigurationError, DataError, counted
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationEngine, GenerationRequest, SamplingParameters
 from nemo_rl_moe.generation.lockstep import generate_all
-from nemo_rl_moe.launch.grpo import sampling_parameters, start_engine
+from nemo_rl_moe.launch.grpo import announce_named_stops, sampling_parameters, start_engine
 from nemo_rl_moe.launch.inference import answer_in_chunks, give_weights
 from nemo_rl_moe.launch.prompts import read_training_prompts
 from nemo_rl_moe.launch.setup import ModelRun
@@ -77,9 +77,10 @@ def _records(run: ModelRun, with_logprobs: bool) -> Iterator[dict[str, Any]]:
     model = run.prepare_model()
     generation.engine.check_model(config, model.hf_config)
     sampling = replace(
-        sampling_parameters(generation, model.tokenizer, model.hf_config.vocab_size),
+        sampling_parameters(generation, model.speech, model.hf_config.vocab_size),
         temperature=config.grpo.val_temperature,
     )
+    announce_named_stops(generation, model.tokenizer, run.console)
     datasets = read_training_prompts(config, model.tokenizer, run.console, image_rule=model.image_rule, is_scored=False)
     prompts = [prompt for dataset in datasets.values() for prompt in dataset]
     if num_dropped := sum(dataset.report.num_dropped for dataset in datasets.values()):

@@ -29,6 +29,7 @@ from nemo_rl_moe.config.schema_mixture import THE_ONLY_ONE
 from nemo_rl_moe.config.schema_run import GENERATION_ROLE
 from nemo_rl_moe.data.mixture import MixtureLoader
 from nemo_rl_moe.data.prompts import Prompt, PromptDataset, PromptLoader
+from nemo_rl_moe.data.speech import STOPS_KEY, Speech
 from nemo_rl_moe.data.tokenizer import pad_token_id
 from nemo_rl_moe.distributed.object_store import fetch_objects
 from nemo_rl_moe.errors import ConfigurationError
@@ -202,9 +203,10 @@ def prepare_rollouts(config: GRPOMasterConfig, run: ModelRun) -> PreparedRollout
     model = run.prepare_model()
     engine.check_model(config, model.hf_config)
     sampling = replace(
-        sampling_parameters(config.policy.generation, model.tokenizer, model.hf_config.vocab_size),
+        sampling_parameters(config.policy.generation, model.speech, model.hf_config.vocab_size),
         returns_kept_tokens=config.loss_fn.sampling_mask == "replay",
     )
+    announce_named_stops(config.policy.generation, model.tokenizer, run.console)
     environments = prepare_environments(config, drivers, model.tokenizer, sampling)
     reward_model = prepare_reward_model(config, run, model)
     tokenizer, console, image_rule = model.tokenizer, run.console, model.image_rule
@@ -311,32 +313,35 @@ def start_rollouts(
     )
 
 
-def sampling_parameters(generation: GenerationConfig, tokenizer: Any, vocabulary_size: int) -> SamplingParameters:
+def announce_named_stops(generation: GenerationConfig, tokenizer: Any, console: ConsoleLogger) -> None:
+    """Show the stop tokens that the configuration names in place of the model's."""
+    if (named := generation.stop_token_ids) is not None:
+        shown = ", ".join(f"{tokenizer.decode([token])!r} {token}" for token in named)
+        console.message(f"{STOPS_KEY}: {shown or 'none: the length ends a response'}, in place of the model's")
+
+
+def sampling_parameters(generation: GenerationConfig, speech: Speech, vocabulary_size: int) -> SamplingParameters:
     """Return the sampling parameters of training responses.
 
     Args:
-        tokenizer: Has the end token that ends responses where the user names none.
+        speech: Has the stop tokens that end responses if the user names none.
         vocabulary_size: Token ids that the model can draw are below this.
 
     Raises:
-        ConfigurationError: Nothing would end a response, or a token that is to end it can never be sampled.
+        ConfigurationError: Neither the user nor the model names a stop token, or one can never be sampled.
     """
-    stop_token_ids = generation.stop_token_ids
+    stop_token_ids: Sequence[int] | None = generation.stop_token_ids
     if stop_token_ids is None:
-        if tokenizer.eos_token_id is None:
+        stop_token_ids = speech.stop_token_ids
+        if not stop_token_ids:
             raise ConfigurationError(
-                "policy.generation.stop_token_ids: null means the tokenizer's end token; it has none, so name token ids"
+                f"{STOPS_KEY}: null means the end tokens that the tokenizer, generation_config.json and config.json"
+                " name; they name none, so name token ids ([]: the length alone ends a response)"
             )
-        stop_token_ids = [tokenizer.eos_token_id]
-    elif not stop_token_ids and not generation.stop_strings:
-        raise ConfigurationError(
-            "policy.generation.stop_token_ids: got [], and policy.generation.stop_strings has none either, so that"
-            " nothing would end a response; expected token ids, or null for the tokenizer's end token"
-        )
     if never_sampled := [token for token in stop_token_ids if token >= vocabulary_size]:
-        whose = "null, the tokenizer's end token " if generation.stop_token_ids is None else ""
+        whose = "null, the model's end token " if generation.stop_token_ids is None else ""
         raise ConfigurationError(
-            f"policy.generation.stop_token_ids: got {whose}{', '.join(map(str, never_sampled))}, expected ids from 0 to"
+            f"{STOPS_KEY}: got {whose}{', '.join(map(str, never_sampled))}, expected ids from 0 to"
             f" {vocabulary_size - 1}: the model has {vocabulary_size} tokens"
         )
     return SamplingParameters(

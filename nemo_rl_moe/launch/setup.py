@@ -21,6 +21,7 @@ from nemo_rl_moe.data.image_tokens import ImageTokenizer, RecordImages, image_to
 from nemo_rl_moe.data.preferences import PreferenceDataset
 from nemo_rl_moe.data.sft import TokenizedDataset
 from nemo_rl_moe.data.sources import load_limit
+from nemo_rl_moe.data.speech import Speech, describe_speech, load_published
 from nemo_rl_moe.data.template_inputs import run_wide_inputs
 from nemo_rl_moe.data.tokenizer import load_tokenizer
 from nemo_rl_moe.distributed.cluster import RayCluster
@@ -62,6 +63,7 @@ class PreparedModel:
     Attributes:
         files: What lies beside exported weights, file name to content.
         policy: The section that describes it, of the policy or of another role.
+        speech: How it speaks, by its files.
         image_rule: Rule by which it takes images; None: it takes text alone.
     """
 
@@ -70,6 +72,7 @@ class PreparedModel:
     tokenizer: "PreTrainedTokenizerBase"
     files: Mapping[str, bytes]
     policy: PolicyConfig
+    speech: Speech
     image_rule: ImageRule | None = None
 
 
@@ -106,7 +109,18 @@ def prepare_model(policy: PolicyConfig, console: ConsoleLogger, role: str | None
     tokenizer = load_tokenizer(policy.tokenizer.name, policy.tokenizer.chat_template)
     files = collect_model_files(exported.content, hf_config, folder, tokenizer)
     use_corrected_template(tokenizer, policy.tokenizer, console)  # behind what is exported, which keeps the model's own
-    return PreparedModel(source, hf_config, tokenizer, files, policy, image_rule)
+    speech = describe_speech(tokenizer, load_published(str(folder)))
+    if role is None:
+        announce_speech(speech, console)
+    return PreparedModel(source, hf_config, tokenizer, files, policy, speech, image_rule)
+
+
+def announce_speech(speech: Speech, console: ConsoleLogger) -> None:
+    """Show how the model speaks."""
+    for line in speech.lines():
+        console.message(line)
+    for line in speech.warnings():
+        console.warn(line)
 
 
 def use_corrected_template(
@@ -171,6 +185,7 @@ def read_samples(
     tokenizer: Any,
     console: ConsoleLogger,
     image_rule: ImageRule | None,
+    speech: Speech,
 ) -> Samples:
     """Read and tokenise one set of samples, and say what was truncated, dropped or skipped.
 
@@ -178,6 +193,7 @@ def read_samples(
         load: `load_sft_dataset` or `load_preferences`.
         source: Entry of the `data` section.
         image_rule: Rule by which the model takes images; None: it takes text alone.
+        speech: How the model speaks.
 
     Raises:
         DataError: A file is missing or a line cannot be used.
@@ -192,6 +208,7 @@ def read_samples(
             config.data.on_bad_line,
             run_wide=run_wide_inputs(config.data.tools, config.data.chat_template_kwargs),
             images=RecordImages(config.data.image_key, images_of_data(config.data, source.path, tokenizer, image_rule)),
+            speech=speech,
         )
     console.message(samples.report.summary())
     for line in samples.report.warnings():

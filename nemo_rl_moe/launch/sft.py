@@ -25,13 +25,15 @@ def run_sft(config: SFTMasterConfig, run: TrainingRun) -> None:
     """
     model = run.prepare_model()
     tokenizer = model.tokenizer
-    training = read_samples(load_sft_dataset, config, config.data.train, tokenizer, run.console, model.image_rule)
+    training = read_samples(
+        load_sft_dataset, config, config.data.train, tokenizer, run.console, model.image_rule, model.speech
+    )
     batch_size, padding = config.policy.train_global_batch_size, pad_token_id(tokenizer)
     loader = GlobalBatchLoader(training, batch_size, padding, config.sft.seed, config.data.shuffle)
     held_out = None
     if config.data.validation is not None:
         held_out = read_samples(
-            load_sft_dataset, config, config.data.validation, tokenizer, run.console, model.image_rule
+            load_sft_dataset, config, config.data.validation, tokenizer, run.console, model.image_rule, model.speech
         )
 
     def validation_batches() -> Iterator[TokenBatch]:

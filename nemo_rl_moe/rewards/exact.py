@@ -9,6 +9,12 @@ class ExactReward:
     """Compare a response with the record's answer as texts, apart from blank space; reward 1 or 0."""
 
     def score(self, item: ScoringItem) -> Score:
-        """Score a response."""
-        is_correct = item.response.split() == str(item.record["answer"]).split()
+        """Score a response.
+
+        Raises:
+            ValueError: The record has no answer.
+        """
+        if (answer := item.record["answer"]) is None:
+            raise ValueError("the record's answer is null: there is nothing to compare a response with")
+        is_correct = item.response.split() == str(answer).split()
         return Score(float(is_correct), is_correct)

@@ -12,7 +12,7 @@ from nemo_rl_moe.data.encoding import most_characters
 from nemo_rl_moe.data.prompts import Prompt, prompt_inputs
 from nemo_rl_moe.distributed.batch import ModelInput
 from nemo_rl_moe.errors import DataError, counted
-from nemo_rl_moe.generation.interface import SamplingParameters
+from nemo_rl_moe.generation.interface import SamplingParameters, TokenIds
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.rollouts.failed_responses import FailureRule
 from nemo_rl_moe.rollouts.source import PromptRounds, RolloutGroups, SynchronousSource
@@ -23,15 +23,16 @@ from nemo_rl_moe.rollouts.worker import RolloutWorker
 class GivenResponses(SynchronousSource):
     """A `RolloutSource` whose trajectories are prompts with the response of their record, one of each prompt.
 
-    A response ends with the first of the tokens that end sampled ones; what is beyond a sequence's limit is cut off.
+    What is beyond a sequence's limit is cut off.
 
     Args:
         config: The `grpo` section.
         worker: Its engine answers validations alone.
         rounds: As of `SynchronousSource`.
-        sampling: Has the end tokens.
+        sampling: As of `SynchronousSource`.
         failures: As of `SynchronousSource`.
         response_key: Key of a record that holds its response.
+        end: The token at which generation would have ended a response; empty: none.
     """
 
     def __init__(
@@ -42,11 +43,12 @@ class GivenResponses(SynchronousSource):
         sampling: SamplingParameters,
         failures: FailureRule,
         response_key: str,
+        end: TokenIds,
     ):
         super().__init__(
             config, worker, rounds, sampling, failures, lambda found: torch.ones(len(found), dtype=torch.bool)
         )
-        self._end, self._response_key = sampling.stop_token_ids[:1], response_key
+        self._end, self._response_key = end, response_key
 
     def next(self, step: int, clock: PhaseClock) -> RolloutGroups:
         """Return the next round of prompts with their responses."""

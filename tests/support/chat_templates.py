@@ -154,3 +154,26 @@ CHANNELS = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}
 """
+
+# As GLM's: the mark of the next role ends a turn, and nothing the last one.
+CLOSED_BY_NEXT_ROLE = """\
+{%- if tools %}<|system|>
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}{% endif %}
+{%- for m in messages %}
+    {%- if m.role == 'tool' %}{{- '<|observation|>\\n' + m.content }}
+    {%- elif m.role == 'assistant' %}
+        {{- '<|assistant|>\\n' + (m.content or '') }}
+        {%- for call in m.tool_calls or [] %}
+            {{- '<tool_call>' + call.function.name }}
+            {%- for key, value in call.function.arguments.items() %}
+                {{- '\\n<arg_key>' + key + '</arg_key>\\n<arg_value>' }}
+                {{- (value if value is string else value | tojson) + '</arg_value>' }}
+            {%- endfor %}
+            {{- '\\n</tool_call>' }}
+        {%- endfor %}
+    {%- else %}{{- '<|' + m.role + '|>\\n' + m.content }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>\\n' }}{% endif %}
+"""

@@ -66,7 +66,9 @@ def train_critic(critic: TrainableModel, batch: TokenBatch, file: Path) -> Token
 def run_critic(config: CriticMasterConfig, run: TrainingRun) -> None:
     """Runs it from start to end."""
     model, critic_model = run.prepare_model(), run.prepare_role("critic")
-    training = read_samples(load_sft_dataset, config, config.data.train, model.tokenizer, run.console, None)
+    training = read_samples(
+        load_sft_dataset, config, config.data.train, model.tokenizer, run.console, None, model.speech
+    )
     padding = pad_token_id(model.tokenizer)
     loader = GlobalBatchLoader(training, config.policy.train_global_batch_size, padding, config.sft.seed, True)
     fingerprint = samples_fingerprint(config.data.train.path, token_ids_and_images(training))

@@ -5,6 +5,7 @@
 import json
 import os
 import pty
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from tests.support.published_templates import PUBLISHED, SPECIAL_TOKENS
 REPOSITORY = Path(__file__).resolve().parents[2]
 MODEL = REPOSITORY / "examples/assets/tiny_qwen3_moe"
 ADDS_A_PROMPT = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %};<think>{% endif %}"
+SPEECH = ("stop tokens: ", "no stop token: ", "the assistant's turns end with ", "warning: the chat template ends ")
 RECORDS = [
     {"prompt": "12+3=", "completion": "<think>2+3=5</think>15"},
     {"prompt": "4+4=", "completion": "8" * 100},
@@ -46,7 +48,7 @@ def _in_a_folder_with_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.fixture
 def shown(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Standard output of the command, without the time that reading took."""
+    """Standard output of the command, without how the model speaks and the time that reading took."""
 
     def show(*more: str, config: str = "sft_tiny_moe.yaml") -> str:
         assert cli.main(["data", *arguments(*more, config=config)]) == 0
@@ -54,7 +56,8 @@ def shown(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
         assert errors == ""
         lines = output.splitlines()
         first = next(place for place, line in enumerate(lines) if line.startswith("reading "))
-        return "\n".join([*lines[:first], *lines[first + 2 :]])
+        before = [line for line in lines[:first] if not line.startswith(SPEECH)]
+        return "\n".join([*before, *lines[first + 2 :]])
 
     return show
 
@@ -167,6 +170,18 @@ def test_a_template_of_ours_in_place_of_a_published_one(tmp_path: Path, shown: C
         "chat template: that of Mistral loses the system turn; ours, mistral.jinja, takes its place "
     )
     assert text == "u[/INST][[ a</s>]]"
+
+
+def test_how_the_model_speaks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(MODEL, model)
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": 0, "temperature": 0.6, "top_k": 20}))
+    assert cli.main(["data", *arguments("data.on_bad_line=skip", f"policy.model_name={model}")]) == 0
+    assert capsys.readouterr().out.splitlines()[:3] == [
+        "stop tokens: '<eos>' 1 (tokenizer, config.json), '<pad>' 0 (generation_config.json)",
+        "the assistant's turns end with '<eos>'",
+        "the model's own sampling, not applied: temperature 0.6, top_k 20",
+    ]
 
 
 @pytest.mark.parametrize("in_colour", [False, True])

@@ -26,6 +26,9 @@ class LastingStream(io.TextIOBase):
         self._target = target
         self._is_gone = False
 
+    def __del__(self) -> None:
+        """Flush nothing: the target is another's, who may have closed it by then."""
+
     @property
     def _output(self) -> TextIO:
         # A live display of rich puts a stream in the place of standard output that writes here.

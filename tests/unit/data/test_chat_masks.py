@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_rl_moe.data.chat import batch_tokenizer, tokens_in_spans
+from nemo_rl_moe.data.chat import MERGED, batch_tokenizer, tokens_in_spans
 from nemo_rl_moe.data.records import BadLine, parse_record
 from nemo_rl_moe.errors import DataError
 from tests.support.one_example import tokenize_example
@@ -144,12 +144,13 @@ def test_template_that_shows_nothing_of_the_assistant(byte_tokenizer):
         tokenized({"messages": TURNS}, tokenizer)
 
 
-def test_a_token_that_reaches_over_the_border_is_trained_on(byte_tokenizer):
+def test_no_token_reaches_over_the_border(byte_tokenizer):
     template = "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
     tokenizer = byte_tokenizer(template + "{% else %}{{ m.content }}{% endif %}{% endfor %}", merges=[("b", "c")])
     result = tokenized({"prompt": "ab", "completion": "cd"}, tokenizer)
-    assert [tokenizer.decode([i]) for i in result.input_ids] == ["a", "bc", "d"]
-    assert result.token_mask.tolist() == [False, True, True]
+    assert [tokenizer.decode([i]) for i in result.input_ids] == ["a", "b", "c", "d"]
+    assert result.token_mask.tolist() == [False, False, True, True]
+    assert result.notes == (MERGED,)
 
 
 def test_plain_concatenation_without_a_template(byte_tokenizer):

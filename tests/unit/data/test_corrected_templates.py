@@ -63,8 +63,9 @@ def renderers(name: str) -> tuple[TemplateRenderer, TemplateRenderer]:
 
 
 def rendered(renderer: TemplateRenderer, *turns: dict[str, Any], **request: Any) -> Rendered:
-    first_trained = 0 if turns[-1]["role"] == "assistant" else None
-    return renderer.render(turns, request.get("tools"), request.get("kwargs", {}), first_trained=first_trained)
+    is_prompt = turns[-1]["role"] != "assistant"
+    trained = None if is_prompt else [place for place, turn in enumerate(turns) if turn["role"] == "assistant"]
+    return renderer.render(turns, request.get("tools"), request.get("kwargs", {}), trained=trained)
 
 
 def marked(renderer: TemplateRenderer, *turns: dict[str, Any]) -> str:

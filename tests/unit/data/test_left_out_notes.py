@@ -17,7 +17,7 @@ from nemo_rl_moe.data.left_out import (
 from nemo_rl_moe.data.preferences import load_preferences
 from nemo_rl_moe.data.sft import load_sft_dataset
 from nemo_rl_moe.errors import DataError
-from tests.support.chat_templates import THINKING
+from tests.support.chat_templates import THINKING, THINKING_ALWAYS
 from tests.unit.data.test_tool_calls import prompts_of
 
 USER = {"role": "user", "content": "q"}
@@ -55,6 +55,15 @@ def test_thinking_of_earlier_turns_is_counted(byte_tokenizer, write_jsonl, thoug
     assert f", 2 with {EARLIER_THINKING} (the first: {path}:2)" in dataset.report.summary()
 
 
+def test_thinking_with_its_newlines_is_counted(byte_tokenizer, write_jsonl):
+    """The template trims an answer only behind a block."""
+    turns = [USER, assistant("<think>\nx\n</think>\n\nb"), USER, assistant("<think>\ny\n</think>\n\nc")]
+    path = write_jsonl({"messages": turns})
+    assert notes_of(load_sft_dataset(path, "train", byte_tokenizer(THINKING), 10_000)) == [
+        (EARLIER_THINKING, 1, f"{path}:1")
+    ]
+
+
 def test_thinking_that_is_shown_is_not_counted(byte_tokenizer, write_jsonl):
     template = THINKING.replace("loop.index0 > ns.last_question and ", "")
     turns = [USER, assistant("<think>x</think>b"), USER, assistant("<think>y</think>c")]
@@ -68,6 +77,12 @@ def test_an_empty_block_that_is_trained_on_is_counted(byte_tokenizer, write_json
     turns = [{"messages": [USER, assistant("a")]}, {"messages": [USER, assistant("<think>x</think>a")]}]
     path = write_jsonl({**turns[0], **off}, *turns)
     dataset = load_sft_dataset(path, "train", byte_tokenizer(THINKING), 10_000)
+    assert notes_of(dataset) == [(EMPTY_THINKING, 1, f"{path}:2")]
+
+
+def test_an_empty_block_that_the_generation_prompt_opens_is_counted(byte_tokenizer, write_jsonl):
+    path = write_jsonl(*({"messages": [USER, assistant(content)]} for content in ("<think>x</think>a", "a")))
+    dataset = load_sft_dataset(path, "train", byte_tokenizer(THINKING_ALWAYS), 10_000)
     assert notes_of(dataset) == [(EMPTY_THINKING, 1, f"{path}:2")]
 
 

@@ -115,6 +115,12 @@ def test_prompts_come_back_in_order(write_jsonl, demo_tokenizer):
     assert len(load(demo_tokenizer, path, num_items=1)) == 1
 
 
+def test_numbers_become_text_and_whole_ones_have_no_fraction(write_jsonl, demo_tokenizer):
+    answers = [6, 6.0, 0.5, 1e300, "6.0"]
+    path = write_jsonl(*({"prompt": f"{place}=", "answer": answer} for place, answer in enumerate(answers)))
+    assert [prompt.record["answer"] for prompt in load(demo_tokenizer, path)] == ["6", "6", "0.5", "1e+300", "6.0"]
+
+
 def test_keys_reach_into_objects(write_jsonl, demo_tokenizer):
     record = {"task": {"text": "1+1=", "truth": {"value": "2"}}, "answer": "about two", "question": "How much?"}
     (prompt,) = load(demo_tokenizer, write_jsonl(record), prompt_key="task.text", answer_key="task.truth.value")

@@ -5,13 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken
 
 from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.config.schema_grpo import GenerationConfig
+from nemo_rl_moe.data.speech import Published, Speech, describe_speech, load_published
 from nemo_rl_moe.data.tokenizer import load_tokenizer
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.generation.interface import SamplingParameters
 from nemo_rl_moe.launch.grpo import sampling_parameters
+from tests.support.byte_tokenizer import make_byte_tokenizer
 
 pytestmark = pytest.mark.megatron
 
@@ -29,8 +32,8 @@ CHOSEN: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def tokenizer(repository_root: Path) -> Any:
-    return load_tokenizer(str(repository_root / "examples" / "assets" / "tiny_qwen3_moe"))
+def speech(repository_root: Path) -> Speech:
+    return describe_speech(load_tokenizer(str(repository_root / "examples" / "assets" / "tiny_qwen3_moe")))
 
 
 def generation_config(**changes: Any) -> GenerationConfig:
@@ -38,7 +41,7 @@ def generation_config(**changes: Any) -> GenerationConfig:
     return GenerationConfig.model_validate(shipped.model_dump() | changes)
 
 
-def test_every_field_reaches_the_engine(tokenizer: Any) -> None:
+def test_every_field_reaches_the_engine(speech: Speech) -> None:
     shipped = generation_config().model_dump()
     assert not [name for name, value in CHOSEN.items() if shipped[name] == value]
     of_the_loss = {"returns_kept_tokens"}
@@ -46,7 +49,7 @@ def test_every_field_reaches_the_engine(tokenizer: Any) -> None:
     # Which engine, and how many sequences at a time, is not a matter of sampling.
     engine = {"backend", "vllm", "megatron_separate", "weight_transport", "lora_refit", "refit_check", "max_batch_size"}
     assert CHOSEN.keys() == GenerationConfig.model_fields.keys() - engine
-    assert sampling_parameters(generation_config(**CHOSEN), tokenizer, VOCABULARY_SIZE) == SamplingParameters(
+    assert sampling_parameters(generation_config(**CHOSEN), speech, VOCABULARY_SIZE) == SamplingParameters(
         max_new_tokens=7,
         temperature=0.75,
         top_k=5,
@@ -56,40 +59,69 @@ def test_every_field_reaches_the_engine(tokenizer: Any) -> None:
     )
 
 
-def test_null_means_the_end_token_no_string_and_all_tokens(tokenizer: Any) -> None:
+def test_null_means_the_end_token_no_string_and_all_tokens(speech: Speech) -> None:
     config = generation_config(stop_token_ids=None, stop_strings=None, top_k=None)
-    found = sampling_parameters(config, tokenizer, VOCABULARY_SIZE)
-    assert found.stop_token_ids == (tokenizer.eos_token_id,)
+    found = sampling_parameters(config, speech, VOCABULARY_SIZE)
+    assert found.stop_token_ids == (1,)
     assert found.stop_strings == ()
     assert found.top_k is None
 
 
-def test_nothing_would_end_a_response(repository_root: Path) -> None:
+def test_null_means_all_that_the_models_files_name() -> None:
+    marks = ("<|endoftext|>", "<|user|>", "<|observation|>")
+    tokenizer = make_byte_tokenizer(None, more_special=marks, eos_token=marks[0])
+    ends = tokenizer.convert_tokens_to_ids(marks)
+    speech = describe_speech(tokenizer, Published({"eos_token_id": ends[:2]}, {"eos_token_id": ends[1:]}))
+    assert sampling_parameters(generation_config(stop_token_ids=None), speech, 300).stop_token_ids == tuple(ends)
+    # Who names some means these alone.
+    assert sampling_parameters(generation_config(stop_token_ids=[7]), speech, 300).stop_token_ids == (7,)
+
+
+def test_the_recipes_of_glm_stop_at_all_three_tokens(repository_root: Path) -> None:
+    for recipe, folder, end in (
+        ("grpo_glm_4_5_air_lora.yaml", "GLM-4.5-Air", 151329),
+        ("grpo_glm_4_7_flash.yaml", "GLM-4.7-Flash", 154820),
+    ):
+        config = load_grpo_config(recipe, ["data.train.path=x", "data.validation=null"], check_paths=False)
+        published = load_published(str(repository_root / "examples" / "assets" / "model_configs" / folder))
+        user, observation = (151336, 151338) if end == 151329 else (154827, 154829)
+        tokenizer = WithTokens(end, {end: "<|endoftext|>", user: "<|user|>", observation: "<|observation|>"})
+        found = sampling_parameters(config.policy.generation, describe_speech(tokenizer, published), 160_000)
+        assert found.stop_token_ids == (end, user, observation)
+
+
+class WithTokens:
+    """What is read of a tokenizer without a template, with the ids of a published one."""
+
+    chat_template = None
+
+    def __init__(self, end: int, texts: dict[int, str]):
+        self.eos_token_id = end
+        self.added_tokens_decoder = {number: AddedToken(text, special=True) for number, text in texts.items()}
+
+
+def test_nothing_is_named_to_end_a_response(repository_root: Path) -> None:
     endless = load_tokenizer(str(repository_root / "examples" / "assets" / "tiny_qwen3_moe"))
     endless.eos_token = None
-    with pytest.raises(ConfigurationError, match=r"policy\.generation\.stop_token_ids: null .* it has none"):
-        sampling_parameters(generation_config(stop_token_ids=None), endless, VOCABULARY_SIZE)
+    speech = describe_speech(endless)
+    with pytest.raises(ConfigurationError, match=r"policy\.generation\.stop_token_ids: null means .* name none"):
+        sampling_parameters(generation_config(stop_token_ids=None), speech, VOCABULARY_SIZE)
     # Named ids need no end token.
-    assert sampling_parameters(generation_config(stop_token_ids=[4]), endless, VOCABULARY_SIZE).stop_token_ids == (4,)
+    assert sampling_parameters(generation_config(stop_token_ids=[4]), speech, VOCABULARY_SIZE).stop_token_ids == (4,)
 
 
-@pytest.mark.parametrize("strings", [None, []])
-def test_an_empty_list_needs_stop_strings(tokenizer: Any, strings: list[str] | None) -> None:
+@pytest.mark.parametrize("strings", [None, ["="]])
+def test_an_empty_list_means_that_no_token_ends_a_response(speech: Speech, strings: list[str] | None) -> None:
+    config = generation_config(stop_token_ids=[], stop_strings=strings)
+    found = sampling_parameters(config, speech, VOCABULARY_SIZE)
+    assert (found.stop_token_ids, found.stop_strings) == ((), tuple(strings or ()))
+
+
+def test_stop_tokens_are_in_the_vocabulary(speech: Speech) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        sampling_parameters(generation_config(stop_token_ids=[], stop_strings=strings), tokenizer, VOCABULARY_SIZE)
-    assert caught.value.problems == [
-        "policy.generation.stop_token_ids: got [], and policy.generation.stop_strings has none either, so that nothing"
-        " would end a response; expected token ids, or null for the tokenizer's end token"
-    ]
-    config = generation_config(stop_token_ids=[], stop_strings=["="])
-    assert sampling_parameters(config, tokenizer, VOCABULARY_SIZE).stop_strings == ("=",)
-
-
-def test_stop_tokens_are_in_the_vocabulary(tokenizer: Any) -> None:
-    with pytest.raises(ConfigurationError) as caught:
-        sampling_parameters(generation_config(stop_token_ids=[4, 5, 99]), tokenizer, VOCABULARY_SIZE)
+        sampling_parameters(generation_config(stop_token_ids=[4, 5, 99]), speech, VOCABULARY_SIZE)
     assert caught.value.problems == [
         "policy.generation.stop_token_ids: got 5, 99, expected ids from 0 to 4: the model has 5 tokens"
     ]
-    with pytest.raises(ConfigurationError, match=r"got null, the tokenizer's end token 1, expected ids from 0 to 0"):
-        sampling_parameters(generation_config(stop_token_ids=None), tokenizer, 1)
+    with pytest.raises(ConfigurationError, match=r"got null, the model's end token 1, expected ids from 0 to 0"):
+        sampling_parameters(generation_config(stop_token_ids=None), speech, 1)

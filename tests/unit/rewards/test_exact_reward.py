@@ -25,3 +25,8 @@ from nemo_rl_moe.rewards.interface import Score, ScoringItem
 def test_texts_are_compared(response: str, answer: str, is_right: bool) -> None:
     item = ScoringItem("f:1", "?", response, False, {"answer": answer})
     assert ExactReward().score(item) == Score(float(is_right), is_right)
+
+
+def test_no_answer_equals_no_word() -> None:
+    with pytest.raises(ValueError, match="the record's answer is null"):
+        ExactReward().score(ScoringItem("f:1", "?", "None", False, {"answer": None}))

@@ -30,6 +30,26 @@ def environment():
         ("1,234", "The answer is 1234"),
         (r"\left( 3, \frac{\pi}{2} \right)", r"$(3, \pi/2)$"),
         ("2^{10}", "1024"),
+        # Answers of published sets: money, matrices, percent, degrees, text, choices, intervals, GSM8K's working.
+        (r"\$18", r"\boxed{18}"),
+        (r"\$18", r"\boxed{\$18}"),
+        (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\boxed{\begin{pmatrix}1\\2\end{pmatrix}}"),
+        (r"\begin{pmatrix}1\\[2pt]2\end{pmatrix}", r"\boxed{\begin{pmatrix}1\\[2pt]2\end{pmatrix}}"),
+        (r"50\%", r"\boxed{0.5}"),
+        (r"90^\circ", r"\boxed{90}"),
+        (r"\text{Evelyn}", r"\boxed{\text{Evelyn}}"),
+        ("B", r"\boxed{B}"),
+        ("[0, 1)", r"\boxed{[0,1)}"),
+        ("x=5", r"\boxed{5}"),
+        (r"\(18\)", r"\boxed{18}"),
+        (r"\[18\]", r"\boxed{18}"),
+        ("He sold 48/2 = <<48/2=24>>24, and then 24+48 = 72.\n#### 72", r"\boxed{72}"),
+        # The last box, and boxes that are one answer.
+        ("3", r"First I thought \boxed{2}. Wait, so it is \boxed{3}."),
+        ("3", r"First $\boxed{2}$. Wait, so it is $\boxed{3}$."),
+        ("3", r"\boxed{2 is wrong. It is \boxed{3}."),
+        ("1,2", r"So \boxed{1} and \boxed{2}."),
+        ("1,2", r"Not \boxed{7}; it is \boxed{1}, \boxed{2}"),
     ],
 )
 def test_equal_values(environment, item_of, answer, response):
@@ -47,6 +67,10 @@ def test_equal_values(environment, item_of, answer, response):
         ("606", "no idea"),
         ("606", ""),
         ("(1, 2)", r"\boxed{(2, 1)}"),
+        ("2", r"First I thought \boxed{2}. Wait, so it is \boxed{3}."),
+        (r"\$18", r"\boxed{19}"),
+        (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\boxed{\begin{pmatrix}2\\1\end{pmatrix}}"),
+        ("B", r"\boxed{C}"),
     ],
 )
 def test_other_values(environment, item_of, answer, response):

@@ -1,0 +1,237 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""How a model speaks: what ends its turns, what opens them, and how its makers sample, read from its published files.
+
+Whoever tokenizes, generates or scores asks here, so that training and rollouts cannot differ.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from nemo_rl_moe.data.chat_template import template_setup
+from nemo_rl_moe.data.template_renderer import TemplateRenderer
+from nemo_rl_moe.errors import ConfigurationError, DataError
+from nemo_rl_moe.models.hf_files import load_config_json, load_model_json
+from nemo_rl_moe.models.model_files import CONFIG_FILE, GENERATION_CONFIG_FILE
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_KEY, _TEXT_CONFIG = "eos_token_id", "text_config"
+_TOKENIZER = "tokenizer"
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_INSIDE, _PLAIN, _UNKNOWN = (
+    "the chat template writes it inside a turn",
+    "it is a token of plain text",
+    "the tokenizer has no such token",
+)
+STOPS_KEY = "policy.generation.stop_token_ids"
+
+
+@dataclass(frozen=True)
+class Published:
+    """Files of a model that say how it speaks, as decoded JSON; empty where it has none.
+
+    Attributes:
+        generation: `generation_config.json`.
+        config: `config.json`.
+    """
+
+    generation: Mapping[str, Any]
+    config: Mapping[str, Any]
+
+
+NOTHING_PUBLISHED = Published({}, {})
+
+
+def load_published(model_name: str) -> Published:
+    """Load the files of a model in a folder or on the hub.
+
+    Raises:
+        ConfigurationError: One cannot be had or read.
+    """
+    generation = load_model_json(model_name, GENERATION_CONFIG_FILE)
+    if generation is not None and not isinstance(generation, dict):
+        raise ConfigurationError(
+            f"policy.model_name: {model_name}: {GENERATION_CONFIG_FILE} is no object, expected one with the model's"
+            " settings"
+        )
+    return Published(generation or {}, load_config_json(model_name))
+
+
+@dataclass(frozen=True)
+class StopToken:
+    """A token that ends a response.
+
+    Attributes:
+        sources: Who says so: the tokenizer, or names of files.
+    """
+
+    token_id: int
+    text: str
+    sources: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.text!r} {self.token_id} ({', '.join(self.sources)})"
+
+
+@dataclass(frozen=True)
+class Speech:
+    """How a model speaks.
+
+    Attributes:
+        stop_tokens: Tokens that end a response, each once, that of the tokenizer first.
+        no_stops: Tokens that a file names as such and that end none, with the reason.
+        turn_end: Text of the stop token at which generation ends the assistant's turn; some templates write it as the
+            mark of the next role. Empty: the template closes turns with none.
+        call_end: The same of a turn of tool calls.
+        generation_prompt: Text that the template puts before a turn of the model; empty: it has no template.
+        sampling: The makers' own sampling parameters, which are shown and not applied.
+        templates: Names of the tokenizer's chat templates, where it has several.
+    """
+
+    stop_tokens: tuple[StopToken, ...]
+    no_stops: tuple[tuple[StopToken, str], ...]
+    turn_end: str
+    call_end: str
+    generation_prompt: str
+    sampling: Mapping[str, float]
+    templates: tuple[str, ...]
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Return the ids of the tokens that end a response."""
+        return tuple(token.token_id for token in self.stop_tokens)
+
+    @property
+    def stop_texts(self) -> tuple[str, ...]:
+        """Return the texts of the tokens that end a response."""
+        return tuple(token.text for token in self.stop_tokens)
+
+    def end_of_response(self, stop_token_ids: Sequence[int]) -> tuple[int, ...]:
+        """Return the token to put behind a response that was not sampled; nothing without stop tokens.
+
+        Args:
+            stop_token_ids: Those of the run: the turn's own end, where it is one of them, else the first.
+        """
+        own = [token.token_id for token in self.stop_tokens if token.text == self.turn_end]
+        return tuple([token_id for token_id in own if token_id in stop_token_ids] or stop_token_ids[:1])[:1]
+
+    def lines(self) -> list[str]:
+        """Return the description as lines for a person."""
+        return list(self._lines())
+
+    def warnings(self) -> list[str]:
+        """Return what a user should know before training."""
+        if self.generation_prompt and not self.turn_end and self.stop_tokens:
+            return [
+                "the chat template ends the assistant's turns with none of the stop tokens"
+                f" {', '.join(map(repr, self.stop_texts))}: a model trained on them never learns to stop; set"
+                f" policy.tokenizer.chat_template to one that does, and for rollouts {STOPS_KEY}"
+            ]
+        return []
+
+    def _lines(self) -> Iterator[str]:
+        yield f"stop tokens: {', '.join(map(str, self.stop_tokens)) or 'none'}"
+        for token, reason in self.no_stops:
+            yield f"no stop token: {token}: {reason} ({STOPS_KEY} names tokens)"
+        if self.turn_end:
+            calls = f", of calls with {self.call_end!r}" if self.call_end not in ("", self.turn_end) else ""
+            opened = f"; generation prompt {self.generation_prompt!r}" if self.generation_prompt else ""
+            yield f"the assistant's turns end with {self.turn_end!r}{calls}{opened}"
+        if self.templates:
+            with_tools = ", tool_use with tools" if "tool_use" in self.templates else ""
+            yield f"chat templates: {', '.join(self.templates)}; used: default{with_tools}"
+        if self.sampling:
+            values = ", ".join(f"{name} {value:g}" for name, value in self.sampling.items())
+            yield f"the model's own sampling, not applied: {values}"
+
+
+def describe_speech(tokenizer: "PreTrainedTokenizerBase", published: Published = NOTHING_PUBLISHED) -> Speech:
+    """Describe how a model speaks.
+
+    Stop tokens are those of the tokenizer, of `generation_config.json` and of `config.json` (of its `text_config` for a
+    model that sees) together, without tokens that the template also writes inside a turn.
+
+    Args:
+        published: The model's files.
+
+    Raises:
+        ConfigurationError: A file names stop tokens as no ids.
+    """
+    known, no_stops = _named(tokenizer, published)
+    plain, with_calls = _probes(tokenizer, [token.text for token in known])
+    ends = [probe.end_of_turn(with_calls=calls) for probe, calls in ((plain, False), (with_calls, True)) if probe]
+    inside = with_calls.stops_inside_turns() if with_calls else frozenset()
+    stops = [token for token in known if token.text in ends or token.text not in inside]
+    no_stops += [(token, _INSIDE) for token in known if token not in stops]
+    names = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else ()
+    return Speech(
+        tuple(stops),
+        tuple(no_stops),
+        ends[0] if ends else "".join(token.text for token in stops[:1]),
+        ends[1] if ends else "",
+        plain.opening() if plain else "",
+        _numbers({name: published.generation.get(name) for name in _SAMPLING}),
+        tuple(names),
+    )
+
+
+def _named(
+    tokenizer: "PreTrainedTokenizerBase", published: Published
+) -> tuple[list[StopToken], list[tuple[StopToken, str]]]:
+    """Return the stop tokens that tokenizer and files name, and those that can be none, with the reason."""
+    own = tokenizer.eos_token_id
+    sources: dict[int, list[str]] = {} if own is None else {own: [_TOKENIZER]}
+    text_config = published.config.get(_TEXT_CONFIG)
+    config = {**(text_config if isinstance(text_config, dict) else {}), **published.config}
+    for file, found in ((GENERATION_CONFIG_FILE, published.generation), (CONFIG_FILE, config)):
+        for token_id in _ids(found.get(_KEY), file):
+            sources.setdefault(token_id, []).append(file)
+    added = tokenizer.added_tokens_decoder
+    stops, no_stops = [], []
+    for token_id, names in sources.items():
+        if token_id in added:
+            text = str(added[token_id].content)
+        else:
+            text = "" if token_id >= len(tokenizer) else str(tokenizer.convert_ids_to_tokens(token_id))
+        token = StopToken(token_id, text, tuple(names))
+        if token_id == own or token_id in added:
+            stops.append(token)
+        else:
+            # A leftover, such as the default of a configuration's class: responses would end within a word.
+            no_stops.append((token, _PLAIN if text else _UNKNOWN))
+    return stops, no_stops
+
+
+def _ids(value: object, file: str) -> list[int]:
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if any(not isinstance(each, int) or isinstance(each, bool) or each < 0 for each in ids):
+        raise ConfigurationError(
+            f"policy.model_name: {file}: {_KEY}: got {str(value)[:100]!r}, expected a token id, or a list of them"
+        )
+    return list(dict.fromkeys(ids))
+
+
+def _probes(
+    tokenizer: "PreTrainedTokenizerBase", stop_texts: Sequence[str]
+) -> tuple[TemplateRenderer | None, TemplateRenderer | None]:
+    """Return renderers of the chat templates without and with tools; None: there is no usable one."""
+    if not tokenizer.chat_template:
+        return None, None
+    try:
+        setups = [
+            template_setup(tokenizer, with_tools=with_tools, stop_texts=stop_texts) for with_tools in (False, True)
+        ]
+        return TemplateRenderer(setups[0]), TemplateRenderer(setups[1])
+    except DataError:  # reported where the template is used
+        return None, None
+
+
+def _numbers(values: Mapping[str, object]) -> dict[str, float]:
+    return {
+        name: float(value)
+        for name, value in values.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }

@@ -1,0 +1,62 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Marks of turns that are context: `weight` (OpenAI), `loss` (ms-swift), `train` and `training` (axolotl)."""
+
+from collections.abc import Sequence
+
+from nemo_rl_moe.data.messages import Message
+from nemo_rl_moe.data.record_values import RecordError
+
+MARKS = ("weight", "loss", "train", "training")
+REFUSED_MARKS = ("train_detail", "training_detail", "loss_scale", "loss_mask", "loss_weight", "trainable")
+"""Marks of parts of a turn, or of shares of its loss."""
+
+
+def take_training_marks(messages: Sequence[Message], name: str) -> tuple[list[Message], frozenset[int]]:
+    """Take the marks out of messages, so that no chat template sees them.
+
+    Args:
+        name: Of the messages in the record, for errors.
+
+    Returns:
+        The messages, and the indices of the assistant's turns that are context.
+
+    Raises:
+        RecordError: A mark says something else than yes or no, or has a turn of another role trained on.
+    """
+    untrained: set[int] = set()
+    for index, message in enumerate(messages):
+        said = _mark_of(message, f"{name}[{index}]")
+        if said is False and message["role"] == "assistant":
+            untrained.add(index)
+    return [{key: value for key, value in message.items() if key not in MARKS} for message in messages], frozenset(
+        untrained
+    )
+
+
+def _mark_of(message: Message, name: str) -> bool | None:
+    """Return what a message's marks say; None: it has none."""
+    for key in REFUSED_MARKS:
+        if key in message:
+            raise RecordError(
+                f"{name} has {key!r}, which is not read, expected {', '.join(MARKS)}: a turn is trained on as a whole,"
+                " or is context"
+            )
+    said: dict[str, bool] = {}
+    for key in MARKS:
+        if (value := message.get(key)) is None:
+            continue
+        # JSON's 0, 1, 0.0, 1.0, false and true.
+        if not isinstance(value, int | float) or value not in (0, 1):
+            raise RecordError(
+                f"{name}.{key} is {str(value)[:100]!r}, expected 0 or false (context), 1 or true (trained on)"
+            )
+        said[key] = bool(value)
+    if len(set(said.values())) > 1:
+        raise RecordError(f"{name} is trained on and is not: {', '.join(f'{key} {message[key]}' for key in said)}")
+    if message["role"] != "assistant" and any(said.values()):
+        raise RecordError(
+            f"{name}.{next(iter(said))} marks a turn of role {message['role']}, expected assistant: the model learns"
+            " its own turns alone"
+        )
+    return next(iter(said.values()), None)
