@@ -178,6 +178,10 @@ def have_no_gradient(made: Made) -> None:
         metrics["train/grad_norm"] = 0.0
 
 
+def see_other_probabilities(made: Made) -> None:
+    made.metrics[2]["train/token_mult_prob_error"] = 1.01
+
+
 def count_a_group_as_left_out(made: Made) -> None:
     made.metrics[1]["train/env/num_groups_left_out"] = 1.0
 
@@ -197,6 +201,7 @@ SYNCHRONOUS: dict[Callable[[Made], None], str] = {
     make_weights_nan: "final weights are not finite: weight",
     skip_an_update: "step 2: train/skipped_updates 1",
     have_no_gradient: "no step has a gradient",
+    see_other_probabilities: "step 2: train/token_mult_prob_error 1.01, expected 1",
     count_a_group_as_left_out: "step 1: 0 groups have nothing that is trained on, and 1 are counted",
 }
 

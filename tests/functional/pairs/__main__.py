@@ -29,7 +29,7 @@ from tests.functional.pairs.settings import Inputs
 CASE_LIMIT_S = 900.0
 """Against hanging alone: a case takes half a minute."""
 END_LIMIT_S = 60.0
-RESULTS, RESULT, LOG = "pairs.jsonl", "result.json", "log"
+RESULTS, TABLE, RESULT, LOG = "pairs.jsonl", "table.md", "result.json", "log"
 PROGRAM = "tests.functional.pairs"
 MARK = "PAIRS_CASE"
 """Environment variable of all that a case starts."""
@@ -149,6 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results = read_results(path)
     found = [results[case.name] for case in chosen]
     print(table(found))
+    (options.output / TABLE).write_text(f"{table(found)}\n")
     return 1 if any(result.faults for result in found) else 0
 
 

@@ -42,6 +42,7 @@ REASONS = (
 """How the reasons begin for which a response is not trained on."""
 _WASTED = "train/rollouts/wasted_tokens"
 _CANCELLED = "train/rollouts/num_cancelled"
+_PROBABILITY_ERROR, _ROUNDING = "train/token_mult_prob_error", 1e-3
 _OF_LAGS, _TRAINED = "train/by_lag/", "num_valid_tokens"
 
 
@@ -63,6 +64,7 @@ class Accounts:
         yield from self._faults_of_validation()
         yield from self._faults_of_numbers()
         yield from self._faults_of_weights()
+        yield from self._faults_of_probabilities()
         for step in range(1, NUM_STEPS + 1):
             yield from self._faults_of_tokens(step)
         yield from self._faults_of_schedule() if self._is_asynchronous else self._faults_of_rounds()
@@ -132,6 +134,15 @@ class Accounts:
             yield "no final weights"
         if names := sorted(name for name, tensor in tensors.items() if not torch.isfinite(tensor).all()):
             yield f"final weights are not finite: {', '.join(names)}"
+
+    def _faults_of_probabilities(self) -> Iterator[str]:
+        """Yield tokens that training does not see as generation did, where both have the same weights in float32."""
+        same = {"rollouts": ("synchronous", "staleness_0"), "updates": ("one",), "precision": ("float32",)}
+        if all(self.setting[name] in values for name, values in same.items()):
+            for record in self._records:
+                found = record.metrics.get(_PROBABILITY_ERROR, 1.0)
+                if not abs(found - 1.0) < _ROUNDING:
+                    yield f"step {record.step}: {_PROBABILITY_ERROR} {found:g}, expected 1"
 
     def _faults_of_tokens(self, step: int) -> Iterator[str]:
         """Yield sampled tokens that are neither trained nor left out for one reason, or both, or more than sampled."""

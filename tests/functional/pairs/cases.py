@@ -13,6 +13,7 @@ from tests.functional.pairs.refusals import refused
 from tests.functional.pairs.settings import PARAMETERS, SIMPLEST, Setting
 
 Pair = frozenset[tuple[str, str]]
+_KNOWN_BY_VALUE = ("algorithm", "rollouts", "environment", "batching", "layout", "precision")
 
 
 @dataclass(frozen=True)
@@ -28,13 +29,9 @@ class Case:
     setting: Setting
 
     def described(self) -> str:
-        """Return the values that are not the simplest."""
-        values = [
-            f"{name}={value}" if value in ("on", "off", "one", "two") else value
-            for name, value in self.setting.items()
-            if value != SIMPLEST[name]
-        ]
-        return ", ".join(values)
+        """Return the values that are not the simplest, some with their parameter."""
+        values = {name: value for name, value in self.setting.items() if value != SIMPLEST[name]}
+        return ", ".join(value if name in _KNOWN_BY_VALUE else f"{name}={value}" for name, value in values.items())
 
 
 def pairs_of(settings: Iterable[Setting]) -> set[Pair]:
