@@ -8,6 +8,7 @@ goes on where it was stopped: cases that have passed are not run again.
 """
 
 import argparse
+import faulthandler
 import json
 import os
 import shutil
@@ -68,12 +69,14 @@ def run_here(cases: Sequence[Case], output: Path) -> int:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
             began_s = time.monotonic()
+            faulthandler.dump_traceback_later(0.9 * CASE_LIMIT_S)  # a case that hangs says where, and is ended then
             found = tuple(faults_of(case, Inputs.made(output / "inputs"), folder))
             result = Result(case.name, case.described(), found, round(time.monotonic() - began_s, 1))
             write_whole(folder / RESULT, json.dumps(asdict(result)))
             if found:
                 return 1
     finally:
+        faulthandler.cancel_dump_traceback_later()
         shared_ray.end_shared_ray()
     return 0
 
@@ -155,7 +158,7 @@ class Campaign:
             file.write(f"{json.dumps(asdict(result))}\n")
         if result.faults:
             told = "\n  ".join(result.faults)
-            print(f"{result.case}: see {log}; again: {' '.join(command[1:])}\n  {told}", flush=True)
+            print(f"{result.case}: see {log}; again: {' '.join(command)}\n  {told}", flush=True)
         else:
             shutil.rmtree(self._options.output / result.case)
             print(f"{result.case}: passed in {result.seconds:.0f} s", flush=True)
