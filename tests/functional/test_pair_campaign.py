@@ -2,7 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A campaign of combined features reports each case, whatever becomes of its process, and goes on with the others."""
 
+import time
 from argparse import Namespace
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -28,7 +30,17 @@ def test_every_case_has_a_result(jobs: int, tmp_path: Path, monkeypatch: pytest.
     ((left,),) = found.values()
     assert left.startswith("left behind: processes [")
     (process_id,) = (int(word) for word in left.removeprefix("left behind: processes [").rstrip("]").split(", "))
-    assert not Path(f"/proc/{process_id}/cmdline").is_file() or not Path(f"/proc/{process_id}/cmdline").read_bytes()
+    deadline = time.monotonic() + 60
+    while _command(process_id):
+        assert time.monotonic() < deadline, "it was killed"
+        time.sleep(0.05)
+
+
+def _command(process_id: int) -> bytes:
+    """Return the command of a process; empty of one that has ended."""
+    with suppress(OSError):
+        return Path(f"/proc/{process_id}/cmdline").read_bytes()
+    return b""
 
 
 def test_a_case_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
