@@ -231,16 +231,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run_here(chosen, options.output)
     Inputs.made(options.output / "inputs")
     path = options.output / RESULTS
-    Campaign(options, [case for case in chosen if options.again or case.name not in _passed(path)]).run()
+    passed = {(name, result.settings) for name, result in read_results(path).items() if not result.faults}
+    Campaign(options, [case for case in chosen if options.again or (case.name, case.described()) not in passed]).run()
     results = read_results(path)
     found = table(results[case.name] for case in chosen)
     print(found)
     (options.output / TABLE).write_text(f"{found}\n")
     return 1 if any(results[case.name].faults for case in chosen) else 0
-
-
-def _passed(path: Path) -> set[str]:
-    return {name for name, result in read_results(path).items() if not result.faults}
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -3,7 +3,8 @@
 """The cases: triples by name, and an array in which each two values that can be combined meet."""
 
 import random
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -65,8 +66,24 @@ def covering_array(seed: int) -> list[Case]:
     for pair in sorted(map(sorted, possible_pairs() - pairs_of(settings))):
         if not pairs_of(settings) >= {frozenset(pair)}:
             settings.append(_completed(dict(pair), chance))
-    in_order = [{name: setting[name] for name in PARAMETERS} for setting in settings]
+    in_order = _varied([{name: setting[name] for name in PARAMETERS} for setting in settings], chance)
     return [Case(f"{seed}-{number}", setting) for number, setting in enumerate(in_order)]
+
+
+def _varied(settings: Sequence[Setting], chance: random.Random) -> list[Setting]:
+    """Return the settings with other values where no pair needs theirs: alike ones would meet nothing new."""
+    times = Counter(pair for setting in settings for pair in pairs_of([setting]))
+    found = []
+    for setting in settings:
+        for name in chance.sample(list(PARAMETERS), len(PARAMETERS)):
+            changed = {**setting, name: chance.choice(list(PARAMETERS[name]))}
+            lost = pairs_of([setting]) - pairs_of([changed])
+            if refused(changed) is None and all(times[pair] > 1 for pair in lost):
+                times.subtract(lost)
+                times.update(pairs_of([changed]) - pairs_of([setting]))
+                setting = changed
+        found.append(setting)
+    return found
 
 
 def _completed(values: Setting, chance: random.Random) -> Setting:

@@ -3,6 +3,7 @@
 """Environments of the cases: a reward, a function of two turns, one of two sequences, a tool's format, and an agent."""
 
 import json
+import time
 import urllib.request
 from typing import Any
 
@@ -14,11 +15,23 @@ from nemo_rl_moe.tools.formats.interface import ParsedCall, Schemas, ToolCall, T
 from nemo_rl_moe.tools.formats.registry import TOOL_FORMATS
 
 NUM_REWARDS = 8
+SLOW_S = 1.5
 
 
 def grade(item: ScoringItem) -> float:
     """Return a reward between 0 and 1 that depends on all characters of the response: those of a group differ."""
     return _reward(item.response)
+
+
+def grade_slowly(item: ScoringItem) -> float:
+    """`grade` that takes its time for some prompts."""
+    time.sleep(_seconds_of(item.sample_id))
+    return grade(item)
+
+
+def _seconds_of(sample_id: str) -> float:
+    """Return what every third prompt takes longer: its group is under way while steps are trained, and gets old."""
+    return SLOW_S if int(sample_id.rpartition(":")[2]) % 3 == 0 else 0.0
 
 
 def _reward(text: str) -> float:

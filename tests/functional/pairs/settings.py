@@ -37,7 +37,10 @@ _MIXTURE: dict[str, dict[str, Any]] = {
 def _ahead(staleness: int, **more: Any) -> Overrides:
     keys = {"mode": "asynchronous", "max_staleness": staleness} | more
     values: dict[str, Any] = {f"grpo.rollouts.{key}": value for key, value in keys.items()}
-    return values | {"loss_fn.importance_sampling_correction": "truncated" if staleness else "none"}
+    if staleness:
+        values |= {"loss_fn.importance_sampling_correction": "truncated"}
+        values |= {"env.callable": {"function": f"{PARTS}:grade_slowly"}}
+    return values
 
 
 def _layout(num_workers: int, **sizes: Any) -> Overrides:
@@ -63,8 +66,8 @@ PARAMETERS: Mapping[str, Mapping[str, Overrides]] = {
         "synchronous": {},
         "staleness_0": _ahead(0),
         "staleness_1": _ahead(1),
-        "staleness_2": _ahead(2, order="ready_first"),
-        "drop": _ahead(1, order="ready_first", on_stale="drop", partial="discard"),
+        "staleness_2": _ahead(2, order="ready_first", partial="discard"),
+        "drop": _ahead(1, order="ready_first", on_stale="drop", partial="restart"),
     },
     "environment": {
         "single_turn": {},
