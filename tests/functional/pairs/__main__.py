@@ -219,7 +219,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the cases that have not passed, or some in this process.
 
     Returns:
-        0; 1 where something was amiss.
+        0; 1 where something was amiss; 130 where it was stopped.
     """
     options = _parse(arguments)
     cases = {case.name: case for case in all_cases(options.seed)}
@@ -232,7 +232,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Inputs.made(options.output / "inputs")
     path = options.output / RESULTS
     passed = {(name, result.settings) for name, result in read_results(path).items() if not result.faults}
-    Campaign(options, [case for case in chosen if options.again or (case.name, case.described()) not in passed]).run()
+    missing = [case for case in chosen if options.again or (case.name, case.described()) not in passed]
+    former = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        Campaign(options, missing).run()
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on", flush=True)
+        return 128 + signal.SIGINT
+    finally:
+        signal.signal(signal.SIGTERM, former)
     results = read_results(path)
     found = table(results[case.name] for case in chosen)
     print(found)
