@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Environments of the cases: a reward, a function of two turns, one of two sequences, a tool's format, and an agent."""
 
+import asyncio
 import json
 import time
 import urllib.request
@@ -15,18 +16,12 @@ from nemo_rl_moe.tools.formats.interface import ParsedCall, Schemas, ToolCall, T
 from nemo_rl_moe.tools.formats.registry import TOOL_FORMATS
 
 NUM_REWARDS = 8
-SLOW_S = 1.5
+SLOW_S = 1.0
 
 
 def grade(item: ScoringItem) -> float:
     """Return a reward between 0 and 1 that depends on all characters of the response: those of a group differ."""
     return _reward(item.response)
-
-
-def grade_slowly(item: ScoringItem) -> float:
-    """`grade` that takes its time for some prompts."""
-    time.sleep(_seconds_of(item.sample_id))
-    return grade(item)
 
 
 def _seconds_of(sample_id: str) -> float:
@@ -42,6 +37,7 @@ async def ask_twice(session: Session) -> Trajectory:
     """Ask, append a text of the environment to the answer, and ask again."""
     first = await session.generate()
     session.append_text("12+3=")
+    await asyncio.sleep(_seconds_of(session.prompt.sample_id))
     second = await session.generate()
     return session.finish(Score(_reward(first.text + second.text), is_correct=False))
 
@@ -50,6 +46,7 @@ async def ask_anew(session: Session) -> Trajectory:
     """Ask, and ask once more in a conversation of its own."""
     first = await session.generate()
     session.begin_conversation([{"role": "user", "content": "in short: 12+3="}])
+    await asyncio.sleep(_seconds_of(session.prompt.sample_id))
     second = await session.generate()
     return session.finish(Score(_reward(first.text + second.text), is_correct=False))
 
@@ -65,6 +62,7 @@ ANY_TEXT = ToolFormat(read_calls, TOOL_FORMATS["hermes"].example)
 def agent(task: AgentTask) -> None:
     """Ask twice by HTTP; the reward function scores."""
     messages: list[Any] = [*task.messages]
+    time.sleep(_seconds_of(task.sample_id))
     for _ in range(2):
         body = json.dumps({"model": task.model, "messages": messages}).encode()
         headers = {"Authorization": f"Bearer {task.api_key}", "Content-Type": "application/json"}

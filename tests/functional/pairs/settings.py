@@ -39,7 +39,6 @@ def _ahead(staleness: int, **more: Any) -> Overrides:
     values: dict[str, Any] = {f"grpo.rollouts.{key}": value for key, value in keys.items()}
     if staleness:
         values |= {"loss_fn.importance_sampling_correction": "truncated"}
-        values |= {"env.callable": {"function": f"{PARTS}:grade_slowly"}}
     return values
 
 
