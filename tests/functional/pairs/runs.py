@@ -63,7 +63,8 @@ def _faults_of(case: Case, inputs: Inputs, folder: Path) -> list[str]:
             return [f"the run did not go on: no {said!r} in its output"]
     accounts = Accounts(case.setting, sft_runs.only_run_folder(folder))
     found = list(accounts.faults())
-    if case.setting["rollouts"] != "synchronous":
+    # Without the optimizer's count of steps nobody can tell the age of the queue's tokens: its prompts are drawn again.
+    if case.setting["rollouts"] != "synchronous" and case.setting["optimizer"] == "saved":
         groups = {group.position: group for step in accounts.schedule for group in step.groups}
         found += queues.faults_of_the_queue(groups)
     return found
