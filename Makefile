@@ -57,7 +57,7 @@ ALL := not slow and not vllm and not trl
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install gpu gpu-kit vllm trl libraries test-libraries test-gpu test-vllm test-slow-vllm demo demo-tools demo-vision demo-vllm test test-all lint types docs test-unit test-functional test-all-unit test-all-functional test-other-megatron test-all-other-megatron other-megatron test-trl test-browser test-slow test-slow-unit test-slow-functional test-drills drills clean
+.PHONY: help install gpu gpu-kit vllm trl libraries test-libraries test-gpu test-vllm test-slow-vllm demo demo-tools demo-vision demo-vllm test test-all lint types docs test-unit test-functional test-all-unit test-all-functional test-other-megatron test-all-other-megatron other-megatron test-trl test-browser test-slow test-slow-unit test-slow-functional test-drills drills test-pairs clean
 
 help: ## list these targets
 	@echo "make TARGET, where TARGET is one of:"
@@ -188,6 +188,11 @@ SEED ?= 0
 JOBS ?= 2
 drills: $(TEST_STAMP) ## runs hit by a fault N times in all, in every phase, that must equal unharmed ones: make drills N=500 SEED=1 JOBS=2
 	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.functional.drills --kills $(N) --seed $(SEED) --jobs $(JOBS)
+
+# Further arguments: make test-pairs SEED=1 PAIRS='--cases tools mixture --again'
+PAIRS ?=
+test-pairs: $(TEST_STAMP) ## some 45 runs of combined features, each of which trains, validates, stops and goes on: make test-pairs SEED=1 JOBS=2
+	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.functional.pairs --seed $(SEED) --jobs $(JOBS) $(PAIRS)
 
 # Not on `make gpu`: without a GPU every check says why it is skipped.
 test-gpu: $(TEST_STAMP) ## checks and measurements of one GPU: a JSON line a result; without a GPU each is skipped

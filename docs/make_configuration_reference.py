@@ -21,7 +21,7 @@ from nemo_rl_moe.config.validation import expected, section_model
 BASES = {
     "sft": "sft.yaml",
     "dpo": "dpo.yaml",
-    "grpo": "grpo_math_1B.yaml",
+    "grpo": "grpo.yaml",
     "ppo": "ppo_math_1B.yaml",
     "distillation": "distillation_math.yaml",
 }

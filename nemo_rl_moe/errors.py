@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The errors that a user can cause, the exit code of each, and how an error is printed."""
 
+import json
 import logging
 import re
 import sys
@@ -202,6 +203,11 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+(?=>)")
 def counted(number: int, noun: str, zero: str = "0") -> str:
     """Return a number with its noun: `1 example`, `2,000 examples`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}" if number else f"{zero} {noun}s"
+
+
+def json_problem(error: json.JSONDecodeError) -> str:
+    """Return what is wrong with a JSON text, for words that name the place: some of Python's end in "at" already."""
+    return error.msg.removesuffix(" at").removesuffix(": ")
 
 
 def without_addresses(text: str) -> str:

@@ -12,7 +12,7 @@ from textwrap import shorten
 from typing import TYPE_CHECKING
 
 from nemo_rl_moe.config.algorithm import ALGORITHMS, BUILT_IN
-from nemo_rl_moe.config.files import exemplar_names, exemplar_summaries
+from nemo_rl_moe.config.files import WHERE_THE_SHIPPED_ARE_LISTED, exemplar_summaries
 from nemo_rl_moe.distributed.run_process import StopSignals
 from nemo_rl_moe.errors import ConfigurationError, printable
 from nemo_rl_moe.launch import evaluate_command, generate_command, start
@@ -62,6 +62,9 @@ examples:
   nemo-rl-moe data --config my_run.yaml data.on_bad_line=skip policy.tokenizer.chat_template=mine.jinja | less
 """
 _CONFIG_HELP = """\
+Files, folders, models, modules and functions that are missing go to the error output, with exit code 2, as a run would
+report them before it starts; models and data of the hub are not asked for.
+
 --from-nemo-rl FILE translates a configuration of NeMo-RL into a file that inherits from a shipped one. Comments in it
 say, line by line, which keys are read differently and which have no counterpart; the latter go to the error output too.
 Its `defaults:` are looked for beside it. The result is checked like a run: what would keep it from starting goes to the
@@ -109,7 +112,10 @@ def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     for name, summary in (
         *((name, ALGORITHMS[name].summary) for name in BUILT_IN),
         (_RUN, "run the algorithm that the configuration is for: one of the above, or one of your own"),
-        ("config", "check a configuration and print it resolved, as YAML; the files that it names need not exist"),
+        (
+            "config",
+            "print a configuration resolved, as YAML, and check it and what it names; nothing runs",
+        ),
         (
             _PLAN,
             "layout, parameters and memory of a run by arithmetic, without starting it; of the files that the "
@@ -268,7 +274,7 @@ def _config_is_missing(command: str, overrides: Sequence[str]) -> str:
     files = [word for word in overrides if word.endswith((".yaml", ".yml"))]
     if files:
         return f"{command}: --config is missing; did you mean --config {files[0]}?"
-    return f"{command}: --config FILE is missing; shipped configurations: {', '.join(exemplar_names())}"
+    return f"{command}: --config FILE is missing{WHERE_THE_SHIPPED_ARE_LISTED}"
 
 
 def _load(command: str, config_path: str, overrides: Sequence[str]) -> "MasterConfig":
@@ -285,13 +291,17 @@ def _print_config(config_path: str, overrides: Sequence[str]) -> None:
     from omegaconf._utils import get_omega_conf_dumper
 
     from nemo_rl_moe.config.loading import dump_resolved, load_any_config
+    from nemo_rl_moe.launch.config_check import missing_parts
 
-    resolved = dump_resolved(load_any_config(config_path, overrides, check_paths=False))
+    config = load_any_config(config_path, overrides, check_paths=False)
+    resolved = dump_resolved(config)
     text = OmegaConf.to_yaml(OmegaConf.create(resolved))
     if not text.replace("\n", "").isprintable():
         # As `to_yaml` writes it, but for characters that move a terminal's cursor, which YAML can escape.
         text = yaml.dump(resolved, Dumper=get_omega_conf_dumper(), default_flow_style=False, sort_keys=False)
-    print(text, end="")
+    print(text, end="", flush=True)
+    if problems := missing_parts(config):
+        raise ConfigurationError(problems)
 
 
 def _print_translation(path: str) -> int:

@@ -64,7 +64,8 @@ def failure_rule(config: GRPOMasterConfig) -> FailureRule:
     baseline = find_estimator(config.grpo.adv_estimator.name).baseline
     compares_groups = baseline == "group" and config.grpo.num_generations_per_prompt > 1
     on_failure = {name: each.on_failure for name, each in config.env.environments.items()}
-    return FailureRule(on_failure, 2 if compares_groups else 1, 1 if baseline == "none" else 2)
+    unscored = frozenset(name for name, each in config.env.environments.items() if not each.score_truncated)
+    return FailureRule(on_failure, 2 if compares_groups else 1, 1 if baseline == "none" else 2, unscored)
 
 
 def make_source(

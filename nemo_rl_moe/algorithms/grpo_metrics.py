@@ -33,8 +33,9 @@ def group_metrics(groups: RolloutGroups, failures: FailureRule) -> dict[str, flo
     """Return the metrics of the trajectories of one step.
 
     `reward`, `reward_std`, `accuracy`, `mean_gen_tokens_per_sample`, `max_gen_tokens_per_sample`, `truncation_rate`,
-    `frac_zero_std_groups`, `env/num_*` and `env/failed_share` are of all trajectories that were generated, so that
-    dynamic sampling does not hide how the policy does; rewards are the environment's, before any shaping, and
+    `truncation_rate_unscored` where an environment does not score truncated responses, `frac_zero_std_groups`,
+    `env/num_*` and `env/failed_share` are of all trajectories that were generated, so that dynamic sampling
+    does not hide how the policy does; rewards are the environment's, before any shaping, and
     `frac_zero_std_groups` is of groups that have something to train on. `env/num_groups_left_out`: groups of the step
     that have nothing, as the environment failed. With more than one round of dynamic sampling:
     `dynamic_sampling/num_gen_batches`, `dynamic_sampling/num_filled_groups`, and `filtered_reward`, the mean of the
@@ -66,6 +67,7 @@ def of_environment(name: str, metrics: Mapping[str, float]) -> dict[str, float]:
 
 def _metrics_of(groups: RolloutGroups, failures: FailureRule) -> dict[str, float]:
     metrics = rollout_metrics(groups.generated, failures.counted(groups.generated))
+    metrics |= failures.unscored_metrics(groups.generated)
     metrics |= fault_metrics([trajectory.fault for trajectory in groups.generated])
     takes_part = failures.taking_part(groups.generated, groups.num_generations).any(dim=1)
     if groups.num_generations > 1 and bool(takes_part.any()):  # a group of one has no spread to lack

@@ -22,6 +22,11 @@ def routing_is_forced_in_one_way(config: MasterConfig) -> Iterator[str]:
     if len(used) > 1:
         yield f"{' and '.join(used)}: only one way of forced routing can be on"
     rank, size = megatron.moe_router_force_hot_rank, megatron.expert_model_parallel_size
+    if rank is not None and megatron.moe_transformer_fields.get("moe_z_loss_coeff"):
+        yield (
+            f"{MEGATRON}.moe_z_loss_coeff: got {megatron.moe_transformer_fields['moe_z_loss_coeff']:g}, expected null"
+            f" with {MEGATRON}.moe_router_force_hot_rank, whose logits it would pull down"
+        )
     if rank is not None and rank >= size:
         yield (
             f"{MEGATRON}.moe_router_force_hot_rank: got {rank}, expected a rank below"
@@ -67,7 +72,7 @@ def balancing_types_match_coefficients(config: MasterConfig) -> Iterator[str]:
 
 
 def router_noise_is_for_fine_tuning(config: MasterConfig) -> Iterator[str]:
-    """Check that no setting makes a token's probability depend on chance or on the other tokens of its batch.
+    """Check for jitter, capacity and sinkhorn: a token's probability would depend on chance or on its batch.
 
     Reinforcement learning and preference training compare probabilities of several passes.
     """

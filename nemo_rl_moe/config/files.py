@@ -22,6 +22,9 @@ from nemo_rl_moe.errors import ConfigurationError
 DEFAULTS_KEY = "defaults"
 BASE_NAME = "base.yaml"
 """The shipped file of the keys that all algorithms share; no run starts from it, as it has no algorithm's section."""
+BASE_OF = {"sft": "sft.yaml", "grpo": "grpo.yaml"}
+"""The shipped file with every key of an algorithm and no recipe, which leaves open what it cannot know."""
+WHERE_THE_SHIPPED_ARE_LISTED = " (nemo-rl-moe config --help lists the shipped configurations)"
 _NO_SECTIONS = "expected sections such as `policy:`, got something else"
 _PACKAGED_EXEMPLARS = Path(__file__).resolve().parents[1] / "exemplar_configs"
 _REPOSITORY_EXEMPLARS = Path(__file__).resolve().parents[2] / "examples" / "configs"
@@ -34,13 +37,14 @@ def exemplars_folder() -> Path:
 
 def exemplar_names() -> list[str]:
     """Return the file names of the shipped configurations that a run can start from."""
-    return sorted(path.name for path in exemplars_folder().glob("*.yaml") if path.name != BASE_NAME)
+    bases = {BASE_NAME, *BASE_OF.values()}
+    return sorted(path.name for path in exemplars_folder().glob("*.yaml") if path.name not in bases)
 
 
 def exemplar_summaries() -> dict[str, str]:
     """Return the first sentence of the comment at the head of each shipped configuration, by its name."""
     summaries = {}
-    for name in exemplar_names():
+    for name in (*BASE_OF.values(), *exemplar_names()):
         lines = (exemplars_folder() / name).read_text(encoding="utf-8").splitlines()
         comment = takewhile(lambda line: line.startswith("#"), lines)
         text = " ".join(line.strip("# ") for line in comment if "Copyright" not in line and "SPDX" not in line)
@@ -58,15 +62,13 @@ def find_config(path: str | Path) -> Path:
     for candidate in candidates:
         if candidate.is_file():
             return candidate
-    names = exemplar_names()
+    names = [*BASE_OF.values(), *exemplar_names()]
     if Path(path).is_dir():
         raise ConfigurationError(f"{path}: is a folder, expected a YAML file")
     folder = Path(path).parent
     beside = [str(folder / other.name) for other in folder.glob("*.yaml")]
     suggestion = nearest(str(path), beside) or nearest(Path(path).name, names)
-    raise ConfigurationError(
-        f"{path}: no such file{did_you_mean(suggestion)} (shipped configurations: {', '.join(names)})"
-    )
+    raise ConfigurationError(f"{path}: no such file{did_you_mean(suggestion)}{WHERE_THE_SHIPPED_ARE_LISTED}")
 
 
 _BASE_60 = re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
@@ -170,7 +172,7 @@ def _find_parent(name: str, including: Path, shipped: bool) -> Path:
     if not shipped:
         hint = did_you_mean(nearest(name, beside))
         raise ConfigurationError(f"{including}: {DEFAULTS_KEY}: {name}: no such file in {including.parent}{hint}")
-    suggestion = nearest(Path(name).name, [*beside, BASE_NAME, *exemplar_names()])
+    suggestion = nearest(Path(name).name, [*beside, BASE_NAME, *BASE_OF.values(), *exemplar_names()])
     raise ConfigurationError(
         f"{including}: {DEFAULTS_KEY}: {name}: no such file, neither in {including.parent} nor among the shipped"
         f" configurations{did_you_mean(suggestion)}"

@@ -93,7 +93,7 @@ def check_values(
     """
     overridden, problems = apply_overrides(merged, overrides, partial(keys_around, schema))
     values, interpolation_problems = resolve(overridden, partial(is_path, schema))
-    problems += interpolation_problems.values()
+    problems += filter(None, interpolation_problems.values())
     problems += [
         f"{key}: got {MASK}, which stands in the place of a secret that was left out when the configuration was written"
         for key in masks_in(values)

@@ -9,9 +9,10 @@ from typing import Any
 
 import yaml
 
+from nemo_rl_moe.config.files import BASE_OF
 from nemo_rl_moe.config.suggestions import shortened
 
-BASES = {"sft": "sft.yaml", "dpo": "dpo.yaml", "grpo": "grpo_math_1B.yaml"}
+BASES = {"sft": BASE_OF["sft"], "dpo": "dpo.yaml", "grpo": BASE_OF["grpo"]}
 """Shipped configuration that the translation of each algorithm inherits from."""
 MEGATRON = "policy.megatron_cfg"
 PLACE_OF_ENGINES = "cluster.roles.generation"

@@ -16,11 +16,48 @@ from nemo_rl_moe.config.schema_mixture import environment_key
 from nemo_rl_moe.config.schema_policy import TrainedRoleConfig
 from nemo_rl_moe.config.schema_ppo import PPOMasterConfig
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
+from nemo_rl_moe.errors import counted
 
 
-def notices(config: LoopMasterConfig, num_steps: int) -> list[str]:
-    """Return all notices of a run, a line each."""
-    return [line for notice in NOTICES for line in notice(config, num_steps)]
+def notices(config: LoopMasterConfig, num_steps: int, num_samples: int | None = None) -> list[str]:
+    """Return all notices of a run, a line each.
+
+    Args:
+        num_samples: Samples, pairs or prompts of an epoch, of which each step takes a whole batch; None: an epoch
+            leaves none out.
+    """
+    found = [line for notice in NOTICES for line in notice(config, num_steps)]
+    return found if num_samples is None else [*found, *left_out_of_an_epoch(config, num_steps, num_samples)]
+
+
+LEAST_SHARE_LEFT_OUT = 0.01
+"""Share of an epoch that is worth a line if it fills no batch."""
+
+
+def left_out_of_an_epoch(config: LoopMasterConfig, num_steps: int, num_samples: int) -> Iterator[str]:
+    """Warn of samples that are left out of each epoch since they fill no batch."""
+    kind, key = "samples", "policy.train_global_batch_size"
+    size = config.policy.train_global_batch_size
+    if isinstance(config, GRPOMasterConfig):
+        kind, key, size = "prompts", "grpo.num_prompts_per_step", config.grpo.num_prompts_per_step
+    elif isinstance(config, DPOMasterConfig):
+        kind = "pairs"
+    left_out, whole = num_samples % size, num_samples // size
+    if left_out >= LEAST_SHARE_LEFT_OUT * num_samples > 0 and num_steps >= whole:
+        yield (
+            f"{left_out} of {num_samples} {kind} of each epoch are left out: a step takes {size} of them ({key}), and"
+            f" the last {left_out} fill no step"
+        )
+
+
+def epochs_end_the_run(config: LoopMasterConfig, num_steps: int) -> Iterator[str]:
+    """Warn of a run that the passes over its data end before its number of steps."""
+    name, loop = loop_section(config)
+    if loop.max_num_steps is not None and num_steps < loop.max_num_steps:
+        yield (
+            f"{name}.max_num_epochs: {loop.max_num_epochs} ends the run after {counted(num_steps, 'step')}, before"
+            f" {name}.max_num_steps: {loop.max_num_steps}; more epochs make it longer"
+        )
 
 
 def warmup_outlasts_the_run(config: LoopMasterConfig, num_steps: int) -> Iterator[str]:
@@ -183,6 +220,7 @@ def _chooses_by_validation(config: LoopMasterConfig) -> bool:
 
 
 NOTICES = (
+    epochs_end_the_run,
     warmup_outlasts_the_run,
     policy_never_trains,
     validation_is_off,

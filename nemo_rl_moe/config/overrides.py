@@ -145,7 +145,8 @@ def resolve(
 
     Returns:
         The resolved mapping, and a line for each value that could not be resolved, by place; such a value stays as
-        written. A value `???` is left out: an override must give it.
+        written. A value `???` is left out: an override must give it. The line is empty for a value that takes its text
+        from there: what is missing is reported once.
     """
     problems: dict[Place, str] = {}
     allowed: dict[str, Any] = _without_missing(config)
@@ -164,6 +165,9 @@ def resolve(
         try:
             OmegaConf.select(nodes, _omegaconf_key(path), throw_on_missing=True)
         except InterpolationKeyError:
+            if any(_value_at(config, found["key"]) == MISSING for found in _NAMES_A_KEY.finditer(text)):
+                problems[path] = ""
+                continue
             problems[path] = f"{shown} names no key{did_you_mean(_suggestion(text, names))}"
         except OmegaConfBaseException as error:
             problems[path] = f"{shown}: {str(error).splitlines()[0]}"
@@ -234,6 +238,13 @@ def _suggestion(text: str, names: Sequence[str]) -> str | None:
         if not match["key"].startswith(".") and match["key"] not in names:
             return nearest_key(match["key"], names)
     return None
+
+
+def _value_at(config: Mapping[str, Any], key: str) -> Any:
+    value: Any = config
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
 
 
 def _texts(value: Any, path: Place = ()) -> list[tuple[Place, str]]:

@@ -255,7 +255,7 @@ def _problem(
     if field is None:
         return place, f"the configuration: got {got(values)}, expected sections"
     if kind == "missing":
-        return place, f"{name}: missing; expected {expected_instead_of(field, None)}"
+        return place, f"{name}: missing; expected {expected_instead_of(field, None)}{_or_no_section(schema, place)}"
     value = _value_at(values, place)
     renamed = next((item for item in field.metadata if isinstance(item, RenamedValue) and item.old == value), None)
     if renamed is not None:
@@ -271,6 +271,13 @@ def _problem(
     suggestion = _suggestion(field, value)
     allowed = expected_instead_of(field, value)
     return place, f"{name}: got {got(value, name)}, expected {allowed}{did_you_mean(suggestion)}"
+
+
+def _or_no_section(schema: type[BaseModel], place: Sequence[str]) -> str:
+    """Return the other cure of a missing key, if its section may be null."""
+    _, section = field_at(schema, place[:-1])
+    may_be_null = section is not None and NoneType in get_args(section.annotation)
+    return f", or {_dotted(place[:-1])}: null" if may_be_null else ""
 
 
 def _suggestion(field: FieldInfo, value: Any) -> str | None:

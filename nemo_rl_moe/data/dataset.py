@@ -99,6 +99,15 @@ class DataReport:
     bad_lines: tuple[str, ...] = ()
     notes: tuple[CountedNote, ...] = ()
 
+    def warnings(self) -> Iterator[str]:
+        """Yield a line if most items are truncated: what follows is neither seen nor trained on."""
+        if self.num_truncated > self.num_kept / 2:
+            which = "all" if self.num_truncated == self.num_kept else f"{self.num_truncated:,} of"
+            yield (
+                f"{self.name}: {which} {counted(self.num_kept, self.words.noun)} are truncated at"
+                " policy.max_total_sequence_length: what follows in them is not trained on"
+            )
+
     def summary(self) -> str:
         """Return the report on one line; zeros are left out, except for the images of a vision model."""
         tokens = counted(self.num_tokens, "token")

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 from nemo_rl_moe.config.suggestions import shortened
+from nemo_rl_moe.errors import json_problem
 
 MOST_NAMES = 20
 
@@ -54,9 +55,11 @@ def decoded_json(value: object, name: str) -> Any:
         return json.loads(value, object_pairs_hook=unique_keys)
     except RecordError as error:
         raise RecordError(f"{name} is a string of JSON: {error}") from None
-    except ValueError as error:
-        reason = f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else str(error)
+    except json.JSONDecodeError as error:
+        reason = f"{json_problem(error)} at character {error.pos + 1}"
         raise RecordError(f"{name} is a string that is not valid JSON: {reason}") from None
+    except ValueError as error:  # a number with thousands of digits
+        raise RecordError(f"{name} is a string that is not valid JSON: {error}") from None
 
 
 def without_nulls(value: Any) -> Any:

@@ -54,10 +54,10 @@ def load_sft_dataset(
         batch_tokenizer(tokenizer, max_length, run_wide, images, speech),
         _size_of,
         lambda dropped: (
-            f"of {dropped} nothing to train on, or not every image, stands within "
+            f"of {dropped} nothing to train on, or not every image, fits into "
             f"policy.max_total_sequence_length={max_length} tokens"
             if images.tokens is not None
-            else f"of {dropped} nothing to train on stands within policy.max_total_sequence_length={max_length} tokens"
+            else f"of {dropped} nothing to train on fits into policy.max_total_sequence_length={max_length} tokens"
         ),
     )
     return TokenizedDataset(*read_items(open_source(path, split, images.key), kind, on_bad_line, progress))

@@ -15,7 +15,7 @@ from typing import Literal, TypeVar
 from nemo_rl_moe.config.suggestions import shortened
 from nemo_rl_moe.data.record_values import RecordError, unique_keys
 from nemo_rl_moe.data.records import BadLine
-from nemo_rl_moe.errors import DataError, counted
+from nemo_rl_moe.errors import DataError, counted, json_problem
 
 Parsed = TypeVar("Parsed")
 Parse = Callable[[object, str], Parsed]
@@ -171,7 +171,9 @@ def _members(text: str, path: Path) -> Iterator[object]:
         if (rest := _after_space(text, position + 1)) < len(text):
             raise json.JSONDecodeError("Extra data", text, rest)
     except json.JSONDecodeError as error:
-        raise DataError(f"{path}:{error.lineno}: not valid JSON: {error.msg} at column {error.colno}") from None
+        raise DataError(
+            f"{path}:{error.lineno}: not valid JSON: {json_problem(error)} at column {error.colno}"
+        ) from None
     except RecursionError:
         raise DataError(f"{path}: not valid JSON: nested too deeply") from None
     except ValueError as error:  # a number with thousands of digits
@@ -223,7 +225,7 @@ def _decode(line: bytes, *, is_first: bool) -> object:
     except RecordError:
         raise
     except json.JSONDecodeError as error:
-        raise RecordError(f"not valid JSON: {error.msg} at column {error.colno}") from None
+        raise RecordError(f"not valid JSON: {json_problem(error)} at column {error.colno}") from None
     except RecursionError:
         raise RecordError("not valid JSON: nested too deeply") from None
     except ValueError as error:  # a number with thousands of digits

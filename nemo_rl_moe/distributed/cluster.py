@@ -17,7 +17,7 @@ from nemo_rl_moe.config.schema_run import ClusterConfig
 from nemo_rl_moe.distributed.local_ray import LocalRay, preserved_handlers
 from nemo_rl_moe.distributed.node_tools import chosen_threads, usable_cores
 from nemo_rl_moe.distributed.usable_gpus import problem_with_gpus
-from nemo_rl_moe.errors import ConfigurationError, WorkerDiedError
+from nemo_rl_moe.errors import ConfigurationError, WorkerDiedError, counted
 
 JOIN_TIMEOUT_S = 10.0
 
@@ -46,10 +46,11 @@ def describe_shortage(config: ClusterConfig, nodes: Sequence[Mapping[str, float]
     on_nodes = f" on each of {config.num_nodes} nodes" if config.num_nodes > 1 else " on one node"
     if config.gpus_per_node:
         if (most := _most_on_each(gpus, config.num_nodes)) < config.gpus_per_node:
-            nearest = "cluster.gpus_per_node=0, which trains on CPUs" if most == 0 else f"cluster.gpus_per_node={most}"
+            nearest = _ON_CPUS if most == 0 else f"cluster.gpus_per_node={most}"
+            asked_for = counted(config.gpus_per_node, "GPU")
             return [
-                f"cluster.gpus_per_node: asked for {config.gpus_per_node} GPUs{on_nodes}, the Ray cluster has"
-                f" {_by_node(gpus)}; nearest: {nearest}"
+                f"cluster.gpus_per_node: asked for {asked_for}{on_nodes}, the Ray cluster has {_by_node(gpus)};"
+                f" nearest: {nearest}"
             ]
         key = "cluster.gpus_per_node"
     else:
@@ -60,6 +61,12 @@ def describe_shortage(config: ClusterConfig, nodes: Sequence[Mapping[str, float]
             f" {_by_node(cpus)}; nearest: {key}={most}"
         ]
     return []
+
+
+_ON_CPUS = (
+    "cluster.gpus_per_node=0, which trains on CPUs, with parallel sizes of policy.megatron_cfg, such as"
+    " expert_model_parallel_size, that divide cluster.cpu_workers_per_node"
+)
 
 
 def _most_on_each(amounts: Sequence[int], num_nodes: int) -> int:

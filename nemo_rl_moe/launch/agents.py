@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_rl_moe.config.schema import GRPOMasterConfig
+from nemo_rl_moe.config.schema_environment import EnvironmentConfig
 from nemo_rl_moe.config.schema_mixture import THE_ONLY_ONE
 from nemo_rl_moe.config.user_code import import_function_of_task
 from nemo_rl_moe.data.template_inputs import run_wide_inputs
@@ -45,6 +46,20 @@ class PreparedAgent:
     tool_format: ToolFormat | None
 
 
+def check_agent(env: EnvironmentConfig) -> None:
+    """Check that the agent of an environment is there, if it has one.
+
+    Raises:
+        ConfigurationError: There is no such function or program.
+    """
+    if env.agent is not None:
+        import_function_of_task(AGENT_KEY, env.agent)
+    elif env.has_agent and shutil.which(env.agent_command[0]) is None:
+        raise ConfigurationError(
+            f"{COMMAND_KEY}: there is no program {env.agent_command[0]!r}; expected one in the PATH, or a path to it"
+        )
+
+
 def prepare_agent(
     config: GRPOMasterConfig,
     tokenizer: "PreTrainedTokenizerBase",
@@ -63,13 +78,8 @@ def prepare_agent(
     env = config.env.environments[name]
     if not env.has_agent:
         return None
+    check_agent(env)
     key = AGENT_KEY if env.agent is not None else COMMAND_KEY
-    if env.agent is not None:
-        import_function_of_task(AGENT_KEY, env.agent)
-    elif shutil.which(env.agent_command[0]) is None:
-        raise ConfigurationError(
-            f"{COMMAND_KEY}: there is no program {env.agent_command[0]!r}; expected one in the PATH, or a path to it"
-        )
     if not tokenizer.chat_template:
         raise ConfigurationError(
             f"{key}: the tokenizer has no chat template for messages; set policy.tokenizer.chat_template"

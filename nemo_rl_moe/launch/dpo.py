@@ -94,7 +94,7 @@ def run_dpo(config: DPOMasterConfig, run: TrainingRun) -> None:
         TRAINING_DATA: samples_fingerprint(config.data.train.path, _token_ids(training)),
         MODEL: model_fingerprint(config.policy.model_name),  # the reference, in the steps or before them
     }
-    run.begin(num_training_steps(config.dpo, len(pairs.loader())), fingerprints)
+    run.begin(num_training_steps(config.dpo, len(pairs.loader())), fingerprints, len(training))
     if run.is_complete:
         return
     policy = run.start_policy()

@@ -70,13 +70,13 @@ def check_environments(config: GRPOMasterConfig) -> dict[str, Environment]:
     """
     drivers = {}
     for name, env in config.env.environments.items():
-        with _problems_of(name):
+        with problems_of_environment(name):
             if env.scores_trajectories:
                 check_library(env)
             elif not env.leaves_it_to_the_model:
                 make_reward_function(env)
     for name, env in config.env.environments.items():
-        with _problems_of(name):
+        with problems_of_environment(name):
             drivers[name] = make_environment(env)
     return drivers
 
@@ -98,7 +98,7 @@ def prepare_environments(
     """
     found = {}
     for name, driver in drivers.items():
-        with _problems_of(name):
+        with problems_of_environment(name):
             if config.env.environments[name].has_own_prompts:
                 driver = library_driver(config, tokenizer, sampling.stop_token_ids, name)
             tools = prepare_tools(config, tokenizer, sampling.stop_token_ids, name)
@@ -153,7 +153,7 @@ def _with_name(name: str, say: Callable[[str], None]) -> Callable[[str], None]:
 
 
 @contextmanager
-def _problems_of(name: str) -> Iterator[None]:
+def problems_of_environment(name: str) -> Iterator[None]:
     """Name the keys of one of several environments in the problems that are found inside."""
     try:
         yield

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nemo_rl_moe.config.algorithm import algorithm_of
-from nemo_rl_moe.config.files import exemplar_names
+from nemo_rl_moe.config.files import WHERE_THE_SHIPPED_ARE_LISTED
 from nemo_rl_moe.config.loading import load_any_config
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.errors import ConfigurationError
@@ -63,8 +63,7 @@ def load(options: argparse.Namespace, overrides: Sequence[str]) -> GRPOMasterCon
         ConfigurationError: It cannot.
     """
     if options.config is None:
-        names = ", ".join(name for name in exemplar_names() if name.startswith("grpo"))
-        raise ConfigurationError(f"evaluate: --config FILE is missing; shipped configurations: {names}")
+        raise ConfigurationError(f"evaluate: --config FILE is missing{WHERE_THE_SHIPPED_ARE_LISTED}")
     config = load_any_config(options.config, overrides)
     if not isinstance(config, GRPOMasterConfig):
         raise ConfigurationError(

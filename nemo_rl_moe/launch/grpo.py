@@ -137,7 +137,9 @@ def run_grpo(
     prepared = prepare_rollouts(config, run)
     roles = prepare_roles(prepared)
     loader = prepared.loader(config)
-    run.begin(num_training_steps(config.grpo, len(loader)), prepared.fingerprints(config))
+    # Each environment of a mixture goes on over the epochs.
+    num_prompts = None if config.env.mixture else sum(map(len, prepared.training.values()))
+    run.begin(num_training_steps(config.grpo, len(loader)), prepared.fingerprints(config), num_prompts)
     if run.is_complete:
         return
     if plan is not None:

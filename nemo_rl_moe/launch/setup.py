@@ -211,6 +211,8 @@ def read_samples(
             speech=speech,
         )
     console.message(samples.report.summary())
+    for line in samples.report.warnings():
+        console.warn(line)
     return samples
 
 
@@ -398,7 +400,10 @@ def summarise(
     for name in ("loss", "accuracy"):
         if f"val/{name}" in summary.last_validation:
             first, last = summary.first_validation[f"val/{name}"], summary.last_validation[f"val/{name}"]
-            lines.append(f"  validation {name}: {first:.4f} -> {last:.4f}")
+            only_one = summary.first_validation == summary.last_validation
+            lines.append(
+                f"  validation {name}: {last:.4f}" if only_one else f"  validation {name}: {first:.4f} -> {last:.4f}"
+            )
     if "train/moe/load_balancing_loss" in summary.last_training:
         balance = summary.last_training["train/moe/load_balancing_loss"]
         lines.append(f"  load balancing loss of the last step: {balance:.4f} (1 is perfect balance)")

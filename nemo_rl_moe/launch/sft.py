@@ -41,7 +41,7 @@ def run_sft(config: SFTMasterConfig, run: TrainingRun) -> None:
         return sequential_batches(held_out, batch_size, padding, config.sft.val_batches)
 
     fingerprint = samples_fingerprint(config.data.train.path, token_ids_and_images(training))
-    run.begin(num_training_steps(config.sft, len(loader)), {TRAINING_DATA: fingerprint})
+    run.begin(num_training_steps(config.sft, len(loader)), {TRAINING_DATA: fingerprint}, len(training))
     if run.is_complete:
         return
     policy = run.start_policy()

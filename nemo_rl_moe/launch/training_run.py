@@ -145,16 +145,17 @@ class TrainingRun(ModelRun):
         self.saved.models[role] = started
         return started
 
-    def begin(self, num_steps: int, fingerprints: Mapping[str, str]) -> None:
+    def begin(self, num_steps: int, fingerprints: Mapping[str, str], num_samples: int | None = None) -> None:
         """Report where the run begins, and what its settings come to. Writes nothing of the run's own.
 
         Args:
             fingerprints: Texts that change when an input does which a resumed run relies on, by the input's name.
+            num_samples: Samples of an epoch, of which each step takes a whole batch; None: an epoch leaves none out.
         """
         self.saved.begin(num_steps, fingerprints)
         if not self.is_complete:
             loop_config: Any = self.config  # every algorithm's has a loop and data
-            for line in notices(loop_config, num_steps):
+            for line in notices(loop_config, num_steps, num_samples):
                 self.console.warn(line)
         self.console.begin(num_steps)
 

@@ -29,11 +29,13 @@ class FailureRule:
         on_failure: As `env.on_failure`, by the name of the environment.
         fewest_of_group: Scored responses below which a group is left out, where failed ones are.
         fewest_of_step: Scored responses below which the whole step is left out, where failed ones are.
+        leave_truncated: Names of environments that give truncated responses reward 0 without scoring them.
     """
 
     on_failure: Mapping[str, OnFailure]
     fewest_of_group: int
     fewest_of_step: int
+    leave_truncated: frozenset[str] = frozenset()
 
     def of(self, trajectory: Trajectory) -> OnFailure:
         """Return the treatment of a failed trajectory."""
@@ -72,6 +74,16 @@ class FailureRule:
     def counted(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         """Return the trajectories whose rewards count in metrics."""
         return [found for found in trajectories if found.fault is None or self.of(found) == "zero"]
+
+    def unscored_metrics(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        """Return the share of trajectories that got reward 0 unscored; empty if their environments score all."""
+        if not any(found.environment in self.leave_truncated for found in trajectories):
+            return {}
+        unscored = [
+            found.is_truncated and found.reward == 0 and found.environment in self.leave_truncated
+            for found in trajectories
+        ]
+        return {"truncation_rate_unscored": sum(unscored) / len(trajectories)}
 
     def _groups_of(
         self, on_failure: OnFailure, trajectories: Sequence[Trajectory], num_generations: int

@@ -34,6 +34,8 @@ Begin = Callable[[int], RunningTrajectory]
 """Function that starts an attempt at a trajectory, counted from 0."""
 CHECK_S = 0.1
 """Seconds between two looks at the limits, while a trajectory waits for something of its own."""
+MANY = 4096
+"""Trajectories that are looked at so often; of more, each look costs more, and there are fewer."""
 CLEANUP_S = 5.0
 """Seconds that code may take for its end when it is cancelled."""
 
@@ -247,13 +249,13 @@ class TrajectoryPool:
         if self._engine_in_lockstep is not None or not unfinished:
             self._changed.clear()
             with suppress(TimeoutError):
-                async with asyncio.timeout(CHECK_S if unfinished else None):
+                async with asyncio.timeout(check_s(len(unfinished)) if unfinished else None):
                     await self._changed.wait()
             return
         waits = {each.waits_for for each in unfinished}
         phase = next((name for name in ("generation", "rewards") if name in waits), None)
         with self._clock.phase(phase) if phase is not None else nullcontext():
-            await asyncio.wait([each.task for each in unfinished], timeout=CHECK_S)
+            await asyncio.wait([each.task for each in unfinished], timeout=check_s(len(unfinished)))
 
     async def _answer(self, pool: "Lockstep[Any, Any]", phase: str) -> None:
         """Answer all who wait; those whose answer is there go on while others are still answered."""
@@ -265,6 +267,11 @@ class TrajectoryPool:
             self._watch.note_progress()
             with self._clock.phase("rewards"):
                 await asyncio.sleep(0)
+
+
+def check_s(num_unfinished: int) -> float:
+    """Return the seconds between two looks at so many trajectories, so that the loop has most of its time."""
+    return CHECK_S * max(1.0, num_unfinished / MANY)
 
 
 def seed_of_attempt(seed: int, attempt: int) -> int:

@@ -27,6 +27,7 @@ ORDER = (
     "test_memory_monitor",
     "test_watch",
     "test_drills",
+    "test_pairs",
     "test_lora_run",
     "test_tool_run",
     "test_distillation_run",

@@ -76,11 +76,16 @@ class Accounts:
             yield f"never trained on: {lost}"
         if len({(group.position // NUM_PROMPTS, group.sample_id) for group in groups.values()}) < len(groups):
             yield "a prompt came twice in an epoch"
-        yield from self._faults_of_the_queue(groups)
+        yield from self.faults_of_the_queue(groups)
         if not self.logs.weights():
             yield "no final weights"
 
-    def _faults_of_the_queue(self, groups: dict[int, ScheduledGroup]) -> Iterator[str]:
+    def faults_of_the_queue(self, groups: dict[int, ScheduledGroup]) -> Iterator[str]:
+        """Yield what the restarts have changed of the queues that they found.
+
+        Args:
+            groups: What the run has trained on, by position.
+        """
         for position, (version, attempt) in self.queued.items():
             if position in groups and (groups[position].version, groups[position].attempt) != (version, attempt):
                 yield f"group {position} of the queue did not come back: {groups[position]}, expected {version}"

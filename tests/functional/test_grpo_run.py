@@ -112,7 +112,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, data: Path) -> FinishedRun:
 def test_logs_reward_beside_routing_by_the_field_s_names(run: FinishedRun) -> None:
     keys = {key.removeprefix("train/") for key in run.history() if key.startswith("train/")}
     routing = {key for key in keys if key.startswith(("moe/", "moe_expert_utilization/"))}
-    of_groups = {"env/num_groups_left_out"}
+    of_groups = {"env/num_groups_left_out", "truncation_rate_unscored"}
     assert keys - routing == REWARD_KEYS | LENGTH_KEYS | ADVANTAGE_KEYS | FAULT_KEYS | LOSS_KEYS | of_groups
     assert {"moe/load_balancing_loss", "moe/cv_mean", "moe/max_overload_factor"} <= routing
     validation = {key.removeprefix("val/") for key in run.history() if key.startswith("val/")}

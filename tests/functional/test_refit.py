@@ -279,7 +279,7 @@ def test_the_engine_of_the_page_generates(tmp_path: Path) -> None:
     [
         ("no_such_module:make", "policy.generation.backend: no_such_module:make: there is no module no_such_module"),
         ("json:dumpz", "policy.generation.backend: json:dumpz: json has no dumpz; did you mean dump"),
-        ("json:__name__", "policy.generation.backend: json:__name__ is 'json' (str), expected an Engine"),
+        ("pytest:__name__", "policy.generation.backend: pytest:__name__ is 'pytest' (str), expected an Engine"),
     ],
 )
 def test_an_engine_that_is_not_there_is_reported(backend: str, problem: str, tmp_path: Path) -> None:

@@ -357,7 +357,8 @@ def test_gpus_on_a_machine_without(refused: Refused, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert refused(cluster__gpus_per_node=2) == (
         "error: cluster.gpus_per_node: asked for 2 GPUs on one node, the Ray cluster has 0;"
-        " nearest: cluster.gpus_per_node=0, which trains on CPUs\n"
+        " nearest: cluster.gpus_per_node=0, which trains on CPUs, with parallel sizes of policy.megatron_cfg, such as"
+        " expert_model_parallel_size, that divide cluster.cpu_workers_per_node\n"
     )
 
 

@@ -103,7 +103,7 @@ def small_config(*, rehearse: bool) -> Any:
 
 
 def run_config(*, rehearse: bool, tokens: int | None = None, **changes: Any) -> SFTMasterConfig:
-    """Return one rank's configuration with the settings of sft.yaml: bfloat16, distributed optimizer, chunked logits.
+    """Return one rank's configuration with the settings of a shipped recipe: bfloat16, distributed optimizer, packing.
 
     Args:
         rehearse: On CPUs, in float32.
@@ -112,7 +112,7 @@ def run_config(*, rehearse: bool, tokens: int | None = None, **changes: Any) -> 
     """
     values = _one_rank(rehearse, tokens or (64 if rehearse else 4096), changes)
     values["policy.train_global_batch_size"] = 4 * len(_PARTS)
-    return load_config("examples/configs/sft.yaml", _overrides(values), check_paths=False)
+    return load_config("examples/configs/sft_qwen3_30b_a3b.yaml", _overrides(values), check_paths=False)
 
 
 def recipe_config(*, rehearse: bool, tokens: int, **changes: Any) -> GRPOMasterConfig:

@@ -171,11 +171,13 @@ class Rules:
 
     Attributes:
         groups: Number of groups and of those that a token may use, best score first (DeepSeek-V2); None: no groups.
+        best_of_group: Experts whose logits add up to a group's; 1: the best score, which is that of the best logit.
     """
 
     topk: int
     sigmoid: bool = False
     groups: tuple[int, int] | None = None
+    best_of_group: int = 1
 
 
 def reference_losses(run: LossRun, rules: Rules, num_ranks: int, counted: str = "live") -> Found:
@@ -244,7 +246,7 @@ class _Tokens:
         scores = logits.sigmoid() if rules.sigmoid else logits.exp()
         scores = scores / scores.sum(1, keepdim=True)
         chosen = torch.zeros_like(scores)
-        for token, row in enumerate(scores.tolist()):
+        for token, row in enumerate((scores if rules.sigmoid else logits).tolist()):
             replayed = [] if experts is None else experts[token].tolist()
             chosen[token, replayed if replayed and replayed[0] >= 0 else _best(row, rules)] = 1.0
         return cls(logits, scores, chosen)
@@ -256,7 +258,7 @@ def _best(scores: list[float], rules: Rules) -> list[int]:
         number, most = rules.groups
         size = len(scores) // number
         groups = [usable[first : first + size] for first in range(0, len(scores), size)]
-        groups.sort(key=lambda group: -max(scores[expert] for expert in group))
+        groups.sort(key=lambda group: -sum(sorted(scores[expert] for expert in group)[-rules.best_of_group :]))
         usable = [expert for group in groups[:most] for expert in group]
     return sorted(usable, key=lambda expert: -scores[expert])[: rules.topk]
 

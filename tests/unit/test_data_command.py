@@ -122,7 +122,8 @@ def test_pairs_with_what_was_cut_of_each(tmp_path: Path, shown: Callable[..., st
     pair = {"prompt": "1+1=", "chosen": "2", "rejected": "3" * 300}
     (tmp_path / "pairs.jsonl").write_text(json.dumps(pair))
     text = shown("data.train.path=pairs.jsonl", config="dpo_tiny_moe.yaml")
-    assert text.split("\n", 3)[3] == (
+    _, _, shown_pairs = text.partition("{{truncated}}\n")
+    assert shown_pairs == (
         "\npairs.jsonl:1 (chosen): 6 tokens, 2 to train on\n1+1=[[2<eos>]]\n"
         "\npairs.jsonl:1 (rejected): 64 tokens, 60 to train on, more than 200 truncated\n"
         f"1+1=[[{'3' * 60}]]{{{{{'3' * 200}}}}}{{{{ ...}}}}"

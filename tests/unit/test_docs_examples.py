@@ -155,9 +155,10 @@ def configurations(page: Path) -> dict[str, str]:
     return {match[1]: text for match, text in named if match}
 
 
-def page_of_configurations(page: Path, command: str) -> Path:
-    """Return the page with the files that a page's commands mean: itself, or the page of the algorithm."""
-    return page if configurations(page) else DOCS / (f"{command}.md" if command in ALGORITHMS else "grpo.md")
+def files_of_commands(page: Path, command: str) -> dict[str, str]:
+    """The files that a page's commands mean: its own, and those of the algorithm's page."""
+    of_algorithm = DOCS / (f"{command}.md" if command in ALGORITHMS else "grpo.md")
+    return configurations(of_algorithm) | configurations(page)
 
 
 @pytest.mark.parametrize(("page", "words"), COMMANDS, ids=[f"{page.name}-{words[0]}" for page, words in COMMANDS])
@@ -168,7 +169,7 @@ def test_commands_are_valid(page: Path, words: list[str], tmp_path: Path, monkey
         Path("opd.yaml").write_text((EXAMPLE_ALGORITHM / "opd.yaml").read_text())
     if page.name == "agents.md":  # which enters the folder of the example
         Path(EXAMPLE_AGENT.name).write_text(EXAMPLE_AGENT.read_text())
-    for name, text in configurations(page_of_configurations(page, words[0])).items():
+    for name, text in files_of_commands(page, words[0]).items():
         Path(name).write_text(text, encoding="utf-8")
     load = LOADERS[words[0]]
     config, *overrides = words[words.index("--config") + 1 :]
@@ -184,6 +185,21 @@ def test_commands_are_valid(page: Path, words: list[str], tmp_path: Path, monkey
     else:
         load(config, overrides, check_paths=False)
     ALGORITHMS.pop("opd", None)  # the example's registers itself where it is imported
+
+
+# An engine's section is known once its module is imported, which the engine's own test does.
+WITH_AN_ENGINE = "adding-a-generation-engine.md"
+CONFIGURATIONS = [(page, name) for page in PAGES if page.name != WITH_AN_ENGINE for name in configurations(page)]
+
+
+@pytest.mark.parametrize(("page", "name"), CONFIGURATIONS, ids=[f"{page.name}-{name}" for page, name in CONFIGURATIONS])
+def test_configurations_are_valid(page: Path, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a page, beside the file with model and data that grpo.md shows."""
+    monkeypatch.chdir(tmp_path)
+    for file, text in {**configurations(GRPO_PAGE), **configurations(page)}.items():
+        Path(file).write_text(text, encoding="utf-8")
+    assert not any(text.startswith("defaults: grpo_math_1B") for text in Path(name).read_text().splitlines())
+    load_any_config(name, check_paths=False)
 
 
 GENERATE_COMMANDS = [
@@ -248,11 +264,11 @@ def test_there_are_commands_and_code_to_test() -> None:
         ("evaluate-and-generate.md", "evaluate"),
         ("forced-imbalance.md", "sft"),
         *(("multi-node.md", command) for command in ("sft", "grpo", "plan")),
-        *(("quickstart.md", command) for command in ("sft", "config", "data", "plan")),
+        *(("quickstart.md", command) for command in ("sft", "grpo", "config", "data", "plan")),
     }
     # None is missed for standing in a form that `commands` does not know.
     assert len(COMMANDS) == sum(page.read_text(encoding="utf-8").count("--config ") for page in PAGES)
-    assert len(PYTHON_BLOCKS) == 22
+    assert len(PYTHON_BLOCKS) == 23
 
 
 def write_demo_run() -> None:
@@ -293,6 +309,12 @@ def test_environment_of_ones_own_scores(tmp_path: Path) -> None:
     assert callable(score)
     for response, reward in ((" 606\n", 1.0), ("607", 0.0)):
         assert score(ScoringItem("a", "228+378=", response, False, {"answer": "606"})) == reward
+
+
+def test_reward_of_the_quickstart(tmp_path: Path) -> None:
+    score = run_block(PYTHON_BLOCKS[MODULES["letters"]], tmp_path)["score"]
+    assert callable(score)
+    assert [score(ScoringItem("a", "p", text, False, {})) for text in ("eeel", "")] == [0.75, 0.0]
 
 
 def test_agent_of_the_page(tmp_path: Path) -> None:

@@ -68,7 +68,8 @@ def step_metrics(environment: str = "") -> dict[str, float]:
     rollouts = [replace(each, environment=environment) for each in rollouts]
     groups = RolloutGroups(trained=rollouts, generated=rollouts, num_generations=2, num_rounds=2, num_filled=0)
     batch = training_batch(rollouts, torch.zeros(1, 2, dtype=torch.float64), PAD_TOKEN, leave_out_truncated=False)
-    return group_metrics(groups, LEAVE_OUT) | advantage_metrics(batch, torch.ones(1, 2, dtype=torch.bool))
+    rule = replace(LEAVE_OUT, leave_truncated=frozenset({environment}))
+    return group_metrics(groups, rule) | advantage_metrics(batch, torch.ones(1, 2, dtype=torch.bool))
 
 
 def test_table_has_every_training_metric_and_no_other() -> None:

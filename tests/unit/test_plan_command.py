@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl_moe import cli
+from nemo_rl_moe.config.files import exemplar_names
 
 pytestmark = pytest.mark.megatron
 
@@ -54,7 +55,7 @@ def test_dense_exemplar(capsys: pytest.CaptureFixture[str], tmp_path: Path, monk
 
 def test_experts_and_stages(capsys: pytest.CaptureFixture[str]) -> None:
     chosen = [f"{MEGATRON}.pipeline_model_parallel_size=2", f"{MEGATRON}.expert_model_parallel_size=4"]
-    code, printed, errors = plan(capsys, "sft.yaml", QWEN3_30B_A3B, *chosen)
+    code, printed, errors = plan(capsys, "sft_qwen3_30b_a3b.yaml", QWEN3_30B_A3B, *chosen)
     assert (code, errors) == (0, "")
     rows = values(printed)
     assert rows["expert parallel (EP)"] == "4"
@@ -193,13 +194,13 @@ def test_the_vision_towers_activations(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_forced_routing_is_shouted(capsys: pytest.CaptureFixture[str]) -> None:
-    _, printed, _ = plan(capsys, "sft.yaml", QWEN3_30B_A3B, f"{MEGATRON}.moe_router_force_hot_rank=0")
+    _, printed, _ = plan(capsys, "sft_qwen3_30b_a3b.yaml", QWEN3_30B_A3B, f"{MEGATRON}.moe_router_force_hot_rank=0")
     assert "FORCED ROUTING" in printed
 
 
 def test_warnings_are_those_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     chosen = [f"+{MEGATRON}.moe_router_topk=4", f"+{MEGATRON}.moe_shared_expert_intermediate_size=64"]
-    code, printed, _ = plan(capsys, "sft.yaml", QWEN3_30B_A3B, *chosen, "policy.init=pretrained")
+    code, printed, _ = plan(capsys, "sft_qwen3_30b_a3b.yaml", QWEN3_30B_A3B, *chosen, "policy.init=pretrained")
     assert code == 0
     warnings = [line for line in printed.splitlines() if line.startswith("warning: ")]
     assert any("moe_router_topk: 4 takes the place of the model's own 8" in line for line in warnings)
@@ -210,11 +211,21 @@ def test_warnings_are_those_of_a_run(capsys: pytest.CaptureFixture[str]) -> None
     ("arguments", "expected"),
     [
         (
-            ["sft.yaml", QWEN3_30B_A3B, f"{MEGATRON}.expert_model_parallel_size=3", "cluster.gpus_per_node=9"],
+            [
+                "sft_qwen3_30b_a3b.yaml",
+                QWEN3_30B_A3B,
+                f"{MEGATRON}.expert_model_parallel_size=3",
+                "cluster.gpus_per_node=9",
+            ],
             "policy.train_global_batch_size: got 64, expected a multiple of 9",
         ),
         (
-            ["sft.yaml", QWEN3_30B_A3B, f"{MEGATRON}.pipeline_model_parallel_size=32", "cluster.num_nodes=32"],
+            [
+                "sft_qwen3_30b_a3b.yaml",
+                QWEN3_30B_A3B,
+                f"{MEGATRON}.pipeline_model_parallel_size=32",
+                "cluster.num_nodes=32",
+            ],
             f"{MEGATRON}.pipeline_model_parallel_size: got 32 (x 1 virtual stages), which does not divide",
         ),
         (
@@ -226,9 +237,15 @@ def test_warnings_are_those_of_a_run(capsys: pytest.CaptureFixture[str]) -> None
             "policy.model_name: got 'Qwen/Qwen3-1.7B', which is no folder here, and config.json",
         ),
         (["grpo_math_1B.yaml", "policy.model_name=./nothing"], "policy.model_name: nothing not found"),
-        (["sft.yaml", QWEN3_30B_A3B, "sft.sed=1"], "sft.sed: unknown key"),
-        (["sft.yaml", "--target", "8xH10"], "--target: got the card H10, expected one of A100-40GB, A100-80GB, H100,"),
-        (["sft.yaml", "--target", "H100"], "--target: got 'H100', expected GPUSxCARD or NODESxGPUSxCARD, such as"),
+        (["sft_qwen3_30b_a3b.yaml", QWEN3_30B_A3B, "sft.sed=1"], "sft.sed: unknown key"),
+        (
+            ["sft_qwen3_30b_a3b.yaml", "--target", "8xH10"],
+            "--target: got the card H10, expected one of A100-40GB, A100-80GB, H100,",
+        ),
+        (
+            ["sft_qwen3_30b_a3b.yaml", "--target", "H100"],
+            "--target: got 'H100', expected GPUSxCARD or NODESxGPUSxCARD, such as",
+        ),
     ],
 )
 def test_wrong_input_is_one_line_and_code_2(
@@ -351,7 +368,7 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 SHIPPED = {
-    "sft.yaml": ("Qwen3-30B-A3B", "8xH200"),
+    "sft_qwen3_30b_a3b.yaml": ("Qwen3-30B-A3B", "8xH200"),
     "dpo.yaml": ("Qwen3-30B-A3B", "8xH200"),
     "grpo_math_1B.yaml": ("Qwen3-1.7B", "8xH100"),
     "ppo_math_1B.yaml": ("Qwen3-1.7B", "8xH100"),
@@ -373,8 +390,7 @@ SHIPPED = {
 
 
 def test_every_recipe_for_gpus_has_a_target() -> None:
-    recipes = {path.name for path in (MODEL_CONFIGS.parents[1] / "configs").glob("*.yaml")} - {"base.yaml"}
-    assert {name for name in recipes if "tiny" not in name and name != "grpo_generate.yaml"} == SHIPPED.keys()
+    assert {name for name in exemplar_names() if "tiny" not in name and name != "grpo_generate.yaml"} == SHIPPED.keys()
 
 
 TEACHER = f"distillation.teachers.teacher.model_name={MODEL_CONFIGS / 'Qwen3-30B-A3B'}"

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from nemo_rl_moe.models.megatron.layers.router_losses import share_of_rank
+from nemo_rl_moe.models.megatron.layers.router_losses import recorded_share
 from nemo_rl_moe.models.megatron.model import parallel_state as project_parallel_state
 from nemo_rl_moe.models.megatron.model.releases import clear_auxiliary_losses, recorded_auxiliary_losses
 from nemo_rl_moe.models.megatron.model.transformer_config import (
@@ -175,7 +175,7 @@ def _reduce_tracker(loss_scale: float, device: torch.device) -> dict[str, dict[i
     for row, name in enumerate(AUXILIARY_LOSSES):
         if name in recorded:
             values = recorded[name][:MAX_TRACKED_LAYERS]
-            losses[row, : len(values)] = values.to(losses) * share_of_rank(name)
+            losses[row, : len(values)] = values.to(losses) * recorded_share(name)
     too_long = any(len(values) > MAX_TRACKED_LAYERS for values in recorded.values())
     flag = torch.tensor([float(too_long)], device=device)
     totals, contributors, num_too_long = sum_over_ranks([losses, (losses != 0).double(), flag], device)
@@ -238,5 +238,5 @@ def _own_losses(names: Sequence[str], config: TransformerConfig, device: torch.d
     shares = torch.zeros(len(names), config.num_layers, dtype=torch.float64, device=device)
     for row, name in enumerate(names):
         if name in recorded:
-            shares[row] = recorded[name][: config.num_layers].to(shares) * share_of_rank(name)
+            shares[row] = recorded[name][: config.num_layers].to(shares) * recorded_share(name)
     return shares

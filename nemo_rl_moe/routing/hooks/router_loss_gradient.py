@@ -28,6 +28,23 @@ from nemo_rl_moe.shapes import Bool, Float
 
 _SUM_OF_WEIGHTS = 1e-2
 """Farthest that the weights of a token's experts may add up from 1; bfloat16 alone stays below."""
+_MOST_WAITING = 8
+"""Passes whose backward pass may still come; without this limit, passes that never get one would be kept."""
+
+
+@dataclass(frozen=True)
+class TrainedCoefficient:
+    """What the gradients of router logits show.
+
+    Attributes:
+        coefficient: Sum over the passes: that of one optimizer step, if each pass has its share of the loss.
+        error: Part of the gradient that neither the balancing loss nor a z-loss explains, as a share of its length.
+        is_exact: The logits are in float32; otherwise transformers rounds the gradient by several percent.
+    """
+
+    coefficient: float
+    error: float
+    is_exact: bool
 
 
 @dataclass
@@ -45,7 +62,8 @@ class RouterLossGradient(ForwardWatcher):
     """Reader of the balancing loss's gradient in one model.
 
     The equation is transformers' `load_balancing_loss_func`: `E * sum_e F_e P_e`, with `F_e` the assignments of expert
-    `e` over the tokens, and `P_e` its mean probability, both over all layers.
+    `e` over the tokens, and `P_e` its mean probability, both over all layers. A z-loss of the user's own, in whatever
+    strength, is told apart.
 
     Raises:
         ValueError: No router is known.
@@ -54,75 +72,77 @@ class RouterLossGradient(ForwardWatcher):
     def __init__(self, model: nn.Module):
         routers = known_routers(model)
         super().__init__([layer for layer, _ in routers])
-        self._pass: _Pass | None = None
+        self._passes: list[_Pass] = []
         self._is_readable: dict[RouterLayer, bool] = {}
-        self._coefficient, self._residual, self._length = 0.0, 0.0, 0.0
+        self._coefficient, self._residual, self._length, self._is_exact = 0.0, 0.0, 0.0, True
         watch_model(entry_of(model, routers[0][1]), routers, self)
 
-    def take(self) -> tuple[float, float] | None:
-        """Return the coefficient and the error of the gradients since they were last taken; None: there was none.
-
-        The coefficient is the sum over the passes: that of one optimizer step, if each pass has its share of the loss.
-        The error is the part of the gradient that no coefficient explains, as a share of its length.
-        """
+    def take(self) -> TrainedCoefficient | None:
+        """Return what the gradients show since they were last taken; None: there was none."""
+        self._compare_finished()
         found = None
         if self._length > 0:
-            found = self._coefficient, (self._residual / self._length) ** 0.5
-        self._coefficient, self._residual, self._length = 0.0, 0.0, 0.0
+            error = (self._residual / self._length) ** 0.5
+            found = TrainedCoefficient(self._coefficient, error, self._is_exact)
+        self._coefficient, self._residual, self._length, self._is_exact = 0.0, 0.0, 0.0, True
         return found
 
     def enter_model(self, arguments: Mapping[str, Any]) -> None:
         super().enter_model(arguments)
         if not self.is_recomputed():
-            self._pass = None
+            self._compare_finished()
+            self._passes.append(_Pass(None))
 
     def add(self, layer: RouterLayer, router: nn.Module, args: Any, kwargs: Mapping[str, Any], outputs: Any) -> None:
         """Take one call of a router; activation checkpointing may run it without gradients first."""
-        if layer.kind is not RouterKind.TRANSFORMERS or not router.training or len(outputs) < 2:
+        if layer.kind is not RouterKind.TRANSFORMERS or not router.training or len(outputs) < 2 or not self._passes:
             return
-        logits, weights = outputs[0], outputs[1]
+        logits, weights, of_pass = outputs[0], outputs[1], self._passes[-1]
         if layer not in self._is_readable:  # once: on a GPU the host would wait
             self._is_readable[layer] = isinstance(logits, Tensor) and logits.ndim == 2 and _add_up_to_one(weights)
         if not self._is_readable[layer]:
             return
         if not self.is_recomputed():
-            if self._pass is None:
-                self._pass = _Pass(valid_tokens(self._attention_mask, len(logits)))
-            self._pass.logits[layer] = logits.detach()
+            of_pass.is_token = valid_tokens(self._attention_mask, len(logits))
+            of_pass.logits[layer] = logits.detach()
             experts = as_numbers(routed_experts(layer, router, outputs), layer.topk)
-            self._pass.chosen[layer] = experts_as_map(experts.long(), layer.num_experts)
-        if self._pass is not None and logits.requires_grad and layer not in self._pass.has_hook:
-            self._pass.has_hook.add(layer)
-            logits.register_hook(partial(self._take_gradient, self._pass, layer))
-
-    def _take_gradient(self, of_pass: _Pass, layer: RouterLayer, gradient: Tensor) -> None:
-        of_pass.gradients[layer] = gradient.detach()
-        if len(of_pass.gradients) == len(of_pass.logits):
-            self._compare(of_pass)
+            of_pass.chosen[layer] = experts_as_map(experts.long(), layer.num_experts)
+        if logits.requires_grad and layer in of_pass.logits and layer not in of_pass.has_hook:
+            of_pass.has_hook.add(layer)
+            logits.register_hook(partial(of_pass.gradients.__setitem__, layer))
 
     @torch.no_grad()
+    def _compare_finished(self) -> None:
+        """Compare the passes whose backward pass has run, and forget them; the others wait for theirs."""
+        for of_pass in self._passes:
+            if of_pass.gradients:
+                self._compare(of_pass)
+        self._passes = [each for each in self._passes if each.logits and not each.gradients][-_MOST_WAITING:]
+
     def _compare(self, of_pass: _Pass) -> None:
         layers = list(of_pass.logits)
-        is_token = of_pass.is_token
-        if is_token is None:
-            is_token = torch.ones(len(of_pass.logits[layers[0]]), device=of_pass.logits[layers[0]].device)
+        some = of_pass.logits[layers[0]]
+        is_token = torch.ones(len(some), device=some.device) if of_pass.is_token is None else of_pass.is_token
         rows = is_token.float().sum() * len(layers)
         load = sum(is_token.float() @ of_pass.chosen[layer].float() for layer in layers) / rows
-        totals = torch.zeros(3, dtype=torch.float64, device=is_token.device)
-        for layer in layers:
-            probabilities = of_pass.logits[layer].float().softmax(-1)
-            slopes = probabilities * (load - (probabilities @ load)[:, None]) * layer.num_experts / rows
+        products = torch.zeros(3, 3, dtype=torch.float64, device=some.device)
+        for layer, gradient in of_pass.gradients.items():
+            logits = of_pass.logits[layer].float()
+            scores = logits.softmax(-1)
+            balancing = scores * (load - (scores @ load)[:, None]) * layer.num_experts / rows
+            z_loss = scores * logits.logsumexp(-1, keepdim=True) * 2 / rows
             compared = ~of_pass.chosen[layer] & is_token.bool()[:, None]
-            expected, found = (slopes * compared).double(), (of_pass.gradients[layer] * compared).double()
-            totals += torch.stack([(found * expected).sum(), expected.square().sum(), found.square().sum()])
-        product, length, found_length = totals.tolist()
-        if length:
-            coefficient = product / length
-            self._coefficient += coefficient
-            self._residual += max(found_length - coefficient * product, 0.0)
-            self._length += found_length
-        of_pass.gradients.clear()
-        of_pass.logits.clear()
+            each = torch.stack([(part * compared).flatten() for part in (balancing, z_loss, gradient)]).double()
+            products += each @ each.T
+            self._is_exact &= of_pass.logits[layer].dtype == torch.float32
+        found = products.cpu()
+        if not found[0, 0] > 0:
+            return
+        shares = torch.linalg.lstsq(found[:2, :2], found[:2, 2:]).solution[:, 0]
+        explained = float(shares @ found[:2, 2])
+        self._coefficient += float(shares[0])
+        self._residual += max(float(found[2, 2]) - explained, 0.0)
+        self._length += float(found[2, 2])
 
 
 def _add_up_to_one(weights: Any) -> bool:

@@ -48,15 +48,23 @@ class RoutingCallback(TrainerCallback):
     sequences that are in each other's place are found in a sample of those of all processes.
 
     Where the model trains with its load balancing loss (`output_router_logits=True`) and the weights of a token's
-    experts add up to 1, `moe/router_gradient/scale_aux` is the coefficient that the loss trains with, over the model's
-    `router_aux_loss_coef`: 1 is right.
+    experts add up to 1, `moe/router_gradient/coefficient_aux` is the coefficient that the loss trains with, and
+    `moe/router_gradient/scale_aux` the same over the one that is wanted: 1 is right.
 
     Args:
         thresholds: Limits of findings.
+        router_loss_coefficient: Coefficient that the load balancing loss is to train with; None: the model's
+            `router_aux_loss_coef`.
         max_sequences: Sequences of each process and logged step of which generation and training are compared.
     """
 
-    def __init__(self, thresholds: Thresholds = THRESHOLDS, max_sequences: int = 64):
+    def __init__(
+        self,
+        thresholds: Thresholds = THRESHOLDS,
+        max_sequences: int = 64,
+        router_loss_coefficient: float | None = None,
+    ):
+        self._wanted_coefficient = router_loss_coefficient
         self._thresholds, self._max_sequences = thresholds, max_sequences
         self._model: nn.Module | None = None
         self._recorder: RouteRecorder | None = None
@@ -78,7 +86,9 @@ class RoutingCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **more: Any) -> None:
         recorder = RouteRecorder(model, self._wants)  # first: it may refuse the model
         enable_load_balance_tracking(model)
-        self._losses = RouterLossGradient(model) if _balancing_coefficient(model) else None
+        # A scaler of float16 multiplies every gradient by a number that it changes as it goes.
+        is_scaled = bool(getattr(args, "fp16", False))
+        self._losses = RouterLossGradient(model) if _balancing_coefficient(model) and not is_scaled else None
         self._model, self._recorder = model, recorder
         self._tracker = FindingTracker(self._thresholds, self._recorder.topk)
 
@@ -130,8 +140,10 @@ class RoutingCallback(TrainerCallback):
         updates, self._num_updates = max(self._num_updates, 1), 0
         if found is None:
             return {}
-        scale = found[0] / updates / _balancing_coefficient(model)
-        return {"router_gradient/scale_aux": scale, "router_gradient/error_aux": max(abs(scale - 1), found[1])}
+        coefficient = found.coefficient / updates
+        scale = coefficient / (self._wanted_coefficient or _balancing_coefficient(model))
+        metrics = {"router_gradient/coefficient_aux": coefficient, "router_gradient/scale_aux": scale}
+        return metrics | ({"router_gradient/error_aux": max(abs(scale - 1), found.error)} if found.is_exact else {})
 
     def _end_of_step(self, model: nn.Module, recorder: RouteRecorder, state: Any) -> dict[str, float]:
         assert self._tracker is not None

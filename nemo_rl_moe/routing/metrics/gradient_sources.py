@@ -42,16 +42,16 @@ def gradient_metrics(
 
 
 def agreement_metrics(
-    name: str, found: Float[Tensor, "experts hidden"], expected: Float[Tensor, "experts hidden"]
+    name: str, found: Float[Tensor, "experts hidden"], expected: Float[Tensor, "experts hidden"], floor: float = 0.0
 ) -> dict[str, float]:
     """Return how a router's gradient of one source agrees with the one expected by the equation of its loss.
 
     `scale_{name}` is `<found, expected> / <expected, expected>`: 0.5 if the loss acts with half its coefficient.
-    `error_{name}` is `|found - expected| / |expected|`: large too if tokens count that should not. Empty where nothing
-    is expected.
+    `error_{name}` is `|found - expected| / |expected|`: large too if tokens count that should not. Empty if the
+    expected gradient is no longer than `floor`, or 0.
     """
     length = float(expected.double().square().sum())
-    if not length:
+    if length <= floor**2:
         return {}
     scale = float((found.double() * expected.double()).sum()) / length
     error = float((found.double() - expected.double()).square().sum())

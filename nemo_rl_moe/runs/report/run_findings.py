@@ -28,6 +28,7 @@ _METRICS = (
     *staleness_signal.METRICS,
     *engine_signal.METRICS,
 )
+_REWARD = "train/reward"
 _OF_REWARDS = ("constant_reward", "no_advantages")
 _FORCED_ROUTING = "moe_router_force_"
 
@@ -67,12 +68,19 @@ def findings_of(run: RunData, thresholds: Thresholds | None = None) -> list[Find
 
 
 def scoring_lines(run_folder: Path) -> list[str]:
-    """Return lines for the end of a run: responses that could not be scored, and rewards that teach nothing."""
+    """Return lines for the end of a run: its reward, responses that were not scored, rewards that teach nothing."""
     try:
         failures, history = FailuresTail(run_folder).read().records, read_history(run_folder / METRICS_FILE_NAME)
     except (OSError, DataError):
         return []
     lines = []
+    if points := history.get(_REWARD):
+        (first, before), (last, after) = points[0], points[-1]
+        lines.append(
+            f"  reward of step {first}: {before:.4f}"
+            if first == last
+            else f"  reward of steps {first} and {last}: {before:.4f} -> {after:.4f}"
+        )
     for split, of in (("train", "responses"), ("val", "responses of validations")):
         failed = [record for record in failures if record.content.split == split]
         if failed:

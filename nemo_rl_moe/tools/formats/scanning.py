@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from nemo_rl_moe.config.suggestions import shortened
+from nemo_rl_moe.errors import json_problem
 from nemo_rl_moe.tools.formats.interface import (
     THINK_END,
     THINK_START,
@@ -98,7 +99,9 @@ def read_json(text: str, place: int) -> tuple[Any, int]:
         return _DECODER.raw_decode(text, place)
     except json.JSONDecodeError as error:
         near = shortened(text[error.pos : error.pos + 20])
-        raise CallProblem(f"invalid JSON: {error.msg} at {near!r}, character {error.pos - place + 1}") from None
+        raise CallProblem(
+            f"invalid JSON: {json_problem(error)} at {near!r}, character {error.pos - place + 1}"
+        ) from None
     except (ValueError, RecursionError) as error:
         raise CallProblem(f"invalid JSON: {str(error)[:100]}") from None
 

@@ -483,7 +483,7 @@ def test_what_a_step_logs() -> None:
         "skipped_updates",
         *("reward", "reward_std", "accuracy", "mean_gen_tokens_per_sample", "max_gen_tokens_per_sample"),
         *("truncation_rate", "frac_zero_std_groups", "env/num_errors", "env/num_timeouts", "env/num_died"),
-        *("env/failed_share", "env/num_groups_left_out"),
+        *("env/failed_share", "env/num_groups_left_out", "truncation_rate_unscored"),
         *("advantages/mean", "advantages/min", "advantages/max"),
     }
     assert all(name.split("/")[0] in ("train", "val", "timing") for name in metrics)

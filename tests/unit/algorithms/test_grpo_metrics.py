@@ -5,7 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from nemo_rl_moe.algorithms.grpo_batch import failure_rule
 from nemo_rl_moe.algorithms.grpo_metrics import advantage_metrics, group_metrics
+from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.rewards.interface import Fault
 from nemo_rl_moe.rollouts.source import RolloutGroups
 from nemo_rl_moe.rollouts.training_batch import training_batch
@@ -36,6 +38,25 @@ def test_all_generated_responses_are_reported() -> None:
         "dynamic_sampling/num_filled_groups": 0.0,
         "filtered_reward": 0.5,
     }
+
+
+def test_truncated_responses_that_nobody_scored_are_counted() -> None:
+    """Of four responses one is cut with reward 0; a cut one with a reward has been scored by its own code."""
+    rollouts = [*DULL, *GOOD]
+    groups = RolloutGroups(rollouts, rollouts, num_generations=2, num_rounds=1, num_filled=0)
+    rule = replace(AS_ZERO, leave_truncated=frozenset({""}))
+    assert group_metrics(groups, rule)["truncation_rate_unscored"] == 0.25
+    assert "truncation_rate_unscored" not in group_metrics(groups, AS_ZERO)
+    scored = [replace(DULL[0], reward=0.5), *rollouts[1:]]
+    groups = RolloutGroups(scored, scored, num_generations=2, num_rounds=1, num_filled=0)
+    assert group_metrics(groups, rule)["truncation_rate_unscored"] == 0.0
+
+
+def test_the_rule_knows_who_leaves_truncated_responses() -> None:
+    config = load_grpo_config("grpo_tiny_moe.yaml", check_paths=False)
+    assert failure_rule(config).leave_truncated == {""}
+    config = load_grpo_config("grpo_tiny_moe.yaml", ["env.score_truncated=true"], check_paths=False)
+    assert failure_rule(config).leave_truncated == frozenset()
 
 
 def test_of_a_plain_step_nothing_is_said_of_dynamic_sampling() -> None:

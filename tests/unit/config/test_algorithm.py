@@ -13,7 +13,7 @@ import yaml
 
 from nemo_rl_moe import cli
 from nemo_rl_moe.config.algorithm import ALGORITHMS, BUILT_IN, algorithm_of, find_algorithm
-from nemo_rl_moe.config.files import exemplar_names
+from nemo_rl_moe.config.files import WHERE_THE_SHIPPED_ARE_LISTED, exemplar_names
 from nemo_rl_moe.config.loading import dump_resolved, load_any_config
 from nemo_rl_moe.config.validation import field_at
 from nemo_rl_moe.errors import ConfigurationError
@@ -191,17 +191,20 @@ def test_run_ends_with_code_2_before_anything_starts(working_folder: Path, capsy
         "error: algorithm: my_algorithm:OWM: my_algorithm has no OWM; did you mean OWN?\n"
     )
     assert cli.main(["run"]) == 2
-    assert capsys.readouterr().err.startswith("error: run: --config FILE is missing; shipped configurations: ")
+    assert capsys.readouterr().err == f"error: run: --config FILE is missing{WHERE_THE_SHIPPED_ARE_LISTED}\n"
     assert {path.name for path in working_folder.iterdir()} <= {"my_algorithm.py", "wrong.yaml", "__pycache__"}
+
+
+TINY = Path(cli.__file__).resolve().parents[1] / "examples/assets/tiny_qwen3_moe"
 
 
 def test_config_and_plan_know_an_own_algorithm(working_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_config(working_folder)
-    assert cli.main(["config", "--config", path, "own.weight=0.25"]) == 0
+    there = [f"policy.model_name={TINY}", "data.train.path=of_the_hub", "data.validation=null"]
+    assert cli.main(["config", "--config", path, "own.weight=0.25", *there]) == 0
     printed = yaml.safe_load(capsys.readouterr().out)
     assert (printed["algorithm"], printed["own"]) == ("my_algorithm:OWN", {"weight": 0.25})
-    model = Path(cli.__file__).resolve().parents[1] / "examples/assets/tiny_qwen3_moe"
-    assert cli.main(["plan", "--config", path, f"policy.model_name={model}"]) == 0
+    assert cli.main(["plan", "--config", path, f"policy.model_name={TINY}"]) == 0
     assert "+ while generating" in capsys.readouterr().out
 
 

@@ -206,7 +206,7 @@ def test_working_layout_is_let_through(workers: int, overrides: tuple[str, ...])
 
 
 def test_gpus_count_before_cpu_workers() -> None:
-    cluster = load_config("sft.yaml", ["cluster.num_nodes=2"], check_paths=False).cluster
+    cluster = load_config("sft_qwen3_30b_a3b.yaml", ["cluster.num_nodes=2"], check_paths=False).cluster
     assert cluster.world_size == 16
     assert cluster.model_copy(update={"gpus_per_node": 0, "cpu_workers_per_node": 3}).world_size == 6
 

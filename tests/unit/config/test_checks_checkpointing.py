@@ -116,7 +116,9 @@ def test_the_rule_names_the_section_of_the_algorithm(grpo_problems_of: Problems)
     load_grpo_config("grpo_tiny_moe.yaml", ["grpo.val_period=0"], check_paths=False)
 
 
-@pytest.mark.parametrize("name", ["sft.yaml", "sft_tiny_moe.yaml", "grpo_math_1B.yaml", "grpo_tiny_moe.yaml"])
+@pytest.mark.parametrize(
+    "name", ["sft_qwen3_30b_a3b.yaml", "sft_tiny_moe.yaml", "grpo_math_1B.yaml", "grpo_tiny_moe.yaml"]
+)
 def test_exemplars_keep_the_best_of_what_they_measure(name: str) -> None:
     config = load_any_config(name, check_paths=False)
     loop = getattr(config, name.split("_")[0].removesuffix(".yaml"))

@@ -12,19 +12,22 @@ from omegaconf import OmegaConf
 
 from nemo_rl_moe.config.algorithm import ALGORITHMS
 from nemo_rl_moe.config.engines import BUILT_IN
-from nemo_rl_moe.config.files import BASE_NAME, exemplar_names, exemplars_folder, read_with_defaults
+from nemo_rl_moe.config.files import BASE_NAME, BASE_OF, exemplar_names, exemplars_folder, read_with_defaults
 from nemo_rl_moe.config.loading import dump_resolved, load_any_config, load_config, load_dpo_config, load_grpo_config
 from nemo_rl_moe.config.megatron_moe_fields import MOE_FIELD_NAMES
 from nemo_rl_moe.config.overrides import present_keys
-from nemo_rl_moe.config.schema import MasterConfig, engines_share_gpus
+from nemo_rl_moe.config.schema import GRPOMasterConfig, MasterConfig, engines_share_gpus
 from nemo_rl_moe.config.validation import field_at, known_keys
 from nemo_rl_moe.errors import ConfigurationError
 
 PACKAGE = Path(__file__).resolve().parents[3] / "nemo_rl_moe"
+MODEL, TRAIN, VALIDATION = "policy.model_name", "data.train.path", "data.validation.path"
+LEFT_OPEN = {"sft": [MODEL, TRAIN, VALIDATION], "grpo": [MODEL, "env.name", TRAIN, VALIDATION]}
+"""Keys that a base leaves to those that inherit from it."""
 BASE_EXEMPLARS = {
     "sft": "sft.yaml",
     "dpo": "dpo.yaml",
-    "grpo": "grpo_math_1B.yaml",
+    "grpo": "grpo.yaml",
     "ppo": "ppo_math_1B.yaml",
     "distillation": "distillation_math.yaml",
 }
@@ -91,11 +94,61 @@ def test_base_file_starts_no_run_and_is_not_offered() -> None:
 def test_what_the_base_file_says_is_not_said_again(algorithm: str) -> None:
     own = leaves(yaml.safe_load((exemplars_folder() / BASE_EXEMPLARS[algorithm]).read_text()))
     inherited = own.pop("defaults")
-    assert inherited == (BASE_EXEMPLARS["grpo"] if algorithm in ("ppo", "distillation") else BASE_NAME)
+    assert inherited == ("grpo_math_1B.yaml" if algorithm in ("ppo", "distillation") else BASE_NAME)
     base = leaves(read_with_defaults(exemplars_folder() / inherited))
     assert [key for key, value in own.items() if key in base and value == base[key]] == []
-    # Each of them says what the base file leaves open.
-    assert {key for key, value in base.items() if value == "???"} <= own.keys()
+    # Each of them says what the base file leaves open, but for what only those who inherit can know.
+    left = {key for key, value in base.items() if value == "???"} - own.keys()
+    assert left <= set(LEFT_OPEN.get(algorithm, []))
+
+
+def opened(algorithm: str) -> list[str]:
+    """Overrides that fill in what the base of an algorithm leaves open."""
+    return [f"{key}={'exact' if key == 'env.name' else 'm'}" for key in LEFT_OPEN.get(algorithm, [])]
+
+
+@pytest.mark.parametrize("algorithm", BASE_OF)
+def test_a_base_to_inherit_from_has_no_recipe(algorithm: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        load_any_config(BASE_OF[algorithm], check_paths=False)
+    assert [line.partition(": missing; ")[0] for line in caught.value.problems] == LEFT_OPEN[algorithm]
+    assert caught.value.problems[-1].endswith(", or data.validation: null")
+    assert BASE_OF[algorithm] not in exemplar_names()
+    config = load_any_config(BASE_OF[algorithm], opened(algorithm), check_paths=False)
+    assert config.cluster.world_size == config.policy.megatron_cfg.expert_model_parallel_size == 1
+    if isinstance(config, GRPOMasterConfig):
+        assert (config.data.prompt_template, config.env.answer_after, config.env.score_truncated) == (None, None, True)
+        assert (config.grpo.max_num_steps, config.data.prompt_key) == (None, "prompt")
+
+
+# Of a recipe: values that its file does not say are those of the base beneath it.
+RECIPES: dict[str, dict[str, object]] = {
+    "grpo_math_1B.yaml": {
+        "policy.model_name": "Qwen/Qwen3-1.7B",
+        "grpo.max_num_steps": 500,
+        "env.name": "math",
+        "env.answer_after": None,
+        "env.score_truncated": False,
+        "data.train.path": "agentica-org/DeepScaleR-Preview-Dataset",
+        "data.validation.path": "HuggingFaceH4/MATH-500",
+        "data.prompt_key": "problem",
+        "data.prompt_template": "{prompt}\n\nPlease reason step by step, and put your final answer within \\boxed{}.",
+        "cluster.gpus_per_node": 8,
+    },
+    "sft_qwen3_30b_a3b.yaml": {
+        "policy.model_name": "Qwen/Qwen3-30B-A3B",
+        "policy.megatron_cfg.expert_model_parallel_size": 8,
+        "data.train.path": "trl-lib/Capybara",
+        "data.validation.path": "trl-lib/Capybara",
+        "cluster.gpus_per_node": 8,
+    },
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_keep_what_decides_them(name: str) -> None:
+    found = leaves(dump_resolved(load_any_config(name, check_paths=False)))
+    assert {key: found[key] for key in RECIPES[name]} == RECIPES[name]
 
 
 @both_algorithms
@@ -137,7 +190,7 @@ def test_tiny_dpo_exemplar_goes_on_there_too() -> None:
 
 
 def test_large_dpo_exemplar_trains_the_model_of_the_large_sft_one() -> None:
-    sft, dpo = load_config("sft.yaml", check_paths=False), load_dpo_config("dpo.yaml", check_paths=False)
+    sft, dpo = load_config("sft_qwen3_30b_a3b.yaml", check_paths=False), load_dpo_config("dpo.yaml", check_paths=False)
     assert dpo.policy.model_name == sft.policy.model_name
     assert dpo.cluster == sft.cluster
     assert dpo.policy.megatron_cfg.moe_transformer_fields == sft.policy.megatron_cfg.moe_transformer_fields
@@ -209,7 +262,7 @@ def test_a_moe_field_set_to_null_is_passed_on() -> None:
 
 @both_algorithms
 def test_dump_holds_plain_values_only(algorithm: str) -> None:
-    dumped = dump_resolved(load_any_config(BASE_EXEMPLARS[algorithm], check_paths=False))
+    dumped = dump_resolved(load_any_config(BASE_EXEMPLARS[algorithm], opened(algorithm), check_paths=False))
     assert yaml.safe_load(yaml.safe_dump(dumped)) == dumped
     assert next(iter(dumped)) == algorithm
 
@@ -231,7 +284,9 @@ def test_no_dead_flags(algorithm: str) -> None:
     assert "moe_transformer_fields" in read
 
 
-@pytest.mark.parametrize("exemplar", ["sft_tiny_moe.yaml", "dpo_tiny_moe.yaml", "grpo_tiny_moe.yaml", "sft.yaml"])
+@pytest.mark.parametrize(
+    "exemplar", ["sft_tiny_moe.yaml", "dpo_tiny_moe.yaml", "grpo_tiny_moe.yaml", "sft.yaml", "grpo.yaml"]
+)
 @pytest.mark.parametrize(
     "override",
     [
@@ -242,6 +297,6 @@ def test_no_dead_flags(algorithm: str) -> None:
     ],
 )
 def test_a_smoke_run_is_one_override(exemplar: str, override: str) -> None:
-    needed = ["policy.model_name=m", "data.train.path=t", "data.validation.path=v"] if exemplar == "sft.yaml" else []
     loop = exemplar.partition("_")[0].partition(".")[0]
+    needed = opened(loop) if exemplar in BASE_OF.values() else []
     load_any_config(exemplar, [*needed, override.replace("LOOP", loop)], check_paths=False)

@@ -169,7 +169,9 @@ def test_the_algorithm_is_known_by_its_section_inherited_ones_too(tmp_path: Path
     own.write_text("defaults: grpo_tiny_moe.yaml\nenv: {num_workers: 3}\n")
     config = load_any_config(own, check_paths=False)
     assert config == load_grpo_config(own, check_paths=False)
-    assert load_any_config("sft.yaml", check_paths=False) == load_config("sft.yaml", check_paths=False)
+    assert load_any_config("sft_tiny_moe.yaml", check_paths=False) == load_config(
+        "sft_tiny_moe.yaml", check_paths=False
+    )
     own.write_text("policy: {}\n")
     with pytest.raises(ConfigurationError) as caught:
         load_any_config(own, check_paths=False)

@@ -120,7 +120,8 @@ def test_a_written_mixture_loads_to_the_same(tmp_path: Path) -> None:
         ),
         (
             (*TWO, "data.validation=null", "+data.environments={math: {}, code: {validation: {path: p, split: s}}}"),
-            "data.environments.code.validation.num_items: missing; expected a whole number above 0 or null",
+            "data.environments.code.validation.num_items: missing; expected a whole number above 0 or null, or"
+            " data.environments.code.validation: null",
         ),
         (
             (*TWO, "+data.environments={math: {validation: null}, code: {validation: null}}"),

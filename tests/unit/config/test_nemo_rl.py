@@ -402,7 +402,7 @@ def test_what_is_still_wrong_is_reported_behind_the_translation(
     path = write(tmp_path, COMMON, GRPO, GENERATION, cluster__gpus_per_node=3)
     assert main(["config", "--from-nemo-rl", str(path)]) == 2
     captured = capsys.readouterr()
-    assert "defaults: grpo_math_1B.yaml" in captured.out
+    assert "defaults: grpo.yaml" in captured.out
     assert "translated, but not yet right: cluster: 6 workers" in captured.err
 
 

@@ -17,7 +17,8 @@ STYLE = "policy.megatron_cfg.scheduler.lr_decay_style"
 
 
 def lines(algorithm: str, *overrides: str, num_steps: int = 1000) -> list[str]:
-    config: Any = load_any_config(OF_ALGORITHM[algorithm], overrides, check_paths=False)
+    as_long = f"{algorithm}.max_num_steps={num_steps}"
+    config: Any = load_any_config(OF_ALGORITHM[algorithm], [as_long, *overrides], check_paths=False)
     return notices(config, num_steps)
 
 
@@ -35,6 +36,70 @@ def test_a_short_run_is_reported_that_it_only_warms_up(decay: str) -> None:
         " policy.megatron_cfg.scheduler.lr_warmup_iters, so that it comes to 15% of lr"
     ]
     assert lines("sft", "sft.max_num_steps=20", f"{STYLE}={decay}", num_steps=20) == []
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "num_steps", "line"),
+    [
+        (
+            "grpo",
+            2,
+            "grpo.max_num_epochs: 1 ends the run after 2 steps, before grpo.max_num_steps: 10; more epochs make it"
+            " longer",
+        ),
+        (
+            "sft",
+            1,
+            "sft.max_num_epochs: 1 ends the run after 1 step, before sft.max_num_steps: 10; more epochs make it longer",
+        ),
+        ("grpo", 10, None),
+    ],
+)
+def test_epochs_that_end_a_run_before_its_steps_are_said(algorithm: str, num_steps: int, line: str | None) -> None:
+    found = lines(algorithm, f"{algorithm}.max_num_steps=10", num_steps=num_steps)
+    assert [text for text in found if "max_num_epochs" in text] == ([line] if line else [])
+
+
+def test_epochs_alone_are_no_surprise() -> None:
+    assert not [text for text in lines("grpo", "grpo.max_num_steps=null", num_steps=2) if "max_num_epochs" in text]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "num_samples", "num_steps", "line"),
+    [
+        # 16 prompts a step: 40 fill two steps.
+        (
+            "grpo",
+            40,
+            2,
+            "8 of 40 prompts of each epoch are left out: a step takes 16 of them (grpo.num_prompts_per_step), and the"
+            " last 8 fill no step",
+        ),
+        ("grpo", 40, 1, None),  # the run ends within the epoch
+        ("grpo", 48, 3, None),
+        ("grpo", 1608, 200, None),  # 8 of 1608 are less than one in a hundred
+        (
+            "sft",
+            200,
+            1,
+            "72 of 200 samples of each epoch are left out: a step takes 128 of them (policy.train_global_batch_size),"
+            " and the last 72 fill no step",
+        ),
+        (
+            "dpo",
+            100,
+            3,
+            "4 of 100 pairs of each epoch are left out: a step takes 32 of them (policy.train_global_batch_size), and"
+            " the last 4 fill no step",
+        ),
+    ],
+)
+def test_samples_that_fill_no_step_are_counted(
+    algorithm: str, num_samples: int, num_steps: int, line: str | None
+) -> None:
+    size = {"dpo": ["policy.train_global_batch_size=32", "policy.train_micro_batch_size=16"]}.get(algorithm, [])
+    config: Any = load_any_config(OF_ALGORITHM[algorithm], size, check_paths=False)
+    assert [text for text in notices(config, num_steps, num_samples) if "left out" in text] == ([line] if line else [])
 
 
 def test_a_critic_that_only_warms_up_is_reported_by_its_own_key() -> None:

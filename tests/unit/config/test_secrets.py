@@ -26,7 +26,12 @@ from tests.unit.config.test_nemo_rl import COMMON, GENERATION, GRPO, write
 
 SECRETS = ("hf_abcdef123456", "pa55word")
 VARIABLES = "policy.megatron_cfg.env_vars"
-OVERRIDES = (f"+{VARIABLES}.HF_TOKEN={SECRETS[0]}", f"logger.mlflow.tracking_uri=http://me:{SECRETS[1]}@host:5000")
+OVERRIDES = (
+    f"+{VARIABLES}.HF_TOKEN={SECRETS[0]}",
+    f"logger.mlflow.tracking_uri=http://me:{SECRETS[1]}@host:5000",
+    "data.train.path=of_the_hub",
+    "data.validation=null",
+)
 
 
 def leaked(text: str) -> list[str]:

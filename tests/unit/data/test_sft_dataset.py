@@ -101,8 +101,18 @@ def test_nothing_left(write_jsonl, demo_tokenizer):
     assert error.value.problems == [
         f"{path}: no example is left to use",
         f"{path}:4: the line has neither messages nor prompt and completion; its keys: none",
-        f"{path}: of 3 examples nothing to train on stands within policy.max_total_sequence_length=4 tokens",
+        f"{path}: of 3 examples nothing to train on fits into policy.max_total_sequence_length=4 tokens",
     ]
+
+
+def test_most_of_them_truncated_is_a_warning(write_jsonl, demo_tokenizer):
+    path = write_jsonl(*sums(4))
+    assert list(load_sft_dataset(path, "train", demo_tokenizer, 64).report.warnings()) == []
+    (line,) = load_sft_dataset(path, "train", demo_tokenizer, 5).report.warnings()
+    assert line == (
+        f"{path}: all 4 examples are truncated at policy.max_total_sequence_length: what follows in them is not"
+        " trained on"
+    )
 
 
 def test_missing_file(tmp_path, demo_tokenizer):

@@ -99,7 +99,7 @@ def test_wrong_words_of_evaluate(
 
 def test_evaluate_wants_prompts_and_a_reward_function(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["evaluate"]) == 2
-    assert "--config FILE is missing; shipped configurations: grpo_dapo17k.yaml" in capsys.readouterr().err
+    assert "--config FILE is missing (nemo-rl-moe config --help lists" in capsys.readouterr().err
     data = [f"data.{name}.path=prompts.txt" for name in ("train", "validation")]
     assert cli.main(["evaluate", "--config", "sft_tiny_moe.yaml", f"policy.model_name={MODEL}", *data]) == 2
     assert "is for the algorithm sft, expected one of grpo" in capsys.readouterr().err

@@ -33,6 +33,16 @@ def test_the_last_refit_check_is_reported_where_there_was_one(
     assert [" ".join(line.split()[-5:-2]) for line in reported] == [f"by {gap}" for gap in expected]
 
 
+@pytest.mark.parametrize(
+    ("first", "line"), [(0.6641, "  validation accuracy: 0.6641"), (0.25, "  validation accuracy: 0.2500 -> 0.6641")]
+)
+def test_the_only_validation_is_one_number(first: float, line: str, tmp_path: Path) -> None:
+    config = load_grpo_config("grpo_tiny_moe.yaml", check_paths=False)
+    state = LoopState(step=3, first_validation={"val/accuracy": first}, last_validation={"val/accuracy": 0.6641})
+    lines = summarise(config, RunSummary.of(state, None), tmp_path, weights=None, loggers=())
+    assert line in lines.splitlines()
+
+
 def test_loggers_that_have_failed_are_not_offered(tmp_path: Path) -> None:
     config = load_grpo_config("grpo_tiny_moe.yaml", check_paths=False)
     assert config.logger.mlflow_enabled

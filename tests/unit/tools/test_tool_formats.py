@@ -193,6 +193,11 @@ def test_harmony_reads_recipients_alone() -> None:
         ("hermes", '<tool_call>{"name": "add", "arguments": {}}', "expected </tool_call> before the end of the turn"),
         ("hermes", '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', "NaN is no number of JSON"),
         ("hermes", "<tool_call>add(1)</tool_call>", "invalid JSON: Expecting value at 'add(1)"),
+        (
+            "hermes",
+            '<tool_call>{"name": "add</tool_call>',
+            "invalid JSON: Unterminated string starting at '\"add</tool",
+        ),
         ("qwen3_coder", '<tool_call>{"name": "add"}</tool_call>', "expected <function=NAME> with the name of a tool"),
         ("qwen3_coder", "<tool_call><function=add><parameter=a>1</function></tool_call>", "expected </function>"),
         ("glm45", "<tool_call><arg_key>a</arg_key></tool_call>", "expected the name of a tool behind <tool_call>"),

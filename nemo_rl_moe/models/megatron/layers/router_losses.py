@@ -95,7 +95,7 @@ class RouterLosses:
     def __init__(self, chunks: Sequence[GPTModel], config: TransformerConfig):
         self.is_on = bool(config.num_moe_experts) and bool(auxiliary_loss_names(config))
         self.update = self.step = BatchSize(0, 0, 1)
-        self._tokens: dict[int, SequencesOfTokens] = {}
+        self._of_chunks: dict[int, SequencesOfTokens] = {}
         self._of_routers = [
             _LossesOfRouter(self, number, router)
             for number, chunk in enumerate(chunks if self.is_on else ())
@@ -114,10 +114,10 @@ class RouterLosses:
 
     def set_tokens(self, chunk: int, tokens: SequencesOfTokens) -> None:
         """Set the microbatch that runs through a chunk next, forward or again in the backward pass."""
-        self._tokens[chunk] = tokens
+        self._of_chunks[chunk] = tokens
 
     def tokens(self, chunk: int) -> SequencesOfTokens:
-        return self._tokens[chunk]
+        return self._of_chunks[chunk]
 
 
 class _LossesOfRouter:
@@ -180,7 +180,7 @@ class _LossesOfRouter:
         update, step = self._losses.update, self._losses.step
         # The schedule divides by the number of microbatches and the gradient reduction by the data-parallel size.
         scale = update.num_microbatches * parallel_state.get_data_parallel_world_size()
-        logged = step.num_microbatches / (step.terms(name) * share_of_rank(name))
+        logged = step.num_microbatches / (step.terms(name) * recorded_share(name))
         record_auxiliary_loss(name, share.detach() * logged, self._router.layer_number, self._router.config)
         return MoEAuxLossAutoScaler.apply(values, share * (coefficient * scale / update.terms(name)))
 
@@ -212,7 +212,7 @@ def _add_up(load: Tensor, group: Any) -> None:
         dist.all_reduce(load, group=group)
 
 
-def share_of_rank(name: str) -> float:
+def recorded_share(name: str) -> float:
     """Return the weight of one rank's recorded loss in the sum over all ranks.
 
     `RouterLosses` records what Megatron-Core's own routers do in other loops. For the micro-batch and sequence losses

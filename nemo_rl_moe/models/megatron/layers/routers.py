@@ -68,13 +68,19 @@ class GroupLimitedChoice:
         return group_limited_margins(scores, topk, num_groups, group_topk, self._best_of_group)
 
 
-def limit_groups(model: nn.Module) -> None:
-    """Give every router with groups DeepSeek's group-limited top-k; replayed routing stays as recorded."""
+def limit_groups(model: nn.Module, *, as_deepseek: bool) -> None:
+    """Give every router with groups its group-limited top-k; replayed routing stays as recorded.
+
+    Args:
+        as_deepseek: A group's score is that of its best expert (DeepSeek-V2) or of its two best (V3), which the score
+            function distinguishes; otherwise that of as many experts as a token takes of a group, as Megatron-Core has
+            it.
+    """
     for router in model.modules():
         if not isinstance(router, TopKRouter) or not router.config.moe_router_group_topk:
             continue
-        # The score function distinguishes the two models.
-        choice = GroupLimitedChoice(1 if router.config.moe_router_score_function == "softmax" else 2)
+        of_deepseek = 1 if router.config.moe_router_score_function == "softmax" else 2
+        choice = GroupLimitedChoice(of_deepseek if as_deepseek else router.topk // router.config.moe_router_group_topk)
         if router.router_replay is None:
             router.router_replay = choice
         else:

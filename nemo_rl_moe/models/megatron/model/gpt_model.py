@@ -171,8 +171,7 @@ def build_model_chunks(
             chunk.cuda(torch.cuda.current_device())
         mark_duplicated_weights(chunk)
         mark_expert_parameters(chunk)
-        if "moe_router_group_topk" in family_of(hf_config).router_fields:
-            limit_groups(chunk)
+        limit_groups(chunk, as_deepseek="moe_router_group_topk" in family_of(hf_config).router_fields)
         noise_in_training_only(chunk)
         mark_attention_sinks(chunk)
         if policy.megatron_cfg.freeze_moe_router:

@@ -4,7 +4,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -37,6 +37,9 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
+
+_ROUNDING = {True: 1e-4, False: 0.05}
+"""Shortest gradient of balancing losses that is compared, as a share of its uncancelled terms; whether in float32."""
 
 
 class RouterGradients(StepObserver):
@@ -84,13 +87,11 @@ class RouterGradients(StepObserver):
         parts = self.parts(shard, loss_function)
         dist.all_reduce(parts)
         products = inner_products(parts.flatten(2))
-        expected = self._expected(shard)
-        dist.all_reduce(expected)
+        agreement = self._agreement(shard, parts[1:, -1]) if len(self.sources) > 1 else {}
         if dist.get_rank() > 0:  # once is enough
             return
         self._metrics = gradient_metrics(products.cpu(), self.sources, self._layers, per_layer=self._per_layer)
-        for source, found, wanted in zip(self.sources[1:], parts[1:, -1].cpu(), expected.cpu(), strict=True):
-            self._metrics |= agreement_metrics(source, found, wanted)
+        self._metrics |= agreement
         self._metrics["router_gradient/seconds"] = time.perf_counter() - started
 
     def end_step(self) -> StepObservations:
@@ -106,7 +107,7 @@ class RouterGradients(StepObserver):
             weights = [router.weight for _, router in self._routers]
             with (
                 side_pass(self._chunks, config),
-                self._check.recording(),
+                nullcontext() if source == POLICY else self._check.recording(),
                 _only_auxiliary_losses_of(source, config),
                 _gradients_of(weights) as gradients,
             ):
@@ -115,12 +116,22 @@ class RouterGradients(StepObserver):
                     of_source[position] = gradient
         return parts.mul_(share_of_rank(config))
 
-    def _expected(self, shard: GlobalBatchShard) -> Tensor:
-        """Return this rank's part of the last router's gradient by the equations, `[losses, experts, hidden]`."""
+    def _agreement(self, shard: GlobalBatchShard, found: Tensor) -> dict[str, float]:
+        """Return how the last router's gradients agree with the equations of its losses. Every rank calls it.
+
+        Args:
+            found: Of all ranks, `[router losses, experts, hidden]`.
+        """
         microbatches = self._passes.prepare(shard.microbatches[: self._number_of(shard)])
-        of_source = dict(zip((AUXILIARY, Z), self._check.gradients(shard, microbatches), strict=True))
-        own = [of_source[source] for source in self.sources[1:]]
-        return torch.stack(own) * counts_on_rank(self._config) if own else torch.zeros(0, device=self._device)
+        expected = torch.stack(self._check.gradients(shard, microbatches)) * counts_on_rank(self._config)
+        dist.all_reduce(expected)
+        balancing, z_loss, uncancelled = expected.cpu()
+        floor = _ROUNDING[self._config.params_dtype is torch.float32] * float(uncancelled.norm())
+        wanted = {AUXILIARY: (balancing, floor), Z: (z_loss, 0.0)}
+        metrics: dict[str, float] = {}
+        for source, gradient in zip(self.sources[1:], found.cpu(), strict=True):
+            metrics |= agreement_metrics(source, gradient, *wanted[source])
+        return metrics
 
     def _number_of(self, shard: GlobalBatchShard) -> int:
         every, config = len(shard.microbatches), self._config

@@ -8,7 +8,7 @@ losses alone, so that it can be computed from the router's input.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,21 @@ from nemo_rl_moe.routing.replay import experts_as_map
 # isort: split
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class ExpectedGradients(NamedTuple):
+    """Gradients of a router's weight, `[experts, hidden]`.
+
+    Attributes:
+        balancing: Of all balancing losses.
+        z_loss: Of the z-loss.
+        uncancelled: Of the balancing losses, without the part that takes from all scores alike. The gradient is the
+            difference of such terms: if it is far shorter than they are, it is rounding.
+    """
+
+    balancing: Tensor
+    z_loss: Tensor
+    uncancelled: Tensor
 
 
 class RouterLossCheck:
@@ -83,24 +98,27 @@ class RouterLossCheck:
         bias = None if self._router.bias is None else self._router.bias.detach().to(dtype)
         return nn.functional.linear(inputs.to(dtype), weight.to(dtype), bias)
 
-    def gradients(self, shard: GlobalBatchShard, microbatches: Sequence[ModelMicrobatch]) -> tuple[Tensor, Tensor]:
-        """Return this rank's part of the gradient of all balancing losses, and of the z-loss: `[experts, hidden]`.
+    def gradients(self, shard: GlobalBatchShard, microbatches: Sequence[ModelMicrobatch]) -> ExpectedGradients:
+        """Return this rank's parts of the gradients. Every rank calls it.
 
         The parts of all ranks add up to the gradient of the recorded microbatches, scaled to a whole global batch.
-        Every rank calls it.
         """
         tokens, sequences = self._totals(shard)
+        shape = (self._config.num_moe_experts, self._config.hidden_size)
+        found = ExpectedGradients(*(torch.zeros(shape, device=self._device) for _ in range(3)))
         if self._router is None:
-            empty = torch.zeros(self._config.num_moe_experts, self._config.hidden_size, device=self._device)
-            return empty, empty
+            return found
         weight = self._router_weight().double().requires_grad_()
-        balancing = z_loss = weight.new_zeros(())
+        factor = len(shard.microbatches) / len(microbatches)
+        z_coefficient = self._config.moe_z_loss_coeff or 0.0
         so_far: Tensor | None = None
         for (inputs, assignments), microbatch in zip(self._seen, microbatches, strict=True):
             logits = self._logits(inputs, weight, torch.float64)
             is_token, assignments = self._is_token(microbatch).double(), assignments.double()
-            z_loss = z_loss + z_loss_sum(logits.double(), is_token) / tokens
             scores = router_scores(logits, self._router.score_function)
+            # As if a score did not fall where another one rises: what is left of it where loads are even is rounding.
+            alone = scores.detach() * logits
+            balancing, uncancelled = weight.new_zeros(()), weight.new_zeros(())
             for kind in NAME_OF_BALANCING_TYPE:
                 coefficient = self._router.get_aux_loss_coeff(kind)
                 if not coefficient > 0:
@@ -111,21 +129,22 @@ class RouterLossCheck:
                     rows = _added_up(
                         load_of_sequences(assignments, sequence, of_tokens.num_sequences), self._router.tp_cp_group
                     )
-                    share = sequence_balancing_sum(scores, sequence, rows, self._topk) / sequences
+                    sums = [sequence_balancing_sum(each, sequence, rows, self._topk) for each in (scores, alone)]
+                    terms = sequences
                 else:
                     is_global = kind == "global_aux_loss"
                     group = self._router.tp_dp_cp_group if is_global else self._router.tp_cp_group
                     load = _added_up(load_of_tokens(assignments, is_token), group)
                     if is_global:
                         so_far = load = load if so_far is None else load + so_far
-                    share = balancing_sum(scores, is_token, load) / tokens
-                balancing = balancing + coefficient * share
-        factor = len(shard.microbatches) / len(microbatches)
-        z_coefficient = self._config.moe_z_loss_coeff or 0.0
-        return (
-            _gradient(balancing * factor, weight),
-            _gradient(z_loss * (factor * z_coefficient), weight),
-        )
+                    sums = [balancing_sum(each, is_token, load) for each in (scores, alone)]
+                    terms = tokens
+                balancing = balancing + coefficient * factor / terms * sums[0]
+                uncancelled = uncancelled + coefficient * factor / terms * sums[1]
+            z_loss = z_loss_sum(logits, is_token) * (z_coefficient * factor / tokens)
+            for total, loss in zip(found, (balancing, z_loss, uncancelled), strict=True):
+                total += _gradient(loss, weight)
+        return found
 
     def _is_token(self, microbatch: ModelMicrobatch) -> Tensor:
         mask = microbatch.padding_mask

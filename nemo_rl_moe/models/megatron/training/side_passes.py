@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training passes beside a step's own, of which nothing is left: the step goes on as if they had not been.
 
-A forward and backward pass leaves more than gradients: random states, the routers' counts (for the expert bias and the
-global-batch loss), the recorded auxiliary losses, and what the data-parallel wrapper knows of finished gradients.
+A forward and backward pass leaves more than gradients: random states, the routers' counts for the expert bias, the
+recorded auxiliary losses, and what the data-parallel wrapper knows of finished gradients.
 """
 
 from collections.abc import Iterator, Sequence
@@ -56,7 +56,7 @@ def _kept_random_states() -> Iterator[None]:
 
 @contextmanager
 def _kept_router_buffers(chunks: Sequence[DistributedDataParallel]) -> Iterator[None]:
-    """Keep the expert bias, tokens counted for it, and those counted for the global-batch loss."""
+    """Keep the expert bias, and the tokens counted for it."""
     kept = [
         (buffer, buffer.clone())
         for chunk in chunks

@@ -199,7 +199,7 @@ def test_what_is_forced_is_reported(name: str, value: Any) -> None:
     assert effective_moe_configuration(config)[name] == value
 
 
-@pytest.mark.parametrize("name", ["sft.yaml", "sft_tiny_moe.yaml"])
+@pytest.mark.parametrize("name", ["sft_qwen3_30b_a3b.yaml", "sft_tiny_moe.yaml"])
 def test_no_default_forces_anything(name: str) -> None:
     policy = load_config(f"examples/configs/{name}", [], check_paths=False).policy
     config = build_transformer_config(policy, tiny_hf_config())

@@ -96,7 +96,7 @@ def choices(model: str, *, is_limited: bool, replays: bool = False) -> list[tupl
 
     policy = tiny_policy(1, moe_enable_routing_replay=replays)
     hf_config = FAMILY_MODELS[model].hf_config()
-    install = limit_groups if is_limited else (lambda chunk: None)
+    install = limit_groups if is_limited else (lambda chunk, **_: None)
     with parallel_job(policy), mock.patch.object(model_module, "limit_groups", install):
         config = build_transformer_config(policy, hf_config)
         found = []
@@ -197,10 +197,11 @@ def test_only_groups_of_the_model_are_chosen_so() -> None:
     assert run_ranks(has_own_choice, 1, "deepseek_v3_moonlight") == [False]
 
 
-def test_groups_that_a_user_sets_are_megatron_core_s() -> None:
-    (own,) = run_ranks(user_chosen_groups, 1)
-    assert not own
+def test_groups_that_a_user_sets_are_chosen_as_megatron_core_does() -> None:
+    from megatron.core.transformer.moe.moe_utils import group_limited_topk as of_megatron
 
-
-def user_chosen_groups() -> bool:
-    return has_own_choice({}, moe_router_num_groups=4, moe_router_group_topk=2)
+    scores = torch.rand(64, 16, generator=torch.Generator().manual_seed(0))
+    for topk, group_topk in ((4, 2), (4, 1), (6, 3)):
+        expected = of_megatron(scores, topk, 64, 16, 4, group_topk)[1]
+        found = group_limited_topk(scores, topk, 4, group_topk, best_of_group=topk // group_topk)[1]
+        assert torch.equal(found, expected)

@@ -70,7 +70,7 @@ def config_of(case: Layout, folder: str) -> MasterConfig:
     overrides += [f"policy.train_global_batch_size={8 * case.num_nodes}"]
     sizes = layout(**case.sizes)
     overrides += [f"policy.megatron_cfg.{name}={str(value).lower()}" for name, value in sizes.items()]
-    return load_any_config("sft.yaml", overrides, check_paths=False)
+    return load_any_config("sft_qwen3_30b_a3b.yaml", overrides, check_paths=False)
 
 
 def held_by_one_of_many(config: MasterConfig, case: Layout, folder: str) -> list[Held]:

@@ -350,7 +350,7 @@ def test_fullest_moment_is_the_largest_of_the_three() -> None:
     assert memory.peak_at_least == memory.always + memory.activations_at_least
 
 
-MEMORY_IS_REPORTED = ("sft.yaml", "grpo_qwen3_30b_a3b.yaml", "grpo_dapo17k.yaml")
+MEMORY_IS_REPORTED = ("sft_qwen3_30b_a3b.yaml", "grpo_qwen3_30b_a3b.yaml", "grpo_dapo17k.yaml")
 
 
 def gigabytes_reported(name: str) -> list[int]:

@@ -182,6 +182,14 @@ def test_the_last_router_gets_what_the_equations_say(world_size: int, changes: d
         assert found[f"router_gradient/error_{source}"] < most
 
 
+@pytest.mark.full
+def test_a_gradient_that_is_rounding_alone_is_not_compared() -> None:
+    policy = policy_for(moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.05, moe_router_topk=8)
+    found = run_ranks(measure, 1, policy, PADDED_ROWS, False)[0].metrics
+    assert "router_gradient/error_aux" not in found, "all tokens go to all experts"
+    assert found["router_gradient/scale_z"] == pytest.approx(1.0, abs=1e-5)
+
+
 NO_LIMITS = Thresholds(dead_expert_steps=None, excess_cv=None, overload_factor=None, sustained_steps=1)
 
 
@@ -215,7 +223,7 @@ def test_a_fault_of_the_losses_is_found(fault: str) -> None:
     expected = {"scale": 0.5, "count": 0.5}
     if fault in expected:
         assert metrics["router_gradient/scale_z"] == pytest.approx(expected[fault], rel=1e-4)
-        assert "0.50 (z-loss) times it" in finding.text
+        assert "the z-loss trains with 0.50 times its coefficient" in finding.text
 
 
 @pytest.mark.full

@@ -139,6 +139,18 @@ def test_families(family: str, where: str, batching: str) -> None:
     assert_same(joined(run_ranks(run_losses, num_ranks, run), LOSSES), expected_of_family(family, data_parallel_size))
 
 
+@pytest.mark.megatron
+@pytest.mark.full
+def test_groups_of_a_family_without_groups_of_its_own() -> None:
+    # Megatron-Core adds up as many scores of a group as a token takes of it.
+    groups, rules = {"moe_router_num_groups": 2, "moe_router_group_topk": 1}, Rules(2, groups=(2, 1), best_of_group=2)
+    (wanted,) = run_ranks(reference_losses, 1, LossRun(without_losses(**groups), UNEVEN), rules, 1)
+    found = joined(run_ranks(run_losses, 1, LossRun(policy_for(1, **groups), UNEVEN)), LOSSES)
+    assert_same(found, wanted)
+    (without_groups,) = run_ranks(reference_losses, 1, LossRun(without_losses(**groups), UNEVEN), Rules(topk=2), 1)
+    assert largest_difference(found.gradients["aux_loss"], without_groups.gradients["aux_loss"])[0] > 0.1
+
+
 # Replay
 
 

@@ -175,7 +175,9 @@ def test_a_schedule_of_another_run_is_reported_before_workers_start(
     if name.startswith("other"):
         groups[0] = replace(groups[0], sample_id=name)
     path.write_text(line_of(ScheduledStep(version, tuple(groups)), version + 1))
-    prepared = SimpleNamespace(loader=lambda config: prompts, fingerprints=lambda config: {})
+    prepared = SimpleNamespace(
+        loader=lambda config: prompts, fingerprints=lambda config: {}, training={"": list(prompts.epoch(0))}
+    )
     monkeypatch.setattr(grpo, "prepare_rollouts", lambda config, run: prepared)
     run: Any = SimpleNamespace(begin=lambda *about: None, is_complete=False, remaining_steps=range(5))
     chosen = ("grpo.rollouts.mode=asynchronous", f"grpo.rollouts.replay_schedule={path}")

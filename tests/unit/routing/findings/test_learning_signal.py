@@ -38,6 +38,19 @@ def test_responses_that_are_all_cut() -> None:
     assert finding.text == "every response has been truncated at the length limit since step 2"
 
 
+def test_a_reward_function_that_is_asked_of_less_than_half() -> None:
+    half, most = ({**SPREAD, "train/truncation_rate_unscored": share} for share in (0.5, 0.82))
+    (finding,), begun = found_in([half, most, most, half])
+    assert begun == [2], "at once"
+    assert (finding.kind, finding.first_step, finding.last_step) == ("unscored_responses", 2, 3)
+    assert finding.is_over
+    assert finding.text == (
+        "82% of the responses were truncated and got reward 0 without being scored, and more than half have been since"
+        " step 2: env.score_truncated is false; true scores them, and a larger policy.generation.max_new_tokens"
+        " truncates fewer"
+    )
+
+
 def test_both_at_the_same_time_are_two() -> None:
     findings, begun = found_in([{**EQUAL, "train/truncation_rate": 1.0}] * 4)
     assert {finding.kind for finding in findings} == {"no_advantages", "all_truncated"}

@@ -166,8 +166,19 @@ def test_a_router_loss_of_another_scale_is_found_at_once_and_holds_until_it_is_m
         4,
         True,
     )
-    assert "but 0.50 (load balancing losses) times it" in finding.text
+    assert finding.text.startswith("the load balancing loss trains with 0.50 times its coefficient")
     assert [len(each) for each in begun] == [0, 1, 0, 0, 0]
+
+
+def test_a_router_gradient_of_the_right_scale_may_be_another_and_a_rounded_one_is_judged_by_its_scale() -> None:
+    def texts(**metrics: float) -> list[str]:
+        named = {f"train/moe/router_gradient/{name}": value for name, value in metrics.items()}
+        return [found.text for found in watch([None], metrics=[named])[0]]
+
+    (other,) = texts(error_z=0.3, scale_z=1.01)
+    assert other.startswith("the gradient of the z-loss at a router differs from its equation's by 30% of its length")
+    assert texts(scale_aux=1.3) == texts(scale_aux=0.7) == []
+    assert len(texts(scale_aux=4.0)) == len(texts(scale_aux=0.0)) == 1
 
 
 def test_a_number_that_is_none_is_no_finding() -> None:

@@ -59,9 +59,11 @@ def test_the_coefficient_of_each_pass_adds_up(make: Callable[[], Any], factor: f
     reader = RouterLossGradient(model)
     for seed in range(3):
         (model(**batch(seed)).loss * factor / 3).backward()
-    coefficient, error = reader.take() or (0.0, 1.0)
-    assert coefficient == pytest.approx(COEFFICIENT * factor, rel=1e-3)
-    assert error < 1e-3
+    found = reader.take()
+    assert found is not None
+    assert found.coefficient == pytest.approx(COEFFICIENT * factor, rel=1e-3)
+    assert found.error < 1e-3
+    assert found.is_exact
     assert reader.take() is None
 
 
@@ -73,8 +75,43 @@ def test_padding_that_counts_shows_in_the_error() -> None:
 
     without_mask = load_balancing_loss_func(outputs.router_logits, 8, 2, None)
     (outputs.loss - COEFFICIENT * outputs.aux_loss + COEFFICIENT * without_mask).backward()
-    coefficient, error = reader.take() or (0.0, 0.0)
-    assert max(abs(coefficient / COEFFICIENT - 1), error) > 0.05
+    found = reader.take()
+    assert found is not None
+    assert max(abs(found.coefficient / COEFFICIENT - 1), found.error) > 0.05
+
+
+def test_a_z_loss_of_the_user_is_told_apart() -> None:
+    model = qwen()
+    reader = RouterLossGradient(model)
+    outputs = model(**batch(), output_router_logits=True)
+    mask = batch()["attention_mask"].flatten().bool()
+    z_loss = sum(logits[mask].logsumexp(-1).square().mean() for logits in outputs.router_logits)
+    (outputs.loss + 0.003 * z_loss).backward()
+    found = reader.take()
+    assert found is not None
+    assert found.coefficient == pytest.approx(COEFFICIENT, rel=1e-3)
+    assert found.error < 1e-3
+
+
+def test_bfloat16_is_read_and_said_to_be_inexact() -> None:
+    model = qwen().to(torch.bfloat16)
+    reader = RouterLossGradient(model)
+    model(**batch()).loss.backward()
+    found = reader.take()
+    assert found is not None
+    assert not found.is_exact
+    assert 2 / 3 < found.coefficient / COEFFICIENT < 3 / 2
+
+
+def test_two_passes_before_one_backward_and_layers_without_gradients() -> None:
+    model = qwen()
+    for part in (model.model.embed_tokens, model.model.layers[0]):
+        part.requires_grad_(False)
+    reader = RouterLossGradient(model)
+    (model(**batch(0)).loss / 2 + model(**batch(1)).loss / 2).backward()
+    found = reader.take()
+    assert found is not None
+    assert found.coefficient == pytest.approx(COEFFICIENT, rel=1e-3)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -84,9 +121,10 @@ def test_with_activation_checkpointing(reentrant: bool) -> None:
     model.enable_input_require_grads()
     reader = RouterLossGradient(model)
     model(**batch()).loss.backward()
-    coefficient, _ = reader.take() or (0.0, 0.0)
+    found = reader.take()
+    assert found is not None
     # A reentrant first pass has no gradients, so that transformers trains without the loss that it logs.
-    assert coefficient == pytest.approx(0.0 if reentrant else COEFFICIENT, rel=1e-3, abs=1e-6)
+    assert found.coefficient == pytest.approx(0.0 if reentrant else COEFFICIENT, rel=1e-3, abs=1e-6)
 
 
 def test_weights_that_do_not_add_up_to_one_cannot_be_read() -> None:
@@ -103,8 +141,10 @@ def test_evaluation_is_not_read() -> None:
     assert reader.take() is None
 
 
-@pytest.mark.parametrize("accumulated", [1, 2])
-def test_transformers_trainer_does_not_divide_the_loss_by_accumulated_passes(accumulated: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("accumulated", "wanted"), [(1, None), (2, None), (2, 2 * COEFFICIENT)])
+def test_transformers_trainer_does_not_divide_the_loss_by_accumulated_passes(
+    accumulated: int, wanted: float | None, tmp_path: Path
+) -> None:
     arguments = TrainingArguments(
         output_dir=str(tmp_path),
         use_cpu=True,
@@ -117,11 +157,14 @@ def test_transformers_trainer_does_not_divide_the_loss_by_accumulated_passes(acc
         save_strategy="no",
     )
     data = [{name: values[row] for name, values in batch(seed).items()} for seed in range(8) for row in range(3)]
-    callback, trainer = RoutingCallback(), Trainer(qwen(), args=arguments, train_dataset=data)
+    callback = RoutingCallback(router_loss_coefficient=wanted)
+    trainer = Trainer(qwen(), args=arguments, train_dataset=data)
     callback.attach(trainer)
     trainer.train()
-    logged = [entry["moe/router_gradient/scale_aux"] for entry in trainer.state.log_history if "loss" in entry]
-    assert logged == pytest.approx([accumulated] * 2, rel=1e-2)
+    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+    trained, scale = accumulated * COEFFICIENT, accumulated * COEFFICIENT / (wanted or COEFFICIENT)
+    assert [entry["moe/router_gradient/coefficient_aux"] for entry in entries] == pytest.approx([trained] * 2, rel=1e-2)
+    assert [entry["moe/router_gradient/scale_aux"] for entry in entries] == pytest.approx([scale] * 2, rel=1e-2)
     found = [finding.text for finding in callback.findings if finding.kind == "router_loss_gradient"]
-    assert len(found) == accumulated - 1
-    assert all("but 2.00 (load balancing losses) times it" in text for text in found)
+    assert len(found) == int(scale > 1.5)
+    assert all(text.startswith("the load balancing loss trains with 2.00 times its coefficient") for text in found)

@@ -102,8 +102,10 @@ def test_lines_at_the_end_of_a_run(tmp_path: Path) -> None:
         " ValueError: even (sample val.jsonl:1)",
         "  warning: the reward 'format' has been 0 in every response since step 1: it distinguishes no responses",
     ]
-    # A healthy run has no such file, and no line.
+    # A healthy run has no such file, and no warning.
     healthy = make_run(tmp_path / "healthy", {1: {"train/loss": 1.0, "train/reward": 0.5, "train/reward_std": 0.5}})
-    assert scoring_lines(healthy) == []
+    assert scoring_lines(healthy) == ["  reward of step 1: 0.5000"]
+    learning = make_run(tmp_path / "learning", {step: {"train/reward": step / 4} for step in (1, 2, 3)})
+    assert scoring_lines(learning) == ["  reward of steps 1 and 3: 0.2500 -> 0.7500"]
     assert not (healthy / FAILURES_FILE_NAME).exists()
     assert scoring_lines(tmp_path) == []

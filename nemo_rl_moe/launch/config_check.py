@@ -1,0 +1,49 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Check that what a configuration names is there: files, folders, models, libraries and the user's own code."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from nemo_rl_moe.config.checks import path_problems
+from nemo_rl_moe.config.schema import GRPOMasterConfig, MasterConfig
+from nemo_rl_moe.errors import ConfigurationError, DataError
+from nemo_rl_moe.runs.loggers.factory import find_custom_backends
+
+
+def missing_parts(config: MasterConfig) -> list[str]:
+    """Return a line for each thing that would keep a run from starting before its model and data are read.
+
+    Models and data of the hub are not asked for.
+    """
+    problems = path_problems(config, is_whole=True)
+    for check in _checks_of_code(config):
+        try:
+            check()
+        except ConfigurationError as error:
+            problems += error.problems
+        except DataError as error:
+            problems.append(str(error))
+    return list(dict.fromkeys(problems))
+
+
+def _checks_of_code(config: MasterConfig) -> Iterator[Callable[[], object]]:
+    """Yield what a run calls before it reads the model: each raises where code is missing or wrong."""
+    yield partial(find_custom_backends, config.logger)
+    if not isinstance(config, GRPOMasterConfig):
+        return
+    # Imported here: torch takes seconds, and other algorithms have no such code.
+    from nemo_rl_moe.algorithms.custom_estimator import check_estimator
+    from nemo_rl_moe.algorithms.losses.custom_objective import check_objective
+    from nemo_rl_moe.launch.agents import check_agent
+    from nemo_rl_moe.launch.asynchronous import plan_rollouts
+    from nemo_rl_moe.launch.environments import check_environments, problems_of_environment
+    from nemo_rl_moe.tools.definitions import load_tools
+
+    yield partial(check_environments, config)
+    yield partial(check_estimator, config)
+    yield partial(check_objective, config.loss_fn)
+    yield partial(plan_rollouts, config)
+    for name, env in config.env.environments.items():
+        yield partial(problems_of_environment(name)(check_agent), env)
+        yield partial(problems_of_environment(name)(load_tools), env.tools, env.tool_parameters)

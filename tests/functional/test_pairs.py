@@ -1,0 +1,23 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Six runs of combined features, with most of the pairs that `make test-pairs` has in forty."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.functional.pairs.cases import OF_EACH_CHANGE, Case
+from tests.functional.pairs.runs import faults_of
+from tests.functional.pairs.settings import Inputs
+
+pytestmark = [pytest.mark.shared_ray, pytest.mark.full]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
+    return Inputs.made(tmp_path_factory.mktemp("pairs") / "inputs")
+
+
+@pytest.mark.parametrize("case", OF_EACH_CHANGE, ids=lambda case: case.name)
+def test_combined_features_train_validate_and_go_on(case: Case, inputs: Inputs, tmp_path: Path) -> None:
+    assert faults_of(case, inputs, tmp_path) == []

@@ -1,0 +1,75 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""`nemo-rl-moe config` finds what a run would find missing before it starts: files, models, modules, functions."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from nemo_rl_moe import cli
+
+TINY = Path(cli.__file__).resolve().parents[1] / "examples/assets/tiny_qwen3_moe_tools"
+RUN = f"""
+defaults: grpo.yaml
+policy: {{model_name: {TINY}, init: random}}
+env: {{name: callable, callable: {{function: "first_day_reward:score"}}}}
+data:
+  train: {{path: prompts.jsonl}}
+  validation: null
+cluster: {{gpus_per_node: 0}}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    (tmp_path / "first_day_reward.py").write_text("def score(item):\n    return 1.0\n")
+    (tmp_path / "my_run.yaml").write_text(RUN)
+    yield tmp_path
+    sys.modules.pop("first_day_reward", None)
+
+
+def test_a_whole_configuration_is_printed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["config", "--config", "my_run.yaml"]) == 0
+    printed = capsys.readouterr()
+    assert yaml.safe_load(printed.out)["env"]["callable"] == {"function": "first_day_reward:score"}
+    assert printed.err == ""
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("data.train.path=prompt.jsonl", "data.train.path: prompt.jsonl not found in the working folder "),
+        ("policy.model_name=./nothing", "policy.model_name: nothing not found in the working folder "),
+        (
+            "env.callable.function=first_day_reward:scor",
+            "env.callable.function: first_day_reward:scor: first_day_reward has no scor; did you mean score?",
+        ),
+        ("env.callable.function=no_such_day:score", "env.callable.function: no_such_day:score: there is no module "),
+        ("env.tools=[no_such_day:tool]", "env.tools: no_such_day:tool: there is no module no_such_day"),
+        ("env.tools=[calculatr]", "env.tools: got 'calculatr', expected package.module:function, or one of "),
+        ("logger.backends=[no_such_day:Logger]", "logger.backends: no_such_day:Logger: there is no module "),
+        ("grpo.adv_estimator.name=no_such_day:best", "grpo.adv_estimator.name: no_such_day:best: there is no module "),
+        ("loss_fn.objective=no_such_day:clip", "loss_fn.objective: no_such_day:clip: there is no module no_such_day"),
+    ],
+)
+def test_what_is_missing_ends_it_with_code_2(
+    folder: Path, capsys: pytest.CaptureFixture[str], override: str, problem: str
+) -> None:
+    assert cli.main(["config", "--config", "my_run.yaml", override]) == 2
+    printed = capsys.readouterr()
+    assert yaml.safe_load(printed.out)["cluster"]["gpus_per_node"] == 0, "the configuration is printed all the same"
+    (line,) = printed.err.splitlines()
+    assert line.startswith(f"error: {problem}")
+
+
+def test_all_that_is_missing_is_named_at_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["data.train.path=no.jsonl", "env.callable.function=no_such_day:score", "logger.backends=[no_such_day:L]"]
+    assert cli.main(["config", "--config", "my_run.yaml", *words]) == 2
+    keys = [line.split(":")[1].strip() for line in capsys.readouterr().err.splitlines()]
+    assert keys == ["data.train.path", "logger.backends", "env.callable.function"]
