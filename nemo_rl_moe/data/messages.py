@@ -188,13 +188,21 @@ def _joined(parts: Sequence[dict[str, Any]]) -> Content:
     return joined if any(part["type"] != TEXT_PART for part in joined) else content_text(joined)
 
 
-def _tool_calls(value: object, name: str) -> list[dict[str, Any]]:
+def _tool_calls(given: object, name: str) -> list[dict[str, Any]]:
+    """Parse calls, as a list or its JSON; an empty text is no calls."""
+    value = decoded_json(given, name) if given != "" else []
+    if value is None:
+        return []
     if not is_list(value):
         raise RecordError(f"{name} is {kind_of(value)}, expected a list of objects with function")
     return [_tool_call(call, f"{name}[{index}]") for index, call in enumerate(value)]
 
 
 def _tool_call(call: object, name: str) -> dict[str, Any]:
+    if isinstance(call, Mapping) and "function" not in call and "name" in call and "arguments" in call:
+        # Without the wrapper, as much data has it.
+        more = {key: value for key, value in call.items() if key not in ("name", "arguments")}
+        call = {**more, "function": {"name": call["name"], "arguments": call["arguments"]}}
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping):
         raise RecordError(f"{name} has no function, expected an object with name and arguments")

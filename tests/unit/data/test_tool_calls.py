@@ -79,6 +79,17 @@ def test_arguments_become_an_object(arguments, expected):
     assert turn["tool_calls"][0]["function"] == {"name": "add", "arguments": expected}
 
 
+def test_calls_as_json_and_without_the_wrapper():
+    bare = {"name": "add", "arguments": {"a": 1, "b": 2}}
+    wrapped = {"type": "function", "function": bare}
+    for given in ([bare], json.dumps([wrapped]), json.dumps([bare]), [{"type": "function", **bare}]):
+        assert parsed_turn(calling(tool_calls=given))["tool_calls"] == [wrapped]
+    with_id = [{"id": "c1", **bare, "arguments": json.dumps(bare["arguments"])}]
+    assert parsed_turn(calling(tool_calls=with_id))["tool_calls"] == [{"id": "c1", **wrapped}]
+    for none in ("", "[]", "null"):
+        assert parsed_turn({**ANSWER, "tool_calls": none}) == ANSWER
+
+
 def test_parts_of_text_are_joined_as_they_are():
     parts = [{"type": "text", "text": "a ", "image_url": None}, {"type": "text", "text": "b"}]
     assert parse_record({"messages": [{**USER, "content": parts}, ANSWER]}, "f:1").messages[0]["content"] == "a b"
@@ -123,6 +134,10 @@ def test_no_calls_are_none():
         (
             {"messages": [USER, calling(tool_calls=CALL)]},
             "messages[1].tool_calls is an object, expected a list of objects with function",
+        ),
+        (
+            {"messages": [USER, calling(tool_calls="[add(1)]")]},
+            "messages[1].tool_calls is a string that is not valid JSON: Expecting value at character 2",
         ),
         (
             {"messages": [USER, calling(tool_calls=[{"name": "add"}])]},

@@ -44,6 +44,27 @@ def test_as_long_and_as_many_as_the_model_has_is_right() -> None:
     assert prepare_model(policy, ConsoleLogger(total_steps=0, live="never")).hf_config.num_experts == 8
 
 
+def test_the_start_of_a_run_says_how_its_model_speaks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(MODEL, model)
+    (model / "generation_config.json").write_text('{"eos_token_id": [1, 0], "top_p": 0.95}')
+    policy = load_config("sft_tiny_moe.yaml", [f"policy.model_name={model}"], check_paths=False).policy
+    speech = prepare_model(policy, ConsoleLogger(total_steps=0, live="never")).speech
+    assert speech.stop_token_ids == (1, 0)
+    printed = capsys.readouterr().out.splitlines()
+    expected = [
+        "stop tokens: '<eos>' 1 (tokenizer, generation_config.json, config.json), '<pad>' 0 (generation_config.json)",
+        "the assistant's turns end with '<eos>'",
+        "the model's own sampling, not applied: top_p 0.95",
+    ]
+    assert [line for line in printed if line in expected] == expected
+    (model / "generation_config.json").write_text('{"eos_token_id": "<eos>"}')
+    with pytest.raises(
+        ConfigurationError, match=r"generation_config\.json: eos_token_id: got '<eos>', expected a token id"
+    ):
+        prepare_model(policy, ConsoleLogger(total_steps=0, live="never"))
+
+
 def test_a_teacher_is_not_warned_about_as_if_it_were_trained(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
