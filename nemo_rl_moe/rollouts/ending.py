@@ -28,7 +28,9 @@ async def ended(
     """
     try:
         return await rollout
-    except (Exception, CancelledError) as error:
+    except (KeyboardInterrupt, GeneratorExit):  # of the terminal, and of a coroutine that is closed
+        raise
+    except BaseException as error:  # errors of libraries in other languages are no `Exception`
         if isinstance(error, ends_the_run):
             raise
         return session.failed(Fault.ERROR, error_in_user_code(error))

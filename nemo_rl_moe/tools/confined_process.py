@@ -26,6 +26,7 @@ CLONE_NEWNS: its own view of the files; CLONE_NEWIPC: no shared memory of others
 MOST_FILE_BYTES = 1 << 20
 MOST_FOLDER_BYTES = 32 << 20
 MOST_FILES = 4096
+MOST_OPEN_FILES = 256
 MOST_TASKS = 64
 """Processes and threads."""
 OLDEST_KERNEL = (5, 14)
@@ -40,10 +41,11 @@ _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_REMOUNT, _MS_BIND, _MS_MOVE, _MS_REC, _MS
 )
 _AT_FDCWD, _AT_RECURSIVE, _MOUNT_ATTR_RDONLY, _NR_MOUNT_SETATTR = -100, 0x8000, 0x1, 442
 _NR_IO_URING_SETUP = 425
-# The number of the call `socket`, and the name of the instruction set for filters.
-_MACHINES = {"x86_64": (41, 0xC000003E), "aarch64": (198, 0xC00000B7)}
+# Numbers of the calls `socket`, `socketpair`, `memfd_create` and `shmget`, and the name of the instruction set.
+_MACHINES = {"x86_64": (41, 53, 319, 29, 0xC000003E), "aarch64": (198, 199, 279, 194, 0xC00000B7)}
 _X32_BIT = 0x40000000
-_LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
+_LOAD, _EQUAL, _AT_LEAST, _AND, _RETURN = 0x20, 0x15, 0x35, 0x54, 0x06
+_KIND_OF_SOCKET = 0xF
 _ALLOW, _FAIL, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 
 
@@ -64,6 +66,7 @@ def run_confined(cpu_seconds: int, megabytes: int, program: str, *, unconfined: 
         (resource.RLIMIT_AS, megabytes << 20),
         (resource.RLIMIT_FSIZE, MOST_FILE_BYTES),
         (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_NOFILE, MOST_OPEN_FILES),
     ]
     # Outside of a namespace this would count all processes of the user.
     for limit, value in [*limits, *([] if unconfined else [(resource.RLIMIT_NPROC, MOST_TASKS)])]:
@@ -119,26 +122,37 @@ def _hide_files(libc: ctypes.CDLL, program: str) -> None:
 
 
 def _refuse_sockets_of_the_machine(libc: ctypes.CDLL) -> None:
-    """Let every call fail that makes a socket for an address in the file system: servers of the machine listen there.
+    """Let calls fail that make sockets of other families than IP, or memory that no limit counts.
 
-    Pairs of sockets stay.
+    Servers of the machine listen at sockets in the file system; datagrams reach them from a pair of sockets too, so
+    that pairs of streams alone stay.
     """
     machine = platform.machine()
     if machine not in _MACHINES or sys.byteorder != "little":
         raise OSError(errno.ENOSYS, f"cannot refuse sockets on {machine}")
-    number, name = _MACHINES[machine]
+    one, pair, memory_file, shared_memory, name = _MACHINES[machine]
+    refused = _RETURN, 0, 0, _FAIL | errno.EACCES
     program = [
         (_LOAD, 0, 0, 4),  # instruction set
         (_EQUAL, 1, 0, name),
         (_RETURN, 0, 0, _KILL),
         (_LOAD, 0, 0, 0),  # number of the call
-        (_AT_LEAST, 5, 0, _X32_BIT),
-        (_EQUAL, 4, 0, _NR_IO_URING_SETUP),
-        (_EQUAL, 0, 2, number),
-        (_LOAD, 0, 0, 16),  # first argument
-        (_EQUAL, 1, 0, int(socket.AF_UNIX)),
+        (_AT_LEAST, 9, 0, _X32_BIT),
+        (_EQUAL, 8, 0, _NR_IO_URING_SETUP),
+        (_EQUAL, 7, 0, memory_file),
+        (_EQUAL, 6, 0, shared_memory),
+        (_EQUAL, 2, 0, one),
+        (_EQUAL, 5, 0, pair),
         (_RETURN, 0, 0, _ALLOW),
-        (_RETURN, 0, 0, _FAIL | errno.EACCES),
+        (_LOAD, 0, 0, 16),  # first argument: the family
+        (_EQUAL, 6, 0, int(socket.AF_INET)),
+        (_EQUAL, 5, 0, int(socket.AF_INET6)),
+        refused,
+        (_LOAD, 0, 0, 24),  # second argument: the kind
+        (_AND, 0, 0, _KIND_OF_SOCKET),
+        (_EQUAL, 1, 0, int(socket.SOCK_STREAM)),
+        refused,
+        (_RETURN, 0, 0, _ALLOW),
     ]
     packed = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
     described = struct.pack("HxxxxxxP", len(program), ctypes.addressof(packed))

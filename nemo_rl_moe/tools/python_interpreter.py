@@ -92,7 +92,9 @@ def _problem_with_isolation() -> str:
     answer = python("print('confined')", timeout_s=_START_S)
     if answer == "confined\n":
         return ""
-    return f"{answer.splitlines()[-2:][0]}; env.tool_parameters.python.{ALLOW_UNCONFINED}: true runs them all the same"
+    lines = [line for line in answer.splitlines() if line and not line.startswith("error: ")]
+    reason = lines[-1] if lines else "programs cannot be confined here"
+    return f"{reason}; env.tool_parameters.python.{ALLOW_UNCONFINED}: true runs them all the same"
 
 
 class _Output:

@@ -74,11 +74,20 @@ def test_any_exception_costs_its_trajectory_alone(fail: Callable[[], object], me
     assert [each.num_turns for each in found] == [1] * 4, "what was generated stays"
 
 
-def raising(error: Exception) -> Callable[[], object]:
+def raising(error: BaseException) -> Callable[[], object]:
     def fail() -> None:
         raise error
 
     return fail
+
+
+class Panic(BaseException):
+    """As libraries in Rust raise it."""
+
+
+@pytest.mark.parametrize("error", [Panic("x"), SystemExit(0), BaseExceptionGroup("x", [Panic("y")])])
+def test_errors_that_are_no_exceptions_cost_their_trajectory_too(error: BaseException) -> None:
+    assert [each.fault for each in trajectories_of(raising(error))] == [None, Fault.ERROR] * 2
 
 
 @pytest.mark.parametrize("error", [ConfigurationError("x"), WorkerDiedError("x"), GenerationError("x")])

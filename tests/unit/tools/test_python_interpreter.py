@@ -115,6 +115,18 @@ def test_servers_of_the_machine_are_out_of_reach(tmp_path: Path, monkeypatch: py
         assert "PermissionError" in python(code, timeout_s=LONG_S)
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        "socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)",  # each of the two can send to any address
+        "socket.socket(40, socket.SOCK_STREAM)",  # of the machine that a virtual one runs on
+        "os.memfd_create('more')",
+    ],
+)
+def test_other_sockets_and_memory_that_no_limit_counts_are_refused(call: str) -> None:
+    assert "PermissionError" in python(f"import os, socket\n{call}", timeout_s=LONG_S)
+
+
 def test_the_number_of_processes_is_limited() -> None:
     code = """
 import os, time

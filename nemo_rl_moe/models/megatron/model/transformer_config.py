@@ -5,7 +5,7 @@
 import importlib.metadata
 import importlib.util
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -213,9 +213,11 @@ def build_transformer_config(policy: PolicyConfig, hf_config: Any) -> Transforme
         # Transformer Engine's experts refuse it with biases.
         fields["bias_dropout_fusion"] = False
     fields |= _RECOMPUTE[policy.megatron_cfg.activation_checkpointing]
-    fields |= read_overrides(policy.megatron_cfg.model_overrides, of_the_model)
+    overrides = read_overrides(policy.megatron_cfg.model_overrides, of_the_model)
+    problems = _problems_with_overrides(overrides, fields)
+    fields |= overrides
     chosen = policy.megatron_cfg.moe_transformer_fields
-    problems = [
+    problems += [
         f"policy.megatron_cfg.{name}: megatron-core {MEGATRON_VERSION} has no such field"
         for name in chosen
         if name not in transformer_config_fields() and name not in FORCED_ROUTING_FIELDS
@@ -259,6 +261,21 @@ def build_transformer_config(policy: PolicyConfig, hf_config: Any) -> Transforme
     if problem := _problem_with_deep_layers(config, num_deep):
         raise ConfigurationError(problem)
     return config
+
+
+def _problems_with_overrides(overrides: Mapping[str, Any], fields: Mapping[str, Any]) -> list[str]:
+    """Return the problems of overrides that undo what is set because the other value computes wrong numbers."""
+    wrong = {}
+    if fields.get("multi_latent_attention") or fields.get("mrope_section"):
+        wrong["apply_rope_fusion"] = "the fused kernel takes wrong angles for this model"
+    if cpu_backend.ACTIVE:
+        why = "with interleaved stages, gloo then swaps what stages send each other, without an error"
+        wrong |= {"batch_p2p_comm": why, "overlap_p2p_comm": why}
+    return [
+        f"policy.megatron_cfg.model_overrides.{name}: got true, expected false: {why}"
+        for name, why in wrong.items()
+        if overrides.get(name)
+    ]
 
 
 def _problem_with_deep_layers(config: TransformerConfig, num_deep: int) -> str | None:

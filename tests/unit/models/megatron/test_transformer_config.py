@@ -230,6 +230,14 @@ def test_latent_experts_need_transformer_engine() -> None:
     ]
 
 
+@pytest.mark.parametrize("name", ["batch_p2p_comm", "overlap_p2p_comm"])
+def test_overrides_that_undo_a_correction_are_refused(name: str) -> None:
+    assert problems_of(model_overrides=f"{{{name}: true}}") == [
+        f"policy.megatron_cfg.model_overrides.{name}: got true, expected false: with interleaved stages, gloo then"
+        " swaps what stages send each other, without an error"
+    ]
+
+
 def test_frozen_routers_keep_their_bias() -> None:
     bias = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
     policy = tiny_policy(freeze_moe_router=True, moe_router_bias_update_rate=0.01, **bias)
