@@ -98,7 +98,8 @@ class Runs:
             found.append(sample["rewards"]["reward_model"])
         assert len(found) > len(samples) / 2
         assert np.std(expected) > 0.01
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+        # Scores reach 15 and cancel: float32 rounds by their size, not by that of the result.
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)
         return samples
 
 
