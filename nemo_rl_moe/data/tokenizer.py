@@ -17,25 +17,30 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.*", "tekken.json")
+_FAST_FILE = "tokenizer.json"
+_FILES = (_FAST_FILE, "tokenizer.model", "tokenizer_config.json", "vocab.*", "tekken.json")
 
 
 def load_tokenizer(name: str, chat_template: str | None = None) -> "PreTrainedTokenizerBase":
-    """Load `policy.tokenizer.name`.
+    """Load `policy.tokenizer.name`, with the tokens of its `tokenizer.json`.
+
+    transformers builds some classes anew from the vocabulary. If that gives other tokens than the file, the file is
+    read as it is.
 
     Raises:
         ConfigurationError: There is no such tokenizer, or no such file, or the folder's files are not what was written.
     """
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     is_folder = Path(name).is_dir()
     if is_folder:
         check_small_files(Path(name), "policy.tokenizer.name")
     try:
         with _nothing_printed():
-            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-                name, local_files_only=is_folder or from_cache_alone()
-            )
+            local = is_folder or from_cache_alone()
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, local_files_only=local)
+            if not _makes_tokens_of_file(tokenizer, name):
+                tokenizer = PreTrainedTokenizerFast.from_pretrained(name, local_files_only=local)
     except Exception as error:  # the hub, the file formats and the classes of models raise dozens of types
         problem = f"cannot be loaded: {one_line(error)}"
         if is_folder and not any(found for pattern in _FILES for found in Path(name).glob(pattern)):
@@ -49,6 +54,25 @@ def load_tokenizer(name: str, chat_template: str | None = None) -> "PreTrainedTo
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigurationError(f"policy.tokenizer.chat_template: {chat_template}: {error}") from None
     return tokenizer
+
+
+_PROBE = "Hello world,  2+2=4\n\tif x: 'n\u00e9' \u4e2d\u6587 "
+
+
+def _makes_tokens_of_file(tokenizer: "PreTrainedTokenizerBase", name: str) -> bool:
+    """Return whether a loaded tokenizer splits a text as its `tokenizer.json` does; true without such a file."""
+    from tokenizers import Tokenizer
+    from transformers.utils.hub import cached_file
+
+    path = cached_file(name, _FAST_FILE, local_files_only=True, _raise_exceptions_for_missing_entries=False)
+    if path is None or not tokenizer.is_fast:
+        return True
+    published = Tokenizer.from_file(path)
+    try:
+        expected = published.encode(_PROBE, add_special_tokens=False).ids
+        return list(tokenizer(_PROBE, add_special_tokens=False)["input_ids"]) == expected
+    except Exception:  # a vocabulary that does not have all characters
+        return True
 
 
 @contextmanager

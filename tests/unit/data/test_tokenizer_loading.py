@@ -73,3 +73,16 @@ def test_a_number_without_an_end_is_not_shown_whole(repository, tmp_path):
     with pytest.raises(ConfigurationError) as error:
         load_tokenizer(str(tmp_path))
     assert len(str(error.value)) < 600
+
+
+def test_tokens_are_those_of_the_file_whatever_class_is_named(byte_tokenizer, tmp_path):
+    """DeepSeek's files name a class that transformers builds anew as a Llama: it drops blanks and line breaks."""
+    published = byte_tokenizer()
+    published.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "tokenizer_class": "LlamaTokenizerFast"}))
+    loaded = load_tokenizer(str(tmp_path))
+    text = "a  b\n\nc"
+    assert loaded(text, add_special_tokens=False)["input_ids"] == published(text)["input_ids"]
+    assert loaded.decode(loaded(text)["input_ids"]) == text
+    assert loaded.eos_token == "<|end|>"
