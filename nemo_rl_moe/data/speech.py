@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_rl_moe.data.chat_template import template_setup
 from nemo_rl_moe.data.template_renderer import TemplateRenderer
+from nemo_rl_moe.data.thinking import Thinking, find_thinking
 from nemo_rl_moe.errors import ConfigurationError, DataError
 from nemo_rl_moe.models.hf_files import load_config_json, load_model_json
 from nemo_rl_moe.models.model_files import CONFIG_FILE, GENERATION_CONFIG_FILE
@@ -87,6 +88,7 @@ class Speech:
             mark of the next role. Empty: the template closes turns with none.
         call_end: The same of a turn of tool calls.
         generation_prompt: Text that the template puts before a turn of the model; empty: it has no template.
+        thinking: Marks around thinking; None: the template knows none.
         sampling: The makers' own sampling parameters, which are shown and not applied.
         templates: Names of the tokenizer's chat templates, where it has several.
     """
@@ -96,6 +98,7 @@ class Speech:
     turn_end: str
     call_end: str
     generation_prompt: str
+    thinking: Thinking | None
     sampling: Mapping[str, float]
     templates: tuple[str, ...]
 
@@ -140,6 +143,8 @@ class Speech:
             calls = f", of calls with {self.call_end!r}" if self.call_end not in ("", self.turn_end) else ""
             opened = f"; generation prompt {self.generation_prompt!r}" if self.generation_prompt else ""
             yield f"the assistant's turns end with {self.turn_end!r}{calls}{opened}"
+        if self.thinking is not None:
+            yield f"thinking: {self.thinking}"
         if self.templates:
             with_tools = ", tool_use with tools" if "tool_use" in self.templates else ""
             yield f"chat templates: {', '.join(self.templates)}; used: default{with_tools}"
@@ -166,13 +171,15 @@ def describe_speech(tokenizer: "PreTrainedTokenizerBase", published: Published =
     inside = with_calls.stops_inside_turns() if with_calls else frozenset()
     stops = [token for token in known if token.text in ends or token.text not in inside]
     no_stops += [(token, _INSIDE) for token in known if token not in stops]
+    opening = plain.opening() if plain else ""
     names = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else ()
     return Speech(
         tuple(stops),
         tuple(no_stops),
         ends[0] if ends else "".join(token.text for token in stops[:1]),
         ends[1] if ends else "",
-        plain.opening() if plain else "",
+        opening,
+        find_thinking(*plain.around_thinking(), opening, plain.template) if plain else None,
         _numbers({name: published.generation.get(name) for name in _SAMPLING}),
         tuple(names),
     )

@@ -77,7 +77,8 @@ _PROBE_QUESTION, _PROBE_CALL, _PROBE_RESULT = _PROBE_TURNS
 _PROBE_ANSWER: Message = {"role": "assistant", "content": "e f"}
 _PROBE_THOUGHT: Message = {"role": "assistant", "content": "<think>\ng\n</think>\n\nh"}
 _PROBE_SHORT: Message = {"role": "assistant", "content": _PROBE_VALUE}
-_PROBE_REASONED: Message = {**_PROBE_SHORT, "reasoning_content": "k"}
+_PROBE_THINKING = "probe_thinking"
+_PROBE_REASONED: Message = {**_PROBE_SHORT, "reasoning_content": _PROBE_THINKING}
 _PROBE_CALLS: Message = {**_PROBE_CALL, "tool_calls": _PROBE_CALL["tool_calls"] * 2}
 _PROBES: tuple[tuple[Message, ...], ...] = (
     (_PROBE_SYSTEM, _PROBE_QUESTION),
@@ -174,6 +175,11 @@ class TemplateRenderer:
         form, _ = self._form_of(messages, render)
         return render(form.of_all(messages))
 
+    @property
+    def template(self) -> str:
+        """Return the template."""
+        return self._setup.template
+
     def renders_as(self, other: "TemplateRenderer") -> bool:
         """Return whether another template gives the same texts for the probes."""
         try:
@@ -207,6 +213,15 @@ class TemplateRenderer:
             before = text[same:].rpartition(_PROBE_VALUE)[0]
             found |= {stop for stop in self._setup.stop_texts if stop and stop in before}
         return frozenset(found)
+
+    def around_thinking(self) -> tuple[str, str]:
+        """Return the texts before and behind the thinking of a turn; empty: the template shows none."""
+        try:
+            text = self._probed((_PROBE_QUESTION, with_thinking_named(_PROBE_REASONED, self._setup.template)))
+        except RenderError:
+            return "", ""
+        before, found, behind = text.rpartition(_PROBE_THINKING)
+        return (before, behind) if found else ("", "")
 
     def opening(self) -> str:
         """Return the generation prompt: what the template puts behind a question for the model to answer."""

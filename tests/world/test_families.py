@@ -128,9 +128,7 @@ def test_a_user_follows_a_plain_turn(family: Family, spoken: Spoken) -> None:
     sampled = _without_prompted(family, "chat", spoken, begun.text)
     turn = SampledTurn(begun.messages, spoken.ids(sampled), spoken.speech.stop_token_ids, inputs, begun.text)
     found = continuation.extend(turn, [user("USR2")])
-    afresh = continuation.begin(
-        [user("USR1"), {"role": "assistant", "content": "ANS2 y"}, user("USR2")], inputs
-    )
+    afresh = continuation.begin([user("USR1"), {"role": "assistant", "content": "ANS2 y"}, user("USR2")], inputs)
     assert [*begun.token_ids, *turn.token_ids, *found.token_ids] == list(afresh.token_ids)
 
 

@@ -61,7 +61,9 @@ def _qwen_3_5(folder: Path) -> Any:
         }
         pattern = ast.literal_eval(values["QWEN3_5_PAT_STR"])
         named = values["QWEN3_5_SPECIAL_TOKENS"]
-        texts = [node.value for node in ast.walk(named) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+        texts = [
+            node.value for node in ast.walk(named) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        ]
         names = {name: ast.literal_eval(values[name]) for name in ("ENDOFTEXT", "IMSTART", "IMEND")}
         special = [*names.values(), *texts]
         backend = _RanksConverter(

@@ -13,10 +13,11 @@ from nemo_rl_moe.data.chat import MERGED, TokenizedExample, batch_tokenizer
 from nemo_rl_moe.data.preferences import load_preferences
 from nemo_rl_moe.data.records import BadLine, parse_record
 from nemo_rl_moe.data.speech import Published, Speech, StopToken, describe_speech, load_published
+from nemo_rl_moe.data.thinking import Thinking
 from nemo_rl_moe.data.turn_ends import UNTRAINED_END
 from nemo_rl_moe.errors import ConfigurationError
 from tests.support.byte_tokenizer import make_byte_tokenizer
-from tests.support.chat_templates import CHANNELS, CLOSED_BY_NEXT_ROLE
+from tests.support.chat_templates import CHANNELS, CLOSED_BY_NEXT_ROLE, PROMPT_OPENS_THINKING, THINKING
 
 MARKS = ("<|endoftext|>", "<|user|>", "<|assistant|>", "<|observation|>", "<|system|>")
 # Behind 256 bytes, `<|start|>`, `<|end|>` and `<s>`.
@@ -28,6 +29,10 @@ CHATML = (
 TAGGED = (
     "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
     "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+ANALYSIS = (
+    "{% for m in messages %}{% if m.thinking %}<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}"
+    "{{ m.content }}{% endfor %}"
 )
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
 
@@ -240,3 +245,23 @@ def test_merges_within_a_response_stay() -> None:
     assert not isinstance(found, BadLine)
     assert [tokenizer.decode([token]) for token in found.input_ids] == ["2", "=4", "<|end|>"]
     assert found.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (CHATML, None),
+        (THINKING, Thinking("<think>", "</think>")),
+        (PROMPT_OPENS_THINKING, Thinking("<think>", "</think>", is_opened=True)),
+        (ANALYSIS, Thinking("<|channel|>analysis<|message|>", "<|end|>")),
+        ("{{ messages[-1].content.split('</think>')[-1] }}", Thinking("<think>", "</think>")),
+    ],
+)
+def test_marks_of_thinking(template: str, expected: Thinking | None) -> None:
+    found = describe_speech(make_byte_tokenizer(template))
+    assert found.thinking == expected
+    assert (f"thinking: {expected}" in found.lines()) == (expected is not None)
+
+
+def test_marks_of_thinking_are_shown_with_who_opens_them() -> None:
+    assert str(Thinking("<a>", "</a>", is_opened=True)) == "'<a>' to '</a>', opened by the generation prompt"
