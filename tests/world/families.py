@@ -117,7 +117,8 @@ def _deepseek_v31(*calls: tuple[int, str]) -> str:
 
 def _dsml(*calls: tuple[int, str]) -> str:
     found = "".join(
-        f'<｜DSML｜invoke name="get_weather">\n<｜DSML｜parameter name="city" string="true">{city}</｜DSML｜parameter>\n'
+        '<｜DSML｜invoke name="get_weather">\n'
+        f'<｜DSML｜parameter name="city" string="true">{city}</｜DSML｜parameter>\n'
         f'<｜DSML｜parameter name="days" string="false">{number}</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
         for number, city in calls
     )

