@@ -68,8 +68,8 @@ def pytest_report_header() -> str:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     """Marks tests by where they lie, so that none can be forgotten, and puts those that start no ranks first.
 
-    `world` is all of `tests/world`, and `functional` all of `tests/functional`; `megatron` is the latter, and every file
-    or folder with megatron in its name.
+    `world` is all of `tests/world`, and `functional` all of `tests/functional`; `megatron` is the latter, and every
+    file or folder with megatron in its name.
     """
     for item in items:
         place = item.path.relative_to(_TESTS).as_posix()

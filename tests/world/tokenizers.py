@@ -58,7 +58,7 @@ def _qwen_3_5(folder: Path) -> Any:
         }
         pattern = ast.literal_eval(values["QWEN3_5_PAT_STR"])
         named = values["QWEN3_5_SPECIAL_TOKENS"]
-        [node.value for node in ast.walk(named) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+        constants = [node.value for node in ast.walk(named) if isinstance(node, ast.Constant)]
         names = {name: ast.literal_eval(values[name]) for name in ("ENDOFTEXT", "IMSTART", "IMEND")}
         special = [*names.values(), *(value for value in constants if isinstance(value, str))]
         backend = _RanksConverter(
