@@ -35,6 +35,7 @@ class Family:
         named: End tokens that the model's files name.
         spans: Pieces to train on, by the kind of conversation.
         tool_format: Name of the format of calls; None: the template shows no tools.
+        user_appends: A user's message continues a plain turn; else the template renders that turn in another way.
         kwargs: Names for the chat template, as a run would set them.
     """
 
@@ -47,6 +48,7 @@ class Family:
     tool_format: str | None
     tokenizer: str | None = None
     special: tuple[str, ...] = ()
+    user_appends: bool = True
     kwargs: tuple[tuple[str, bool], ...] = ()
 
 
