@@ -14,7 +14,7 @@ from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs
 from nemo_rl_moe.data.turn_glue import NoExtension, Rewritten
 from nemo_rl_moe.data.turn_spans import RenderError
 from nemo_rl_moe.errors import ConfigurationError
-from nemo_rl_moe.tools.formats.interface import THINK_START, ToolCall, ToolFormat
+from nemo_rl_moe.tools.formats.interface import THINK_END, THINK_START, ToolCall, ToolFormat
 from nemo_rl_moe.tools.formats.registry import TOOL_FORMATS
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def format_of(tokenizer: "PreTrainedTokenizerBase", name: str | None, run_wide: 
     rendered = _rendered_call(text_renderer_for(tokenizer, TemplateInputs(kwargs=run_wide.kwargs)))
     schemas = {_KNOWN.name: _PROPERTIES}
     for tool_format in TOOL_FORMATS.values():
-        if tool_format.calls(rendered, schemas) == [_KNOWN]:
+        if _has_its_marks(rendered, tool_format) and tool_format.calls(rendered, schemas) == [_KNOWN]:
             return tool_format
     raise ConfigurationError(
         f"{FORMAT_KEY}: null, and the chat template writes calls in no known format: {rendered[:200]!r}; expected"
@@ -131,6 +131,12 @@ def _named(name: str) -> ToolFormat:
     return found
 
 
+def _has_its_marks(rendered: str, tool_format: ToolFormat) -> bool:
+    """Return whether the marks around calls are those of a format, which may read calls within other marks, too."""
+    mark = tool_format.mark
+    return mark in rendered if len(mark) > 1 else rendered.lstrip().startswith(mark)
+
+
 def _rendered_call(render: TextRenderer) -> str:
     """Return what the chat template writes for a turn of the known call."""
     call = {"id": _CALL_ID, "type": "function", "function": {"name": _KNOWN.name, "arguments": dict(_KNOWN.arguments)}}
@@ -146,8 +152,8 @@ def _rendered_call(render: TextRenderer) -> str:
         raise ConfigurationError(
             f"env.tools: the chat template shows no calls or no results of tools: {error}"
         ) from error
-    # Where the generation prompt opens a think block, the turn does not begin with all of it.
-    if prompt.rstrip().endswith(THINK_START):
+    # Where the generation prompt opens a think block, or closes it, too, the turn does not begin with all of it.
+    if prompt.rstrip().removesuffix(THINK_END).rstrip().endswith(THINK_START):
         prompt = prompt.rpartition(THINK_START)[0]
     common = next((place for place, (a, b) in enumerate(zip(prompt, whole)) if a != b), len(prompt))  # noqa: B905
     return whole[common:].partition(_RESULT)[0]
