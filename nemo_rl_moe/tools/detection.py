@@ -16,12 +16,13 @@ from nemo_rl_moe.data.turn_spans import RenderError
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.tools.formats.interface import THINK_END, THINK_START, ToolCall, ToolFormat
 from nemo_rl_moe.tools.formats.registry import TOOL_FORMATS
+from nemo_rl_moe.tools.formats.vllm_parsers import PREFIX, vllm_format
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FORMAT_KEY = "env.tool_format"
-_EXPECTED = f"one of {', '.join(TOOL_FORMATS)}, or package.module:FORMAT"
+_EXPECTED = f"one of {', '.join(TOOL_FORMATS)}, {PREFIX} and the name of a parser of vLLM, or package.module:FORMAT"
 _QUESTION: Message = {"role": "user", "content": "a"}
 _RESULT = "result-qx7"
 _CALL_ID = "abcdefghi"  # some templates want ids of nine letters and digits
@@ -48,14 +49,19 @@ def format_of(tokenizer: "PreTrainedTokenizerBase", name: str | None, run_wide: 
         ConfigurationError: There is no such format, or the chat template writes none of those that are known.
         DataError: The chat template cannot be used.
     """
-    named = None if name is None else _named(name)
+    named = None if name is None or name.startswith(PREFIX) else _named(name)
     if not tokenizer.chat_template:
         raise ConfigurationError(
             "env.tools: the tokenizer has no chat template that could show them; set policy.tokenizer.chat_template"
         )
     if named is not None:
         return named
+    if name is not None and (known := TOOL_FORMATS.get(name.removeprefix(PREFIX))) is not None:
+        return vllm_format(FORMAT_KEY, name, tokenizer, known.example)
     rendered = _rendered_call(text_renderer_for(tokenizer, TemplateInputs(kwargs=run_wide.kwargs)))
+    if name is not None:
+        turn = rendered.partition(tokenizer.eos_token)[0] if tokenizer.eos_token else rendered
+        return vllm_format(FORMAT_KEY, name, tokenizer, turn.strip().replace(_KNOWN.name, "tool"))
     schemas = {_KNOWN.name: _PROPERTIES}
     for tool_format in TOOL_FORMATS.values():
         if _has_its_marks(rendered, tool_format) and tool_format.calls(rendered, schemas) == [_KNOWN]:
