@@ -16,6 +16,7 @@ from nemo_rl_moe.runs.folder.conversations import Outcome, ToolUse, as_arguments
 from nemo_rl_moe.tools.arguments import ArgumentError, checked_arguments
 from nemo_rl_moe.tools.definitions import Tools
 from nemo_rl_moe.tools.formats.interface import THINK_START, MalformedCall, ParsedCall, ToolCall, ToolFormat
+from nemo_rl_moe.tools.formats.typed_values import properties_of
 from nemo_rl_moe.tools.results import ToolResult, cut, error_text
 
 CallTool = Callable[[str, Mapping[str, object], float], Awaitable[ToolResult]]
@@ -82,7 +83,7 @@ class ToolConversation:
         self._limits, self._max_turns = limits, max_turns
         self._call_cost = call_cost
         self._warn, self._reported = warn, set[Fault]()
-        self._schemas = {name: tool.definition["function"]["parameters"]["properties"] for name, tool in tools.items()}
+        self._schemas = {name: properties_of(tool.definition["function"]["parameters"]) for name, tool in tools.items()}
 
     async def rollout(self, session: Session) -> Trajectory:
         """Make one trajectory; the reward function scores its last response."""

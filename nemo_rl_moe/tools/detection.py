@@ -14,14 +14,15 @@ from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs
 from nemo_rl_moe.data.turn_glue import NoExtension, Rewritten
 from nemo_rl_moe.data.turn_spans import RenderError
 from nemo_rl_moe.errors import ConfigurationError
-from nemo_rl_moe.tools.formats.interface import THINK_START, ToolCall, ToolFormat
+from nemo_rl_moe.tools.formats.interface import THINK_END, THINK_START, ToolCall, ToolFormat
 from nemo_rl_moe.tools.formats.registry import TOOL_FORMATS
+from nemo_rl_moe.tools.formats.vllm_parsers import PREFIX, vllm_format
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FORMAT_KEY = "env.tool_format"
-_EXPECTED = f"one of {', '.join(TOOL_FORMATS)}, or package.module:FORMAT"
+_EXPECTED = f"one of {', '.join(TOOL_FORMATS)}, {PREFIX} and the name of a parser of vLLM, or package.module:FORMAT"
 _QUESTION: Message = {"role": "user", "content": "a"}
 _RESULT = "result-qx7"
 _CALL_ID = "abcdefghi"  # some templates want ids of nine letters and digits
@@ -48,17 +49,22 @@ def format_of(tokenizer: "PreTrainedTokenizerBase", name: str | None, run_wide: 
         ConfigurationError: There is no such format, or the chat template writes none of those that are known.
         DataError: The chat template cannot be used.
     """
-    named = None if name is None else _named(name)
+    named = None if name is None or name.startswith(PREFIX) else _named(name)
     if not tokenizer.chat_template:
         raise ConfigurationError(
             "env.tools: the tokenizer has no chat template that could show them; set policy.tokenizer.chat_template"
         )
     if named is not None:
         return named
+    if name is not None and (known := TOOL_FORMATS.get(name.removeprefix(PREFIX))) is not None:
+        return vllm_format(FORMAT_KEY, name, tokenizer, known.example)
     rendered = _rendered_call(text_renderer_for(tokenizer, TemplateInputs(kwargs=run_wide.kwargs)))
+    if name is not None:
+        turn = rendered.partition(tokenizer.eos_token)[0] if tokenizer.eos_token else rendered
+        return vllm_format(FORMAT_KEY, name, tokenizer, turn.strip().replace(_KNOWN.name, "tool"))
     schemas = {_KNOWN.name: _PROPERTIES}
     for tool_format in TOOL_FORMATS.values():
-        if tool_format.calls(rendered, schemas) == [_KNOWN]:
+        if _has_its_marks(rendered, tool_format) and tool_format.calls(rendered, schemas) == [_KNOWN]:
             return tool_format
     raise ConfigurationError(
         f"{FORMAT_KEY}: null, and the chat template writes calls in no known format: {rendered[:200]!r}; expected"
@@ -131,6 +137,12 @@ def _named(name: str) -> ToolFormat:
     return found
 
 
+def _has_its_marks(rendered: str, tool_format: ToolFormat) -> bool:
+    """Return whether the marks around calls are those of a format, which may read calls within other marks, too."""
+    mark = tool_format.mark
+    return mark in rendered if len(mark) > 1 else rendered.lstrip().startswith(mark)
+
+
 def _rendered_call(render: TextRenderer) -> str:
     """Return what the chat template writes for a turn of the known call."""
     call = {"id": _CALL_ID, "type": "function", "function": {"name": _KNOWN.name, "arguments": dict(_KNOWN.arguments)}}
@@ -146,8 +158,8 @@ def _rendered_call(render: TextRenderer) -> str:
         raise ConfigurationError(
             f"env.tools: the chat template shows no calls or no results of tools: {error}"
         ) from error
-    # Where the generation prompt opens a think block, the turn does not begin with all of it.
-    if prompt.rstrip().endswith(THINK_START):
+    # Where the generation prompt opens a think block, or closes it, too, the turn does not begin with all of it.
+    if prompt.rstrip().removesuffix(THINK_END).rstrip().endswith(THINK_START):
         prompt = prompt.rpartition(THINK_START)[0]
     common = next((place for place, (a, b) in enumerate(zip(prompt, whole)) if a != b), len(prompt))  # noqa: B905
     return whole[common:].partition(_RESULT)[0]

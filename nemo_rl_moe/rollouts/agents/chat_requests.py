@@ -13,6 +13,7 @@ from nemo_rl_moe.data.messages import Message, content_text, parse_messages
 from nemo_rl_moe.data.record_values import RecordError, kind_of
 from nemo_rl_moe.data.template_inputs import ToolDefinition
 from nemo_rl_moe.generation.interface import SamplingParameters
+from nemo_rl_moe.tools.formats.typed_values import properties_of
 
 _NO_MESSAGE_KEYS = ("refusal", "annotations", "audio", "function_call")
 """Keys that clients put into the assistant's messages, and that chat templates do not know."""
@@ -228,9 +229,4 @@ def _is_silent(message: Mapping[str, Any]) -> bool:
 
 def schemas_of(tools: Sequence[ToolDefinition]) -> dict[str, Mapping[str, Any]]:
     """Return the schemas of the parameters of tools, as formats of calls read them."""
-    found = {}
-    for tool in tools:
-        parameters = tool["function"].get("parameters")
-        properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
-        found[tool["function"]["name"]] = properties if isinstance(properties, Mapping) else {}
-    return found
+    return {tool["function"]["name"]: properties_of(tool["function"].get("parameters")) for tool in tools}

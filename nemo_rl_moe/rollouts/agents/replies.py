@@ -3,7 +3,9 @@
 """Replies to requests for chat completions: the model's turn as a message, with its calls of tools."""
 
 import json
+import re
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -126,12 +128,20 @@ def _is_encodable(call: ToolCall) -> bool:
 def _before_calls(
     text: str, calls: list[ParsedCall], tool_format: ToolFormat, schemas: Schemas, *, begins_in_thinking: bool
 ) -> str:
-    """Return the text before the first call: formats say what is called, and not where."""
+    """Return the text before the first call: formats say what is called, and not where.
+
+    What follows a place holds all calls up to their beginning, and fewer behind it, so that few places are tried.
+    """
     first = text.index(THINK_END) + len(THINK_END) if begins_in_thinking and THINK_END in text else 0
-    mark = tool_format.example[0]
-    place = text.rfind(mark)
-    while place >= first:
-        if tool_format.calls(text[place:], schemas) == calls:
-            return text[:place].rstrip()
-        place = text.rfind(mark, 0, place)
-    return text[:first]
+
+    def has_them_behind(place: int) -> bool:
+        return tool_format.calls(text[place:], schemas) == calls
+
+    # Only in thinking that is cut in two is a call read that is none.
+    thought = text.rfind(THINK_END) + len(THINK_END)
+    if thought > first and has_them_behind(thought):
+        first = thought
+    places = [found.start() for found in re.finditer(re.escape(tool_format.example[0]), text[first:])]
+    index = bisect_left(places, True, key=lambda place: not has_them_behind(first + place))
+    before = text[: first + places[index - 1]] if index else text[:first]
+    return before.rstrip().removesuffix(tool_format.mark).rstrip() if index else before

@@ -18,6 +18,7 @@ from nemo_rl_moe.rollouts.tool_environment import CALLS, FAILED_CALLS, NO_TOOL, 
 from nemo_rl_moe.rollouts.wire_calls import CallMetrics, WireCalls
 from nemo_rl_moe.tools.formats.interface import ToolCall as WrittenCall
 from nemo_rl_moe.tools.formats.interface import ToolFormat
+from nemo_rl_moe.tools.formats.typed_values import properties_of
 
 CALL_METRICS = CallMetrics(CALLS, WRONG_CALLS, FAILED_CALLS, UNKNOWN_CALLS)
 
@@ -113,7 +114,7 @@ class SessionClient(Client):
         """Return the calls in a response; one that cannot be read is none, as with servers of models."""
         if self._format is None or self._wire is None or not tools:
             return []
-        schemas = {tool.name: dict(tool.parameters.get("properties") or {}) for tool in tools}
+        schemas = {tool.name: properties_of(tool.parameters) for tool in tools}
         found = self._format.calls(turn.text, schemas, begins_in_thinking=self._history.begins_in_thinking)
         calls: dict[str, WrittenCall] = {}
         for call in found:

@@ -2,10 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls of tools, and formats in which a model writes them."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+_MARK = re.compile(r"<[^<>]*>|\[[A-Z_]+\]")
 Schemas = Mapping[str, Mapping[str, Any]]
 """JSON schemas of the parameters, by the names of tool and parameter: formats without types need them."""
 
@@ -44,6 +46,12 @@ class ToolFormat:
 
     parse: Parse
     example: str
+
+    @property
+    def mark(self) -> str:
+        """The mark that opens calls: what the example begins with."""
+        found = _MARK.match(self.example)
+        return self.example[0] if found is None else found[0]
 
     def calls(self, text: str, schemas: Schemas, *, begins_in_thinking: bool = False) -> list[ParsedCall]:
         """Return the calls in a turn of the model; what it thinks are none.

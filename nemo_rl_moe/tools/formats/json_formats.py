@@ -19,8 +19,12 @@ _CALLS_BEGIN, _CALLS_END, _CALL_BEGIN, _CALL_END, _SEPARATOR = (
 )
 _TYPE_AND_NAME = re.compile(rf"\s*\w+{_SEPARATOR}([^\s<]+)\s*```json\s*")
 _NAME_BEFORE_SEPARATOR = re.compile(rf"\s*([^\s<]+){_SEPARATOR}")
-_NAME_BEFORE_ARGS = re.compile(r"\s*([^\s\[\]{}]+)(?:\[CALL_ID\][^\[\]]*)?\[ARGS\]")
-_IS_A_CALL = re.compile(r'"name"\s*:(?s:.*)"(?:parameters|arguments)"\s*:')
+_NAME_BEFORE_ARGS = re.compile(r"\s*([^\s\[\]{}]+)\s*(?:\[CALL_ID\][^\[\]]*)?(?:\[ARGS\]|(?={))")
+_KIMI_CALL_BEGIN, _KIMI_ARGUMENTS, _KIMI_CALL_END = (
+    f"<|tool_call_{name}|>" for name in ("begin", "argument_begin", "end")
+)
+_KIMI_NAME = re.compile(rf"\s*(?:functions\.)?([^\s:<]+):\d+\s*{re.escape(_KIMI_ARGUMENTS)}")
+_NAME_KEY, _ARGUMENTS_KEY = re.compile(r'"name"\s*:'), re.compile(r'"(?:parameters|arguments)"\s*:')
 
 
 def _one(text: str, place: int, schemas: Schemas) -> tuple[list[ParsedCall], int]:
@@ -71,26 +75,27 @@ def _behind_args(text: str, place: int, schemas: Schemas) -> tuple[list[ParsedCa
     return [call], end
 
 
-def _parse_bare(text: str, schemas: Schemas) -> list[ParsedCall]:
-    """Parse a turn that is one object, or several with semicolons in between; what has no name is an answer."""
-    text = text.strip().removeprefix("<|python_tag|>").lstrip()
-    calls: list[ParsedCall] = []
-    if not text.startswith("{") or not _IS_A_CALL.search(text):
-        return calls
-    place = 0
+def _behind_id(text: str, place: int, schemas: Schemas) -> tuple[list[ParsedCall], int]:
+    call, end = _named(_KIMI_NAME, f"functions.NAME:NUMBER{_KIMI_ARGUMENTS} with the name of a tool", text, place)
+    return [call], end
+
+
+def _bare(text: str, place: int, schemas: Schemas) -> tuple[list[ParsedCall], int]:
+    """Read the object that has begun before the place; one without name and parameters is part of an answer."""
+    begin = place - 1
     try:
-        while True:
-            value, place = read_json(text, place)
-            calls.append(call_of(value))
-            rest = text[place:].lstrip()
-            if not rest.startswith(";"):
-                return calls
-            place = len(text) - len(rest) + 1
+        value, end = read_json(text, begin)
     except CallProblem as problem:
-        return [*calls, MalformedCall(str(problem))]
+        name = _NAME_KEY.search(text, begin)
+        is_a_call = name is not None and _ARGUMENTS_KEY.search(text, name.end()) is not None
+        return ([MalformedCall(str(problem))] if is_a_call else []), len(text)
+    is_a_call = "name" in value and not value.keys().isdisjoint(("parameters", "arguments"))
+    return (_each([value]) if is_a_call else []), end
 
 
-HERMES = ToolFormat(between_marks("<tool_call>", "</tool_call>", _one), f"<tool_call>\n{_OBJECT}\n</tool_call>")
+HERMES = ToolFormat(
+    between_marks("<tool_call>", "</tool_call>", _one, may_stay_open=True), f"<tool_call>\n{_OBJECT}\n</tool_call>"
+)
 FUNCTION_CALLS = ToolFormat(
     between_marks("<function_calls>", "</function_calls>", _several), f"<function_calls>[{_OBJECT}]</function_calls>"
 )
@@ -104,4 +109,11 @@ DEEPSEEK_V31 = ToolFormat(
     between_marks(_CALL_BEGIN, _CALL_END, _behind_separator),
     f"{_CALLS_BEGIN}{_CALL_BEGIN}tool{_SEPARATOR}{_ARGUMENTS}{_CALL_END}{_CALLS_END}",
 )
-LLAMA3_JSON = ToolFormat(_parse_bare, json.dumps({"name": "tool", "parameters": {"argument": "value"}}))
+KIMI_K2 = ToolFormat(
+    between_marks(_KIMI_CALL_BEGIN, _KIMI_CALL_END, _behind_id),
+    f"<|tool_calls_section_begin|>{_KIMI_CALL_BEGIN}functions.tool:0{_KIMI_ARGUMENTS}{_ARGUMENTS}{_KIMI_CALL_END}"
+    "<|tool_calls_section_end|>",
+)
+LLAMA3_JSON = ToolFormat(
+    between_marks("{", "", _bare), json.dumps({"name": "tool", "parameters": {"argument": "value"}})
+)

@@ -9,11 +9,12 @@ from nemo_rl_moe.tools.formats.json_formats import (
     DEEPSEEK_V31,
     FUNCTION_CALLS,
     HERMES,
+    KIMI_K2,
     LLAMA3_JSON,
     MISTRAL,
     MISTRAL_ARGS,
 )
-from nemo_rl_moe.tools.formats.tagged_formats import GLM45, QWEN3_CODER
+from nemo_rl_moe.tools.formats.tagged_formats import DEEPSEEK_V32, GLM45, MINIMAX_M2, QWEN3_CODER
 
 TOOL_FORMATS = {
     "hermes": HERMES,
@@ -21,6 +22,9 @@ TOOL_FORMATS = {
     "glm45": GLM45,
     "deepseek_v3": DEEPSEEK_V3,
     "deepseek_v31": DEEPSEEK_V31,
+    "deepseek_v32": DEEPSEEK_V32,
+    "kimi_k2": KIMI_K2,
+    "minimax_m2": MINIMAX_M2,
     "mistral": MISTRAL,
     "mistral_args": MISTRAL_ARGS,
     "llama3_json": LLAMA3_JSON,

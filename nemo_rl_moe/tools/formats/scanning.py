@@ -3,6 +3,7 @@
 """Search for calls between marks, outside of think blocks, and JSON within a text."""
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
@@ -20,57 +21,54 @@ from nemo_rl_moe.tools.formats.interface import (
 
 
 class CallProblem(ValueError):
-    """A call cannot be read; the message is for the model."""
+    """A call cannot be read; the message is for the model.
+
+    Args:
+        read_up_to: Place before which there is no other call; the search for the next one goes on there.
+    """
+
+    def __init__(self, message: str, read_up_to: int = 0):
+        super().__init__(message)
+        self.read_up_to = read_up_to
 
 
+BLANKS = re.compile(r"\s*")
 Read = Callable[[str, int, Schemas], tuple[list[ParsedCall], int]]
 """From a text and the place behind an opening mark to calls and the place behind them; raises `CallProblem`."""
 
 
-def between_marks(opening: str, closing: str, read: Read) -> Parse:
+def between_marks(opening: str | re.Pattern[str], closing: str, read: Read, *, may_stay_open: bool = False) -> Parse:
     """Make the parser of calls that stand between two marks.
 
     Args:
+        opening: A mark, or the pattern of one.
         closing: May be empty.
+        may_stay_open: The last call needs no closing mark if nothing follows it.
     """
+    mark = re.escape(opening) if isinstance(opening, str) else opening.pattern
+    next_opening = re.compile(f"(?P<think>{THINK_START})|{mark}")
+    next_place = re.compile(f"(?P<closing>{re.escape(closing) or '(?!)'})|{mark}")
 
     def parse(text: str, schemas: Schemas) -> list[ParsedCall]:
         calls: list[ParsedCall] = []
         place = 0
-        while (start := _next_opening(text, opening, place)) is not None:
+        while (found := next_opening.search(text, place)) is not None:
+            if found["think"]:
+                end = text.find(THINK_END, found.end())
+                place = len(text) if end == -1 else end + len(THINK_END)
+                continue
             try:
-                found, place = read(text, start, schemas)
-                place = behind(text, place, closing)
+                read_calls, place = read(text, found.end(), schemas)
+                if not (may_stay_open and BLANKS.fullmatch(text, place)):
+                    place = behind(text, place, closing)
             except CallProblem as problem:
-                found = [MalformedCall(str(problem))]
-                place = _next_place(text, start, opening, closing)
-            calls += found
+                read_calls = [MalformedCall(str(problem))]
+                goes_on = next_place.search(text, max(found.end(), problem.read_up_to))
+                place = len(text) if goes_on is None else goes_on.end() if goes_on["closing"] else goes_on.start()
+            calls += read_calls
         return calls
 
     return parse
-
-
-def _next_opening(text: str, opening: str, place: int) -> int | None:
-    """Return the place behind the next opening mark that is no part of a think block."""
-    while True:
-        start, thinking = text.find(opening, place), text.find(THINK_START, place)
-        if start == -1:
-            return None
-        if thinking == -1 or start < thinking:
-            return start + len(opening)
-        end = text.find(THINK_END, thinking)
-        if end == -1:
-            return None
-        place = end + len(THINK_END)
-
-
-def _next_place(text: str, start: int, opening: str, closing: str) -> int:
-    """Return the place at which the search goes on behind a malformed call."""
-    closed = text.find(closing, start) if closing else -1
-    opened = text.find(opening, start)
-    if closed != -1 and (opened == -1 or closed < opened):
-        return closed + len(closing)
-    return opened if opened != -1 else len(text)
 
 
 def behind(text: str, place: int, mark: str) -> int:

@@ -1,31 +1,98 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Formats whose arguments stand in tags as they are: the schema of the tool says what is a text and what is JSON."""
+"""Formats whose arguments stand in tags as they are, without quotes."""
 
-import json
 import re
-from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
 
-from nemo_rl_moe.tools.formats.interface import ParsedCall, Schemas, ToolCall, ToolFormat
-from nemo_rl_moe.tools.formats.scanning import CallProblem, behind, between_marks
+from nemo_rl_moe.config.suggestions import shortened
+from nemo_rl_moe.tools.formats.interface import Parse, ParsedCall, Schemas, ToolCall, ToolFormat
+from nemo_rl_moe.tools.formats.scanning import BLANKS, CallProblem, between_marks, read_json
+from nemo_rl_moe.tools.formats.typed_values import kinds_of, typed_value
 
-_FUNCTION = re.compile(r"\s*<function=([^>\s]+)>")
-_PARAMETER = re.compile(r"\s*<parameter=([^>\s]+)>(.*?)</parameter>", re.DOTALL)
+_DSML = "\uff5cDSML\uff5c"
 _NAME = re.compile(r"\s*([^\s<>{}]+)")
-_PAIR = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
-_PYTHON_WORDS = {"True": True, "False": False, "None": None}
+_KEY = re.compile(r"\s*<arg_key>([^<]*)</arg_key>\s*<arg_value>")
+_NEXT_OR_END = re.compile("<arg_key>|</arg_value>")
 
 
-def _function_and_parameters(text: str, place: int, schemas: Schemas) -> tuple[list[ParsedCall], int]:
-    function = _FUNCTION.match(text, place)
-    if function is None:
-        raise CallProblem("expected <function=NAME> with the name of a tool")
-    name, place, arguments = function[1], function.end(), dict[str, object]()
-    while parameter := _PARAMETER.match(text, place):
-        arguments[parameter[1]] = _value(_without_line_breaks(parameter[2]), schemas, name, parameter[1])
-        place = parameter.end()
-    return [ToolCall(name, arguments)], behind(text, place, "</function>")
+@dataclass(frozen=True)
+class _Tags:
+    """Tags of functions and their parameters.
+
+    A parameter whose closing tag is missing ends at the next tag of this kind, and so does a function.
+
+    Attributes:
+        call: Around functions; neither is needed.
+        function: Beginning of a function's tag, up to its name.
+        function_name: The name, and the rest of the tag.
+        parameter: Beginning of a parameter's tag.
+        parameter_name: All of the tag, with the group `name`, and `is_text` where tags say whether a value is a text.
+        has_line_breaks: Values stand between line breaks of their tags.
+    """
+
+    call: tuple[str, str]
+    function: str
+    function_name: re.Pattern[str]
+    function_end: str
+    parameter: str
+    parameter_name: re.Pattern[str]
+    parameter_end: str
+    has_line_breaks: bool
+
+    def parser(self) -> Parse:
+        """Return the parser of calls in these tags."""
+        opening = f"(?:{self.call[0]}\\s*)?{self.function}|{self.call[0]}"
+        return between_marks(re.compile(opening), "", self._read)
+
+    def _read(self, text: str, place: int, schemas: Schemas) -> tuple[list[ParsedCall], int]:
+        """Read a function from its name on."""
+        found = self.function_name.match(text, place)
+        if found is None or not text.startswith(self.function, place - len(self.function)):
+            raise CallProblem(f"expected {self.function} and the name of a tool")
+        name, place, arguments = found["name"], found.end(), dict[str, object]()
+        while parameter := self.parameter_name.match(text, place):
+            value, place = self._value(text, parameter.end())
+            key, is_text = parameter["name"], parameter.groupdict().get("is_text", "true")
+            arguments[key] = _meaning(value, schemas, name, key, is_text=is_text == "true")
+        return [ToolCall(name, arguments)], self._behind(text, place)
+
+    def _value(self, text: str, place: int) -> tuple[str, int]:
+        """Return the text of a parameter, and the place behind it."""
+        following = text.find(self.parameter, place)
+        limit = len(text) if following == -1 else following
+        end = text.find(self.parameter_end, place, limit)
+        behind = end + len(self.parameter_end)
+        if end == -1:
+            ends = [text.find(mark, place, limit) for mark in (self.function_end, self.call[1])]
+            end = behind = min((each for each in ends if each != -1), default=following)
+        if end == -1:
+            raise CallProblem(f"expected {self.parameter_end} before the end of the turn", len(text))
+        value = text[place:end]
+        return (value.removeprefix("\n").removesuffix("\n") if self.has_line_breaks else value), behind
+
+    def _behind(self, text: str, place: int) -> int:
+        """Return the place behind a function."""
+        blanks = BLANKS.match(text, place)
+        place = place if blanks is None else blanks.end()
+        if text.startswith(self.function_end, place):
+            return place + len(self.function_end)
+        if place < len(text) and not text.startswith((*self.call, self.function), place):
+            near = shortened(text[place : place + 40])
+            raise CallProblem(f"expected {self.parameter} or {self.function_end} before {near!r}", place)
+        return place
+
+
+def _meaning(text: str, schemas: Schemas, name: str, parameter: str, *, is_text: bool = True) -> object:
+    """Return the value that a text means for a parameter of a tool; `is_text` decides where its schema does not."""
+    kinds = kinds_of(schemas.get(name, {}).get(parameter))
+    if kinds or is_text:
+        return typed_value(text, kinds)
+    try:
+        value, end = read_json(text, 0)
+    except CallProblem:
+        return text
+    return text if text[end:].strip() else value
 
 
 def _name_and_pairs(text: str, place: int, schemas: Schemas) -> tuple[list[ParsedCall], int]:
@@ -33,39 +100,57 @@ def _name_and_pairs(text: str, place: int, schemas: Schemas) -> tuple[list[Parse
     if found is None:
         raise CallProblem("expected the name of a tool behind <tool_call>")
     name, place, arguments = found[1], found.end(), dict[str, object]()
-    while pair := _PAIR.match(text, place):
-        key = pair[1].strip()
-        arguments[key] = _value(pair[2], schemas, name, key)
-        place = pair.end()
+    while pair := _KEY.match(text, place):
+        end = _NEXT_OR_END.search(text, pair.end())
+        if end is None or end[0] == "<arg_key>":
+            raise CallProblem(f"expected </arg_value> behind the value of {shortened(pair[1].strip())}")
+        key, place = pair[1].strip(), end.end()
+        arguments[key] = _meaning(text[pair.end() : end.start()], schemas, name, key)
     return [ToolCall(name, arguments)], place
 
 
-def _without_line_breaks(text: str) -> str:
-    """Return a text without the line breaks that the tags around it have."""
-    return text.removeprefix("\n").removesuffix("\n")
-
-
-def _value(text: str, schemas: Schemas, name: str, parameter: str) -> object:
-    """Return the value that a text means for a parameter; the text itself where it means none."""
-    schema: Mapping[str, Any] = schemas.get(name, {}).get(parameter, {})
-    takes_text = schema.get("type", "string") == "string" or "string" in schema.get("type", ())
-    takes_null = bool(schema.get("nullable"))
-    if takes_text and not (takes_null and text in ("null", "None")):
-        return text
-    if text.strip() in _PYTHON_WORDS:
-        return _PYTHON_WORDS[text.strip()]
-    try:
-        value: object = json.loads(text, strict=False)
-    except (ValueError, RecursionError):
-        return text
-    return value
-
-
 QWEN3_CODER = ToolFormat(
-    between_marks("<tool_call>", "</tool_call>", _function_and_parameters),
+    _Tags(
+        ("<tool_call>", "</tool_call>"),
+        "<function=",
+        re.compile(r"(?P<name>[^\s<>{}]+)>"),
+        "</function>",
+        "<parameter=",
+        re.compile(r"\s*<parameter=(?P<name>[^>\s]+)>"),
+        "</parameter>",
+        has_line_breaks=True,
+    ).parser(),
     "<tool_call>\n<function=tool>\n<parameter=argument>\nvalue\n</parameter>\n</function>\n</tool_call>",
 )
+MINIMAX_M2 = ToolFormat(
+    _Tags(
+        ("<minimax:tool_call>", "</minimax:tool_call>"),
+        "<invoke name=",
+        re.compile(r"[\"']?(?P<name>[^\s<>{}\"']+)[\"']?\s*>"),
+        "</invoke>",
+        "<parameter name=",
+        re.compile(r"\s*<parameter name=[\"']?(?P<name>[^\s<>\"']+)[\"']?\s*>"),
+        "</parameter>",
+        has_line_breaks=False,
+    ).parser(),
+    '<minimax:tool_call>\n<invoke name="tool">\n<parameter name="argument">value</parameter>\n</invoke>\n'
+    "</minimax:tool_call>",
+)
+DEEPSEEK_V32 = ToolFormat(
+    _Tags(
+        (f"<{_DSML}function_calls>", f"</{_DSML}function_calls>"),
+        f'<{_DSML}invoke name="',
+        re.compile(r"(?P<name>[^\s<>{}\"]+)\"\s*>"),
+        f"</{_DSML}invoke>",
+        f"<{_DSML}parameter",
+        re.compile(rf'\s*<{_DSML}parameter\s+name="(?P<name>[^"<>]+)"(?:\s+string="(?P<is_text>\w*)")?\s*>'),
+        f"</{_DSML}parameter>",
+        has_line_breaks=False,
+    ).parser(),
+    f'<{_DSML}function_calls>\n<{_DSML}invoke name="tool">\n<{_DSML}parameter name="argument" string="true">value'
+    f"</{_DSML}parameter>\n</{_DSML}invoke>\n</{_DSML}function_calls>",
+)
 GLM45 = ToolFormat(
-    between_marks("<tool_call>", "</tool_call>", _name_and_pairs),
+    between_marks("<tool_call>", "</tool_call>", _name_and_pairs, may_stay_open=True),
     "<tool_call>tool\n<arg_key>argument</arg_key>\n<arg_value>value</arg_value>\n</tool_call>",
 )

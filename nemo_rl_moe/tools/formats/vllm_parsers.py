@@ -1,0 +1,106 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Formats of calls that vLLM's parsers read: `vllm:NAME`, where vLLM is installed."""
+
+import logging
+import os
+import re
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from nemo_rl_moe.config.suggestions import did_you_mean, nearest
+from nemo_rl_moe.errors import ConfigurationError, one_line
+from nemo_rl_moe.tools.formats.interface import (
+    THINK_END,
+    THINK_START,
+    MalformedCall,
+    ParsedCall,
+    Schemas,
+    ToolCall,
+    ToolFormat,
+)
+from nemo_rl_moe.tools.formats.scanning import CallProblem, arguments_of, read_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+PREFIX = "vllm:"
+_THOUGHT = re.compile(rf"\s*{THINK_START}(?s:.*?)(?:{THINK_END}|\Z)")
+
+
+def vllm_format(key: str, name: str, tokenizer: "PreTrainedTokenizerBase", example: str) -> ToolFormat:
+    """Return the format that one of vLLM's parsers reads.
+
+    Args:
+        key: Of the configuration, for messages.
+        name: As the configuration has it, `vllm:` and the name of the parser.
+        example: A call in this format.
+
+    Raises:
+        ConfigurationError: vLLM is not installed, has no such parser, or the parser does not take the tokenizer.
+    """
+    if find_spec("vllm") is None:
+        raise ConfigurationError(
+            f"{key}: {name} needs vLLM, which is not installed; install it with make vllm (on GPUs make gpu), or name a"
+            " format without vllm:"
+        )
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from vllm.tokenizers.hf import get_cached_tokenizer
+    from vllm.tool_parsers import ToolParserManager
+
+    for package in ("vllm.tool_parsers", "vllm.parser"):
+        logging.getLogger(package).setLevel(logging.CRITICAL + 1)  # they log each text that is no call
+    parser_name, known = name.removeprefix(PREFIX), ToolParserManager.list_registered()
+    if parser_name not in known:
+        hint = did_you_mean(nearest(parser_name, known))
+        raise ConfigurationError(f"{key}: got {name!r}, expected {PREFIX} and one of {', '.join(known)}{hint}")
+    try:
+        # A parser looks its marks up in the vocabulary, which the tokenizer would make anew for each.
+        parse = _Parser(ToolParserManager.get_tool_parser(parser_name), get_cached_tokenizer(tokenizer))
+        parse.new(())
+    except Exception as error:
+        raise ConfigurationError(f"{key}: {name}: the parser does not take this tokenizer: {one_line(error)}") from error
+    return ToolFormat(parse, example)
+
+
+class _Parser:
+    """A parser of vLLM as a function of text and schemas; each text gets an instance of its own, as requests do."""
+
+    def __init__(self, parser: Any, tokenizer: Any):
+        self._parser, self._tokenizer = parser, tokenizer
+
+    def new(self, tools: Any) -> Any:
+        """Return an instance for the definitions of tools."""
+        return self._parser(self._tokenizer, list(tools))
+
+    def __call__(self, text: str, schemas: Schemas) -> list[ParsedCall]:
+        thought = _THOUGHT.match(text)
+        try:
+            found = self._found(text if thought is None else text[thought.end() :], schemas)
+        except Exception as error:
+            return [MalformedCall(f"it is none that the parser reads: {one_line(error)}")]
+        return [_call(each.function) for each in found]
+
+    def _found(self, text: str, schemas: Schemas) -> Any:
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionToolsParam
+
+        tools = [
+            ChatCompletionToolsParam.model_validate({"type": "function", "function": _function(name, schemas)})
+            for name in schemas
+        ]
+        request = ChatCompletionRequest(model="", messages=[], tools=tools or None)
+        return self.new(tools).extract_tool_calls(text, request).tool_calls
+
+
+def _function(name: str, schemas: Schemas) -> dict[str, Any]:
+    return {"name": name, "parameters": {"type": "object", "properties": dict(schemas[name])}}
+
+
+def _call(function: Any) -> ParsedCall:
+    try:
+        if not function.name:
+            raise CallProblem("the call has no name of a tool")
+        value, _ = read_json(function.arguments, 0)
+        return ToolCall(function.name, arguments_of(value))
+    except CallProblem as problem:
+        return MalformedCall(str(problem))
