@@ -172,7 +172,7 @@ def describe_speech(tokenizer: "PreTrainedTokenizerBase", published: Published =
         tuple(no_stops),
         ends[0] if ends else "".join(token.text for token in stops[:1]),
         ends[1] if ends else "",
-        plain.opening() if plain else "",
+        plain.opening if plain else "",
         _numbers({name: published.generation.get(name) for name in _SAMPLING}),
         tuple(names),
     )
