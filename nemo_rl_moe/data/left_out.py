@@ -16,31 +16,49 @@ THINKING_KEYS = ("reasoning_content", "thinking", "reasoning")
 # Words for what is no error, each after "with".
 EARLIER_THINKING = "thinking of earlier turns that the chat template leaves out"
 EMPTY_THINKING = "an empty <think> block that is trained on"
+TEXT_BESIDE_CALLS = "text of a turn beside its tool calls that the chat template leaves out"
 CALLS_WITHOUT_ARGUMENTS = "tool calls of which the chat template shows names, not arguments"
 CALLS_WITHOUT_NAMES = "tool calls of which the chat template shows arguments, not names"
 CALLS_WITH_FEWER_ARGUMENTS = "tool calls of which the chat template shows not all arguments"
 CALLS_ALONE = "tool calls of which the chat template shows neither names nor arguments"
 _THINKING, _END_OF_THINKING = "<think>", "</think>"
 _EMPTY_BLOCK = re.compile(r"<think>\s*</think>")
+_BLOCK_AT_START = re.compile(r"\s*<think>(.*?)</think>\n*", re.DOTALL)
 _SURELY_ITS_OWN = 40
 _STAND_IN = "something else"
 
 
-def with_thinking_named(message: Message, template: str) -> Message:
-    """Move a turn's thinking to the one key that the template reads."""
+def read_keys(template: str) -> tuple[str, ...]:
+    """Return the keys of thinking that a template reads."""
+    return tuple(key for key in THINKING_KEYS if re.search(rf"(?:\.|['\"]){key}\b", template))
+
+
+def with_thinking_named(message: Message, read: Sequence[str]) -> Message:
+    """Move a turn's thinking to the one key that the template reads.
+
+    Args:
+        read: Keys that the template reads.
+    """
     given = [key for key in THINKING_KEYS if message.get(key)]
-    if message["role"] != "assistant" or len(given) != 1:
-        return message
-    read = [key for key in THINKING_KEYS if re.search(rf"(?:\.|['\"]){key}\b", template)]
-    if len(read) != 1 or given == read:
+    if message["role"] != "assistant" or len(given) != 1 or len(read) != 1 or given == list(read):
         return message
     return {**{key: value for key, value in message.items() if key != given[0]}, read[0]: message[given[0]]}
 
 
-def require_all_shown(messages: Sequence[Message], text: str, render: RenderVariant) -> None:
-    """Reject a conversation whose text lacks a system turn, a tool's result, a call, or the last turn's thinking.
+def with_thinking_apart(message: Message, key: str) -> Message:
+    """Move the think block that opens a turn's content to a key."""
+    block = _BLOCK_AT_START.match(message["content"] or "") if message["role"] == "assistant" else None
+    if block is None or any(message.get(name) for name in THINKING_KEYS):
+        return message
+    return {**message, key: block[1].strip("\n"), "content": message["content"][block.end() :]}
 
-    Thinking of earlier turns is left out by many templates on purpose, at inference as in training: `thinking_notes`.
+
+def require_all_shown(messages: Sequence[Message], text: str, render: RenderVariant) -> None:
+    """Reject a conversation whose text lacks a system turn, a tool's result, a call, or thinking of the last turn, or
+    its text beside calls.
+
+    What earlier turns say in thinking or beside calls is left out by many templates on purpose, at inference as in
+    training: `left_out_notes`.
 
     Raises:
         RenderError: Something is left out.
@@ -54,6 +72,12 @@ def require_all_shown(messages: Sequence[Message], text: str, render: RenderVari
                 "policy.tokenizer.chat_template to a template that shows it, or leave the turn out"
             )
     _require_thinking(messages, text, render)
+    last = len(messages) - 1
+    if _lacks_text_beside_calls(messages, last, text, render):
+        raise RenderError(
+            f"turn {last} has a text beside its tool calls, and the chat template shows none of it; set "
+            "policy.tokenizer.chat_template to a template that does, or leave the text out"
+        )
 
 
 def _instead(messages: Sequence[Message], index: int) -> list[Message]:
@@ -91,12 +115,14 @@ def _require_all_calls(messages: Sequence[Message], index: int, text: str, rende
         raise RenderError(f"turn {index} calls {len(calls)} tools, and the chat template shows fewer calls")
 
 
-def thinking_notes(
+def left_out_notes(
     messages: Sequence[Message], text: str, spans: Sequence[Span], render: RenderVariant
 ) -> tuple[str, ...]:
-    """Return notes on thinking that is left out of earlier turns, and on empty blocks of it that are trained on."""
-    earlier = (place for place in range(len(messages) - 1) if messages[place]["role"] == "assistant")
+    """Return notes on what is left out of earlier turns, and on empty think blocks that are trained on."""
+    earlier = [place for place in range(len(messages) - 1) if messages[place]["role"] == "assistant"]
     found = [EARLIER_THINKING] if any(_lacks_thinking(messages, place, text, render) for place in earlier) else []
+    if any(_lacks_text_beside_calls(messages, place, text, render) for place in earlier):
+        found.append(TEXT_BESIDE_CALLS)
     if any(_EMPTY_BLOCK.search(text, _start_of_thinking(text, first), end) for first, end in spans):
         found.append(EMPTY_THINKING)
     return tuple(found)
@@ -115,6 +141,17 @@ def _require_thinking(messages: Sequence[Message], text: str, render: RenderVari
             f"turn {last} has thinking, and the chat template shows none of it; set "
             "policy.tokenizer.chat_template to a template that does, or leave the thinking out"
         )
+
+
+def _lacks_text_beside_calls(messages: Sequence[Message], index: int, text: str, render: RenderVariant) -> bool:
+    turn = messages[index]
+    if not turn.get("tool_calls"):
+        return False
+    # Of a content with thinking, the rest: the block may be left out on purpose.
+    content = turn["content"] or ""
+    block, found, said = content.rpartition(_END_OF_THINKING)
+    other = {**turn, "content": f"{block}{found}{_STAND_IN}"}
+    return not _is_shown(said, text, [*messages[:index], other, *messages[index + 1 :]], messages, render)
 
 
 def _lacks_thinking(messages: Sequence[Message], index: int, text: str, render: RenderVariant) -> bool:

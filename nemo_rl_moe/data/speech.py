@@ -171,7 +171,7 @@ def describe_speech(tokenizer: "PreTrainedTokenizerBase", published: Published =
     inside = with_calls.stops_inside_turns() if with_calls else frozenset()
     stops = [token for token in known if token.text in ends or token.text not in inside]
     no_stops += [(token, _INSIDE) for token in known if token not in stops]
-    opening = plain.opening() if plain else ""
+    opening = plain.opening if plain else ""
     names = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else ()
     return Speech(
         tuple(stops),

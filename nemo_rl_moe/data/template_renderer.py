@@ -5,18 +5,39 @@
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
-from nemo_rl_moe.data.left_out import require_all_shown, thinking_notes, with_thinking_named
+from nemo_rl_moe.data.left_out import (
+    left_out_notes,
+    read_keys,
+    require_all_shown,
+    with_thinking_apart,
+    with_thinking_named,
+)
 from nemo_rl_moe.data.messages import Message
+from nemo_rl_moe.data.template_probes import (
+    PROBE_CALL,
+    PROBE_CALLS,
+    PROBE_QUESTION,
+    PROBE_REASON,
+    PROBE_REASONED,
+    PROBE_RESULT,
+    PROBE_SHORT,
+    PROBE_THOUGHT,
+    PROBE_TOOL,
+    PROBE_TURNS,
+    PROBE_VALUE,
+    PROBED,
+    PROBES,
+)
 from nemo_rl_moe.data.tool_call_forms import FORMS, ToolCallForm, best_form, note_on_calls
 from nemo_rl_moe.data.turn_ends import UNTRAINED_END, close_turns, end_of, leaves_out_end
-from nemo_rl_moe.data.turn_spans import RenderError, Span, turn_spans
+from nemo_rl_moe.data.turn_spans import UNPROMPTED, RenderError, Span, turn_spans
 from nemo_rl_moe.errors import LONGEST_LINE, DataError, one_line
 
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-_PROBED = _PROBE_NAME, _PROBE_KEY, _PROBE_VALUE = "probe_tool", "probe_key", "probe_value"
 
 
 @dataclass(frozen=True)
@@ -50,47 +71,6 @@ class Rendered:
     notes: tuple[str, ...] = ()
 
 
-_PROBE_TOOL = {
-    "type": "function",
-    "function": {"name": _PROBE_NAME, "description": "a", "parameters": {"type": "object", "properties": {}}},
-}
-_PROBE_TURNS: tuple[Message, ...] = (
-    {"role": "user", "content": "a"},
-    {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [
-            # Some templates want ids of nine letters and digits.
-            {
-                "id": "abcdefghi",
-                "type": "function",
-                "function": {"name": _PROBE_NAME, "arguments": {_PROBE_KEY: _PROBE_VALUE}},
-            }
-        ],
-    },
-    {"role": "tool", "tool_call_id": "abcdefghi", "name": _PROBE_NAME, "content": "b"},
-)
-
-
-_PROBE_SYSTEM: Message = {"role": "system", "content": "c d"}
-_PROBE_QUESTION, _PROBE_CALL, _PROBE_RESULT = _PROBE_TURNS
-_PROBE_ANSWER: Message = {"role": "assistant", "content": "e f"}
-_PROBE_THOUGHT: Message = {"role": "assistant", "content": "<think>\ng\n</think>\n\nh"}
-_PROBE_SHORT: Message = {"role": "assistant", "content": _PROBE_VALUE}
-_PROBE_THINKING = "probe_thinking"
-_PROBE_REASONED: Message = {**_PROBE_SHORT, "reasoning_content": _PROBE_THINKING}
-_PROBE_CALLS: Message = {**_PROBE_CALL, "tool_calls": _PROBE_CALL["tool_calls"] * 2}
-_PROBES: tuple[tuple[Message, ...], ...] = (
-    (_PROBE_SYSTEM, _PROBE_QUESTION),
-    (_PROBE_SYSTEM, _PROBE_QUESTION, _PROBE_ANSWER, _PROBE_QUESTION),
-    (_PROBE_QUESTION, _PROBE_ANSWER, {"role": "user", "content": " i\n"}, _PROBE_ANSWER),
-    (_PROBE_QUESTION, _PROBE_THOUGHT, {"role": "user", "content": "j"}, _PROBE_ANSWER),
-    (_PROBE_QUESTION, _PROBE_CALL, _PROBE_RESULT),
-    (_PROBE_QUESTION, _PROBE_CALLS, _PROBE_RESULT, _PROBE_RESULT, _PROBE_ANSWER),
-)
-"""Conversations by which published templates are distinguished; prompts, where they end in a question or result."""
-
-
 class TemplateRenderer:
     """Renderer of one chat template, in Jinja's sandbox.
 
@@ -103,6 +83,7 @@ class TemplateRenderer:
         self._has_tags = _GENERATION_TAG.search(setup.template) is not None
         self._complete_forms: list[ToolCallForm] | None = None
         self._ends: dict[bool, str] = {}
+        self._thinking_keys = read_keys(setup.template)
         self.variables = _variables(setup.template)
 
     def render(
@@ -121,7 +102,7 @@ class TemplateRenderer:
         Raises:
             RenderError: It cannot be rendered, not all of it would be there, or its turns cannot be separated.
         """
-        messages = [with_thinking_named(message, self._setup.template) for message in given]
+        messages = self._with_thinking_named(given)
         tools = list(given_tools) if given_tools else None
         is_prompt = trained is None
 
@@ -134,23 +115,27 @@ class TemplateRenderer:
         form, note = self._form_of(messages, render_variant)
         messages = form.of_all(messages)
         spans: list[Span] = []
+        notes: list[str] = []
         if not is_prompt and self._has_tags:
             text, spans = self._render(messages, tools, kwargs, False, with_spans=True)
             spans = _trained_spans(spans, messages, trained or ())
         else:
             text = render(messages, is_prompt)
         require_all_shown(messages, text, render_variant)
-        if tools and self._render(messages, None, kwargs, is_prompt)[0] == text:
+        if tools and self._needs_no_tools(messages, kwargs, text, is_prompt=is_prompt):
             raise RenderError(
                 "there are definitions of tools, and the chat template shows none of them; set "
                 "policy.tokenizer.chat_template to a template that does, or leave tools out"
             )
         if not is_prompt and not self._has_tags:
             stop_texts, special_tokens = self._setup.stop_texts, self._setup.special_tokens
-            spans = turn_spans(messages, trained or (), text, render, stop_texts, special_tokens)
+            found = turn_spans(messages, trained or (), text, render, special_tokens, self.opening)
             has_calls = bool(messages[-1].get("tool_calls"))
-            text, spans = close_turns(text, spans, stop_texts, lambda: self.end_of_turn(with_calls=has_calls))
-        notes = [*thinking_notes(messages, text, spans, render_variant), *([] if note is None else [note])]
+            if messages[-1]["role"] == "assistant":
+                text = text.removesuffix(self._opened_behind_the_last)
+            text, spans = close_turns(text, found.spans, stop_texts, lambda: self.end_of_turn(with_calls=has_calls))
+            notes += [UNPROMPTED] if found.unprompted else []
+        notes += [*left_out_notes(messages, text, spans, render_variant), *([] if note is None else [note])]
         # Who writes tags decides what they hold.
         if self._has_tags and any(leaves_out_end(text, span, self._setup.stop_texts) for span in spans):
             notes.append(UNTRAINED_END)
@@ -167,7 +152,7 @@ class TemplateRenderer:
         Raises:
             RenderError: The template refuses it.
         """
-        messages = [with_thinking_named(message, self._setup.template) for message in given]
+        messages = self._with_thinking_named(given)
 
         def render(messages: Sequence[Message]) -> str:
             return self._render(messages, tools or None, kwargs, True)[0]
@@ -183,18 +168,18 @@ class TemplateRenderer:
     def renders_as(self, other: "TemplateRenderer") -> bool:
         """Return whether another template gives the same texts for the probes."""
         try:
-            return all(self._probed(turns) == other._probed(turns) for turns in _PROBES)
+            return all(self._probed(turns) == other._probed(turns) for turns in PROBES)
         except RenderError:
             return False
 
     def end_of_turn(self, *, with_calls: bool) -> str:
         """Return the stop token at which generation ends a turn; empty: the template closes turns with none."""
-        turn, follower = (_PROBE_CALL, _PROBE_RESULT) if with_calls else (_PROBE_SHORT, _PROBE_QUESTION)
+        turn, follower = (PROBE_CALL, PROBE_RESULT) if with_calls else (PROBE_SHORT, PROBE_QUESTION)
         if with_calls not in self._ends:
             try:
                 own, followed = (
-                    self._probed(turns).rpartition(_PROBE_VALUE)[2]
-                    for turns in ((_PROBE_QUESTION, turn), (_PROBE_QUESTION, turn, follower))
+                    self._probed(turns).rpartition(PROBE_VALUE)[2]
+                    for turns in ((PROBE_QUESTION, turn), (PROBE_QUESTION, turn, follower))
                 )
                 self._ends[with_calls] = end_of(own, followed, self._setup.stop_texts)
             except RenderError:
@@ -204,41 +189,90 @@ class TemplateRenderer:
     def stops_inside_turns(self) -> frozenset[str]:
         """Return the stop tokens that the template writes before the last words of a turn of the model."""
         found: set[str] = set()
-        for turn in (with_thinking_named(_PROBE_REASONED, self._setup.template), _PROBE_CALL, _PROBE_CALLS):
+        for turn in (with_thinking_named(PROBE_REASONED, self._thinking_keys), PROBE_CALL, PROBE_CALLS):
             try:
-                prompt, text = self._probed((_PROBE_QUESTION,), turn), self._probed((_PROBE_QUESTION, turn))
+                prompt, text = self._probed((PROBE_QUESTION,), turn), self._probed((PROBE_QUESTION, turn))
             except RenderError:
                 continue
             same = next((place for place, (a, b) in enumerate(zip(prompt, text, strict=False)) if a != b), len(prompt))
-            before = text[same:].rpartition(_PROBE_VALUE)[0]
+            before = text[same:].rpartition(PROBE_VALUE)[0]
             found |= {stop for stop in self._setup.stop_texts if stop and stop in before}
         return frozenset(found)
 
     def around_thinking(self) -> tuple[str, str]:
         """Return the texts before and behind the thinking of a turn; empty: the template shows none."""
         try:
-            text = self._probed((_PROBE_QUESTION, with_thinking_named(_PROBE_REASONED, self._setup.template)))
+            text = self._probed((PROBE_QUESTION, with_thinking_named(PROBE_REASONED, self._thinking_keys)))
         except RenderError:
             return "", ""
-        before, found, behind = text.rpartition(_PROBE_THINKING)
+        before, found, behind = text.rpartition(PROBE_REASON)
         return (before, behind) if found else ("", "")
 
+    @cached_property
     def opening(self) -> str:
-        """Return the generation prompt: what the template puts behind a question for the model to answer."""
+        """The generation prompt: what the template puts behind a question for the model to answer."""
         try:
-            prompt, text = (self._render([_PROBE_QUESTION], None, {}, is_prompt)[0] for is_prompt in (True, False))
+            prompt, text = (self._render([PROBE_QUESTION], None, {}, is_prompt)[0] for is_prompt in (True, False))
         except RenderError:
             return ""
         return prompt[len(text) :] if prompt.startswith(text) else ""
 
-    def _probed(self, turns: Sequence[Message], follower: Message = _PROBE_SHORT) -> str:
+    @cached_property
+    def _opened_behind_the_last(self) -> str:
+        """The header of a further turn that the template writes behind the last one, whatever is asked of it."""
+        stops = self._setup.stop_texts
+        try:
+            own = self._probed((PROBE_QUESTION, PROBE_SHORT)).rpartition(PROBE_VALUE)[2]
+        except RenderError:
+            return ""
+        end = end_of(own, "", stops)
+        behind = own.partition(end)[2] if end else ""
+        others = (token for token in self._setup.special_tokens if token not in stops)
+        return behind if any(token in behind for token in others) else ""
+
+    def _needs_no_tools(
+        self, messages: Sequence[Message], kwargs: Mapping[str, Any], text: str, *, is_prompt: bool
+    ) -> bool:
+        """Return whether a text is the same without definitions of tools; some templates refuse that."""
+        try:
+            return self._render(messages, None, kwargs, is_prompt)[0] == text
+        except RenderError:
+            return False
+
+    def _with_thinking_named(self, messages: Sequence[Message]) -> list[Message]:
+        """Return messages whose thinking stands where the template reads it."""
+        named = [with_thinking_named(message, self._thinking_keys) for message in messages]
+        if not self._shows_blocks_as_they_are:
+            return named
+        return [with_thinking_apart(message, self._thinking_keys[0]) for message in named]
+
+    @cached_property
+    def _shows_blocks_as_they_are(self) -> bool:
+        """Whether the template reads thinking, and yet shows a think block in a content as a part of the answer."""
+        if not self._thinking_keys:
+            return False
+        try:
+            shown, named = (
+                self._render([PROBE_QUESTION, turn], None, {}, False)[0]
+                for turn in (PROBE_THOUGHT, with_thinking_apart(PROBE_THOUGHT, self._thinking_keys[0]))
+            )
+        except RenderError:
+            return False
+        before, found, _ = shown.partition(PROBE_THOUGHT["content"])
+        own, is_shown, _ = named.partition(PROBE_REASON)
+        # Behind a block of the template's own, or instead of the marks that it has for thinking.
+        return bool(found) and (
+            before.rstrip().endswith("</think>") or bool(is_shown and not own.rstrip().endswith("<think>"))
+        )
+
+    def _probed(self, turns: Sequence[Message], follower: Message = PROBE_SHORT) -> str:
         """Render turns.
 
         Args:
             follower: Turn that they will have behind them; tools are defined if it calls one.
         """
         is_prompt = turns[-1]["role"] != "assistant"
-        tools = [_PROBE_TOOL] if any("tool_calls" in turn for turn in (*turns, follower)) else None
+        tools = [PROBE_TOOL] if any("tool_calls" in turn for turn in (*turns, follower)) else None
 
         def render(messages: Sequence[Message]) -> str:
             return self._render(messages, tools, {}, is_prompt)[0]
@@ -262,14 +296,14 @@ class TemplateRenderer:
 
     def _shows_whole_calls(self, form: ToolCallForm) -> bool:
         def render(messages: Sequence[Message]) -> str:
-            return self._render(messages, [_PROBE_TOOL], {}, False)[0]
+            return self._render(messages, [PROBE_TOOL], {}, False)[0]
 
         try:
-            text, note = render(form.of_all(_PROBE_TURNS)), note_on_calls(_PROBE_TURNS, form, render)
+            text, note = render(form.of_all(PROBE_TURNS)), note_on_calls(PROBE_TURNS, form, render)
         except RenderError:
             return False
         # Of null no content: Python's own writing of it.
-        return note is None and all(part in text for part in _PROBED) and "None" not in text
+        return note is None and all(part in text for part in PROBED) and "None" not in text
 
     def _render(
         self,

@@ -46,10 +46,12 @@ def leaves_out_end(text: str, span: Span, stop_texts: Collection[str]) -> bool:
 def close_turns(
     text: str, spans: Sequence[Span], stop_texts: Collection[str], end_of_last: Callable[[], str]
 ) -> tuple[str, list[Span]]:
-    """Have the span of each turn hold the stop token that ends it or follows it.
+    """Have the span of each turn end with the stop token that ends it or follows it.
+
+    Blank space and further stop tokens behind that token belong to no turn: generation has stopped.
 
     Args:
-        spans: The turns to train on, as the template closes them.
+        spans: The turns to train on, as the template closes them; a last one may reach beyond the text.
         end_of_last: Returns the token that would follow the last turn of the conversation; empty: none.
 
     Returns:
@@ -57,9 +59,21 @@ def close_turns(
     """
     closed: list[Span] = []
     for first, end in spans:
+        end = _first_end(text, first, end, stop_texts)
         if not longest_end(text[first:end], stop_texts):
             if end == len(text):
                 text += end_of_last()
             end += len(longest_start(text[end:], stop_texts))
         closed.append((first, end))
     return text, closed
+
+
+def _first_end(text: str, first: int, end: int, stop_texts: Collection[str]) -> int:
+    """Return the end of a turn without what stands behind the first of the stop tokens that end it."""
+    end = min(end, len(text))
+    own = text[first:end]
+    while stop := longest_end(own, stop_texts):
+        own = own.rstrip()
+        end = first + len(own)
+        own = own.removesuffix(stop)
+    return end

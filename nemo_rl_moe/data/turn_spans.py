@@ -6,10 +6,15 @@ A turn starts where the generation prompt ends that the model answers at inferen
 is the last. Both are found by comparing renderings. Where a template renders the beginning of a conversation in another
 way once more follows (it drops the thinking of earlier turns, opens a think block in the generation prompt, or ends
 earlier turns with another token), stand-ins in place of texts show which piece of the text comes from where.
+
+A generation prompt may open a think block that the template leaves out of a turn, or writes there empty or closed. The
+marks of that block are the template's: the turn starts behind them.
 """
 
 import json
+import re
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from nemo_rl_moe.data.messages import Message
@@ -18,14 +23,31 @@ Span = tuple[int, int]
 """First character and the one after the last."""
 RenderMessages = Callable[[Sequence[Message], bool], str]
 """Renders messages, with the generation prompt at the end or without."""
+UNPROMPTED = "a turn behind another text than the generation prompt, such as without the think block that it opens"
+"""Words for a note, after "with"."""
 
 _STAND_IN = "\u27e6this turn\u27e7"
 _STAND_IN_BEFORE = "\u27e6the turn before\u27e7"
 _MOST_NAMES = 4  # arguments of a call that are tried one by one
+_BLOCK = r"(?:\s|</?think>|<\|(?:START|END)_THINKING\|>)*"
+_OPENING_MARKS = ("<think>", "<|START_THINKING|>")
+_BLOCK_AT_START, _BLOCK_AT_END = re.compile(_BLOCK), re.compile(rf"{_BLOCK}\Z")
 
 
 class RenderError(ValueError):
     """A conversation cannot be rendered; the message is the reason, without the place."""
+
+
+@dataclass(frozen=True)
+class TurnSpans:
+    """Spans of assistant turns.
+
+    Attributes:
+        unprompted: Whether a turn stands behind another text than the generation prompt.
+    """
+
+    spans: list[Span]
+    unprompted: bool
 
 
 def turn_spans(
@@ -33,25 +55,27 @@ def turn_spans(
     trained: Collection[int],
     text: str,
     render: RenderMessages,
-    stop_texts: Collection[str],
     special_tokens: Collection[str],
-) -> list[Span]:
+    opening: str = "",
+) -> TurnSpans:
     """Find the spans of assistant turns.
 
     Args:
         trained: Their indices; other assistant turns are context.
-        stop_texts: Tokens that end turns; a newline after one belongs to no turn.
+        opening: The generation prompt behind a question.
 
     Raises:
         RenderError: The tokens of a turn cannot be separated from the rest.
     """
-    spans = []
+    spans, unprompted = [], False
     for index in sorted(trained):
         turn = _Turn(messages, index, text, render)
-        start = turn.start()
+        start, is_prompted = turn.start()
+        header = _role_header(text[start:], opening, special_tokens)
         end = turn.end(start, special_tokens)
-        spans.append((start, _without_trailing_space(text, start, end, stop_texts)))
-    return spans
+        spans.append((start + header, end))
+        unprompted = unprompted or not is_prompted or header > 0
+    return TurnSpans(spans, unprompted)
 
 
 def _with_stand_ins(turn: Message, stand_in: str) -> list[Message]:
@@ -80,11 +104,11 @@ class _Turn:
         self._before, self._after = list(messages[:index]), list(messages[index + 1 :])
         self._stand_ins = _with_stand_ins(messages[index], _STAND_IN)
 
-    def start(self) -> int:
-        """Return the first character after the generation prompt."""
+    def start(self) -> tuple[int, bool]:
+        """Return the first character after the generation prompt, and whether all of that prompt stands before it."""
         prompt = self._render(self._before, True) if self._before else ""
         if self._before and self._text.startswith(prompt):
-            return len(prompt)
+            return len(prompt), True
         if not self._before:
             raise self._unstable("nothing stands before it that it could answer")
         problem: RenderError | None = None
@@ -99,7 +123,7 @@ class _Turn:
         assert problem is not None
         raise problem
 
-    def _start_by(self, before: Message, stand_in: Message) -> int:
+    def _start_by(self, before: Message, stand_in: Message) -> tuple[int, bool]:
         """Find the first character after the generation prompt, by stand-ins for two turns."""
         context = [*self._before[:-1], before]
         # What stands between the two stand-ins in the conversation, and what the generation prompt puts there.
@@ -110,14 +134,16 @@ class _Turn:
         head, found_too, _ = self._render([*self._before, stand_in, *self._after], False).partition(_STAND_IN)
         if found and found_too and head.endswith(between):
             if between.startswith(prompted):
-                # What the template adds before the text is the model's to write.
-                start = len(head) - len(between) + len(prompted)
+                opened = len(prompted)  # what the template adds before the text is the model's to write
             elif prompted.startswith(between):
-                start = len(head)  # the generation prompt opens more than the turn has: a think block
+                opened = len(between)  # the generation prompt opens more than the turn has: a think block
+            elif (closed := _without_thinking(between, prompted)) is not None:
+                opened = closed
             else:
                 raise self._unstable(f"it opens with {between!r}, and the generation prompt with {prompted!r}")
+            start = len(head) - len(between) + opened
             if self._text.startswith(head[:start]):
-                return start
+                return start, between.startswith(prompted)
         raise self._unstable("what stands before it is rendered in another way once it follows")
 
     def end(self, start: int, special_tokens: Collection[str]) -> int:
@@ -142,9 +168,12 @@ class _Turn:
         text = self._text
         tail = self._behind(_STAND_IN, self._render([*self._before, stand_in, *self._after], False))
         ending = self._behind(_STAND_IN, self._render([*self._before, stand_in], False))
+        token = _first_token(ending, special_tokens)
         if tail.startswith(ending):
             rest = tail[len(ending) :]
-        elif _first_token(ending, special_tokens) == ending.strip() and _first_token(tail, special_tokens):
+        elif token and token == _first_token(tail, special_tokens):
+            rest = tail[len(token) :]  # behind the token that ends it stands another one where it is the last
+        elif token == ending.strip() and _first_token(tail, special_tokens):
             rest = tail  # it ends with another token than the one that the model would write: only its text counts
         else:
             raise self._unstable("it is rendered in another way once further turns follow")
@@ -181,7 +210,38 @@ def _first_token(text: str, special_tokens: Collection[str]) -> str:
     return max((token for token in special_tokens if text.startswith(token)), key=len, default="")
 
 
-def _without_trailing_space(text: str, start: int, end: int, stop_texts: Collection[str]) -> int:
-    """Leave out a newline after the stop token: generation stops before it."""
-    stripped = text[start:end].rstrip()
-    return start + len(stripped) if any(stop and stripped.endswith(stop) for stop in stop_texts) else end
+def _without_thinking(between: str, prompted: str) -> int | None:
+    """Return where a turn starts that has no thinking, or an empty or closed block, behind a prompt that opens one.
+
+    Args:
+        between: What stands before the text of the turn.
+        prompted: The generation prompt in its place.
+
+    Returns:
+        The place in `between`; None: they differ by more than the block.
+    """
+    found = _BLOCK_AT_END.search(prompted)
+    assert found is not None, "the pattern matches an empty text too"
+    header = prompted[: found.start()]
+    if not found[0].strip() or not between.startswith(header):
+        return None
+    block = _BLOCK_AT_START.match(between, len(header))
+    assert block is not None
+    # Behind a block that the prompt closes, the model does not think.
+    return None if _is_open(block[0]) and not _is_open(found[0]) else block.end()
+
+
+def _is_open(block: str) -> bool:
+    """Return whether the last mark of a think block opens it."""
+    return block.rstrip().endswith(_OPENING_MARKS)
+
+
+def _role_header(text: str, opening: str, special_tokens: Collection[str]) -> int:
+    """Return the length of the generation prompt's part with a special token that a text begins with.
+
+    A template may leave that part out of the prompt behind a tool's result, and yet write it in the conversation.
+    """
+    same = next(
+        (i for i, (a, b) in enumerate(zip(text, opening, strict=False)) if a != b), min(len(text), len(opening))
+    )
+    return same if _first_token(text[:same], special_tokens) else 0
