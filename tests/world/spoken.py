@@ -80,11 +80,8 @@ class Spoken:
         problems = [f"{word} is not trained on" for word in lost if not found.notes]
         problems += [f"{word} is not in the mask" for word in sorted(words) if word in outside]
         problems += [f"{word} is trained on" for word in sorted(set(_OTHERS.findall(inside)))]
-        if (
-            UNTRAINED_END not in found.notes
-            and self.speech.turn_end
-            and int(found.input_ids[runs(found.token_mask)[-1][1] - 1]) not in (self.speech.stop_token_ids)
-        ):
+        ends = self.trained(found)[-1].rstrip().endswith(self.speech.stop_texts)
+        if self.speech.turn_end and not ends and UNTRAINED_END not in found.notes:
             problems.append("the last turn has no end")
         return (WRONG, "; ".join(problems)) if problems else (RIGHT, "; ".join(found.notes))
 
