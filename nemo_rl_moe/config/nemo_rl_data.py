@@ -49,9 +49,7 @@ DATASETS = {
     "squad": KnownDataset("rajpurkar/squad", "question", "answers.text"),
     "tulu3_sft_mixture": KnownDataset("allenai/tulu-3-sft-mixture", form="conversations"),
     "HelpSteer3": KnownDataset("nvidia/HelpSteer3", "context"),
-    "gsm8k": KnownDataset(
-        "openai/gsm8k", "question", to_do="its `answer` has the solution before `####`: write the number alone"
-    ),
+    "gsm8k": KnownDataset("openai/gsm8k", "question"),
     "clevr-cogent": KnownDataset(
         "MMInstruction/Clevr_CoGenT_TrainA_70K_Complex",
         "problem",
