@@ -64,9 +64,10 @@ def apply_template(messages: Sequence[Message], template: str | None) -> tuple[M
 def prompt_parser(data: PromptDataConfig, env: EnvironmentConfig | None) -> Callable[[object, str], PromptRecord]:
     """Make the function that checks records.
 
-    The record that a reward function sees is the data's own with `answer` from `data.answer_key` (numbers as text, of a
-    list of one its member, of an index of `choices` the letter) and, unless present, `question`, the prompt's text. `math` and `reasoning_gym` need an answer, the latter also
-    `metadata`; a custom function gets a missing answer as None, and any other as it is. Images appear as paths.
+    The record that a reward function sees is the data's own with `answer` from `data.answer_key` and, unless present,
+    `question`, the prompt's text. Numbers become text, a list of one its member, and an index of `choices` the letter.
+    `math` and `reasoning_gym` need an answer, the latter also `metadata`; a custom function gets a missing answer as
+    None, and any other as it is. Images appear as paths.
 
     Args:
         env: None: nothing scores responses, so that no answer is needed.

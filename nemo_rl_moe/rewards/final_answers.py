@@ -19,7 +19,7 @@ _STATED = re.compile(r"\banswer\s*(?:is|:)\s*[:*_(\s]*([A-J])\b", re.IGNORECASE)
 
 
 def gold_answer(item: ScoringItem) -> str:
-    r"""Return the record's final answer: behind the last line that begins with `####`, or all of it without such a line.
+    """Return the record's final answer: the part behind its last `####` at the start of a line, or all of it.
 
     Raises:
         ValueError: The record has no answer.
@@ -32,13 +32,8 @@ def gold_answer(item: ScoringItem) -> str:
 
 def choice_in(text: str) -> str | None:
     r"""Return the letter of a choice, A to J, that a text is: `B`, `(B)`, `B.` or `\text{B}`; None: it is none."""
-    found = _CHOICE.fullmatch(without_style(text).strip(" \n$*"))
+    found = _CHOICE.fullmatch(_plain(text).strip(" \n$*"))
     return found[1] if found else None
-
-
-def without_style(text: str) -> str:
-    r"""Return a text without LaTeX's marks of plain text, such as `\text{...}`."""
-    return _STYLE.sub(r"\1", text)
 
 
 def stated_choice(response: str) -> str | None:
@@ -51,6 +46,20 @@ def stated_choice(response: str) -> str | None:
     # Any case for the words, upper case alone for the letter: "the answer is a cat" states none.
     stated = [letter for letter in _STATED.findall(response) if letter.isupper()]
     return stated[-1] if stated else choice_in(response)
+
+
+def boxes_the_words(response: str, gold: str) -> bool:
+    r"""Return True if the last box holds the words of the gold answer, with or without `\text{}` around them.
+
+    math-verify takes words outside `\text{}` for products of letters.
+    """
+    boxed = last_box(response)
+    return boxed is not None and _plain(boxed).split() == _plain(gold).split()
+
+
+def _plain(text: str) -> str:
+    r"""Return a text without LaTeX's marks of plain text, such as `\text{...}`."""
+    return _STYLE.sub(r"\1", text)
 
 
 def from_last_boxes(response: str) -> str:

@@ -8,14 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from nemo_rl_moe.errors import ConfigurationError
-from nemo_rl_moe.rewards.final_answers import (
-    choice_in,
-    from_last_boxes,
-    gold_answer,
-    last_box,
-    stated_choice,
-    without_style,
-)
+from nemo_rl_moe.rewards.final_answers import boxes_the_words, choice_in, from_last_boxes, gold_answer, stated_choice
 from nemo_rl_moe.rewards.interface import Score, ScoringItem
 
 # What shows the library where mathematics begins. Data sets hold bare answers without it, such as \frac{1}{2}, and in
@@ -54,10 +47,7 @@ class MathReward:
         gold = gold_answer(item)
         if (choice := choice_in(gold)) is not None and (stated := stated_choice(item.response)) is not None:
             return Score(float(choice == stated), choice == stated)
-        if (boxed := last_box(item.response)) is not None and without_style(boxed).split() == without_style(
-            gold
-        ).split():
-            # The library takes words outside \\text{} for products of letters.
+        if boxes_the_words(item.response, gold):
             return Score(1.0, is_correct=True)
         answer = self._parse_answer(gold)
         found = self._library.parse(from_last_boxes(item.response), parsing_timeout=None)

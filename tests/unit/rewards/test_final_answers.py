@@ -87,7 +87,7 @@ def test_texts_numbers_and_choices(answer: str, response: str, reward: float) ->
 
 @pytest.mark.parametrize("make", [MathReward, ExactReward])
 def test_no_answer_is_an_error_of_the_record(make: Any) -> None:
-    with pytest.raises(ValueError, match="data.jsonl:7: the record's answer is null"):
+    with pytest.raises(ValueError, match=r"data\.jsonl:7: the record's answer is null"):
         make().score(ScoringItem("data.jsonl:7", "?", "None", False, {"answer": None}))
 
 
