@@ -11,13 +11,11 @@ from typing import Any
 
 from nemo_rl_moe.config.schema_environment import EnvironmentConfig
 from nemo_rl_moe.config.schema_grpo import PromptDataConfig
-from nemo_rl_moe.config.suggestions import did_you_mean, nearest
 from nemo_rl_moe.data.image_records import ImageReference, without_content
 from nemo_rl_moe.data.messages import Message, content_text, parse_turns, text_of, with_text_around
-from nemo_rl_moe.data.record_values import RecordError, is_list, kind_of, names_in, require_encodable
+from nemo_rl_moe.data.record_values import RecordError, columns_of, is_list, kind_of, require_encodable, value_at
 from nemo_rl_moe.data.records import with_images
 from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs, parse_template_inputs
-from nemo_rl_moe.errors import DataError
 
 ANSWERED = ("user", "tool")
 """Roles of a last turn that a model answers."""
@@ -113,41 +111,10 @@ def prompt_columns(
         keys["data.answer_key"] = data.answer_key
 
     def choose(path: str, names: Sequence[str]) -> Sequence[str]:
-        for setting, key in keys.items():
-            column = key if key in names else key.partition(".")[0]
-            if column not in names:
-                hint = did_you_mean(nearest(column, names))
-                raise DataError(
-                    f"{path}: has no column {column!r} ({setting}={key}); its columns: {names_in(names)}{hint}"
-                )
+        columns_of(path, names, keys)
         return names
 
     return choose
-
-
-def value_at(record: Mapping[str, Any], key: str, setting: str) -> Any:
-    """Return the value under a key; dots reach into objects, unless the record has the whole key itself.
-
-    Args:
-        key: Such as `reward_model.ground_truth`.
-        setting: The setting that names the key, for messages.
-
-    Raises:
-        RecordError: The record has no such key.
-    """
-    if key in record:
-        return record[key]
-    found: Any = record
-    for depth, part in enumerate(parts := key.split(".")):
-        place = ".".join(parts[:depth]) or "the line"
-        if not isinstance(found, Mapping):
-            raise RecordError(f"{place} is {kind_of(found)}, expected an object with {part} ({setting}={key})")
-        if part not in found:
-            keys = [str(name) for name in found]
-            hint = did_you_mean(nearest(part, keys))
-            raise RecordError(f"{place} has no {part} ({setting}={key}); its keys: {names_in(keys)}{hint}")
-        found = found[part]
-    return found
 
 
 def _answer(record: Mapping[str, Any], key: str, env_name: str) -> Any:
