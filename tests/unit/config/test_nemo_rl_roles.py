@@ -14,12 +14,12 @@ from nemo_rl_moe.config.schema_distillation import DistillationMasterConfig
 from nemo_rl_moe.config.schema_ppo import PPOMasterConfig
 from tests.unit.config.test_nemo_rl import COMMON, GENERATION, write
 
-_LOOP = """num_prompts_per_step: 4, num_generations_per_prompt: 8, max_rollout_turns: 1, max_num_epochs: 1, \
-max_num_steps: 100, val_period: 10, val_at_start: true, val_at_end: false, max_val_samples: 64, val_batch_size: 64, \
-seed: 42"""
+_LOOP = """max_rollout_turns: 1, max_num_epochs: 1, max_num_steps: 100, val_period: 10, val_at_start: true, \
+val_at_end: false, max_val_samples: 64, val_batch_size: 64, seed: 42"""
 PPO = f"""
 ppo:
-  {{{_LOOP}, ppo_epochs: 4, critic_ppo_epochs: 4, policy_training_start_step: 3, warm_start_value_checkpoint: null,
+  {{{_LOOP}, num_prompts_per_step: 4, num_generations_per_prompt: 8, ppo_epochs: 4, critic_ppo_epochs: 4, \
+policy_training_start_step: 3, warm_start_value_checkpoint: null,
   async_ppo: {{enabled: false, max_trajectory_age_steps: 1}}, reward_scaling: {{enabled: true, target_min: -1.0}},
   reward_shaping: {{enabled: true, overlong_buffer_length: 16, overlong_buffer_penalty: 1, max_response_length: 384}},
   adv_estimator: {{name: gae, gae_lambda: 0.9, gae_gamma: 1, gae_lambda_value: null, gae_lambda_policy: null, \
@@ -41,7 +41,7 @@ scheduler: {{lr_warmup_iters: 7}}}}
 env: {{math: {{num_workers: 4}}}}
 """
 DISTILLATION = f"""
-distillation: {{{_LOOP.replace("prompts_per_step: 4, num_generations_per_prompt: 8", "prompts_per_step: 8, num_generations_per_prompt: 1")}, topk_logits_k: 32}}
+distillation: {{num_prompts_per_step: 8, num_generations_per_prompt: 1, {_LOOP}, topk_logits_k: 32}}
 loss_fn: {{kl_type: mixed, mixed_kl_weight: 0.25, zero_outside_topk: false}}
 policy: {{train_global_batch_size: 8, train_micro_batch_size: 1}}
 teacher:
