@@ -10,7 +10,7 @@ from nemo_rl_moe.config.nemo_rl_translation import IMAGE_ENVIRONMENTS, Theirs, T
 
 Form = Literal["answers", "conversations", "pairs"]
 _WANTED: dict[str, tuple[Form, str]] = {
-    "sft": ("conversations", "its records are pairs: data.prompt_key and data.completion_key name what to train on"),
+    "sft": ("conversations", "its records are pairs: name the responses to train on as data.completion_key"),
     "dpo": ("pairs", "its records are no pairs: write `chosen` and `rejected`"),
 }
 _ANSWERS: tuple[Form, str] = ("answers", "its records have no question with an answer under keys of their own")

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of a translation from NeMo-RL for the model beside the policy: PPO's critic, and distillation's teacher."""
+"""Rules of a translation from NeMo-RL for a second model: PPO's critic, or distillation's teacher."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def critic(theirs: Theirs, translation: Translation) -> None:
     values["value.lr_warmup_iters"] = 0 if warmup is None else warmup
     name = theirs.get("ppo.adv_estimator.name", "gae")
     if name != "gae":
-        translation.without.append(f"ppo.adv_estimator.name: {name}: PPO's is gae, which stands there")
+        translation.without.append(f"ppo.adv_estimator.name: {name}: PPO has gae alone, which is set")
 
 
 def teacher(theirs: Theirs, translation: Translation) -> None:
@@ -52,7 +52,7 @@ def _model(theirs: Theirs, translation: Translation, section: str, role: str) ->
     }
     values["env.score_truncated"] = True
     translation.changed.append(
-        f"{section}: a model with GPUs of its own, which cluster.roles.{role} counts beside the policy's"
+        f"{section}: a model with GPUs of its own, which cluster.roles.{role} counts apart from the policy's"
     )
     return found
 

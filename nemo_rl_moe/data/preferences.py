@@ -122,7 +122,7 @@ def preference_columns(
 
 
 def _shared(chosen: Sequence[Message], rejected: Sequence[Message]) -> list[Message]:
-    """Return the messages that both begin with; the last turn of each is its response, whatever stands before it."""
+    """Return the messages that both begin with; the last turn of each is its response, whatever precedes it."""
     shared = 0
     while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
         shared += 1

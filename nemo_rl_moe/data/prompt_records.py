@@ -137,11 +137,11 @@ def _answer(record: Mapping[str, Any], key: str, env_name: str) -> Any:
 
 
 def _chosen_letter(record: Mapping[str, Any], answer: float) -> str | None:
-    """Return the letter of a choice by its index, as MMLU has it beside the list `choices`; None: it is no index."""
-    choices = record.get(CHOICES)
-    if isinstance(answer, float) or not is_list(choices) or not all(isinstance(choice, str) for choice in choices):
+    """Return the letter of a choice by its index in the list `choices`, as MMLU has it; None: it is no index."""
+    choices, index = record.get(CHOICES), answer if isinstance(answer, int) else -1
+    if not is_list(choices) or not all(isinstance(choice, str) for choice in choices):
         return None
-    return ascii_uppercase[answer] if 0 <= answer < min(len(choices), len(ascii_uppercase)) else None
+    return ascii_uppercase[index] if 0 <= index < min(len(choices), len(ascii_uppercase)) else None
 
 
 def _written_out(number: float) -> str:

@@ -144,7 +144,7 @@ def _with_values(record: Mapping[str, Any], names: Mapping[str, str], keys: Keys
 
 
 def _whole_prompt(record: Mapping[str, Any], prompt: Any, name: str) -> Any:
-    """Return a prompt with Alpaca's `input` behind it and the text under `system` before it."""
+    """Return a prompt with Alpaca's `input` after it and the text under `system` before it."""
     if name == "instruction":
         if record.get(HISTORY):
             raise RecordError(f"the line has {HISTORY}, which is not read; write the turns as messages")
@@ -179,19 +179,19 @@ def _is_second_better(record: Mapping[str, Any], pair: tuple[str, str]) -> bool:
     found = [name for name in COMPARISONS if record.get(name) is not None]
     if len(found) != 1:
         raise RecordError(
-            f"the line has {' and '.join((*pair, *found))}, expected one of {', '.join(COMPARISONS)} beside them;"
+            f"the line has {' and '.join((*pair, *found))}, expected one of {', '.join(COMPARISONS)} with them;"
             " or set data.chosen_key and data.rejected_key"
         )
-    said = record[found[0]]
-    if not isinstance(said, int | float) or isinstance(said, bool):
-        raise RecordError(f"{found[0]} is {kind_of(said)}, expected a number: below 0 if {pair[0]} is better")
-    if not said:
+    preference = record[found[0]]
+    if not isinstance(preference, int | float) or isinstance(preference, bool):
+        raise RecordError(f"{found[0]} is {kind_of(preference)}, expected a number: below 0 if {pair[0]} is better")
+    if not preference:
         raise RecordError(f"{found[0]} is 0: neither response is better")
-    return said > 0
+    return preference > 0
 
 
 def _chosen_messages(record: Mapping[str, Any]) -> OwnForm:
-    """Return a record whose messages end in the better response, beside a worse one (ms-swift)."""
+    """Return a record whose messages end in the better response, and which has a worse one too (ms-swift)."""
     chosen = record.get("messages")
     if not is_list(chosen) or not chosen:
         return OwnForm(record)

@@ -185,11 +185,12 @@ class _DataReader:
         return DataView(sequences, [len(example) for example in dataset], config.policy.max_total_sequence_length)
 
     def _pairs(self, config: DPOMasterConfig) -> DataView:
-        source, read = config.data.train, {"image_key": config.data.image_key, "keys": config.data.keys}
+        source, key, keys = config.data.train, config.data.image_key, config.data.keys
         pairs = read_samples(
             load_preferences, config, source, self.tokenizer, self.logger, self.image_rule, self.speech
         )
-        parse, columns = partial(parse_preference, **read), partial(preference_columns, **read)
+        parse = partial(parse_preference, image_key=key, keys=keys)
+        columns = partial(preference_columns, image_key=key, keys=keys)
         lines = open_lines(source.path, source.split, parse, columns).lines
         originals = (
             response

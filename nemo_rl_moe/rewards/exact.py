@@ -16,7 +16,7 @@ class ExactReward:
     r"""Compare a response with the record's answer; reward 1 or 0.
 
     Texts are compared apart from blank space, numbers by their value, and the letter of a choice apart from its
-    parentheses or full stop. Of an answer with its working, the part behind `####` or in the last `\boxed{...}` counts.
+    parentheses or full stop. Of an answer with its working, the part after `####` or in the last `\boxed{...}` counts.
     """
 
     def score(self, item: ScoringItem) -> Score:

@@ -1,13 +1,13 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-r"""Final answers in texts: behind GSM8K's `####`, in the last `\boxed{...}`, or as the letter of a choice."""
+r"""Final answers in texts: after GSM8K's `####`, in the last `\boxed{...}`, or as the letter of a choice."""
 
 import re
 from collections.abc import Sequence
 
 from nemo_rl_moe.rewards.interface import ScoringItem
 
-# Stands between the working and the answer in GSM8K's answers.
+# Separates the working from the answer in GSM8K.
 _WORKED = re.compile(r"^[ \t]*####(?!#)", re.MULTILINE)
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[\\{}]|[{}]")
 # Between boxes that are one answer together.
@@ -15,11 +15,11 @@ _BETWEEN = re.compile(r"[\s,;$]*(?:and|or)?[\s,;$]*")
 _LONGEST_BETWEEN = 40
 _STYLE = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
 _CHOICE = re.compile(r"\(?([A-J])[).:]?")
-_STATED = re.compile(r"\banswer\s*(?:is|:)\s*[:*_(\s]*([A-J])\b", re.IGNORECASE)
+_STATED = re.compile(r"\banswer\s*(?:is|:)[:*_(\s]*([A-J])\b", re.IGNORECASE)
 
 
 def gold_answer(item: ScoringItem) -> str:
-    """Return the record's final answer: the part behind its last `####` at the start of a line, or all of it.
+    """Return the record's final answer: the part after its last `####` at the start of a line, or all of it.
 
     Raises:
         ValueError: The record has no answer.
@@ -39,7 +39,7 @@ def choice_in(text: str) -> str | None:
 def stated_choice(response: str) -> str | None:
     """Return the letter of the choice that a response states, last box first; None: it states none.
 
-    A response states `B` where that is all of it, or behind its last "answer is" or "answer:".
+    A response states `B` if it is `B` and nothing else, or if `B` follows its last "answer is" or "answer:".
     """
     if closed_boxes(response):
         return choice_in(last_box(response) or "")

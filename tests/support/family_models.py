@@ -91,7 +91,7 @@ _GPT_OSS: Mapping[str, Any] = {
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
     "intermediate_size": 16,
-    # Before 5.19 transformers computes with 7, whatever the configuration says.
+    # Releases of transformers before 5.19 compute with 7 for any configuration.
     "swiglu_limit": 1.0 if hasattr(GptOssConfig, "swiglu_limit") else 7.0,
 }
 _GLM: Mapping[str, Any] = {

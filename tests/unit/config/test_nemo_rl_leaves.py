@@ -197,7 +197,7 @@ def test_samples_that_sft_cannot_read_end_with_code_2(tmp_path: Path, capsys: py
     for line in (
         "not carried over: data.default.prompt_file: prompts/math.txt: data.prompt_template is no key of sft",
         "error: " + f"{path}: translated, but not yet right: data.train.dataset_name: HelpSteer3: nvidia/HelpSteer3;"
-        " its records are pairs: data.prompt_key and data.completion_key name what to train on",
+        " its records are pairs: name the responses to train on as data.completion_key",
     ):
         assert line in reported.err.splitlines()
     assert "chat_template: null" in reported.out

@@ -97,3 +97,8 @@ def test_no_answer_is_an_error_of_the_record(make: Any) -> None:
 )
 def test_stated_choices(response: str, choice: str | None) -> None:
     assert stated_choice(response) == choice
+
+
+def test_long_blank_space_is_read_once() -> None:
+    """A pattern with two ways to take a space would try all pairs of places."""
+    assert stated_choice(f"The answer is{' ' * 400_000}unknown.") is None
