@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Translation of a NeMo-RL configuration, with a line for each key that has no counterpart.
 
-Single keys follow the table in `nemo_rl_keys.yaml`; `nemo_rl_training.py`, `nemo_rl_data.py` and `nemo_rl_grpo.py` have
-the rules for keys that decide something together.
+Single keys follow the table in `nemo_rl_keys.yaml`; `nemo_rl_training.py`, `nemo_rl_data.py`, `nemo_rl_grpo.py` and
+`nemo_rl_roles.py` have the rules for keys that decide something together.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ from nemo_rl_moe.config.algorithm import ALGORITHMS
 from nemo_rl_moe.config.files import leaves
 from nemo_rl_moe.config.nemo_rl_data import DATA_RULES, environment_of, one_set_of_samples
 from nemo_rl_moe.config.nemo_rl_files import algorithm_in, read_theirs
-from nemo_rl_moe.config.nemo_rl_grpo import GRPO_RULES
+from nemo_rl_moe.config.nemo_rl_grpo import RULES_OF
 from nemo_rl_moe.config.nemo_rl_keys import row_of
 from nemo_rl_moe.config.nemo_rl_training import TRAINING_RULES
 from nemo_rl_moe.config.nemo_rl_translation import PLACE_OF_ENGINES, Theirs, Translation, shown
@@ -28,7 +28,7 @@ def translate(path: Path) -> Translation:
     """Translate a file and what it inherits from.
 
     Raises:
-        ConfigurationError: The file cannot be read, is no configuration of NeMo-RL, or none of SFT, DPO or GRPO.
+        ConfigurationError: The file cannot be read, is no configuration of NeMo-RL, or none of the algorithms here.
     """
     return translate_tree(read_theirs(path), path)
 
@@ -45,8 +45,7 @@ def translate_tree(theirs: Mapping[str, Any], path: Path) -> Translation:
         off = [*_sections_off(asked.tree), *_sections_of_others(Theirs(asked.tree))]
         values = dict(leaves(asked.tree))
         by_rules = [(key, value) for key, value in values.items() if _translate_key(translation, key, values, off)]
-        of_algorithm = GRPO_RULES if translation.algorithm == "grpo" else ()
-        for rule in (*TRAINING_RULES, *DATA_RULES, *of_algorithm):
+        for rule in (*TRAINING_RULES, *DATA_RULES, *RULES_OF.get(translation.algorithm, ())):
             rule(asked, translation)
         translation.unread += [f"{key}: {shown(value)}" for key, value in by_rules if not asked.has_read(key)]
     except (TypeError, AttributeError, KeyError, IndexError) as error:
@@ -72,6 +71,7 @@ _KEPT_WHILE_OFF = (
     "policy.sequence_packing",
     "policy.generation.colocated",
     "grpo.reward_shaping",
+    "ppo.reward_shaping",
 )
 
 
@@ -103,15 +103,15 @@ def _translate_key(translation: Translation, key: str, values: Mapping[str, Any]
     row = row_of(key)
     if row is None:
         translation.without.append(f"{key}: {shown(value)}: not a key that this translator knows")
-    elif row.ours is None:
-        _report(translation, key, value, row.off, row.note)
-    elif row.ours not in _keys_of(translation.algorithm):
+    elif (ours := row.ours_in(translation.algorithm)) is None:
+        _report(translation, key, value, values.get(row.repeated_by(key)) if row.repeats else row.off, row.note)
+    elif ours not in _keys_of(translation.algorithm):
         idle = values.get(row.repeats) if row.repeats else row.off
-        _report(translation, key, value, idle, f"{row.ours} is no key of {translation.algorithm}")
+        _report(translation, key, value, idle, f"{ours} is no key of {translation.algorithm}")
     elif row.convert is None:
         return True
     else:
-        translation.values[row.ours] = row.convert(value)
+        translation.values[ours] = row.convert(value)
     return False
 
 
@@ -126,5 +126,5 @@ def _report(translation: Translation, key: str, value: Any, off: Any, why: str) 
 @cache
 def _keys_of(algorithm: str) -> frozenset[str]:
     """Return the keys of the algorithm; of the places of its workers, the one of engines."""
-    own = {PLACE_OF_ENGINES} if algorithm == "grpo" else set()
+    own = {PLACE_OF_ENGINES} if algorithm in RULES_OF else set()
     return frozenset(known_keys(ALGORITHMS[algorithm].config_class)) | own

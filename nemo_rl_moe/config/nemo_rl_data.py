@@ -10,10 +10,10 @@ from nemo_rl_moe.config.nemo_rl_translation import IMAGE_ENVIRONMENTS, Theirs, T
 
 Form = Literal["answers", "conversations", "pairs"]
 _WANTED: dict[str, tuple[Form, str]] = {
-    "sft": ("conversations", "its records are no conversations: write `messages`, or `prompt` and `completion`"),
+    "sft": ("conversations", "its records are pairs: name the responses to train on as data.completion_key"),
     "dpo": ("pairs", "its records are no pairs: write `chosen` and `rejected`"),
-    "grpo": ("answers", "its records have no question with an answer under keys of their own"),
 }
+_ANSWERS: tuple[Form, str] = ("answers", "its records have no question with an answer under keys of their own")
 """Form of the records that each algorithm reads, and what is to be done with those of another."""
 
 
@@ -39,6 +39,11 @@ class KnownDataset:
     form: Form = "answers"
     to_do: str = ""
 
+    @property
+    def has_answers(self) -> bool:
+        """Return True for questions with an answer that can be read as they are, and so be trained on."""
+        return self.form == "answers" and not self.to_do and self.image_key is None
+
 
 DATASETS = {
     "OpenMathInstruct-2": KnownDataset("nvidia/OpenMathInstruct-2", "problem", "expected_answer", "train_1M"),
@@ -48,10 +53,8 @@ DATASETS = {
     "AIME2024": KnownDataset("HuggingFaceH4/aime_2024", "problem"),
     "squad": KnownDataset("rajpurkar/squad", "question", "answers.text"),
     "tulu3_sft_mixture": KnownDataset("allenai/tulu-3-sft-mixture", form="conversations"),
-    "HelpSteer3": KnownDataset("nvidia/HelpSteer3", "context"),
-    "gsm8k": KnownDataset(
-        "openai/gsm8k", "question", to_do="its `answer` has the solution before `####`: write the number alone"
-    ),
+    "HelpSteer3": KnownDataset("nvidia/HelpSteer3", "context", form="pairs"),
+    "gsm8k": KnownDataset("openai/gsm8k", "question"),
     "clevr-cogent": KnownDataset(
         "MMInstruction/Clevr_CoGenT_TrainA_70K_Complex",
         "problem",
@@ -90,7 +93,7 @@ def data(theirs: Theirs, translation: Translation) -> None:
             _samples(theirs, translation, part)
         elif part == "validation":
             translation.values["data.validation"] = theirs.get("data.validation")
-    if translation.algorithm == "grpo":
+    if translation.generates:
         translation.values["data.prompt_template"] = None
         for key in ("data.train.prompt_file", "data.default.prompt_file"):
             if (file := theirs.get(key)) is not None:
@@ -109,31 +112,36 @@ def _samples(theirs: Theirs, translation: Translation, part: str) -> None:
     values[f"data.{part}.split"] = known.split if split in known.other_paths else split
     if known.image_key is not None:
         values["data.image_key"] = known.image_key
-    if translation.algorithm == "grpo":
+    if translation.generates:
         values[f"data.{part}.num_items"] = None
+    response = "data.completion_key" if translation.algorithm == "sft" else "data.answer_key"
+    named = _of(theirs, part, "input_key"), _of(theirs, part, "output_key")
+    if translation.generates or (translation.algorithm == "sft" and (any(named) or known.has_answers)):
         keys = (
-            _of(theirs, part, "input_key") or known.prompt_key,
-            _of(theirs, part, "output_key") or known.answer_key,
+            named[0] or known.prompt_key,
+            named[1] or known.answer_key,
         )
         if part == "train":
-            values |= {"data.prompt_key": keys[0], "data.answer_key": keys[1]}
-        elif keys != (values.get("data.prompt_key"), values.get("data.answer_key")):
+            values |= {"data.prompt_key": keys[0], response: keys[1]}
+        elif keys != (values.get("data.prompt_key"), values.get(response)):
             translation.without.append(f"data.{part}: keys {keys[0]} and {keys[1]}: those of the training data hold")
 
 
 def _dataset(theirs: Theirs, translation: Translation, part: str) -> KnownDataset:
     """Return what is known of a set of samples; what keeps its records from being read goes to the obstacles."""
-    wanted, to_do = _WANTED[translation.algorithm]
+    wanted, to_do = _WANTED.get(translation.algorithm, _ANSWERS)
     path = _of(theirs, part, "data_path")
     name = _of(theirs, part, "dataset_name")
     subject = f"data.{part}.dataset_name: {name}"
     if path is not None:
         translation.changed.append(f"{subject}: records are read by their form: docs/data.md")
-        return KnownDataset(path)
+        return KnownDataset(path, form=wanted)
     if name not in DATASETS:
         translation.obstacles.append(f"{subject}: a data set of theirs; name its file as data.{part}.path")
-        return KnownDataset(str(name))
+        return KnownDataset(str(name), form=wanted)
     known = DATASETS[name]
+    if translation.algorithm == "sft" and known.has_answers:
+        return known
     if known.form != wanted or known.to_do:
         translation.obstacles.append(f"{subject}: {known.path}; {to_do if known.form != wanted else known.to_do}")
     return known

@@ -70,7 +70,7 @@ def algorithm_in(theirs: Mapping[str, Any], path: Path) -> str:
     """Return the algorithm whose section the configuration has.
 
     Raises:
-        ConfigurationError: It is no configuration of NeMo-RL, or has no single section of SFT, DPO or GRPO.
+        ConfigurationError: It is no configuration of NeMo-RL, or has no single section of an algorithm.
     """
     policy = theirs.get("policy")
     engines = [policy.get(name) for name in ("megatron_cfg", "dtensor_cfg")] if isinstance(policy, Mapping) else []
@@ -81,7 +81,7 @@ def algorithm_in(theirs: Mapping[str, Any], path: Path) -> str:
         )
     found = [name for name in BASES if isinstance(theirs.get(name), Mapping)]
     if len(found) != 1:
-        others = [name for name in ("ppo", "rm", "distillation") if name in theirs]
+        others = [name for name in ("rm",) if name in theirs]
         got = f"got {', '.join(found or others)}" if found or others else "none of them"
         raise ConfigurationError(f"{path}: expected one section of {', '.join(BASES)}: {got}")
     return found[0]

@@ -2,7 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules of a translation from NeMo-RL for GRPO: advantages, lengths, the loss, engines that generate, rewards."""
 
+from collections.abc import Callable
+
 from nemo_rl_moe.config.nemo_rl_data import environment_of
+from nemo_rl_moe.config.nemo_rl_roles import critic, teacher
 from nemo_rl_moe.config.nemo_rl_translation import IMAGE_ENVIRONMENTS, Theirs, Translation
 from nemo_rl_moe.rl.estimators import ESTIMATORS
 
@@ -56,7 +59,7 @@ def _several_rewards(theirs: Theirs) -> str:
 
 def lengths(theirs: Theirs, translation: Translation) -> None:
     """Translate the response length and the penalty of long responses."""
-    values, shaping = translation.values, "grpo.reward_shaping"
+    values, shaping = translation.values, f"{translation.algorithm}.reward_shaping"
     longest = theirs.get("policy.max_total_sequence_length")
     asked = theirs.get("policy.generation.max_new_tokens", longest)
     if longest is None or asked is None:
@@ -75,7 +78,7 @@ def lengths(theirs: Theirs, translation: Translation) -> None:
         )
     for name in ("overlong_buffer_length", "overlong_buffer_penalty"):
         if (value := theirs.get(f"{shaping}.{name}")) is not None:
-            values[f"{shaping}.{name}"] = value
+            values[f"grpo.reward_shaping.{name}"] = value
     if theirs.get(f"{shaping}.enabled", False) and (end := theirs.get(f"{shaping}.max_response_length")) != number:
         translation.changed.append(f"{shaping}.max_response_length: {end}: the buffer ends at {number}")
 
@@ -184,4 +187,10 @@ def images(theirs: Theirs, translation: Translation) -> None:
             )
 
 
-GRPO_RULES = (estimator, lengths, policy_loss, generation, environment, images)
+_ROLLOUT_RULES = (lengths, generation, environment, images)
+RULES_OF: dict[str, tuple[Callable[[Theirs, Translation], None], ...]] = {
+    "grpo": (estimator, policy_loss, *_ROLLOUT_RULES),
+    "ppo": (critic, policy_loss, *_ROLLOUT_RULES),
+    "distillation": (teacher, *_ROLLOUT_RULES),
+}
+"""Rules of the algorithms that generate responses."""

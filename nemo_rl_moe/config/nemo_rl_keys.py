@@ -26,7 +26,8 @@ class Row:
         note: What differs, or why there is no counterpart.
         convert: Converts the value; None: a rule does, from several keys.
         off: Value that asks for nothing, where that is not null, false, zero or empty.
-        repeats: Key that this one may repeat, and then needs no counterpart.
+        of_sft: Full key in supervised fine-tuning, where it is another one.
+        repeats: Key that this one may repeat, and then needs no counterpart; for all keys of a section, `section.*`.
     """
 
     theirs: str
@@ -35,6 +36,16 @@ class Row:
     convert: Callable[[Any], Any] | None
     off: Any = None
     repeats: str | None = None
+    of_sft: str | None = None
+
+    def ours_in(self, algorithm: str) -> str | None:
+        """Return the counterpart for an algorithm."""
+        return self.of_sft if algorithm == "sft" and self.of_sft else self.ours
+
+    def repeated_by(self, key: str) -> str:
+        """Return the key that a key of this row may repeat; empty where there is none."""
+        repeats, above = self.repeats or "", self.theirs.removesuffix("*")
+        return repeats if above == self.theirs else repeats.removesuffix("*") + key.removeprefix(above)
 
 
 def metric_name(name: Any) -> Any:
@@ -49,9 +60,12 @@ def _or_never(period: Any) -> Any:
 
 
 CONVERSIONS: dict[str, Callable[[Any], Any]] = {
-    **{f"{loop}.val_period": _or_never for loop in ("sft", "dpo", "grpo")},
+    **{f"{loop}.val_period": _or_never for loop in ("sft", "dpo", "grpo", "ppo", "distillation")},
     "checkpointing.metric_name": metric_name,
-    "grpo.async_grpo.enabled": lambda value: "asynchronous" if value else "synchronous",
+    **dict.fromkeys(
+        ("grpo.async_grpo.enabled", "ppo.async_ppo.enabled"),
+        lambda value: "asynchronous" if value else "synchronous",
+    ),
     "loss_fn.force_on_policy_ratio": lambda value: "always" if value else "auto",
     "policy.tokenizer.chat_template_kwargs": lambda value: {} if value is None else value,
     "policy.router_replay.enabled": lambda value: "rollout" if value else "none",
@@ -67,6 +81,7 @@ class _Counterpart(BaseModel):
     ours: str | None = None
     note: str = ""
     repeats: str | None = None
+    of_sft: str | None = None
 
 
 class _Section(BaseModel):
@@ -74,6 +89,8 @@ class _Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
+    like: str = ""
+    beside: str = ""
     same: list[str] = []
     carried: dict[str, str | _Counterpart] = {}
     decided: dict[str, str | _Counterpart] = {}
@@ -88,10 +105,12 @@ class _Section(BaseModel):
             ours = _Counterpart(ours=found) if isinstance(found, str) else found
             convert = None if name in self.decided else CONVERSIONS.get(key, lambda value: value)
             note = ours.note.replace("{named}", named)
-            yield Row(key, ours.ours or key, note, convert, repeats=ours.repeats)
+            full = ours.ours or f"{self.like or section}.{name}"
+            yield Row(key, full, note, convert, repeats=ours.repeats, of_sft=ours.of_sft)
         for note, names in self.without.items():
             for name, off in (names if isinstance(names, dict) else dict.fromkeys(names)).items():
-                yield Row(f"{section}.{name}", None, note, lambda value: value, off)
+                repeats = f"{self.beside}.{name}" if self.beside else None
+                yield Row(f"{section}.{name}", None, note, lambda value: value, off, repeats)
 
 
 def _read_rows() -> Iterator[Row]:

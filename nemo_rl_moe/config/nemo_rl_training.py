@@ -119,7 +119,7 @@ def batches_of_validation(theirs: Theirs, translation: Translation) -> None:
     """Translate the size of a validation to batches of the training's size."""
     name = translation.algorithm
     number = theirs.get(f"{name}.val_batches")
-    if name == "grpo" or number is None:
+    if translation.generates or number is None:
         return
     if number <= 0:
         translation.values[f"{name}.val_batches"] = None
@@ -136,7 +136,7 @@ def machines(theirs: Theirs, translation: Translation) -> None:
     values = translation.values
     nodes, gpus = theirs.get("cluster.num_nodes", 1), theirs.get("cluster.gpus_per_node", 1)
     place = "policy.generation.colocated"
-    if translation.algorithm == "grpo" and theirs.get(f"{place}.enabled", True) is False:
+    if translation.generates and theirs.get(f"{place}.enabled", True) is False:
         own_gpus = theirs.get(f"{place}.resources.gpus_per_node")
         if nodes == 1:
             values["cluster.roles.generation"] = {"num_nodes": 1, "gpus_per_node": own_gpus}

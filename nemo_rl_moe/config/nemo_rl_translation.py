@@ -12,7 +12,13 @@ import yaml
 from nemo_rl_moe.config.files import BASE_OF
 from nemo_rl_moe.config.suggestions import shortened
 
-BASES = {"sft": BASE_OF["sft"], "dpo": "dpo.yaml", "grpo": BASE_OF["grpo"]}
+BASES = {
+    "sft": BASE_OF["sft"],
+    "dpo": "dpo.yaml",
+    "grpo": BASE_OF["grpo"],
+    "ppo": "ppo_math_1B.yaml",
+    "distillation": "distillation_math.yaml",
+}
 """Shipped configuration that the translation of each algorithm inherits from."""
 MEGATRON = "policy.megatron_cfg"
 PLACE_OF_ENGINES = "cluster.roles.generation"
@@ -41,6 +47,11 @@ class Translation:
     idle: list[str] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
     obstacles: list[str] = field(default_factory=list)
+
+    @property
+    def generates(self) -> bool:
+        """Return True for an algorithm with GRPO's loop, whose section of theirs has the algorithm's name."""
+        return self.algorithm not in ("sft", "dpo")
 
     def nested(self) -> dict[str, Any]:
         """Return the values as sections, over the shipped configuration that they inherit from."""

@@ -29,8 +29,9 @@ from nemo_rl_moe.config.schema_run import (
     REWARD_MODEL_ROLE,
     CheckpointingConfig,
     ClusterConfig,
-    DataConfig,
     LoggerConfig,
+    PairDataConfig,
+    SampleDataConfig,
 )
 
 
@@ -101,7 +102,7 @@ class SFTMasterConfig(MasterConfig):
 
     sft: SFTConfig
     """The loop."""
-    data: DataConfig
+    data: SampleDataConfig
     """The samples."""
 
 
@@ -110,7 +111,7 @@ class DPOMasterConfig(MasterConfig):
 
     dpo: DPOConfig
     """The loop and its loss."""
-    data: DataConfig
+    data: PairDataConfig
     """The pairs."""
 
 

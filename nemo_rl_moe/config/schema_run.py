@@ -91,6 +91,44 @@ class DataConfig(StrictModel):
     """Most pixels of an image as its file says, before it is decoded; a line with a larger one cannot be used."""
 
 
+class SampleDataConfig(DataConfig):
+    """The conversations to train on, and the names of their keys."""
+
+    messages_key: Text | None
+    """Key of a record that holds its messages; null: `messages` or `conversations`. Dots reach into objects."""
+    prompt_key: Text | None
+    """Key of a record that holds the prompt, text or messages; null: `prompt`, or the only usual one that it has
+    (docs/data.md)."""
+    completion_key: Text | None
+    """Key of a record that holds the response to train on; null: `completion`, or the only usual one that it has."""
+
+    @property
+    def keys(self) -> dict[str, str]:
+        """Keys that are named, by the key of our own form."""
+        return _named(messages=self.messages_key, prompt=self.prompt_key, completion=self.completion_key)
+
+
+class PairDataConfig(DataConfig):
+    """The pairs to train on, and the names of their keys."""
+
+    prompt_key: Text | None
+    """Key of a record that holds the prompt, text or messages; null: `prompt`, or the only usual one that it has, or
+    the messages that both responses begin with (docs/data.md). Dots reach into objects."""
+    chosen_key: Text | None
+    """Key of a record that holds the better response; null: `chosen`, or the only usual one that it has."""
+    rejected_key: Text | None
+    """Key of a record that holds the worse response; null: `rejected`, or the only usual one that it has."""
+
+    @property
+    def keys(self) -> dict[str, str]:
+        """Keys that are named, by the key of our own form."""
+        return _named(prompt=self.prompt_key, chosen=self.chosen_key, rejected=self.rejected_key)
+
+
+def _named(**keys: str | None) -> dict[str, str]:
+    return {own: key for own, key in keys.items() if key is not None}
+
+
 class ConsoleConfig(StrictModel):
     """Display of a run in the terminal."""
 

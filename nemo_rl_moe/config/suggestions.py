@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Suggestions for misspelt keys and values."""
 
+import re
 from collections.abc import Iterable, Sequence
 from difflib import SequenceMatcher, get_close_matches
 
@@ -12,6 +13,16 @@ SAME_SECTION_CUTOFF = 0.6
 ELSEWHERE_CUTOFF = 0.75
 LONGEST_WORD = 200
 """Longest word that is compared with others, and shown whole: the time of a comparison grows with the square."""
+
+
+_NAMES = """
+adafactor apo bco cpo dapo dppo dpo drgrpo exo gmpo grpo gspo ipo kto lion maxrl muon nca opo orpo ppo raft reinforce
+remax rloo sapo sgd shampoo simpo slic soap sppo vapo
+"""
+OTHER_ALGORITHMS = frozenset(_NAMES.split())
+"""Names of algorithms, losses and optimizers: one that is not allowed is no typing error for another one."""
+_WORDS = re.compile(r"[^\W_]+")
+_MOST_NEIGHBOURS = 5
 
 
 def shortened(text: str) -> str:
@@ -26,11 +37,32 @@ def quoted(text: str, place: Sequence[str | int]) -> str:
 
 
 def nearest(wrong: str, allowed: Iterable[str], cutoff: float = SAME_SECTION_CUTOFF) -> str | None:
-    """Return the allowed word most like `wrong`, or None when none is similar."""
-    if len(wrong) > LONGEST_WORD:
+    """Return the allowed word most like `wrong` that may be meant, or None when there is none.
+
+    A word may be meant if a third of its letters at most is written otherwise, or if it has all words of the other.
+    """
+    if len(wrong) > LONGEST_WORD or wrong.lower() in OTHER_ALGORITHMS:
         return None
-    matches = get_close_matches(wrong, list(allowed), n=1, cutoff=cutoff)
-    return matches[0] if matches else None
+    alike = get_close_matches(wrong, list(allowed), n=_MOST_NEIGHBOURS, cutoff=cutoff)
+    return next((word for word in alike if _may_mean(wrong.lower(), word.lower())), None)
+
+
+def _may_mean(wrong: str, word: str) -> bool:
+    parts, meant = set(_WORDS.findall(wrong)), set(_WORDS.findall(word))
+    return parts <= meant or meant <= parts or edits(wrong, word) <= max(1, min(len(wrong), len(word)) // 3)
+
+
+def edits(first: str, second: str) -> int:
+    """Return how many letters to insert, delete, replace or swap with a neighbour make one word of another."""
+    before: list[int] = []
+    row = list(range(len(second) + 1))
+    for i, letter in enumerate(first, start=1):
+        before, above, row = row, before, [i]
+        for j, other in enumerate(second, start=1):
+            row.append(min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (letter != other)))
+            if i > 1 and j > 1 and letter == second[j - 2] and first[i - 2] == other:
+                row[j] = min(row[j], above[j - 2] + 1)
+    return row[-1]
 
 
 def nearest_key(wrong: str, known: Sequence[str]) -> str | None:
@@ -54,6 +86,9 @@ def nearest_key(wrong: str, known: Sequence[str]) -> str | None:
     if not known:
         return None
     best = max(known, key=likeness)
+    last = best.rpartition(".")[2]
+    if siblings and sum(key.rpartition(".")[2] == last for key in known) > 1:
+        return nearest(wrong, known, ELSEWHERE_CUTOFF)  # several sections have such a key
     return best if likeness(best)[0] >= ELSEWHERE_CUTOFF else nearest(wrong, known, ELSEWHERE_CUTOFF)
 
 

@@ -11,14 +11,17 @@ from nemo_rl_moe.config.suggestions import did_you_mean, nearest_key, shortened
 def unknown_key(name: str, known: Sequence[str]) -> str:
     """Return the error line about an unknown full key.
 
-    It names what the key is called now, or the counterpart of a key of NeMo-RL, or the nearest key, or else the keys of
-    its section.
+    It names what the key is called now, or the counterpart of a key of NeMo-RL, TRL or verl, or the nearest key, or
+    else the keys of its section.
     """
-    from nemo_rl_moe.config.nemo_rl_keys import counterpart_of  # a table to read, which only errors need
+    # Tables to read, which only errors need.
+    from nemo_rl_moe.config.nemo_rl_keys import counterpart_of
+    from nemo_rl_moe.config.other_frameworks import counterpart_elsewhere
 
     if (renamed := new_key(name)) is not None:
         return f"{shortened(name)}: is now called {renamed}"
-    return f"{shortened(name)}: unknown key{counterpart_of(name) or _nearest_or_allowed(name, known)}"
+    counterpart = counterpart_of(name) or counterpart_elsewhere(name, known)
+    return f"{shortened(name)}: unknown key{counterpart or _nearest_or_allowed(name, known)}"
 
 
 def key_with_dots(written: str, known: Sequence[str]) -> str | None:

@@ -17,7 +17,8 @@ from nemo_rl_moe.data.image_records import image_columns
 from nemo_rl_moe.data.image_tokens import NO_IMAGES, RecordImages, num_images_of
 from nemo_rl_moe.data.loader import TokenStore, collate
 from nemo_rl_moe.data.messages import Message, parse_turns
-from nemo_rl_moe.data.record_values import RecordError, kind_of, names_in
+from nemo_rl_moe.data.record_forms import MORE_KEYS, NO_KEYS, PAIR_KEYS, RESPONSE_KEYS, Keys, own_pair
+from nemo_rl_moe.data.record_values import RecordError, columns_of, kind_of, names_in
 from nemo_rl_moe.data.records import BadLine, Example, trained_example, with_images
 from nemo_rl_moe.data.sources import open_lines
 from nemo_rl_moe.data.speech import Speech
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-PREFERENCE_COLUMNS = ("prompt", "chosen", "rejected")
 RESPONSES = ("chosen", "rejected")
+_OTHER_KEYS = "data.chosen_key and data.rejected_key name others"
 
 
 @dataclass(frozen=True)
@@ -43,32 +44,47 @@ class PreferenceRecord:
     rejected: Example
 
 
-def parse_preference(record: object, sample_id: str, image_key: str | None = None) -> PreferenceRecord:
+def parse_preference(
+    record: object, sample_id: str, image_key: str | None = None, keys: Keys = NO_KEYS
+) -> PreferenceRecord:
     """Parse one decoded record.
 
     `prompt`, `chosen` and `rejected` are each a text or a list of messages. A prompt that both responses repeat counts
-    once; without `prompt`, it is the messages that both begin with. `tools` and `chat_template_kwargs` are for the chat
-    template; further keys are ignored.
+    once; without `prompt`, it is the messages that both begin with. They may have other usual keys (`record_forms.py`).
+    `tools` and `chat_template_kwargs` are for the chat template; further keys are ignored.
 
     Args:
         image_key: Key of images beside the messages, which belong to the prompt; None: such images are not read.
+        keys: Keys that the configuration names.
 
     Raises:
         RecordError: The record cannot be used.
     """
     if not isinstance(record, Mapping):
         raise RecordError(f"the line is {kind_of(record)}, expected an object with prompt, chosen and rejected")
-    missing = [name for name in RESPONSES if record.get(name) is None]
+    formed = own_pair(record, keys)
+    record = formed.record
+    missing = [formed.name(name) for name in RESPONSES if record.get(name) is None]
     if missing:
-        raise RecordError(f"the line has no {' and no '.join(missing)}; its keys: {names_in(record)}")
-    chosen = parse_turns(record["chosen"], "chosen", "assistant")
-    rejected = parse_turns(record["rejected"], "rejected", "assistant")
-    prompt = _prompt_of(record, chosen, rejected)
+        raise RecordError(
+            f"the line has no {' and no '.join(missing)}; its keys: {names_in(formed.keys())}; {_OTHER_KEYS}"
+        )
+    chosen = parse_turns(record["chosen"], formed.name("chosen"), "assistant")
+    rejected = parse_turns(record["rejected"], formed.name("rejected"), "assistant")
+    shared = _shared(chosen, rejected)
+    prompt = shared if record.get("prompt") is None else parse_turns(record["prompt"], formed.name("prompt"), "user")
+    if not prompt:
+        raise RecordError(
+            "the line has no prompt, and chosen and rejected do not begin with the same messages; data.prompt_key names"
+            " another"
+        )
+    if shared[-len(prompt) :] == prompt:  # whole conversations, which may begin with a system turn
+        prompt = shared
     if chosen[: len(prompt)] == prompt == rejected[: len(prompt)]:
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
     if chosen == rejected:
         raise RecordError("chosen and rejected are the same: there is nothing to prefer")
-    texts = [record.get(name) for name in PREFERENCE_COLUMNS]
+    texts = [record.get(name) for name in ("prompt", *RESPONSES)]
     plain = [str(text) for text in texts] if all(isinstance(text, str) for text in texts) else None
     inputs = parse_template_inputs(record)
 
@@ -90,29 +106,26 @@ def parse_preference(record: object, sample_id: str, image_key: str | None = Non
     )
 
 
-def preference_columns(path: str, names: Sequence[str], image_key: str | None = None) -> list[str]:
+def preference_columns(
+    path: str, names: Sequence[str], image_key: str | None = None, keys: Keys = NO_KEYS
+) -> list[str]:
     """Choose the columns of a table to read.
 
     Raises:
         DataError: It has no pairs.
     """
-    if any(name not in names for name in RESPONSES):
-        raise DataError(f"{path}: has no chosen and rejected; its columns: {names_in(names)}")
-    wanted = (*PREFERENCE_COLUMNS, *TEMPLATE_COLUMNS, *image_columns(names, image_key))
-    return [name for name in wanted if name in names]
+    named = columns_of(path, names, {f"data.{own}_key": key for own, key in keys.items()})
+    if not named and not any(name in names for name in RESPONSE_KEYS):
+        raise DataError(f"{path}: has no chosen and rejected; its columns: {names_in(names)}; {_OTHER_KEYS}")
+    wanted = (*named, *PAIR_KEYS, *MORE_KEYS, *TEMPLATE_COLUMNS, *image_columns(names, image_key))
+    return [name for name in dict.fromkeys(wanted) if name in names]
 
 
-def _prompt_of(
-    record: Mapping[str, object], chosen: Sequence[Message], rejected: Sequence[Message]
-) -> Sequence[Message]:
-    if record.get("prompt") is not None:
-        return parse_turns(record["prompt"], "prompt", "user")
+def _shared(chosen: Sequence[Message], rejected: Sequence[Message]) -> list[Message]:
+    """Return the messages that both begin with; the last turn of each is its response, whatever precedes it."""
     shared = 0
-    # The last turn of each is its response, whatever stands before it.
     while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
         shared += 1
-    if not shared:
-        raise RecordError("the line has no prompt, and chosen and rejected do not begin with the same messages")
     return list(chosen[:shared])
 
 
@@ -188,6 +201,7 @@ def load_preferences(
     run_wide: TemplateInputs = NO_INPUTS,
     images: RecordImages = NO_IMAGES,
     speech: Speech | None = None,
+    keys: Keys = NO_KEYS,
 ) -> PreferenceDataset:
     """Read and tokenizes pairs of responses.
 
@@ -195,13 +209,17 @@ def load_preferences(
         path: A `.jsonl` file, or what `datasets` can load.
         max_length: Tokens to keep of each sequence, prompt and response together.
         speech: How the model speaks; None: as the tokenizer alone says.
+        keys: Keys that the configuration names.
 
     Raises:
         DataError: The data cannot be read; or it has bad lines, of which the first 20 are listed; or no pair is left.
     """
     tokenize = batch_tokenizer(tokenizer, max_length, run_wide, images, speech)
     source = open_lines(
-        path, split, partial(parse_preference, image_key=images.key), partial(preference_columns, image_key=images.key)
+        path,
+        split,
+        partial(parse_preference, image_key=images.key, keys=keys),
+        partial(preference_columns, image_key=images.key, keys=keys),
     )
     kind: ItemKind[PreferenceRecord, _TokenizedPair] = ItemKind(
         WORDS if images.tokens is None else WORDS_WITH_IMAGES,

@@ -4,22 +4,24 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from math import isfinite
+from string import ascii_uppercase
 from typing import Any
 
 from nemo_rl_moe.config.schema_environment import EnvironmentConfig
 from nemo_rl_moe.config.schema_grpo import PromptDataConfig
-from nemo_rl_moe.config.suggestions import did_you_mean, nearest
 from nemo_rl_moe.data.image_records import ImageReference, without_content
 from nemo_rl_moe.data.messages import Message, content_text, parse_turns, text_of, with_text_around
-from nemo_rl_moe.data.record_values import RecordError, kind_of, names_in, require_encodable
+from nemo_rl_moe.data.record_values import RecordError, columns_of, is_list, kind_of, require_encodable, value_at
 from nemo_rl_moe.data.records import with_images
 from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs, parse_template_inputs
-from nemo_rl_moe.errors import DataError
 
 ANSWERED = ("user", "tool")
 """Roles of a last turn that a model answers."""
 _WHOLE_FLOATS = 2**53
+CHOICES = "choices"
+"""Key of the texts of a question's choices, in MMLU and sets like it."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +62,10 @@ def apply_template(messages: Sequence[Message], template: str | None) -> tuple[M
 def prompt_parser(data: PromptDataConfig, env: EnvironmentConfig | None) -> Callable[[object, str], PromptRecord]:
     """Make the function that checks records.
 
-    The record that a reward function sees is the data's own with `answer` from `data.answer_key` (numbers as text) and,
-    unless present, `question`, the prompt's text. `math` and `reasoning_gym` need an answer, the latter also
-    `metadata`; a custom function gets a missing answer as None, and any other as it is. Images appear as paths.
+    The record that a reward function sees is the data's own with `answer` from `data.answer_key` and, unless present,
+    `question`, the prompt's text. Numbers become text, a list of one its member, and an index of `choices` the letter.
+    `math` and `reasoning_gym` need an answer, the latter also `metadata`; a custom function gets a missing answer as
+    None, and any other as it is. Images appear as paths.
 
     Args:
         env: None: nothing scores responses, so that no answer is needed.
@@ -108,41 +111,10 @@ def prompt_columns(
         keys["data.answer_key"] = data.answer_key
 
     def choose(path: str, names: Sequence[str]) -> Sequence[str]:
-        for setting, key in keys.items():
-            column = key if key in names else key.partition(".")[0]
-            if column not in names:
-                hint = did_you_mean(nearest(column, names))
-                raise DataError(
-                    f"{path}: has no column {column!r} ({setting}={key}); its columns: {names_in(names)}{hint}"
-                )
+        columns_of(path, names, keys)
         return names
 
     return choose
-
-
-def value_at(record: Mapping[str, Any], key: str, setting: str) -> Any:
-    """Return the value under a key; dots reach into objects, unless the record has the whole key itself.
-
-    Args:
-        key: Such as `reward_model.ground_truth`.
-        setting: The setting that names the key, for messages.
-
-    Raises:
-        RecordError: The record has no such key.
-    """
-    if key in record:
-        return record[key]
-    found: Any = record
-    for depth, part in enumerate(parts := key.split(".")):
-        place = ".".join(parts[:depth]) or "the line"
-        if not isinstance(found, Mapping):
-            raise RecordError(f"{place} is {kind_of(found)}, expected an object with {part} ({setting}={key})")
-        if part not in found:
-            keys = [str(name) for name in found]
-            hint = did_you_mean(nearest(part, keys))
-            raise RecordError(f"{place} has no {part} ({setting}={key}); its keys: {names_in(keys)}{hint}")
-        found = found[part]
-    return found
 
 
 def _answer(record: Mapping[str, Any], key: str, env_name: str) -> Any:
@@ -152,12 +124,28 @@ def _answer(record: Mapping[str, Any], key: str, env_name: str) -> Any:
         except RecordError:
             return None
     answer = value_at(record, key, "data.answer_key")
+    if is_list(answer) and len(answer) == 1:
+        (answer,) = answer
     if isinstance(answer, int | float) and not isinstance(answer, bool) and isfinite(answer):
-        # Tables hold whole numbers as 72.0 where a row lacks one.
-        return str(int(answer) if float(answer).is_integer() and abs(answer) < _WHOLE_FLOATS else answer)
+        return _chosen_letter(record, answer) or _written_out(answer)
     if not isinstance(answer, str):
         raise RecordError(f"{key} is {kind_of(answer)}, expected a string or a number; write it as a string")
     if not answer.strip():
         raise RecordError(f"{key} is empty: there is nothing to compare a response with")
     require_encodable(answer, key)
     return answer
+
+
+def _chosen_letter(record: Mapping[str, Any], answer: float) -> str | None:
+    """Return the letter of a choice by its index in the list `choices`, as MMLU has it; None: it is no index."""
+    choices, index = record.get(CHOICES), answer if isinstance(answer, int) else -1
+    if not is_list(choices) or not all(isinstance(choice, str) for choice in choices):
+        return None
+    return ascii_uppercase[index] if 0 <= index < min(len(choices), len(ascii_uppercase)) else None
+
+
+def _written_out(number: float) -> str:
+    """Return a number of JSON as digits: it has lost its spelling, and 1e-07 is no mathematics."""
+    # Tables hold whole numbers as 72.0 where a row lacks one.
+    is_whole = float(number).is_integer() and abs(number) < _WHOLE_FLOATS
+    return str(int(number)) if is_whole else format(Decimal(str(number)), "f")

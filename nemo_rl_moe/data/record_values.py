@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
-from nemo_rl_moe.config.suggestions import shortened
-from nemo_rl_moe.errors import json_problem
+from nemo_rl_moe.config.suggestions import did_you_mean, nearest, shortened
+from nemo_rl_moe.errors import DataError, json_problem
 
 MOST_NAMES = 20
 
@@ -60,6 +60,51 @@ def decoded_json(value: object, name: str) -> Any:
         raise RecordError(f"{name} is a string that is not valid JSON: {reason}") from None
     except ValueError as error:  # a number with thousands of digits
         raise RecordError(f"{name} is a string that is not valid JSON: {error}") from None
+
+
+def value_at(record: Mapping[str, Any], key: str, setting: str) -> Any:
+    """Return the value under a key; dots reach into objects, unless the record has the whole key itself.
+
+    Args:
+        key: Such as `reward_model.ground_truth`.
+        setting: The setting that names the key, for messages.
+
+    Raises:
+        RecordError: The record has no such key.
+    """
+    if key in record:
+        return record[key]
+    found: Any = record
+    for depth, part in enumerate(parts := key.split(".")):
+        place = ".".join(parts[:depth]) or "the line"
+        if not isinstance(found, Mapping):
+            raise RecordError(f"{place} is {kind_of(found)}, expected an object with {part} ({setting}={key})")
+        if part not in found:
+            keys = [str(name) for name in found]
+            hint = did_you_mean(nearest(part, keys))
+            raise RecordError(f"{place} has no {part} ({setting}={key}); its keys: {names_in(keys)}{hint}")
+        found = found[part]
+    return found
+
+
+def columns_of(path: str, names: Sequence[str], keys: Mapping[str, str]) -> list[str]:
+    """Return the columns of a table that hold the keys of settings.
+
+    Args:
+        names: Columns of the table.
+        keys: Key of a record by the setting that names it.
+
+    Raises:
+        DataError: The table lacks a column.
+    """
+    columns = {setting: key if key in names else key.partition(".")[0] for setting, key in keys.items()}
+    for setting, column in columns.items():
+        if column not in names:
+            hint = did_you_mean(nearest(column, names))
+            raise DataError(
+                f"{path}: has no column {column!r} ({setting}={keys[setting]}); its columns: {names_in(names)}{hint}"
+            )
+    return list(columns.values())
 
 
 def without_nulls(value: Any) -> Any:

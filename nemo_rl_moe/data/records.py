@@ -8,11 +8,12 @@ from typing import Any
 
 from nemo_rl_moe.data.image_records import ImageReference, parse_images, place_images, require_image_key, take_images
 from nemo_rl_moe.data.messages import Message, parse_messages, parse_turns
+from nemo_rl_moe.data.record_forms import CONVERSATIONS, NO_KEYS, SYSTEM, WHOLE, Keys, OwnForm, own_sample
 from nemo_rl_moe.data.record_values import RecordError, kind_of, names_in
 from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs, parse_template_inputs
 from nemo_rl_moe.data.training_marks import MARKS, take_training_marks
 
-CONVERSATIONS, SYSTEM = "conversations", "system"
+OTHER_KEYS = "data.messages_key, or data.prompt_key and data.completion_key, name others"
 _LONGEST_REASON = 1000
 
 
@@ -57,30 +58,34 @@ class BadLine:
         return f"{self.sample_id}: {self.reason[:_LONGEST_REASON]}{more}"
 
 
-def parse_record(record: object, sample_id: str, image_key: str | None = None) -> Example:
+def parse_record(record: object, sample_id: str, image_key: str | None = None, keys: Keys = NO_KEYS) -> Example:
     """Parse one decoded record of a conversation.
 
     `messages` wins over `conversations`, the form of ShareGPT. A `completion` beside either is an error, because it is
     ambiguous; a `prompt` is ignored there, because published data sets have one. A text under `system` is the system
-    turn of `conversations`. `tools` and `chat_template_kwargs` are for the chat template; other keys are ignored.
+    turn of `conversations`. Prompt and completion may have other usual keys (`record_forms.py`). `tools` and
+    `chat_template_kwargs` are for the chat template; other keys are ignored.
 
     Args:
         image_key: Key of images beside the messages; None: such images are not read.
+        keys: Keys that the configuration names.
 
     Raises:
         RecordError: The record cannot be used.
     """
     if not isinstance(record, Mapping):
         raise RecordError(f"the line is {kind_of(record)}, expected an object with messages, or prompt and completion")
-    for name in ("messages", CONVERSATIONS):
+    formed = own_sample(record, keys)
+    record = formed.record
+    for name in WHOLE:
         if record.get(name) is not None:
             _require_one_form(record, name)
-            messages = parse_messages(record[name], name)
-            _require_assistant(messages, name)
+            messages = parse_messages(record[name], formed.name(name))
+            _require_assistant(messages, formed.name(name))
             if name == CONVERSATIONS and record.get(SYSTEM) and messages[0]["role"] != SYSTEM:
                 messages = [*parse_turns(record[SYSTEM], SYSTEM, SYSTEM), *messages]
             shown, images = with_images(messages, record, image_key, sample_id)
-            unmarked, context = take_training_marks(shown, name)
+            unmarked, context = take_training_marks(shown, formed.name(name))
             return trained_example(
                 Example(
                     sample_id,
@@ -90,7 +95,7 @@ def parse_record(record: object, sample_id: str, image_key: str | None = None) -
                     marked_context=context,
                 )
             )
-    return _prompt_and_completion(record, sample_id, image_key)
+    return _prompt_and_completion(formed, sample_id, image_key)
 
 
 def with_images(
@@ -109,19 +114,24 @@ def with_images(
     return shown, images
 
 
-def _prompt_and_completion(record: Mapping[str, Any], sample_id: str, image_key: str | None) -> Example:
+def _prompt_and_completion(formed: OwnForm, sample_id: str, image_key: str | None) -> Example:
+    record, names = formed.record, {own: formed.name(own) for own in ("prompt", "completion")}
     prompt, completion = record.get("prompt"), record.get("completion")
     if prompt is None and completion is None:
-        raise RecordError(f"the line has neither messages nor prompt and completion; its keys: {names_in(record)}")
-    for name, value, other in (("prompt", prompt, "completion"), ("completion", completion, "prompt")):
+        found = names_in(formed.keys())
+        raise RecordError(f"the line has neither messages nor prompt and completion; its keys: {found}; {OTHER_KEYS}")
+    for own, value, other in (("prompt", prompt, "completion"), ("completion", completion, "prompt")):
         if value is None:
-            raise RecordError(f"the line has {other} but no {name}")
-    context = parse_turns(prompt, "prompt", "user")
-    answer = parse_turns(completion, "completion", "assistant")
-    _require_assistant(answer, "completion")
+            raise RecordError(
+                f"the line has {names[other]} but no {names[own]}; its keys: {names_in(formed.keys())};"
+                f" data.{own}_key names another"
+            )
+    context = parse_turns(prompt, names["prompt"], "user")
+    answer = parse_turns(completion, names["completion"], "assistant")
+    _require_assistant(answer, names["completion"])
     plain = (prompt, completion) if isinstance(prompt, str) and isinstance(completion, str) else None
     shown, images = with_images([*context, *answer], record, image_key, sample_id)
-    unmarked, marked = take_training_marks(shown, "prompt and completion")
+    unmarked, marked = take_training_marks(shown, " and ".join(names.values()))
     return trained_example(
         Example(sample_id, tuple(unmarked), len(context), plain, parse_template_inputs(record), images, marked)
     )

@@ -10,6 +10,7 @@ from nemo_rl_moe.data.chat import TokenizedExample, batch_tokenizer
 from nemo_rl_moe.data.dataset import DataReport, ItemKind, ItemSize, OnBadLine, Progress, ReportWords, read_items
 from nemo_rl_moe.data.image_tokens import NO_IMAGES, RecordImages, num_images_of
 from nemo_rl_moe.data.loader import TokenStore
+from nemo_rl_moe.data.record_forms import NO_KEYS, Keys
 from nemo_rl_moe.data.sources import open_source
 from nemo_rl_moe.data.speech import Speech
 from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs
@@ -38,6 +39,7 @@ def load_sft_dataset(
     run_wide: TemplateInputs = NO_INPUTS,
     images: RecordImages = NO_IMAGES,
     speech: Speech | None = None,
+    keys: Keys = NO_KEYS,
 ) -> TokenizedDataset:
     """Read and tokenizes conversations for supervised fine-tuning.
 
@@ -45,6 +47,7 @@ def load_sft_dataset(
         path: A `.jsonl` file, or what `datasets` can load.
         progress: Called with the lines read so far and the lines in all.
         speech: How the model speaks; None: as the tokenizer alone says.
+        keys: Keys that the configuration names.
 
     Raises:
         DataError: The data cannot be read, has bad lines (the first 20 are listed), or no example is left.
@@ -60,7 +63,7 @@ def load_sft_dataset(
             else f"of {dropped} nothing to train on fits into policy.max_total_sequence_length={max_length} tokens"
         ),
     )
-    return TokenizedDataset(*read_items(open_source(path, split, images.key), kind, on_bad_line, progress))
+    return TokenizedDataset(*read_items(open_source(path, split, images.key, keys), kind, on_bad_line, progress))
 
 
 def _size_of(example: TokenizedExample) -> ItemSize:

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, Generic
 from nemo_rl_moe.alarms import TimeIsUp, interrupted_after
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
 from nemo_rl_moe.data.image_records import image_columns
-from nemo_rl_moe.data.record_values import RecordError, names_in
-from nemo_rl_moe.data.records import CONVERSATIONS, SYSTEM, BadLine, Example, parse_record
+from nemo_rl_moe.data.record_forms import MORE_KEYS, NO_KEYS, SAMPLE_KEYS, Keys
+from nemo_rl_moe.data.record_values import RecordError, columns_of, names_in
+from nemo_rl_moe.data.records import OTHER_KEYS, BadLine, Example, parse_record
 from nemo_rl_moe.data.table_rows import rows_of
 from nemo_rl_moe.data.template_inputs import TEMPLATE_COLUMNS
 from nemo_rl_moe.data.text_files import (
@@ -145,9 +146,6 @@ def _text_files(path: str, split: str) -> Sequence[tuple[Path, TextKind]] | None
         return [(Path(file), kind) for file in manager.iter_files(manager.download_and_extract(list(files)))]
 
 
-EXAMPLE_COLUMNS = ("messages", CONVERSATIONS, "prompt", "completion")
-
-
 @dataclass(frozen=True)
 class LineSource(Generic[Parsed]):
     """An opened data set.
@@ -162,17 +160,18 @@ class LineSource(Generic[Parsed]):
     lines: Iterator[Parsed | BadLine]
 
 
-def open_source(path: str, split: str, image_key: str | None = None) -> LineSource[Example]:
+def open_source(path: str, split: str, image_key: str | None = None, keys: Keys = NO_KEYS) -> LineSource[Example]:
     """Open examples for supervised fine-tuning.
 
     Args:
         image_key: Key of images beside the messages; None: they are not read.
+        keys: Keys that the configuration names.
 
     Raises:
         DataError: There is nothing that can be read.
     """
-    columns = partial(_example_columns, image_key=image_key)
-    return open_lines(path, split, partial(parse_record, image_key=image_key), columns)
+    columns = partial(_example_columns, image_key=image_key, keys=keys)
+    return open_lines(path, split, partial(parse_record, image_key=image_key, keys=keys), columns)
 
 
 def open_lines(path: str, split: str, parse: Parse[Parsed], choose_columns: ChooseColumns) -> LineSource[Parsed]:
@@ -210,12 +209,14 @@ def open_text(path: str, key: str, parse: Parse[Parsed]) -> LineSource[Parsed]:
     return LineSource(path, count_lines(Path(path)), read_text(Path(path), key, parse))
 
 
-def _example_columns(path: str, names: Sequence[str], image_key: str | None) -> list[str]:
-    columns = [name for name in EXAMPLE_COLUMNS if name in names]
-    if not columns:
-        raise DataError(f"{path}: has neither messages nor prompt and completion; its columns: {names_in(names)}")
-    more = [*TEMPLATE_COLUMNS, *image_columns(names, image_key), *([SYSTEM] if CONVERSATIONS in names else [])]
-    return [*columns, *(name for name in more if name in names)]
+def _example_columns(path: str, names: Sequence[str], image_key: str | None, keys: Keys) -> list[str]:
+    named = columns_of(path, names, {f"data.{own}_key": key for own, key in keys.items()})
+    if not named and not any(name in names for name in SAMPLE_KEYS):
+        raise DataError(
+            f"{path}: has neither messages nor prompt and completion; its columns: {names_in(names)}; {OTHER_KEYS}"
+        )
+    wanted = (*named, *SAMPLE_KEYS, *MORE_KEYS, *TEMPLATE_COLUMNS, *image_columns(names, image_key))
+    return [name for name in dict.fromkeys(wanted) if name in names]
 
 
 @contextmanager

@@ -179,17 +179,18 @@ class _DataReader:
         dataset = read_samples(
             load_sft_dataset, config, source, self.tokenizer, self.logger, self.image_rule, self.speech
         )
-        lines = open_source(source.path, source.split, config.data.image_key).lines
+        lines = open_source(source.path, source.split, config.data.image_key, config.data.keys).lines
         originals = (line for line in lines if isinstance(line, Example))
         sequences = self._with_truncated_tokens(config, dataset[: self.number], originals)
         return DataView(sequences, [len(example) for example in dataset], config.policy.max_total_sequence_length)
 
     def _pairs(self, config: DPOMasterConfig) -> DataView:
-        source, key = config.data.train, config.data.image_key
+        source, key, keys = config.data.train, config.data.image_key, config.data.keys
         pairs = read_samples(
             load_preferences, config, source, self.tokenizer, self.logger, self.image_rule, self.speech
         )
-        parse, columns = partial(parse_preference, image_key=key), partial(preference_columns, image_key=key)
+        parse = partial(parse_preference, image_key=key, keys=keys)
+        columns = partial(preference_columns, image_key=key, keys=keys)
         lines = open_lines(source.path, source.split, parse, columns).lines
         originals = (
             response

@@ -209,6 +209,7 @@ def read_samples(
             run_wide=run_wide_inputs(config.data.tools, config.data.chat_template_kwargs),
             images=RecordImages(config.data.image_key, images_of_data(config.data, source.path, tokenizer, image_rule)),
             speech=speech,
+            keys=config.data.keys,
         )
     console.message(samples.report.summary())
     for line in samples.report.warnings():

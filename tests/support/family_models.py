@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from transformers import GptOssConfig
+
 from nemo_rl_moe.models.families import FAMILIES
 
 _SIZES: Mapping[str, Any] = {
@@ -89,7 +91,8 @@ _GPT_OSS: Mapping[str, Any] = {
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
     "intermediate_size": 16,
-    "swiglu_limit": 1.0,
+    # Releases of transformers before 5.19 compute with 7 for any configuration.
+    "swiglu_limit": 1.0 if hasattr(GptOssConfig, "swiglu_limit") else 7.0,
 }
 _GLM: Mapping[str, Any] = {
     "num_hidden_layers": 4,

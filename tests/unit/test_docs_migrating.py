@@ -10,6 +10,7 @@ import pytest
 from nemo_rl_moe.config.algorithm import ALGORITHMS
 from nemo_rl_moe.config.nemo_rl_data import DATASETS
 from nemo_rl_moe.config.nemo_rl_keys import ROWS
+from nemo_rl_moe.config.other_frameworks import counterparts
 from nemo_rl_moe.config.validation import known_keys
 from nemo_rl_moe.rl.corrections import CORRECTIONS
 from nemo_rl_moe.rl.estimators import ESTIMATORS
@@ -42,6 +43,24 @@ def test_keys_of_ours_are_there(page: Path, heading: str) -> None:
                 assert key in KNOWN, key
             elif "*" not in key:
                 assert name in NAMES, key
+
+
+@pytest.mark.parametrize(
+    ("framework", "page", "heading"), [("TRL", FROM_TRL, "Arguments"), ("verl", PAGE, "From verl")]
+)
+def test_the_counterparts_in_errors_are_those_of_the_page(framework: str, page: Path, heading: str) -> None:
+    """In rows with as many names there as here; the page omits sections that the row has already named."""
+    tables, compared = counterparts()[framework], 0
+    cells = zip(columns(page, heading, 0), columns(page, heading, 1), strict=True)
+    rows = [row for row in cells if not row[1].startswith("the same")]
+    for theirs, ours in ([re.findall(r"`([^`]+)`", cell) for cell in row] for row in rows):
+        if len(theirs) != len(ours):
+            continue
+        for name, key in zip(theirs, ours, strict=True):
+            found = [table[name] for table in tables if name in table]
+            assert not found or any(each == key or each.endswith(f".{key}") for each in found), name
+            compared += bool(found)
+    assert compared > 12
 
 
 def test_losses_are_named_by_keys_and_values_that_are_there() -> None:

@@ -147,10 +147,10 @@ def test_one_wrong_input_gives_its_line(grpo_problems_of: Problems, override: st
 
 
 def test_sections_of_grpo_mean_nothing_to_sft(problems_of: Problems) -> None:
-    for override in ("+policy.generation.top_p=0.9", "+loss_fn.ratio_clip_min=0.2", "+data.prompt_key=x"):
+    for override in ("+policy.generation.top_p=0.9", "+loss_fn.ratio_clip_min=0.2", "+data.answer_key=x"):
         (problem,) = problems_of(override)
         section = override[1:].split("=")[0].rpartition(".")[0]
-        assert problem.startswith(f"{section if section != 'data' else 'data.prompt_key'}: unknown key")
+        assert problem.startswith(f"{section if section != 'data' else 'data.answer_key'}: unknown key")
 
 
 def test_a_file_started_with_the_wrong_command_is_reported_the_right_one(

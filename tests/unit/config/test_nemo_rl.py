@@ -369,7 +369,10 @@ def test_a_section_that_overrides_takes_the_place_of_the_whole_other(tmp_path: P
         ("just a text", "expected sections such as"),
         ("defaults: sft.yaml", "no such file in"),
         ("sft: {seed: 1}\npolicy: {model_name: x}", "not a configuration of NeMo-RL"),
-        ("rm: {seed: 1}\npolicy: {megatron_cfg: {enabled: true}}", "expected one section of sft, dpo, grpo: got rm"),
+        (
+            "rm: {seed: 1}\npolicy: {megatron_cfg: {enabled: true}}",
+            "expected one section of sft, dpo, grpo, ppo, distillation: got rm",
+        ),
         (
             "sft: {seed: 1}\npolicy: {megatron_cfg: {enabled: true}, model_name: '${no.such.key}'}",
             "no.such.key",
@@ -420,7 +423,7 @@ def test_every_leaf_is_accounted_for(tmp_path: Path) -> None:
 
 
 def test_the_table_names_keys_that_are_there_and_each_of_theirs_once() -> None:
-    known = {key for algorithm in ("sft", "dpo", "grpo") for key in known_keys(ALGORITHMS[algorithm].config_class)}
+    known = {key for algorithm in ALGORITHMS for key in known_keys(ALGORITHMS[algorithm].config_class)}
     assert [
         row.ours for row in ROWS if row.ours is not None and row.ours not in known | {"cluster.roles.generation"}
     ] == []

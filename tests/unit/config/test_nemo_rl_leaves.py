@@ -11,12 +11,14 @@ import pytest
 import yaml
 
 from nemo_rl_moe.cli import main
+from nemo_rl_moe.config.loading import problems_of_translation
 from nemo_rl_moe.config.nemo_rl import translate
 from nemo_rl_moe.config.nemo_rl_files import read_theirs
 from nemo_rl_moe.config.nemo_rl_keys import row_of
 from tests.support.nemo_rl_leaves import fates_of, places
 from tests.unit.config.test_nemo_rl import COMMON, GENERATION, GRPO, write
 from tests.unit.config.test_nemo_rl_images import IMAGES
+from tests.unit.config.test_nemo_rl_roles import DISTILLATION, PPO
 
 NAMES_FILE = Path(__file__).with_name("nemo_rl_key_names.yaml")
 THEIRS = "NEMO_RL_CONFIGS"
@@ -98,6 +100,10 @@ KINDS: dict[str, tuple[str, ...]] = {
     "grpo_torch": (COMMON, GRPO, GENERATION, TORCH),
     "grpo_switches": (COMMON, GRPO, GENERATION, SWITCHES),
     "grpo_plots": (COMMON, GRPO, GENERATION, IMAGES),
+    "ppo": (COMMON, GENERATION, PPO),
+    "ppo_torch": (COMMON, GENERATION, PPO, TORCH),
+    "distillation": (COMMON, GENERATION, DISTILLATION),
+    "distillation_torch": (COMMON, GENERATION, DISTILLATION, TORCH),
     "grpo_gym": (COMMON, GRPO, GENERATION, GYM),
 }
 
@@ -128,7 +134,7 @@ def names() -> Iterator[tuple[str, ...]]:
 def test_no_key_of_theirs_is_lost_whatever_file_it_stands_in(tmp_path: Path, kind: str) -> None:
     path = write(tmp_path, *KINDS[kind])
     theirs = read_theirs(path)
-    others = {"sft", "dpo", "grpo"} - {kind.partition("_")[0]}
+    others = {"sft", "dpo", "grpo", "ppo", "distillation"} - {kind.partition("_")[0]}
     for value in (7, "text"):
         tree: dict[str, Any] = {}
         for place in names():
@@ -177,15 +183,21 @@ def test_chat_templates(tmp_path: Path, written: dict[str, Any], ours: str | Non
     assert [reported in line for line in lines] == ([True] if reported else [])
 
 
+def test_questions_and_answers_are_read_by_their_keys_in_sft(tmp_path: Path) -> None:
+    translation = translate(write(tmp_path, COMMON, SFT))
+    assert translation.values["data.prompt_key"] == "problem"
+    assert translation.values["data.completion_key"] == "generated_solution"
+    assert problems_of_translation(translation) == []
+
+
 def test_samples_that_sft_cannot_read_end_with_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write(tmp_path, COMMON, SFT)
+    path = write(tmp_path, COMMON, SFT, data__train={"dataset_name": "HelpSteer3"})
     assert main(["config", "--from-nemo-rl", str(path)]) == 2
     reported = capsys.readouterr()
     for line in (
-        "not carried over: data.train.output_key: generated_solution: data.answer_key is no key of sft",
         "not carried over: data.default.prompt_file: prompts/math.txt: data.prompt_template is no key of sft",
-        "error: " + f"{path}: translated, but not yet right: data.train.dataset_name: OpenMathInstruct-2:"
-        " nvidia/OpenMathInstruct-2; its records are no conversations: write `messages`, or `prompt` and `completion`",
+        "error: " + f"{path}: translated, but not yet right: data.train.dataset_name: HelpSteer3: nvidia/HelpSteer3;"
+        " its records are pairs: name the responses to train on as data.completion_key",
     ):
         assert line in reported.err.splitlines()
     assert "chat_template: null" in reported.out

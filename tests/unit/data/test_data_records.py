@@ -13,6 +13,7 @@ from nemo_rl_moe.data.records import Example, RecordError, parse_record
 
 USER = {"role": "user", "content": "hi"}
 ASSISTANT = {"role": "assistant", "content": "hello"}
+NAMED = "data.messages_key, or data.prompt_key and data.completion_key, name others"
 ROLES = "system, developer, user, assistant, tool"
 
 
@@ -89,10 +90,16 @@ def test_nulls_that_a_table_fills_in_are_absent():
         ([1], "the line is a list, expected an object with messages, or prompt and completion"),
         ("x", "the line is a string, expected an object with messages, or prompt and completion"),
         (None, "the line is null, expected an object with messages, or prompt and completion"),
-        ({}, "the line has neither messages nor prompt and completion; its keys: none"),
-        ({"text": "a", "id": 1}, "the line has neither messages nor prompt and completion; its keys: text, id"),
-        ({"prompt": "a"}, "the line has prompt but no completion"),
-        ({"completion": "a", "prompt": None}, "the line has completion but no prompt"),
+        ({}, f"the line has neither messages nor prompt and completion; its keys: none; {NAMED}"),
+        (
+            {"text": "a", "id": 1},
+            f"the line has neither messages nor prompt and completion; its keys: text, id; {NAMED}",
+        ),
+        ({"prompt": "a"}, "the line has prompt but no completion; its keys: prompt; data.completion_key names another"),
+        (
+            {"completion": "a", "prompt": None},
+            "the line has completion but no prompt; its keys: completion, prompt; data.prompt_key names another",
+        ),
         ({"prompt": "", "completion": "b"}, "prompt is empty"),
         ({"prompt": "a", "completion": ""}, "completion is empty"),
         ({"prompt": "a", "completion": []}, "completion is empty"),

@@ -14,6 +14,7 @@ from nemo_rl_moe.errors import DataError
 
 USER = {"role": "user", "content": "2+2="}
 RIGHT, WRONG = ({"role": "assistant", "content": text} for text in ("4", "5"))
+NAMED = "data.chosen_key and data.rejected_key name others"
 FORMS = {
     "texts": {"prompt": "2+2=", "chosen": "4", "rejected": "5"},
     "messages": {"prompt": [USER], "chosen": [RIGHT], "rejected": [WRONG]},
@@ -52,10 +53,13 @@ def test_conversations_of_several_turns():
     ("record", "reason"),
     [
         ([1], "the line is a list, expected an object with prompt, chosen and rejected"),
-        ({"prompt": "a", "completion": "b"}, "the line has no chosen and no rejected; its keys: prompt, completion"),
+        (
+            {"prompt": "a", "completion": "b"},
+            f"the line has no chosen and no rejected; its keys: prompt, completion; {NAMED}",
+        ),
         (
             {"prompt": "a", "chosen": "b", "rejected": None},
-            "the line has no rejected; its keys: prompt, chosen, rejected",
+            f"the line has no rejected; its keys: prompt, chosen, rejected; {NAMED}",
         ),
         (
             {"prompt": "a", "chosen": "b", "rejected": "b"},
@@ -105,7 +109,7 @@ def test_stop_lists_bad_lines_and_nothing_left_says_why(write_jsonl, demo_tokeni
     )
     with pytest.raises(DataError) as error:
         load_preferences(path, "train", demo_tokenizer, 64)
-    assert error.value.problems[0] == f"{path}:2: the line has no chosen and no rejected; its keys: none"
+    assert error.value.problems[0] == f"{path}:2: the line has no chosen and no rejected; its keys: none; {NAMED}"
     assert error.value.problems[1].startswith(f"{path}:3 (chosen): the tokenizer cannot encode the text")
     with pytest.raises(DataError) as error:
         load_preferences(path, "train", demo_tokenizer, 2, on_bad_line="skip")

@@ -116,9 +116,38 @@ def test_prompts_come_back_in_order(write_jsonl, demo_tokenizer):
 
 
 def test_numbers_become_text_and_whole_ones_have_no_fraction(write_jsonl, demo_tokenizer):
-    answers = [6, 6.0, 0.5, 1e300, "6.0"]
+    answers = [6, 6.0, 0.50, 1e-7, 1e21, "6.0", ["6"]]
     path = write_jsonl(*({"prompt": f"{place}=", "answer": answer} for place, answer in enumerate(answers)))
-    assert [prompt.record["answer"] for prompt in load(demo_tokenizer, path)] == ["6", "6", "0.5", "1e+300", "6.0"]
+    assert [prompt.record["answer"] for prompt in load(demo_tokenizer, path)] == [
+        *("6", "6", "0.5", "0.0000001", "1000000000000000000000", "6.0", "6")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("answer", "choices", "read"),
+    [
+        (1, ["4", "6", "8", "0"], "B"),
+        (3, ["4", "6", "8", "0"], "D"),
+        ("1", ["4", "6", "8", "0"], "1"),
+        (4, ["4", "6", "8", "0"], "4"),
+        (1, [4, 6, 8, 0], "1"),
+        (1, None, "1"),
+        ("C", ["4", "6", "8", "0"], "C"),
+    ],
+)
+def test_an_index_of_choices_is_their_letter(write_jsonl, demo_tokenizer, answer, choices, read):
+    """MMLU's answers are indices of `choices`, or letters."""
+    path = write_jsonl({"prompt": "1+5=", "choices": choices, "answer": answer})
+    (prompt,) = load(demo_tokenizer, path)
+    assert prompt.record["answer"] == read
+    assert prompt.record["choices"] == choices
+
+
+def test_null_is_no_answer(write_jsonl, demo_tokenizer):
+    path = write_jsonl({"prompt": "1+5=", "answer": None})
+    expected = f"{path}:1: answer is null, expected a string or a number; write it as a string"
+    assert problems(demo_tokenizer, path)[0] == expected
+    assert problems(demo_tokenizer, path, "exact")[0] == expected
 
 
 def test_keys_reach_into_objects(write_jsonl, demo_tokenizer):

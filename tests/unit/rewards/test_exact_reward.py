@@ -18,7 +18,8 @@ from nemo_rl_moe.rewards.interface import Score, ScoringItem
         ("Left", "left", False),
         ("left left", "left", False),
         ("lightblue", "light blue", False),
-        ("4.0", "4", False),
+        ("4.0", "4", True),
+        ("4.1", "4", False),
         ("", "left", False),
     ],
 )
@@ -28,5 +29,5 @@ def test_texts_are_compared(response: str, answer: str, is_right: bool) -> None:
 
 
 def test_no_answer_equals_no_word() -> None:
-    with pytest.raises(ValueError, match="the record's answer is null"):
+    with pytest.raises(ValueError, match="f:1: the record's answer is null"):
         ExactReward().score(ScoringItem("f:1", "?", "None", False, {"answer": None}))

@@ -1,0 +1,32 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Arguments of TRL and keys of verl, each with its counterpart here (`other_frameworks.yaml`)."""
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import yaml
+from pydantic import TypeAdapter
+
+
+@cache
+def counterparts() -> dict[str, list[dict[str, str]]]:
+    """Return the tables of each framework: its names, and the full keys here."""
+    text = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
+    return TypeAdapter(dict[str, list[dict[str, str]]]).validate_python(yaml.safe_load(text))
+
+
+def counterpart_elsewhere(key: str, known: Sequence[str]) -> str | None:
+    """Return the ending of an error line about an unknown key that another framework has; None for other keys.
+
+    Args:
+        key: An argument of TRL in any section, or a full key of verl.
+        known: Full keys of the algorithm.
+    """
+    for framework, tables in counterparts().items():
+        name = key.rpartition(".")[2] if framework == "TRL" else key
+        ours = next((table[name] for table in tables if table.get(name) in known), None)
+        if ours is not None:
+            return f"; {framework}'s {name} is {ours} here"
+    return None

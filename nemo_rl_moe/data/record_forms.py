@@ -1,0 +1,206 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Records of published forms brought into our own: messages, or prompt and completion; prompt, chosen and rejected.
+
+A record is read if one key alone can be meant. Otherwise the error names the settings that say which.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nemo_rl_moe.data.record_values import RecordError, is_list, kind_of, value_at
+
+CONVERSATIONS, SYSTEM = "conversations", "system"
+WHOLE = ("messages", CONVERSATIONS)
+PROMPTS = ("prompt", "instruction", "question", "query", "input")
+COMPLETIONS = ("completion", "output", "response", "answer")
+PAIRS = (
+    ("chosen", "rejected"),
+    ("response_chosen", "response_rejected"),
+    ("chosen_response", "rejected_response"),
+    ("response", "rejected_response"),
+)
+"""Keys of the better and the worse response."""
+COMPARED = (("response1", "response2"), ("response_1", "response_2"))
+"""Keys of two responses that a number compares (HelpSteer): below 0 the first is better, above 0 the second."""
+COMPARISONS = ("overall_preference", "preference_strength")
+CONTEXT, HISTORY, REJECTED_MESSAGES = "context", "history", "rejected_messages"
+SAMPLE_KEYS = (*WHOLE, *PROMPTS, *COMPLETIONS)
+RESPONSE_KEYS = tuple(dict.fromkeys((*(name for pair in (*PAIRS, *COMPARED) for name in pair), REJECTED_MESSAGES)))
+PAIR_KEYS = (*RESPONSE_KEYS, *COMPARISONS, *PROMPTS, CONTEXT, *WHOLE)
+MORE_KEYS = (SYSTEM, HISTORY)
+
+# hh-rlhf's texts of a whole conversation.
+_SPEAKER = re.compile(r"\n\n(Human|Assistant):")
+_ROLES = {"Human": "user", "Assistant": "assistant"}
+
+Keys = Mapping[str, str]
+"""Keys that the configuration names, by the key of our own form: `{"prompt": "question"}` for `data.prompt_key`."""
+NO_KEYS: Keys = {}
+
+
+@dataclass(frozen=True)
+class OwnForm:
+    """A record in our own form.
+
+    Attributes:
+        record: With the keys of our own form.
+        names: The key of the data, by the key of our own form, for errors.
+    """
+
+    record: Mapping[str, Any]
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    def keys(self) -> list[str]:
+        """Return the keys of the record in the data."""
+        return [key for key in self.record if key not in self.names]
+
+    def name(self, own: str) -> str:
+        """Return the name of a key of our own form in the data."""
+        return self.names.get(own, own)
+
+
+def own_sample(record: Mapping[str, Any], keys: Keys) -> OwnForm:
+    """Bring a record for supervised fine-tuning into our own form; one that cannot be brought there stays as it is.
+
+    Raises:
+        RecordError: Several keys can be meant, or the record has no key that the configuration names.
+    """
+    if "messages" in keys:
+        whole = value_at(record, keys["messages"], "data.messages_key")
+        others = {name: None for name in SAMPLE_KEYS if name in record}
+        return OwnForm({**record, **others, "messages": turns_of(whole)}, {"messages": keys["messages"]})
+    if not keys and any(record.get(name) is not None for name in WHOLE):
+        return OwnForm(record)
+    names = {"prompt": _name_of(record, "prompt", PROMPTS, keys)}
+    names["completion"] = _name_of(record, "completion", COMPLETIONS, keys)
+    return _with_values(record, {own: name for own, name in names.items() if name is not None}, keys)
+
+
+def own_pair(record: Mapping[str, Any], keys: Keys) -> OwnForm:
+    """Bring a record with two responses into our own form; one that cannot be brought there stays as it is.
+
+    Raises:
+        RecordError: Several keys can be meant, neither response is better, or the record has no key that the
+            configuration names.
+    """
+    names = _names_of_responses(record, keys)
+    if names is None:
+        return _chosen_messages(record)
+    formed = _with_values(record, names, keys)
+    responses = {own: turns_of(formed.record[own]) for own in ("chosen", "rejected")}
+    shows_prompt = all(is_list(response) and len(response) > 1 for response in responses.values())
+    if "prompt" not in keys and (record.get("prompt") is not None or shows_prompt):
+        return OwnForm({**formed.record, **responses}, names)
+    prompt = _name_of(record, "prompt", (*PROMPTS, CONTEXT), keys)
+    whole = next((name for name in WHOLE if record.get(name) is not None), None)
+    if prompt is None and whole is None:
+        return OwnForm({**formed.record, **responses}, names)
+    formed = _with_values({**record, "prompt": record.get(str(whole))}, {**names, "prompt": prompt or str(whole)}, keys)
+    return OwnForm({**formed.record, **responses}, formed.names)
+
+
+def turns_of(value: Any) -> Any:
+    """Return the messages of one message, or of a text such as hh-rlhf's; other values as they are."""
+    if isinstance(value, Mapping):
+        return [value]
+    if not isinstance(value, str) or not value.startswith("\n\nHuman:"):
+        return value
+    _, *parts = _SPEAKER.split(value)
+    speakers, texts = parts[::2], parts[1::2]
+    return [{"role": _ROLES[who], "content": text.strip()} for who, text in zip(speakers, texts, strict=True)]
+
+
+def _name_of(record: Mapping[str, Any], own: str, usual: Sequence[str], keys: Keys) -> str | None:
+    """Return the key that holds a part: the one that the configuration names, our own, or the only usual one."""
+    if own in keys:
+        return keys[own]
+    found = [name for name in usual if record.get(name) is not None]
+    if own in found:
+        return own
+    if "instruction" in found and "input" in found:
+        found.remove("input")  # Alpaca's input belongs to the instruction
+    if len(found) > 1:
+        raise RecordError(
+            f"the line has {' and '.join(found)}, each of which may be the {own}: set data.{own}_key to one of them"
+        )
+    return found[0] if found else None
+
+
+def _with_values(record: Mapping[str, Any], names: Mapping[str, str], keys: Keys) -> OwnForm:
+    """Return the record with the named values under the keys of our own form."""
+    values = {
+        own: value_at(record, name, f"data.{own}_key") if own in keys else record.get(name)
+        for own, name in names.items()
+    }
+    other = {own: name for own, name in names.items() if name != own}
+    if not other:
+        return OwnForm(record)
+    if "prompt" in other:
+        values["prompt"] = _whole_prompt(record, values["prompt"], names["prompt"])
+    return OwnForm({**record, **{name: None for name in WHOLE if name in record}, **values}, other)
+
+
+def _whole_prompt(record: Mapping[str, Any], prompt: Any, name: str) -> Any:
+    """Return a prompt with Alpaca's `input` after it and the text under `system` before it."""
+    if name == "instruction":
+        if record.get(HISTORY):
+            raise RecordError(f"the line has {HISTORY}, which is not read; write the turns as messages")
+        if more := record.get("input"):
+            if not isinstance(prompt, str) or not isinstance(more, str):
+                raise RecordError(f"instruction is {kind_of(prompt)} and input {kind_of(more)}, expected two strings")
+            prompt = f"{prompt}\n{more}"
+    system = record.get(SYSTEM)
+    if not system or not isinstance(prompt, str):
+        return prompt
+    return [{"role": SYSTEM, "content": system}, {"role": "user", "content": prompt}]
+
+
+def _names_of_responses(record: Mapping[str, Any], keys: Keys) -> dict[str, str] | None:
+    """Return the keys of the better and the worse response; None: the record has no two under such keys."""
+    if "chosen" in keys or "rejected" in keys:
+        return {own: keys.get(own, own) for own in ("chosen", "rejected")}
+    complete = [pair for pair in (*PAIRS, *COMPARED) if all(record.get(name) is not None for name in pair)]
+    if not complete:
+        return None
+    if len(complete) > 1 and complete[0] != PAIRS[0]:
+        found = " and ".join(", ".join(pair) for pair in complete)
+        raise RecordError(f"the line has {found}: set data.chosen_key and data.rejected_key to those that are meant")
+    chosen, rejected = complete[0]
+    if complete[0] in COMPARED and _is_second_better(record, complete[0]):
+        chosen, rejected = rejected, chosen
+    return {"chosen": chosen, "rejected": rejected}
+
+
+def _is_second_better(record: Mapping[str, Any], pair: tuple[str, str]) -> bool:
+    """Return whether the second of two compared responses is the better one."""
+    found = [name for name in COMPARISONS if record.get(name) is not None]
+    if len(found) != 1:
+        raise RecordError(
+            f"the line has {' and '.join((*pair, *found))}, expected one of {', '.join(COMPARISONS)} with them;"
+            " or set data.chosen_key and data.rejected_key"
+        )
+    preference = record[found[0]]
+    if not isinstance(preference, int | float) or isinstance(preference, bool):
+        raise RecordError(f"{found[0]} is {kind_of(preference)}, expected a number: below 0 if {pair[0]} is better")
+    if not preference:
+        raise RecordError(f"{found[0]} is 0: neither response is better")
+    return preference > 0
+
+
+def _chosen_messages(record: Mapping[str, Any]) -> OwnForm:
+    """Return a record whose messages end in the better response, and which has a worse one too (ms-swift)."""
+    chosen = record.get("messages")
+    if not is_list(chosen) or not chosen:
+        return OwnForm(record)
+    if (whole := record.get(REJECTED_MESSAGES)) is not None:
+        return OwnForm(
+            {**record, "chosen": chosen, "rejected": whole}, {"chosen": "messages", "rejected": REJECTED_MESSAGES}
+        )
+    if (rejected := record.get("rejected_response")) is None:
+        return OwnForm(record)
+    names = dict.fromkeys(("prompt", "chosen"), "messages")
+    values = {"prompt": chosen[:-1], "chosen": chosen[-1:], "rejected": turns_of(rejected)}
+    return OwnForm({**record, **values}, {**names, "rejected": "rejected_response"})

@@ -1,0 +1,104 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Gold answers in the formats of published sets, and answers of models to them."""
+
+from typing import Any
+
+import pytest
+
+from nemo_rl_moe.rewards.exact import ExactReward
+from nemo_rl_moe.rewards.final_answers import stated_choice
+from nemo_rl_moe.rewards.interface import ScoringItem
+from nemo_rl_moe.rewards.math import MathReward
+
+GSM8K = (
+    "Each of the 8 boxes costs $3, so $8*3=$<<8*3=24>>24.\nWith 50 more crates: $24*50=<<24*50=1200>>1200.\n#### 1,200"
+)
+MATH = r"Since $x + 2 = 5$, not $\boxed{4}$ but $x = 3$. The answer is $\boxed{3}$."
+GPQA = "Replication of DNA, in S phase"
+
+
+@pytest.fixture(scope="module")
+def math() -> MathReward:
+    return MathReward()
+
+
+@pytest.mark.parametrize(
+    ("answer", "response", "reward"),
+    [
+        (GSM8K, r"\boxed{1200}", 1.0),
+        (GSM8K, "That is 1,200 in all.\n#### 1,200", 1.0),
+        (GSM8K, r"\boxed{24}", 0.0),
+        (MATH, r"\boxed{3}", 1.0),
+        (MATH, r"\boxed{4}", 0.0),
+        ("025", r"\boxed{25}", 1.0),
+        ("25", r"\boxed{025}", 1.0),
+        ("025", r"\boxed{250}", 0.0),
+        ("(A)", r"\boxed{A}", 1.0),
+        ("A", r"\boxed{\text{(A)}}", 1.0),
+        ("B", "The answer is B.", 1.0),
+        ("B", "The answer is (B), as shown.", 1.0),
+        ("B", "**Answer:** B", 1.0),
+        ("B", "B.", 1.0),
+        ("(B)", "(B)", 1.0),
+        ("B", "The answer is C.", 0.0),
+        ("B", "$B$ is tempting. The answer is C.", 0.0),
+        ("A", "$B$ is tempting. The answer is A.", 1.0),
+        ("B", r"The answer is B. No: \boxed{C}", 0.0),
+        ("A", "The answer is a matter of taste.", 0.0),
+        ("B", r"\boxed{A}, \boxed{B}", 0.0),
+        (GPQA, rf"\boxed{{\text{{{GPQA}}}}}", 1.0),
+        (GPQA, r"\boxed{\text{Replication of RNA, in S phase}}", 0.0),
+        ("2", r"\boxed{1} and \boxed{2}", 0.0),
+    ],
+)
+def test_mathematics_and_choices(math: MathReward, answer: str, response: str, reward: float) -> None:
+    assert math.score(ScoringItem("f:1", "?", response, False, {"answer": answer})).reward == reward
+
+
+@pytest.mark.parametrize(
+    ("answer", "response", "reward"),
+    [
+        (GSM8K, "1200", 1.0),
+        (GSM8K, "24", 0.0),
+        (MATH, "3", 1.0),
+        (MATH, "4", 0.0),
+        ("025", "25", 1.0),
+        ("72.0", "72", 1.0),
+        ("72", "72.", 1.0),
+        ("1,000", "1000", 1.0),
+        ("0.5", "0.50", 1.0),
+        ("1e-7", "0.0000001", 1.0),
+        ("-3", "+3", 0.0),
+        ("1,0", "10", 0.0),
+        ("1000", "1e3000", 0.0),
+        ("(A)", "A", 1.0),
+        ("B", "B.", 1.0),
+        ("B", "b", 0.0),
+        # A sentence is another text: `env.answer_after` says where the answer begins.
+        ("B", "The answer is B.", 0.0),
+        (GPQA, f"{GPQA}\n", 1.0),
+        ("v1.0", "v1", 0.0),
+    ],
+)
+def test_texts_numbers_and_choices(answer: str, response: str, reward: float) -> None:
+    assert ExactReward().score(ScoringItem("f:1", "?", response, False, {"answer": answer})).reward == reward
+
+
+@pytest.mark.parametrize("make", [MathReward, ExactReward])
+def test_no_answer_is_an_error_of_the_record(make: Any) -> None:
+    with pytest.raises(ValueError, match=r"data\.jsonl:7: the record's answer is null"):
+        make().score(ScoringItem("data.jsonl:7", "?", "None", False, {"answer": None}))
+
+
+@pytest.mark.parametrize(
+    ("response", "choice"),
+    [("I think so. The answer is: (D)", "D"), ("Answer: B\nNo, the answer is C", "C"), ("It is B", None), ("", None)],
+)
+def test_stated_choices(response: str, choice: str | None) -> None:
+    assert stated_choice(response) == choice
+
+
+def test_long_blank_space_is_read_once() -> None:
+    """A pattern with two ways to take a space would try all pairs of places."""
+    assert stated_choice(f"The answer is{' ' * 400_000}unknown.") is None
