@@ -103,7 +103,7 @@ def shown(tokenizer: PreTrainedTokenizerBase, calls: Sequence[ToolCall]) -> str:
     ]
     question = {"role": "user", "content": "q"}
     inputs = TemplateInputs(tools=tuple(DEFINITIONS))
-    before = render([question], inputs).rstrip().removesuffix("</think>").removesuffix("<think>")
+    before = render([question], inputs).rstrip().removesuffix("</think>").rstrip().removesuffix("<think>")
     whole = render([question, {"role": "assistant", "content": "", "tool_calls": made}, *results], inputs)
     assert whole.startswith(before)
     return whole[len(before) :].partition("qx7")[0]
