@@ -13,9 +13,15 @@ from nemo_rl_moe.tools.formats.registry import TOOL_FORMATS
 from nemo_rl_moe.tools.formats.typed_values import kinds_of, properties_of, typed_value
 from tests.support.quick_list import examples
 
+WRITTEN = {
+    "qwen3_coder": "<tool_call><function=f><parameter=a>\n{}\n</parameter></function></tool_call>",
+    "glm45": "<tool_call>f<arg_key>a</arg_key><arg_value>{}</arg_value></tool_call>",
+    "minimax_m2": '<invoke name="f"><parameter name="a">{}</parameter></invoke>',
+}
 NULL, WHOLE, TEXT = {"type": "null"}, {"type": "integer"}, {"type": "string"}
 
 
+@pytest.mark.parametrize("name", WRITTEN)
 @pytest.mark.parametrize(
     ("schema", "text", "value"),
     [
@@ -55,7 +61,7 @@ NULL, WHOLE, TEXT = {"type": "null"}, {"type": "integer"}, {"type": "string"}
         ({"type": "array"}, "[1, NaN]", "[1, NaN]"),
     ],
 )
-def test_the_schema_says_what_a_text_means(schema: object, text: str, value: object) -> None:
+def test_the_schema_says_what_a_text_means(name: str, schema: object, text: str, value: object) -> None:
     parameters = {
         "type": "object",
         "properties": {"a": schema},
@@ -65,15 +71,9 @@ def test_the_schema_says_what_a_text_means(schema: object, text: str, value: obj
             "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}, WHOLE]},
         },
     }
-    schemas = {"f": properties_of(parameters)}
-    for name, written in (
-        ("qwen3_coder", f"<tool_call><function=f><parameter=a>\n{text}\n</parameter></function></tool_call>"),
-        ("glm45", f"<tool_call>f<arg_key>a</arg_key><arg_value>{text}</arg_value></tool_call>"),
-        ("minimax_m2", f'<invoke name="f"><parameter name="a">{text}</parameter></invoke>'),
-    ):
-        (call,) = TOOL_FORMATS[name].calls(written, schemas)
-        assert isinstance(call, ToolCall)
-        assert json.dumps(dict(call.arguments)) == json.dumps({"a": value})
+    (call,) = TOOL_FORMATS[name].calls(WRITTEN[name].replace("{}", text, 1), {"f": properties_of(parameters)})
+    assert isinstance(call, ToolCall)
+    assert json.dumps(dict(call.arguments)) == json.dumps({"a": value})
 
 
 WORDS = st.sampled_from(
