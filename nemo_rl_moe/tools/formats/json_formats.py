@@ -4,7 +4,7 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from nemo_rl_moe.tools.formats.interface import MalformedCall, ParsedCall, Schemas, ToolCall, ToolFormat
 from nemo_rl_moe.tools.formats.scanning import CallProblem, arguments_of, behind, between_marks, call_of, read_json
@@ -34,11 +34,11 @@ def _one(text: str, place: int, schemas: Schemas) -> tuple[list[ParsedCall], int
 
 
 def _several(text: str, place: int, schemas: Schemas) -> tuple[list[ParsedCall], int]:
-    """Read a list of objects."""
+    """Read a list of objects, or one."""
     value, end = read_json(text, place)
-    if not isinstance(value, list):
+    if not isinstance(value, list | Mapping):
         raise CallProblem("expected a list of objects with name and arguments")
-    return _each(value), end
+    return _each(value if isinstance(value, list) else [value]), end
 
 
 def _each(values: Sequence[object]) -> list[ParsedCall]:
@@ -110,7 +110,7 @@ DEEPSEEK_V31 = ToolFormat(
     f"{_CALLS_BEGIN}{_CALL_BEGIN}tool{_SEPARATOR}{_ARGUMENTS}{_CALL_END}{_CALLS_END}",
 )
 KIMI_K2 = ToolFormat(
-    between_marks(_KIMI_CALL_BEGIN, _KIMI_CALL_END, _behind_id),
+    between_marks(_KIMI_CALL_BEGIN, _KIMI_CALL_END, _behind_id, may_stay_open=True),
     f"<|tool_calls_section_begin|>{_KIMI_CALL_BEGIN}functions.tool:0{_KIMI_ARGUMENTS}{_ARGUMENTS}{_KIMI_CALL_END}"
     "<|tool_calls_section_end|>",
 )

@@ -3,6 +3,7 @@
 """Search for calls between marks, outside of think blocks, and JSON within a text."""
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
@@ -135,4 +136,9 @@ def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is no number of JSON")
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse, strict=False)  # models write line breaks into texts
+def _finite(digits: str) -> float:
+    return float(digits) if math.isfinite(float(digits)) else _refuse(digits)
+
+
+# Models write line breaks into texts.
+_DECODER = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite, strict=False)

@@ -55,11 +55,17 @@ def vllm_format(key: str, name: str, tokenizer: "PreTrainedTokenizerBase", examp
         hint = did_you_mean(nearest(parser_name, known))
         raise ConfigurationError(f"{key}: got {name!r}, expected {PREFIX} and one of {', '.join(known)}{hint}")
     try:
-        # A parser looks its marks up in the vocabulary, which the tokenizer would make anew for each.
-        parse = _Parser(ToolParserManager.get_tool_parser(parser_name), get_cached_tokenizer(tokenizer))
+        parser = ToolParserManager.get_tool_parser(parser_name)
+    except ImportError as error:
+        raise ConfigurationError(f"{key}: {name}: the parser cannot be imported: {one_line(error)}") from error
+    # A parser looks its marks up in the vocabulary, which the tokenizer would make anew for each.
+    parse = _Parser(parser, get_cached_tokenizer(tokenizer))
+    try:
         parse.new(())
     except Exception as error:
-        raise ConfigurationError(f"{key}: {name}: the parser does not take this tokenizer: {one_line(error)}") from error
+        raise ConfigurationError(
+            f"{key}: {name}: the parser does not take the run's tokenizer: {one_line(error)}"
+        ) from error
     return ToolFormat(parse, example)
 
 

@@ -59,6 +59,10 @@ TOKENIZERS: dict[str, tuple[str, PreTrainedTokenizerBase]] = {
 }
 MARKS = (
     *("<tool_call>", "</tool_call>", "<think>", "</think>", "<function=add>", "</function>", "<parameter=text>"),
+    *("<minimax:tool_call>", '<invoke name="add">', "</invoke>", '<parameter name="text">', "</minimax:tool_call>"),
+    *("<|tool_call_begin|>", "functions.add:0", "<|tool_call_argument_begin|>", "{}", "<|tool_call_end|>"),
+    *("<\uff5cDSML\uff5cfunction_calls>", '<\uff5cDSML\uff5cinvoke name="add">', "</\uff5cDSML\uff5cinvoke>"),
+    *('<\uff5cDSML\uff5cparameter name="text" string="false">', "</\uff5cDSML\uff5cparameter>"),
     *("</parameter>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "[TOOL_CALLS]", "[ARGS]", "look_up"),
     *("add(", "text=", "'", ",", ")"),
     *("<function_calls>", "</function_calls>", '{"name": "add", "arguments": {', "}", "[", "]", '"', ";", "```", "\n"),
@@ -99,7 +103,7 @@ def shown(tokenizer: PreTrainedTokenizerBase, calls: Sequence[ToolCall]) -> str:
     ]
     question = {"role": "user", "content": "q"}
     inputs = TemplateInputs(tools=tuple(DEFINITIONS))
-    before = render([question], inputs).rstrip().removesuffix("<think>")
+    before = render([question], inputs).rstrip().removesuffix("</think>").rstrip().removesuffix("<think>")
     whole = render([question, {"role": "assistant", "content": "", "tool_calls": made}, *results], inputs)
     assert whole.startswith(before)
     return whole[len(before) :].partition("qx7")[0]
@@ -130,6 +134,9 @@ def test_calls_that_a_chat_template_writes_are_read_in_their_order(name: str, ca
 @settings(max_examples=examples(150), deadline=None)
 @given(text=st.lists(st.sampled_from(MARKS) | TEXT, max_size=12).map("".join), begins_in_thinking=st.booleans())
 @example(text="[" * 100_000, begins_in_thinking=False)
+@example(text="<function=add><parameter=text>" * 10_000, begins_in_thinking=False)
+@example(text="<tool_call>add<arg_key>text</arg_key><arg_value>" * 5_000, begins_in_thinking=False)
+@example(text='{"name": "add", ' * 15_000, begins_in_thinking=False)
 @example(text="<tool_call>" + "[" * 100_000, begins_in_thinking=False)
 @example(text="<function_calls>add(a=" + "[" * 100_000 + "]" * 100_000 + ")", begins_in_thinking=False)
 @example(text="<function_calls>add(a=" + "-" * 100_000 + "1)", begins_in_thinking=False)
@@ -157,7 +164,7 @@ def test_the_example_that_malformed_calls_are_answered_with_is_well_formed(name:
 THOUGHT = "<think>\nI could write {0} here.\n</think>\n\n"
 
 
-@pytest.mark.parametrize("name", [name for name in TOOL_FORMATS if name not in ("harmony", "llama3_json")])
+@pytest.mark.parametrize("name", [name for name in TOOL_FORMATS if name != "harmony"])
 def test_what_is_thought_is_no_call(name: str) -> None:
     tool_format = TOOL_FORMATS[name]
     call = tool_format.example
@@ -218,7 +225,7 @@ def test_harmony_reads_recipients_alone() -> None:
         ),
         ("glm45", "<tool_call><arg_key>a</arg_key></tool_call>", "expected the name of a tool behind <tool_call>"),
         ("glm45", "<tool_call>add\n<arg_key>a</arg_key></tool_call>", "expected </tool_call> before '<arg_key>"),
-        ("mistral", '[TOOL_CALLS] {"name": "add"}', "expected a list of objects"),
+        ("mistral", '[TOOL_CALLS] "add"', "expected a list of objects"),
         ("mistral_args", '[TOOL_CALLS] [{"name": "add"}]', "expected the name of a tool and [ARGS]"),
         ("llama3_json", '{"name": "add", "parameters": {"a" 1}}', "invalid JSON: Expecting ':' delimiter"),
         ("function_calls", "<function_calls>add(a=1)</function_calls>", "invalid JSON"),
@@ -264,6 +271,80 @@ def test_a_mark_within_an_argument_is_a_text() -> None:
     call = ToolCall("add", {"text": "</tool_call><tool_call><think>"})
     text = f"<tool_call>{json.dumps({'name': 'add', 'arguments': call.arguments})}</tool_call> done"
     assert TOOL_FORMATS["hermes"].calls(text, {}) == [call]
+
+
+def test_two_calls_of_llama_one_a_line_are_two() -> None:
+    call = '{"name": "add", "parameters": {"count": 3}}'
+    expected = [ToolCall("add", {"count": 3})] * 2
+    for text in (f"{call}\n{call}", f"{call}; {call}", f"I add twice: {call} and {call}."):
+        assert TOOL_FORMATS["llama3_json"].calls(text, SCHEMAS) == expected
+
+
+def test_a_call_of_tags_needs_no_mark_around() -> None:
+    call = "I add.\n<function=add>\n<parameter=count>\n3\n</parameter>\n</function>"
+    for text in (call, f"{call}\n</tool_call>"):
+        assert TOOL_FORMATS["qwen3_coder"].calls(text, SCHEMAS) == [ToolCall("add", {"count": 3})]
+
+
+def test_the_end_of_a_turn_closes_a_whole_call() -> None:
+    for name in ("hermes", "qwen3_coder", "glm45", "minimax_m2", "kimi_k2", "deepseek_v32"):
+        tool_format = TOOL_FORMATS[name]
+        whole = tool_format.example
+        for end in ("</tool_call>", "</minimax:tool_call>", "<|tool_calls_section_end|>", "<|tool_call_end|>"):
+            whole = whole.removesuffix(end)
+        whole = whole.removesuffix("</\uff5cDSML\uff5cfunction_calls>")
+        assert whole != tool_format.example
+        assert tool_format.calls(whole, {}) == [ToolCall("tool", {"argument": "value"})]
+
+
+def test_two_functions_in_one_mark_are_two_calls() -> None:
+    text = "<tool_call>\n<function=add>\n</function>\n<function=look_up>\n</function>\n</tool_call>"
+    assert TOOL_FORMATS["qwen3_coder"].calls(text, SCHEMAS) == [ToolCall("add", {}), ToolCall("look_up", {})]
+
+
+_BAR = "\uff5c"
+OPEN_TAGS = {
+    "qwen3_coder": ("<tool_call><function=add>", "<parameter={}>\n{}\n", "</parameter>", "</function></tool_call>"),
+    "minimax_m2": (
+        '<minimax:tool_call><invoke name="add">',
+        '<parameter name="{}">{}',
+        "</parameter>",
+        "</invoke></minimax:tool_call>",
+    ),
+    "deepseek_v32": tuple(
+        part.replace("|", f"{_BAR}DSML{_BAR}")
+        for part in (
+            '<|function_calls><|invoke name="add">',
+            '<|parameter name="{}" string="true">{}',
+            "</|parameter>",
+            "</|invoke></|function_calls>",
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPEN_TAGS)
+def test_a_parameter_whose_end_is_missing_does_not_swallow_the_next(name: str) -> None:
+    begin, parameter, closed, end = OPEN_TAGS[name]
+    read = TOOL_FORMATS[name].calls
+    text, count = parameter.format("text", "a b"), parameter.format("count", "3")
+    assert read(begin + text + count + closed + end, SCHEMAS) == [ToolCall("add", {"text": "a b", "count": 3})]
+    last = begin + text + end
+    assert read(last, SCHEMAS) == [ToolCall("add", {"text": "a b"})]
+    assert read(last + begin + count + closed + end, SCHEMAS) == [
+        ToolCall("add", {"text": "a b"}),
+        ToolCall("add", {"count": 3}),
+    ]
+    (cut,) = read(begin + text, SCHEMAS)
+    assert cut == MalformedCall(f"expected {closed} before the end of the turn")
+
+
+def test_a_value_whose_end_is_missing_is_no_call_of_glm() -> None:
+    text = (
+        "<tool_call>add<arg_key>text</arg_key><arg_value>a<arg_key>count</arg_key><arg_value>3</arg_value></tool_call>"
+    )
+    (call,) = TOOL_FORMATS["glm45"].calls(text, SCHEMAS)
+    assert call == MalformedCall("expected </arg_value> behind the value of text")
 
 
 def test_an_answer_in_json_is_no_call() -> None:
