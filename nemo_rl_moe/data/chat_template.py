@@ -3,9 +3,11 @@
 """Rendering of conversations and prompts for a tokenizer: by its chat template, or joined where it has none."""
 
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
+from nemo_rl_moe.data.cures import Cures, Request
 from nemo_rl_moe.data.messages import Message
 from nemo_rl_moe.data.prompt_records import PromptRecord
 from nemo_rl_moe.data.record_values import RecordError
@@ -107,7 +109,11 @@ class _Template:
         self._without_tools = TemplateRenderer(setups[0])
         self._with_tools = self._without_tools if setups[0] == setups[1] else TemplateRenderer(setups[1])
         for renderer in (self._without_tools, self._with_tools):
-            _require_read(run_wide, renderer.variables)
+            _require_read(run_wide, tuple(renderer.names))
+        self._cures = {
+            renderer: Cures(renderer.names, setups[0].names, partial(_render_request, renderer))
+            for renderer in (self._without_tools, self._with_tools)
+        }
 
     def render(self, record: Example | PromptRecord, trained: Collection[int] | None) -> Rendered | str:
         """Render a conversation or a prompt, or return what is wrong with it.
@@ -117,8 +123,13 @@ class _Template:
         """
         try:
             inputs = record.inputs.or_else(self._run_wide)
-            return self._renderer_of(inputs).render(record.messages, inputs.tools, inputs.kwargs, trained=trained)
-        except (RecordError, RenderError) as error:
+            request = Request(record.messages, inputs.tools, inputs.kwargs, trained)
+            renderer = self._renderer_of(inputs)
+            try:
+                return _render_request(renderer, request)
+            except RenderError as error:
+                return f"{error}{self._cures[renderer].advice(str(error), request)}"
+        except RecordError as error:
             return str(error)
         except RecursionError:
             return _TOO_DEEP
@@ -137,6 +148,10 @@ class _Template:
 
     def _renderer_of(self, inputs: TemplateInputs) -> TemplateRenderer:
         return self._with_tools if inputs.tools else self._without_tools
+
+
+def _render_request(renderer: TemplateRenderer, request: Request) -> Rendered:
+    return renderer.render(request.messages, request.tools, request.kwargs, trained=request.trained)
 
 
 def template_setup(

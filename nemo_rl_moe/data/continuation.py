@@ -18,6 +18,7 @@ from nemo_rl_moe.data.prompt_records import PromptRecord
 from nemo_rl_moe.data.record_values import RecordError
 from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs
 from nemo_rl_moe.data.turn_glue import (
+    THOUGHT_MARK,
     Glue,
     GlueFinder,
     NoExtension,
@@ -216,29 +217,44 @@ class Continuation:
 
     def _extension(self, turn: SampledTurn, new: Sequence[Message]) -> Extension:
         prompted = self._render(turn.before, turn.inputs) if turn.text_before is None else turn.text_before
-        as_text = self._as_text(turn, prompted)
+        sampled, as_text = self._sampled_text(turn), self._as_text(turn, prompted)
         shown = self._or_refused([*turn.before, as_text, *new], turn.inputs)
         ends = {self._text_of(token_id): token_id for token_id in turn.stop_token_ids}
         problem: NoExtension | None = None
+        numbered: str | None = None
         for form, stand_in in enumerate(stand_ins(new)):
             try:
                 glue = self._glue.find(form, stand_in, new, turn.inputs, ends)
                 ids = self._ids(glue, turn)
-                own, text = (
-                    (as_text, shown)
-                    if shown is not None and shown.endswith(glue.text)
-                    else self._as_stand_in(stand_in, turn, new)
-                )
+                # Some templates keep thinking only in turns that call: such a stand-in speaks for one that thinks.
+                thinks = THOUGHT_MARK in stand_in("a")["content"]
+                if thinks and _END_OF_THINKING not in sampled:
+                    continue
+                if not thinks and shown is not None and shown.endswith(glue.text):
+                    own, text = as_text, shown
+                else:
+                    own, text = self._as_stand_in(stand_in, turn, new)
+                said, place = (THOUGHT_MARK, text) if thinks else (sampled, shown)
                 if not self._keep_rewritten:
-                    self._require_unchanged(text, prompted, shown, turn)
+                    _require_unchanged(text, prompted, said, place)
                 if not text.endswith(glue.text):
+                    numbered = text if form == 0 else numbered
                     raise NoExtension("what the chat template puts behind a turn depends on what stands before it")
             except NoExtension as error:
                 problem = problem or error
                 continue
             return Extension(tuple(ids), (*turn.before, own, *new), text)
         assert problem is not None
-        raise problem
+        if numbered is None or shown is None or not shown.startswith(prompted + sampled):
+            raise problem
+        # As in Kimi-K2, which numbers the calls of a conversation: it is read off the conversation itself.
+        own = [*turn.before, as_text]
+        glue = self._glue.read_off(
+            lambda messages: self._render([*own, *messages], turn.inputs), new, prompted + sampled, ends
+        )
+        if not numbered.endswith(glue.text):
+            raise problem
+        return Extension(tuple(self._ids(glue, turn)), (*own, *new), shown)
 
     def _checked(self, messages: Sequence[Mapping[str, object]]) -> list[Message]:
         """Parse messages that answer a turn, and reject those that may not."""
@@ -306,16 +322,6 @@ class Continuation:
         except NoExtension:
             return None
 
-    def _require_unchanged(self, text: str, prompted: str, shown: str | None, turn: SampledTurn) -> None:
-        """Check that the template still renders the conversation so far, and the sampled turn, as they are."""
-        if not text.startswith(prompted):
-            raise Rewritten("the chat template renders what stands before the turn in another way once it follows")
-        # Blanks may differ: templates trim texts.
-        if shown is not None and _without_blanks(self._sampled_text(turn)) not in _without_blanks(
-            shown[len(prompted) :]
-        ):
-            raise Rewritten("the chat template leaves out a part of the turn, such as thinking, once others follow")
-
     def _is_special(self, token_id: int) -> bool:
         """Return whether a token is a mark, such as one that ends turns, and no part of a text."""
         added = self._tokenizer.added_tokens_decoder.get(token_id)
@@ -327,6 +333,21 @@ class Continuation:
 
     def _text_of(self, token_id: int) -> str:
         return str(self._tokenizer.decode([token_id], skip_special_tokens=False))
+
+
+def _require_unchanged(text: str, prompted: str, said: str, shown: str | None) -> None:
+    """Check that the template still renders the conversation so far, and what the sampled turn says, as they are.
+
+    Args:
+        text: The rendering of all.
+        prompted: That of the conversation up to the turn, with the generation prompt.
+        shown: A rendering with the turn; None: the template refuses it.
+    """
+    if not text.startswith(prompted):
+        raise Rewritten("the chat template renders what stands before the turn in another way once it follows")
+    # Blanks may differ: templates trim texts.
+    if shown is not None and _without_blanks(said) not in _without_blanks(shown[len(prompted) :]):
+        raise Rewritten("the chat template leaves out a part of the turn, such as thinking, once others follow")
 
 
 def _without_blanks(text: str) -> str:

@@ -45,11 +45,16 @@ class CorrectedTemplate:
 
 
 _CALLS = "<\uff5ctool\u2581calls\u2581begin\uff5c>"
+_KIMI_CALLS = "<|tool_calls_section_begin|>"
 CORRECTED = (
     CorrectedTemplate("DeepSeek-R1", "deepseek.jinja", {"opens_thinking": True}, _CALLS, "thinking and later calls"),
     CorrectedTemplate("DeepSeek-V3", "deepseek.jinja", {"opens_thinking": False}, _CALLS, "later calls"),
     CorrectedTemplate("Mistral", "mistral.jinja", {"blank": " "}, "[AVAILABLE_TOOLS]", "the system turn"),
     CorrectedTemplate("Mistral", "mistral.jinja", {"blank": ""}, "[AVAILABLE_TOOLS]", "the system turn"),
+    CorrectedTemplate("Kimi-K2", "kimi_k2.jinja", {"thinks": False}, _KIMI_CALLS, "tool calls (it refuses them)"),
+    CorrectedTemplate(
+        "Kimi-K2-Thinking", "kimi_k2.jinja", {"thinks": True}, _KIMI_CALLS, "tool calls (it refuses them)"
+    ),
 )
 
 

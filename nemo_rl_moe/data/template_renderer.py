@@ -17,6 +17,7 @@ from nemo_rl_moe.data.left_out import (
     with_thinking_named,
 )
 from nemo_rl_moe.data.messages import Message
+from nemo_rl_moe.data.template_names import names_read
 from nemo_rl_moe.data.template_probes import (
     PROBE_CALL,
     PROBE_CALLS,
@@ -35,8 +36,11 @@ from nemo_rl_moe.data.template_probes import (
 from nemo_rl_moe.data.tool_call_forms import FORMS, ToolCallForm, best_form, note_on_calls
 from nemo_rl_moe.data.turn_ends import UNTRAINED_END, close_turns, end_of, leaves_out_end
 from nemo_rl_moe.data.turn_spans import UNPROMPTED, RenderError, Span, turn_spans
-from nemo_rl_moe.errors import LONGEST_LINE, DataError, one_line
+from nemo_rl_moe.errors import LONGEST_LINE, one_line
 
+_SHOWS_NO_TEXTS = (
+    "the chat template shows no content that is a text; set policy.tokenizer.chat_template to a template that does"
+)
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
@@ -84,7 +88,7 @@ class TemplateRenderer:
         self._complete_forms: list[ToolCallForm] | None = None
         self._ends: dict[bool, str] = {}
         self._thinking_keys = read_keys(setup.template)
-        self.variables = _variables(setup.template)
+        self.names = names_read(setup.template)
 
     def render(
         self,
@@ -121,6 +125,8 @@ class TemplateRenderer:
             spans = _trained_spans(spans, messages, trained or ())
         else:
             text = render(messages, is_prompt)
+        if not self._shows_texts:
+            raise RenderError(_SHOWS_NO_TEXTS)
         require_all_shown(messages, text, render_variant)
         if tools and self._needs_no_tools(messages, kwargs, text, is_prompt=is_prompt):
             raise RenderError(
@@ -166,11 +172,20 @@ class TemplateRenderer:
         return self._setup.template
 
     def renders_as(self, other: "TemplateRenderer") -> bool:
-        """Return whether another template gives the same texts for the probes."""
-        try:
-            return all(self._probed(turns) == other._probed(turns) for turns in PROBES)
-        except RenderError:
-            return False
+        """Return whether another template gives the same texts for the probes; this one may refuse those with calls."""
+        for turns in PROBES:
+            try:
+                own = self._probed(turns)
+            except RenderError:
+                if not any("tool_calls" in turn for turn in turns):
+                    return False
+                continue
+            try:
+                if own != other._probed(turns):
+                    return False
+            except RenderError:
+                return False
+        return True
 
     def end_of_turn(self, *, with_calls: bool) -> str:
         """Return the stop token at which generation ends a turn; empty: the template closes turns with none."""
@@ -245,6 +260,15 @@ class TemplateRenderer:
         if not self._shows_blocks_as_they_are:
             return named
         return [with_thinking_apart(message, self._thinking_keys[0]) for message in named]
+
+    @cached_property
+    def _shows_texts(self) -> bool:
+        """Whether a question's text is shown; some templates take lists of parts alone."""
+        question = {**PROBE_QUESTION, "content": PROBE_VALUE}
+        try:
+            return PROBE_VALUE in self._render([question], None, {}, True)[0]
+        except RenderError:  # of this conversation alone, perhaps
+            return True
 
     @cached_property
     def _shows_blocks_as_they_are(self) -> bool:
@@ -332,29 +356,6 @@ class TemplateRenderer:
             reason = str(error) if isinstance(error, TemplateError) else one_line(error)
             raise RenderError(f"the chat template refuses the conversation: {reason[:LONGEST_LINE]}") from None
         return texts[0], spans[0] if with_spans else []
-
-
-def _variables(template: str) -> list[str]:
-    """Return the names that a template reads."""
-    from jinja2 import Environment, meta, nodes
-    from jinja2.exceptions import TemplateSyntaxError
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.parser import Parser
-
-    class GenerationTag(Extension):
-        tags = {"generation"}  # noqa: RUF012  (declared so by the base class)
-
-        def parse(self, parser: Parser) -> list[nodes.Node]:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    environment = Environment(extensions=[GenerationTag, loopcontrols])
-    try:
-        return sorted(meta.find_undeclared_variables(environment.parse(template)))
-    except TemplateSyntaxError as error:
-        raise DataError(f"the chat template is not valid Jinja: line {error.lineno}: {error.message}") from None
-    except RecursionError:
-        raise DataError("the chat template is not valid Jinja: brackets or blocks are nested too deeply") from None
 
 
 def _trained_spans(spans: list[Span], messages: Sequence[Message], trained: Collection[int]) -> list[Span]:

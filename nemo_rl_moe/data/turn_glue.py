@@ -17,6 +17,7 @@ from nemo_rl_moe.data.turn_spans import RenderError, Span
 
 StandIn = Callable[[str], Message]
 """Makes a turn of the model with a text in it."""
+THOUGHT_MARK = "thought-pv31"
 Render = Callable[[Sequence[Message], TemplateInputs], str]
 """Renders messages with the generation prompt; raises `Refusal`."""
 _MARKS = ("stand-in-qx7", "another-zk94")
@@ -92,6 +93,33 @@ class GlueFinder:
         place = next(tail.index(text) for text, token_id in ends.items() if token_id == end)
         return Glue(tail[place:], end, self._plain(behind, new, tail, place))
 
+    def read_off(
+        self,
+        shown: Callable[[Sequence[Message]], str],
+        new: Sequence[Message],
+        start: str,
+        ends: Mapping[str, int],
+    ) -> Glue:
+        """Return what stands behind a turn that the template shows as it was sampled.
+
+        Args:
+            shown: Renders the conversation with messages behind the turn.
+            start: The rendering up to the end of the turn's text.
+
+        Raises:
+            NoExtension: It has no end, or lacks a message.
+        """
+
+        def behind(messages: Sequence[Message]) -> str:
+            return shown(messages).removeprefix(start)
+
+        tail = behind(new)
+        end = _end_of_turn(behind, new, ends)
+        place = next(tail.index(text) for text, token_id in ends.items() if token_id == end)
+        if tail[:place].strip():
+            raise NoExtension("the chat template writes more behind the text of a turn than the model did")
+        return Glue(tail[place:], end, self._plain(behind, new, tail, place))
+
     def header(self, new: Sequence[Message], inputs: TemplateInputs) -> str:
         """Return what stands between the generation prompt and the text of a turn that messages follow."""
         text = self._render([_QUESTION, {"role": "assistant", "content": _MARKS[0]}, *new], inputs)
@@ -141,13 +169,18 @@ def _end_of_turn(behind: Callable[[Sequence[Message]], str], new: Sequence[Messa
 
 
 def stand_ins(new: Sequence[Message]) -> Iterator[StandIn]:
-    """Yield the forms that the sampled turn may have: calls, where results answer it, and a text."""
+    """Yield the forms that the sampled turn may have: calls, where results answer it, a text, and calls with thinking.
+
+    Behind a generation prompt that opens a think block, some templates show that block of a turn that thinks alone.
+    """
     results = [message for message in new if message["role"] == "tool"]
-    if results:
-        yield partial(_calls, results)
-    if len(results) > 1:
-        yield partial(_calls, results[-1:])  # some templates show one call a turn
+    # Some templates show one call a turn.
+    answered = [results, results[-1:]] if len(results) > 1 else [results] if results else []
+    for called in answered:
+        yield partial(_calls, called)
     yield lambda mark: {"role": "assistant", "content": mark}
+    for called in answered:
+        yield partial(_thought_and_calls, called)
 
 
 def _calls(results: Sequence[Message], mark: str) -> Message:
@@ -164,6 +197,11 @@ def _calls(results: Sequence[Message], mark: str) -> Message:
         for index, result in enumerate(results)
     ]
     return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def _thought_and_calls(results: Sequence[Message], mark: str) -> Message:
+    """Return a turn of calls with thinking before them."""
+    return {**_calls(results, mark), "content": f"<think>\n{THOUGHT_MARK}\n</think>\n\n"}
 
 
 def with_calls(messages: Sequence[Message]) -> tuple[Message, ...]:

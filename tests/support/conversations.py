@@ -123,7 +123,12 @@ def _families() -> dict[str, Family]:
         begin, end, *more = SPECIAL_TOKENS[name.partition("-")[0].partition(" ")[0]]
         for kind, template in (("published", published), ("corrected", ours.text())):
             tokenizer = make_byte_tokenizer(template, more_special=(begin, end, *more), bos_token=begin, eos_token=end)
-            found[f"{kind} {name}"] = Family(tokenizer, (end,), shows_tools=name.startswith("Mistral"))
+            found[f"{kind} {name}"] = Family(
+                tokenizer,
+                (end,),
+                shows_tools=name.startswith(("Mistral", "Kimi")),
+                shows_results=kind == "corrected" or not name.startswith("Kimi"),
+            )
     found["THINKING"] = Family(make_byte_tokenizer(THINKING), ("<|end|>",))
     found["PROMPT_OPENS_THINKING"] = Family(make_byte_tokenizer(PROMPT_OPENS_THINKING), ("<|end|>",), shows_tools=False)
     found["NEWLINE_BETWEEN_TURNS"] = Family(

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Chat templates that behave as the published ones of DeepSeek and Mistral do, with what those lose."""
+"""Chat templates that behave as the published ones of DeepSeek, Mistral and Kimi-K2 do, with what those lose."""
 
 # Calls are opened and closed once in a conversation, results too, and thinking is left out of every turn.
 _DEEPSEEK = """\
@@ -79,6 +79,42 @@ _MISTRAL = """\
 _WITHOUT_BLANKS = {"] [": "][", "[INST] ": "[INST]", "] {": "]{", "' ' + m.content | trim": "m.content"}
 
 
+# The ids of calls are put in a list, which the sandbox refuses.
+_KIMI = """\
+{%- set queue = namespace(ids=[], called=0, first=messages | length) %}
+{%- for m in messages | reverse if m.role == 'assistant' and not m.get('tool_calls') %}
+    {%- set queue.first = messages.index(m) %}
+{%- endfor %}
+{%- if tools %}{{- '<|im_system|>tool_declare<|im_middle|>' + tools | tojson + '<|im_end|>' }}{%- endif %}
+{%- for m in messages %}
+    {%- if loop.first and m.role != 'system' %}
+        {{- '<|im_system|>system<|im_middle|>You are Kimi, an AI assistant created by Moonshot AI.<|im_end|>NEWLINE' }}
+    {%- endif %}
+    {{- '<|im_' + (m.role if m.role in ('user', 'assistant') else 'system') + '|>' + (m.get('name') or m.role) }}
+    {{- '<|im_middle|>' }}
+    {%- if m.role == 'assistant' %}
+        {{- THINKING + (m.content or '') }}
+        {%- for call in m.get('tool_calls') or [] %}
+            {%- set id = 'functions.' + call.function.name + ':' + queue.called | string %}
+            {%- set _ = queue.ids.append(id) %}
+            {%- set queue.called = queue.called + 1 %}
+            {{- '<|tool_calls_section_begin|>' if loop.first else '' }}
+            {{- '<|tool_call_begin|>' + id + '<|tool_call_argument_begin|>' + call.function.arguments | tojson }}
+            {{- '<|tool_call_end|>' + ('<|tool_calls_section_end|>' if loop.last else '') }}
+        {%- endfor %}
+    {%- elif m.role == 'tool' %}
+        {{- '## Return of ' + (queue.ids.pop(0) if queue.ids else 'functions.' + (m.get('name') or 'unknown') + ':0') }}
+        {{- '\\n' + m.content }}
+    {%- else %}
+        {{- m.content }}
+    {%- endif %}
+    {{- '<|im_end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_assistant|>assistant<|im_middle|>' }}{%- endif %}
+"""
+_KEPT = "'<think>' + (m.get('reasoning_content') or '' if loop.index0 > queue.first else '') + '</think>'"
+
+
 WIDE_BAR = "\uff5c"
 """Stands in DeepSeek's special tokens, where sources here have a plain one."""
 
@@ -94,11 +130,14 @@ PUBLISHED = {
     "DeepSeek-V3": _DEEPSEEK.replace("|", WIDE_BAR).replace("PROMPTED", ""),
     "Mistral": _MISTRAL,
     "Mistral without blanks": _without_blanks(_MISTRAL),
+    "Kimi-K2": _KIMI.replace("NEWLINE", "\\n").replace("THINKING", "''"),
+    "Kimi-K2-Thinking": _KIMI.replace("NEWLINE", "").replace("THINKING", _KEPT),
 }
 SPECIAL_TOKENS = {
     "DeepSeek": tuple(
         f"<{WIDE_BAR}{name}{WIDE_BAR}>" for name in ("begin▁of▁sentence", "end▁of▁sentence", "User", "Assistant")
     ),
     "Mistral": ("<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]"),
+    "Kimi": ("[BOS]", "<|im_end|>", "<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>"),
 }
 """By the first word of the family: the begin token, the end token, others."""

@@ -83,7 +83,7 @@ def whole_conversation(source: random.Random, name: str) -> tuple[list[dict[str,
         return " ".join(source.choice(WORDS) for _ in range(source.randint(1, 3)))
 
     is_mistral, ends_in_answer = name.startswith("Mistral"), source.random() < 0.7
-    has_calls = source.random() < 0.6
+    has_calls = source.random() < 0.6 and not name.startswith("Kimi")
     turns = [SYSTEM] if source.random() < 0.5 and not (is_mistral and (has_calls or ends_in_answer)) else []
     rounds = source.randint(1, 3)
     for place in range(rounds):
@@ -93,7 +93,8 @@ def whole_conversation(source: random.Random, name: str) -> tuple[list[dict[str,
             turns.append(assistant("" if is_mistral else source.choice(["", text()]), *arguments))
             turns += [result(text(), i) for i in range(len(arguments))]
         if place < rounds - 1 or ends_in_answer:
-            thinking = "<think>\nr\n</think>\n\n" if place < rounds - 1 and source.random() < 0.5 else ""
+            thinks = place < rounds - 1 and source.random() < 0.5 and name != "Kimi-K2-Thinking"
+            thinking = "<think>\nr\n</think>\n\n" if thinks else ""
             turns.append(assistant(thinking + text()))
     return turns, [TOOL] if is_mistral and has_calls else None
 
@@ -106,7 +107,7 @@ def test_the_published_text_wherever_it_is_whole(name: str) -> None:
         turns, tools = whole_conversation(random.Random(seed), name)
         assert rendered(ours, *turns, tools=tools) == rendered(published, *turns, tools=tools), turns
         kinds.add((len(turns), turns[-1]["role"]))
-    assert len(kinds) > 12
+    assert len(kinds) >= 12
 
 
 ASSISTANT, END = "<|Assistant|>", "<|end▁of▁sentence|>"
@@ -181,6 +182,48 @@ def test_the_system_turn_stands_in_what_is_trained_on() -> None:
     assert rendered(ours, *turns).text.startswith(prompt)
 
 
+KIMI_SYSTEM = "<|im_system|>system<|im_middle|>You are Kimi, an AI assistant created by Moonshot AI.<|im_end|>"
+KIMI_USER, KIMI_ASSISTANT = "<|im_user|>user<|im_middle|>", "<|im_assistant|>assistant<|im_middle|>"
+
+
+def kimi_call(number: int, value: int) -> str:
+    arguments = json.dumps({"a": value})
+    return f"<|tool_call_begin|>functions.add:{number}<|tool_call_argument_begin|>{arguments}<|tool_call_end|>"
+
+
+def test_calls_that_the_sandbox_refuses() -> None:
+    published, ours = renderers("Kimi-K2")
+    turns = [
+        *(user("q"), assistant("so", {"a": 1}, {"a": 2}), result("r0"), result("r1", 1)),
+        *(assistant("", {"a": 3}), result("r2"), assistant("x")),
+    ]
+    with pytest.raises(RenderError, match="'append' of 'list' object is unsafe"):
+        rendered(published, *turns)
+    begin, end = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|><|im_end|>"
+    assert marked(ours, *turns) == (
+        f"{KIMI_SYSTEM}\n{KIMI_USER}q<|im_end|>"
+        f"{KIMI_ASSISTANT}\u27easo{begin}{kimi_call(0, 1)}{kimi_call(1, 2)}{end}\u27eb"
+        "<|im_system|>add<|im_middle|>## Return of functions.add:0\nr0<|im_end|>"
+        "<|im_system|>add<|im_middle|>## Return of functions.add:1\nr1<|im_end|>"
+        f"{KIMI_ASSISTANT}\u27ea{begin}{kimi_call(2, 3)}{end}\u27eb"
+        "<|im_system|>add<|im_middle|>## Return of functions.add:2\nr2<|im_end|>"
+        f"{KIMI_ASSISTANT}\u27eax<|im_end|>\u27eb"
+    )
+
+
+@pytest.mark.parametrize("last", [assistant("a", reasoning_content="r"), assistant("<think>r</think>a")])
+def test_thinking_of_an_only_answer(last: dict[str, Any]) -> None:
+    published, ours = renderers("Kimi-K2-Thinking")
+    with pytest.raises(RenderError, match=r"^turn 1 has thinking, and the chat template shows none of it; "):
+        rendered(published, user("q"), last)
+    text = f"{KIMI_SYSTEM}{KIMI_USER}q<|im_end|>{KIMI_ASSISTANT}"
+    assert marked(ours, user("q"), last) == f"{text}\u27ea<think>r</think>a<|im_end|>\u27eb"
+    # A question behind it drops the thinking, in both.
+    prompt = rendered(published, user("q"), last, user("q2"))
+    assert rendered(ours, user("q"), last, user("q2")) == prompt
+    assert prompt.text == f"{text}<think></think>a<|im_end|>{KIMI_USER}q2<|im_end|>{KIMI_ASSISTANT}"
+
+
 SHOWS_DEFAULT = (
     "{%- if messages[0].role != 'system' %}[You help.]{%- endif %}"
     "{%- for message in messages %}[{{ message.content }}]{%- endfor %}"
@@ -231,12 +274,13 @@ def test_a_published_template_is_recognised(name: str) -> None:
         PUBLISHED["DeepSeek-R1"].replace("\\n```json", " ```json"),
         PUBLISHED["DeepSeek-R1"].replace("m.role == 'system'", "m.role == 'developer'"),
         PUBLISHED["Mistral"].replace("[/INST]", " [/INST]"),
+        PUBLISHED["Kimi-K2"].replace("You are Kimi", "You are Kimo"),
         "{{ '[AVAILABLE_TOOLS]' }}{% for %}",
         "{{ raise_exception('[AVAILABLE_TOOLS]') }}",
     ],
 )
 def test_any_other_template_stays(changed: str) -> None:
-    tokenizer = tokenizer_of("DeepSeek-R1" if WIDE_BAR in changed else "Mistral")
+    tokenizer = tokenizer_of("DeepSeek-R1" if WIDE_BAR in changed else "Kimi-K2" if "Kimo" in changed else "Mistral")
     tokenizer.chat_template = changed
     assert correct_template(tokenizer, "auto") is None
     assert tokenizer.chat_template == changed
