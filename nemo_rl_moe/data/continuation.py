@@ -22,6 +22,7 @@ from nemo_rl_moe.data.turn_glue import (
     Glue,
     GlueFinder,
     NoExtension,
+    OtherEnd,
     Refusal,
     Rewritten,
     StandIn,
@@ -129,6 +130,11 @@ class Continuation:
         new = self._checked(messages)
         try:
             return self._extension(turn, new)
+        except OtherEnd as error:
+            # As in gpt-oss, whose answers end with <|return|> and stand with <|end|> once a user has replied.
+            if turn.end_token_id is None or any(message["role"] == "tool" for message in new):
+                raise
+            raise Rewritten(str(error)) from None
         except Refusal:
             before = with_calls(turn.before)
             if before == turn.before:
@@ -288,7 +294,7 @@ class Continuation:
         """Encode what follows the turn's own tokens."""
         sampled = turn.end_token_id
         if sampled is not None and sampled != glue.end and self._is_special(sampled):
-            raise NoExtension(
+            raise OtherEnd(
                 f"the turn ends with {self._text_of(sampled)!r}, and the chat template ends it with"
                 f" {self._text_of(glue.end)!r} once another follows"
             )

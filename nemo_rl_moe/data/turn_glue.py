@@ -34,6 +34,10 @@ class Refusal(NoExtension):
     """The chat template refuses a conversation."""
 
 
+class OtherEnd(NoExtension):
+    """The template ends a turn that another follows in another way than the model ends its own."""
+
+
 class Rewritten(NoExtension):
     """The chat template renders what is there in another way once messages follow."""
 
@@ -161,7 +165,7 @@ def _end_of_turn(behind: Callable[[Sequence[Message]], str], new: Sequence[Messa
     before = marked_and_shown(behind, new).partition(CONTENT_MARK)[0]
     places = [(before.index(text), -len(text), token_id) for text, token_id in ends.items() if text and text in before]
     if not places:
-        raise NoExtension(
+        raise OtherEnd(
             "the chat template ends a turn that another follows with no token that ends the model's own, which are "
             + (", ".join(map(repr, ends)) or "none")
         )

@@ -35,6 +35,8 @@ class Family:
         named: End tokens that the model's files name.
         spans: Pieces to train on, by the kind of conversation.
         tool_format: Name of the format of calls; None: the template shows no tools.
+        sampled_call: A turn with one call as the model writes it behind its prompt, where that is not the piece of SFT.
+        result_appends: A tool's result continues such a turn.
         user_appends: A user's message continues a plain turn; else the template renders that turn in another way.
         kwargs: Names for the chat template, as a run would set them.
     """
@@ -48,8 +50,16 @@ class Family:
     tool_format: str | None
     tokenizer: str | None = None
     special: tuple[str, ...] = ()
+    sampled_call: str | None = None
+    result_appends: bool = True
     user_appends: bool = True
     kwargs: tuple[tuple[str, bool], ...] = ()
+
+    @property
+    def row(self) -> str:
+        """Return the name with the settings that it is tried with."""
+        settings = ", ".join(f"{name}: {str(value).lower()}" for name, value in self.kwargs)
+        return f"{self.name}, with {settings}" if settings else self.name
 
 
 def _json_call(number: int, city: str) -> str:
@@ -368,6 +378,25 @@ FAMILIES: Sequence[Family] = (
         "deepseek_v32",
         "tokenizer-deepseek_v3",
         user_appends=False,
+        result_appends=False,
+    ),
+    Family(
+        "DeepSeek-V3.2",
+        ("deepseek_v32",),
+        (LLAMA_CPP, "deepseek-ai-DeepSeek-V3.2.jinja"),
+        _SENTENCE,
+        (_SENTENCE,),
+        {
+            CHAT: _closed(_SENTENCE, "ANS1 x", "</think>ANS2 y"),
+            THINKING: _closed(_SENTENCE, "ANS1", "THK2</think>ANS2"),
+            CALL: _closed(_SENTENCE, f"</think>{_dsml(_A)}", "</think>ANS1 z"),
+            CALLS: _closed(_SENTENCE, f"</think>PRE1{_dsml(_A, _B)}", "</think>ANS1 z"),
+        },
+        "deepseek_v32",
+        "tokenizer-deepseek_v3",
+        sampled_call=f"THK1</think>{_dsml(_A)}{_SENTENCE}",
+        user_appends=False,
+        kwargs=(("thinking", True),),
     ),
     Family(
         "Kimi-K2-Instruct",
@@ -434,6 +463,23 @@ FAMILIES: Sequence[Family] = (
         kwargs=(("enable_thinking", False),),
     ),
     Family(
+        "GLM-4.7-Flash",
+        ("glm4_moe_lite", "glm_moe_dsa"),
+        (LLAMA_CPP, "GLM-4.7-Flash.jinja"),
+        "<|endoftext|>",
+        _GLM_STOPS,
+        {
+            CHAT: _closed("<|user|>", "ANS1 x", "ANS2 y"),
+            THINKING: _closed("<|user|>", "ANS1", "THK2</think>ANS2"),
+            CALL: (f"{_glm47(*_A)}<|observation|>", "ANS1 z<|user|>"),
+            CALLS: (f"PRE1{_glm47(*_A)}{_glm47(*_B)}<|observation|>", "ANS1 z<|user|>"),
+        },
+        "glm45",
+        special=_GLM_SPECIAL,
+        sampled_call=f"THK1</think>{_glm47(*_A)}<|observation|>",
+        user_appends=False,
+    ),
+    Family(
         "MiniMax-M2",
         ("minimax_m2",),
         (LLAMA_CPP, "MiniMax-M2.jinja"),
@@ -448,6 +494,7 @@ FAMILIES: Sequence[Family] = (
         "minimax_m2",
         special=("]~!b[", "]~b]", "[e~[", "<minimax:tool_call>", "</minimax:tool_call>", "<think>", "</think>"),
         user_appends=False,
+        sampled_call=f"THK1\n</think>\n\n{_minimax(_A)}[e~[",
     ),
     Family(
         "Qwen3.5-35B-A3B",

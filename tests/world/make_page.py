@@ -13,7 +13,7 @@ from examples.published_packages import PACKAGES
 from tests.world.conversations import KINDS
 from tests.world.families import FAMILIES, TRL, Family, Refused
 from tests.world.other_templates import other_templates
-from tests.world.spoken import ANEW, REFUSED, RIGHT, Spoken, call_turn
+from tests.world.spoken import ANEW, REFUSED, RIGHT, WRONG, Spoken, call_turn
 from tests.world.tokenizers import tokenizer_of
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "published-templates.md"
@@ -44,14 +44,15 @@ def _published(key: str) -> Path:
 
 
 def _code(text: str) -> str:
-    return f"`{text}`" if text else ""
+    """Return a text as code in a cell of a table."""
+    return "`" + text.replace("|", "\\|") + "`" if text else ""
 
 
-def _cells(spoken: Spoken, answer: str) -> list[str]:
+def _cells(spoken: Spoken, answer: str, call: str | None = None) -> list[str]:
     """Return the cells of a template, the name of its format of calls last."""
     cells = [spoken.mask(kind)[0] for kind in KINDS]
     cells.append(spoken.followed(answer, by_result=False)[0])
-    call = call_turn(spoken)
+    call = call or call_turn(spoken)
     name, _ = spoken.tool_format()
     cells.append(spoken.followed(call, by_result=True)[0] if call is not None and name != REFUSED else "")
     return [*cells, "" if name == REFUSED else _code(name)]
@@ -70,12 +71,12 @@ def _family_rows() -> Iterator[str]:
         spoken = Spoken(tokenizer, named, dict(family.kwargs))
         thinking = spoken.speech.thinking
         yield _row(
-            f"{family.name}{_note(family)}",
+            family.row,
             ", ".join(map(_code, family.model_types)),
             "published" if family.tokenizer else "stand-in",
-            " ".join(map(_code, spoken.speech.stop_texts)).replace("|", "\\|"),
-            "" if thinking is None else _code(thinking.start).replace("|", "\\|"),
-            *_cells(spoken, _answer(family)),
+            " ".join(map(_code, spoken.speech.stop_texts)),
+            "" if thinking is None else _code(thinking.start),
+            *_cells(spoken, _answer(family), family.sampled_call),
         )
 
 
@@ -83,11 +84,6 @@ def _answer(family: Family) -> str:
     spans = family.spans["chat"]
     assert not isinstance(spans, Refused)
     return spans[-1]
-
-
-def _note(family: Family) -> str:
-    settings = ", ".join(f"{name}: {str(value).lower()}" for name, value in family.kwargs)
-    return f", with `{settings}`" if settings else ""
 
 
 def _other_rows() -> Iterator[str]:
@@ -105,9 +101,9 @@ def make_page() -> str:
         _HEAD,
         "## Supported families",
         "",
-        "A stand-in tokenizer has one token for each byte and the special tokens of the model: no package holds the",
-        "published one. Thinking is named by its opening mark. OLMoE's, DeepSeek-V2's, GLM-5's and InternVL's templates",
-        "are in no package; GLM-5 is tried by GLM-4.7-Flash's.",
+        "A stand-in tokenizer has one token for each byte and the model's special tokens: no package holds the published",
+        "one. Thinking is named by its opening mark. The templates of OLMoE, DeepSeek-V2, GLM-5 and InternVL are in no",
+        "package; GLM-5 is tried by GLM-4.7-Flash's.",
         "",
         *_family_rows(),
         "",
