@@ -138,7 +138,7 @@ def _named(name: str) -> ToolFormat:
 
 
 def _has_its_marks(rendered: str, tool_format: ToolFormat) -> bool:
-    """Return whether the marks around calls are those of a format, which may read calls within other marks, too."""
+    """Check the marks around calls: a format may also read calls within marks of another one."""
     mark = tool_format.mark
     return mark in rendered if len(mark) > 1 else rendered.lstrip().startswith(mark)
 
@@ -158,7 +158,7 @@ def _rendered_call(render: TextRenderer) -> str:
         raise ConfigurationError(
             f"env.tools: the chat template shows no calls or no results of tools: {error}"
         ) from error
-    # Where the generation prompt opens a think block, or closes it, too, the turn does not begin with all of it.
+    # If the generation prompt opens a think block, and perhaps closes it, the turn does not begin with all of it.
     if prompt.rstrip().removesuffix(THINK_END).rstrip().endswith(THINK_START):
         prompt = prompt.rpartition(THINK_START)[0]
     common = next((place for place, (a, b) in enumerate(zip(prompt, whole)) if a != b), len(prompt))  # noqa: B905

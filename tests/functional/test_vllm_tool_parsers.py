@@ -57,7 +57,7 @@ def test_whatever_the_parser_does_is_no_error_of_the_run() -> None:
     hermes = format_of(ALL["Qwen3, Qwen3-MoE"].tokenizer, "vllm:hermes", NO_INPUTS)
     (call,) = hermes.calls(hermes.example, {"tool": {"a": {1, 2}}, 3: {}})  # type: ignore[dict-item]
     assert isinstance(call, MalformedCall)
-    assert "it is none that the parser reads" in call.problem
+    assert "the parser cannot read it" in call.problem
 
 
 @pytest.mark.parametrize(

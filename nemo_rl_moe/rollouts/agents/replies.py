@@ -128,20 +128,20 @@ def _is_encodable(call: ToolCall) -> bool:
 def _before_calls(
     text: str, calls: list[ParsedCall], tool_format: ToolFormat, schemas: Schemas, *, begins_in_thinking: bool
 ) -> str:
-    """Return the text before the first call: formats say what is called, and not where.
+    """Return the text before the first call, of which formats do not return the place.
 
-    What follows a place holds all calls up to their beginning, and fewer behind it, so that few places are tried.
+    The text from a place on has all calls if the place is before the first one, and fewer if not: a binary search.
     """
     first = text.index(THINK_END) + len(THINK_END) if begins_in_thinking and THINK_END in text else 0
 
-    def has_them_behind(place: int) -> bool:
+    def has_all_from(place: int) -> bool:
         return tool_format.calls(text[place:], schemas) == calls
 
-    # Only in thinking that is cut in two is a call read that is none.
+    # A think block that is cut in two could show a call of its own.
     thought = text.rfind(THINK_END) + len(THINK_END)
-    if thought > first and has_them_behind(thought):
+    if THINK_END in text and has_all_from(thought):
         first = thought
     places = [found.start() for found in re.finditer(re.escape(tool_format.example[0]), text[first:])]
-    index = bisect_left(places, True, key=lambda place: not has_them_behind(first + place))
+    index = bisect_left(places, True, key=lambda place: not has_all_from(first + place))
     before = text[: first + places[index - 1]] if index else text[:first]
     return before.rstrip().removesuffix(tool_format.mark).rstrip() if index else before

@@ -49,7 +49,7 @@ class ToolFormat:
 
     @property
     def mark(self) -> str:
-        """The mark that opens calls: what the example begins with."""
+        """Return the mark that opens calls, with which the example begins."""
         found = _MARK.match(self.example)
         return self.example[0] if found is None else found[0]
 

@@ -34,7 +34,7 @@ def _one(text: str, place: int, schemas: Schemas) -> tuple[list[ParsedCall], int
 
 
 def _several(text: str, place: int, schemas: Schemas) -> tuple[list[ParsedCall], int]:
-    """Read a list of objects, or one."""
+    """Read a list of objects, or one object."""
     value, end = read_json(text, place)
     if not isinstance(value, list | Mapping):
         raise CallProblem("expected a list of objects with name and arguments")
@@ -81,7 +81,7 @@ def _behind_id(text: str, place: int, schemas: Schemas) -> tuple[list[ParsedCall
 
 
 def _bare(text: str, place: int, schemas: Schemas) -> tuple[list[ParsedCall], int]:
-    """Read the object that has begun before the place; one without name and parameters is part of an answer."""
+    """Read the object whose brace is before the place; without name and parameters it is part of an answer."""
     begin = place - 1
     try:
         value, end = read_json(text, begin)

@@ -25,7 +25,7 @@ class CallProblem(ValueError):
     """A call cannot be read; the message is for the model.
 
     Args:
-        read_up_to: Place before which there is no other call; the search for the next one goes on there.
+        read_up_to: Place at which the search for the next call continues.
     """
 
     def __init__(self, message: str, read_up_to: int = 0):
@@ -44,7 +44,7 @@ def between_marks(opening: str | re.Pattern[str], closing: str, read: Read, *, m
     Args:
         opening: A mark, or the pattern of one.
         closing: May be empty.
-        may_stay_open: The last call needs no closing mark if nothing follows it.
+        may_stay_open: At the end of a turn the closing mark is optional.
     """
     mark = re.escape(opening) if isinstance(opening, str) else opening.pattern
     next_opening = re.compile(f"(?P<think>{THINK_START})|{mark}")

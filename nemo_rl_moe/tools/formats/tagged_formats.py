@@ -23,11 +23,11 @@ class _Tags:
     A parameter whose closing tag is missing ends at the next tag of this kind, and so does a function.
 
     Attributes:
-        call: Around functions; neither is needed.
+        call: Around functions; both are optional.
         function: Beginning of a function's tag, up to its name.
         function_name: The name, and the rest of the tag.
         parameter: Beginning of a parameter's tag.
-        parameter_name: All of the tag, with the group `name`, and `is_text` where tags say whether a value is a text.
+        parameter_name: All of the tag, with the group `name`, and `is_text` if tags have this attribute.
         has_line_breaks: Values stand between line breaks of their tags.
     """
 
@@ -58,7 +58,7 @@ class _Tags:
         return [ToolCall(name, arguments)], self._behind(text, place)
 
     def _value(self, text: str, place: int) -> tuple[str, int]:
-        """Return the text of a parameter, and the place behind it."""
+        """Return the text of a parameter, and the place after it."""
         following = text.find(self.parameter, place)
         limit = len(text) if following == -1 else following
         end = text.find(self.parameter_end, place, limit)
@@ -72,7 +72,7 @@ class _Tags:
         return (value.removeprefix("\n").removesuffix("\n") if self.has_line_breaks else value), behind
 
     def _behind(self, text: str, place: int) -> int:
-        """Return the place behind a function."""
+        """Return the place after a function."""
         blanks = BLANKS.match(text, place)
         place = place if blanks is None else blanks.end()
         if text.startswith(self.function_end, place):
@@ -84,7 +84,7 @@ class _Tags:
 
 
 def _meaning(text: str, schemas: Schemas, name: str, parameter: str, *, is_text: bool = True) -> object:
-    """Return the value that a text means for a parameter of a tool; `is_text` decides where its schema does not."""
+    """Return the value that a text means for a parameter of a tool; `is_text` decides if its schema has no type."""
     kinds = kinds_of(schemas.get(name, {}).get(parameter))
     if kinds or is_text:
         return typed_value(text, kinds)
@@ -98,12 +98,12 @@ def _meaning(text: str, schemas: Schemas, name: str, parameter: str, *, is_text:
 def _name_and_pairs(text: str, place: int, schemas: Schemas) -> tuple[list[ParsedCall], int]:
     found = _NAME.match(text, place)
     if found is None:
-        raise CallProblem("expected the name of a tool behind <tool_call>")
+        raise CallProblem("expected the name of a tool after <tool_call>")
     name, place, arguments = found[1], found.end(), dict[str, object]()
     while pair := _KEY.match(text, place):
         end = _NEXT_OR_END.search(text, pair.end())
         if end is None or end[0] == "<arg_key>":
-            raise CallProblem(f"expected </arg_value> behind the value of {shortened(pair[1].strip())}")
+            raise CallProblem(f"expected </arg_value> after the value of {shortened(pair[1].strip())}")
         key, place = pair[1].strip(), end.end()
         arguments[key] = _meaning(text[pair.end() : end.start()], schemas, name, key)
     return [ToolCall(name, arguments)], place

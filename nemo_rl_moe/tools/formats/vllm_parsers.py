@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Formats of calls that vLLM's parsers read: `vllm:NAME`, where vLLM is installed."""
+"""Formats of calls that vLLM's parsers read: `vllm:NAME`, if vLLM is installed."""
 
 import logging
 import os
@@ -33,7 +33,7 @@ def vllm_format(key: str, name: str, tokenizer: "PreTrainedTokenizerBase", examp
 
     Args:
         key: Of the configuration, for messages.
-        name: As the configuration has it, `vllm:` and the name of the parser.
+        name: `vllm:` and the name of the parser.
         example: A call in this format.
 
     Raises:
@@ -45,9 +45,11 @@ def vllm_format(key: str, name: str, tokenizer: "PreTrainedTokenizerBase", examp
             " format without vllm:"
         )
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    from vllm.tokenizers.hf import get_cached_tokenizer
-    from vllm.tool_parsers import ToolParserManager
-
+    try:
+        from vllm.tokenizers.hf import get_cached_tokenizer
+        from vllm.tool_parsers import ToolParserManager
+    except ImportError as error:
+        raise ConfigurationError(f"{key}: {name}: vLLM's parsers cannot be imported: {one_line(error)}") from error
     for package in ("vllm.tool_parsers", "vllm.parser"):
         logging.getLogger(package).setLevel(logging.CRITICAL + 1)  # they log each text that is no call
     parser_name, known = name.removeprefix(PREFIX), ToolParserManager.list_registered()
@@ -84,7 +86,7 @@ class _Parser:
         try:
             found = self._found(text if thought is None else text[thought.end() :], schemas)
         except Exception as error:
-            return [MalformedCall(f"it is none that the parser reads: {one_line(error)}")]
+            return [MalformedCall(f"the parser cannot read it: {one_line(error)}")]
         return [_call(each.function) for each in found]
 
     def _found(self, text: str, schemas: Schemas) -> Any:

@@ -16,6 +16,7 @@ from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs
 from nemo_rl_moe.data.turn_spans import RenderError
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.tools.detection import format_of
+from nemo_rl_moe.tools.formats import vllm_parsers
 from nemo_rl_moe.tools.formats.interface import MalformedCall, ToolCall, ToolFormat
 from nemo_rl_moe.tools.formats.registry import TOOL_FORMATS
 from tests.support.byte_tokenizer import make_byte_tokenizer
@@ -215,7 +216,7 @@ def test_harmony_reads_recipients_alone() -> None:
         (
             "glm45",
             "<tool_call>add<arg_key>a</arg_key><arg_value>1</tool_call>",
-            "expected </arg_value> behind the value",
+            "expected </arg_value> after the value",
         ),
         ("minimax_m2", "<minimax:tool_call>add</minimax:tool_call>", "expected <invoke name= and the name of a tool"),
         (
@@ -223,7 +224,7 @@ def test_harmony_reads_recipients_alone() -> None:
             "<|tool_call_begin|>add<|tool_call_argument_begin|>{}",
             "expected functions.NAME:NUMBER<|tool_call_a",
         ),
-        ("glm45", "<tool_call><arg_key>a</arg_key></tool_call>", "expected the name of a tool behind <tool_call>"),
+        ("glm45", "<tool_call><arg_key>a</arg_key></tool_call>", "expected the name of a tool after <tool_call>"),
         ("glm45", "<tool_call>add\n<arg_key>a</arg_key></tool_call>", "expected </tool_call> before '<arg_key>"),
         ("mistral", '[TOOL_CALLS] "add"', "expected a list of objects"),
         ("mistral_args", '[TOOL_CALLS] [{"name": "add"}]', "expected the name of a tool and [ARGS]"),
@@ -344,7 +345,7 @@ def test_a_value_whose_end_is_missing_is_no_call_of_glm() -> None:
         "<tool_call>add<arg_key>text</arg_key><arg_value>a<arg_key>count</arg_key><arg_value>3</arg_value></tool_call>"
     )
     (call,) = TOOL_FORMATS["glm45"].calls(text, SCHEMAS)
-    assert call == MalformedCall("expected </arg_value> behind the value of text")
+    assert call == MalformedCall("expected </arg_value> after the value of text")
 
 
 def test_an_answer_in_json_is_no_call() -> None:
@@ -370,6 +371,15 @@ def test_a_format_that_is_none_is_refused(named: str, message: str) -> None:
         format_of(ALL["OLMoE"].tokenizer, named, NO_INPUTS)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_parser_of_vllm_needs_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_parsers, "find_spec", lambda name: None)
+    with pytest.raises(ConfigurationError) as caught:
+        format_of(ALL["OLMoE"].tokenizer, "vllm:kimi_k2", NO_INPUTS)
+    assert str(caught.value).startswith(
+        "env.tool_format: vllm:kimi_k2 needs vLLM, which is not installed; install it with"
+    )
 
 
 def test_a_format_can_be_named() -> None:
