@@ -69,10 +69,10 @@ def turn_spans(
     """
     spans, unprompted = [], False
     for index in sorted(trained):
-        turn = _Turn(messages, index, text, render)
+        turn = _Turn(messages, index, text, render, special_tokens)
         start, is_prompted = turn.start()
         header = _role_header(text[start:], opening, special_tokens)
-        end = turn.end(start, special_tokens)
+        end = turn.end(start)
         spans.append((start + header, end))
         unprompted = unprompted or not is_prompted or header > 0
     return TurnSpans(spans, unprompted)
@@ -99,8 +99,16 @@ def _with_stand_ins(turn: Message, stand_in: str) -> list[Message]:
 class _Turn:
     """One assistant turn of a rendered conversation."""
 
-    def __init__(self, messages: Sequence[Message], index: int, text: str, render: RenderMessages):
+    def __init__(
+        self,
+        messages: Sequence[Message],
+        index: int,
+        text: str,
+        render: RenderMessages,
+        special_tokens: Collection[str],
+    ):
         self._messages, self._index, self._text, self._render = messages, index, text, render
+        self._special_tokens = special_tokens
         self._before, self._after = list(messages[:index]), list(messages[index + 1 :])
         self._stand_ins = _with_stand_ins(messages[index], _STAND_IN)
 
@@ -137,16 +145,18 @@ class _Turn:
                 opened = len(prompted)  # what the template adds before the text is the model's to write
             elif prompted.startswith(between):
                 opened = len(between)  # the generation prompt opens more than the turn has: a think block
-            elif (closed := _without_thinking(between, prompted)) is not None:
+            elif (closed := _without_thinking(between, prompted, self._special_tokens)) is not None:
                 opened = closed
             else:
                 raise self._unstable(f"it opens with {between!r}, and the generation prompt with {prompted!r}")
             start = len(head) - len(between) + opened
+            if _is_closed(prompted) and self._text[start:].lstrip().startswith(_OPENING_MARKS):
+                raise self._unstable("it thinks, and the generation prompt closes the think block")
             if self._text.startswith(head[:start]):
                 return start, between.startswith(prompted)
         raise self._unstable("what stands before it is rendered in another way once it follows")
 
-    def end(self, start: int, special_tokens: Collection[str]) -> int:
+    def end(self, start: int) -> int:
         """Return the character after its end token."""
         text = self._text
         if not self._after:
@@ -157,23 +167,23 @@ class _Turn:
         problem: RenderError | None = None
         for stand_in in self._stand_ins:
             try:
-                return self._end_by(stand_in, start, special_tokens)
+                return self._end_by(stand_in, start)
             except RenderError as error:
                 problem = problem or error
         assert problem is not None
         raise problem
 
-    def _end_by(self, stand_in: Message, start: int, special_tokens: Collection[str]) -> int:
+    def _end_by(self, stand_in: Message, start: int) -> int:
         """Find the character after the end token by a stand-in for the turn."""
         text = self._text
         tail = self._behind(_STAND_IN, self._render([*self._before, stand_in, *self._after], False))
         ending = self._behind(_STAND_IN, self._render([*self._before, stand_in], False))
-        token = _first_token(ending, special_tokens)
+        token = _first_token(ending, self._special_tokens)
         if tail.startswith(ending):
             rest = tail[len(ending) :]
-        elif token and token == _first_token(tail, special_tokens):
+        elif token and token == _first_token(tail, self._special_tokens):
             rest = tail[len(token) :]  # behind the token that ends it stands another one where it is the last
-        elif token == ending.strip() and _first_token(tail, special_tokens):
+        elif token == ending.strip() and _first_token(tail, self._special_tokens):
             rest = tail  # it ends with another token than the one that the model would write: only its text counts
         else:
             raise self._unstable("it is rendered in another way once further turns follow")
@@ -210,7 +220,7 @@ def _first_token(text: str, special_tokens: Collection[str]) -> str:
     return max((token for token in special_tokens if text.startswith(token)), key=len, default="")
 
 
-def _without_thinking(between: str, prompted: str) -> int | None:
+def _without_thinking(between: str, prompted: str, special_tokens: Collection[str]) -> int | None:
     """Return where a turn starts that has no thinking, or an empty or closed block, behind a prompt that opens one.
 
     Args:
@@ -218,22 +228,29 @@ def _without_thinking(between: str, prompted: str) -> int | None:
         prompted: The generation prompt in its place.
 
     Returns:
-        The place in `between`; None: they differ by more than the block.
+        The place in `between`, before a special token that the model writes; None: they differ by more than the block.
     """
-    found = _BLOCK_AT_END.search(prompted)
-    assert found is not None, "the pattern matches an empty text too"
-    header = prompted[: found.start()]
-    if not found[0].strip() or not between.startswith(header):
+    header = prompted[: _block_at_end(prompted).start()]
+    if not prompted[len(header) :].strip() or not between.startswith(header):
         return None
     block = _BLOCK_AT_START.match(between, len(header))
-    assert block is not None
+    assert block is not None, "the pattern matches an empty text too"
+    rest = between[block.end() :]
     # Behind a block that the prompt closes, the model does not think.
-    return None if _is_open(block[0]) and not _is_open(found[0]) else block.end()
+    is_opened = block[0].rstrip().endswith(_OPENING_MARKS) and _is_closed(prompted)
+    return None if is_opened or (rest and not _first_token(rest, special_tokens)) else block.end()
 
 
-def _is_open(block: str) -> bool:
-    """Return whether the last mark of a think block opens it."""
-    return block.rstrip().endswith(_OPENING_MARKS)
+def _is_closed(prompted: str) -> bool:
+    """Return whether a generation prompt closes the think block that it has."""
+    block = _block_at_end(prompted)[0].rstrip()
+    return bool(block) and not block.endswith(_OPENING_MARKS)
+
+
+def _block_at_end(text: str) -> re.Match[str]:
+    found = _BLOCK_AT_END.search(text)
+    assert found is not None, "the pattern matches an empty text too"
+    return found
 
 
 def _role_header(text: str, opening: str, special_tokens: Collection[str]) -> int:

@@ -177,3 +177,31 @@ CLOSED_BY_NEXT_ROLE = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|assistant|>\\n' }}{% endif %}
 """
+
+# As GLM-4.7's, Nemotron 3's and DeepSeek-V3.2's: the generation prompt opens a think block (OPENED), which turns of the
+# conversation have only behind the last question and only with thinking; otherwise they have what EMPTY is.
+_THINK_BLOCKS = """\
+{%- set ns = namespace(last_question=-1) %}
+{%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last_question = loop.index0 %}{%- endif %}{%- endfor %}
+{%- for m in messages %}
+    {{- '<|start|>' + m.role + '\\n' }}
+    {%- if m.role == 'assistant' %}
+        {%- if m.reasoning_content and loop.index0 > ns.last_question %}
+            {{- '<think>\\n' + m.reasoning_content + '</think>' }}
+        {%- else %}{{- 'EMPTY' }}{%- endif %}
+        {{- m.content or '' }}
+        {%- for call in m.tool_calls or [] %}
+            {{- '<call>' + {'name': call.function.name, 'arguments': call.function.arguments} | tojson + '</call>' }}
+        {%- endfor %}
+    {%- else %}{{- m.content }}{%- endif %}
+    {{- '<|end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start|>assistant\\n' + ('EMPTY' if enable_thinking is false else 'OPENED') }}
+{%- endif %}
+"""
+
+
+def with_think_blocks(empty: str, opened: str) -> str:
+    """Return a template whose turns without thinking and whose generation prompt hold these, in Jinja's quotes."""
+    return _THINK_BLOCKS.replace("EMPTY", empty).replace("OPENED", opened)

@@ -31,7 +31,7 @@ THINK_IN_LAST_TURN = (
 COUNTS_MESSAGES = "{{ messages | length }}:" + CHATML
 HEADER_OF_ITS_OWN = CHATML.replace("{{ m.role }}", "{{ 'model' if m.role == 'assistant' else m.role }}", 1)
 SHOWS_THE_ANSWER_BEFORE = "{{ messages[-1].content }}" + CHATML
-ENDING_THAT_COUNTS = CHATML.replace("<|end|>", "<|end|>{{ messages | length if m.role == 'assistant' else '' }}")
+ENDING_THAT_COUNTS = CHATML.replace("<|end|>", "{{ messages | length if m.role == 'assistant' else '' }}<|end|>")
 TURNS = [
     {"role": "system", "content": "s"},
     {"role": "user", "content": "q1"},
@@ -129,7 +129,9 @@ def test_template_that_is_not_stable_is_an_error(byte_tokenizer):
 
 def test_template_that_refuses_a_conversation(byte_tokenizer):
     tokenizer = byte_tokenizer("{{ raise_exception('roles must alternate') }}")
-    with pytest.raises(DataError, match=r"^f:1: the chat template refuses the conversation: roles must alternate$"):
+    with pytest.raises(
+        DataError, match=r"^f:1: the chat template refuses the conversation: roles must alternate; set "
+    ):
         tokenized({"messages": TURNS}, tokenizer)
 
 

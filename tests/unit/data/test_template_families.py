@@ -131,24 +131,26 @@ LEFT_OUT = (
 )
 LOST_THINKING = (
     "f:1: turn 1 has thinking, and the chat template shows none of it; set policy.tokenizer.chat_template to a "
-    "template that does, or leave the thinking out"
+    "template that does, or leave the thinking out{}"
 )
+MERGED = "; it works with the system turn's text at the beginning of the first question"
+IN_CONTENT = "; it works with the thinking in the content, between <think> and </think>"
 
 
 @pytest.mark.parametrize(
     ("template", "turns", "problem"),
     [
         # "s" stands in "assistant" too, which does not make it the system turn's.
-        (LOSES, [{"role": "system", "content": "s"}, user("q"), assistant("a")], LEFT_OUT.format(0, "system")),
+        (LOSES, [{"role": "system", "content": "s"}, user("q"), assistant("a")], LEFT_OUT.format(0, "system") + MERGED),
         (
             LOSES,
             [user("q"), {"role": "developer", "content": "d" * 99}, assistant("a")],
             LEFT_OUT.format(1, "developer"),
         ),
         (LOSES, [user("q"), assistant("b"), result("1"), assistant("a")], LEFT_OUT.format(2, "tool")),
-        (LOSES, [user("q"), assistant("a", reasoning_content="a")], LOST_THINKING),
-        (LOSES, [user("q"), assistant("a", thinking="r" * 99)], LOST_THINKING),
-        (PROMPT_OPENS_THINKING, [user("q"), assistant("<think>\nr\n</think>a")], LOST_THINKING),
+        (LOSES, [user("q"), assistant("a", reasoning_content="a")], LOST_THINKING.format(IN_CONTENT)),
+        (LOSES, [user("q"), assistant("a", thinking="r" * 99)], LOST_THINKING.format(IN_CONTENT)),
+        (PROMPT_OPENS_THINKING, [user("q"), assistant("<think>\nr\n</think>a")], LOST_THINKING.format("")),
         (PROMPT_OPENS_THINKING, [user("q"), assistant("<think>\n\n</think>a")], None),
         (LOSES, [user("q"), assistant("<think>r</think>a"), user("q"), assistant("<think>r</think>a")], None),
         (
@@ -191,7 +193,7 @@ def test_a_newline_between_turns_that_the_prompt_lacks(byte_tokenizer):
 
 def test_a_call_that_the_template_leaves_out(byte_tokenizer):
     call = assistant("", ("add", {"a": 1}), ("add", {"a": 2}))
-    with pytest.raises(DataError, match=r"^f:1: turn 1 calls 2 tools, and the chat template shows fewer calls$"):
+    with pytest.raises(DataError, match=r"^f:1: turn 1 calls 2 tools, and the chat template shows fewer calls; set "):
         marked(byte_tokenizer(CHANNELS), user("q"), call, result("2"), assistant("a"))
 
 
@@ -217,11 +219,11 @@ def test_only_the_completion_of_a_prompt_that_ends_in_a_turn_of_the_assistant(by
 
 
 def test_a_turn_that_opens_another_way_than_the_prompt_is_an_error(byte_tokenizer):
-    template = PROMPT_OPENS_THINKING.replace("else '<Assistant>')", "else '<Assistant></think>')")
+    template = PROMPT_OPENS_THINKING.replace("else '<Assistant>')", "else '<Assistant>[x]')")
     with pytest.raises(DataError) as error:
         marked(byte_tokenizer(template), user("q"), assistant("a"))
     assert error.value.problems == [
         "f:1: the tokens of turn 1 cannot be distinguished from the rest: with this chat template it opens with "
-        "'<Assistant></think>', and the generation prompt with '<Assistant><think>\\n'; "
+        "'<Assistant>[x]', and the generation prompt with '<Assistant><think>\\n'; "
         "set policy.tokenizer.chat_template to a template with {% generation %} tags"
     ]
