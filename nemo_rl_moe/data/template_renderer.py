@@ -128,6 +128,7 @@ class TemplateRenderer:
         if not self._shows_texts:
             raise RenderError(_SHOWS_NO_TEXTS)
         require_all_shown(messages, text, render_variant)
+        shown = text
         if tools and self._needs_no_tools(messages, kwargs, text, is_prompt=is_prompt):
             raise RenderError(
                 "there are definitions of tools, and the chat template shows none of them; set "
@@ -141,7 +142,7 @@ class TemplateRenderer:
                 text = text.removesuffix(self._opened_behind_the_last)
             text, spans = close_turns(text, found.spans, stop_texts, lambda: self.end_of_turn(with_calls=has_calls))
             notes += [UNPROMPTED] if found.unprompted else []
-        notes += [*left_out_notes(messages, text, spans, render_variant), *([] if note is None else [note])]
+        notes += [*left_out_notes(messages, shown, spans, render_variant), *([] if note is None else [note])]
         # Who writes tags decides what they hold.
         if self._has_tags and any(leaves_out_end(text, span, self._setup.stop_texts) for span in spans):
             notes.append(UNTRAINED_END)

@@ -28,6 +28,7 @@ UNPROMPTED = "a turn behind another text than the generation prompt, such as wit
 
 _STAND_IN = "\u27e6this turn\u27e7"
 _STAND_IN_BEFORE = "\u27e6the turn before\u27e7"
+_STAND_IN_AFTER = "\u27e6the turn after\u27e7"
 _MOST_NAMES = 4  # arguments of a call that are tried one by one
 _BLOCK = r"(?:\s|</?think>|<\|(?:START|END)_THINKING\|>)*"
 _OPENING_MARKS = ("<think>", "<|START_THINKING|>")
@@ -187,9 +188,14 @@ class _Turn:
             rest = tail  # it ends with another token than the one that the model would write: only its text counts
         else:
             raise self._unstable("it is rendered in another way once further turns follow")
-        if not text.endswith(rest) or len(text) - len(rest) < start:
+        end = len(text) - len(rest)
+        if not text.endswith(rest) or end < start:
             raise self._unstable("it is rendered in another way once further turns follow")
-        return len(text) - len(rest)
+        following, *others = self._after
+        changed = [*self._before, self._messages[self._index], {**following, "content": _STAND_IN_AFTER}, *others]
+        if not self._render(changed, False).startswith(text[:end]):
+            raise self._unstable("a part of it stands behind what follows")
+        return end
 
     def _behind(self, stand_in: str, text: str) -> str:
         _, found, behind = text.partition(stand_in)

@@ -25,10 +25,10 @@ def assistant(text, **more):
     return {"role": "assistant", "content": text, **more}
 
 
-def marked(template, *messages, **record):
+def marked(template, *messages, stops=("<|end|>",), **record):
     """The text with what is trained on in brackets, and the notes; or the problem."""
     example = parse_record({"messages": list(messages), **record}, "f:1")
-    found = renderer_for(make_byte_tokenizer(template))([example])[0]
+    found = renderer_for(make_byte_tokenizer(template), stop_texts=stops)([example])[0]
     if isinstance(found, str):
         return found
     text = found.text
@@ -107,3 +107,12 @@ def test_thinking_in_a_content_gets_the_marks_of_the_family():
     template = with_think_blocks("", "").replace("<think>", "[THINK]").replace("</think>", "[/THINK]")
     text, _ = marked(template, QUESTION, assistant("<think>\nr\n</think>\n\na"))
     assert text.endswith("assistant\n\u27ea[THINK]\nr[/THINK]a<|end|>\u27eb")
+
+
+def test_thinking_that_is_left_out_of_turns_without_an_end_of_their_own():
+    """As in GLM's: the mark of the next role, which ends a last turn too, is none of the template's."""
+    template = with_think_blocks(*GLM).replace("{{- '<|end|>' }}", "")
+    turns = [QUESTION, assistant("a1", reasoning_content="r1"), QUESTION, assistant("a2", reasoning_content="r2")]
+    text, notes = marked(template, *turns, stops=("<|start|>",))
+    assert notes == (UNPROMPTED, EARLIER_THINKING)
+    assert text.endswith("<think>\u27ea\nr2</think>a2<|start|>\u27eb")
