@@ -44,6 +44,7 @@ from nemo_rl_moe.runs.folder.expert_load import FOLDER_NAME
 from nemo_rl_moe.runs.folder.saved_samples import SAMPLES_FILE_NAME
 from nemo_rl_moe.runs.loggers.console import ConsoleLogger
 from nemo_rl_moe.runs.loggers.factory import mlflow_tracking_uri
+from nemo_rl_moe.tools.detection import calls_line
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -111,14 +112,15 @@ def prepare_model(policy: PolicyConfig, console: ConsoleLogger, role: str | None
     use_corrected_template(tokenizer, policy.tokenizer, console)  # behind what is exported, which keeps the model's own
     speech = describe_speech(tokenizer, load_published(str(folder)))
     if role is None:
-        announce_speech(speech, console)
+        announce_speech(speech, tokenizer, console)
     return PreparedModel(source, hf_config, tokenizer, files, policy, speech, image_rule)
 
 
-def announce_speech(speech: Speech, console: ConsoleLogger) -> None:
-    """Show how the model speaks."""
-    for line in speech.lines():
-        console.message(line)
+def announce_speech(speech: Speech, tokenizer: "PreTrainedTokenizerBase", console: ConsoleLogger) -> None:
+    """Show how the model speaks and calls tools."""
+    for line in (*speech.lines(), calls_line(tokenizer)):
+        if line is not None:
+            console.message(line)
     for line in speech.warnings():
         console.warn(line)
 

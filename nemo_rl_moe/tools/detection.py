@@ -13,7 +13,7 @@ from nemo_rl_moe.data.messages import Message
 from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs
 from nemo_rl_moe.data.turn_glue import NoExtension, Rewritten
 from nemo_rl_moe.data.turn_spans import RenderError
-from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.errors import ConfigurationError, DataError
 from nemo_rl_moe.tools.formats.interface import THINK_END, THINK_START, ToolCall, ToolFormat
 from nemo_rl_moe.tools.formats.registry import TOOL_FORMATS
 from nemo_rl_moe.tools.formats.vllm_parsers import PREFIX, vllm_format
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 FORMAT_KEY = "env.tool_format"
 _EXPECTED = f"one of {', '.join(TOOL_FORMATS)}, {PREFIX} and the name of a parser of vLLM, or package.module:FORMAT"
+_NO_TEMPLATE = "env.tools: the tokenizer has no chat template that could show them; set policy.tokenizer.chat_template"
 _QUESTION: Message = {"role": "user", "content": "a"}
 _RESULT = "result-qx7"
 _CALL_ID = "abcdefghi"  # some templates want ids of nine letters and digits
@@ -51,9 +52,7 @@ def format_of(tokenizer: "PreTrainedTokenizerBase", name: str | None, run_wide: 
     """
     named = None if name is None or name.startswith(PREFIX) else _named(name)
     if not tokenizer.chat_template:
-        raise ConfigurationError(
-            "env.tools: the tokenizer has no chat template that could show them; set policy.tokenizer.chat_template"
-        )
+        raise ConfigurationError(_NO_TEMPLATE)
     if named is not None:
         return named
     if name is not None and (known := TOOL_FORMATS.get(name.removeprefix(PREFIX))) is not None:
@@ -78,12 +77,32 @@ def require_definitions(tokenizer: "PreTrainedTokenizerBase", run_wide: Template
     Raises:
         ConfigurationError: It shows no definitions.
     """
+    if not tokenizer.chat_template:
+        raise ConfigurationError(_NO_TEMPLATE)
     render = text_renderer_for(tokenizer, TemplateInputs(kwargs=run_wide.kwargs))
-    if render([_QUESTION], TemplateInputs(tools=(_DEFINITION,))) == render([_QUESTION], NO_INPUTS):
+    try:
+        with_tools = render([_QUESTION], TemplateInputs(tools=(_DEFINITION,)))
+        without = render([_QUESTION], NO_INPUTS)
+    except RenderError as error:
+        raise ConfigurationError(f"env.tools: the chat template refuses a question with tools: {error}") from None
+    if with_tools == without:
         raise ConfigurationError(
             "env.tools: the chat template shows no definitions of tools; set policy.tokenizer.chat_template to a"
             " template that shows them"
         )
+
+
+def calls_line(tokenizer: "PreTrainedTokenizerBase") -> str | None:
+    """Return the format in which a model calls tools as a line for a person; None: its template shows no tools."""
+    try:
+        require_definitions(tokenizer, NO_INPUTS)
+    except (ConfigurationError, DataError):
+        return None
+    try:
+        found = format_of(tokenizer, None, NO_INPUTS)
+    except ConfigurationError:
+        return f"tool calls: in a format that is not known; {FORMAT_KEY} names one"
+    return f"tool calls: {next(name for name, known in TOOL_FORMATS.items() if known is found)} ({FORMAT_KEY})"
 
 
 def require_continuable(

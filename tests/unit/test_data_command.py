@@ -25,7 +25,14 @@ from tests.support.published_templates import PUBLISHED, SPECIAL_TOKENS
 REPOSITORY = Path(__file__).resolve().parents[2]
 MODEL = REPOSITORY / "examples/assets/tiny_qwen3_moe"
 ADDS_A_PROMPT = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %};<think>{% endif %}"
-SPEECH = ("stop tokens: ", "no stop token: ", "the assistant's turns end with ", "warning: the chat template ends ")
+SPEECH = (
+    "stop tokens: ",
+    "no stop token: ",
+    "the assistant's turns end with ",
+    "thinking: ",
+    "tool calls: ",
+    "warning: the chat template ends ",
+)
 RECORDS = [
     {"prompt": "12+3=", "completion": "<think>2+3=5</think>15"},
     {"prompt": "4+4=", "completion": "8" * 100},

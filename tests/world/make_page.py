@@ -101,16 +101,16 @@ def make_page() -> str:
         _HEAD,
         "## Supported families",
         "",
-        "A stand-in tokenizer has one token for each byte and the model's special tokens: no package holds the published",
-        "one. Thinking is named by its opening mark. The templates of OLMoE, DeepSeek-V2, GLM-5 and InternVL are in no",
-        "package; GLM-5 is tried by GLM-4.7-Flash's.",
+        "A stand-in tokenizer has one token for each byte and the model's special tokens, as no package holds the",
+        "published one. Thinking is named by its opening mark. The templates of OLMoE, DeepSeek-V2, GLM-5 and InternVL",
+        "are in no package; GLM-5 is tried by GLM-4.7-Flash's.",
         "",
         *_family_rows(),
         "",
         "## Other templates",
         "",
-        f"From {versions[TRL]} and {versions['llama-cpp-python']}, with stand-in tokenizers. Here a mask is right if it",
-        "holds all words of the assistant and none of others, and ends with a stop token.",
+        f"From {versions[TRL]} and {versions['llama-cpp-python']}, with stand-in tokenizers. Here a mask is right if",
+        "it holds all words of the assistant and none of others, and ends with a stop token.",
         "",
         *_other_rows(),
         "",
@@ -120,9 +120,8 @@ def make_page() -> str:
 
 def main() -> int:
     PAGE.write_text(make_page(), encoding="utf-8")
-    print(
-        f"[page] {PAGE.name}: {sum(cell == RIGHT for cell in _all_cells())} yes, {_count(ANEW)} anew, {_count(REFUSED)} no"
-    )
+    counts = ", ".join(f"{_count(outcome)} {outcome}" for outcome in (RIGHT, ANEW, REFUSED, WRONG))
+    print(f"[page] {PAGE.name}: {counts}")
     return 0
 
 

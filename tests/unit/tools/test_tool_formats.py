@@ -15,7 +15,7 @@ from nemo_rl_moe.data.chat_template import text_renderer_for
 from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs
 from nemo_rl_moe.data.turn_spans import RenderError
 from nemo_rl_moe.errors import ConfigurationError
-from nemo_rl_moe.tools.detection import format_of
+from nemo_rl_moe.tools.detection import calls_line, format_of
 from nemo_rl_moe.tools.formats import vllm_parsers
 from nemo_rl_moe.tools.formats.interface import MalformedCall, ToolCall, ToolFormat
 from nemo_rl_moe.tools.formats.registry import TOOL_FORMATS
@@ -108,6 +108,23 @@ def shown(tokenizer: PreTrainedTokenizerBase, calls: Sequence[ToolCall]) -> str:
     whole = render([question, {"role": "assistant", "content": "", "tool_calls": made}, *results], inputs)
     assert whole.startswith(before)
     return whole[len(before) :].partition("qx7")[0]
+
+
+def test_the_format_is_shown_as_a_line() -> None:
+    for name, (found, tokenizer) in TOKENIZERS.items():
+        shows_definitions = "DeepSeek-V3" not in name and "DeepSeek-R1" not in name
+        assert calls_line(tokenizer) == (f"tool calls: {found} (env.tool_format)" if shows_definitions else None), name
+    plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    assert calls_line(make_byte_tokenizer(plain)) is None
+    assert calls_line(make_byte_tokenizer(None)) is None
+    assert calls_line(make_byte_tokenizer("{{ raise_exception('no') }}")) is None
+    unknown = (
+        "{{ tools }}{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}{{ c.function }}{% endfor %}"
+        "{% endfor %}"
+    )
+    assert calls_line(make_byte_tokenizer(unknown)) == (
+        "tool calls: in a format that is not known; env.tool_format names one"
+    )
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
