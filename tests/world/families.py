@@ -28,7 +28,7 @@ class Family:
     Attributes:
         name: Model whose template it is.
         model_types: Families of `docs/models.md` that it stands for.
-        template: Package and file.
+        template: Package, and a file of the template or of the tokenizer's configuration that holds it.
         tokenizer: Package of the published tokenizer; None: a stand-in with `special`.
         special: Special tokens of the stand-in.
         eos: End token of the tokenizer.
@@ -224,7 +224,7 @@ FAMILIES: Sequence[Family] = (
     Family(
         "Qwen3-30B-A3B",
         ("qwen3_moe", "qwen3"),
-        (LLAMA_CPP, "Qwen-Qwen3-0.6B.jinja"),
+        ("tokenizer-qwen3", "tokenizer_config.json"),
         _IM_END,
         _QWEN_STOPS,
         _QWEN3,
@@ -295,7 +295,7 @@ FAMILIES: Sequence[Family] = (
     Family(
         "gpt-oss-120b",
         ("gpt_oss",),
-        (LLAMA_CPP, "openai-gpt-oss-120b.jinja"),
+        (TRL, "gptoss.jinja"),
         "<|return|>",
         ("<|return|>", "<|endoftext|>", "<|call|>"),
         {

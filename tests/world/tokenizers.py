@@ -4,6 +4,7 @@
 
 import ast
 import base64
+import json
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ class _RanksConverter(TikTokenConverter):
 def template_of(family: Family, published: Published) -> str:
     """Read a family's chat template."""
     package, file = family.template
-    return (published(package) / file).read_text(encoding="utf-8")
+    text = (published(package) / file).read_text(encoding="utf-8")
+    return str(json.loads(text)["chat_template"]) if file.endswith(".json") else text
 
 
 def tokenizer_of(family: Family, published: Published) -> Any:
