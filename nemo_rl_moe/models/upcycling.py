@@ -63,7 +63,7 @@ _MADE_EXPLICIT = (
 _OF_DENSE_MODELS_ALONE = frozenset({"attention_bias", "mlp_bias", "pretraining_tp"})
 _AUXILIARY_LOSS = 0.001
 _SHARE = 0.5
-"""Of the shared expert, and of the routed ones together: a gate whose weights are 0 is open by one half."""
+"""Of a shared expert behind a gate whose weights are 0, and so of the routed experts together."""
 
 
 @dataclass(frozen=True)
@@ -245,30 +245,29 @@ class Upcycling:
     def _mlp(self, layer: int) -> dict[str, list[_Part]]:
         """Return what becomes of each tensor of a layer's MLP."""
         mlp = f"decoder.layers.{layer}.mlp."
-        gate, up, down = dense = _swiglu_names(self._dense, mlp)
+        gate, up, down = _swiglu_names(self._dense, mlp)
         (router,) = _names(self._moe, f"{mlp}router.weight")
         hidden_size = self._hf_config.hidden_size
         parts: dict[str, list[_Part]] = {gate: [], up: [], down: []}
         parts[gate].append(self._part(gate, router, (self._shape.num_experts, hidden_size), self._router_of(layer)))
         count = self._shape.granularity
+        share = _SHARE if self._counterpart.has_shared_expert else 1.0
         for expert in range(self._shape.num_experts):
             names = _swiglu_names(self._moe, f"{mlp}experts.{expert}.")
-            self._add_slice(parts, dense, names, expert % count, count)
+            self._add_slice(parts, names, expert % count, count, share)
         if self._counterpart.has_shared_expert:
-            self._add_slice(parts, dense, _swiglu_names(self._moe, f"{mlp}shared_experts."), 0, 1)
+            self._add_slice(parts, _swiglu_names(self._moe, f"{mlp}shared_experts."), 0, 1, 1.0)
             (shared_gate,) = _names(self._moe, f"{mlp}shared_experts.gate_weight")
             parts[gate].append(self._part(gate, shared_gate, (1, hidden_size), lambda whole: torch.zeros(hidden_size)))
         return parts
 
     def _add_slice(
-        self, parts: dict[str, list[_Part]], dense: Sequence[str], names: Sequence[str], index: int, count: int
+        self, parts: dict[str, list[_Part]], names: Sequence[str], index: int, count: int, share: float
     ) -> None:
-        """Add one of `count` slices of the dense MLP, which together compute it if each counts a `count`-th."""
-        share = _SHARE if self._counterpart.has_shared_expert else 1.0
+        """Add a slice of the dense MLP; `count` of them, each of which counts a `count`-th, compute `share` of it."""
         of_up = 2.0 ** math.ceil(math.log2(count) / 2)
-        for source, name, along, factor in zip(
-            dense, names, (0, 0, 1), (1.0, of_up, share * count / of_up), strict=True
-        ):
+        factors = (1.0, of_up, share * count / of_up)
+        for source, name, along, factor in zip(parts, names, (0, 0, 1), factors, strict=True):
             shape = list(self._held.tensors[source].shape)
             shape[along] //= count
             parts[source].append(self._part(source, name, tuple(shape), _slice_of(along, index, count, factor)))
