@@ -62,7 +62,7 @@ ALL := not slow and not vllm and not trl
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install gpu gpu-kit vllm trl libraries test-libraries test-gpu test-vllm test-slow-vllm demo demo-tools demo-vision demo-vllm test test-all lint types docs test-unit test-functional test-all-unit test-all-functional test-other-megatron test-all-other-megatron other-megatron test-trl test-browser test-slow test-slow-unit test-slow-functional test-drills drills test-pairs world real-model test-world test-short-world clean
+.PHONY: help install gpu gpu-kit vllm trl libraries test-libraries test-gpu test-vllm test-slow-vllm demo demo-tools demo-real demo-vision demo-vllm test test-all lint types docs test-unit test-functional test-all-unit test-all-functional test-other-megatron test-all-other-megatron other-megatron test-trl test-browser test-slow test-slow-unit test-slow-functional test-drills drills test-pairs world real-model test-world test-short-world clean
 
 help: ## list these targets
 	@echo "make TARGET, where TARGET is one of:"
@@ -100,6 +100,9 @@ demo-vision: $(STAMP) ## train a tiny Mixture-of-Experts model that sees: questi
 SEEDS ?= 0
 demo-tools: $(STAMP) ## train a tiny Mixture-of-Experts model that cannot multiply to call a calculator, and a control without: make demo-tools SEEDS=0,1,2
 	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m examples.tools_demo --seeds $(SEEDS)
+
+demo-real: real-model ## train a released model with experts on words, by SFT and GRPO: make demo-real SEEDS=0,1,2
+	@OMP_NUM_THREADS=2 $(VENV)/bin/python -m examples.real_demo --seeds $(SEEDS)
 
 demo-vllm: $(VLLM_STAMP) ## the demo's reinforcement learning with rollouts by vLLM, each refit checked; installs vLLM for CPUs
 	@[ -f data/addition/grpo.jsonl ] || { echo "[demo-vllm] making the data: 3-digit additions, for training and for validation"; \

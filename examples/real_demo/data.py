@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write the data of `make demo-real`: words, and which of five kinds of thing each of them names.
 
-python examples/make_words_data.py --output data/words --seed 0
+python -m examples.real_demo.data --output data/words --seed 0
 
 Each kind has 32 words: 20 for training and 12 that are held out, drawn by the seed. Supervised fine-tuning sees four of
 the 20 with their answers, reinforcement learning all of the 20 without them.
@@ -51,13 +51,14 @@ def write_data(folder: Path, seed: int) -> None:
     for name, pairs in (("sft", shown), ("sft_validation", held_out)):
         _write(
             folder / f"{name}.jsonl",
-            ({"messages": [*_prompt(word), {"role": "assistant", "content": kind}]} for word, kind in pairs),
+            ({"messages": [*prompt(word), {"role": "assistant", "content": kind}]} for word, kind in pairs),
         )
     for name, pairs in (("grpo", trained), ("validation", held_out)):
-        _write(folder / f"{name}.jsonl", ({"prompt": _prompt(word), "answer": kind} for word, kind in pairs))
+        _write(folder / f"{name}.jsonl", ({"prompt": prompt(word), "answer": kind} for word, kind in pairs))
 
 
-def _prompt(word: str) -> list[dict[str, str]]:
+def prompt(word: str) -> list[dict[str, str]]:
+    """Return the messages that ask about a word."""
     return [{"role": "system", "content": QUESTION}, {"role": "user", "content": word}]
 
 
