@@ -212,7 +212,7 @@ REAL_MODEL := .world/SmolLM2-135M-Instruct
 real-model: $(STAMP) $(if $(wildcard $(REAL_MODEL)-MoE),,$(GGUF_STAMP)) ## a released model of 135 million weights, and the same with experts, in .world (93 MB to download)
 	@PYTHONPATH=$(CURDIR)/$(GGUF_VENV)/site $(VENV)/bin/python -m examples.real_model
 
-test-world: $(TEST_STAMP) world ## every supported family with its published chat template and tokenizer; downloads them first
+test-world: $(TEST_STAMP) world real-model ## every supported family with its published chat template and tokenizer, and a released model; downloads them first
 	@$(PYTEST) tests/world -m world $(IN_PARALLEL) $(PYTEST_ARGUMENTS)
 
 # What continuous integration runs of it: a skipped test is a failure there, for the files must be had.

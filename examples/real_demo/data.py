@@ -4,7 +4,7 @@
 
 python -m examples.real_demo.data --output data/words --seed 0
 
-Each kind has 32 words: 20 for training and 12 that are held out, drawn by the seed. Supervised fine-tuning sees four of
+Each kind has 32 words: 20 for training and 12 held out, by the seed. Supervised fine-tuning sees four of
 the 20 with their answers, reinforcement learning all of the 20 without them.
 """
 
@@ -33,7 +33,7 @@ WORDS = {
 """Words by their kind, which is the answer."""
 QUESTION = "Answer with one word: animal, plant, food, tool or country."
 NUM_TRAINED, NUM_SHOWN = 20, 4
-"""Words of each kind in training, and those of them that supervised fine-tuning sees with their answers."""
+"""Words of each kind in training, and how many of them supervised fine-tuning sees with their answers."""
 
 
 def write_data(folder: Path, seed: int) -> None:

@@ -66,7 +66,7 @@ class LogitsDifference:
 
 
 def upcycle(request: UpcyclingRequest) -> None:
-    """Write the model with experts, whole or not at all, and say how its logits differ from the dense model's.
+    """Write the model with experts, completely or not at all, and print how its logits differ from the dense model's.
 
     Raises:
         UserError: The input cannot be used, or the output cannot be written.
@@ -76,7 +76,7 @@ def upcycle(request: UpcyclingRequest) -> None:
     try:
         _upcycle(request, console)
     except UserError as error:
-        # The checks know the input as what a run's configuration calls it.
+        # The checks call the input by the key of a run's configuration.
         raise ConfigurationError([line.replace("policy.model_name:", "--model:") for line in error.problems]) from error
 
 

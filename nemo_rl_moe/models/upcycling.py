@@ -6,7 +6,7 @@ Experts are copies of the dense MLP, or slices of copies (He et al. 2024, arXiv:
 granularity G each copy is cut into G slices of its width, whose rows of the router are equal. So a token takes the G
 slices of a copy together, each with a G-th of the copy's weight, and the experts' outputs must be multiplied by G.
 Megatron-Core's `upcycling_utils` multiplies all three matrices by the cube root of G, also the one before the
-activation, and computes something else than the dense model. Here the other two have the whole factor: the function
+activation, and computes something else than the dense model. Here the other two have the full factor: the function
 is the same, and a G that is a power of two rounds no weight.
 """
 
@@ -63,7 +63,7 @@ _MADE_EXPLICIT = (
 _OF_DENSE_MODELS_ALONE = frozenset({"attention_bias", "mlp_bias", "pretraining_tp"})
 _AUXILIARY_LOSS = 0.001
 _SHARE = 0.5
-"""Of a shared expert behind a gate whose weights are 0, and so of the routed experts together."""
+"""Share of a shared expert whose gate has weights of 0, and of the routed experts together."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def check_tensors(held: SafetensorsFolder, hf_config: Any) -> None:
 
 @dataclass(frozen=True)
 class _Part:
-    """A tensor to be written, and how it follows from the one that was read."""
+    """A tensor to be written, and the function that makes it of its source."""
 
     header: TensorHeader
     of: Callable[[Tensor], Tensor]
@@ -219,7 +219,7 @@ class Upcycling:
 
         Args:
             folder: It must not exist.
-            files: Small files beside the weights.
+            files: Contents of the small files, by name.
 
         Raises:
             OSError: A file cannot be read, or the disk did not take it.
@@ -288,7 +288,7 @@ class Upcycling:
         shape: tuple[int, ...] | None = None,
         of: Callable[[Tensor], Tensor] = lambda whole: whole,
     ) -> _Part:
-        """Return a tensor of the type, and by default also of the shape, of the one that it is made of."""
+        """Return a tensor of its source's type and, by default, shape."""
         stored = self._held.tensors[source]
         dtype = TYPES[stored.dtype]
         return _Part(TensorHeader(name, shape or stored.shape, dtype), lambda whole: of(whole).to(dtype))
