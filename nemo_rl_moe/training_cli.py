@@ -15,7 +15,7 @@ from nemo_rl_moe.config.algorithm import ALGORITHMS, BUILT_IN
 from nemo_rl_moe.config.files import WHERE_THE_SHIPPED_ARE_LISTED, exemplar_summaries
 from nemo_rl_moe.distributed.run_process import StopSignals
 from nemo_rl_moe.errors import ConfigurationError, printable
-from nemo_rl_moe.launch import evaluate_command, generate_command, start
+from nemo_rl_moe.launch import convert_command, evaluate_command, generate_command, start, upcycle_command
 
 if TYPE_CHECKING:
     from nemo_rl_moe.config.schema import MasterConfig
@@ -84,27 +84,6 @@ examples:
   nemo-rl-moe plan --config grpo_qwen3_30b_a3b_80gb.yaml --target 8xH100
   nemo-rl-moe plan --config grpo_qwen3_30b_a3b_80gb.yaml --target 4x8xA100-80GB policy.train_global_batch_size=512
 """
-_CONVERT_DESCRIPTION = """\
-Convert a model's folder between Hugging Face's format and Megatron-Core's.
-
-hf        config.json, tokenizer, and weights in *.safetensors files, with an index where there are several
-megatron  config.json, tokenizer, and weights in Megatron-Core's torch_dist format, in the folder 'policy':
-          a checkpoint of a run (results/sft_tiny_moe/step_50), or what this command has written
-adapter   an adapter alone, as peft reads it; --adapter names the one to write, beside its base (--input)
-
-With --adapter and another format, the adapter is merged into the weights.
-Runs can start from both (policy.model_name=DIR policy.init=pretrained). The output is written completely or not at all.
-Needs as much host memory as the weights. A missing or unknown tensor, a wrong shape, or a field of config.json that is
-not supported ends with a line that names it, and exit code 2.
-"""
-_CONVERT_EXAMPLES = """\
-examples:
-  nemo-rl-moe convert --from megatron --to hf --input results/sft_tiny_moe/step_50 --output exported
-  nemo-rl-moe convert --from hf --to megatron --input Qwen3-30B-A3B --output Qwen3-30B-A3B-megatron
-  nemo-rl-moe convert --from hf --to hf --input float32_model --output bfloat16_model --dtype bfloat16
-  nemo-rl-moe convert --from hf --to hf --input BASE --adapter results/sft_tiny_moe_lora/step_40 --output merged
-  nemo-rl-moe convert --from hf --to adapter --input BASE --adapter ADAPTER --output named --experts per_expert
-"""
 
 
 def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", examples: str) -> None:
@@ -163,7 +142,17 @@ def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
         )
         module.add_arguments(command)
         command.add_argument("overrides", nargs="*", metavar="override", help="section.key=value; see below")
-    _add_convert(commands)
+    for name, module in _OF_WEIGHTS.items():
+        module.add_arguments(
+            commands.add_parser(
+                name,
+                help=module.SUMMARY,
+                description=module.DESCRIPTION,
+                epilog=module.EXAMPLES,
+                formatter_class=argparse.RawDescriptionHelpFormatter,
+                allow_abbrev=False,
+            )
+        )
 
 
 def run(options: argparse.Namespace, rest: Sequence[str], *, owns_process: bool) -> int:
@@ -175,8 +164,9 @@ def run(options: argparse.Namespace, rest: Sequence[str], *, owns_process: bool)
     Returns:
         The exit code.
     """
-    if options.command == _CONVERT:
-        return _convert(options)
+    if options.command in _OF_WEIGHTS:
+        _OF_WEIGHTS[options.command].run(options)
+        return 0
     overrides = [*options.overrides, *rest]
     if options.command in _WITHOUT_TRAINING:
         command = _WITHOUT_TRAINING[options.command]
@@ -211,56 +201,6 @@ def _run_with_config(options: argparse.Namespace, overrides: Sequence[str], *, o
         return 0
     config = _load(options.command, options.config, overrides)
     return start.train(config, overrides, owns_process=owns_process)
-
-
-def _add_convert(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    from nemo_rl_moe.models.model_files import NUMBER_FORMATS, TARGET_FORMATS, WEIGHTS_FORMATS
-
-    command = commands.add_parser(
-        _CONVERT,
-        help="convert a model's folder between Hugging Face's format and Megatron-Core's",
-        description=_CONVERT_DESCRIPTION,
-        epilog=_CONVERT_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    for option, destination, choices, what in (
-        ("--from", "source_format", WEIGHTS_FORMATS, "format of the input"),
-        ("--to", "target_format", TARGET_FORMATS, "format of the output"),
-    ):
-        command.add_argument(option, dest=destination, choices=choices, required=True, help=what)
-    command.add_argument("--input", metavar="DIR", required=True, help="the model's folder")
-    command.add_argument("--output", metavar="DIR", required=True, help="a folder that is not there yet, or is empty")
-    command.add_argument("--dtype", choices=NUMBER_FORMATS, help="number format of the weights (default: the input's)")
-    command.add_argument(
-        "--adapter",
-        metavar="DIR",
-        help="an adapter beside the input: of peft's, or a checkpoint of a run with policy.lora",
-    )
-    command.add_argument(
-        "--experts",
-        choices=("per_expert", "fused"),
-        help="form of the experts' factors with --to adapter (default: fused, as transformers 5 holds them)",
-    )
-
-
-def _convert(options: argparse.Namespace) -> int:
-    from pathlib import Path
-
-    from nemo_rl_moe.launch.convert import Conversion, convert
-
-    convert(
-        Conversion(
-            options.source_format,
-            options.target_format,
-            Path(options.input),
-            Path(options.output),
-            options.dtype,
-            None if options.adapter is None else Path(options.adapter),
-            options.experts,
-        )
-    )
-    return 0
 
 
 def _shipped_help() -> str:
@@ -349,10 +289,10 @@ def _number(text: str) -> int:
 
 
 _CONFIG = "config"
-_CONVERT = "convert"
 _DATA = "data"
 _PLAN = "plan"
 _COMMANDS = {_CONFIG: _print_config}
+_OF_WEIGHTS = {"convert": convert_command, "upcycle": upcycle_command}
 _WITHOUT_TRAINING = {"evaluate": evaluate_command, "generate": generate_command}
 _RUN = "run"
 _HELP_OF = {_RUN: _RUN_HELP, _CONFIG: _CONFIG_HELP, _DATA: _DATA_HELP, _PLAN: _PLAN_HELP}

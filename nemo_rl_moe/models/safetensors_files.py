@@ -20,6 +20,8 @@ from nemo_rl_moe.models.safetensors_folder import ONE_FILE, SafetensorsFolder
 TYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Types of weights that can be read and written, by their names in files."""
 MOST_MAPPED_BYTES = 2**26
+MAX_SHARD_BYTES = 5 * 10**9
+"""Largest file of a written folder; transformers' default."""
 
 
 class SliceReader:

@@ -100,7 +100,7 @@ def run_family(folder: Path, policy: PolicyConfig, exports: Path) -> FamilyRun |
     trainer = trainer_of(folder, policy)
     outputs = outputs_of_trainer(trainer)
     trainer.save_weights(exports / "same", files_beside(folder))
-    responses = _responses(trainer)
+    responses = responses_of_trainer(trainer)
     step = _train_step(trainer)
     trained = outputs_of_trainer(trainer)
     trainer.save_weights(exports / "trained", files_beside(folder))
@@ -113,9 +113,10 @@ def run_family(folder: Path, policy: PolicyConfig, exports: Path) -> FamilyRun |
     return FamilyRun(outputs, responses, step, trained, packed_step)
 
 
-def _responses(trainer: Any) -> list[Response]:
+def responses_of_trainer(trainer: Any, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[Response]:
+    """Return greedy responses, checked to be the same on all ranks that report them. Every rank calls it."""
     sampling = SamplingParameters(max_new_tokens=NUM_NEW_TOKENS, temperature=0.0)
-    found = trainer.generate(GenerationBatch(PROMPTS, tuple(range(len(PROMPTS))), sampling), max_batch_size=None)
+    found = trainer.generate(GenerationBatch(prompts, tuple(range(len(prompts))), sampling), max_batch_size=None)
     own = [Response(sequence.token_ids.tolist(), sequence.logprobs.tolist()) for sequence in found]
     of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, own)

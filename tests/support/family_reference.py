@@ -152,10 +152,10 @@ def routers_of_transformers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if re.search(r"Top[kK]Router$", type(module).__name__)]
 
 
-def greedy_responses(folder: Path) -> list[Response]:
-    """Return the most likely next token of `PROMPTS`, again and again, without a cache."""
+def greedy_responses(folder: Path, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[Response]:
+    """Return the most likely next token of each prompt, again and again, without a cache."""
     model = read_model(folder)
-    return [_greedy_response(model, prompt) for prompt in PROMPTS]
+    return [_greedy_response(model, prompt) for prompt in prompts]
 
 
 def _greedy_response(model: Any, prompt: Sequence[int]) -> Response:

@@ -17,15 +17,19 @@ from nemo_rl_moe.checksums import write_inventory
 from nemo_rl_moe.errors import CheckpointError
 from nemo_rl_moe.models.megatron.model.agreement import SharedFailure
 from nemo_rl_moe.models.megatron.weights.hf_gather import Delivery, gather_tensors, plan_deliveries
-from nemo_rl_moe.models.safetensors_files import SafetensorsWriter, TensorHeader, file_names, index_of, split_into_files
+from nemo_rl_moe.models.safetensors_files import (
+    MAX_SHARD_BYTES,
+    SafetensorsWriter,
+    TensorHeader,
+    file_names,
+    index_of,
+    split_into_files,
+)
 from nemo_rl_moe.models.safetensors_folder import INDEX_FILE, one_line
 
 # isort: split
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
-
-MAX_SHARD_BYTES = 5 * 10**9
-"""Largest file of an exported folder; transformers' default."""
 
 
 def save_weights(

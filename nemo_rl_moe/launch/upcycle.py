@@ -1,0 +1,156 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The work of `nemo-rl-moe upcycle`: a dense model's folder in, one with experts out, and both computed once."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from jaxtyping import Float
+from safetensors import SafetensorError
+from torch import Tensor
+
+from nemo_rl_moe.errors import ConfigurationError, UserError
+from nemo_rl_moe.launch.output_folder import require_free, staged
+from nemo_rl_moe.models.hf_files import check_small_files, holds_megatron_weights, load_config_json, load_hf_config
+from nemo_rl_moe.models.model_files import copied_model_files
+from nemo_rl_moe.models.safetensors_folder import SafetensorsFolder, one_line
+from nemo_rl_moe.models.upcycling import ExpertShape, Upcycling, check_family, check_tensors, moe_config
+from nemo_rl_moe.runs.loggers.console import ConsoleLogger
+
+_NUM_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class UpcyclingRequest:
+    """A dense model's folder, and the one to write.
+
+    Attributes:
+        target: It must not exist, or be empty.
+        seed: Of the routers.
+        is_checked: Whether the logits of both models are compared; None: if the new one takes half of the free memory
+            or less, in float32.
+    """
+
+    source: Path
+    target: Path
+    shape: ExpertShape
+    seed: int = 0
+    is_checked: bool | None = None
+
+
+@dataclass(frozen=True)
+class LogitsDifference:
+    """Comparison of two models on the same random tokens, in float32.
+
+    Attributes:
+        largest: Largest absolute difference of two logits.
+        scale: Largest absolute logit of the first model.
+        num_same: Positions at which both models rank the same token first, of `num_tokens`.
+    """
+
+    largest: float
+    scale: float
+    num_same: int
+    num_tokens: int
+
+    def __str__(self) -> str:
+        return (
+            f"logits of {self.num_tokens} random tokens differ by at most {self.largest:.2g}, of up to "
+            f"{self.scale:.3g}; the most likely next token is the same at {self.num_same}"
+        )
+
+
+def upcycle(request: UpcyclingRequest) -> None:
+    """Write the model with experts, completely or not at all, and print how its logits differ from the dense model's.
+
+    Raises:
+        UserError: The input cannot be used, or the output cannot be written.
+    """
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks for one
+    console = ConsoleLogger(total_steps=0, live="auto")
+    try:
+        _upcycle(request, console)
+    except UserError as error:
+        # The checks call the input by the key of a run's configuration.
+        raise ConfigurationError([line.replace("policy.model_name:", "--model:") for line in error.problems]) from error
+
+
+def _upcycle(request: UpcyclingRequest, console: ConsoleLogger) -> None:
+    source, target = request.source, request.target
+    config_json = _checked_config(request)
+    hf_config = load_hf_config(str(source))
+    if problems := request.shape.problems(hf_config.intermediate_size):
+        raise ConfigurationError(problems)
+    held = SafetensorsFolder(source)
+    check_tensors(held, hf_config)
+    upcycling = Upcycling(held, hf_config, request.shape, request.seed)
+    files = copied_model_files(source, moe_config(config_json, hf_config, request.shape), hf_config)
+    try:
+        with console.phase(f"writing {target}") as progress, staged(target) as staging:
+            upcycling.write(staging, files, progress=progress)
+    except (OSError, SafetensorError) as error:
+        raise ConfigurationError(f"--output: {target}: {one_line(error)}; nothing is left") from error
+    console.message(
+        f"{target}: {upcycling.num_parameters:,} parameters, of which a token uses {upcycling.num_active_parameters:,}"
+    )
+    needed, free = 4 * upcycling.num_parameters, psutil.virtual_memory().available
+    if request.is_checked or (request.is_checked is None and needed <= free / 2):
+        with console.phase("comparing the logits of both models"):
+            difference = compare_logits(source, target)
+        console.message(f"{difference}")
+    elif request.is_checked is None:
+        console.message(
+            f"logits are not compared: the model takes {needed / 1e9:.0f} GB in float32, and {free / 1e9:.0f} GB are "
+            "free; --check compares them"
+        )
+    console.message(f"to train it: policy.model_name={target} policy.init=pretrained")
+
+
+def _checked_config(request: UpcyclingRequest) -> Mapping[str, Any]:
+    """Return the dense model's `config.json`, after checks that need no more than that."""
+    source, target = request.source, request.target
+    if not source.is_dir():
+        raise ConfigurationError(
+            f"--model: got {str(source)!r}, which is no folder; of a model of the hub, name its folder in the cache"
+        )
+    require_free(target)
+    if target.resolve().is_relative_to(source.resolve()):
+        raise ConfigurationError(f"--output: {target} lies in the model's folder; choose another place")
+    check_small_files(source)
+    config_json = load_config_json(str(source))
+    check_family(config_json)
+    if holds_megatron_weights(source):
+        raise ConfigurationError(
+            f"--model: {source} holds Megatron-Core's weights; convert them first: "
+            f"nemo-rl-moe convert --from megatron --to hf --input {source} --output DIR"
+        )
+    return config_json
+
+
+def compare_logits(dense: Path, moe: Path) -> LogitsDifference:
+    """Compute the logits of random tokens with transformers, one model after the other."""
+    expected, found = _logits(dense), _logits(moe)
+    return LogitsDifference(
+        largest=(expected - found).abs().max().item(),
+        scale=expected.abs().max().item(),
+        num_same=int((expected.argmax(-1) == found.argmax(-1)).sum()),
+        num_tokens=_NUM_TOKENS,
+    )
+
+
+def _logits(folder: Path) -> Float[Tensor, "tokens vocabulary"]:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(model.config.vocab_size, (1, _NUM_TOKENS), generator=generator)
+    with torch.inference_mode():
+        logits: Tensor = model(tokens).logits
+    return logits[0]

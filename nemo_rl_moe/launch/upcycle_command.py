@@ -1,0 +1,92 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The command `nemo-rl-moe upcycle`: its words and options. Imports no torch."""
+
+import argparse
+from pathlib import Path
+
+_MOST = 10_000
+"""Experts that a layer of a supported model may have."""
+
+SUMMARY = "make a Mixture-of-Experts model of a dense one: copies of its MLPs, or slices of copies, as experts"
+DESCRIPTION = """\
+Make a Mixture-of-Experts model of a dense one: copies of its MLPs, or slices of copies, as experts.
+Llama and Mistral become Mixtral, Qwen3 becomes Qwen3-MoE, Qwen2 (and Qwen2.5) Qwen2-MoE. All other tensors, the
+tokenizer and the chat template stay as they are, and so does the number format.
+
+Whatever the numbers, the new model computes the same as the dense one until it is trained:
+
+  --experts 8 --top-k 2                     8 copies of each MLP. The weights of a token's two experts add up to 1.
+                                            A token costs two MLPs.
+  --experts 16 --top-k 2 --granularity 2    the same 8 copies, each cut into two experts of half the width. The two
+                                            halves of a copy have equal rows in the router, so a token takes both
+                                            of one copy, until training parts them. A token costs one MLP.
+
+The second form is the virtual group of He et al., arXiv:2410.07524. --experts and --top-k must be multiples of the
+granularity. Routers are random and small (the standard deviation is initializer_range of config.json).
+
+Qwen2-MoE has a shared expert with a gate. It is one more copy, its gate begins at one half, and the other experts
+count the other half.
+
+Then both models compute the logits of 64 random tokens, one after the other, in float32, if the new one takes half of
+the free memory or less (--check: always, --no-check: never). The largest difference is printed: rounding alone, about
+1e-5 of the largest logit.
+
+Tensors are read and written one by one, in files of up to 5 GB; the output is written completely or not at all. A model
+without a counterpart, numbers that do not divide, tensors that are missing: each ends with a line and exit code 2,
+before anything is written.
+"""
+EXAMPLES = """\
+examples:
+  nemo-rl-moe upcycle --model Qwen3-0.6B --experts 8 --top-k 2 --output Qwen3-0.6B-8x2
+  nemo-rl-moe upcycle --model Llama-3.1-8B --experts 32 --top-k 4 --granularity 4 --seed 1 --output Llama-3.1-8B-32x4
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.add_argument("--model", metavar="DIR", required=True, help="the dense model's folder")
+    parser.add_argument("--output", metavar="DIR", required=True, help="a folder that is not there yet, or is empty")
+    parser.add_argument("--experts", type=_count, metavar="N", required=True, help="experts in each layer")
+    parser.add_argument("--top-k", type=_count, metavar="K", required=True, help="experts that a token uses")
+    parser.add_argument(
+        "--granularity",
+        type=_count,
+        metavar="G",
+        default=1,
+        help="experts that each copy of an MLP is cut into (default: 1)",
+    )
+    parser.add_argument("--seed", type=_seed, metavar="S", default=0, help="of the routers (default: 0)")
+    parser.add_argument(
+        "--check",
+        action=argparse.BooleanOptionalAction,
+        help="compare the logits of both models (default: if there is memory)",
+    )
+
+
+def run(options: argparse.Namespace) -> None:
+    """Run the command."""
+    from nemo_rl_moe.launch.upcycle import UpcyclingRequest, upcycle
+    from nemo_rl_moe.models.upcycling import ExpertShape
+
+    upcycle(
+        UpcyclingRequest(
+            Path(options.model),
+            Path(options.output),
+            ExpertShape(options.experts, options.top_k, options.granularity),
+            options.seed,
+            options.check,
+        )
+    )
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= _MOST:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number from 1 to {_MOST:,}")
+    return int(text)
+
+
+def _seed(text: str) -> int:
+    if not text.isdecimal() or int(text) >= 2**31:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number from 0 to {2**31 - 1:,}")
+    return int(text)
