@@ -212,3 +212,25 @@ def with_calls(messages: Sequence[Message]) -> tuple[Message, ...]:
         if message["role"] == "assistant" and "tool_calls" not in message and (results := list(following)):
             found[index] = _calls(results, "a")
     return tuple(found)
+
+
+def require_unchanged(text: str, prompted: str, said: str, shown: str | None) -> None:
+    """Check that the template still renders the conversation so far, and what the sampled turn says, as they are.
+
+    Args:
+        text: The rendering of all.
+        prompted: That of the conversation up to the turn, with the generation prompt.
+        shown: A rendering with the turn; None: the template refuses it.
+
+    Raises:
+        Rewritten: It does not.
+    """
+    if not text.startswith(prompted):
+        raise Rewritten("the chat template renders what stands before the turn in another way once it follows")
+    # Blanks may differ: templates trim texts.
+    if shown is not None and _without_blanks(said) not in _without_blanks(shown[len(prompted) :]):
+        raise Rewritten("the chat template leaves out a part of the turn, such as thinking, once others follow")
+
+
+def _without_blanks(text: str) -> str:
+    return "".join(text.split())
