@@ -227,8 +227,8 @@ class Continuation:
                 glue = self._glue.find(form, stand_in, new, turn.inputs, ends)
                 ids = self._ids(glue, turn)
                 # Some templates keep thinking only in turns that call: such a stand-in speaks for one that thinks.
-                thinks = THOUGHT_MARK in stand_in("a")["content"]
-                if thinks and _END_OF_THINKING not in sampled:
+                thinks = THOUGHT_MARK in stand_in("a").values()
+                if thinks and not _thinking_of(sampled):
                     continue
                 if not thinks and shown is not None and shown.endswith(glue.text):
                     own, text = as_text, shown
@@ -333,3 +333,9 @@ class Continuation:
 
     def _text_of(self, token_id: int) -> str:
         return str(self._tokenizer.decode([token_id], skip_special_tokens=False))
+
+
+def _thinking_of(sampled: str) -> str:
+    """Return the thinking of a sampled turn; empty: it has none, or does not end it."""
+    before, found, _ = sampled.partition(_END_OF_THINKING)
+    return before.replace(_THINKING, "").strip() if found else ""

@@ -11,6 +11,7 @@ from functools import partial
 from itertools import takewhile
 
 from nemo_rl_moe.data.control_tokens import ControlTokens, content_spans
+from nemo_rl_moe.data.left_out import THINKING_KEYS
 from nemo_rl_moe.data.messages import Message
 from nemo_rl_moe.data.template_inputs import TemplateInputs
 from nemo_rl_moe.data.turn_spans import RenderError, Span
@@ -201,7 +202,7 @@ def _calls(results: Sequence[Message], mark: str) -> Message:
 
 def _thought_and_calls(results: Sequence[Message], mark: str) -> Message:
     """Return a turn of calls with thinking before them."""
-    return {**_calls(results, mark), "content": f"<think>\n{THOUGHT_MARK}\n</think>\n\n"}
+    return {**_calls(results, mark), THINKING_KEYS[0]: THOUGHT_MARK}
 
 
 def with_calls(messages: Sequence[Message]) -> tuple[Message, ...]:
