@@ -27,6 +27,7 @@ from nemo_rl_moe.data.turn_glue import (
     Rewritten,
     StandIn,
     marked_and_shown,
+    require_unchanged,
     stand_ins,
     with_calls,
 )
@@ -233,8 +234,8 @@ class Continuation:
                 glue = self._glue.find(form, stand_in, new, turn.inputs, ends)
                 ids = self._ids(glue, turn)
                 # Some templates keep thinking only in turns that call: such a stand-in speaks for one that thinks.
-                thinks = THOUGHT_MARK in stand_in("a")["content"]
-                if thinks and _END_OF_THINKING not in sampled:
+                thinks = THOUGHT_MARK in stand_in("a").values()
+                if thinks and not _thinking_of(sampled):
                     continue
                 if not thinks and shown is not None and shown.endswith(glue.text):
                     own, text = as_text, shown
@@ -242,7 +243,7 @@ class Continuation:
                     own, text = self._as_stand_in(stand_in, turn, new)
                 said, place = (THOUGHT_MARK, text) if thinks else (sampled, shown)
                 if not self._keep_rewritten:
-                    _require_unchanged(text, prompted, said, place)
+                    require_unchanged(text, prompted, said, place)
                 if not text.endswith(glue.text):
                     numbered = text if form == 0 else numbered
                     raise NoExtension("what the chat template puts behind a turn depends on what stands before it")
@@ -254,13 +255,13 @@ class Continuation:
         if numbered is None or shown is None or not shown.startswith(prompted + sampled):
             raise problem
         # As in Kimi-K2, which numbers the calls of a conversation: it is read off the conversation itself.
-        own = [*turn.before, as_text]
+        conversation = [*turn.before, as_text]
         glue = self._glue.read_off(
-            lambda messages: self._render([*own, *messages], turn.inputs), new, prompted + sampled, ends
+            lambda messages: self._render([*conversation, *messages], turn.inputs), new, prompted + sampled, ends
         )
         if not numbered.endswith(glue.text):
             raise problem
-        return Extension(tuple(self._ids(glue, turn)), (*own, *new), shown)
+        return Extension(tuple(self._ids(glue, turn)), (*conversation, *new), shown)
 
     def _checked(self, messages: Sequence[Mapping[str, object]]) -> list[Message]:
         """Parse messages that answer a turn, and reject those that may not."""
@@ -341,20 +342,7 @@ class Continuation:
         return str(self._tokenizer.decode([token_id], skip_special_tokens=False))
 
 
-def _require_unchanged(text: str, prompted: str, said: str, shown: str | None) -> None:
-    """Check that the template still renders the conversation so far, and what the sampled turn says, as they are.
-
-    Args:
-        text: The rendering of all.
-        prompted: That of the conversation up to the turn, with the generation prompt.
-        shown: A rendering with the turn; None: the template refuses it.
-    """
-    if not text.startswith(prompted):
-        raise Rewritten("the chat template renders what stands before the turn in another way once it follows")
-    # Blanks may differ: templates trim texts.
-    if shown is not None and _without_blanks(said) not in _without_blanks(shown[len(prompted) :]):
-        raise Rewritten("the chat template leaves out a part of the turn, such as thinking, once others follow")
-
-
-def _without_blanks(text: str) -> str:
-    return "".join(text.split())
+def _thinking_of(sampled: str) -> str:
+    """Return the thinking of a sampled turn; empty: it has none, or does not end it."""
+    before, found, _ = sampled.partition(_END_OF_THINKING)
+    return before.replace(_THINKING, "").strip() if found else ""

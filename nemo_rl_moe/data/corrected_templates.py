@@ -55,6 +55,7 @@ CORRECTED = (
     CorrectedTemplate(
         "Kimi-K2-Thinking", "kimi_k2.jinja", {"thinks": True}, _KIMI_CALLS, "tool calls (it refuses them)"
     ),
+    CorrectedTemplate("DeepSeek-V3.1", "deepseek_v31.jinja", {}, _CALLS, "thinking"),
 )
 
 

@@ -35,7 +35,7 @@ from nemo_rl_moe.data.template_probes import (
 )
 from nemo_rl_moe.data.tool_call_forms import FORMS, ToolCallForm, best_form, note_on_calls
 from nemo_rl_moe.data.turn_ends import UNTRAINED_END, close_turns, end_of, leaves_out_end
-from nemo_rl_moe.data.turn_spans import UNPROMPTED, RenderError, Span, turn_spans
+from nemo_rl_moe.data.turn_spans import UNPROMPTED, RenderError, Span, trained_spans, turn_spans
 from nemo_rl_moe.errors import LONGEST_LINE, one_line
 
 _SHOWS_NO_TEXTS = (
@@ -122,7 +122,7 @@ class TemplateRenderer:
         notes: list[str] = []
         if not is_prompt and self._has_tags:
             text, spans = self._render(messages, tools, kwargs, False, with_spans=True)
-            spans = _trained_spans(spans, messages, trained or ())
+            spans = trained_spans(spans, messages, trained or ())
         else:
             text = render(messages, is_prompt)
         if not self._shows_texts:
@@ -357,16 +357,3 @@ class TemplateRenderer:
             reason = str(error) if isinstance(error, TemplateError) else one_line(error)
             raise RenderError(f"the chat template refuses the conversation: {reason[:LONGEST_LINE]}") from None
         return texts[0], spans[0] if with_spans else []
-
-
-def _trained_spans(spans: list[Span], messages: Sequence[Message], trained: Collection[int]) -> list[Span]:
-    """Return the marked pieces without those of context turns."""
-    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    if len(trained) == len(turns):
-        return spans
-    if len(spans) != len(turns):
-        raise RenderError(
-            f"the chat template marks {len(spans)} pieces in {len(turns)} assistant turns, "
-            "so that those to train on cannot be distinguished from context"
-        )
-    return [span for index, span in zip(turns, spans, strict=True) if index in trained]

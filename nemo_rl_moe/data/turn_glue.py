@@ -11,6 +11,7 @@ from functools import partial
 from itertools import takewhile
 
 from nemo_rl_moe.data.control_tokens import ControlTokens, content_spans
+from nemo_rl_moe.data.left_out import THINKING_KEYS
 from nemo_rl_moe.data.messages import Message
 from nemo_rl_moe.data.template_inputs import TemplateInputs
 from nemo_rl_moe.data.turn_spans import RenderError, Span
@@ -205,7 +206,7 @@ def _calls(results: Sequence[Message], mark: str) -> Message:
 
 def _thought_and_calls(results: Sequence[Message], mark: str) -> Message:
     """Return a turn of calls with thinking before them."""
-    return {**_calls(results, mark), "content": f"<think>\n{THOUGHT_MARK}\n</think>\n\n"}
+    return {**_calls(results, mark), THINKING_KEYS[0]: THOUGHT_MARK}
 
 
 def with_calls(messages: Sequence[Message]) -> tuple[Message, ...]:
@@ -216,3 +217,25 @@ def with_calls(messages: Sequence[Message]) -> tuple[Message, ...]:
         if message["role"] == "assistant" and "tool_calls" not in message and (results := list(following)):
             found[index] = _calls(results, "a")
     return tuple(found)
+
+
+def require_unchanged(text: str, prompted: str, said: str, shown: str | None) -> None:
+    """Check that the template still renders the conversation so far, and what the sampled turn says, as they are.
+
+    Args:
+        text: The rendering of all.
+        prompted: That of the conversation up to the turn, with the generation prompt.
+        shown: A rendering with the turn; None: the template refuses it.
+
+    Raises:
+        Rewritten: It does not.
+    """
+    if not text.startswith(prompted):
+        raise Rewritten("the chat template renders what stands before the turn in another way once it follows")
+    # Blanks may differ: templates trim texts.
+    if shown is not None and _without_blanks(said) not in _without_blanks(shown[len(prompted) :]):
+        raise Rewritten("the chat template leaves out a part of the turn, such as thinking, once others follow")
+
+
+def _without_blanks(text: str) -> str:
+    return "".join(text.split())

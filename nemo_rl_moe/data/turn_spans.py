@@ -79,6 +79,27 @@ def turn_spans(
     return TurnSpans(spans, unprompted)
 
 
+def trained_spans(spans: list[Span], messages: Sequence[Message], trained: Collection[int]) -> list[Span]:
+    """Return the pieces that a template marks, without those of context turns.
+
+    Args:
+        spans: Marked pieces, one of each assistant turn.
+        trained: Turns that are no context.
+
+    Raises:
+        RenderError: Pieces and turns cannot be matched.
+    """
+    turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    if len(trained) == len(turns):
+        return spans
+    if len(spans) != len(turns):
+        raise RenderError(
+            f"the chat template marks {len(spans)} pieces in {len(turns)} assistant turns, "
+            "so that those to train on cannot be distinguished from context"
+        )
+    return [span for index, span in zip(turns, spans, strict=True) if index in trained]
+
+
 def _with_stand_ins(turn: Message, stand_in: str) -> list[Message]:
     """Return the turn with a stand-in for its text, or for a part of its last call: a template may show one alone."""
     text: Message = {**turn, "content": stand_in}

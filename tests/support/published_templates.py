@@ -79,6 +79,35 @@ _MISTRAL = """\
 _WITHOUT_BLANKS = {"] [": "][", "[INST] ": "[INST]", "] {": "]{", "' ' + m.content | trim": "m.content"}
 
 
+# Thinking is left out of every turn, also with thinking on.
+_DEEPSEEK_V31 = """\
+{%- set ns = namespace(is_question=false, is_tool=false, system='', is_next=false) %}
+{%- set thinks = thinking if thinking is defined else enable_thinking if enable_thinking is defined else false %}
+{%- for m in messages if m.role == 'system' %}
+    {%- set ns.system = ns.system + ('\\n\\n' if ns.is_next else '') + m.content %}{%- set ns.is_next = true %}
+{%- endfor %}
+{{- bos_token + ns.system }}
+{%- for m in messages if m.role != 'system' %}
+    {%- if m.role == 'user' %}{{- '<|User|>' + m.content }}
+    {%- elif m.role == 'tool' %}{{- '<|tool▁output▁begin|>' + m.content + '<|tool▁output▁end|>' }}
+    {%- else %}
+        {{- '<|Assistant|><think></think>' if ns.is_question else '' }}
+        {%- if m.tool_calls %}
+            {{- (m.content or '') + '<|tool▁calls▁begin|>' }}
+            {%- for call in m.tool_calls %}
+                {{- '<|tool▁call▁begin|>' + call.function.name + '<|tool▁sep|>' + call.function.arguments | tojson }}
+                {{- '<|tool▁call▁end|>' }}
+            {%- endfor %}
+            {{- '<|tool▁calls▁end|>' }}
+        {%- else %}
+            {{- m.content if ns.is_tool else m.content.split('</think>', 1)[-1] }}
+        {%- endif %}
+        {{- '<|end▁of▁sentence|>' }}
+    {%- endif %}
+    {%- set ns.is_question = m.role == 'user' %}{%- set ns.is_tool = m.role == 'tool' %}
+{%- endfor %}
+{{- '<|Assistant|><think>' + ('' if thinks else '</think>') if add_generation_prompt and ns.is_question }}
+"""
 # The ids of calls are put in a list, which the sandbox refuses.
 _KIMI = """\
 {%- set queue = namespace(ids=[], called=0, first=messages | length) %}
@@ -132,6 +161,7 @@ PUBLISHED = {
     "Mistral without blanks": _without_blanks(_MISTRAL),
     "Kimi-K2": _KIMI.replace("NEWLINE", "\\n").replace("THINKING", "''"),
     "Kimi-K2-Thinking": _KIMI.replace("NEWLINE", "").replace("THINKING", _KEPT),
+    "DeepSeek-V3.1": _DEEPSEEK_V31.replace("|>", f"{WIDE_BAR}>").replace("<|", f"<{WIDE_BAR}"),
 }
 SPECIAL_TOKENS = {
     "DeepSeek": tuple(

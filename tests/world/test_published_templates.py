@@ -3,12 +3,15 @@
 """Published chat templates: what is trained on is what the model wrote, or the conversation is refused with a cure."""
 
 import json
+import random
 import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
 import yaml
+from jinja2 import Environment
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from nemo_rl_moe.data.chat_template import text_renderer_for
 from nemo_rl_moe.data.continuation import Continuation, SampledTurn
@@ -18,11 +21,11 @@ from nemo_rl_moe.data.template_renderer import Rendered
 from nemo_rl_moe.data.turn_glue import Rewritten
 from nemo_rl_moe.data.turn_spans import UNPROMPTED
 from tests.world.conftest import Published
-from tests.world.published_chats import CASES, TOOL, Message, PublishedChat, assistant, result, user
+from tests.world.published_chats import CASES, TOOL, Message, PublishedChat, assistant, result, system, user
 
 REFUSED: dict[str, Collection[str]] = {
     "DeepSeek-R1-Distill-Qwen-32B": ("think", "reason", "tool", "calls"),
-    "DeepSeek-V3.1": ("think", "reason", "tool", "calls"),
+    "DeepSeek-V3.1": ("think", "reason", "tool", "calls"),  # thinking is off; definitions of tools
     "DeepSeek-V3.2": ("think", "reason"),
     "GLM-4.6": (),
     "GLM-4.7-Flash": (),
@@ -108,6 +111,47 @@ def test_supported_families(published: Published, name: str) -> None:
     chat = PublishedChat.read(published_file(published, name))
     refused = {case for case in CASES if isinstance(chat.rendered(case), str)}
     assert refused == set(REFUSED[name])
+
+
+@pytest.mark.parametrize("name", ["Kimi-K2-Instruct", "Kimi-K2-Thinking", "DeepSeek-V3.1"])
+def test_a_corrected_template_gives_the_published_text(published: Published, name: str) -> None:
+    """Rendered without the sandbox, which refuses Kimi-K2's own."""
+    file = published_file(published, name)
+    chat = PublishedChat.read(file)
+    assert chat.is_corrected
+    environment = Environment(trim_blocks=True, lstrip_blocks=True)
+    environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
+    own = environment.from_string(file.read_text(encoding="utf-8"))
+    num_compared = 0
+    for seed in range(200):
+        turns = conversation_of(random.Random(seed))
+        is_prompt = turns[-1]["role"] != "assistant"
+        answers = [
+            place for place, turn in enumerate(turns) if turn["role"] == "assistant" and "tool_calls" not in turn
+        ]
+        if name == "Kimi-K2-Thinking" and answers == [len(turns) - 1]:
+            continue  # an only answer: ours keeps its thinking
+        tools = None if name == "DeepSeek-V3.1" else [TOOL]
+        names = {"tools": tools, "add_generation_prompt": is_prompt, "bos_token": "<s>"}
+        texts = render_jinja_template(conversations=[turns], chat_template=chat.tokenizer.chat_template, **names)[0]
+        assert texts[0] == own.render(messages=turns, **names)
+        num_compared += 1
+    assert num_compared > 100
+
+
+def conversation_of(source: random.Random) -> list[Message]:
+    turns = [system("SYS0")] if source.random() < 0.5 else []
+    rounds = source.randint(1, 3)
+    for number in range(rounds):
+        turns.append(user(f"USR{number}"))
+        thought = {"reasoning_content": "THK1"} if source.random() < 0.5 else {}
+        for _ in range(source.randint(0, 2)):
+            cities = ["ARGa", "ARGb"][: source.randint(1, 2)]
+            turns.append(assistant(source.choice(["", "PRE1"]), *cities, **thought))
+            turns += [result(place) for place in range(1, len(cities) + 1)]
+        if number < rounds - 1 or source.random() < 0.5:
+            turns.append(assistant("ANS1", **thought))
+    return turns
 
 
 CONTINUED = {

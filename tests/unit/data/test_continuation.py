@@ -12,7 +12,12 @@ from nemo_rl_moe.data.continuation import Continuation, Extension, NoExtension, 
 from nemo_rl_moe.data.record_values import RecordError
 from nemo_rl_moe.data.template_inputs import TemplateInputs
 from tests.support.byte_tokenizer import make_byte_tokenizer
-from tests.support.chat_templates import NEWLINE_BETWEEN_TURNS, OPENS_AND_KEEPS_THINKING, THINKING
+from tests.support.chat_templates import (
+    NEWLINE_BETWEEN_TURNS,
+    OPENS_AND_KEEPS_THINKING,
+    THINKING,
+    with_think_blocks,
+)
 from tests.support.conversations import ALL, TOOL, Conversation, Family, Message
 from tests.support.quick_list import some_of
 
@@ -140,6 +145,43 @@ def test_thinking_that_the_generation_prompt_opens(end: str) -> None:
     # Thoughts without an end.
     with pytest.raises(NoExtension, match=f"^{STANDS_BEFORE}$"):
         extended(family, "r", USER)
+
+
+NEEDS_CALLS = with_think_blocks("", "<think>\\n").replace(
+    "{{- m.content }}",
+    "{{- raise_exception('no call') if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls else m.content }}",
+)
+"""As MiniMax-M2's: it takes results behind calls alone, and the generation prompt opens thinking."""
+
+
+def test_thinking_that_is_kept_where_results_follow_calls_alone() -> None:
+    family = Family(make_byte_tokenizer(NEEDS_CALLS), ("<|end|>",))
+    result = {"role": "tool", "name": "add", "content": "r"}
+    behind = "<|start|>tool\nr<|end|><|start|>assistant\n<think>\n"
+    assert text_behind(family, "r1\n</think>\ncall<|end|>", result) == behind
+    # In a second turn, too, behind what stands for the first.
+    first = extended(family, "r1\n</think>\ncall<|end|>", result)
+    second = extended(family, "r2\n</think>\ncall<|end|>", result, before=first.messages)
+    assert family.tokenizer.decode(list(second.token_ids)) == behind
+    # Thoughts without an end.
+    with pytest.raises(NoExtension, match=f"^{STANDS_BEFORE}$"):
+        extended(family, "r1<|end|>", result)
+
+
+def test_results_are_named_by_the_ids_that_the_model_wrote() -> None:
+    """Kimi-K2 numbers the calls of a conversation."""
+    family = ALL["corrected Kimi-K2"]
+    result = {"role": "tool", "name": "add", "content": "r"}
+    before: Sequence[Message] = ({"role": "user", "content": "q"},)
+    for number in range(3):
+        call = f"<|tool_call_begin|>functions.add:{number}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+        sampled = f"<|tool_calls_section_begin|>{call}<|tool_calls_section_end|><|im_end|>"
+        found = extended(family, sampled, result, before=before)
+        assert family.tokenizer.decode(list(found.token_ids)) == (
+            f"<|im_system|>add<|im_middle|>## Return of functions.add:{number}\nr<|im_end|>"
+            "<|im_assistant|>assistant<|im_middle|>"
+        )
+        before = found.messages
 
 
 def test_thinking_of_a_turn_before_the_sampled_one() -> None:

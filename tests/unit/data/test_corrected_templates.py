@@ -167,6 +167,22 @@ def test_thinking_behind_a_prompt_that_opens_it(last: dict[str, Any]) -> None:
         rendered(renderers("DeepSeek-V3")[1], *turns, last)
 
 
+@pytest.mark.parametrize("name", ["thinking", "enable_thinking"])
+@pytest.mark.parametrize("last", [assistant("<think>\nr\n</think>a2"), assistant("a2", reasoning_content="r")])
+def test_thinking_of_a_model_that_can_think(name: str, last: dict[str, Any]) -> None:
+    published, ours = renderers("DeepSeek-V3.1")
+    turns = [user("q1"), assistant("<think>x</think>a1"), user("q2"), last]
+    for renderer, kwargs in ((published, {name: True}), (ours, {})):
+        with pytest.raises(RenderError, match=r"^turn 3 has thinking, and the chat template shows none of it; "):
+            rendered(renderer, *turns, kwargs=kwargs)
+    found = rendered(ours, *turns, kwargs={name: True})
+    assert [found.text[first:end].replace(WIDE_BAR, "|") for first, end in found.spans] == [
+        f"</think>a1{END}",
+        f"r</think>a2{END}",
+    ]
+    assert found.text.startswith(rendered(ours, *turns[:3], kwargs={name: True}).text)
+
+
 def test_the_system_turn_stands_in_what_is_trained_on() -> None:
     published, ours = renderers("Mistral")
     turns = [SYSTEM, user("q1"), assistant("a1"), user("q2"), assistant("", {"a": 1}), result("1"), assistant("a2")]

@@ -18,7 +18,7 @@ from torch import Tensor
 from nemo_rl_moe.algorithms.losses import policy_gradient
 from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
 from nemo_rl_moe.data import continuation
-from nemo_rl_moe.data.continuation import Continuation, SampledTurn
+from nemo_rl_moe.data.continuation import SampledTurn
 from nemo_rl_moe.data.record_values import RecordError
 from nemo_rl_moe.distributed.batch import per_token
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
@@ -52,7 +52,7 @@ def texts_of(family: Family, sequences: Sequence[TokenSequence]) -> list[tuple[s
 
 def renders_earlier_turns_again(patch: Patch) -> None:
     """The sequence goes on although the template has dropped the thinking."""
-    patch.setattr(Continuation, "_require_unchanged", lambda *arguments: None)
+    patch.setattr(continuation, "require_unchanged", lambda *arguments: None)
 
 
 def trains_what_is_repeated(patch: Patch) -> None:
