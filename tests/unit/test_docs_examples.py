@@ -247,6 +247,7 @@ def test_there_are_commands_and_code_to_test() -> None:
         *(("ppo.md", command) for command in ("ppo", "config")),
         *(("sft.md", command) for command in ("sft", "config", "data")),
         ("data.md", "data"),
+        ("published-templates.md", "data"),
         *(("lora.md", command) for command in ("sft", "grpo", "plan", "evaluate")),
         *(("environment-libraries.md", command) for command in ("sft", "grpo")),
         ("speed.md", "sft"),

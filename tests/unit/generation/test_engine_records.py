@@ -26,6 +26,8 @@ MAY_NAME_VLLM = {
     "config/nemo_rl_grpo.py": "translation of NeMo-RL's keys",
     "config/nemo_rl_keys.py": "translation of NeMo-RL's keys",
     "routing/audit": "dumps that vLLM has written",
+    "tools/formats/vllm_parsers.py": "its parsers of calls",
+    "tools/detection.py": "names of its parsers",
     "launch/evaluate_command.py": "an example in the help",
     "launch/generate_command.py": "an example in the help",
     "runs/folder/folder.py": "packages whose versions a run notes",
