@@ -17,6 +17,7 @@ from nemo_rl_moe.data.messages import Message, parse_messages
 from nemo_rl_moe.data.prompt_records import PromptRecord
 from nemo_rl_moe.data.record_values import RecordError
 from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs
+from nemo_rl_moe.data.thinking import THINK_END, THINK_START
 from nemo_rl_moe.data.turn_glue import (
     THOUGHT_MARK,
     Glue,
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
 ANSWERING_ROLES = ("tool", "user", "system", "developer")
 """Roles of messages that may follow a sampled turn: the model alone writes the assistant's."""
 _NO_TEMPLATE = "the tokenizer has no chat template; set policy.tokenizer.chat_template"
-_THINKING, _END_OF_THINKING = "<think>", "</think>"
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ class Continuation:
         prompted = self._render(turn.before, turn.inputs) if turn.text_before is None else turn.text_before
         own = self._as_text(turn, prompted)
         header = self._glue.header(new, turn.inputs)
-        if not header.replace(_THINKING, "").replace(_END_OF_THINKING, "").strip():
+        if not header.replace(THINK_START, "").replace(THINK_END, "").strip():
             return own
         # As in gpt-oss, the model writes the header itself, behind thinking that the template drops.
         _, found, text = own["content"].rpartition(header)
@@ -319,8 +319,8 @@ class Continuation:
     def _as_text(self, turn: SampledTurn, prompted: str) -> Message:
         """Return the turn as a message whose content is what was sampled, with the start of its thinking."""
         text = self._sampled_text(turn)
-        is_opened = prompted.rstrip().endswith(_THINKING) and _END_OF_THINKING in text
-        return {"role": "assistant", "content": prompted[prompted.rindex(_THINKING) :] + text if is_opened else text}
+        is_opened = prompted.rstrip().endswith(THINK_START) and THINK_END in text
+        return {"role": "assistant", "content": prompted[prompted.rindex(THINK_START) :] + text if is_opened else text}
 
     def _or_refused(self, messages: Sequence[Message], inputs: TemplateInputs) -> str | None:
         """Render messages; None: the template refuses calls that are text."""
@@ -344,5 +344,5 @@ class Continuation:
 
 def _thinking_of(sampled: str) -> str:
     """Return the thinking of a sampled turn; empty: it has none, or does not end it."""
-    before, found, _ = sampled.partition(_END_OF_THINKING)
-    return before.replace(_THINKING, "").strip() if found else ""
+    before, found, _ = sampled.partition(THINK_END)
+    return before.replace(THINK_START, "").strip() if found else ""

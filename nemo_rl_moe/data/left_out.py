@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from nemo_rl_moe.data.messages import Message, content_text
+from nemo_rl_moe.data.thinking import THINK_END, THINK_START
 from nemo_rl_moe.data.turn_spans import RenderError, Span
 
 RenderVariant = Callable[[Sequence[Message]], str]
@@ -21,8 +22,7 @@ CALLS_WITHOUT_ARGUMENTS = "tool calls of which the chat template shows names, no
 CALLS_WITHOUT_NAMES = "tool calls of which the chat template shows arguments, not names"
 CALLS_WITH_FEWER_ARGUMENTS = "tool calls of which the chat template shows not all arguments"
 CALLS_ALONE = "tool calls of which the chat template shows neither names nor arguments"
-_THINKING, _END_OF_THINKING = "<think>", "</think>"
-_EMPTY_BLOCK = re.compile(r"<think>\s*</think>")
+_EMPTY_BLOCK = re.compile(rf"{THINK_START}\s*{THINK_END}")
 _BLOCK_AT_START = re.compile(r"\s*<think>(.*?)</think>\n*", re.DOTALL)
 _SURELY_ITS_OWN = 40
 _STAND_IN = "something else"
@@ -131,7 +131,7 @@ def left_out_notes(
 def _start_of_thinking(text: str, first: int) -> int:
     """Return the start of a think block that the generation prompt opens right before a turn; else the turn's own."""
     before = text[:first].rstrip()
-    return len(before) - len(_THINKING) if before.endswith(_THINKING) else first
+    return len(before) - len(THINK_START) if before.endswith(THINK_START) else first
 
 
 def _require_thinking(messages: Sequence[Message], text: str, render: RenderVariant) -> None:
@@ -149,7 +149,7 @@ def _lacks_text_beside_calls(messages: Sequence[Message], index: int, text: str,
         return False
     # Of a content with thinking, the rest: the block may be left out on purpose.
     content = turn["content"] or ""
-    block, found, said = content.rpartition(_END_OF_THINKING)
+    block, found, said = content.rpartition(THINK_END)
     other = {**turn, "content": f"{block}{found}{_STAND_IN}"}
     return not _is_shown(said, text, [*messages[:index], other, *messages[index + 1 :]], messages, render)
 
@@ -157,8 +157,8 @@ def _lacks_text_beside_calls(messages: Sequence[Message], index: int, text: str,
 def _lacks_thinking(messages: Sequence[Message], index: int, text: str, render: RenderVariant) -> bool:
     turn = messages[index]
     content = turn["content"] or ""
-    before, found, answer = content.rpartition(_END_OF_THINKING)
-    opened, mark, thinking = before.rpartition(_THINKING)
+    before, found, answer = content.rpartition(THINK_END)
+    opened, mark, thinking = before.rpartition(THINK_START)
     given = {key: turn[key] for key in THINKING_KEYS if isinstance(turn.get(key), str)}
     # In place of the thinking, not without it: templates trim what stands behind a block.
     other = {

@@ -2,8 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Marks around the thinking of a model."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+THINK_START, THINK_END = "<think>", "</think>"
+"""Marks of most models: those that data have, and outside of which tool calls are read."""
 
 
 @dataclass(frozen=True)
@@ -11,11 +13,13 @@ class Thinking:
     """Marks around thinking.
 
     Attributes:
+        before_answer: Text that stands before the answer behind thinking.
         is_opened: The generation prompt ends with the opening mark, so that a response begins within thinking.
     """
 
     start: str
     end: str
+    before_answer: str
     is_opened: bool = False
 
     def __str__(self) -> str:
@@ -23,13 +27,13 @@ class Thinking:
         return f"{self.start!r} to {self.end!r}{opened}"
 
 
-_MARKS: Sequence[tuple[str, str]] = (
-    ("<think>", "</think>"),
-    ("[THINK]", "[/THINK]"),
-    ("<|channel|>analysis<|message|>", "<|end|>"),
-    ("<seed:think>", "</seed:think>"),
-    ("<|channel>thought", "<channel|>"),
-    ("<|START_THINKING|>", "<|END_THINKING|>"),
+_MARKS = (
+    Thinking(THINK_START, THINK_END, THINK_END),
+    Thinking("[THINK]", "[/THINK]", "[/THINK]"),
+    Thinking("<|channel|>analysis<|message|>", "<|end|>", "<|channel|>final<|message|>"),
+    Thinking("<seed:think>", "</seed:think>", "</seed:think>"),
+    Thinking("<|channel>thought", "<channel|>", "<channel|>"),
+    Thinking("<|START_THINKING|>", "<|END_THINKING|>", "<|END_THINKING|>"),
 )
 
 
@@ -43,8 +47,8 @@ def find_thinking(before: str, behind: str, generation_prompt: str, template: st
         template: The template. One that drops thinking may still look for its end, as DeepSeek's do.
     """
     opening = generation_prompt.rstrip()
-    for start, end in _MARKS:
-        is_opened = opening.endswith(start)
-        if is_opened or (before.rstrip().endswith(start) and behind.lstrip().startswith(end)):
-            return Thinking(start, end, is_opened)
-    return next((Thinking(start, end) for start, end in _MARKS if end.startswith("</") and end in template), None)
+    for marks in _MARKS:
+        is_opened = opening.endswith(marks.start)
+        if is_opened or (before.rstrip().endswith(marks.start) and behind.lstrip().startswith(marks.end)):
+            return replace(marks, is_opened=is_opened)
+    return next((marks for marks in _MARKS if marks.end.startswith("</") and marks.end in template), None)

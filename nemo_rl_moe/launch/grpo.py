@@ -207,6 +207,8 @@ def prepare_rollouts(config: GRPOMasterConfig, run: ModelRun) -> PreparedRollout
         returns_kept_tokens=config.loss_fn.sampling_mask == "replay",
     )
     announce_named_stops(config.policy.generation, model.tokenizer, run.console)
+    for line in scored_thinking(config, model.speech):
+        run.console.warn(line)
     environments = prepare_environments(config, drivers, model.tokenizer, sampling)
     reward_model = prepare_reward_model(config, run, model)
     tokenizer, console, image_rule = model.tokenizer, run.console, model.image_rule
@@ -318,6 +320,20 @@ def announce_named_stops(generation: GenerationConfig, tokenizer: Any, console: 
     if (named := generation.stop_token_ids) is not None:
         shown = ", ".join(f"{tokenizer.decode([token])!r} {token}" for token in named)
         console.message(f"{STOPS_KEY}: {shown or 'none: the length ends a response'}, in place of the model's")
+
+
+def scored_thinking(config: GRPOMasterConfig, speech: Speech) -> Iterator[str]:
+    """Yield a line for each environment that compares whole responses of a model that thinks, thinking included."""
+    if speech.thinking is None:
+        return
+    mark = speech.thinking.before_answer
+    for name, env in config.env.environments.items():
+        if env.name == "exact" and env.answer_after is None:
+            key = "env" if name == THE_ONLY_ONE else f"env.mixture.{name}"
+            yield (
+                f"{key}.answer_after: null, and the chat template knows thinking: {key}.name=exact compares whole"
+                f" responses with the answer; {key}.answer_after={mark} compares the text behind it"
+            )
 
 
 def sampling_parameters(generation: GenerationConfig, speech: Speech, vocabulary_size: int) -> SamplingParameters:

@@ -8,6 +8,7 @@ from typing import Literal
 
 from nemo_rl_moe.config.schema_environment import ToolLimitsConfig
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest, shortened
+from nemo_rl_moe.data.thinking import THINK_START
 from nemo_rl_moe.data.turn_glue import NoExtension
 from nemo_rl_moe.rewards.interface import Fault
 from nemo_rl_moe.rollouts.environment import Session
@@ -15,7 +16,7 @@ from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.runs.folder.conversations import Outcome, ToolUse, as_arguments
 from nemo_rl_moe.tools.arguments import ArgumentError, checked_arguments
 from nemo_rl_moe.tools.definitions import Tools
-from nemo_rl_moe.tools.formats.interface import THINK_START, MalformedCall, ParsedCall, ToolCall, ToolFormat
+from nemo_rl_moe.tools.formats.interface import MalformedCall, ParsedCall, ToolCall, ToolFormat
 from nemo_rl_moe.tools.formats.typed_values import properties_of
 from nemo_rl_moe.tools.results import ToolResult, cut, error_text
 

@@ -11,10 +11,11 @@ from nemo_rl_moe.data.chat_template import TextRenderer, text_renderer_for
 from nemo_rl_moe.data.continuation import Continuation, SampledTurn
 from nemo_rl_moe.data.messages import Message
 from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs
+from nemo_rl_moe.data.thinking import THINK_END, THINK_START
 from nemo_rl_moe.data.turn_glue import NoExtension, Rewritten
 from nemo_rl_moe.data.turn_spans import RenderError
 from nemo_rl_moe.errors import ConfigurationError, DataError
-from nemo_rl_moe.tools.formats.interface import THINK_END, THINK_START, ToolCall, ToolFormat
+from nemo_rl_moe.tools.formats.interface import ToolCall, ToolFormat
 from nemo_rl_moe.tools.formats.registry import TOOL_FORMATS
 from nemo_rl_moe.tools.formats.vllm_parsers import PREFIX, vllm_format
 

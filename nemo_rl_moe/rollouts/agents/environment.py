@@ -12,6 +12,7 @@ from typing import Any
 
 from nemo_rl_moe.data.messages import Message
 from nemo_rl_moe.data.record_values import RecordError
+from nemo_rl_moe.data.thinking import THINK_START
 from nemo_rl_moe.data.turn_glue import NoExtension
 from nemo_rl_moe.errors import DataError
 from nemo_rl_moe.rewards.interface import Fault, Score
@@ -24,7 +25,7 @@ from nemo_rl_moe.rollouts.agents.worker_pool import AgentEnd, AgentRun, AgentWor
 from nemo_rl_moe.rollouts.environment import Session
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.rollouts.wire_calls import CallMetrics, WireCalls
-from nemo_rl_moe.tools.formats.interface import THINK_START, ToolFormat
+from nemo_rl_moe.tools.formats.interface import ToolFormat
 
 REFUSED = "agent/refused_requests"
 CALL_METRICS = CallMetrics("agent/tool_calls", "agent/malformed_calls", "agent/failed_calls", "agent/unknown_calls")

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_rl_moe.data.messages import Message
+from nemo_rl_moe.data.thinking import THINK_END
 from nemo_rl_moe.generation.interface import TokenIds
 from nemo_rl_moe.rollouts.agents.chat_requests import ChatRequest, schemas_of
 from nemo_rl_moe.rollouts.environment import Turn
-from nemo_rl_moe.tools.formats.interface import THINK_END, ParsedCall, Schemas, ToolCall, ToolFormat
+from nemo_rl_moe.tools.formats.interface import ParsedCall, Schemas, ToolCall, ToolFormat
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from nemo_rl_moe.data.messages import Message, content_text
+from nemo_rl_moe.data.thinking import THINK_START
 from nemo_rl_moe.rollouts.environment import Session, Turn
-from nemo_rl_moe.tools.formats.interface import THINK_START
 
 _Known = tuple[str, str, tuple[tuple[str, str], ...]]
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_rl_moe.data.thinking import THINK_END
+
 _MARK = re.compile(r"<[^<>]*>|\[[A-Z_]+\]")
 Schemas = Mapping[str, Mapping[str, Any]]
 """JSON schemas of the parameters, by the names of tool and parameter: formats without types need them."""
@@ -63,6 +65,3 @@ class ToolFormat:
         if begins_in_thinking:
             text = text.partition(THINK_END)[2]
         return self.parse(text, schemas)
-
-
-THINK_START, THINK_END = "<think>", "</think>"

@@ -9,16 +9,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from nemo_rl_moe.config.suggestions import shortened
+from nemo_rl_moe.data.thinking import THINK_END, THINK_START
 from nemo_rl_moe.errors import json_problem
-from nemo_rl_moe.tools.formats.interface import (
-    THINK_END,
-    THINK_START,
-    MalformedCall,
-    Parse,
-    ParsedCall,
-    Schemas,
-    ToolCall,
-)
+from nemo_rl_moe.tools.formats.interface import MalformedCall, Parse, ParsedCall, Schemas, ToolCall
 
 
 class CallProblem(ValueError):

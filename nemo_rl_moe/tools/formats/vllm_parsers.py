@@ -9,16 +9,9 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
+from nemo_rl_moe.data.thinking import THINK_END, THINK_START
 from nemo_rl_moe.errors import ConfigurationError, one_line
-from nemo_rl_moe.tools.formats.interface import (
-    THINK_END,
-    THINK_START,
-    MalformedCall,
-    ParsedCall,
-    Schemas,
-    ToolCall,
-    ToolFormat,
-)
+from nemo_rl_moe.tools.formats.interface import MalformedCall, ParsedCall, Schemas, ToolCall, ToolFormat
 from nemo_rl_moe.tools.formats.scanning import CallProblem, arguments_of, read_json
 
 if TYPE_CHECKING:

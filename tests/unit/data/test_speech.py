@@ -3,6 +3,7 @@
 """How a model speaks: stop tokens of its files, and the ends of turns that are trained on, worked out by hand."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ ANALYSIS = (
     "{% for m in messages %}{% if m.thinking %}<|channel|>analysis<|message|>{{ m.thinking }}<|end|>{% endif %}"
     "{{ m.content }}{% endfor %}"
 )
+THINK = Thinking("<think>", "</think>", "</think>")
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
 
 
@@ -251,10 +253,10 @@ def test_merges_within_a_response_stay() -> None:
     ("template", "expected"),
     [
         (CHATML, None),
-        (THINKING, Thinking("<think>", "</think>")),
-        (PROMPT_OPENS_THINKING, Thinking("<think>", "</think>", is_opened=True)),
-        (ANALYSIS, Thinking("<|channel|>analysis<|message|>", "<|end|>")),
-        ("{{ messages[-1].content.split('</think>')[-1] }}", Thinking("<think>", "</think>")),
+        (THINKING, THINK),
+        (PROMPT_OPENS_THINKING, replace(THINK, is_opened=True)),
+        (ANALYSIS, Thinking("<|channel|>analysis<|message|>", "<|end|>", "<|channel|>final<|message|>")),
+        ("{{ messages[-1].content.split('</think>')[-1] }}", THINK),
     ],
 )
 def test_marks_of_thinking(template: str, expected: Thinking | None) -> None:
@@ -264,4 +266,4 @@ def test_marks_of_thinking(template: str, expected: Thinking | None) -> None:
 
 
 def test_marks_of_thinking_are_shown_with_who_opens_them() -> None:
-    assert str(Thinking("<a>", "</a>", is_opened=True)) == "'<a>' to '</a>', opened by the generation prompt"
+    assert str(Thinking("<a>", "</a>", "</a>", is_opened=True)) == "'<a>' to '</a>', opened by the generation prompt"

@@ -13,7 +13,7 @@ from nemo_rl_moe.data.speech import Published, Speech, describe_speech, load_pub
 from nemo_rl_moe.data.tokenizer import load_tokenizer
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.generation.interface import SamplingParameters
-from nemo_rl_moe.launch.grpo import sampling_parameters
+from nemo_rl_moe.launch.grpo import sampling_parameters, scored_thinking
 from tests.support.byte_tokenizer import make_byte_tokenizer
 
 pytestmark = pytest.mark.megatron
@@ -125,3 +125,18 @@ def test_stop_tokens_are_in_the_vocabulary(speech: Speech) -> None:
     ]
     with pytest.raises(ConfigurationError, match=r"got null, the model's end token 1, expected ids from 0 to 0"):
         sampling_parameters(generation_config(stop_token_ids=None), speech, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "answer_after", "warns"), [("exact", None, True), ("exact", "A", False), ("math", None, False)]
+)
+def test_whole_responses_of_a_model_that_thinks_are_named(name: str, answer_after: str | None, warns: bool) -> None:
+    after = "null" if answer_after is None else answer_after
+    overrides = [f"env.name={name}", "env.reasoning_gym=null", f"env.answer_after={after}"]
+    config = load_grpo_config("grpo_tiny_moe.yaml", overrides, check_paths=False)
+    thinks = describe_speech(make_byte_tokenizer("{{ messages[-1].content.split('</think>')[-1] }}"))
+    plain = describe_speech(make_byte_tokenizer("{{ messages[-1].content }}"))
+    lines = list(scored_thinking(config, thinks))
+    assert [line.startswith("env.answer_after: null, and") for line in lines] == [True] * warns
+    assert all(line.endswith("env.answer_after=</think> compares the text behind it") for line in lines)
+    assert list(scored_thinking(config, plain)) == []
