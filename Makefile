@@ -213,7 +213,8 @@ real-model: $(STAMP) $(if $(wildcard $(REAL_MODEL)-MoE),,$(GGUF_STAMP)) ## a rel
 	@PYTHONPATH=$(CURDIR)/$(GGUF_VENV)/site $(VENV)/bin/python -m examples.real_model
 
 test-world: $(TEST_STAMP) world real-model ## every supported family with its published chat template and tokenizer, and a released model; downloads them first
-	@$(PYTEST) tests/world -m world $(IN_PARALLEL) $(PYTEST_ARGUMENTS)
+	@$(PYTEST) tests/world --ignore-glob='*/test_real_*' -m world $(IN_PARALLEL) $(PYTEST_ARGUMENTS)
+	@$(PYTEST) tests/world/test_real_*.py -m world $(PYTEST_ARGUMENTS)  # one at a time: up to 10 GB each
 
 # What continuous integration runs of it: a skipped test is a failure there, for the files must be had.
 test-short-world: $(TEST_STAMP)
