@@ -6,7 +6,8 @@ Whoever tokenizes, generates or scores asks here, so that training and rollouts 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl_moe.data.chat_template import template_setup
@@ -153,7 +154,11 @@ class Speech:
             yield f"the model's own sampling, not applied: {values}"
 
 
-def describe_speech(tokenizer: "PreTrainedTokenizerBase", published: Published = NOTHING_PUBLISHED) -> Speech:
+def describe_speech(
+    tokenizer: "PreTrainedTokenizerBase",
+    published: Published = NOTHING_PUBLISHED,
+    kwargs: Mapping[str, Any] = MappingProxyType({}),
+) -> Speech:
     """Describe how a model speaks.
 
     Stop tokens are those of the tokenizer, of `generation_config.json` and of `config.json` (of its `text_config` for a
@@ -161,12 +166,13 @@ def describe_speech(tokenizer: "PreTrainedTokenizerBase", published: Published =
 
     Args:
         published: The model's files.
+        kwargs: The run's names for the chat template, such as `enable_thinking`.
 
     Raises:
         ConfigurationError: A file names stop tokens as no ids.
     """
     known, no_stops = _named(tokenizer, published)
-    plain, with_calls = _probes(tokenizer, [token.text for token in known])
+    plain, with_calls = _probes(tokenizer, [token.text for token in known], kwargs)
     ends = [probe.end_of_turn(with_calls=calls) for probe, calls in ((plain, False), (with_calls, True)) if probe]
     inside = with_calls.stops_inside_turns() if with_calls else frozenset()
     stops = [token for token in known if token.text in ends or token.text not in inside]
@@ -222,7 +228,7 @@ def _ids(value: object, file: str) -> list[int]:
 
 
 def _probes(
-    tokenizer: "PreTrainedTokenizerBase", stop_texts: Sequence[str]
+    tokenizer: "PreTrainedTokenizerBase", stop_texts: Sequence[str], kwargs: Mapping[str, Any]
 ) -> tuple[TemplateRenderer | None, TemplateRenderer | None]:
     """Return renderers of the chat templates without and with tools; None: there is no usable one."""
     if not tokenizer.chat_template:
@@ -231,7 +237,8 @@ def _probes(
         setups = [
             template_setup(tokenizer, with_tools=with_tools, stop_texts=stop_texts) for with_tools in (False, True)
         ]
-        return TemplateRenderer(setups[0]), TemplateRenderer(setups[1])
+        plain, with_calls = (TemplateRenderer(replace(each, names={**each.names, **kwargs})) for each in setups)
+        return plain, with_calls
     except DataError:  # reported where the template is used
         return None, None
 

@@ -49,12 +49,12 @@ class TemplateSetup:
     """A chat template with what it needs of its tokenizer.
 
     Attributes:
-        names: Special tokens by name, such as `eos_token`.
+        names: Special tokens by name, such as `eos_token`, and the run's names where it is probed with them.
         stop_texts: Tokens that end the model's turns.
     """
 
     template: str
-    names: Mapping[str, str]
+    names: Mapping[str, Any]
     stop_texts: tuple[str, ...]
     special_tokens: tuple[str, ...]
 

@@ -68,6 +68,8 @@ def _makes_tokens_of_file(tokenizer: "PreTrainedTokenizerBase", name: str) -> bo
     if path is None or not tokenizer.is_fast:
         return True
     published = Tokenizer.from_file(path)
+    published.no_truncation()
+    published.no_padding()
     try:
         expected = published.encode(_PROBE, add_special_tokens=False).ids
         return list(tokenizer(_PROBE, add_special_tokens=False)["input_ids"]) == expected

@@ -74,6 +74,7 @@ def turn_spans(
         start, is_prompted = turn.start()
         header = _role_header(text[start:], opening, special_tokens)
         end = turn.end(start)
+        turn.require_own_text_alone(start + header, end, opening)
         spans.append((start + header, end))
         unprompted = unprompted or not is_prompted or header > 0
     return TurnSpans(spans, unprompted)
@@ -194,6 +195,12 @@ class _Turn:
                 problem = problem or error
         assert problem is not None
         raise problem
+
+    def require_own_text_alone(self, start: int, end: int, opening: str) -> None:
+        """Reject a turn behind another one of the assistant, where the template prompts for none, with its header."""
+        header = _first_token(opening.strip(), self._special_tokens) or opening.strip()
+        if header and self._before[-1]["role"] == "assistant" and header in self._text[start:end]:
+            raise self._unstable(f"{header!r} stands between it and the turn of the assistant before it")
 
     def _end_by(self, stand_in: Message, start: int) -> int:
         """Find the character after the end token by a stand-in for the turn."""

@@ -125,7 +125,7 @@ def show_data(config: MasterConfig, number: int, stream: TextIO | None = None) -
     logger = ConsoleLogger(total_steps=0, live=config.logger.console.live, stream=stream)
     tokenizer = load_tokenizer(config.policy.tokenizer.name, config.policy.tokenizer.chat_template)
     use_corrected_template(tokenizer, config.policy.tokenizer, logger)
-    speech = describe_speech(tokenizer, load_published(config.policy.model_name))
+    speech = describe_speech(tokenizer, load_published(config.policy.model_name), config.data.chat_template_kwargs)
     announce_speech(speech, tokenizer, logger)
     view = _DataReader(tokenizer, logger, number, _image_rule(config), speech).view(config)
     logger.close()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from nemo_rl_moe.algorithms.step_recorder import RunSummary
@@ -77,11 +77,17 @@ class PreparedModel:
     image_rule: ImageRule | None = None
 
 
-def prepare_model(policy: PolicyConfig, console: ConsoleLogger, role: str | None = None) -> PreparedModel:
+def prepare_model(
+    policy: PolicyConfig,
+    console: ConsoleLogger,
+    role: str | None = None,
+    template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+) -> PreparedModel:
     """Fetch and check the model, so that what is wrong with it is reported before Ray starts; load the tokenizer.
 
     Args:
         role: Of a model beside the policy, whose router settings are its own and no reason for a warning.
+        template_kwargs: The run's names for the chat template.
 
     Raises:
         ConfigurationError: The model cannot be had, it, one of its fields or the layout is not supported, its folder
@@ -110,7 +116,7 @@ def prepare_model(policy: PolicyConfig, console: ConsoleLogger, role: str | None
     tokenizer = load_tokenizer(policy.tokenizer.name, policy.tokenizer.chat_template)
     files = collect_model_files(exported.content, hf_config, folder, tokenizer)
     use_corrected_template(tokenizer, policy.tokenizer, console)  # behind what is exported, which keeps the model's own
-    speech = describe_speech(tokenizer, load_published(str(folder)))
+    speech = describe_speech(tokenizer, load_published(str(folder)), template_kwargs)
     if role is None:
         announce_speech(speech, tokenizer, console)
     return PreparedModel(source, hf_config, tokenizer, files, policy, speech, image_rule)
@@ -278,7 +284,8 @@ class ModelRun:
         Raises:
             ConfigurationError: One of them cannot be had or used.
         """
-        self._model = prepare_model(self.config.policy, self.console)
+        kwargs = self.config.data.chat_template_kwargs
+        self._model = prepare_model(self.config.policy, self.console, template_kwargs=kwargs)
         # Starts while data are read. Not before: what is wrong with a model is reported without waiting for Ray.
         self._early_cluster = EarlyCluster(self.config)
         self._opened.callback(self._early_cluster.close)

@@ -45,7 +45,7 @@ class Spoken:
     def __init__(self, tokenizer: Any, named: list[int], kwargs: dict[str, bool]):
         self.tokenizer = tokenizer
         self.corrected = correct_template(tokenizer, "auto")
-        self.speech = describe_speech(tokenizer, Published({"eos_token_id": named}, {}))
+        self.speech = describe_speech(tokenizer, Published({"eos_token_id": named}, {}), kwargs)
         self.run_wide = TemplateInputs(kwargs=kwargs)
 
     def inputs(self, *, with_tools: bool) -> TemplateInputs:

@@ -27,6 +27,8 @@ class CallProblem(ValueError):
 
 
 BLANKS = re.compile(r"\s*")
+MOST_MALFORMED = 20
+"""Malformed calls of a turn behind which it is not read any further: a model that repeats itself writes thousands."""
 Read = Callable[[str, int, Schemas], tuple[list[ParsedCall], int]]
 """From a text and the place behind an opening mark to calls and the place behind them; raises `CallProblem`."""
 
@@ -45,8 +47,9 @@ def between_marks(opening: str | re.Pattern[str], closing: str, read: Read, *, m
 
     def parse(text: str, schemas: Schemas) -> list[ParsedCall]:
         calls: list[ParsedCall] = []
-        place = 0
-        while (found := next_opening.search(text, place)) is not None:
+        place, num_malformed = 0, 0
+        # Each malformed call may cost a search up to the end of the text.
+        while num_malformed < MOST_MALFORMED and (found := next_opening.search(text, place)) is not None:
             if found["think"]:
                 end = text.find(THINK_END, found.end())
                 place = len(text) if end == -1 else end + len(THINK_END)
@@ -56,7 +59,7 @@ def between_marks(opening: str | re.Pattern[str], closing: str, read: Read, *, m
                 if not (may_stay_open and BLANKS.fullmatch(text, place)):
                     place = behind(text, place, closing)
             except CallProblem as problem:
-                read_calls = [MalformedCall(str(problem))]
+                read_calls, num_malformed = [MalformedCall(str(problem))], num_malformed + 1
                 goes_on = next_place.search(text, max(found.end(), problem.read_up_to))
                 place = len(text) if goes_on is None else goes_on.end() if goes_on["closing"] else goes_on.start()
             calls += read_calls

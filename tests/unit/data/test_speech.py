@@ -267,3 +267,13 @@ def test_marks_of_thinking(template: str, expected: Thinking | None) -> None:
 
 def test_marks_of_thinking_are_shown_with_who_opens_them() -> None:
     assert str(Thinking("<a>", "</a>", "</a>", is_opened=True)) == "'<a>' to '</a>', opened by the generation prompt"
+
+
+def test_the_run_s_names_for_the_template_count() -> None:
+    tokenizer = make_byte_tokenizer(
+        PROMPT_OPENS_THINKING + "{%- if closed and add_generation_prompt %}{{- '</think>' }}{%- endif %}"
+    )
+    opened, closed = (describe_speech(tokenizer, kwargs={"closed": value}) for value in (False, True))
+    assert opened.thinking == replace(THINK, is_opened=True)
+    assert closed.thinking == THINK
+    assert closed.generation_prompt.endswith("</think>")

@@ -86,3 +86,13 @@ def test_tokens_are_those_of_the_file_whatever_class_is_named(byte_tokenizer, tm
     assert loaded(text, add_special_tokens=False)["input_ids"] == published(text)["input_ids"]
     assert loaded.decode(loaded(text)["input_ids"]) == text
     assert loaded.eos_token == "<|end|>"
+
+
+def test_a_stored_truncation_is_no_other_tokenizer(byte_tokenizer, tmp_path):
+    byte_tokenizer().save_pretrained(tmp_path)
+    stored = json.loads((tmp_path / "tokenizer.json").read_text())
+    truncation = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({**stored, "truncation": truncation}))
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "tokenizer_class": "Qwen2Tokenizer"}))
+    assert type(load_tokenizer(str(tmp_path))).__name__ == "Qwen2Tokenizer"

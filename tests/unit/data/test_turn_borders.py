@@ -81,3 +81,17 @@ def test_a_header_behind_results_is_none_of_the_models():
 def test_a_turn_around_the_results_is_refused():
     problem = spans(TEXT_BEHIND_RESULTS, QUESTION, CALLING, RESULT, A1)
     assert problem.startswith("the tokens of turn 1 cannot be distinguished from the rest: with this chat template ")
+
+
+# As Nemotron Nano 2's: the generation prompt is left out behind a turn of the assistant, whose header is still written.
+NO_PROMPT_BEHIND_ASSISTANT = """\
+{%- for m in messages %}{{- '<|start|>' + m.role + '\\n' + m.content + '<|end|>' }}{% endfor %}
+{%- if add_generation_prompt and messages[-1].role != 'assistant' %}{{- '<|start|>assistant\\n' }}{% endif %}
+"""
+
+
+def test_the_header_of_a_second_turn_in_a_row_is_not_trained_on():
+    text, found = spans(NO_PROMPT_BEHIND_ASSISTANT, QUESTION, A1, QUESTION, A2)
+    assert found == ["a1<|end|>", "a2<|end|>"], text
+    result = spans(NO_PROMPT_BEHIND_ASSISTANT.replace("<|start|>", "head"), QUESTION, A1, A2)
+    assert "'headassistant' stands between it and the turn of the assistant before it" in str(result)

@@ -19,6 +19,7 @@ from nemo_rl_moe.tools.detection import calls_line, format_of
 from nemo_rl_moe.tools.formats import vllm_parsers
 from nemo_rl_moe.tools.formats.interface import MalformedCall, ToolCall, ToolFormat
 from nemo_rl_moe.tools.formats.registry import TOOL_FORMATS
+from nemo_rl_moe.tools.formats.scanning import MOST_MALFORMED
 from tests.support.byte_tokenizer import make_byte_tokenizer
 from tests.support.call_templates import CALL_TEMPLATES
 from tests.support.conversations import ALL
@@ -424,3 +425,16 @@ def test_tools_need_a_chat_template() -> None:
     tokenizer.chat_template = None
     with pytest.raises(ConfigurationError, match="the tokenizer has no chat template that could show them"):
         format_of(tokenizer, "hermes", NO_INPUTS)
+
+
+HERMES_CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+
+
+def test_a_turn_of_malformed_calls_is_not_read_to_its_end() -> None:
+    """Each of them costs a search up to the end of the text: 4,000 of OLMo-3's took five seconds."""
+    bad, good = '<function_calls>f(a="', "<function_calls>f(a=1)</function_calls>"
+    found = TOOL_FORMATS["olmo3"].calls(bad * (MOST_MALFORMED + 5) + good, {})
+    assert len(found) == MOST_MALFORMED
+    assert all(isinstance(call, MalformedCall) for call in found)
+    found = TOOL_FORMATS["hermes"].calls("<tool_call>x</tool_call>" * (MOST_MALFORMED - 1) + HERMES_CALL, {})
+    assert isinstance(found[-1], ToolCall)
