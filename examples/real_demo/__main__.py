@@ -6,8 +6,6 @@ python -m examples.real_demo --seeds 0,1,2
 """
 
 import argparse
-import shlex
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,9 +13,13 @@ from pathlib import Path
 from examples.real_demo.data import write_data
 from examples.real_demo.results import Run, read_run, responses, table
 from examples.studies.command import SETTINGS_FILE, check_settings, exit_code_of
+from examples.studies.programs import run_stage
 
 OUTPUT = Path("results/real_demo")
+_NAME = "demo-real"
 _FINAL = "final"
+_MODEL = f"{_FINAL}/config.json"
+"""A file that a complete run leaves."""
 _DESCRIPTION = """\
 SmolLM2-135M-Instruct, made a Mixture-of-Experts model by `make real-model`, learns to say which of five kinds of thing
 a word names: for each seed supervised fine-tuning on 20 words, then reinforcement learning on 100 words without their
@@ -63,39 +65,38 @@ def _run(options: argparse.Namespace) -> int:
 
 def _train(command: str, folder: Path, data: Path, files: tuple[str, str], overrides: Sequence[str]) -> None:
     """Run a command of this package, unless its model exists; an interrupted run continues."""
-    if (folder / _FINAL / "config.json").is_file():
+    result = folder / _MODEL
+    if result.is_file():
         return
-    _call(
-        *(command, "--config", f"examples/configs/{command}_real_moe.yaml"),
+    words = [
+        *("-m", "nemo_rl_moe.cli", command, "--config", f"examples/configs/{command}_real_moe.yaml"),
         f"data.train.path={data / files[0]}",
         f"data.validation.path={data / files[1]}",
         f"checkpointing.checkpoint_dir={folder}",
         f"logger.log_dir={folder / 'logs'}",
         *overrides,
-    )
-
-
-def _call(*words: str) -> None:
-    """Run one of this package's commands, whose output is the user's; where it fails, this ends with its exit code."""
-    print(f"[demo-real] nemo-rl-moe {shlex.join(words)}", flush=True)
-    code = subprocess.run([sys.executable, "-m", "nemo_rl_moe.cli", *words], check=False).returncode
-    if code:
-        sys.exit(code if code > 0 else 128 - code)
+    ]
+    run_stage(_NAME, words, result)
 
 
 def _report(output: Path) -> None:
     """Print five responses, the experts of the words and the accuracies of all seeds; write the report of a run."""
     from examples.real_demo.experts import draw_kinds, kinds_by_expert, sharpest_table
     from nemo_rl_moe.atomic_writes import write_whole
+    from nemo_rl_moe.errors import DataError
     from nemo_rl_moe.runs.loggers.plots import as_png
 
     folders = {
-        int(found.parent.name.rpartition("-")[2]): found.parent for found in sorted(output.glob(f"grpo-*/{_FINAL}"))
+        int(found.parents[1].name.rpartition("-")[2]): found.parents[1]
+        for found in sorted(output.glob(f"grpo-*/{_MODEL}"))
     }
+    if not folders:
+        raise DataError(f"--output {output}: no run is complete")
     runs: dict[int, Run] = {seed: read_run(folder / "logs") for seed, folder in folders.items()}
     seed = min(runs)
     log = runs[seed].folder
-    _call("report", str(log), "--output", str(output / "report.html"))
+    report = output / "report.html"
+    run_stage(_NAME, ["-m", "nemo_rl_moe.cli", "report", str(log), "--output", str(report)], report)
     counts = kinds_by_expert(folders[seed] / _FINAL)
     write_whole(output / "experts_by_kind.png", as_png(draw_kinds(counts)))
     text = table(runs)
@@ -104,7 +105,7 @@ def _report(output: Path) -> None:
     print(responses(runs[seed]))
     print(f"\nThe experts of the words, after it:\n{sharpest_table(counts)}")
     print(f"\nShares of right responses to held-out words:\n{text}\n")
-    print(f"report: {output / 'report.html'}; experts of each kind of word: {output / 'experts_by_kind.png'}")
+    print(f"report: {report}; experts of each kind of word: {output / 'experts_by_kind.png'}")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from examples.studies.intervals import interval
 from nemo_rl_moe.errors import DataError
+from nemo_rl_moe.runs.folder.folder import newest_run_folders
 from nemo_rl_moe.runs.folder.saved_samples import SAMPLES_FILE_NAME
 
 _NUM_SHOWN = 5
@@ -36,9 +37,9 @@ def read_run(logs: Path) -> Run:
     """Read the last run of a folder of logs.
 
     Raises:
-        DataError: It has no validations, or its file is damaged.
+        DataError: There is no run, it has no validations, or its file is damaged.
     """
-    folder = sorted(logs.glob("exp_*"))[-1]
+    folder = (newest_run_folders(logs) or [logs])[0]
     path = folder / SAMPLES_FILE_NAME
     validations: dict[int, list[Answer]] = {}
     try:

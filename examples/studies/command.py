@@ -10,7 +10,6 @@ import json
 import math
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -196,25 +195,10 @@ def show_tables(
 
 def run_jobs(module: str, words: Sequence[str], number_of_jobs: int) -> int:
     """Start several processes, each of which takes runs that no other one has; return the worst exit code."""
-    from nemo_rl_moe.distributed.run_process import signal_when_parent_ends
+    from examples.studies.programs import run_programs
 
     command = [sys.executable, "-m", module, *words, "--jobs", "1", "--job"]
-    jobs = [
-        subprocess.Popen([*command, str(number)], preexec_fn=lambda: signal_when_parent_ends(signal.SIGTERM))
-        for number in range(number_of_jobs)
-    ]
-
-    def pass_on(number: int, frame: object) -> None:
-        for job in jobs:
-            job.terminate()
-
-    former = signal.signal(signal.SIGTERM, pass_on)
-    try:
-        return max(job.wait() for job in jobs)
-    except KeyboardInterrupt:
-        return max(job.wait() for job in jobs)  # the terminal has reported them too
-    finally:
-        signal.signal(signal.SIGTERM, former)
+    return run_programs([[*command, str(number)] for number in range(number_of_jobs)])
 
 
 def run_session(

@@ -6,16 +6,16 @@ python -m examples.tools_demo --seeds 0,1,2
 """
 
 import argparse
-import shlex
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from examples.studies.command import SETTINGS_FILE, check_settings, exit_code_of
+from examples.studies.programs import run_stage
 from examples.tools_demo.results import METHODS, Run, table, validations
 
 OUTPUT, DATA = Path("results/tools_demo"), Path("data/calculator")
+_NAME = "tools-demo"
 FINAL = "final"
 _OVERRIDES = {
     "tool": (),
@@ -77,7 +77,7 @@ def _run(options: argparse.Namespace) -> int:
         (output / SETTINGS_FILE).unlink(missing_ok=True)  # nothing was made with them
     check_settings(output / SETTINGS_FILE, {"overrides": options.overrides, "data": str(options.data)})
     if not (options.data / "manifest.json").is_file():  # the last file of them
-        _call("-m", "examples.tools_demo.data", "--output", str(options.data))
+        run_stage(_NAME, ["-m", "examples.tools_demo.data", "--output", str(options.data)])
     for seed in options.seeds:
         _fine_tune(output, options.data, seed, options.overrides)
         for method in options.methods:
@@ -109,32 +109,27 @@ def _reinforce(output: Path, data: Path, run: Run, overrides: Sequence[str]) -> 
 
 def _train(command: str, folder: Path, data: Path, files: tuple[str, str], overrides: Sequence[str]) -> None:
     """Run a command of this package, unless its model is there; an interrupted run goes on."""
-    if (folder / FINAL / "config.json").is_file():
+    result = folder / FINAL / "config.json"
+    if result.is_file():
         return
     others = _SECTIONS[command]
-    _call(
+    words = [
         *("-m", "nemo_rl_moe.cli", command, "--config", f"examples/configs/{command}_tiny_moe_tools.yaml"),
         f"data.train.path={data / files[0]}",
         f"data.validation.path={data / files[1]}",
         f"checkpointing.checkpoint_dir={folder}",
         f"logger.log_dir={folder / 'logs'}",
         *(override for override in overrides if not override.startswith(others)),
-    )
-
-
-def _call(*words: str) -> None:
-    """Run a Python program, whose output is the user's; where it fails, this one ends with its exit code."""
-    shown = shlex.join(words[1:]).replace("nemo_rl_moe.cli", "nemo-rl-moe", 1)
-    print(f"[tools-demo] {shown}", flush=True)
-    code = subprocess.run([sys.executable, *words], check=False).returncode
-    if code:
-        sys.exit(code if code > 0 else 128 - code)
+    ]
+    run_stage(_NAME, words, result)
 
 
 def _report(output: Path) -> None:
     """Print the table of all runs that are done, and draw the pictures."""
     from examples.tools_demo.pictures import draw_learning, draw_routing
     from nemo_rl_moe.atomic_writes import write_whole
+    from nemo_rl_moe.errors import DataError
+    from nemo_rl_moe.runs.folder.folder import newest_run_folders
     from nemo_rl_moe.runs.folder.writer_load import FOLDER_NAME as WRITER_TABLE
     from nemo_rl_moe.runs.loggers.plots import as_png
 
@@ -144,7 +139,10 @@ def _report(output: Path) -> None:
         for found in sorted(output.glob(f"{method}-*"))
         if (found / FINAL / "config.json").is_file()
     }
-    logs = {run: sorted((folder / "logs").glob("exp_*"))[-1] for run, folder in folders.items()}
+    if not folders:
+        raise DataError(f"--output {output}: no run is complete")
+    # A folder without a run is reported by its reader.
+    logs = {run: (newest_run_folders(found / "logs") or [found / "logs"])[0] for run, found in folders.items()}
     results = {run: validations(log) for run, log in logs.items()}
     text = table(results)
     print(f"\nShares of responses, before and after reinforcement learning; means are those after it\n\n{text}\n")
