@@ -32,7 +32,7 @@ from nemo_rl_moe.models.model_files import (
     WeightsFormat,
     copied_model_files,
     left_out_line,
-    tokenizer_code,
+    missing_code_line,
     write_model_files,
 )
 from nemo_rl_moe.models.peft_files import ExpertForm, lora_of_folder
@@ -195,11 +195,8 @@ def _convert(conversion: Conversion, console: ConsoleLogger) -> None:
                 left_out = write(model, staging, files, progress)
         for name in left_out:
             console.warn(left_out_line(name))
-    if code := tokenizer_code(files):
-        console.warn(
-            f"the tokenizer needs code of its own ({', '.join(code)}), which is not copied: AutoTokenizer cannot load "
-            "the output until you have put that beside it, where you trust it"
-        )
+    if warning := missing_code_line(files):
+        console.warn(warning)
     console.message(f"{target}: {num_parameters:,} parameters in {policy.precision}")
     has_vision = vision_family_of(config_json) is not None
     if conversion.target_format != "adapter":

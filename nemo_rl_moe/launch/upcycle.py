@@ -17,12 +17,20 @@ from torch import Tensor
 from nemo_rl_moe.errors import ConfigurationError, UserError
 from nemo_rl_moe.launch.output_folder import require_free, staged
 from nemo_rl_moe.models.hf_files import check_small_files, holds_megatron_weights, load_config_json, load_hf_config
-from nemo_rl_moe.models.model_files import copied_model_files
-from nemo_rl_moe.models.safetensors_folder import SafetensorsFolder, one_line
-from nemo_rl_moe.models.upcycling import ExpertShape, Upcycling, check_family, check_tensors, moe_config
+from nemo_rl_moe.models.model_files import copied_model_files, missing_code_line
+from nemo_rl_moe.models.safetensors_folder import SafetensorsFolder, listed, one_line
+from nemo_rl_moe.models.upcycling import (
+    ExpertShape,
+    Upcycling,
+    check_family,
+    check_tensors,
+    left_out,
+    moe_config,
+)
 from nemo_rl_moe.runs.loggers.console import ConsoleLogger
 
 _NUM_TOKENS = 64
+_OF_16_BITS = ("BF16", "F16")
 
 
 @dataclass(frozen=True)
@@ -90,25 +98,52 @@ def _upcycle(request: UpcyclingRequest, console: ConsoleLogger) -> None:
     check_tensors(held, hf_config)
     upcycling = Upcycling(held, hf_config, request.shape, request.seed)
     files = copied_model_files(source, moe_config(config_json, hf_config, request.shape), hf_config)
+    for warning in _warnings(request.shape, held, files):
+        console.warn(warning)
+    is_checked = _is_checked(request, upcycling, console)
     try:
-        with console.phase(f"writing {target}") as progress, staged(target) as staging:
-            upcycling.write(staging, files, progress=progress)
+        with staged(target) as staging:
+            with console.phase(f"writing {target}") as progress:
+                upcycling.write(staging, files, progress=progress)
+            if is_checked:
+                with console.phase("comparing the logits of both models"):
+                    difference = compare_logits(source, staging)
+                console.message(f"{difference}")
     except (OSError, SafetensorError) as error:
         raise ConfigurationError(f"--output: {target}: {one_line(error)}; nothing is left") from error
     console.message(
         f"{target}: {upcycling.num_parameters:,} parameters, of which a token uses {upcycling.num_active_parameters:,}"
     )
-    needed, free = 4 * upcycling.num_parameters, psutil.virtual_memory().available
-    if request.is_checked or (request.is_checked is None and needed <= free / 2):
-        with console.phase("comparing the logits of both models"):
-            difference = compare_logits(source, target)
-        console.message(f"{difference}")
-    elif request.is_checked is None:
-        console.message(
-            f"logits are not compared: the model takes {needed / 1e9:.0f} GB in float32, and {free / 1e9:.0f} GB are "
-            "free; --check compares them"
-        )
     console.message(f"to train it: policy.model_name={target} policy.init=pretrained")
+
+
+def _warnings(shape: ExpertShape, held: SafetensorsFolder, files: Mapping[str, bytes]) -> list[str]:
+    """Return lines on weights that are rounded, tensors that are left out, and code that is not copied."""
+    lines = []
+    if shape.rounds_weights and any(tensor.dtype in _OF_16_BITS for tensor in held.tensors.values()):
+        lines.append(
+            f"--granularity {shape.granularity} is no power of two: its factors round weights of 16 bits, so the new "
+            "model is close to the dense one and not equal to it"
+        )
+    if names := left_out(held):
+        lines.append(f"{held.folder}: left out: {listed(sorted(names))}: {next(iter(names.values()))}")
+    if line := missing_code_line(files):
+        lines.append(line)
+    return lines
+
+
+def _is_checked(request: UpcyclingRequest, upcycling: Upcycling, console: ConsoleLogger) -> bool:
+    """Return whether the logits are compared; if nobody has decided and there is no memory, print so."""
+    if request.is_checked is not None:
+        return request.is_checked
+    needed, free = 4 * upcycling.num_parameters, psutil.virtual_memory().available
+    if needed <= free / 2:
+        return True
+    console.message(
+        f"logits are not compared: the model takes {needed / 1e9:.0f} GB in float32, and {free / 1e9:.0f} GB are free; "
+        "--check compares them"
+    )
+    return False
 
 
 def _checked_config(request: UpcyclingRequest) -> Mapping[str, Any]:
@@ -133,8 +168,14 @@ def _checked_config(request: UpcyclingRequest) -> Mapping[str, Any]:
 
 
 def compare_logits(dense: Path, moe: Path) -> LogitsDifference:
-    """Compute the logits of random tokens with transformers, one model after the other."""
+    """Compute the logits of random tokens with transformers, one model after the other.
+
+    Raises:
+        ConfigurationError: A logit is no finite number.
+    """
     expected, found = _logits(dense), _logits(moe)
+    if not (expected.isfinite().all() and found.isfinite().all()):
+        raise ConfigurationError(f"--model: {dense}: its logits are NaN or infinite in float32; nothing is written")
     return LogitsDifference(
         largest=(expected - found).abs().max().item(),
         scale=expected.abs().max().item(),
@@ -148,7 +189,10 @@ def _logits(folder: Path) -> Float[Tensor, "tokens vocabulary"]:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    # Of grouped matrix products, widths must be multiples of 16 bytes.
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, local_files_only=True, experts_implementation="eager"
+    )
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(model.config.vocab_size, (1, _NUM_TOKENS), generator=generator)
     with torch.inference_mode():

@@ -30,6 +30,7 @@ _COPIED = (
     GENERATION_CONFIG_FILE,
     "*.model",
     "added_tokens.json",
+    "additional_chat_templates/*.jinja",
     "chat_template*",
     *IMAGE_FILES,
     "merges.txt",
@@ -62,7 +63,7 @@ def collect_model_files(
 
 def copied_model_files(source: Path, config_json: Mapping[str, Any], hf_config: Any) -> dict[str, bytes]:
     """Copy configuration, generation configuration, tokenizer and image processor from another folder."""
-    paths = {path.name: path for pattern in _COPIED for path in source.glob(pattern)}
+    paths = {path.relative_to(source).as_posix(): path for pattern in _COPIED for path in source.glob(pattern)}
     files = {
         name: path.read_bytes()
         for name, path in sorted(paths.items())
@@ -83,6 +84,17 @@ def tokenizer_code(files: Mapping[str, bytes]) -> list[str]:
     names = entries if isinstance(entries, list) else [entries]
     # A class of a file: `tokenization_moonshot.TikTokenTokenizer`.
     return sorted({f"{name.rpartition('.')[0]}.py" for name in names if isinstance(name, str) and "." in name})
+
+
+def missing_code_line(files: Mapping[str, bytes]) -> str | None:
+    """Return the warning about the code that a copied tokenizer needs; None where it needs none."""
+    code = tokenizer_code(files)
+    if not code:
+        return None
+    return (
+        f"the tokenizer needs code of its own ({', '.join(code)}), which is not copied: AutoTokenizer cannot load "
+        "the output until you have put that beside it, where you trust it"
+    )
 
 
 def left_out_line(name: str) -> str:

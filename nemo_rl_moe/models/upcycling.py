@@ -12,6 +12,7 @@ is the same, and a G that is a power of two rounds no weight.
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from torch import Tensor
 from nemo_rl_moe.checksums import write_inventory
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.families import FAMILIES, decoder
-from nemo_rl_moe.models.families.rules import ModelFamily
+from nemo_rl_moe.models.families.rules import ROTARY_BUFFERS, ModelFamily
 from nemo_rl_moe.models.model_files import write_model_files
 from nemo_rl_moe.models.safetensors_files import (
     MAX_SHARD_BYTES,
@@ -60,8 +61,10 @@ _MADE_EXPLICIT = (
     *("vocab_size", "tie_word_embeddings", "max_position_embeddings", "hidden_act", "attention_dropout"),
     *("bos_token_id", "eos_token_id", "pad_token_id"),
 )
-_OF_DENSE_MODELS_ALONE = frozenset({"attention_bias", "mlp_bias", "pretraining_tp"})
-_AUXILIARY_LOSS = 0.001
+# Of `auto_map` the code is of the dense model, and is not copied.
+_OF_DENSE_MODELS_ALONE = frozenset({"attention_bias", "auto_map", "mlp_bias", "pretraining_tp"})
+AUXILIARY_LOSS = 0.001
+"""Written as `router_aux_loss_coef`: the default of transformers' classes for all three counterparts."""
 _SHARE = 0.5
 """Share of a shared expert whose gate has weights of 0, and of the routed experts together."""
 
@@ -86,6 +89,12 @@ class ExpertShape:
         if width % self.granularity:
             lines.append(f"--granularity: got {self.granularity}, expected a divisor of intermediate_size {width}")
         return lines
+
+
+    @property
+    def rounds_weights(self) -> bool:
+        """Return True where numbers of 16 bits are rounded: a copy's factor is then no power of two."""
+        return bool(self.granularity & (self.granularity - 1))
 
 
 def check_family(config_json: Mapping[str, Any]) -> None:
@@ -122,7 +131,7 @@ def moe_config(config_json: Mapping[str, Any], hf_config: Any, shape: ExpertShap
         "architectures": [counterpart.architecture],
         "model_type": counterpart.model_type,
         "num_experts_per_tok": shape.top_k,
-        "router_aux_loss_coef": _AUXILIARY_LOSS,
+        "router_aux_loss_coef": AUXILIARY_LOSS,
     }
     if counterpart is _MIXTRAL:
         return content | {"num_local_experts": shape.num_experts, "intermediate_size": width, "sliding_window": None}
@@ -138,8 +147,15 @@ def moe_config(config_json: Mapping[str, Any], hf_config: Any, shape: ExpertShap
     )
 
 
+def left_out(held: SafetensorsFolder) -> dict[str, str]:
+    """Return the tensors that no model reads, each with the reason."""
+    return {
+        name: why for pattern, why in ROTARY_BUFFERS.items() for name in held.tensors if re.fullmatch(pattern, name)
+    }
+
+
 def check_tensors(held: SafetensorsFolder, hf_config: Any) -> None:
-    """Check that a folder holds the tensors of a dense model, and no others.
+    """Check that a folder holds the tensors of a dense model, and no others but those of `left_out`.
 
     Raises:
         ConfigurationError: A tensor is missing, has no place, or has another shape or a type that is not read.
@@ -156,7 +172,7 @@ def check_tensors(held: SafetensorsFolder, hf_config: Any) -> None:
         f"{what}: {listed(sorted(names))}"
         for what, names in (
             ("tensors missing", expected.keys() - held.tensors.keys() - may_lack),
-            ("tensors that the model has no place for", held.tensors.keys() - expected.keys()),
+            ("tensors that the model has no place for", held.tensors.keys() - expected.keys() - left_out(held).keys()),
             (
                 "tensors of another shape than config.json says",
                 {n for n in both if held.tensors[n].shape != expected[n]},
@@ -193,7 +209,7 @@ class Upcycling:
         for layer in range(hf_config.num_hidden_layers):
             of_mlps |= self._mlp(layer)
         # File by file, as the reader wants it.
-        names = sorted(held.tensors, key=lambda name: (held.tensors[name].file, name))
+        names = sorted(held.tensors.keys() - left_out(held).keys(), key=lambda name: (held.tensors[name].file, name))
         self._parts = {name: of_mlps.get(name) or [self._part(name, name)] for name in names}
 
     @property
@@ -222,6 +238,7 @@ class Upcycling:
             files: Contents of the small files, by name.
 
         Raises:
+            ConfigurationError: A weight is no finite number, or is none in the new model's format.
             OSError: A file cannot be read, or the disk did not take it.
         """
         folder.mkdir(parents=True)
@@ -237,7 +254,10 @@ class Upcycling:
                 whole = torch.empty(shape, dtype=reader.dtype(name))
                 reader.read_into(whole, name, [(0, length) for length in shape])
                 for part in parts:
-                    writer.write(part.of(whole))
+                    made = part.of(whole)
+                    if not made.isfinite().all():
+                        raise ConfigurationError(f"--model: {self._held.folder}: {name}: {_not_finite(whole, made)}")
+                    writer.write(made)
                 progress(number / len(self._parts))
         writer.close()
         write_inventory(folder, writer.parts)
@@ -296,6 +316,13 @@ class Upcycling:
 
 def _slice_of(along: int, index: int, count: int, factor: float) -> Callable[[Tensor], Tensor]:
     return lambda whole: whole.chunk(count, dim=along)[index] * factor
+
+
+def _not_finite(source: Tensor, made: Tensor) -> str:
+    bad = int((~source.isfinite()).sum())
+    if bad:
+        return f"{bad:,} of {source.numel():,} weights are NaN or infinite"
+    return f"slices of it exceed {str(made.dtype).removeprefix('torch.')}; a smaller --granularity has smaller factors"
 
 
 def _names(family: ModelFamily, parameter: str) -> list[str]:

@@ -38,6 +38,8 @@ _WITHOUT_EFFECT = field_names(
 _ALWAYS_READ = field_names("vocab_size tie_word_embeddings")
 _COUNTS = re.compile(r"(num_|n_)\w+|\w+_(size|dim|rank)")
 _NEVER_ZERO = field_names("vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim")
+ROTARY_BUFFERS = {r".*\.rotary_emb\.inv_freq": "buffers of the rotary embedding, which follow from config.json"}
+"""Regular expression of tensors that older versions of transformers saved, and why no model reads them."""
 LARGEST_SIZE, MOST_PARTS = 10**7, 10**4
 """Largest size, and largest number of layers or experts, that a `config.json` may ask for: today's models have up to
 3 * 10^5 entries of the vocabulary, 130 layers, 512 experts a layer."""

@@ -4,6 +4,7 @@
 
 import errno
 import json
+import math
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -269,6 +270,104 @@ def test_refusals_come_before_anything_is_written(
     assert code == 2, printed
     assert all(words in printed for words in expected), printed
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_widths_that_are_no_multiple_of_16_bytes_are_compared(tmp_path: Path) -> None:
+    # Half of 54 is 27 numbers.
+    dense = dense_model(tmp_path / "dense", intermediate_size=54)
+    assert_same(compare_logits(dense, upcycled(dense, tmp_path / "moe", HALVES)))
+
+
+def test_rotary_buffers_of_older_releases_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dense, moe = dense_model(tmp_path / "dense"), tmp_path / "moe"
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    _tensors(lambda tensors: tensors.update({name: torch.ones(4)}))(dense)
+    words = ["upcycle", "--model", str(dense), "--experts", "4", "--top-k", "2", "--output", str(moe)]
+    assert main(words) == 0
+    assert f"left out: {name}" in " ".join(capsys.readouterr().out.split())
+    assert name not in tensors_in(moe)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "is_warned"),
+    [
+        (torch.bfloat16, "6 3 3", True),
+        (torch.float16, "6 3 3", True),
+        (torch.bfloat16, "8 4 4", False),
+        (torch.float32, "6 3 3", False),
+    ],
+)
+def test_factors_that_round_weights_are_said(
+    dtype: torch.dtype, shape: str, is_warned: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dense, moe = dense_model(tmp_path / "dense", dtype=dtype), tmp_path / "moe"
+    experts, top_k, granularity = shape.split()
+    words = ["upcycle", "--model", str(dense), "--experts", experts, "--top-k", top_k, "--granularity", granularity]
+    assert main([*words, "--output", str(moe), "--no-check"]) == 0
+    assert ("no power of two" in capsys.readouterr().out) is is_warned
+    difference = compare_logits(dense, moe)
+    assert (difference.largest > 100 * ROUNDING * difference.scale) is is_warned
+
+
+def test_additional_templates_are_copied_and_the_dense_models_code_is_not_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dense = dense_model(tmp_path / "dense")
+    (dense / "additional_chat_templates").mkdir()
+    (dense / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    (dense / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["tokens.Own", null]}}')
+    _config(auto_map={"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"})(dense)
+    moe = upcycled(dense, tmp_path / "moe", COPIES)
+    assert (moe / "additional_chat_templates" / "tool_use.jinja").read_text() == "{{ tools }}"
+    assert find_damage(moe) == []
+    content = json.loads((moe / "config.json").read_text())
+    assert "auto_map" not in content
+    # The weight of the loss that keeps routers from choosing few experts: the default of transformers' own classes.
+    assert content["router_aux_loss_coef"] == 0.001
+    assert "needs code of its own (tokens.py), which is not copied" in " ".join(capsys.readouterr().out.split())
+
+
+def _with_infinity_in_halves(tensors: dict[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        tensors[name] = tensor.half()
+    tensors["model.layers.1.mlp.down_proj.weight"][0, 0] = 60_000  # twice of it is more than float16 has
+
+
+@pytest.mark.parametrize("check", ["--check", "--no-check"])
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda tensors: tensors[UP][3, 4:6].fill_(math.nan), f"{UP}: 2 of 1,536 weights are NaN or infinite"),
+        (
+            lambda tensors: tensors["model.norm.weight"][0].fill_(math.inf),
+            "model.norm.weight: 1 of 32 weights are NaN or infinite",
+        ),
+        (_with_infinity_in_halves, "model.layers.1.mlp.down_proj.weight: slices of it exceed float16"),
+    ],
+)
+def test_weights_that_are_no_numbers_are_refused(
+    change: Callable[[dict[str, Tensor]], object],
+    expected: str,
+    check: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    dense, moe = dense_model(tmp_path / "dense"), tmp_path / "moe"
+    _tensors(change)(dense)
+    words = ["upcycle", "--model", str(dense), "--experts", "8", "--top-k", "4", "--granularity", "4", check]
+    assert main([*words, "--output", str(moe)]) == 2
+    assert expected in " ".join(capsys.readouterr().err.split())
+    assert [path.name for path in tmp_path.iterdir()] == ["dense"]
+
+
+def test_logits_that_are_no_numbers_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # Each weight is a number, and their product is none.
+    dense = dense_model(tmp_path / "dense")
+    _tensors(lambda tensors: [tensors[name].fill_(1e30) for name in ("model.norm.weight", "lm_head.weight")])(dense)
+    words = ["upcycle", "--model", str(dense), "--experts", "4", "--top-k", "2", "--check"]
+    assert main([*words, "--output", str(tmp_path / "moe")]) == 2
+    assert "logits are NaN or infinite" in " ".join(capsys.readouterr().err.split())
+    assert [path.name for path in tmp_path.iterdir()] == ["dense"]
 
 
 def test_output_inside_the_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

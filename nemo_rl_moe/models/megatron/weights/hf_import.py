@@ -28,8 +28,6 @@ from nemo_rl_moe.models.safetensors_folder import SafetensorsFolder, listed, one
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-# Older versions of transformers saved these; they follow from the configuration.
-_ROTARY_BUFFERS = {r".*\.rotary_emb\.inv_freq": "buffers of the rotary embedding, which follow from config.json"}
 _EMBEDDING, _OUTPUT_LAYER = "embedding.word_embeddings.weight", "output_layer.weight"
 CLASSIFIER_HEAD = tensor_rule("score.weight")
 """The head of transformers' `ForSequenceClassification` with one label, which is a value head."""
@@ -52,9 +50,9 @@ def unused_patterns(hf_config: Any) -> dict[str, str]:
     family = family_of(hf_config)
     output = family.rules.find("output_layer.weight")
     if output is None or not hf_config.tie_word_embeddings:
-        return {**_ROTARY_BUFFERS, **family.unused_tensors(hf_config)}
+        return {**ROTARY_BUFFERS, **family.unused_tensors(hf_config)}
     tied = {re.escape(source.name): _TIED for source in output.sources}
-    return {**_ROTARY_BUFFERS, **tied, **family.unused_tensors(hf_config)}
+    return {**ROTARY_BUFFERS, **tied, **family.unused_tensors(hf_config)}
 
 
 def sort_out(
