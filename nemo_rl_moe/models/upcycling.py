@@ -90,7 +90,6 @@ class ExpertShape:
             lines.append(f"--granularity: got {self.granularity}, expected a divisor of intermediate_size {width}")
         return lines
 
-
     @property
     def rounds_weights(self) -> bool:
         """Return True where numbers of 16 bits are rounded: a copy's factor is then no power of two."""

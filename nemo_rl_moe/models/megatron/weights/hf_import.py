@@ -15,7 +15,7 @@ import torch.distributed as dist
 from nemo_rl_moe.checksums import ACCEPTING
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.families import family_of
-from nemo_rl_moe.models.families.rules import Rows, Rule
+from nemo_rl_moe.models.families.rules import ROTARY_BUFFERS, Rows, Rule
 from nemo_rl_moe.models.families.rules import rule as tensor_rule
 from nemo_rl_moe.models.megatron.model.agreement import DamageSearch, union_of_ranks
 from nemo_rl_moe.models.megatron.model.value_head import PREFIX as VALUE_HEAD_PREFIX
