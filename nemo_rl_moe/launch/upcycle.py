@@ -114,7 +114,9 @@ def _upcycle(request: UpcyclingRequest, console: ConsoleLogger) -> None:
     console.message(
         f"{target}: {upcycling.num_parameters:,} parameters, of which a token uses {upcycling.num_active_parameters:,}"
     )
-    console.message(f"to train it: policy.model_name={target} policy.init=pretrained")
+    # In bfloat16 copies tie, and a token takes slices of two.
+    routers = " policy.megatron_cfg.moe_router_dtype=fp32" if request.shape.granularity > 1 else ""
+    console.message(f"to train it: policy.model_name={target} policy.init=pretrained{routers}")
 
 
 def _warnings(shape: ExpertShape, held: SafetensorsFolder, files: Mapping[str, bytes]) -> list[str]:

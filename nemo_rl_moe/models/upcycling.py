@@ -7,7 +7,8 @@ granularity G each copy is cut into G slices of its width, whose rows of the rou
 slices of a copy together, each with a G-th of the copy's weight, and the experts' outputs must be multiplied by G.
 Megatron-Core's `upcycling_utils` multiplies all three matrices by the cube root of G, also the one before the
 activation, and computes something else than the dense model. Here the other two have the full factor: the function
-is the same, and a G that is a power of two rounds no weight.
+is the same, and a G that is a power of two rounds no weight. Routers must compute in float32: rows of two copies that
+tie in bfloat16 let a token take a slice of each.
 """
 
 import json
