@@ -97,13 +97,13 @@ def _report(output: Path) -> None:
     log = runs[seed].folder
     report = output / "report.html"
     run_stage(_NAME, ["-m", "nemo_rl_moe.cli", "report", str(log), "--output", str(report)], report)
-    counts = kinds_by_expert(folders[seed] / _FINAL)
-    write_whole(output / "experts_by_kind.png", as_png(draw_kinds(counts)))
+    counts, lower_case = (kinds_by_expert(folders[seed] / _FINAL, spelled) for spelled in (str, str.lower))
+    write_whole(output / "experts_by_kind.png", as_png(draw_kinds(counts, lower_case)))
     text = table(runs)
     write_whole(output / "table.md", f"{text}\n")
     print(f"\nResponses to held-out words before and after reinforcement learning, seed {seed}:")
     print(responses(runs[seed]))
-    print(f"\nThe experts of the words, after it:\n{sharpest_table(counts)}")
+    print(f"\nThe experts of the words, after it:\n{sharpest_table(counts, lower_case)}")
     print(f"\nShares of right responses to held-out words:\n{text}\n")
     print(f"report: {report}; experts of each kind of word: {output / 'experts_by_kind.png'}")
 

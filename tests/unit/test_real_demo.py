@@ -12,7 +12,7 @@ import torch
 
 from examples.real_demo.data import NUM_SHOWN, NUM_TRAINED, WORDS, write_data
 from examples.real_demo.data import main as make_data
-from examples.real_demo.experts import KindsByExpert, sharpest_table
+from examples.real_demo.experts import KindsByExpert, draw_kinds, sharpest_table
 from examples.real_demo.results import Answer, Run, accuracy, read_run, responses, table
 from nemo_rl_moe.config.loading import load_any_config
 from nemo_rl_moe.errors import DataError
@@ -105,13 +105,32 @@ def test_table_has_the_gain_of_each_seed_and_its_interval() -> None:
 
 
 def test_information_is_none_for_equal_experts_and_all_of_it_for_own_ones() -> None:
-    found = KindsByExpert(num_layers=3, num_experts=6)
-    found.counts[0] = torch.tensor([1.0, 2, 3, 4, 5, 6])
-    found.counts[1, range(5), range(5)] = 7.0
-    found.counts[2] = torch.tensor([2.0, 1, 1, 1, 1, 1])
-    found.words[1, 0] = ["bee", "cow"]
+    of_words = torch.zeros(3, 5, 2, 6)
+    of_words[0] = torch.tensor([1.0, 2, 3, 4, 5, 6])
+    of_words[1, range(5), :, range(5)] = 7.0
+    of_words[2] = torch.tensor([2.0, 1, 1, 1, 1, 1])
+    words = [["bee", "cow"], ["ivy", "oak"], ["ham", "pie"], ["axe", "saw"], ["Iran", "Peru"]]
+    found = KindsByExpert(words, of_words)
     assert found.information.tolist() == pytest.approx([0.0, math.log2(5), 0.0], abs=1e-6)
-    text = sharpest_table(found)
-    assert text.startswith("layer 1, whose experts tell 2.32 bits")
-    assert "expert 0: 2 words, such as bee, cow" in text
-    assert "expert 5: -" in text
+    lower_case = KindsByExpert(words, torch.ones(3, 5, 2, 6))
+    lines = sharpest_table(found, lower_case).splitlines()
+    assert lines[0].startswith("layer 1, bits that the experts tell about the kind of a word: 2.32 (mean")
+    assert lines[1].startswith("  control, all words in lower case: 0.00 (mean")
+    assert "  expert 0: 2 words, such as bee, cow" in lines
+    assert "  expert 5: -" in lines
+    figure = draw_kinds(found, lower_case)
+    labels = [axes.get_ylabel() for axes in figure.axes]
+    assert labels[:10:5] == ["layer, words as written", "layer, words in lower case"]
+
+
+def test_few_words_tell_something_by_chance() -> None:
+    # Each word has an expert of its own choice, which says nothing about its kind.
+    chosen = torch.randint(6, (4, 5, 8), generator=torch.Generator().manual_seed(1))
+    found = KindsByExpert([], torch.nn.functional.one_hot(chosen, 6).float())
+    by_chance = found.information_by_chance()
+    assert (by_chance > 0.1).all()
+    # As near as any other deal of the kinds.
+    assert found.information.mean().item() == pytest.approx(by_chance.mean().item(), rel=0.3)
+    # Many words tell much less.
+    many = KindsByExpert([], torch.nn.functional.one_hot(chosen.repeat(1, 1, 30), 6).float())
+    assert (many.information_by_chance() < by_chance / 10).all()
