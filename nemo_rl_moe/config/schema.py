@@ -29,6 +29,7 @@ from nemo_rl_moe.config.schema_run import (
     REWARD_MODEL_ROLE,
     CheckpointingConfig,
     ClusterConfig,
+    DataConfig,
     LoggerConfig,
     PairDataConfig,
     SampleDataConfig,
@@ -88,6 +89,8 @@ class MasterConfig(StrictModel):
     """The model."""
     logger: LoggerConfig
     """Destinations of metrics."""
+    data: DataConfig
+    """The records to train on."""
     cluster: ClusterConfig
     """The machines."""
 
