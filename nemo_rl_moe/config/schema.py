@@ -89,10 +89,10 @@ class MasterConfig(StrictModel):
     """The model."""
     logger: LoggerConfig
     """Destinations of metrics."""
-    data: DataConfig
-    """The records to train on."""
     cluster: ClusterConfig
     """The machines."""
+    data: DataConfig
+    """The records to train on."""
 
     @property
     def data_parallel_size(self) -> int:
