@@ -72,8 +72,8 @@ M = "policy.megatron_cfg"
         ("+sft.zzz=1", None),
         (
             "data=3",
-            "data: got 3 (int), expected a section with the keys on_bad_line, load_timeout_s, chat_template_kwargs, tools,"
-            " image_key, image_root, max_image_pixels, train, validation, shuffle, messages_key, prompt_key,"
+            "data: got 3 (int), expected a section with the keys on_bad_line, load_timeout_s, chat_template_kwargs,"
+            " tools, image_key, image_root, max_image_pixels, train, validation, shuffle, messages_key, prompt_key,"
             " completion_key",
         ),
         ("cluster={num_nodes: 1}", None),
