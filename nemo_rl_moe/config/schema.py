@@ -130,7 +130,7 @@ class GRPOMasterConfig(MasterConfig):
     env: MixtureConfig
     """Scoring of responses."""
     reward_model: RewardModelConfig | None
-    """Model whose score is added to the reward, or is all of it (`env.name: reward_model`);
+    """Model whose score is added to the reward, or is all of it (`env.reward.kind: reward_model`);
     `cluster.roles.reward_model` places its workers. null: none."""
     data: MixedPromptDataConfig
     """The prompts."""

@@ -306,7 +306,7 @@ class PromptSourceConfig(StrictModel):
 
     path: PathText | None
     """A `.jsonl` file, a `.txt` file of one prompt a line (for rewards without an answer), or a name or folder that
-    `datasets.load_dataset` takes; null: sampled from `env.reasoning_gym`, or the data of an
+    `datasets.load_dataset` takes; null: sampled from the task of `env.reward`, or the data of an
     environment of verifiers. A prompt that stands there several times is
     taken once: `grpo.max_num_epochs` repeats all of them. Held-out prompts that are training prompts too are left out,
     unless both paths are the same."""

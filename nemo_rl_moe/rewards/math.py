@@ -32,7 +32,9 @@ class MathReward:
         try:
             import math_verify
         except ImportError as error:
-            raise ConfigurationError(f"env.name: math cannot be imported ({error}); pip install math-verify") from error
+            raise ConfigurationError(
+                f"env.reward.kind: math cannot be imported ({error}); pip install math-verify"
+            ) from error
         # Its own time limits are whole seconds and use the one alarm that ours needs; it warns that they are off.
         logging.getLogger("math_verify").setLevel(logging.ERROR)
         self._library = math_verify
