@@ -27,7 +27,9 @@ TP2 = {
     "cluster.roles.reward_model.cpu_workers_per_node": 2,
 }
 PACKED = {"policy.sequence_packing.enabled": True, "policy.sequence_packing.train_mb_tokens": 128}
-ALONE = {"env.name": "reward_model", "env.reasoning_gym": None, "env.answer_after": None}
+ALONE = {
+    "env.reward.kind": "reward_model",
+}
 
 
 def make_classifier(folder: Path, num_labels: int = 1) -> Path:

@@ -70,7 +70,7 @@ def test_base_exemplar_has_every_key_of_the_schema(algorithm: str) -> None:
     present = present_keys(read_with_defaults(exemplars_folder() / BASE_EXEMPLARS[algorithm]))
     absent = set(own_keys(ALGORITHMS[algorithm].config_class)) - set(present)
     # Sections of which at most one is read: they are null in the base, with a comment that says what is in them.
-    optional = ("env.reasoning_gym.", "env.callable.", "env.openenv.", "policy.lora.", "reward_model.")
+    optional = ("env.reward.", "env.callable.", "env.driver.", "policy.lora.", "reward_model.")
     assert all(key.startswith(optional) for key in absent), absent
 
 
@@ -127,8 +127,7 @@ RECIPES: dict[str, dict[str, object]] = {
     "grpo_math_1B.yaml": {
         "policy.model_name": "Qwen/Qwen3-1.7B",
         "grpo.max_num_steps": 500,
-        "env.name": "math",
-        "env.answer_after": None,
+        "env.reward.kind": "math",
         "env.score_truncated": False,
         "data.train.path": "agentica-org/DeepScaleR-Preview-Dataset",
         "data.validation.path": "HuggingFaceH4/MATH-500",

@@ -48,8 +48,8 @@ Problems = Callable[..., list[str]]
             "logger.num_samples_to_prin: unknown key; did you mean logger.num_samples_to_print?",
         ),
         (
-            "env.reasoning_gym.tsak=x",
-            "env.reasoning_gym.tsak: unknown key; did you mean env.reasoning_gym.task?",
+            "env.reward.tsak=x",
+            "env.reward.tsak: unknown key; did you mean env.reward.task?",
         ),
         (
             "grpo.num_generations_per_prompt=0",
@@ -128,10 +128,13 @@ Problems = Callable[..., list[str]]
             "env.name: got 'maths' (str), expected one of math, exact, reasoning_gym, callable, verifiers, openenv,"
             " reward_model or package.module:name; did you mean math?",
         ),
-        ("env.timeout_s=.inf", "env.timeout_s: got inf (float), expected a finite number above 0 and up to 100000000"),
         (
-            "env.reasoning_gym.parameters=3",
-            "env.reasoning_gym.parameters: got 3 (int), expected a section",
+            "env.reward.timeout_s=.inf",
+            "env.timeout_s: got inf (float), expected a finite number above 0 and up to 100000000",
+        ),
+        (
+            "env.reward.parameters=3",
+            "env.reward.parameters: got 3 (int), expected a section",
         ),
         (
             "env.reasoning_gym=basic_arithmetic",
@@ -181,14 +184,14 @@ def test_the_algorithm_is_known_by_its_section_inherited_ones_too(tmp_path: Path
 
 def test_parameters_of_a_task_are_free() -> None:
     overrides = [
-        "+env.reasoning_gym.parameters.min_terms=2",
-        "+env.reasoning_gym.parameters.operators=['+', '-']",
-        "+env.reasoning_gym.parameters.nested={deep: 1.5}",
+        "env.reward.parameters.min_terms=2",
+        "env.reward.parameters.operators=['+', '-']",
+        "env.reward.parameters.nested={deep: 1.5}",
     ]
     config = load_grpo_config("grpo_tiny_moe.yaml", overrides, check_paths=False)
     assert config.env.reasoning_gym is not None
     expected = {"min_terms": 2, "operators": ["+", "-"], "nested": {"deep": 1.5}}
-    assert config.env.reasoning_gym.parameters == expected
+    assert config.env.reward.parameters == expected
     assert dump_resolved(config)["env"]["reasoning_gym"]["parameters"] == expected
 
 
@@ -196,21 +199,21 @@ def test_a_parameter_of_a_task_is_set_whether_the_file_has_it_or_not(tmp_path: P
     own = tmp_path / "own.yaml"
     own.write_text("defaults: grpo_tiny_moe.yaml\nenv: {reasoning_gym: {parameters: {min_terms: 4}}}\n")
     config = load_grpo_config(
-        own, [f"env.reasoning_gym.parameters.{name}=2" for name in ("min_terms", "max_terms")], check_paths=False
+        own, [f"env.reward.parameters.{name}=2" for name in ("min_terms", "max_terms")], check_paths=False
     )
     assert config.env.reasoning_gym is not None
-    assert config.env.reasoning_gym.parameters == {"min_terms": 2, "max_terms": 2}
+    assert config.env.reward.parameters == {"min_terms": 2, "max_terms": 2}
 
 
 def test_a_null_section_can_be_filled_key_by_key(grpo_problems_of: Problems) -> None:
     assert grpo_problems_of("env.callable.functoin=a:b")[0] == (
-        "env.callable.functoin: unknown key; did you mean env.callable.function?"
+        "env.callable.functoin: unknown key; did you mean env.reward.function?"
     )
     config = load_grpo_config(
-        "grpo_tiny_moe.yaml", ["env.name=callable", "env.callable.function=a:b"], check_paths=False
+        "grpo_tiny_moe.yaml", ["env.reward.kind=callable", "env.reward.function=a:b"], check_paths=False
     )
     assert config.env.callable is not None
-    assert config.env.callable.function == "a:b"
+    assert config.env.reward.function == "a:b"
 
 
 def test_missing_files_are_reported(

@@ -54,9 +54,9 @@ def test_a_file_of_images_is_carried_over_and_its_result_is_valid(tmp_path: Path
         "data.prompt_key": "problem",
         "data.answer_key": "solution",
         "data.image_key": "image",
-        "env.name": "exact",
-        "env.answer_after": "<answer>",
-        "env.num_workers": 6,
+        "env.reward.kind": "exact",
+        "env.reward.answer_after": "<answer>",
+        "env.reward.num_workers": 6,
         "policy.generation.backend": "vllm",
         "policy.dynamic_batching.train_mb_tokens": 512,
     }
@@ -81,10 +81,10 @@ def test_a_file_of_images_is_carried_over_and_its_result_is_valid(tmp_path: Path
     [
         (
             "geometry3k",
-            {"env.name": "math", "data.train.path": "hiyouga/geometry3k", "data.image_key": "images"},
+            {"env.reward.kind": "math", "data.train.path": "hiyouga/geometry3k", "data.image_key": "images"},
             "env.geometry3k.reward_functions: format: 0.1",
         ),
-        ("refcoco", {"env.num_workers": 8}, "env.refcoco.reward_functions: bbox_giou: 0.9"),
+        ("refcoco", {"env.reward.num_workers": 8}, "env.refcoco.reward_functions: bbox_giou: 0.9"),
     ],
 )
 def test_the_environment_is_that_of_the_data(tmp_path: Path, name: str, wanted: dict[str, Any], reported: str) -> None:

@@ -85,10 +85,10 @@ def test_other_references_are_left_to_omegaconf(text: str) -> None:
             ("policy", "megatron_cfg", "env_vars"),
             {"NCCL_DEBUG": "INFO"},
         ),
-        ("env.tool_parameters.python.timeout_s=3", ("env", "tool_parameters"), {"python": {"timeout_s": 3}}),
+        ("env.driver.parameters.python.timeout_s=3", ("env", "tool_parameters"), {"python": {"timeout_s": 3}}),
         ("env.parameters.a.b.c=3", ("env", "parameters"), {"a": {"b": {"c": 3}}}),
         ("env.reward_weights.format=0.5", ("env", "reward_weights"), {"format": 0.5}),
-        ("env.mcp_servers.files.command=ls", ("env", "mcp_servers"), {"files": {"command": "ls"}}),
+        ("env.driver.mcp_servers.files.command=ls", ("env", "mcp_servers"), {"files": {"command": "ls"}}),
         ("data.environments.a.train.path=x", ("data", "environments"), {"a": {"train": {"path": "x"}}}),
     ],
 )

@@ -33,7 +33,7 @@ def test_a_dot_for_a_colon_has_the_right_name_as_suggestion(key: str, value: str
 
 def test_a_reference_that_is_imported_has_it_too() -> None:
     with pytest.raises(ConfigurationError, match=r"expected package\.module:function; did you mean parts:turns\?$"):
-        import_attribute("env.rollout", "parts.turns")
+        import_attribute("env.driver.function", "parts.turns")
 
 
 @pytest.mark.parametrize("name", ["grpoo", "a b.c", "parts.", ".x", ""])
@@ -50,9 +50,9 @@ def test_objects_are_shown_without_their_addresses() -> None:
 @pytest.mark.parametrize("reference", ["os:system", "builtins:len", "os.path:join"])
 def test_python_s_own_library_is_no_code_of_the_user(reference: str) -> None:
     with pytest.raises(ConfigurationError) as error:
-        import_attribute("env.agent", reference)
+        import_attribute("env.driver.program", reference)
     assert error.value.problems == [
-        f"env.agent: {reference} is of Python's own library, expected package.module:function of your own code"
+        f"env.driver.program: {reference} is of Python's own library, expected package.module:function of your own code"
     ]
 
 
@@ -61,4 +61,4 @@ def test_a_module_of_the_user_may_have_a_name_of_python_s(tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "this", raising=False)
-    assert import_attribute("env.callable.function", "this:score")(None) == 1
+    assert import_attribute("env.reward.function", "this:score")(None) == 1

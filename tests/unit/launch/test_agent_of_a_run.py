@@ -17,7 +17,7 @@ from tests.functional import grpo_runs
 
 ROOT = Path(__file__).resolve().parents[3]
 ASSETS = ROOT / "examples/assets"
-AGENT = "env.agent=tests.support.agents_of_tests:asks_twice"
+AGENT = "env.driver.kind=agent", "env.driver.program=tests.support.agents_of_tests:asks_twice"
 SAMPLING = SamplingParameters(10)
 
 
@@ -38,11 +38,23 @@ def test_an_agent_is_prepared_with_the_format_of_calls_of_its_model() -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["env.agent=tests.support.agents_of_tests:agnet"], "env.agent: tests.support.agents_of_tests:agnet: "),
-        (["env.agent=tests.support.agents_of_tests:MARK"], "env.agent: tests.support.agents_of_tests:MARK is "),
-        (["env.agent=psutil:boot_time"], "env.agent: psutil:boot_time() cannot be called with one AgentTask: too many"),
-        (["env.agent_command=[no-such-program]"], "env.agent_command: there is no program 'no-such-program'; expected"),
-        ([AGENT, "env.tool_format=hermess"], "env.tool_format: got 'hermess', expected one of hermes"),
+        (
+            ["env.driver.kind=agent", "env.driver.program=tests.support.agents_of_tests:agnet"],
+            "env.driver.program: tests.support.agents_of_tests:agnet: ",
+        ),
+        (
+            ["env.driver.kind=agent", "env.driver.program=tests.support.agents_of_tests:MARK"],
+            "env.driver.program: tests.support.agents_of_tests:MARK is ",
+        ),
+        (
+            ["env.driver.kind=agent", "env.driver.program=psutil:boot_time"],
+            "env.driver.program: psutil:boot_time() cannot be called with one AgentTask: too many",
+        ),
+        (
+            ["env.driver.kind=agent", "env.driver.program=[no-such-program]"],
+            "env.driver.program: there is no program 'no-such-program'; expected",
+        ),
+        ([AGENT, "env.driver.format=hermess"], "env.driver.format: got 'hermess', expected one of hermes"),
     ],
 )
 def test_agents_that_cannot_be_used_are_refused(more: list[str], message: str) -> None:
@@ -57,9 +69,13 @@ def test_agents_that_cannot_be_used_are_refused(more: list[str], message: str) -
 def test_the_command_names_the_key_and_leaves_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = grpo_runs.make_prompts(tmp_path, 3)
     paths = [f"data.train.path={data / 'grpo.jsonl'}", "data.validation=null", "grpo.val_period=0"]
-    words = overrides("tiny_qwen3_moe_tools", *paths, "env.agent=no_such_module:agent")
+    words = overrides(
+        "tiny_qwen3_moe_tools", *paths, "env.driver.kind=agent", "env.driver.program=no_such_module:agent"
+    )
     assert cli.main(["grpo", "--config", "grpo_tiny_moe.yaml", *words, f"logger.log_dir={tmp_path / 'logs'}"]) == 2
-    assert "error: env.agent: no_such_module:agent: there is no module no_such_module" in capsys.readouterr().err
+    assert (
+        "error: env.driver.program: no_such_module:agent: there is no module no_such_module" in capsys.readouterr().err
+    )
 
 
 def test_the_examples_configuration_loads() -> None:

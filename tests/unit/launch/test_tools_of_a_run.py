@@ -17,8 +17,8 @@ from nemo_rl_moe.tools.formats.registry import TOOL_FORMATS
 from tests.functional import grpo_runs
 
 ASSETS = Path(__file__).resolve().parents[3] / "examples/assets"
-TOOLS = "env.tools=[calculator,tests.support.tool_functions:look_up]"
-SETTINGS = "env.tool_parameters={look_up: {dictionary: words.txt}}"
+TOOLS = "env.driver.kind=tools", "env.driver.tools=[calculator,tests.support.tool_functions:look_up]"
+SETTINGS = "env.driver.parameters={look_up: {dictionary: words.txt}}"
 
 
 def overrides(data: Path, model: str = "tiny_qwen3_moe_tools", *more: str) -> list[str]:
@@ -65,13 +65,21 @@ def test_a_run_without_tools_prepares_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "more", "message"),
     [
-        ("tiny_qwen3_moe", ["env.tools=[calculator]"], "env.tools: the chat template shows no calls or no results"),
-        ("tiny_qwen3_moe_tools", ["env.tools=[calculater]"], "env.tools: got 'calculater', expected package.module:"),
-        ("tiny_qwen3_moe_tools", [TOOLS], "env.tool_parameters.look_up.dictionary: is missing"),
+        (
+            "tiny_qwen3_moe",
+            ["env.driver.kind=tools", "env.driver.tools=[calculator]"],
+            "env.driver: the chat template shows no calls or no results",
+        ),
         (
             "tiny_qwen3_moe_tools",
-            ["env.tools=[calculator]", "env.tool_format=hermess"],
-            "env.tool_format: got 'hermess', expected one of hermes",
+            ["env.driver.kind=tools", "env.driver.tools=[calculater]"],
+            "env.driver.tools: got 'calculater', expected package.module:",
+        ),
+        ("tiny_qwen3_moe_tools", [TOOLS], "env.driver.parameters.look_up.dictionary: is missing"),
+        (
+            "tiny_qwen3_moe_tools",
+            ["env.driver.kind=tools", "env.driver.tools=[calculator]", "env.driver.format=hermess"],
+            "env.driver.format: got 'hermess', expected one of hermes",
         ),
     ],
 )
@@ -89,7 +97,12 @@ def test_tools_that_cannot_be_used_are_refused(tmp_path: Path, model: str, more:
 def test_a_template_without_definitions_is_refused_before_the_data_are_read(tmp_path: Path) -> None:
     config = load_grpo_config(
         "grpo_tiny_moe.yaml",
-        overrides(grpo_runs.make_prompts(tmp_path, 3), "tiny_qwen3_moe_tools", "env.tools=[calculator]"),
+        overrides(
+            grpo_runs.make_prompts(tmp_path, 3),
+            "tiny_qwen3_moe_tools",
+            "env.driver.kind=tools",
+            "env.driver.tools=[calculator]",
+        ),
     )
     tokenizer = load_tokenizer(str(ASSETS / "tiny_qwen3_moe_tools"))
     assert isinstance(tokenizer.chat_template, str)
@@ -99,6 +112,13 @@ def test_a_template_without_definitions_is_refused_before_the_data_are_read(tmp_
 
 
 def test_the_command_names_the_key_and_leaves_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = overrides(grpo_runs.make_prompts(tmp_path, 3), "tiny_qwen3_moe_tools", "env.tools=[calculater]")
+    words = overrides(
+        grpo_runs.make_prompts(tmp_path, 3),
+        "tiny_qwen3_moe_tools",
+        "env.driver.kind=tools",
+        "env.driver.tools=[calculater]",
+    )
     assert cli.main(["data", "--config", "grpo_tiny_moe.yaml", *words]) == 2
-    assert capsys.readouterr().err.startswith("error: env.tools: got 'calculater', expected package.module:function")
+    assert capsys.readouterr().err.startswith(
+        "error: env.driver.tools: got 'calculater', expected package.module:function"
+    )

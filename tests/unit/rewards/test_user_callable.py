@@ -125,7 +125,7 @@ def test_what_is_refused(module, function, problem):
     with pytest.raises(ConfigurationError) as error:
         environment(function)
     (message,) = error.value.problems
-    assert message.startswith(f"env.callable.function: {problem}")
+    assert message.startswith(f"env.reward.function: {problem}")
 
 
 def test_an_installed_module_of_the_same_name_is_said(tmp_path, monkeypatch):

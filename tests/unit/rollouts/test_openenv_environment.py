@@ -115,7 +115,7 @@ def test_what_the_server_refuses_costs_the_trajectory(server: OpenEnvServer) -> 
     assert outcomes(found) == ["error"]
     assert (found.metrics["openenv/steps"], found.metrics["openenv/failed_steps"]) == (0, 1)
     found = play(server, "2", config=env(observation_key="text"))
-    assert found.fault_message.startswith("ValueError: env.openenv.observation_key: got 'text', but an observation has")
+    assert found.fault_message.startswith("ValueError: env.driver.observation_key: got 'text', but an observation has")
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_an_app_that_does_not_start_is_told_before_a_run(app: str, words: str) -
     pytest.importorskip("uvicorn")
     server = OpenEnvServer(app)
     server.start()
-    with pytest.raises(ConfigurationError, match=f"env.openenv.app: {app} does not start .*said last: .*{words}"):
+    with pytest.raises(ConfigurationError, match=f"env.driver.server: {app} does not start .*said last: .*{words}"):
         server.wait()
 
 

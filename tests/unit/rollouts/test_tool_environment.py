@@ -328,7 +328,7 @@ def test_a_chat_template_that_shows_no_definitions_is_refused(name: str) -> None
     with pytest.raises(ConfigurationError) as caught:
         require_definitions(ALL[name].tokenizer, NO_INPUTS)
     assert str(caught.value) == (
-        "env.tools: the chat template shows no definitions of tools; set policy.tokenizer.chat_template to a template"
+        "env.driver: the chat template shows no definitions of tools; set policy.tokenizer.chat_template to a template"
         " that shows them"
     )
     require_definitions(QWEN.tokenizer, NO_INPUTS)

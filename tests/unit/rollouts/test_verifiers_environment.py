@@ -146,7 +146,7 @@ def test_the_runs_signals_are_still_its_own() -> None:
     [
         (
             {"id": "sums_envv"},
-            r"env.parameters.id: got 'sums_envv', but there is no module sums_envv.*there are:.*sums_env",
+            r"env.driver.id: got 'sums_envv', but there is no module sums_envv.*there are:.*sums_env",
         ),
         ({"id": "json"}, "the module json has no function load_environment"),
         ({"id": "sums-env", "reward": "none"}, r"sums-env cannot be made with reward: ValueError: no reward none"),
