@@ -74,7 +74,7 @@ M = "policy.megatron_cfg"
             "data=3",
             "data: got 3 (int), expected a section with the keys train, validation, on_bad_line, shuffle,"
             " load_timeout_s, chat_template_kwargs, tools, image_key, image_root, max_image_pixels, messages_key,"
-            " prompt_key, completion_key",
+            " prompt_key, completion_key, system_key",
         ),
         ("cluster={num_nodes: 1}", None),
         ("~policy.init", "policy.init: missing; expected random or pretrained"),
