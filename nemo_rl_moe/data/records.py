@@ -80,7 +80,7 @@ def parse_record(
     `messages` wins over `conversations`, the form of ShareGPT. A `completion` beside either is an error, because it is
     ambiguous; a `prompt` is ignored there, because published data sets have one. A text under `system` or
     `system_prompt` is the system turn of messages without one, and of a prompt. Prompt and completion may have other
-    usual keys (`record_forms.py`). `tools` and `chat_template_kwargs` are for the chat template; other keys are ignored.
+    usual keys (`record_forms.py`). `tools` and `chat_template_kwargs` are for the chat template; others are ignored.
 
     Args:
         image_key: Key of images beside the messages; None: such images are not read.
