@@ -68,8 +68,8 @@ class OwnForm:
 class FormOfLines:
     """Keys under which the lines of one data set have a prompt and its responses: the same in all of them.
 
-    Where one line lacks a key, another key that is usual for the same part often holds something else: the `answer` of
-    a question beside a `completion` that works it out.
+    If one line lacks a key, another key that is usual for the same part often holds something else: the `answer` to a
+    question whose `completion` works it out.
     """
 
     _first: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -167,7 +167,7 @@ def turns_of_prompt(value: Any, name: str) -> Any:
 
 
 def turns_before(formed: OwnForm, keys: Keys) -> list[dict[str, Any]]:
-    """Return the turns that a record has beside its prompt or its messages: a system turn, and those of `history`.
+    """Return the turns under further keys of a record, for the start of its messages: system turn and `history`.
 
     Raises:
         RecordError: They cannot be used, or two texts may be the system turn.

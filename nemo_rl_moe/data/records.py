@@ -134,7 +134,7 @@ def with_images(
 
 
 def behind(before: Sequence[Message], messages: Sequence[Message]) -> list[Message]:
-    """Return messages behind the turns that a record has beside them; a system turn of their own stays the only one."""
+    """Return messages after the turns of `turns_before`; if they have a system turn, it stays the only one."""
     if messages[0]["role"] not in SYSTEM_ROLES:
         return [*before, *messages]
     return [messages[0], *(turn for turn in before if turn["role"] not in SYSTEM_ROLES), *messages[1:]]
