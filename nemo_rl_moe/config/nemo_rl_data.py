@@ -20,8 +20,8 @@ _NAMED = {
     "dpo": {name: name for name in ("prompt_key", "chosen_key", "rejected_key")},
 }
 """Keys here that name a key of the records, by their name there."""
-_OF_FILES = {"ResponseDataset": ("input", "output")}
-"""Keys of question and answer in files of a set of theirs, where the configuration names none."""
+_IN_FILES = "ResponseDataset"
+"""Their name of a file of questions with answers, which are under `input` and `output` if no key is named."""
 _RANKED = "PreferenceDataset"
 
 
@@ -161,7 +161,9 @@ def _dataset(theirs: Theirs, translation: Translation, part: str) -> KnownDatase
     elif path is not None:
         translation.changed.append(f"{subject}: records are read by their form: docs/data.md")
     if path is not None:
-        return KnownDataset(path, *_OF_FILES.get(str(name), ()), form=wanted)
+        return (
+            KnownDataset(path, "input", "output", form=wanted) if name == _IN_FILES else KnownDataset(path, form=wanted)
+        )
     if name not in DATASETS:
         translation.obstacles.append(f"{subject}: a data set of theirs; name its file as data.{part}.path")
         return KnownDataset(str(name), form=wanted)

@@ -157,8 +157,9 @@ def _prompt_and_completion(formed: OwnForm, sample_id: str, image_key: str | Non
     said = completion.strip() if is_text_of_turns(prompt) and isinstance(completion, str) else completion
     answer = parse_turns(said, names["completion"], "assistant")
     _require_assistant(answer, names["completion"])
-    are_texts = isinstance(prompt, str) and isinstance(completion, str) and not before
-    plain = (prompt, completion) if are_texts else None
+    plain = None
+    if isinstance(prompt, str) and isinstance(completion, str) and not before:
+        plain = prompt, completion
     shown, images = with_images([*context, *answer], record, image_key, sample_id)
     unmarked, marked = take_training_marks(shown, " and ".join(names.values()))
     return trained_example(
