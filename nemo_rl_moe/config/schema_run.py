@@ -100,17 +100,22 @@ class SampleDataConfig(ResponseDataConfig):
     """The conversations to train on, and the names of their keys."""
 
     messages_key: Text | None
-    """Key of a record that holds its messages; null: `messages` or `conversations`. Dots reach into objects."""
+    """Key of a record that holds its messages; null: `messages` or `conversations`. Dots reach into objects and
+    lists (`answers.text.0`)."""
     prompt_key: Text | None
     """Key of a record that holds the prompt, text or messages; null: `prompt`, or the only usual one that it has
     (docs/data.md)."""
     completion_key: Text | None
     """Key of a record that holds the response to train on; null: `completion`, or the only usual one that it has."""
+    system_key: Text | None
+    """Key of a record that holds the text of its system turn; null: `system` or `system_prompt`."""
 
     @property
     def keys(self) -> dict[str, str]:
         """Keys that are named, by the key of our own form."""
-        return _named(messages=self.messages_key, prompt=self.prompt_key, completion=self.completion_key)
+        return _named(
+            messages=self.messages_key, prompt=self.prompt_key, completion=self.completion_key, system=self.system_key
+        )
 
 
 class PairDataConfig(ResponseDataConfig):
@@ -123,11 +128,15 @@ class PairDataConfig(ResponseDataConfig):
     """Key of a record that holds the better response; null: `chosen`, or the only usual one that it has."""
     rejected_key: Text | None
     """Key of a record that holds the worse response; null: `rejected`, or the only usual one that it has."""
+    system_key: Text | None
+    """Key of a record that holds the text of its system turn; null: `system` or `system_prompt`."""
 
     @property
     def keys(self) -> dict[str, str]:
         """Keys that are named, by the key of our own form."""
-        return _named(prompt=self.prompt_key, chosen=self.chosen_key, rejected=self.rejected_key)
+        return _named(
+            prompt=self.prompt_key, chosen=self.chosen_key, rejected=self.rejected_key, system=self.system_key
+        )
 
 
 def _named(**keys: str | None) -> dict[str, str]:

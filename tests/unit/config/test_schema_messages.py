@@ -74,7 +74,7 @@ M = "policy.megatron_cfg"
             "data=3",
             "data: got 3 (int), expected a section with the keys on_bad_line, load_timeout_s, chat_template_kwargs,"
             " tools, image_key, image_root, max_image_pixels, train, validation, shuffle, messages_key, prompt_key,"
-            " completion_key",
+            " completion_key, system_key",
         ),
         ("cluster={num_nodes: 1}", None),
         ("~policy.init", "policy.init: missing; expected random or pretrained"),

@@ -396,3 +396,29 @@ def test_a_tokenizer_with_another_template_for_tools(byte_tokenizer, write_jsonl
     )
     check_conversation(tokenizer, check)
     assert text_of(tokenizer, other).startswith("<|start|>user\nq")
+
+
+FUNCTION = {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}
+
+
+@pytest.mark.parametrize("functions", [[FUNCTION], json.dumps([FUNCTION])])
+def test_the_old_form_of_calls(functions):
+    turn = {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": '{"a": 1}'}}
+    result = {"role": "function", "name": "add", "content": "2"}
+    example = parse_record({"messages": [USER, turn, result, ANSWER], "functions": functions}, "f:1")
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    assert example.messages[1] == {"role": "assistant", "content": "", "tool_calls": [call]}
+    assert example.messages[2] == {"role": "tool", "name": "add", "content": "2"}
+    assert example.inputs.tools == ({"type": "function", "function": FUNCTION},)
+    beside = parse_record({"messages": [USER, {**turn, "content": "I add."}, result, ANSWER]}, "f:1").messages[1]
+    assert beside == {"role": "assistant", "content": "I add.", "tool_calls": [call]}
+
+
+def test_other_things_under_the_keys_of_the_old_form():
+    empty = {**ANSWER, "function_call": {"name": None, "arguments": None}}
+    assert parse_record({"messages": [USER, empty], "functions": "sin, cos"}, "f:1") == parse_record(
+        {"messages": [USER, ANSWER]}, "f:1"
+    )
+    both = {**ANSWER, "function_call": {"name": "f"}, "tool_calls": [{"name": "f", "arguments": {}}]}
+    with pytest.raises(RecordError, match=r"messages\[1\] has both function_call and tool_calls, expected one"):
+        parse_record({"messages": [USER, both]}, "f:1")
