@@ -135,9 +135,8 @@ def _grpo(folder: Path, inputs: Path, num_steps: int, exemplar: Path = grpo_runs
         # A pass over the log-probabilities and a reference model: every phase that a step can have.
         "loss_fn__force_on_policy_ratio": "never",
         "loss_fn__reference_policy_kl_penalty": 0.1,
-        "env__name": "callable",
-        "env__callable": {"function": "tests.support.drill_reward:grade"},
-        "env__answer_after": None,
+        "env__reward__kind": "callable",
+        "env__reward__function": "tests.support.drill_reward:grade",
         "env__score_truncated": True,
         "cluster__cpu_workers_per_node": 1,
     }

@@ -44,9 +44,8 @@ def settings(folder: Path, data: Path, **changes: Any) -> list[str]:
         "policy__generation__stop_token_ids": list(range(0, 250, 4)),
         "grpo__max_num_steps": NUM_STEPS,
         "grpo__val_period": NUM_STEPS,
-        "env__name": "callable",
-        "env__callable": {"function": "tests.functional.grpo_runs:share_of_digits"},
-        "env__answer_after": None,
+        "env__reward__kind": "callable",
+        "env__reward__function": "tests.functional.grpo_runs:share_of_digits",
         "env__score_truncated": True,
         "env__mixture": {
             "plain": {"weight": 3.0},

@@ -7,20 +7,20 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
 import ray
 
-from nemo_rl_moe.config.schema_environment import CallableConfig, EnvironmentConfig, ReasoningGymConfig
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.node_tools import usable_cores
 from nemo_rl_moe.errors import WorkerDiedError
 from nemo_rl_moe.rewards.interface import Fault, Score, ScoringItem
 from nemo_rl_moe.rewards.worker_pool import RewardWorkers
 from tests.support.clusters import cluster_config
+from tests.support.environment_sections import environment_section
 
 TIMEOUT_S = 1.5
 
@@ -215,9 +215,8 @@ def test_one_number_of_a_verifier_is_right_within_a_rollout_that_gives_several()
 
 
 def test_an_environment_that_cannot_be_made():
-    broken = environment(num_workers=2, callable=CallableConfig(function="tests.support.broken_rewards:scor"))
     with pytest.raises(WorkerDiedError) as error:
-        RewardWorkers(broken)
+        workers_of(num_workers=2, function="tests.support.broken_rewards:scor")
     assert "reward worker" in str(error.value)
     assert "raised ConfigurationError while starting:" in str(error.value)
     assert "has no scor; did you mean score?" in str(error.value)

@@ -48,9 +48,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_with(reward: str, folder: Path, data: Path, **changes: Any) -> subprocess.CompletedProcess[str]:
     """A run whose reward function is one of the above."""
     scored_by = {
-        "env__name": "callable",
-        "env__callable": {"function": f"{__name__}:{reward}"},
-        "env__answer_after": None,
+        "env__reward__kind": "callable",
+        "env__reward__function": f"{__name__}:{reward}",
         "env__score_truncated": True,
     }
     return grpo_runs.run_here(grpo_runs.settings(folder, data, **sft_runs.only_jsonl(), **scored_by, **changes), folder)

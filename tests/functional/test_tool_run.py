@@ -45,9 +45,8 @@ def test_a_run_goes_on_whatever_tools_do(tmp_path: Path) -> None:
         "env__tool_limits__num_workers": 2,
         "env__tool_limits__call_timeout_s": 1.0,
         "env__max_turns": 2,
-        "env__name": "callable",
-        "env__callable": {"function": "tests.functional.grpo_runs:share_of_digits"},
-        "env__answer_after": None,
+        "env__reward__kind": "callable",
+        "env__reward__function": "tests.functional.grpo_runs:share_of_digits",
         "env__score_truncated": True,
         "grpo__max_num_steps": 2,
         # Each tool that hangs costs the start of a process.

@@ -73,7 +73,7 @@ def test_greedy_evaluation_by_vllm_is_that_of_the_workers(model: Path, tmp_path:
             "policy__generation__backend": backend,
             "grpo__val_temperature": 0,
             "grpo__val_num_generations": 1,
-            "env__name": "callable",
+            "env__reward__kind": "callable",
             "env__callable": reward,
             "cluster__cpu_workers_per_node": 1,
         }

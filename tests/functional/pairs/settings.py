@@ -225,7 +225,6 @@ def _common(inputs: Inputs, folder: Path, num_steps: int) -> Overrides:
         "grpo.val_num_generations": 1,
         "env.reward.kind": "callable",
         "env.reward.function": f"{PARTS}:grade",
-        
         "env.score_truncated": True,
         # Prompts are taken in the order of the file, so that a step's own are known.
         "data.shuffle": False,

@@ -7,7 +7,6 @@ import json
 import numpy as np
 import pytest
 
-from nemo_rl_moe.config.schema_environment import EnvironmentConfig
 from nemo_rl_moe.config.schema_grpo import PromptDataConfig, PromptSourceConfig
 from nemo_rl_moe.data.preferences import load_preferences
 from nemo_rl_moe.data.prompts import load_prompts
@@ -17,6 +16,7 @@ from nemo_rl_moe.data.sft import load_sft_dataset
 from nemo_rl_moe.data.template_inputs import TemplateInputs
 from nemo_rl_moe.errors import ConfigurationError, DataError
 from tests.support.chat_templates import THINKING
+from tests.support.environment_sections import environment_section
 
 USER = {"role": "user", "content": "q"}
 ANSWER = {"role": "assistant", "content": "a"}
@@ -245,40 +245,7 @@ def prompts_of(path, tokenizer, **data):
         "chat_template_kwargs": {},
         **data,
     }
-    environment = EnvironmentConfig.model_validate(
-        {
-            "name": "math",
-            "num_workers": 1,
-            "timeout_s": 60.0,
-            "on_failure": "leave_out",
-            "rollout_timeout_s": 600.0,
-            "mcp_servers": {},
-            "openenv": None,
-            "tools": [],
-            "tool_parameters": {},
-            "tool_format": None,
-            "agent": None,
-            "agent_command": [],
-            "agent_limits": {"num_workers": 1, "memory_mb": 1024},
-            "tool_limits": {
-                "num_workers": 1,
-                "call_timeout_s": 10.0,
-                "turn_timeout_s": 30.0,
-                "max_result_characters": 4000,
-                "memory_mb": 1024,
-            },
-            "max_turns": 8,
-            "tool_call_cost": 0.0,
-            "rewritten_turns": "begin_anew",
-            "answer_after": None,
-            "score_truncated": True,
-            "reasoning_gym": None,
-            "callable": None,
-            "reward_weights": None,
-            "parameters": {},
-            "rollout": None,
-        }
-    )
+    environment = environment_section({"kind": "math"}, score_truncated=True)
     config = PromptDataConfig(train=source, validation=None, **settings)
     return load_prompts(source, config, tokenizer, 10_000, environment)
 

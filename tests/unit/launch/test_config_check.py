@@ -37,7 +37,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_a_whole_configuration_is_printed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["config", "--config", "my_run.yaml"]) == 0
     printed = capsys.readouterr()
-    assert yaml.safe_load(printed.out)["env"]["callable"] == {"function": "first_day_reward:score"}
+    assert yaml.safe_load(printed.out)["env"]["reward"]["function"] == "first_day_reward:score"
     assert printed.err == ""
 
 
@@ -52,13 +52,11 @@ def test_a_whole_configuration_is_printed(folder: Path, capsys: pytest.CaptureFi
         ),
         ("env.reward.function=no_such_day:score", "env.reward.function: no_such_day:score: there is no module "),
         (
-            "env.driver.kind=tools",
-            "env.driver.tools=[no_such_day:tool]",
+            "env.driver={kind: tools, tools: [no_such_day:tool]}",
             "env.driver.tools: no_such_day:tool: there is no module no_such_day",
         ),
         (
-            "env.driver.kind=tools",
-            "env.driver.tools=[calculatr]",
+            "env.driver={kind: tools, tools: [calculatr]}",
             "env.driver.tools: got 'calculatr', expected package.module:function, or one of ",
         ),
         ("logger.backends=[no_such_day:Logger]", "logger.backends: no_such_day:Logger: there is no module "),

@@ -4,10 +4,10 @@
 
 import pytest
 
-from nemo_rl_moe.config.schema_environment import ReasoningGymConfig
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.rewards.interface import Score
 from nemo_rl_moe.rewards.reasoning_gym import ReasoningGymReward, draw_items
+from tests.support.environment_sections import reward_section
 
 SUMS = {
     "min_terms": 2,
@@ -21,7 +21,8 @@ SUMS = {
 
 
 def task(name="basic_arithmetic", partial_credit=False, **parameters):
-    return ReasoningGymConfig(task=name, parameters=parameters, partial_credit=partial_credit)
+    keys = {"task": name, "parameters": parameters, "partial_credit": partial_credit}
+    return reward_section("reasoning_gym", **keys)
 
 
 def test_only_a_full_score_is_right(item_of):

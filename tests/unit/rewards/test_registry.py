@@ -54,13 +54,21 @@ def test_weights_by_name_are_those_of_a_rollout_where_the_environment_gives_one_
         ("reasoning_gym", {**ARITHMETIC, "task": "x"}, "env.reward.task: "),
         ("callable", {"function": "no_such:score"}, "env.reward.function: "),
         ("custom", {"factory": "no_such:Digits"}, "env.reward.factory: no_such:Digits: there is no module no_such, "),
-        ("custom", {"factory": f"{NAME}:Digit"}, f"env.reward.factory: {NAME}:Digit: {NAME} has no Digit; did you mean Digits?"),
-        ("custom", {"factory": f"{NAME}:NOT_CALLABLE"}, f"env.reward.factory: {NAME}:NOT_CALLABLE is 3 (int), expected a function"),
+        (
+            "custom",
+            {"factory": f"{NAME}:Digit"},
+            f"env.reward.factory: {NAME}:Digit: {NAME} has no Digit; did you mean Digits?",
+        ),
+        (
+            "custom",
+            {"factory": f"{NAME}:NOT_CALLABLE"},
+            f"env.reward.factory: {NAME}:NOT_CALLABLE is 3 (int), expected a function",
+        ),
         (
             "custom",
             {"factory": f"{NAME}:Digits"},
-            f"{SIGNATURE} cannot be called with no argument; env.reward.parameters names its arguments, and a function that"
-            " scores is env.reward.kind callable: missing",
+            f"{SIGNATURE} cannot be called with no argument; env.reward.parameters names its arguments, and a function"
+            " that scores is env.reward.kind callable: missing",
         ),
         (
             "custom",
@@ -72,7 +80,11 @@ def test_weights_by_name_are_those_of_a_rollout_where_the_environment_gives_one_
             {"factory": f"{NAME}:makes_a_number"},
             f"env.reward.factory: {NAME}:makes_a_number makes 3 (int), expected a reward function with",
         ),
-        ("custom", {"factory": f"{NAME}:raising"}, f"env.reward.factory: {NAME}:raising raised while it was made: KeyError: 'no such key'"),
+        (
+            "custom",
+            {"factory": f"{NAME}:raising"},
+            f"env.reward.factory: {NAME}:raising raised while it was made: KeyError: 'no such key'",
+        ),
     ],
 )
 def test_what_the_driver_finds(kind, keys, problem):

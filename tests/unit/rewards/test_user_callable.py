@@ -8,7 +8,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from nemo_rl_moe.config.schema_environment import CallableConfig
+from nemo_rl_moe.config.environments.rewards import CallableConfig
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.rewards.interface import Score
 from nemo_rl_moe.rewards.user_callable import CallableReward
@@ -52,7 +52,9 @@ def module(tmp_path, monkeypatch):
 
 
 def environment(function):
-    return CallableReward(CallableConfig(function=function))
+    return CallableReward(
+        CallableConfig(kind="callable", function=function, num_workers=1, timeout_s=60.0, answer_after=None)
+    )
 
 
 @pytest.mark.parametrize(

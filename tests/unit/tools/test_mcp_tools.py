@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nemo_rl_moe.config.schema_environment import McpServerConfig
+from nemo_rl_moe.config.environments.tools import McpServerConfig
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.rewards.interface import Fault
 from nemo_rl_moe.tools import mcp_tools
@@ -123,7 +123,7 @@ def test_a_server_ends_with_the_process_that_started_it() -> None:
     pytest.importorskip("mcp", reason="without mcp: make test-libraries")
     code = (
         "import sys, time, psutil\n"
-        "from nemo_rl_moe.config.schema_environment import McpServerConfig\n"
+        "from nemo_rl_moe.config.environments.tools import McpServerConfig\n"
         "from nemo_rl_moe.tools.mcp_server import McpServer\n"
         f"McpServer(McpServerConfig(command=sys.executable, args=[{str(SERVER)!r}, '--mute'], env={{}})).start()\n"
         "found = []\n"
