@@ -8,6 +8,8 @@ from typing import Any
 
 from nemo_rl_moe.config.files import KIND_KEY, KINDS_NAME, exemplars_folder, merge, read_with_defaults
 
+_SECTIONS = ("driver", "reward", "limits", "train", "validation")
+"""Sections of which an environment may set single keys; others, such as `parameters`, are replaced as a whole."""
 _OF_DATA = ("train", "validation", "prompt_key", "prompt_template", "answer_key")
 
 
@@ -32,8 +34,17 @@ def _completed(section: Mapping[str, Any], name: str, shared: Mapping[str, Any])
     entries = section.get(name)
     if not isinstance(entries, Mapping):
         return dict(section)
-    completed = {key: merge(shared, entry) if isinstance(entry, Mapping) else entry for key, entry in entries.items()}
-    return {**section, name: completed}
+    return {**section, name: {key: _over(shared, entry) for key, entry in entries.items()}}
+
+
+def _over(shared: Any, entry: Any) -> Any:
+    """Lay an entry over what it shares; its dicts of free names replace those that are shared."""
+    if not (isinstance(shared, Mapping) and isinstance(entry, Mapping)):
+        return entry
+    if KIND_KEY in entry and entry[KIND_KEY] != shared.get(KIND_KEY):
+        return entry
+    own = {key: _over(shared.get(key), value) if key in _SECTIONS else value for key, value in entry.items()}
+    return {**shared, **own}
 
 
 def _with_kinds(env: Any) -> Any:

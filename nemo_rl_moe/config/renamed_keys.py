@@ -48,5 +48,11 @@ def new_key(name: str) -> str | None:
     if found is None or found[2] not in _ENV_KEYS:
         return None
     section, key, below = found.groups()
-    new, condition = _ENV_KEYS[key]
-    return f"{section}.{new}{below}" + (f" ({condition})" if condition else "")
+    return f"{section}.{_ENV_KEYS[key][0]}{below}"
+
+
+def new_key_in_words(name: str) -> str | None:
+    """Return what a key is called now, with the kind of section that has it; None where it has not been renamed."""
+    new, found = new_key(name), _OF_ENVIRONMENT.fullmatch(name)
+    condition = "" if found is None else _ENV_KEYS.get(found[2], ("", ""))[1]
+    return f"{new} ({condition})" if new and condition else new

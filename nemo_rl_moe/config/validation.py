@@ -17,7 +17,7 @@ from nemo_rl_moe.config.files import KIND_KEY
 from nemo_rl_moe.config.schema_base import PATH, SETTINGS, ExpectedWords, NameIn, RenamedValue
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest, shortened
 from nemo_rl_moe.config.unknown_keys import key_with_dots, unknown_key
-from nemo_rl_moe.config.user_code import with_colon
+from nemo_rl_moe.config.user_code import is_custom, with_colon
 from nemo_rl_moe.masking import masked
 
 _TYPE_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
@@ -328,7 +328,9 @@ def _problem_of_kind(schema: type[BaseModel], place: Sequence[str], field: Field
     allowed = f"expected one of {', '.join(kinds)}"
     if kind is None:
         return f"{name}: missing; {allowed}{_or_no_section(schema, (*place, KIND_KEY))}"
-    return f"{name}: got {got(kind, name)}, {allowed}{did_you_mean(nearest(str(kind), kinds))}"
+    own_code = with_colon(str(kind)) or (kind if is_custom(str(kind)) else None)
+    meant = f"custom, with factory: {own_code}" if own_code and "custom" in kinds else nearest(str(kind), kinds)
+    return f"{name}: got {got(kind, name)}, {allowed}{did_you_mean(meant)}"
 
 
 def _or_no_section(schema: type[BaseModel], place: Sequence[str]) -> str:

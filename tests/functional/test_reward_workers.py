@@ -14,6 +14,7 @@ import psutil
 import pytest
 import ray
 
+from nemo_rl_moe.config.environments.rewards import WorkerRewardConfig
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.node_tools import usable_cores
 from nemo_rl_moe.errors import WorkerDiedError

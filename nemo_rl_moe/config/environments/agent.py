@@ -22,6 +22,7 @@ class AgentConfig(DriverConfig):
     """A program that asks the model through an OpenAI-compatible endpoint."""
 
     kind: Literal["agent"]
+    """This kind."""
     program: Text | list[PathText]
     """`package.module:function`, which takes an `AgentTask` and returns a reward, or None where `env.reward` scores
     the last response; or a program and its arguments, a list."""

@@ -12,6 +12,7 @@ class FunctionConfig(DriverConfig):
     """A coroutine function of the user's own, over one or several turns."""
 
     kind: Literal["function"]
+    """This kind."""
     function: Text
     """`package.module:function` of a coroutine that takes a `Session` and returns its `Trajectory`."""
 

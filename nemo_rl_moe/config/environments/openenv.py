@@ -12,6 +12,7 @@ class OpenEnvConfig(DriverConfig):
     """Servers of an OpenEnv environment, which answer responses and give their rewards."""
 
     kind: Literal["openenv"]
+    """This kind."""
     server: Text
     """`package.module:app`, an app that `openenv.core.create_app` makes and the run serves on the loopback interface;
     or the address of a server that runs already, such as `http://localhost:8000`."""

@@ -2,12 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kinds of rewards: what scores a response."""
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
 
 from nemo_rl_moe.config.schema_base import (
     CustomCode,
     PathText,
-    PositiveFloat,
     PositiveInt,
     Processes,
     Seconds,
@@ -39,6 +40,7 @@ class RewardModelAloneConfig(RewardConfig):
     """The model of the section `reward_model` alone."""
 
     kind: Literal["reward_model"]
+    """This kind."""
     needs_answer: ClassVar[bool] = False
 
 
@@ -57,18 +59,21 @@ class MathConfig(WorkerRewardConfig):
     """math-verify against the record's answer."""
 
     kind: Literal["math"]
+    """This kind."""
 
 
 class ExactConfig(WorkerRewardConfig):
     """The same text as the record's answer."""
 
     kind: Literal["exact"]
+    """This kind."""
 
 
 class ReasoningGymConfig(WorkerRewardConfig):
     """The verifier of a task of reasoning-gym, of which prompts can be drawn too."""
 
     kind: Literal["reasoning_gym"]
+    """This kind."""
     task: Text
     """Its name, such as basic_arithmetic."""
     parameters: dict[str, Any]
@@ -81,6 +86,7 @@ class CallableConfig(WorkerRewardConfig):
     """A Python function of the user's own."""
 
     kind: Literal["callable"]
+    """This kind."""
     function: Text
     """`package.module:function`; takes a `ScoringItem`, returns a reward, or a reward and whether it is right; with
     `env.reward_weights`, a dict of rewards in its place."""
@@ -99,6 +105,7 @@ class CustomRewardConfig(WorkerRewardConfig):
     """An object of the user's own with a method `score`, made once in each worker."""
 
     kind: Literal["custom"]
+    """This kind."""
     factory: CustomCode
     """`package.module:name`, a class or a function that makes the object."""
     parameters: dict[str, Any]
@@ -118,13 +125,14 @@ class JudgeConfig(WorkerRewardConfig):
     """A judge: a model behind an OpenAI-compatible endpoint marks each response."""
 
     kind: Literal["judge"]
+    """This kind."""
     url: Text
     """Address of the endpoint, such as `http://judge:8000/v1`."""
     model: Text
     """Name of the judge's model."""
     template: Text
     """The request, with `{prompt}`, `{response}` and `{answer}` (of the record) in it."""
-    full_marks: PositiveFloat
+    full_marks: Annotated[float, Field(gt=0, le=1_000_000)]
     """Mark of a perfect response; marks are from 0 to it, and the reward is their share of it."""
     max_tokens: PositiveInt
     """Most tokens of a reply."""

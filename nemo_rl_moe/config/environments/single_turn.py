@@ -11,3 +11,4 @@ class SingleTurnConfig(DriverConfig):
     """One response to the prompt."""
 
     kind: Literal["single_turn"]
+    """This kind."""

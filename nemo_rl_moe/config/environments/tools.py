@@ -43,6 +43,7 @@ class ToolsConfig(DriverConfig):
     """A conversation in which the model calls tools, until it answers without a call."""
 
     kind: Literal["tools"]
+    """This kind."""
     tools: list[Text]
     """Tools that the model may call: `package.module:function`, typed and with a docstring, or calculator, python,
     search; []: those of `mcp_servers` alone."""

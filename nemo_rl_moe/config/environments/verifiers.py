@@ -14,6 +14,7 @@ class VerifiersConfig(DriverConfig):
     """An environment of the verifiers library, with its own prompts, tools and rubric."""
 
     kind: Literal["verifiers"]
+    """This kind."""
     id: Text
     """Name of the environment, such as gsm8k."""
     arguments: dict[str, Any]

@@ -63,7 +63,7 @@ def test_a_file_of_images_is_carried_over_and_its_result_is_valid(tmp_path: Path
     assert {key: translation.values.get(key) for key in wanted} == wanted
     reported = [
         "env.clevr-cogent.reward_functions: format: 0.2: no such reward; a function of yours that returns a dict of"
-        " rewards: env.name: callable, env.reward_weights: {format: 0.2, exact_alnum: 0.8}",
+        " rewards: env.reward.kind: callable, env.reward_weights: {format: 0.2, exact_alnum: 0.8}",
         "data.default.processor: vlm_hf_data_processor: records are read by their form: docs/data.md",
     ]
     assert [line for line in reported if line not in translation.without] == []
@@ -95,7 +95,7 @@ def test_the_environment_is_that_of_the_data(tmp_path: Path, name: str, wanted: 
         data__default={"env_name": name},
     )
     problems = [problem.partition(":")[0] for problem in problems_of_translation(translation)]
-    assert problems == (["data.train.dataset_name", "env.name"] if name == "refcoco" else [])
+    assert problems == (["data.train.dataset_name", "env.reward.kind"] if name == "refcoco" else [])
     assert {key: translation.values.get(key) for key in wanted} == wanted
     assert any(line.startswith(reported) for line in translation.without)
     assert "env.clevr-cogent.*: switched off, or not read" in translation.idle
@@ -133,5 +133,5 @@ def test_of_two_rewards_none_is_carried_over(tmp_path: Path) -> None:
 def test_a_model_with_images_keeps_its_engine(tmp_path: Path) -> None:
     seeing = translate(write(tmp_path, COMMON, GRPO, GENERATION, policy__is_vlm=True))
     assert seeing.values["policy.generation.backend"] == "vllm"
-    assert seeing.values["env.name"] == "math"
+    assert seeing.values["env.reward.kind"] == "math"
     assert not [line for line in seeing.without if "is_vlm" in line]

@@ -18,7 +18,6 @@ from nemo_rl_moe.errors import ConfigurationError, one_line
     [
         ("grpo.adv_estimator.name", "parts.rank_advantage"),
         ("loss_fn.objective", "parts.rank_advantage"),
-        ("env.name", "parts.rank_advantage"),
         ("policy.generation.backend", "parts.rank_advantage"),
         ("grpo.rollouts.order", "parts.rank_advantage"),
         ("logger.backends", "[parts.rank_advantage]"),
@@ -29,6 +28,13 @@ def test_a_dot_for_a_colon_has_the_right_name_as_suggestion(key: str, value: str
         load_grpo_config("grpo_tiny_moe.yaml", [f"{key}={value}"], check_paths=False)
     line = next(problem for problem in error.value.problems if problem.startswith(f"{key}: got "))
     assert line.endswith("package.module:name; did you mean parts:rank_advantage?")
+
+
+@pytest.mark.parametrize("written", ["parts.Reward", "parts:Reward"])
+def test_code_in_place_of_a_kind_is_told_the_kind_that_takes_it(written: str) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        load_grpo_config("grpo_tiny_moe.yaml", [f"env.reward.kind={written}"], check_paths=False)
+    assert error.value.problems[0].endswith("custom; did you mean custom, with factory: parts:Reward?")
 
 
 def test_a_reference_that_is_imported_has_it_too() -> None:

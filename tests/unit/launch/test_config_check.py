@@ -15,7 +15,7 @@ TINY = Path(cli.__file__).resolve().parents[1] / "examples/assets/tiny_qwen3_moe
 RUN = f"""
 defaults: grpo.yaml
 policy: {{model_name: {TINY}, init: random}}
-env: {{name: callable, callable: {{function: "first_day_reward:score"}}}}
+env: {{reward: {{kind: callable, function: "first_day_reward:score"}}}}
 data:
   train: {{path: prompts.jsonl}}
   validation: null

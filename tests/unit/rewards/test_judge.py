@@ -162,10 +162,10 @@ def test_time_limits_of_an_attempt_and_of_a_response(endpoint: Endpoint) -> None
 
 def test_the_cache_answers_for_equal_requests_alone(endpoint: Endpoint, tmp_path: Path) -> None:
     endpoint.answers = ["no mark", "5", "6", "7"]
-    cached = parameters(endpoint, cache_folder=str(tmp_path / "cache"))
-    assert [Judge(**cached).score(item()).reward for _ in range(2)] == [0.5, 0.5]
-    assert Judge(**cached).score(item("5")).reward == 0.6
-    assert Judge(**{**cached, "model": "other"}).score(item()).reward == 0.7
+    folder = str(tmp_path / "cache")
+    assert [judge_of(endpoint, cache_folder=folder).score(item()).reward for _ in range(2)] == [0.5, 0.5]
+    assert judge_of(endpoint, cache_folder=folder).score(item("5")).reward == 0.6
+    assert judge_of(endpoint, cache_folder=folder, model="other").score(item()).reward == 0.7
     assert len(endpoint.requests) == 4
     files = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
     assert len(files) == 3
@@ -173,7 +173,7 @@ def test_the_cache_answers_for_equal_requests_alone(endpoint: Endpoint, tmp_path
     for path in files:
         path.write_text("{")
     endpoint.answers = ["8"]
-    assert Judge(**cached).score(item()).reward == 0.8, "what cannot be read is asked for again"
+    assert judge_of(endpoint, cache_folder=folder).score(item()).reward == 0.8, "what cannot be read is asked for again"
 
 
 def test_it_is_an_environment_whose_key_is_in_no_dump(endpoint: Endpoint) -> None:

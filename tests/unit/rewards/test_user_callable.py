@@ -109,7 +109,7 @@ def test_objects_and_members_that_can_be_called(module, item_of):
         ("my_rewards:scor", "my_rewards:scor: my_rewards has no scor; did you mean score?"),
         (
             "my_rewards:Near",
-            "my_rewards:Near is a class, expected a function; env.name: my_rewards:Near makes a reward",
+            "my_rewards:Near is a class, expected a function; env.reward.kind custom makes a",
         ),
         ("my_rewards:NUMBER", "my_rewards:NUMBER is 3 (int), expected a function"),
         ("my_rewards:later", "my_rewards:later is a coroutine or a generator, expected a function that returns"),

@@ -327,8 +327,8 @@ def test_what_a_function_must_return_is_reported(returned: object, got: str) -> 
 
     assert messages_of(forgets) == [
         "",
-        f"TypeError: env.rollout: here:function returned {got}, expected the Trajectory that session.finish(score) of"
-        " its own session makes",
+        f"TypeError: env.driver.function: here:function returned {got}, expected the Trajectory that"
+        " session.finish(score) of its own session makes",
     ]
 
 
@@ -342,7 +342,9 @@ def test_a_trajectory_of_another_session_is_refused() -> None:
 
     first, second = messages_of(returns_the_first)
     assert first == ""
-    assert second.startswith("ValueError: env.rollout: here:function returned a trajectory of train:0#0 for train:1#1,")
+    assert second.startswith(
+        "ValueError: env.driver.function: here:function returned a trajectory of train:0#0 for train:1#1,"
+    )
 
 
 def test_a_second_request_while_one_is_waited_for_is_an_error_of_that_trajectory() -> None:
