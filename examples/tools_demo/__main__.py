@@ -22,7 +22,7 @@ _OVERRIDES = {
     "no_tool": ("env.driver.kind=single_turn",),
     # A reward that is given for certain, such as the cost of calls, would be something to learn.
     "coin": (
-        "env.tool_call_cost=0",
+        "env.driver.call_cost=0",
         "env.reward.kind=callable",
         "env.reward.function=examples.random_reward:score",
         "env.score_truncated=true",

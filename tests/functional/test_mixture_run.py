@@ -51,11 +51,14 @@ def settings(folder: Path, data: Path, **changes: Any) -> list[str]:
             "plain": {"weight": 3.0},
             "tools": {
                 "weight": 1.0,
-                "tools": ["tests.support.tool_functions:add"],
-                "tool_format": "tests.functional.test_mixture_run:ALWAYS_ADD",
-                "tool_limits": {"num_workers": 1},
-                "max_turns": 2,
-                "callable": {"function": "tests.functional.test_mixture_run:always_one"},
+                "driver": {
+                    "kind": "tools",
+                    "tools": ["tests.support.tool_functions:add"],
+                    "format": "tests.functional.test_mixture_run:ALWAYS_ADD",
+                    "limits": {"num_workers": 1},
+                    "max_turns": 2,
+                },
+                "reward": {"function": "tests.functional.test_mixture_run:always_one"},
             },
         },
     }

@@ -124,7 +124,7 @@ def test_scores_of_a_run_are_those_of_transformers(name: str, changes: Mapping[s
     samples = runs.check_scores(run_folder)
     for sample in samples:
         own = sample["reward"] - 0.1 * sample["rewards"]["reward_model"]
-        assert own == pytest.approx(0 if "env.name" in changes else float(sample["is_correct"]), abs=1e-9)
+        assert own == pytest.approx(0 if "env.reward.kind" in changes else float(sample["is_correct"]), abs=1e-9)
     assert {sample["split"] for sample in samples} == {"train", "val"}
     (metrics,) = [record.metrics for record in read_metrics(run_folder / METRICS_FILE_NAME) if record.step]
     trained = [sample["rewards"]["reward_model"] for sample in samples if sample["split"] == "train"]

@@ -109,7 +109,7 @@ def test_the_run_ends_and_nothing_is_left(tmp_path: Path) -> None:
         env__reward__kind="callable",
         env__reward__function="tests.functional.test_rewards_that_abuse:abusive",
         env__score_truncated=True,
-        env__timeout_s=2,
+        env__reward__timeout_s=2,
         data__validation=None,
         grpo__max_num_steps=2,
     )

@@ -4,7 +4,7 @@
 
 from typing import ClassVar, Literal
 
-from nemo_rl_moe.config.environments.base import CallFormat, DriverConfig
+from nemo_rl_moe.config.environments.base import DriverConfig
 from nemo_rl_moe.config.schema_base import PathText, PositiveInt, Processes, StrictModel, Text
 
 
@@ -26,7 +26,7 @@ class AgentConfig(DriverConfig):
     program: Text | list[PathText]
     """`package.module:function`, which takes an `AgentTask` and returns a reward, or None where `env.reward` scores
     the last response; or a program and its arguments, a list."""
-    format: CallFormat
+    format: Text | None
     """Format in which the model writes calls of the tools that requests define, as of `tools`."""
     limits: AgentLimitsConfig
     """Limits of agents."""

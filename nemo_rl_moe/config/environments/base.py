@@ -3,16 +3,10 @@
 """Base of the drivers of trajectories; each kind is a file beside this one."""
 
 from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from nemo_rl_moe.config.schema_base import ExpectedWords, StrictModel, Text
+from nemo_rl_moe.config.schema_base import StrictModel
 from nemo_rl_moe.config.schema_grpo import PromptDataConfig
-
-CallFormat = Annotated[
-    Text | None,
-    ExpectedWords("the name of a tool format, vllm:NAME, package.module:FORMAT, or null"),
-]
-"""Format in which the model writes calls of tools."""
 
 
 class DriverConfig(StrictModel):

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from nemo_rl_moe.config.environments.base import CallFormat, DriverConfig
+from nemo_rl_moe.config.environments.base import DriverConfig
 from nemo_rl_moe.config.schema_base import PathText, PositiveInt, Processes, Seconds, StrictModel, Text
 from nemo_rl_moe.config.schema_grpo import PromptDataConfig
 
@@ -52,7 +52,7 @@ class ToolsConfig(DriverConfig):
     own; {}: none."""
     parameters: dict[str, dict[str, Any]]
     """Values of keyword-only parameters of tools, by the name of the tool: the model does not see them; {}: none."""
-    format: CallFormat
+    format: Text | None
     """Format in which the model writes calls: hermes, qwen3_coder, glm45, kimi_k2, minimax_m2, deepseek_v3,
     deepseek_v31, deepseek_v32, mistral, mistral_args, llama3_json, function_calls, olmo3, harmony, `vllm:NAME`, a
     parser of an installed vLLM, or `package.module:FORMAT`; null: the one that the chat template writes."""

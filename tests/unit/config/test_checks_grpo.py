@@ -556,7 +556,8 @@ BROKEN = [
     (
         (*BY_MODEL, *REWARD_MODEL, "reward_model.weight=0.0"),
         "environment_has_its_reward_model",
-        "reward_model.weight: got 0, expected another with env.reward.kind reward_model, where nothing else gives a reward",
+        "reward_model.weight: got 0, expected another with env.reward.kind reward_model, where nothing else gives a"
+        " reward",
     ),
     (
         (*REWARD_MODEL, *CALLABLE, f"{WEIGHTS}={{accuracy: 1.0, reward_model: 0.5}}"),

@@ -131,8 +131,8 @@ Problems = Callable[..., list[str]]
         ),
         (
             "env.driver.kind=tool",
-            "env.driver.kind: got 'tool' (str), expected one of single_turn, function, tools, agent, verifiers, openenv;"
-            " did you mean tools?",
+            "env.driver.kind: got 'tool' (str), expected one of single_turn, function, tools, agent, verifiers,"
+            " openenv; did you mean tools?",
         ),
         (
             "env.reward.timeout_s=.inf",

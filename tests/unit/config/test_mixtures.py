@@ -99,7 +99,8 @@ def test_a_written_mixture_loads_to_the_same(tmp_path: Path) -> None:
         ),
         (
             ("+env.mixture.math={weight: 1.0, reward: {kind: callable}}",),
-            "env.mixture.math.reward.function: missing; expected text that is not empty, or env.mixture.math.reward: null",
+            "env.mixture.math.reward.function: missing; expected text that is not empty, or"
+            " env.mixture.math.reward: null",
         ),
         (
             (*TWO, "+data.environments={math: {}, coda: {}, code: {}}"),
