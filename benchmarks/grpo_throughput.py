@@ -42,9 +42,11 @@ from nemo_rl_moe.algorithms.grpo_batch import failure_rule, make_source
 from nemo_rl_moe.algorithms.grpo_metrics import Validator
 from nemo_rl_moe.algorithms.run_observers import checked_refits
 from nemo_rl_moe.algorithms.step_recorder import RecordSinks
+from nemo_rl_moe.config.environments.rewards import CallableConfig
 from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.data.prompts import Prompt
+from nemo_rl_moe.data.speech import describe_speech, load_published
 from nemo_rl_moe.data.tokenizer import load_tokenizer, pad_token_id
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.node_tools import threads_per_worker, usable_cores
@@ -64,9 +66,9 @@ NUM_PROMPTS, NUM_GENERATIONS = 8, 4
 PROMPT_LENGTH, MAX_NEW_TOKENS = 32, 64
 STEP_KEY = "timing/step/seconds"
 ONE_CHARACTER = {
-    "env.name": "callable",
-    "env.callable": "{function: 'grpo_throughput:share_of_one_character'}",
-    "env.answer_after": "null",
+    "env.reward.kind": "callable",
+    "env.reward.function": "grpo_throughput:share_of_one_character",
+    "env.reward.num_workers": 1,
     "env.score_truncated": True,
 }
 """Overrides for rewards by `share_of_one_character`."""
@@ -176,13 +178,15 @@ def run(
     """Train in the product's own loop; changed: makes another refit check of the configured one."""
     cluster, source = RayCluster(config.cluster), find_model(config.policy)
     policy = start_policy(config, cluster, stack, seed=config.grpo.seed, num_steps=len(prompts))
-    reward_function = RewardWorkers(config.env)
+    assert isinstance(config.env.reward, CallableConfig)
+    reward_function = RewardWorkers(config.env.reward, config.env)
     stack.callback(reward_function.shutdown)
     loggers, console = open_loggers(folder, clock, stack)
     samples = stack.enter_context(SampleLog(folder, console, num_to_print=0, num_to_save=None))
     tokenizer = load_tokenizer(config.policy.tokenizer.name)
     hf_config = load_hf_config(config.policy.model_name)
-    sampling = sampling_parameters(config.policy.generation, tokenizer, hf_config.vocab_size)
+    speech = describe_speech(tokenizer, load_published(config.policy.model_name), {})
+    sampling = sampling_parameters(config.policy.generation, speech, hf_config.vocab_size)
     engine = make_engine(EngineSetup(config, cluster, source, hf_config, tokenizer, policy, console.warn))
     stack.callback(engine.shutdown)
     longest = config.policy.max_total_sequence_length

@@ -5,18 +5,18 @@
 Usage: python docs/make_configuration_reference.py
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel
+from pydantic import BaseModel, Field, create_model
 from pydantic.fields import FieldInfo
 
 from nemo_rl_moe.config.algorithm import ALGORITHMS
-from nemo_rl_moe.config.files import find_config, read_with_defaults
+from nemo_rl_moe.config.files import KIND_KEY, KINDS_NAME, find_config, read_with_defaults
 from nemo_rl_moe.config.megatron_moe_fields import MOE_FIELD_NAMES, VALUE_SINCE
-from nemo_rl_moe.config.validation import expected, section_model
+from nemo_rl_moe.config.validation import expected, kinds_of, section_models
 
 BASES = {
     "sft": "sft.yaml",
@@ -27,6 +27,8 @@ BASES = {
 }
 """The shipped file of each algorithm that, with what it inherits, has every key."""
 _MISSING = "not set"
+_BASES_OF_SEVERAL = ("StrictModel", "DataConfig")
+"""Schemas that sections share without being the same section."""
 
 
 @dataclass
@@ -52,12 +54,14 @@ class Section:
 
     Attributes:
         path: Full key; empty for the top.
+        kind: Kind of the environment's part to which its keys belong; empty for keys that every kind has.
         meaning: The schema's words.
         algorithms: Those that have it.
         keys: Its keys that are no sections.
     """
 
     path: str
+    kind: str
     meaning: str
     algorithms: list[str] = field(default_factory=list)
     keys: dict[tuple[str, str, str], Key] = field(default_factory=dict)
@@ -69,15 +73,15 @@ def sections() -> list[Section]:
     Raises:
         ValueError: A key has no words in the schema.
     """
-    found: dict[tuple[str, str], Section] = {}
+    found: dict[tuple[str, str, str], Section] = {}
     for algorithm, record in ALGORITHMS.items():
         shipped = read_with_defaults(find_config(BASES[algorithm]))
-        for path, model, meaning, values in _walk(record.config_class, (), "", shipped):
+        for path, kind, model, meaning, values in _walk(record.config_class, (), "", shipped):
             # A schema that adds keys to another one describes the same section.
-            section = found.setdefault((path, _base_of(model)), Section(path, meaning))
+            section = found.setdefault((path, kind, _base_of(model)), Section(path, kind, meaning))
             section.algorithms.append(algorithm)
             for name, info in model.model_fields.items():
-                if section_model(info.annotation) is None:
+                if not section_models(info.annotation) and not (kind and name == KIND_KEY):
                     _add(section, algorithm, name, info, values)
     return [section for section in found.values() if section.keys]
 
@@ -88,21 +92,34 @@ def reference() -> str:
 
 
 def _walk(
-    model: type[BaseModel], path: tuple[str, ...], meaning: str, values: Any
-) -> Iterator[tuple[str, type[BaseModel], str, Mapping[str, Any]]]:
+    model: type[BaseModel], path: tuple[str, ...], meaning: str, values: Any, kind: str = ""
+) -> Iterator[tuple[str, str, type[BaseModel], str, Mapping[str, Any]]]:
     of_section = values if isinstance(values, Mapping) else {}
-    of_kind, of_key = (" ".join(text.split()) for text in (model.__doc__ or "", meaning))
-    is_said = of_key.rstrip(".").lower() in of_kind.lower()
-    yield ".".join(path), model, of_kind if is_said else f"{of_key} {of_kind}", of_section
+    of_model, of_key = (" ".join(text.split()) for text in (model.__doc__ or "", meaning))
+    is_said = of_key.rstrip(".").lower() in of_model.lower()
+    yield ".".join(path), kind, model, of_model if is_said else f"{of_key} {of_model}".strip(), of_section
     for name, info in model.model_fields.items():
-        if (inner := section_model(info.annotation)) is not None:
-            yield from _walk(inner, (*path, name), info.description or "", of_section.get(name))
+        models = section_models(info.annotation)
+        place, words, below = (*path, name), info.description or "", of_section.get(name)
+        for inner in models if len(models) == 1 else [_choice(models)] if models else []:
+            yield from _walk(inner, place, words, below, kind)
+        for inner in models if len(models) > 1 else []:
+            (named,) = kinds_of(inner)
+            defaults = read_with_defaults(find_config(KINDS_NAME))[name]
+            yield from _walk(inner, place, "", defaults.get(named), named)
+
+
+def _choice(models: Sequence[type[BaseModel]]) -> type[BaseModel]:
+    """A schema that has the key `kind` alone, of a section of several kinds."""
+    meanings = {kind: " ".join((model.__doc__ or "").split()) for model in models for kind in kinds_of(model)}
+    words = " ".join(f"`{kind}`: {meaning}" for kind, meaning in meanings.items())
+    return create_model("Choice", kind=(Literal[tuple(meanings)], Field(description=words)))
 
 
 def _base_of(model: type[BaseModel]) -> str:
     """The most general schema of a section; only the schemas of the package's sections are looked at."""
     ancestors = [ancestor for ancestor in model.__mro__ if ancestor.__module__.startswith("nemo_rl_moe.config.schema_")]
-    own = [ancestor.__name__ for ancestor in ancestors if ancestor.__name__ != "StrictModel"]
+    own = [ancestor.__name__ for ancestor in ancestors if ancestor.__name__ not in _BASES_OF_SEVERAL]
     return own[-1] if own else model.__name__
 
 
@@ -157,7 +174,8 @@ def _section_text(section: Section) -> str:
     of_whom = "" if len(everywhere) == len(ALGORITHMS) else f" ({', '.join(section.algorithms)})"
     is_algorithm = section.path in ALGORITHMS
     rows = [_row(key, section) for key in section.keys.values()]
-    title = f"### `{section.path}`{'' if is_algorithm else of_whom}"
+    of_kind = f" of kind `{section.kind}`" if section.kind else ""
+    title = f"### `{section.path}`{of_kind}{'' if is_algorithm else of_whom}"
     head = "| key | takes | shipped | meaning |\n|---|---|---|---|"
     return "\n".join([title, "", section.meaning, "", head, *rows])
 

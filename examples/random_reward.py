@@ -6,11 +6,10 @@ A model that gets better with the reward of its task, and not with this one, has
 response is right is reported honestly, so that `accuracy` means the same in both runs. In the configuration:
 
     env:
-      name: callable
-      answer_after: null
-      score_truncated: true    # or a response that is cut off would get 0 for certain, which is something to learn
-      callable:
+      reward:
+        kind: callable
         function: examples.random_reward:score
+      score_truncated: true    # or a response that is cut off would get 0 for certain, which is something to learn
 """
 
 import hashlib

@@ -5,7 +5,9 @@
 In the configuration:
 
     env:
-      rollout: examples.second_try:second_try
+      driver:
+        kind: function
+        function: examples.second_try:second_try
     grpo:
       adv_estimator:
         name: turn_grpo    # credit by turn; with the others all tokens share one advantage

@@ -19,12 +19,12 @@ _NAME = "tools-demo"
 FINAL = "final"
 _OVERRIDES = {
     "tool": (),
-    "no_tool": ("env.tools=[]",),
+    "no_tool": ("env.driver.kind=single_turn",),
     # A reward that is given for certain, such as the cost of calls, would be something to learn.
     "coin": (
-        "env.tool_call_cost=0",
-        "env.name=callable",
-        "env.callable={function: 'examples.random_reward:score'}",
+        "env.driver.call_cost=0",
+        "env.reward.kind=callable",
+        "env.reward.function=examples.random_reward:score",
         "env.score_truncated=true",
     ),
 }

@@ -22,7 +22,7 @@ arguments = parser.parse_args()
 
 
 def is_right(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
-    """1 where what follows the working is the answer: `env.answer_after: </think>`."""
+    """1 where what follows the working is the answer: `env.reward.answer_after: </think>`."""
     found = (completion.rpartition("</think>")[2].strip() for completion in completions)
     return [float(one == other) for one, other in zip(found, answer, strict=True)]
 

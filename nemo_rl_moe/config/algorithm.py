@@ -13,6 +13,7 @@ from typing import Any
 from nemo_rl_moe.config.checks_algorithms import DPO_RULES, GRPO_RULES
 from nemo_rl_moe.config.checks_distillation import DISTILLATION_RULES
 from nemo_rl_moe.config.checks_ppo import PPO_RULES, gae_has_a_critic
+from nemo_rl_moe.config.environments.rewards import ReasoningGymConfig
 from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig, MasterConfig, SFTMasterConfig
 from nemo_rl_moe.config.schema_distillation import DistillationMasterConfig
 from nemo_rl_moe.config.schema_environment import EnvironmentConfig
@@ -131,9 +132,8 @@ def grpo_best_metric(config: GRPOMasterConfig) -> str:
 
 
 def _says_right_or_wrong(env: EnvironmentConfig) -> bool:
-    partial_credit = env.reasoning_gym is not None and env.reasoning_gym.partial_credit
-    says_it = env.name in ("math", "exact") or (env.name == "reasoning_gym" and not partial_credit)
-    return says_it and env.driven_by is None
+    is_graded = isinstance(env.reward, ReasoningGymConfig) and env.reward.partial_credit
+    return env.needs_answers and not is_graded and env.driver.named is None
 
 
 def places_of_engines(config: GRPOMasterConfig) -> Mapping[str, str]:

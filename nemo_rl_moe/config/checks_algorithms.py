@@ -5,15 +5,14 @@
 from collections.abc import Iterator
 from math import gcd
 
-from nemo_rl_moe.config.checks_libraries import LIBRARY_RULES
 from nemo_rl_moe.config.checks_mixture import MIXTURE_RULES
 from nemo_rl_moe.config.checks_reward_model import REWARD_MODEL_RULES
 from nemo_rl_moe.config.checks_rollouts import ROLLOUT_RULES
+from nemo_rl_moe.config.environments.rewards import ReasoningGymConfig
+from nemo_rl_moe.config.environments.tools import ToolsConfig
 from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig
-from nemo_rl_moe.config.schema_environment import EnvironmentConfig
 from nemo_rl_moe.config.schema_mixture import environment_key
 from nemo_rl_moe.config.schema_run import GENERATION_ROLE
-from nemo_rl_moe.config.user_code import is_custom
 from nemo_rl_moe.rl.aggregation import AGGREGATION_RULES
 from nemo_rl_moe.rl.corrections import CORRECTION_RULES
 from nemo_rl_moe.rl.estimators.rules import ESTIMATOR_RULES
@@ -75,73 +74,22 @@ def divergence_in_the_reward_has_a_meaning(config: GRPOMasterConfig) -> Iterator
         )
 
 
-def environment_has_its_section(config: GRPOMasterConfig) -> Iterator[str]:
-    """Check that each named environment has its section."""
-    examples = {
-        "reasoning_gym": "{task: basic_arithmetic, parameters: {}, partial_credit: false}",
-        "callable": '{function: "my_module:score"}',
-        "openenv": (
-            '{app: "my_env.server.app:app", url: null, num_servers: 1, sessions_per_server: 1, action_key: message,'
-            " observation_key: echoed_message}"
-        ),
-    }
-    for key, env in _environments(config):
-        name = env.name
-        if (example := examples.get(name)) is not None and getattr(env, name) is None:
-            yield f"{key}.{name}: got null, expected a section such as {example} with {key}.name {name}"
-        if env.parameters and not is_custom(name) and not env.has_own_prompts:
+def environments_have_their_parts(config: GRPOMasterConfig) -> Iterator[str]:
+    """Check that each environment's driver goes with its data, and that one of driver and reward scores."""
+    for name, env in config.env.environments.items():
+        key = environment_key(name)
+        data_key = f"data.environments.{name}" if name in config.data.environments else "data"
+        yield from env.driver.problems(f"{key}.driver", data_key, config.data.of(name))
+        kind = f"with {key}.driver.kind {env.driver.kind}"
+        if env.reward is None and env.driver.scoring == "by_reward":
+            yield f"{key}.reward: got null, expected a section, such as {{kind: math}}, {kind}, which scores nothing"
+        if env.reward is not None and env.driver.scoring == "by_driver":
+            yield f"{key}.reward: got kind {env.reward.kind}, expected null {kind}, which scores trajectories itself"
+        if isinstance(env.driver, ToolsConfig) and env.driver.call_cost and env.reward_weights is not None:
             yield (
-                f"{key}.parameters: got {', '.join(map(str, env.parameters))}, expected {{}} with {key}.name {name}:"
-                " they are the arguments of an environment of your own"
+                f"{key}.driver.call_cost: got {env.driver.call_cost:g}, expected 0 with {key}.reward_weights: the"
+                " reward is the weighted sum of the named rewards alone"
             )
-
-
-def tools_have_a_conversation(config: GRPOMasterConfig) -> Iterator[str]:
-    """Check that nothing else drives the conversation in which tools are called, or defines them."""
-    for key, env in _environments(config):
-        if not env.has_tools:
-            continue
-        which, named = ("tools", ", ".join(env.tools)) if env.tools else ("mcp_servers", ", ".join(env.mcp_servers))
-        if env.rollout is not None:
-            yield (
-                f"{key}.{which}: got {named}, expected none with {key}.rollout {env.rollout}, which drives trajectories"
-            )
-        if config.data.tools:
-            yield (
-                f"data.tools: got {len(config.data.tools)}, expected [] with {key}.{which} {named}: the chat template"
-                " gets the definitions of those"
-            )
-        if env.tool_call_cost and env.reward_weights is not None:
-            yield (
-                f"{key}.tool_call_cost: got {env.tool_call_cost:g}, expected 0 with {key}.reward_weights: the reward is"
-                " the weighted sum of the named rewards alone"
-            )
-
-
-def agents_have_a_conversation(config: GRPOMasterConfig) -> Iterator[str]:
-    """Check that nothing else drives the trajectories of an agent, or defines the tools of its requests."""
-    for section, env in _environments(config):
-        if not env.has_agent:
-            continue
-        command = " ".join(env.agent_command)
-        if env.agent is not None and command:
-            yield f"{section}.agent_command: got {command}, expected [] with {section}.agent {env.agent}"
-        key, named = f"{section}.agent", env.agent
-        if named is None:
-            key, named = f"{section}.agent_command", command
-        if env.rollout is not None:
-            yield f"{key}: got {named}, expected none with {section}.rollout {env.rollout}, which drives trajectories"
-        if env.tools:
-            tools = ", ".join(env.tools)
-            yield f"{section}.tools: got {tools}, expected [] with {key} {named}, which runs its own tools"
-        if env.mcp_servers:
-            servers = ", ".join(env.mcp_servers)
-            yield f"{section}.mcp_servers: got {servers}, expected {{}} with {key} {named}, which runs its own tools"
-        if env.scores_trajectories:
-            yield f"{key}: got {named}, expected none with {section}.name {env.name}, which drives trajectories"
-        if config.data.tools:
-            number = len(config.data.tools)
-            yield f"data.tools: got {number}, expected [] with {key} {named}, whose requests define tools"
 
 
 def prompts_have_a_source(config: GRPOMasterConfig) -> Iterator[str]:
@@ -152,12 +100,13 @@ def prompts_have_a_source(config: GRPOMasterConfig) -> Iterator[str]:
         name = key.removeprefix("data").removeprefix(".environments.")
         env = config.env.environments.get(name, config.env)
         for kind, source in (("train", data.train), ("validation", data.validation)):
-            if source is None or source.path is not None or env.has_own_prompts:
+            if source is None or source.path is not None or env.driver.has_own_prompts:
                 continue
-            if env.name != "reasoning_gym":
+            if not isinstance(env.reward, ReasoningGymConfig):
+                given = "null" if env.reward is None else f"of kind {env.reward.kind}"
                 yield (
-                    f"{key}.{kind}.path: null draws prompts from a reasoning_gym task, but {environment_key(name)}.name"
-                    f" is {env.name}; name a file or a dataset"
+                    f"{key}.{kind}.path: null draws prompts from a reasoning_gym task, but"
+                    f" {environment_key(name)}.reward is {given}; name a file or a dataset"
                 )
             if source.num_items is None:
                 yield f"{key}.{kind}.num_items: null, expected how many prompts to draw, as {key}.{kind}.path is null"
@@ -170,19 +119,13 @@ def sampled_prompts_are_held_out(config: GRPOMasterConfig) -> Iterator[str]:
         if validation is None or train.path is not None or validation.path is not None:
             continue
         name = key.removeprefix("data").removeprefix(".environments.")
-        if config.env.environments.get(name, config.env).has_own_prompts and train.split != validation.split:
+        if config.env.environments.get(name, config.env).driver.has_own_prompts and train.split != validation.split:
             continue
         if train.seed == validation.seed:
             yield (
                 f"{key}.validation.seed: got {validation.seed}, which is {key}.train.seed: validation would draw the"
                 " training prompts; expected another seed"
             )
-
-
-def _environments(config: GRPOMasterConfig) -> Iterator[tuple[str, EnvironmentConfig]]:
-    """Yield the section of each environment behind its key."""
-    for name, env in config.env.environments.items():
-        yield environment_key(name), env
 
 
 def greedy_validation_asks_once(config: GRPOMasterConfig) -> Iterator[str]:
@@ -207,8 +150,9 @@ def dynamic_sampling_has_a_second_round(config: GRPOMasterConfig) -> Iterator[st
 
 def named_rewards_come_from_somewhere(config: GRPOMasterConfig) -> Iterator[str]:
     """Check the weights of named rewards: something gives several rewards, and one weight is not 0."""
-    for section, env in _environments(config):
-        weights, key = env.reward_weights, f"{section}.reward_weights"
+    for name, env in config.env.environments.items():
+        weights, section = env.reward_weights, environment_key(name)
+        key = f"{section}.reward_weights"
         if weights is None:
             continue
         if not weights:
@@ -216,10 +160,12 @@ def named_rewards_come_from_somewhere(config: GRPOMasterConfig) -> Iterator[str]
             yield f"{key}: got no name, expected a weight for each reward, such as {example}, or null"
         elif not any(weights.values()):
             yield f"{key}: all weights are 0, so that nothing would be trained"
-        if not env.is_custom and env.driven_by is None:
+        if env.driver.scoring == "by_driver" or not (env.driver.scoring == "by_either" or env.may_name_rewards):
+            part = "driver" if env.reward is None else "reward"
+            kind = env.driver.kind if env.reward is None else env.reward.kind
             yield (
-                f"{key}: got {', '.join(weights)}, expected null with {section}.name {env.name}, which gives one"
-                " reward; callable gives several"
+                f"{key}: got {', '.join(weights)}, expected null with {section}.{part}.kind {kind}, which gives one"
+                " reward; callable and custom give several"
             )
 
 
@@ -305,9 +251,7 @@ GRPO_RULES = (
     *ESTIMATOR_RULES,
     divergence_in_the_reward_has_a_meaning,
     *MIXTURE_RULES,
-    environment_has_its_section,
-    tools_have_a_conversation,
-    agents_have_a_conversation,
+    environments_have_their_parts,
     prompts_have_a_source,
     ranks_may_have_different_numbers_of_tokens,
     template_has_a_place_for_the_prompt,
@@ -320,7 +264,6 @@ GRPO_RULES = (
     engine_has_what_it_needs,
     weights_can_travel,
     *ROLLOUT_RULES,
-    *LIBRARY_RULES,
 )
 
 

@@ -1,9 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of the chat template's inputs beside the messages.
-
-A custom algorithm may have a section `data` without these keys.
-"""
+"""Rules of the chat template's inputs beside the messages."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,14 +10,14 @@ from nemo_rl_moe.config.tool_definitions import definition_problem, reserved_nam
 
 def tools_are_definitions(config: Any) -> Iterator[str]:
     """Check that the definitions of the run's tools have the standard form."""
-    for index, tool in enumerate(getattr(config.data, "tools", ())):
+    for index, tool in enumerate(config.data.tools):
         if (problem := definition_problem(tool)) is not None:
             yield f"data.tools[{index}]: {problem}"
 
 
 def template_names_are_free(config: Any) -> Iterator[str]:
     """Check that further names for the chat template are none that the run itself sets."""
-    if (problem := reserved_name_problem(getattr(config.data, "chat_template_kwargs", {}))) is not None:
+    if (problem := reserved_name_problem(config.data.chat_template_kwargs)) is not None:
         yield f"data.chat_template_kwargs: {problem}"
 
 

@@ -4,6 +4,7 @@
 
 from collections.abc import Iterator
 
+from nemo_rl_moe.config.environments.rewards import RewardModelAloneConfig
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.config.schema_mixture import environment_key
 from nemo_rl_moe.config.schema_run import REWARD_MODEL_ROLE
@@ -11,10 +12,14 @@ from nemo_rl_moe.config.schema_run import REWARD_MODEL_ROLE
 
 def environment_has_its_reward_model(config: GRPOMasterConfig) -> Iterator[str]:
     """Check that something scores where an environment leaves it to the reward model."""
-    by_model = [environment_key(name) for name, env in config.env.environments.items() if env.leaves_it_to_the_model]
+    by_model = [
+        environment_key(name)
+        for name, env in config.env.environments.items()
+        if isinstance(env.reward, RewardModelAloneConfig)
+    ]
     if not by_model:
         return
-    with_it = f"with {by_model[0]}.name {REWARD_MODEL_ROLE}"
+    with_it = f"with {by_model[0]}.reward.kind {REWARD_MODEL_ROLE}"
     if config.reward_model is None:
         yield (
             "reward_model: got null, expected a section with model_name, logprob_batch_size, megatron_cfg and weight"

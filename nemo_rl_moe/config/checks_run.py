@@ -12,7 +12,13 @@ from nemo_rl_moe.config.role_keys import key_of_role
 from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig, MasterConfig, SFTMasterConfig
 from nemo_rl_moe.config.schema_base import SupervisedLoopConfig
 from nemo_rl_moe.config.schema_grpo import GRPOConfig, PromptDataConfig, PromptSourceConfig
-from nemo_rl_moe.config.schema_run import DURATION_FORM, DataConfig, DataSourceConfig, format_duration, parse_duration
+from nemo_rl_moe.config.schema_run import (
+    DURATION_FORM,
+    DataSourceConfig,
+    ResponseDataConfig,
+    format_duration,
+    parse_duration,
+)
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
 
 LoopMasterConfig = SFTMasterConfig | DPOMasterConfig | GRPOMasterConfig
@@ -208,7 +214,7 @@ def _folder_problem(key: str, name: str, needs: str | None = None) -> Iterator[s
 
 def _sections_of(
     config: SFTMasterConfig | DPOMasterConfig | GRPOMasterConfig,
-) -> list[tuple[str, DataConfig | PromptDataConfig]]:
+) -> list[tuple[str, ResponseDataConfig | PromptDataConfig]]:
     """Return each section of data that is read, behind its key."""
     if isinstance(config, GRPOMasterConfig):
         return list(config.data.sources())

@@ -24,6 +24,10 @@ BASE_NAME = "base.yaml"
 """The shipped file of the keys that all algorithms share; no run starts from it, as it has no algorithm's section."""
 BASE_OF = {"sft": "sft.yaml", "grpo": "grpo.yaml"}
 """The shipped file with every key of an algorithm and no recipe, which leaves open what it cannot know."""
+KINDS_NAME = "environment_kinds.yaml"
+"""The shipped file of the defaults of each kind of `env.driver` and `env.reward`."""
+KIND_KEY = "kind"
+"""Key of a section whose other keys depend on its value."""
 WHERE_THE_SHIPPED_ARE_LISTED = " (nemo-rl-moe config --help lists the shipped configurations)"
 _NO_SECTIONS = "expected sections such as `policy:`, got something else"
 _PACKAGED_EXEMPLARS = Path(__file__).resolve().parents[1] / "exemplar_configs"
@@ -37,7 +41,7 @@ def exemplars_folder() -> Path:
 
 def exemplar_names() -> list[str]:
     """Return the file names of the shipped configurations that a run can start from."""
-    bases = {BASE_NAME, *BASE_OF.values()}
+    bases = {BASE_NAME, KINDS_NAME, *BASE_OF.values()}
     return sorted(path.name for path in exemplars_folder().glob("*.yaml") if path.name not in bases)
 
 
@@ -112,11 +116,15 @@ def _read_with_defaults(path: Path, including: tuple[Path, ...], shipped: bool, 
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge `over` into `base` section by section; other values are replaced."""
+    """Merge `over` into `base` section by section; other values, and sections of another kind, are replaced."""
     merged = dict(base)
     for key, value in over.items():
         below = merged.get(key)
-        merged[key] = merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+        if isinstance(below, Mapping) and isinstance(value, Mapping):
+            changes_kind = KIND_KEY in value and value[KIND_KEY] != below.get(KIND_KEY)
+            merged[key] = value if changes_kind else merge(below, value)
+        else:
+            merged[key] = value
     return merged
 
 

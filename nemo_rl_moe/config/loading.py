@@ -92,7 +92,7 @@ def check_values(
         The configuration, or the valid part of it, and a line for each problem.
     """
     overridden, problems = apply_overrides(merged, overrides, partial(keys_around, schema))
-    values, interpolation_problems = resolve(overridden, partial(is_path, schema))
+    values, interpolation_problems = resolve(overridden, partial(is_path, schema, overridden))
     problems += filter(None, interpolation_problems.values())
     problems += [
         f"{key}: got {MASK}, which stands in the place of a secret that was left out when the configuration was written"

@@ -1,23 +1,30 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Sections of a mixture's environments, completed from the section that they share."""
+"""Sections of a mixture's environments completed from the section that they share, and each kind by its defaults."""
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
-from nemo_rl_moe.config.files import merge
+from nemo_rl_moe.config.files import KIND_KEY, KINDS_NAME, exemplars_folder, merge, read_with_defaults
 
-_OF_DATA = ("train", "validation", "prompt_key", "prompt_template", "answer_key")
-_MERGED = ("tool_limits", "train", "validation")
+_SECTIONS = ("driver", "reward", "limits", "train", "validation")
 """Sections of which an environment may set single keys; others, such as `parameters`, are replaced as a whole."""
+_OF_DATA = ("train", "validation", "prompt_key", "prompt_template", "answer_key")
 
 
 def with_mixtures(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values in which each environment of `env.mixture` and `data.environments` has all its keys."""
+    """Return values in which each environment of `env.mixture` and `data.environments` has all its keys.
+
+    Sections with a `kind` get the defaults of that kind.
+    """
     found = dict(values)
     env, data = found.get("env"), found.get("data")
     if isinstance(env, Mapping):
-        found["env"] = _completed(env, "mixture", {key: value for key, value in env.items() if key != "mixture"})
+        completed = _completed(env, "mixture", {key: value for key, value in env.items() if key != "mixture"})
+        if isinstance(mixture := completed.get("mixture"), Mapping):
+            completed["mixture"] = {name: _with_kinds(entry) for name, entry in mixture.items()}
+        found["env"] = _with_kinds(completed)
     if isinstance(data, Mapping):
         found["data"] = _completed(data, "environments", {key: data[key] for key in _OF_DATA if key in data})
     return found
@@ -30,13 +37,28 @@ def _completed(section: Mapping[str, Any], name: str, shared: Mapping[str, Any])
     return {**section, name: {key: _over(shared, entry) for key, entry in entries.items()}}
 
 
-def _over(shared: Mapping[str, Any], entry: Any) -> Any:
-    if not isinstance(entry, Mapping):
+def _over(shared: Any, entry: Any) -> Any:
+    """Lay an entry over what it shares; its dicts of free names replace those that are shared."""
+    if not (isinstance(shared, Mapping) and isinstance(entry, Mapping)):
         return entry
-    own = {
-        key: merge(shared[key], value)
-        if key in _MERGED and isinstance(value, Mapping) and isinstance(shared.get(key), Mapping)
-        else value
-        for key, value in entry.items()
-    }
+    if KIND_KEY in entry and entry[KIND_KEY] != shared.get(KIND_KEY):
+        return entry
+    own = {key: _over(shared.get(key), value) if key in _SECTIONS else value for key, value in entry.items()}
     return {**shared, **own}
+
+
+def _with_kinds(env: Any) -> Any:
+    """Return the section of an environment with the defaults of its driver and of its reward below them."""
+    if not isinstance(env, Mapping):
+        return env
+    kinds = {
+        name: merge(defaults.get(str(section.get(KIND_KEY)), {}), section)
+        for name, defaults in _defaults_of_kinds().items()
+        if isinstance(section := env.get(name), Mapping)
+    }
+    return {**env, **kinds}
+
+
+@lru_cache(maxsize=1)
+def _defaults_of_kinds() -> Mapping[str, Mapping[str, Any]]:
+    return read_with_defaults(exemplars_folder() / KINDS_NAME)

@@ -15,6 +15,14 @@ _WANTED: dict[str, tuple[Form, str]] = {
 }
 _ANSWERS: tuple[Form, str] = ("answers", "its records have no question with an answer under keys of their own")
 """Form of the records that each algorithm reads, and what is to be done with those of another."""
+_NAMED = {
+    "sft": {"chat_key": "messages_key", "system_key": "system_key"},
+    "dpo": {name: name for name in ("prompt_key", "chosen_key", "rejected_key")},
+}
+"""Keys here that name a key of the records, by their name there."""
+_IN_FILES = "ResponseDataset"
+"""Their name of a file of questions with answers, which are under `input` and `output` if no key is named."""
+_RANKED = "PreferenceDataset"
 
 
 @dataclass(frozen=True)
@@ -26,6 +34,7 @@ class KnownDataset:
         split: Split where the configuration names none.
         other_paths: Hub names of its splits that are separate data sets.
         image_key: None: no images.
+        system_key: Key of the text that is the system turn; None: none.
         form: Of its records: questions with an answer, conversations, or pairs.
         to_do: What has to be done before it can be read here; empty: nothing.
     """
@@ -36,6 +45,7 @@ class KnownDataset:
     split: str = "train"
     other_paths: Mapping[str, str] = field(default_factory=dict)
     image_key: str | None = None
+    system_key: str | None = None
     form: Form = "answers"
     to_do: str = ""
 
@@ -51,7 +61,7 @@ DATASETS = {
     "DAPOMath17K": KnownDataset("BytedTsinghua-SIA/DAPO-Math-17k", "prompt", "reward_model.ground_truth"),
     "DAPOMathAIME2024": KnownDataset("BytedTsinghua-SIA/AIME-2024", "prompt", "reward_model.ground_truth"),
     "AIME2024": KnownDataset("HuggingFaceH4/aime_2024", "problem"),
-    "squad": KnownDataset("rajpurkar/squad", "question", "answers.text"),
+    "squad": KnownDataset("rajpurkar/squad", "question", "answers.text.0", system_key="context"),
     "tulu3_sft_mixture": KnownDataset("allenai/tulu-3-sft-mixture", form="conversations"),
     "HelpSteer3": KnownDataset("nvidia/HelpSteer3", "context", form="pairs"),
     "gsm8k": KnownDataset("openai/gsm8k", "question"),
@@ -125,6 +135,15 @@ def _samples(theirs: Theirs, translation: Translation, part: str) -> None:
             values |= {"data.prompt_key": keys[0], response: keys[1]}
         elif keys != (values.get("data.prompt_key"), values.get(response)):
             translation.without.append(f"data.{part}: keys {keys[0]} and {keys[1]}: those of the training data hold")
+        if known.system_key is not None and translation.generates:
+            translation.without.append(f"data.{part}: {known.system_key}, a system turn there: no part of the prompt")
+        elif known.system_key is not None:
+            values.setdefault("data.system_key", known.system_key)
+    for theirs_key, ours in _NAMED.get(translation.algorithm, {}).items():
+        if (key := _of(theirs, part, theirs_key)) is None:
+            continue
+        if values.setdefault(f"data.{ours}", key) != key:
+            translation.without.append(f"data.{part}.{theirs_key}: {key}: that of the training data holds")
 
 
 def _dataset(theirs: Theirs, translation: Translation, part: str) -> KnownDataset:
@@ -133,9 +152,18 @@ def _dataset(theirs: Theirs, translation: Translation, part: str) -> KnownDatase
     path = _of(theirs, part, "data_path")
     name = _of(theirs, part, "dataset_name")
     subject = f"data.{part}.dataset_name: {name}"
-    if path is not None:
+    if path is not None and name == _RANKED and translation.algorithm == "dpo":
+        translation.obstacles.append(
+            f"{subject}: its records rank `completions`: write `prompt`, `chosen` and `rejected`; where the better one"
+            " always stands first, set data.prompt_key=context, data.chosen_key=completions.0.completion and"
+            " data.rejected_key=completions.1.completion"
+        )
+    elif path is not None:
         translation.changed.append(f"{subject}: records are read by their form: docs/data.md")
-        return KnownDataset(path, form=wanted)
+    if path is not None:
+        return (
+            KnownDataset(path, "input", "output", form=wanted) if name == _IN_FILES else KnownDataset(path, form=wanted)
+        )
     if name not in DATASETS:
         translation.obstacles.append(f"{subject}: a data set of theirs; name its file as data.{part}.path")
         return KnownDataset(str(name), form=wanted)

@@ -52,8 +52,8 @@ def _several_rewards(theirs: Theirs) -> str:
     names = names if len(names) == len(weights) else [f"reward_{place}" for place in range(1, len(weights) + 1)]
     weighed = ", ".join(f"{name}: {weight}" for name, weight in zip(names, weights, strict=True)) or "NAME: 1.0"
     return (
-        "it is here too, for rewards that have names: set it with env.name: callable, a function that returns them as a"
-        f" dict, and env.reward_weights: {{{weighed}}}"
+        "it is here too, for rewards that have names: set it with env.reward.kind: callable, a function that returns"
+        f" them as a dict, and env.reward_weights: {{{weighed}}}"
     )
 
 
@@ -142,13 +142,13 @@ def environment(theirs: Theirs, translation: Translation) -> None:
     """Translate scoring by math-verify, and lines shown."""
     name = environment_of(theirs)
     if name == "math":
-        translation.values["env.name"] = "math"
-        translation.values["env.num_workers"] = theirs.get("env.math.num_workers", 8)
+        translation.values["env.reward.kind"] = "math"
+        translation.values["env.reward.num_workers"] = theirs.get("env.math.num_workers", 8)
     elif name not in IMAGE_ENVIRONMENTS:
         translation.obstacles.append(
             f"data.train.env_name: {name}: no such environment; name one of"
             f" {', '.join(BUILT_IN_REWARD_FUNCTIONS)}, or yours, as"
-            " env.name: docs/adding-an-environment.md"
+            " env.reward: docs/adding-an-environment.md"
         )
     number = theirs.get("logger.num_val_samples_to_print")
     if number is not None:
@@ -168,22 +168,22 @@ def images(theirs: Theirs, translation: Translation) -> None:
     section = f"env.{chosen}"
     functions = theirs.get(f"{section}.reward_functions", [])
     weights = {function["name"]: function.get("weight", 1.0) for function in functions}
-    values["env.num_workers"] = theirs.get(f"{section}.num_workers", 8)
+    values["env.reward.num_workers"] = theirs.get(f"{section}.num_workers", 8)
     known = [name for name in weights if name in _REWARDS_OF_IMAGES]
     for name, weight in weights.items():
         if [name] == known:
             ours = _REWARDS_OF_IMAGES[name]
-            values |= {"env.name": ours, "env.answer_after": _ANSWER}
+            values |= {"env.reward.kind": ours, "env.reward.answer_after": _ANSWER}
             translation.changed.append(
-                f"{section}.reward_functions: {name}: env.name {ours}: of all that follows the last {_ANSWER}; ask for"
-                " no closing tag in data.prompt_template"
+                f"{section}.reward_functions: {name}: env.reward.kind {ours}: of all that follows the last {_ANSWER};"
+                " ask for no closing tag in data.prompt_template"
             )
         else:
             why = "one such reward a run" if name in known else "no such reward"
             weighed = ", ".join(f"{each}: {weights[each]}" for each in weights)
             translation.without.append(
                 f"{section}.reward_functions: {name}: {weight}: {why}; a function of yours that returns a dict"
-                f" of rewards: env.name: callable, env.reward_weights: {{{weighed}}}"
+                f" of rewards: env.reward.kind: callable, env.reward_weights: {{{weighed}}}"
             )
 
 

@@ -12,7 +12,6 @@ from nemo_rl_moe.config.checks_run import LoopMasterConfig, loop_section
 from nemo_rl_moe.config.role_keys import key_of_role
 from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig
 from nemo_rl_moe.config.schema_grpo import generating
-from nemo_rl_moe.config.schema_mixture import environment_key
 from nemo_rl_moe.config.schema_policy import TrainedRoleConfig
 from nemo_rl_moe.config.schema_ppo import PPOMasterConfig
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
@@ -109,21 +108,6 @@ def metric_may_be_misspelt(config: LoopMasterConfig, num_steps: int) -> Iterator
             f"checkpointing.metric_name: {metric}, which only code of your own can measure; without it checkpoints are"
             f" not ranked{did_you_mean(meant)}"
         )
-
-
-def tools_are_missing(config: LoopMasterConfig, num_steps: int) -> Iterator[str]:
-    """Warn of settings of tools in an environment whose model calls none of the run's."""
-    if not isinstance(config, GRPOMasterConfig):
-        return
-    for name, env in config.env.environments.items():
-        if env.has_tools:
-            continue
-        idle = {"tool_call_cost": env.tool_call_cost, "tool_parameters": env.tool_parameters}
-        if not env.has_agent:
-            idle["tool_format"] = env.tool_format
-        key = environment_key(name)
-        if named := [f"{key}.{setting}" for setting, value in idle.items() if value]:
-            yield f"{key} has no tools and no mcp_servers; without effect: {', '.join(named)}"
 
 
 def transport_is_not_used(config: LoopMasterConfig, num_steps: int) -> Iterator[str]:
@@ -226,7 +210,6 @@ NOTICES = (
     validation_is_off,
     checkpoints_without_the_metric,
     metric_may_be_misspelt,
-    tools_are_missing,
     transport_is_not_used,
     ipo_by_sums,
     gradients_add_up_in_bfloat16,

@@ -14,7 +14,7 @@ from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
 from nemo_rl_moe.config.algorithm import ALGORITHM_KEY
-from nemo_rl_moe.config.files import parse_value, traps, yaml_problem
+from nemo_rl_moe.config.files import KIND_KEY, parse_value, traps, yaml_problem
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest_key, quoted, shortened
 from nemo_rl_moe.config.unknown_keys import unknown_key
 from nemo_rl_moe.masking import masked_assignment
@@ -64,26 +64,29 @@ def parse_override(text: str) -> Override:
 
 
 def apply_overrides(
-    config: Mapping[str, Any], overrides: Sequence[str], known_around: Callable[[Sequence[str]], Sequence[str]]
+    config: Mapping[str, Any],
+    overrides: Sequence[str],
+    known_around: Callable[[Sequence[str], Mapping[str, Any]], Sequence[str]],
 ) -> tuple[dict[str, Any], list[str]]:
-    """Apply overrides in order.
+    """Apply overrides in order, but the kinds of sections first: a section of another kind begins anew.
 
     Args:
-        known_around: Returns every full key of the schema, with those that an override's key leads to; these need no
-            `+` even where the YAML lacks them.
+        known_around: Returns every full key of the schema, with those that an override's key leads to in the values so
+            far; these need no `+` even where the YAML lacks them.
 
     Returns:
         The new mapping, and a line for each override that could not be applied.
     """
     changed: dict[str, Any] = copy.deepcopy(dict(config))
     problems = []
+    parsed = []
     for text in overrides:
         try:
-            override = parse_override(text)
+            parsed.append(parse_override(text))
         except ValueError as error:
             problems.append(str(error))
-            continue
-        name, known = ".".join(override.key), known_around(override.key)
+    for override in sorted(parsed, key=lambda override: override.key[-1] != KIND_KEY):
+        name, known = ".".join(override.key), known_around(override.key, changed)
         if override.remove:
             if not _remove(changed, override.key):
                 problems.append(
@@ -114,6 +117,8 @@ def _set(config: dict[str, Any], key: Sequence[str], value: Any) -> None:
         if not isinstance(section.get(part), dict):
             section[part] = {}
         section = section[part]
+    if key[-1] == KIND_KEY and section.get(KIND_KEY) != value:
+        section.clear()  # the other keys are those of another kind
     section[key[-1]] = value
 
 

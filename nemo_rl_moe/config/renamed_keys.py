@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keys of the configuration that are now called something else; the error for the old name says so."""
 
+import re
+
 _MEASURED = "policy.megatron_cfg.routing_measurements"
 RENAMED_KEYS = {
     "logger.expert_load_pictures": "logger.expert_load_plots",  # older name
@@ -9,6 +11,32 @@ RENAMED_KEYS = {
     f"{_MEASURED}.save_tape": f"{_MEASURED}.save_capture",  # older name
 }
 """Old name to new name; keys below a section that is listed are renamed with it."""
+_ENV_KEYS = {
+    "name": (
+        "reward.kind",
+        "reward: null and driver.kind for verifiers and openenv; custom with reward.factory for code",
+    ),
+    "parameters": ("reward.parameters", "driver.id and driver.arguments of verifiers"),
+    "num_workers": ("reward.num_workers", ""),
+    "timeout_s": ("reward.timeout_s", "driver.step_timeout_s of openenv"),
+    "answer_after": ("reward.answer_after", ""),
+    "reasoning_gym": ("reward", "with reward.kind reasoning_gym"),
+    "callable": ("reward", "with reward.kind callable"),
+    "openenv": ("driver", "with driver.kind openenv; app and url are server"),
+    "rollout": ("driver.function", "with driver.kind function"),
+    "agent": ("driver.program", "with driver.kind agent"),
+    "agent_command": ("driver.program", "with driver.kind agent"),
+    "agent_limits": ("driver.limits", "with driver.kind agent"),
+    "tools": ("driver.tools", "with driver.kind tools"),
+    "mcp_servers": ("driver.mcp_servers", "with driver.kind tools"),
+    "tool_parameters": ("driver.parameters", "with driver.kind tools"),
+    "tool_format": ("driver.format", "with driver.kind tools or agent"),
+    "tool_limits": ("driver.limits", "with driver.kind tools"),
+    "max_turns": ("driver.max_turns", "with driver.kind tools, agent or openenv"),
+    "tool_call_cost": ("driver.call_cost", "with driver.kind tools"),
+}
+"""Old key of an environment to its new one, and its condition."""
+_OF_ENVIRONMENT = re.compile(r"(env(?:\.mixture\.[^.]+)?)\.([^.]+)(.*)")
 
 
 def new_key(name: str) -> str | None:
@@ -16,4 +44,15 @@ def new_key(name: str) -> str | None:
     for old, new in RENAMED_KEYS.items():
         if name == old or name.startswith(f"{old}."):
             return new + name[len(old) :]
-    return None
+    found = _OF_ENVIRONMENT.fullmatch(name)
+    if found is None or found[2] not in _ENV_KEYS:
+        return None
+    section, key, below = found.groups()
+    return f"{section}.{_ENV_KEYS[key][0]}{below}"
+
+
+def new_key_in_words(name: str) -> str | None:
+    """Return what a key is called now, with the kind of section that has it; None where it has not been renamed."""
+    new, found = new_key(name), _OF_ENVIRONMENT.fullmatch(name)
+    condition = "" if found is None else _ENV_KEYS.get(found[2], ("", ""))[1]
+    return f"{new} ({condition})" if new and condition else new

@@ -29,6 +29,7 @@ from nemo_rl_moe.config.schema_run import (
     REWARD_MODEL_ROLE,
     CheckpointingConfig,
     ClusterConfig,
+    DataConfig,
     LoggerConfig,
     PairDataConfig,
     SampleDataConfig,
@@ -90,6 +91,8 @@ class MasterConfig(StrictModel):
     """Destinations of metrics."""
     cluster: ClusterConfig
     """The machines."""
+    data: DataConfig
+    """The records to train on."""
 
     @property
     def data_parallel_size(self) -> int:
@@ -127,7 +130,7 @@ class GRPOMasterConfig(MasterConfig):
     env: MixtureConfig
     """Scoring of responses."""
     reward_model: RewardModelConfig | None
-    """Model whose score is added to the reward, or is all of it (`env.name: reward_model`);
+    """Model whose score is added to the reward, or is all of it (`env.reward.kind: reward_model`);
     `cluster.roles.reward_model` places its workers. null: none."""
     data: MixedPromptDataConfig
     """The prompts."""

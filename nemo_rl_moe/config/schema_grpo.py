@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sections that only GRPO has, and those to which it adds keys."""
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field
 
@@ -20,7 +20,6 @@ from nemo_rl_moe.config.schema_base import (
     PositiveRatio,
     Ratio,
     RewardSize,
-    Seconds,
     Seed,
     Share,
     StrictModel,
@@ -30,7 +29,7 @@ from nemo_rl_moe.config.schema_base import (
 )
 from nemo_rl_moe.config.schema_policy import MegatronConfig, PolicyConfig
 from nemo_rl_moe.config.schema_rollouts import RolloutsConfig
-from nemo_rl_moe.config.schema_run import MOST_IMAGE_PIXELS, LoggerConfig
+from nemo_rl_moe.config.schema_run import DataConfig, LoggerConfig
 from nemo_rl_moe.rl.corrections import CORRECTIONS
 from nemo_rl_moe.rl.estimators import ESTIMATORS
 from nemo_rl_moe.rl.objectives import OBJECTIVES
@@ -307,7 +306,7 @@ class PromptSourceConfig(StrictModel):
 
     path: PathText | None
     """A `.jsonl` file, a `.txt` file of one prompt a line (for rewards without an answer), or a name or folder that
-    `datasets.load_dataset` takes; null: sampled from `env.reasoning_gym`, or the data of an
+    `datasets.load_dataset` takes; null: sampled from the task of `env.reward`, or the data of an
     environment of verifiers. A prompt that stands there several times is
     taken once: `grpo.max_num_epochs` repeats all of them. Held-out prompts that are training prompts too are left out,
     unless both paths are the same."""
@@ -321,7 +320,7 @@ class PromptSourceConfig(StrictModel):
     """Seed of sampled prompts; prompts that are read have none and ignore it."""
 
 
-class PromptDataConfig(StrictModel):
+class PromptDataConfig(DataConfig):
     """The prompts to train on and to validate with."""
 
     train: PromptSourceConfig
@@ -336,25 +335,8 @@ class PromptDataConfig(StrictModel):
     sampled prompts too."""
     answer_key: Text
     """Key of a record that holds the right answer. Dots reach into objects."""
-    on_bad_line: Literal["stop", "skip"]
-    """Treatment of a line that cannot be used: end the run, or leave it out and count it."""
     shuffle: bool
     """Draw a new order of the training prompts for each epoch, from `grpo.seed`."""
-    load_timeout_s: Seconds
-    """Seconds that reading or sampling one set of prompts may take before the run gives up."""
-    chat_template_kwargs: dict[str, Any]
-    """Further names for the chat template, such as `enable_thinking: false`; a record's own `chat_template_kwargs` win
-    name by name; {}: none. A name that the template does not read is an error."""
-    tools: list[dict[str, Any]]
-    """Definitions of tools in the standard form, for records that have no `tools` of their own; []: none. A template
-    that does not show them is an error."""
-    image_key: Text | None
-    """Key of a record's images beside its messages: one, or a list; null: such images are not read. Parts of a content
-    with images of their own are read either way."""
-    image_root: PathText | None
-    """Folder that paths of images start from, and do not lead out of; null: the folder of the data file."""
-    max_image_pixels: Annotated[int, Field(ge=1, le=MOST_IMAGE_PIXELS)]
-    """Most pixels of an image as its file says, before it is decoded; a line with a larger one cannot be used."""
 
 
 class GenerationLoggerConfig(LoggerConfig):

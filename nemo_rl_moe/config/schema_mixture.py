@@ -29,11 +29,12 @@ class MixedEnvironmentConfig(EnvironmentConfig):
 
 
 class MixtureConfig(EnvironmentConfig):
-    """Scoring of responses, by one environment or by several."""
+    """How trajectories are made and scored, in one environment or in several."""
 
     mixture: dict[EnvironmentName, MixedEnvironmentConfig]
     """Several environments by name, each with its `weight` and the keys of `env` that differ for it; those that it does
-    not set are those of `env`, and of `tool_limits` key by key. {}: `env` is the only one."""
+    not set are those of `env`, also below `driver` and `reward` where it keeps their `kind`. {}: `env` is the only
+    one."""
 
     @property
     def environments(self) -> Mapping[str, EnvironmentConfig]:

@@ -64,18 +64,12 @@ MOST_IMAGE_PIXELS = 178_000_000
 
 
 class DataConfig(StrictModel):
-    """The samples to train on and to validate with."""
+    """How records of any kind are read and rendered."""
 
-    train: DataSourceConfig
-    """The samples to train on."""
-    validation: DataSourceConfig | None
-    """The samples that are held out; null: no validation, whatever `val_*` and a `val:` metric ask for."""
     on_bad_line: Literal["stop", "skip"]
     """Treatment of a line that cannot be used: end the run, or leave it out and count it."""
-    shuffle: bool
-    """Draw a new order of the training samples for each epoch, from the loop's seed."""
     load_timeout_s: Seconds
-    """Seconds that reading one set of samples may take before the run gives up."""
+    """Seconds that reading or sampling one set of records may take before the run gives up."""
     chat_template_kwargs: dict[str, Any]
     """Further names for the chat template, such as `enable_thinking: false`; a record's own `chat_template_kwargs` win
     name by name; {}: none. A name that the template does not read is an error."""
@@ -91,24 +85,40 @@ class DataConfig(StrictModel):
     """Most pixels of an image as its file says, before it is decoded; a line with a larger one cannot be used."""
 
 
-class SampleDataConfig(DataConfig):
+class ResponseDataConfig(DataConfig):
+    """The samples to train on and to validate with, which hold their responses."""
+
+    train: DataSourceConfig
+    """The samples to train on."""
+    validation: DataSourceConfig | None
+    """The samples that are held out; null: no validation, whatever `val_*` and a `val:` metric ask for."""
+    shuffle: bool
+    """Draw a new order of the training samples for each epoch, from the loop's seed."""
+
+
+class SampleDataConfig(ResponseDataConfig):
     """The conversations to train on, and the names of their keys."""
 
     messages_key: Text | None
-    """Key of a record that holds its messages; null: `messages` or `conversations`. Dots reach into objects."""
+    """Key of a record that holds its messages; null: `messages` or `conversations`. Dots reach into objects and
+    lists (`answers.text.0`)."""
     prompt_key: Text | None
     """Key of a record that holds the prompt, text or messages; null: `prompt`, or the only usual one that it has
     (docs/data.md)."""
     completion_key: Text | None
     """Key of a record that holds the response to train on; null: `completion`, or the only usual one that it has."""
+    system_key: Text | None
+    """Key of a record that holds the text of its system turn; null: `system` or `system_prompt`."""
 
     @property
     def keys(self) -> dict[str, str]:
         """Keys that are named, by the key of our own form."""
-        return _named(messages=self.messages_key, prompt=self.prompt_key, completion=self.completion_key)
+        return _named(
+            messages=self.messages_key, prompt=self.prompt_key, completion=self.completion_key, system=self.system_key
+        )
 
 
-class PairDataConfig(DataConfig):
+class PairDataConfig(ResponseDataConfig):
     """The pairs to train on, and the names of their keys."""
 
     prompt_key: Text | None
@@ -118,11 +128,15 @@ class PairDataConfig(DataConfig):
     """Key of a record that holds the better response; null: `chosen`, or the only usual one that it has."""
     rejected_key: Text | None
     """Key of a record that holds the worse response; null: `rejected`, or the only usual one that it has."""
+    system_key: Text | None
+    """Key of a record that holds the text of its system turn; null: `system` or `system_prompt`."""
 
     @property
     def keys(self) -> dict[str, str]:
         """Keys that are named, by the key of our own form."""
-        return _named(prompt=self.prompt_key, chosen=self.chosen_key, rejected=self.rejected_key)
+        return _named(
+            prompt=self.prompt_key, chosen=self.chosen_key, rejected=self.rejected_key, system=self.system_key
+        )
 
 
 def _named(**keys: str | None) -> dict[str, str]:

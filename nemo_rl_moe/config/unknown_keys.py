@@ -4,7 +4,7 @@
 
 from collections.abc import Sequence
 
-from nemo_rl_moe.config.renamed_keys import new_key
+from nemo_rl_moe.config.renamed_keys import new_key_in_words
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest_key, shortened
 
 
@@ -18,7 +18,7 @@ def unknown_key(name: str, known: Sequence[str]) -> str:
     from nemo_rl_moe.config.nemo_rl_keys import counterpart_of
     from nemo_rl_moe.config.other_frameworks import counterpart_elsewhere
 
-    if (renamed := new_key(name)) is not None:
+    if (renamed := new_key_in_words(name)) is not None:
         return f"{shortened(name)}: is now called {renamed}"
     counterpart = counterpart_of(name) or counterpart_elsewhere(name, known)
     return f"{shortened(name)}: unknown key{counterpart or _nearest_or_allowed(name, known)}"

@@ -5,6 +5,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from functools import reduce
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
@@ -12,10 +13,11 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
+from nemo_rl_moe.config.files import KIND_KEY
 from nemo_rl_moe.config.schema_base import PATH, SETTINGS, ExpectedWords, NameIn, RenamedValue
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest, shortened
 from nemo_rl_moe.config.unknown_keys import key_with_dots, unknown_key
-from nemo_rl_moe.config.user_code import with_colon
+from nemo_rl_moe.config.user_code import is_custom, with_colon
 from nemo_rl_moe.masking import masked
 
 _TYPE_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
@@ -23,38 +25,56 @@ _LIST_WORDS = {int: "whole numbers", float: "numbers", str: "texts", dict: "sect
 _LONGEST_VALUE = 60
 
 
-def section_model(annotation: Any) -> type[BaseModel] | None:
-    """Return the model of a field that is a section, also a nullable one; None for a plain value."""
-    candidates = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-    for candidate in candidates:
-        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-            return candidate
-    return None
+def section_models(annotation: Any) -> list[type[BaseModel]]:
+    """Return the models of a field that is a section, also a nullable one: one, or those of its kinds."""
+    if get_origin(annotation) is Annotated:
+        return section_models(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return [model for part in get_args(annotation) for model in section_models(part)]
+    return [annotation] if isinstance(annotation, type) and issubclass(annotation, BaseModel) else []
 
 
-def entry_model(annotation: Any) -> type[BaseModel] | None:
-    """Return the model of the sections that a field maps any names to; None for other fields."""
-    return section_model(get_args(annotation)[1]) if get_origin(annotation) is dict else None
+def models_for(annotation: Any, value: Any) -> list[type[BaseModel]]:
+    """Return the models that a section may have: that of the kind that its value names, or all of them."""
+    models = section_models(annotation)
+    kind = value.get(KIND_KEY) if isinstance(value, Mapping) else None
+    named = [model for model in models if len(models) > 1 and kind in kinds_of(model)]
+    return named or models
 
 
-def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
-    """Return every full key of the schema, sections included."""
+def kinds_of(model: type[BaseModel]) -> tuple[str, ...]:
+    """Return the values of a model's key `kind`; none where it has no such key."""
+    return get_args(model.model_fields[KIND_KEY].annotation) if KIND_KEY in model.model_fields else ()
+
+
+def entry_annotation(annotation: Any) -> Any:
+    """Return the type of the sections that a field maps any names to; None for other fields."""
+    is_entries = get_origin(annotation) is dict and section_models(get_args(annotation)[1])
+    return get_args(annotation)[1] if is_entries else None
+
+
+def known_keys(model: type[BaseModel], prefix: str = "", values: Any = None) -> list[str]:
+    """Return every full key of the schema, sections included; of sections with a kind, those of the values' kind."""
     keys = []
     for name, field in model.model_fields.items():
         keys.append(prefix + name)
-        section = section_model(field.annotation)
-        if section is not None:
-            keys += known_keys(section, f"{prefix}{name}.")
-    return keys
+        value = _entry(values, name)
+        for section in models_for(field.annotation, value):
+            keys += known_keys(section, f"{prefix}{name}.", value)
+    return list(dict.fromkeys(keys))
 
 
-def keys_around(model: type[BaseModel], path: Sequence[str]) -> list[str]:
+def _entry(values: Any, name: str) -> Any:
+    return values.get(name) if isinstance(values, Mapping) else None
+
+
+def keys_around(model: type[BaseModel], path: Sequence[str], values: Mapping[str, Any]) -> list[str]:
     """Return every full key of the schema, and those of the entry of a mapping that a path leads into.
 
     A mapping of plain values, such as `policy.megatron_cfg.env_vars`, has any key below it.
     """
-    known = [*known_keys(model), *_keys_beside(model, path)]
-    place, field = field_at(model, path)
+    known = [*known_keys(model, values=values), *_keys_beside(model, path, values)]
+    place, field = field_at(model, path, values)
     if field is not None and (rest := path[len(place) :]):
         entry = _entry_types(field.annotation)
         depth = None if entry is None else 1 if _entry_types(entry[1]) is None else 2
@@ -65,9 +85,9 @@ def keys_around(model: type[BaseModel], path: Sequence[str]) -> list[str]:
     return known
 
 
-def is_path(model: type[BaseModel], place: Sequence[Any]) -> bool:
+def is_path(model: type[BaseModel], values: Mapping[str, Any], place: Sequence[Any]) -> bool:
     """Return whether a place holds a path."""
-    keys, field = field_at(model, place)
+    keys, field = field_at(model, place, values)
     return field is not None and len(keys) == len(place) and _has_mark(field.annotation, field.metadata)
 
 
@@ -80,27 +100,48 @@ def _has_mark(annotation: Any, metadata: Sequence[Any]) -> bool:
     return get_origin(annotation) in (Union, UnionType) and any(_has_mark(part, ()) for part in get_args(annotation))
 
 
-def field_at(model: type[BaseModel], path: Sequence[Any]) -> tuple[tuple[str, ...], FieldInfo | None]:
-    """Follow a pydantic error location as far as the schema goes.
+def field_at(
+    model: type[BaseModel], path: Sequence[Any], values: Any = None
+) -> tuple[tuple[str, ...], FieldInfo | None]:
+    """Follow a place as far as the schema goes.
+
+    Args:
+        values: Of the whole configuration, which name the kinds of sections; None: sections may be of any kind.
 
     Returns:
         The known keys, and the field at their end; None when the first key is unknown.
     """
     keys: list[str] = []
     field: FieldInfo | None = None
-    section: type[BaseModel] | None = model
-    entry: type[BaseModel] | None = None
+    sections: list[type[BaseModel]] = [model]
+    entry: Any = None
     for part in path:
+        values = _entry(values, part)
         if entry is not None:  # the name of a section that may have any
             keys.append(part)
-            section, entry = entry, None
+            sections, entry = models_for(entry, values), None
             continue
-        if section is None or part not in section.model_fields:
+        found = next((section.model_fields[part] for section in sections if part in section.model_fields), None)
+        if found is None:
             break
-        field = section.model_fields[part]
+        field = found
         keys.append(part)
-        section, entry = section_model(field.annotation), entry_model(field.annotation)
+        sections, entry = models_for(field.annotation, values), entry_annotation(field.annotation)
     return tuple(keys), field
+
+
+def without_kinds(schema: type[BaseModel], values: Any, location: Sequence[Any]) -> tuple[Any, ...]:
+    """Return a pydantic error location without the kind, which stands in it behind each section of several kinds."""
+    place: list[Any] = []
+    is_kind = False
+    for part in location:
+        if is_kind:
+            is_kind = False
+            continue
+        place.append(part)
+        keys, field = field_at(schema, place, values)
+        is_kind = field is not None and len(keys) == len(place) and len(section_models(field.annotation)) > 1
+    return tuple(place)
 
 
 def expected(field: FieldInfo) -> str:
@@ -152,6 +193,9 @@ def _expected(annotation: Any, metadata: Sequence[Any] = ()) -> str:
             item for entry in inner_metadata for item in (entry.metadata if isinstance(entry, FieldInfo) else [entry])
         ]
         return _expected(inner, [*metadata, *flat])
+    if len(models := section_models(annotation)) > 1:
+        null = " or null" if NoneType in get_args(annotation) else ""
+        return f"a section with kind: {', '.join(kind for model in models for kind in kinds_of(model))}{null}"
     if origin in (Union, UnionType):
         return " or ".join("null" if part is NoneType else _expected(part) for part in get_args(annotation))
     names = [
@@ -230,13 +274,14 @@ def valid_part(schema: type[ModelT], values: Mapping[str, Any]) -> ModelT:
     for name, field in schema.model_fields.items():
         if name not in values:
             continue
-        section = section_model(field.annotation)
-        if section is not None and isinstance(values[name], Mapping):
-            valid[name] = valid_part(section, values[name])
+        sections = models_for(field.annotation, values[name])
+        if sections and isinstance(values[name], Mapping):
+            if len(sections) == 1:
+                valid[name] = valid_part(sections[0], values[name])
             continue
         try:
             annotation: Any = Annotated[field.annotation, field]
-            adapter = TypeAdapter(annotation, config=None if section is not None else SETTINGS)
+            adapter = TypeAdapter(annotation, config=None if sections else SETTINGS)
             valid[name] = adapter.validate_python(values[name], strict=True)
         except ValidationError:
             continue
@@ -246,31 +291,46 @@ def valid_part(schema: type[ModelT], values: Mapping[str, Any]) -> ModelT:
 def _problem(
     schema: type[BaseModel], values: Mapping[str, Any], location: Sequence[Any], kind: str
 ) -> tuple[tuple[Any, ...], str]:
-    place, field = field_at(schema, location)
+    location = without_kinds(schema, values, location)
+    place, field = field_at(schema, location, values)
     if kind == "extra_forbidden":
-        known = [*known_keys(schema), *_keys_beside(schema, location)]
+        known = [*known_keys(schema, values=values), *_keys_beside(schema, location, values)]
         line = key_with_dots(str(location[-1]), known) if len(location) == 1 else None
         return tuple(location), line or unknown_key(_dotted(location), known)
     name = ".".join(place)
     if field is None:
         return place, f"the configuration: got {got(values)}, expected sections"
+    if kind in ("union_tag_invalid", "union_tag_not_found"):
+        return place, _problem_of_kind(schema, place, field, _value_at(values, place).get(KIND_KEY))
     if kind == "missing":
         return place, f"{name}: missing; expected {expected_instead_of(field, None)}{_or_no_section(schema, place)}"
     value = _value_at(values, place)
     renamed = next((item for item in field.metadata if isinstance(item, RenamedValue) and item.old == value), None)
     if renamed is not None:
         return place, f"{name}: got {value!r}, which is now called {renamed.new}"
-    if location[-1] == "[key]" and isinstance(value, Mapping) and entry_model(field.annotation) is not None:
+    if location[-1] == "[key]" and isinstance(value, Mapping) and entry_annotation(field.annotation) is not None:
         (names, _) = get_args(field.annotation)
         shown = shortened(repr(place[-1]))
         return place, f"{'.'.join(place[:-1])}: got the name {shown}, expected {_expected(names)}"
-    if entry_model(field.annotation) is not None and not isinstance(value, Mapping) and _is_entry(schema, place):
+    if entry_annotation(field.annotation) is not None and not isinstance(value, Mapping) and _is_entry(schema, place):
         return place, f"{name}: got {got(value, name)}, expected a section"
     if isinstance(value, Mapping) and len(location) > len(place) and (entry := _entry_types(field.annotation)):
         return _problem_of_entry(place, location[len(place) :], value, entry)
     suggestion = _suggestion(field, value)
     allowed = expected_instead_of(field, value)
     return place, f"{name}: got {got(value, name)}, expected {allowed}{did_you_mean(suggestion)}"
+
+
+def _problem_of_kind(schema: type[BaseModel], place: Sequence[str], field: FieldInfo, kind: Any) -> str:
+    """Return the problem of a section whose kind is missing or unknown."""
+    name = f"{_dotted(place)}.{KIND_KEY}"
+    kinds = [kind for model in section_models(field.annotation) for kind in kinds_of(model)]
+    allowed = f"expected one of {', '.join(kinds)}"
+    if kind is None:
+        return f"{name}: missing; {allowed}{_or_no_section(schema, (*place, KIND_KEY))}"
+    own_code = with_colon(str(kind)) or (kind if is_custom(str(kind)) else None)
+    meant = f"custom, with factory: {own_code}" if own_code and "custom" in kinds else nearest(str(kind), kinds)
+    return f"{name}: got {got(kind, name)}, {allowed}{did_you_mean(meant)}"
 
 
 def _or_no_section(schema: type[BaseModel], place: Sequence[str]) -> str:
@@ -293,7 +353,7 @@ def _suggestion(field: FieldInfo, value: Any) -> str | None:
 def _entry_types(annotation: Any) -> tuple[Any, Any] | None:
     """Return the types of names and values of a field that maps any names to plain values; None for other fields."""
     for candidate in (annotation, *get_args(annotation)):
-        if get_origin(candidate) is dict and section_model(get_args(candidate)[1]) is None:
+        if get_origin(candidate) is dict and not section_models(get_args(candidate)[1]):
             names, values = get_args(candidate)
             return names, values
     return None
@@ -313,20 +373,22 @@ def _problem_of_entry(
     return (*place, rest[0]), f"{shown}: got {got(given, str(rest[0]))}, expected {words}"
 
 
-def _keys_beside(schema: type[BaseModel], location: Sequence[Any]) -> list[str]:
+def _keys_beside(schema: type[BaseModel], location: Sequence[Any], values: Any) -> list[str]:
     """Return the keys of a section that may have any name, where the location leads into one."""
     for size in range(1, len(location)):
-        place, field = field_at(schema, location[:size])
-        model = None if field is None else entry_model(field.annotation)
-        if model is not None and len(place) == size and len(location) > size:
-            return known_keys(model, f"{_dotted(location[: size + 1])}.")
+        place, field = field_at(schema, location[:size], values)
+        entry = None if field is None else entry_annotation(field.annotation)
+        if entry is not None and len(place) == size and len(location) > size:
+            below = reduce(_entry, location[: size + 1], values)
+            prefix = f"{_dotted(location[: size + 1])}."
+            return [key for model in models_for(entry, below) for key in known_keys(model, prefix, below)]
     return []
 
 
 def _is_entry(schema: type[BaseModel], place: Sequence[str]) -> bool:
     """Return whether a place is that of a section which may have any name."""
     _, above = field_at(schema, place[:-1])
-    return above is not None and entry_model(above.annotation) is not None
+    return above is not None and entry_annotation(above.annotation) is not None
 
 
 def _dotted(location: Sequence[Any]) -> str:

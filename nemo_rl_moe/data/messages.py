@@ -21,8 +21,10 @@ from nemo_rl_moe.data.record_values import (
 )
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+SYSTEM_ROLES = ("system", "developer")
 TEXT_PART = "text"
-CALL = "function_call"
+CALL, RESULT = "function_call", "function"
+"""An old form of OpenAI's: key of a turn's call, and role of its result."""
 SPEAKERS = {
     "human": "user",
     "user": "user",
@@ -102,6 +104,7 @@ def _message(value: object, name: str) -> Message:
     said = "content"
     if "from" in message and "role" not in message:
         message, said = _from_sharegpt(message, name), "value"
+    message = _from_functions(message, name)
     role = message.get("role")
     if role is None:
         raise RecordError(f"{name}.role is null, expected a string" if "role" in value else f"{name} has no role")
@@ -144,6 +147,20 @@ def _from_sharegpt(message: Message, name: str) -> Message:
         else:
             message["content"] = value
     return message
+
+
+def _from_functions(message: Message, name: str) -> Message:
+    """Convert OpenAI's old form of a call or of its result to the one with `tool_calls`."""
+    if message.get("role") == RESULT:
+        message = {**message, "role": "tool"}
+    if CALL not in message or not isinstance(message.get("role"), str):
+        return message
+    call, others = message[CALL], {key: value for key, value in message.items() if key != CALL}
+    if not call:  # a table's empty cell
+        return others
+    if message.get("tool_calls"):
+        raise RecordError(f"{name} has both {CALL} and tool_calls, expected one of the two")
+    return {**others, "tool_calls": [{"function": call}]}
 
 
 def _content(value: object, name: str, role: str) -> Content:

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Preference data: prompts with a better and a worse response, as records, tokenized, and as batches."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, overload
@@ -16,10 +16,21 @@ from nemo_rl_moe.data.dataset import DataReport, ItemKind, ItemSize, OnBadLine, 
 from nemo_rl_moe.data.image_records import image_columns
 from nemo_rl_moe.data.image_tokens import NO_IMAGES, RecordImages, num_images_of
 from nemo_rl_moe.data.loader import TokenStore, collate
-from nemo_rl_moe.data.messages import Message, parse_turns
-from nemo_rl_moe.data.record_forms import MORE_KEYS, NO_KEYS, PAIR_KEYS, RESPONSE_KEYS, Keys, own_pair
+from nemo_rl_moe.data.messages import SYSTEM_ROLES, Message, parse_turns
+from nemo_rl_moe.data.record_forms import (
+    MORE_KEYS,
+    NO_KEYS,
+    PAIR_KEYS,
+    RESPONSE_KEYS,
+    FormOfLines,
+    Keys,
+    is_text_of_turns,
+    own_pair,
+    turns_before,
+    turns_of_prompt,
+)
 from nemo_rl_moe.data.record_values import RecordError, columns_of, kind_of, names_in
-from nemo_rl_moe.data.records import BadLine, Example, trained_example, with_images
+from nemo_rl_moe.data.records import BadLine, Example, behind, trained_example, with_images
 from nemo_rl_moe.data.sources import open_lines
 from nemo_rl_moe.data.speech import Speech
 from nemo_rl_moe.data.template_inputs import NO_INPUTS, TEMPLATE_COLUMNS, TemplateInputs, parse_template_inputs
@@ -45,7 +56,11 @@ class PreferenceRecord:
 
 
 def parse_preference(
-    record: object, sample_id: str, image_key: str | None = None, keys: Keys = NO_KEYS
+    record: object,
+    sample_id: str,
+    image_key: str | None = None,
+    keys: Keys = NO_KEYS,
+    form: FormOfLines | None = None,
 ) -> PreferenceRecord:
     """Parse one decoded record.
 
@@ -56,6 +71,7 @@ def parse_preference(
     Args:
         image_key: Key of images beside the messages, which belong to the prompt; None: such images are not read.
         keys: Keys that the configuration names.
+        form: Form of the lines before it, of which this one must be; None: any.
 
     Raises:
         RecordError: The record cannot be used.
@@ -69,28 +85,41 @@ def parse_preference(
         raise RecordError(
             f"the line has no {' and no '.join(missing)}; its keys: {names_in(formed.keys())}; {_OTHER_KEYS}"
         )
-    chosen = parse_turns(record["chosen"], formed.name("chosen"), "assistant")
-    rejected = parse_turns(record["rejected"], formed.name("rejected"), "assistant")
-    shared = _shared(chosen, rejected)
-    prompt = shared if record.get("prompt") is None else parse_turns(record["prompt"], formed.name("prompt"), "user")
+    is_of_turns = is_text_of_turns(record.get("prompt"))
+
+    def response(own: str) -> list[Message]:
+        value = record[own]
+        said = value.strip() if is_of_turns and isinstance(value, str) else value
+        return parse_turns(said, formed.name(own), "assistant")
+
+    chosen, rejected = response("chosen"), response("rejected")
+    prompt = shared = _shared(chosen, rejected)
+    if record.get("prompt") is not None:
+        own = formed.name("prompt")
+        prompt = parse_turns(turns_of_prompt(record["prompt"], own), own, "user")
     if not prompt:
         raise RecordError(
             "the line has no prompt, and chosen and rejected do not begin with the same messages; data.prompt_key names"
             " another"
         )
-    if shared[-len(prompt) :] == prompt:  # whole conversations, which may begin with a system turn
+    if _are_same(shared[-len(prompt) :], prompt):  # whole conversations, which may begin with a system turn
         prompt = shared
-    if chosen[: len(prompt)] == prompt == rejected[: len(prompt)]:
+    if len(prompt) > 1 and _are_same(prompt[-1:], chosen):  # messages that end in the better response
+        prompt = prompt[:-1]
+    if _are_same(chosen[: len(prompt)], prompt) and _are_same(rejected[: len(prompt)], prompt):
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
     if chosen == rejected:
         raise RecordError("chosen and rejected are the same: there is nothing to prefer")
+    before = turns_before(formed, keys)
+    prompt = behind(before, prompt)
     texts = [record.get(name) for name in ("prompt", *RESPONSES)]
-    plain = [str(text) for text in texts] if all(isinstance(text, str) for text in texts) else None
+    plain = [str(text) for text in texts] if all(isinstance(text, str) for text in texts) and not before else None
     inputs = parse_template_inputs(record)
 
     def example(name: str, response: Sequence[Message], plain_response: str) -> Example:
         if not any(message["role"] == "assistant" for message in response):
             raise RecordError(f"{name} has no assistant turn: there is no response")
+        _require_in_turn(prompt, formed.name("prompt"), response, formed.name(name))
         both = (plain[0], plain_response) if plain else None
         # Images beside the messages find their places in the prompt, whatever the responses hold.
         shown, images = with_images(prompt, record, image_key, sample_id)
@@ -99,11 +128,21 @@ def parse_preference(
         place = f"{sample_id} ({name})"
         return trained_example(Example(place, tuple(unmarked), len(prompt), both, inputs, (*images, *later), context))
 
-    return PreferenceRecord(
+    pair = PreferenceRecord(
         sample_id,
         example("chosen", chosen, plain[1] if plain else ""),
         example("rejected", rejected, plain[2] if plain else ""),
     )
+    if form is not None:
+        # Sorted: of two responses that a number compares, either may be the better one.
+        responses = " and ".join(sorted(map(formed.name, RESPONSES)))
+        form.require_same({"data.chosen_key and data.rejected_key": responses}, sample_id)
+    return pair
+
+
+def pair_parser(image_key: str | None, keys: Keys) -> Callable[[object, str], PreferenceRecord]:
+    """Make the function that parses the records of one data set, which must be of one form."""
+    return partial(parse_preference, image_key=image_key, keys=keys, form=FormOfLines())
 
 
 def preference_columns(
@@ -127,6 +166,26 @@ def _shared(chosen: Sequence[Message], rejected: Sequence[Message]) -> list[Mess
     while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
         shared += 1
     return list(chosen[:shared])
+
+
+def _are_same(messages: Sequence[Message], others: Sequence[Message]) -> bool:
+    """Return whether messages differ at most in blank space around their texts."""
+    return [_bare(message) for message in messages] == [_bare(message) for message in others]
+
+
+def _bare(message: Message) -> Message:
+    content = message["content"]
+    return {**message, "content": content.strip() if isinstance(content, str) else content}
+
+
+def _require_in_turn(prompt: Sequence[Message], prompt_name: str, response: Sequence[Message], name: str) -> None:
+    """Refuse a response that another conversation begins, or an answer behind an answer."""
+    last, first = prompt[-1]["role"], response[0]["role"]
+    if first in SYSTEM_ROLES or (last == first and first in ("user", "assistant")):
+        raise RecordError(
+            f"{prompt_name} ends in a turn of role {last}, and {name} begins with one of role {first}: write the"
+            " messages up to the responses as prompt, and the responses without them"
+        )
 
 
 REFERENCE_SUMS = "reference_sums"
@@ -218,7 +277,7 @@ def load_preferences(
     source = open_lines(
         path,
         split,
-        partial(parse_preference, image_key=images.key, keys=keys),
+        pair_parser(images.key, keys),
         partial(preference_columns, image_key=images.key, keys=keys),
     )
     kind: ItemKind[PreferenceRecord, _TokenizedPair] = ItemKind(

@@ -9,6 +9,7 @@ from math import isfinite
 from string import ascii_uppercase
 from typing import Any
 
+from nemo_rl_moe.config.environments.rewards import ReasoningGymConfig
 from nemo_rl_moe.config.schema_environment import EnvironmentConfig
 from nemo_rl_moe.config.schema_grpo import PromptDataConfig
 from nemo_rl_moe.data.image_records import ImageReference, without_content
@@ -74,7 +75,8 @@ def prompt_parser(data: PromptDataConfig, env: EnvironmentConfig | None) -> Call
         A function of a decoded record and its place, which raises `RecordError`.
     """
 
-    env_name = env.name if env is not None and env.needs_answers else "callable"
+    needs_answer = env is not None and env.needs_answers
+    is_of_task = env is not None and isinstance(env.reward, ReasoningGymConfig)
 
     def parse(record: object, sample_id: str) -> PromptRecord:
         if not isinstance(record, Mapping):
@@ -89,8 +91,12 @@ def prompt_parser(data: PromptDataConfig, env: EnvironmentConfig | None) -> Call
         messages, images = with_images(messages, record, data.image_key, sample_id)
         question = text_of(messages)
         reported = without_content(record) if images else record
-        complete = {"question": question, **reported, "answer": _answer(record, data.answer_key, env_name)}
-        if env_name == "reasoning_gym" and not isinstance(record.get("metadata"), Mapping):
+        complete = {
+            "question": question,
+            **reported,
+            "answer": _answer(record, data.answer_key, needs_answer=needs_answer),
+        }
+        if is_of_task and not isinstance(record.get("metadata"), Mapping):
             raise RecordError(
                 f"metadata is {kind_of(record['metadata'])}, expected an object"
                 if "metadata" in record
@@ -117,8 +123,8 @@ def prompt_columns(
     return choose
 
 
-def _answer(record: Mapping[str, Any], key: str, env_name: str) -> Any:
-    if env_name == "callable":
+def _answer(record: Mapping[str, Any], key: str, *, needs_answer: bool) -> Any:
+    if not needs_answer:
         try:
             return value_at(record, key, "data.answer_key")
         except RecordError:

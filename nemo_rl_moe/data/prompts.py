@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
+from nemo_rl_moe.config.environments.rewards import ReasoningGymConfig
+from nemo_rl_moe.config.environments.verifiers import VerifiersConfig
 from nemo_rl_moe.config.schema_environment import EnvironmentConfig
 from nemo_rl_moe.config.schema_grpo import PromptDataConfig, PromptSourceConfig
 from nemo_rl_moe.data.chat_template import prompt_renderer_for
@@ -225,14 +227,15 @@ def _sampled(
     source: PromptSourceConfig, data: PromptDataConfig, env: EnvironmentConfig | None
 ) -> tuple[LineSource[PromptRecord], int]:
     """Sample prompts from the task, and count the repeats among the samples; or take those of the environment."""
-    if env is not None and env.has_own_prompts:
-        return verifiers_prompts(source, env), 0
-    if env is None or env.reasoning_gym is None or source.num_items is None:
+    if env is not None and isinstance(env.driver, VerifiersConfig):
+        return verifiers_prompts(source, env.driver), 0
+    task = env.reward if env is not None else None
+    if not isinstance(task, ReasoningGymConfig) or source.num_items is None:
         raise ConfigurationError(
-            "data: a path of null draws prompts from env.reasoning_gym, and needs that section and num_items"
+            "data: a path of null draws prompts from a task of env.reward.kind reasoning_gym, and needs num_items"
         )
-    sampled = draw_items(env.reasoning_gym, source.num_items, source.seed)
-    name = f"{env.reasoning_gym.task}[seed {source.seed}]"
+    sampled = draw_items(task, source.num_items, source.seed)
+    name = f"{task.task}[seed {source.seed}]"
     records = [
         PromptRecord(
             sample_id=f"{name}:{index}",

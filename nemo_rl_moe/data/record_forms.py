@@ -12,7 +12,8 @@ from typing import Any
 
 from nemo_rl_moe.data.record_values import RecordError, is_list, kind_of, value_at
 
-CONVERSATIONS, SYSTEM = "conversations", "system"
+CONVERSATIONS = "conversations"
+SYSTEM, SYSTEM_PROMPT = "system", "system_prompt"
 WHOLE = ("messages", CONVERSATIONS)
 PROMPTS = ("prompt", "instruction", "question", "query", "input")
 COMPLETIONS = ("completion", "output", "response", "answer")
@@ -30,10 +31,11 @@ CONTEXT, HISTORY, REJECTED_MESSAGES = "context", "history", "rejected_messages"
 SAMPLE_KEYS = (*WHOLE, *PROMPTS, *COMPLETIONS)
 RESPONSE_KEYS = tuple(dict.fromkeys((*(name for pair in (*PAIRS, *COMPARED) for name in pair), REJECTED_MESSAGES)))
 PAIR_KEYS = (*RESPONSE_KEYS, *COMPARISONS, *PROMPTS, CONTEXT, *WHOLE)
-MORE_KEYS = (SYSTEM, HISTORY)
+MORE_KEYS = (SYSTEM, SYSTEM_PROMPT, HISTORY, CONTEXT)
 
 # hh-rlhf's texts of a whole conversation.
 _SPEAKER = re.compile(r"\n\n(Human|Assistant):")
+_FIRST_SPEAKER, _ANSWER = re.compile(r"\s*Human:"), "\n\nAssistant:"
 _ROLES = {"Human": "user", "Assistant": "assistant"}
 
 Keys = Mapping[str, str]
@@ -62,6 +64,34 @@ class OwnForm:
         return self.names.get(own, own)
 
 
+@dataclass
+class FormOfLines:
+    """Keys under which the lines of one data set have a prompt and its responses: the same in all of them.
+
+    If one line lacks a key, another key that is usual for the same part often holds something else: the `answer` to a
+    question whose `completion` works it out.
+    """
+
+    _first: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+    def require_same(self, names: Mapping[str, str], place: str) -> None:
+        """Keep the keys of the first line, and compare those of any later one.
+
+        Args:
+            names: Key of the data by the setting that may name it.
+
+        Raises:
+            RecordError: The line has another key.
+        """
+        for setting, name in names.items():
+            first, first_place = self._first.setdefault(setting, (name, place))
+            if name != first:
+                raise RecordError(
+                    f"the line has {name} where {first_place} has {first}: expected one form in all lines; or set"
+                    f" {setting}"
+                )
+
+
 def own_sample(record: Mapping[str, Any], keys: Keys) -> OwnForm:
     """Bring a record for supervised fine-tuning into our own form; one that cannot be brought there stays as it is.
 
@@ -69,10 +99,10 @@ def own_sample(record: Mapping[str, Any], keys: Keys) -> OwnForm:
         RecordError: Several keys can be meant, or the record has no key that the configuration names.
     """
     if "messages" in keys:
-        whole = value_at(record, keys["messages"], "data.messages_key")
+        whole = _named_value(record, "messages", keys)
         others = {name: None for name in SAMPLE_KEYS if name in record}
         return OwnForm({**record, **others, "messages": turns_of(whole)}, {"messages": keys["messages"]})
-    if not keys and any(record.get(name) is not None for name in WHOLE):
+    if not set(keys) - {SYSTEM} and any(record.get(name) is not None for name in WHOLE):
         return OwnForm(record)
     names = {"prompt": _name_of(record, "prompt", PROMPTS, keys)}
     names["completion"] = _name_of(record, "completion", COMPLETIONS, keys)
@@ -94,7 +124,7 @@ def own_pair(record: Mapping[str, Any], keys: Keys) -> OwnForm:
     shows_prompt = all(is_list(response) and len(response) > 1 for response in responses.values())
     if "prompt" not in keys and (record.get("prompt") is not None or shows_prompt):
         return OwnForm({**formed.record, **responses}, names)
-    prompt = _name_of(record, "prompt", (*PROMPTS, CONTEXT), keys)
+    prompt = _name_of(record, "prompt", PROMPTS, keys) or (CONTEXT if record.get(CONTEXT) is not None else None)
     whole = next((name for name in WHOLE if record.get(name) is not None), None)
     if prompt is None and whole is None:
         return OwnForm({**formed.record, **responses}, names)
@@ -106,11 +136,90 @@ def turns_of(value: Any) -> Any:
     """Return the messages of one message, or of a text such as hh-rlhf's; other values as they are."""
     if isinstance(value, Mapping):
         return [value]
-    if not isinstance(value, str) or not value.startswith("\n\nHuman:"):
+    if not is_text_of_turns(value):
         return value
-    _, *parts = _SPEAKER.split(value)
+    _, *parts = _SPEAKER.split("\n\n" + value.lstrip())
     speakers, texts = parts[::2], parts[1::2]
     return [{"role": _ROLES[who], "content": text.strip()} for who, text in zip(speakers, texts, strict=True)]
+
+
+def is_text_of_turns(value: Any) -> bool:
+    """Return whether a value is a text of a conversation such as hh-rlhf's, up to a response or with it."""
+    return isinstance(value, str) and _FIRST_SPEAKER.match(value) is not None and _ANSWER in value
+
+
+def turns_of_prompt(value: Any, name: str) -> Any:
+    """Return the messages of a prompt that is a text such as hh-rlhf's; other values as they are.
+
+    Raises:
+        RecordError: The text ends in words of the assistant.
+    """
+    if not is_text_of_turns(value):
+        return value
+    *turns, last = turns_of(value)
+    if last["role"] != "assistant":
+        return [*turns, last]
+    if last["content"]:
+        raise RecordError(
+            f"{name} ends in words of the assistant, and a response follows: end it in {_ANSWER.strip()!r}"
+        )
+    return turns
+
+
+def turns_before(formed: OwnForm, keys: Keys) -> list[dict[str, Any]]:
+    """Return the turns under further keys of a record, for the start of its messages: system turn and `history`.
+
+    Raises:
+        RecordError: They cannot be used, or two texts may be the system turn.
+    """
+    system = _system_of(formed.record, keys)
+    found = [] if system is None else [{"role": "system", "content": system}]
+    history = formed.record.get(HISTORY)
+    if not history or HISTORY in (*formed.names.values(), *keys.values()):
+        return found
+    pairs = history if is_list(history) else ()
+    are_pairs = pairs and all(is_list(each) and [type(text) for text in each] == [str, str] for each in pairs)
+    if are_pairs and all(formed.record.get(name) is None for name in WHOLE):
+        speakers = ("user", "assistant")
+        return [
+            *found,
+            *({"role": role, "content": text} for pair in pairs for role, text in zip(speakers, pair, strict=True)),
+        ]
+    if are_pairs:
+        raise RecordError(f"the line has {HISTORY} beside messages, expected one of the two; write its turns there")
+    if "prompt" not in keys and formed.record.get("prompt") is not None:
+        raise RecordError(
+            f"{HISTORY} is {kind_of(history)}, expected a list of pairs of question and answer; write the turns as"
+            f" messages, or set data.prompt_key: {formed.name('prompt')} to leave it out"
+        )
+    return found
+
+
+def _system_of(record: Mapping[str, Any], keys: Keys) -> str | None:
+    """Return the text of a record's system turn: of the key that the configuration names, or of the usual one."""
+    if SYSTEM in keys:
+        found = {keys[SYSTEM]: value_at(record, keys[SYSTEM], "data.system_key")}
+    else:
+        found = {name: record.get(name) for name in (SYSTEM, SYSTEM_PROMPT) if name not in keys.values()}
+    texts = {name: text for name, text in found.items() if text}
+    if len(set(map(str, texts.values()))) > 1:
+        raise RecordError(
+            f"the line has {' and '.join(texts)}, each of which may be the system turn: set data.system_key to one of"
+            " them"
+        )
+    for name, text in texts.items():
+        if not isinstance(text, str):
+            raise RecordError(f"{name} is {kind_of(text)}, expected a string; data.system_key names another")
+        return text
+    return None
+
+
+def _named_value(record: Mapping[str, Any], own: str, keys: Keys) -> Any:
+    """Return the value under a key that the configuration names."""
+    value = value_at(record, keys[own], f"data.{own}_key")
+    if value is None:
+        raise RecordError(f"{keys[own]} is null (data.{own}_key={keys[own]}), expected a value in each line")
+    return value
 
 
 def _name_of(record: Mapping[str, Any], own: str, usual: Sequence[str], keys: Keys) -> str | None:
@@ -131,31 +240,27 @@ def _name_of(record: Mapping[str, Any], own: str, usual: Sequence[str], keys: Ke
 
 def _with_values(record: Mapping[str, Any], names: Mapping[str, str], keys: Keys) -> OwnForm:
     """Return the record with the named values under the keys of our own form."""
-    values = {
-        own: value_at(record, name, f"data.{own}_key") if own in keys else record.get(name)
-        for own, name in names.items()
-    }
+    values = {own: _named_value(record, own, keys) if own in keys else record.get(name) for own, name in names.items()}
     other = {own: name for own, name in names.items() if name != own}
-    if not other:
+    if not other and not keys:
         return OwnForm(record)
     if "prompt" in other:
-        values["prompt"] = _whole_prompt(record, values["prompt"], names["prompt"])
+        values["prompt"] = _whole_prompt(record, values["prompt"], names["prompt"], keys)
     return OwnForm({**record, **{name: None for name in WHOLE if name in record}, **values}, other)
 
 
-def _whole_prompt(record: Mapping[str, Any], prompt: Any, name: str) -> Any:
-    """Return a prompt with Alpaca's `input` after it and the text under `system` before it."""
-    if name == "instruction":
-        if record.get(HISTORY):
-            raise RecordError(f"the line has {HISTORY}, which is not read; write the turns as messages")
-        if more := record.get("input"):
-            if not isinstance(prompt, str) or not isinstance(more, str):
-                raise RecordError(f"instruction is {kind_of(prompt)} and input {kind_of(more)}, expected two strings")
-            prompt = f"{prompt}\n{more}"
-    system = record.get(SYSTEM)
-    if not system or not isinstance(prompt, str):
+def _whole_prompt(record: Mapping[str, Any], prompt: Any, name: str, keys: Keys) -> Any:
+    """Return a prompt with Alpaca's `input` and Dolly's `context` after the instruction, or `context` before it."""
+    if name not in PROMPTS:
         return prompt
-    return [{"role": SYSTEM, "content": system}, {"role": "user", "content": prompt}]
+    beside = ("input", CONTEXT) if name == "instruction" else (CONTEXT,)
+    for more in (more for more in beside if record.get(more) and more not in keys.values()):
+        if not isinstance(prompt, str) or not isinstance(record[more], str):
+            kinds = f"{name} is {kind_of(prompt)} and {more} {kind_of(record[more])}"
+            raise RecordError(f"{kinds}, expected two strings")
+        texts = [prompt, record[more]] if name == "instruction" else [record[more], "", prompt]
+        prompt = "\n".join(texts)
+    return prompt
 
 
 def _names_of_responses(record: Mapping[str, Any], keys: Keys) -> dict[str, str] | None:

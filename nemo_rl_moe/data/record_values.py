@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest, shortened
-from nemo_rl_moe.errors import DataError, json_problem
+from nemo_rl_moe.errors import DataError, counted, json_problem
 
 MOST_NAMES = 20
 
@@ -63,10 +63,10 @@ def decoded_json(value: object, name: str) -> Any:
 
 
 def value_at(record: Mapping[str, Any], key: str, setting: str) -> Any:
-    """Return the value under a key; dots reach into objects, unless the record has the whole key itself.
+    """Return the value under a key; dots reach into objects and lists, unless the record has the whole key itself.
 
     Args:
-        key: Such as `reward_model.ground_truth`.
+        key: Such as `reward_model.ground_truth`, or `answers.text.0` for the first of a list.
         setting: The setting that names the key, for messages.
 
     Raises:
@@ -77,6 +77,11 @@ def value_at(record: Mapping[str, Any], key: str, setting: str) -> Any:
     found: Any = record
     for depth, part in enumerate(parts := key.split(".")):
         place = ".".join(parts[:depth]) or "the line"
+        if is_list(found) and part.isdecimal():
+            if int(part) >= len(found):
+                raise RecordError(f"{place} has {counted(len(found), 'member')}, and no {part} ({setting}={key})")
+            found = found[int(part)]
+            continue
         if not isinstance(found, Mapping):
             raise RecordError(f"{place} is {kind_of(found)}, expected an object with {part} ({setting}={key})")
         if part not in found:

@@ -7,8 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_rl_moe.data.image_records import ImageReference, parse_images, place_images, require_image_key, take_images
-from nemo_rl_moe.data.messages import Message, parse_messages, parse_turns
-from nemo_rl_moe.data.record_forms import CONVERSATIONS, NO_KEYS, SYSTEM, WHOLE, Keys, OwnForm, own_sample
+from nemo_rl_moe.data.messages import SYSTEM_ROLES, Message, parse_messages, parse_turns
+from nemo_rl_moe.data.record_forms import (
+    NO_KEYS,
+    WHOLE,
+    FormOfLines,
+    Keys,
+    OwnForm,
+    is_text_of_turns,
+    own_sample,
+    turns_before,
+    turns_of_prompt,
+)
 from nemo_rl_moe.data.record_values import RecordError, kind_of, names_in
 from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs, parse_template_inputs
 from nemo_rl_moe.data.training_marks import MARKS, take_training_marks
@@ -58,17 +68,24 @@ class BadLine:
         return f"{self.sample_id}: {self.reason[:_LONGEST_REASON]}{more}"
 
 
-def parse_record(record: object, sample_id: str, image_key: str | None = None, keys: Keys = NO_KEYS) -> Example:
+def parse_record(
+    record: object,
+    sample_id: str,
+    image_key: str | None = None,
+    keys: Keys = NO_KEYS,
+    form: FormOfLines | None = None,
+) -> Example:
     """Parse one decoded record of a conversation.
 
     `messages` wins over `conversations`, the form of ShareGPT. A `completion` beside either is an error, because it is
-    ambiguous; a `prompt` is ignored there, because published data sets have one. A text under `system` is the system
-    turn of `conversations`. Prompt and completion may have other usual keys (`record_forms.py`). `tools` and
-    `chat_template_kwargs` are for the chat template; other keys are ignored.
+    ambiguous; a `prompt` is ignored there, because published data sets have one. A text under `system` or
+    `system_prompt` is the system turn of messages without one, and of a prompt. Prompt and completion may have other
+    usual keys (`record_forms.py`). `tools` and `chat_template_kwargs` are for the chat template; others are ignored.
 
     Args:
         image_key: Key of images beside the messages; None: such images are not read.
         keys: Keys that the configuration names.
+        form: Form of the lines before it, of which a prompt with its completion must be; None: any.
 
     Raises:
         RecordError: The record cannot be used.
@@ -82,8 +99,7 @@ def parse_record(record: object, sample_id: str, image_key: str | None = None, k
             _require_one_form(record, name)
             messages = parse_messages(record[name], formed.name(name))
             _require_assistant(messages, formed.name(name))
-            if name == CONVERSATIONS and record.get(SYSTEM) and messages[0]["role"] != SYSTEM:
-                messages = [*parse_turns(record[SYSTEM], SYSTEM, SYSTEM), *messages]
+            messages = behind(turns_before(formed, keys), messages)
             shown, images = with_images(messages, record, image_key, sample_id)
             unmarked, context = take_training_marks(shown, formed.name(name))
             return trained_example(
@@ -95,7 +111,10 @@ def parse_record(record: object, sample_id: str, image_key: str | None = None, k
                     marked_context=context,
                 )
             )
-    return _prompt_and_completion(formed, sample_id, image_key)
+    example = _prompt_and_completion(formed, sample_id, image_key, keys)
+    if form is not None:
+        form.require_same({f"data.{own}_key": formed.name(own) for own in ("prompt", "completion")}, sample_id)
+    return example
 
 
 def with_images(
@@ -114,7 +133,14 @@ def with_images(
     return shown, images
 
 
-def _prompt_and_completion(formed: OwnForm, sample_id: str, image_key: str | None) -> Example:
+def behind(before: Sequence[Message], messages: Sequence[Message]) -> list[Message]:
+    """Return messages after the turns of `turns_before`; if they have a system turn, it stays the only one."""
+    if messages[0]["role"] not in SYSTEM_ROLES:
+        return [*before, *messages]
+    return [messages[0], *(turn for turn in before if turn["role"] not in SYSTEM_ROLES), *messages[1:]]
+
+
+def _prompt_and_completion(formed: OwnForm, sample_id: str, image_key: str | None, keys: Keys) -> Example:
     record, names = formed.record, {own: formed.name(own) for own in ("prompt", "completion")}
     prompt, completion = record.get("prompt"), record.get("completion")
     if prompt is None and completion is None:
@@ -126,10 +152,14 @@ def _prompt_and_completion(formed: OwnForm, sample_id: str, image_key: str | Non
                 f"the line has {names[other]} but no {names[own]}; its keys: {names_in(formed.keys())};"
                 f" data.{own}_key names another"
             )
-    context = parse_turns(prompt, names["prompt"], "user")
-    answer = parse_turns(completion, names["completion"], "assistant")
+    before = turns_before(formed, keys)
+    context = behind(before, parse_turns(turns_of_prompt(prompt, names["prompt"]), names["prompt"], "user"))
+    said = completion.strip() if is_text_of_turns(prompt) and isinstance(completion, str) else completion
+    answer = parse_turns(said, names["completion"], "assistant")
     _require_assistant(answer, names["completion"])
-    plain = (prompt, completion) if isinstance(prompt, str) and isinstance(completion, str) else None
+    plain = None
+    if isinstance(prompt, str) and isinstance(completion, str) and not before:
+        plain = prompt, completion
     shown, images = with_images([*context, *answer], record, image_key, sample_id)
     unmarked, marked = take_training_marks(shown, " and ".join(names.values()))
     return trained_example(

@@ -5,6 +5,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 from hashlib import blake2b
 
+from nemo_rl_moe.config.environments.rewards import ReasoningGymConfig
 from nemo_rl_moe.config.schema_environment import EnvironmentConfig
 from nemo_rl_moe.data.prompt_records import PromptRecord
 from nemo_rl_moe.data.record_values import is_list
@@ -55,7 +56,7 @@ class RepeatFilter:
 
     def _compared_with(self, prompt: PromptRecord) -> object:
         given = prompt.record.get(self._response_key) if self._response_key is not None else None
-        metadata = prompt.record.get("metadata") if self._env.name == "reasoning_gym" else None
+        metadata = prompt.record.get("metadata") if isinstance(self._env.reward, ReasoningGymConfig) else None
         return prompt.record["answer"], metadata, given
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic
 from nemo_rl_moe.alarms import TimeIsUp, interrupted_after
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
 from nemo_rl_moe.data.image_records import image_columns
-from nemo_rl_moe.data.record_forms import MORE_KEYS, NO_KEYS, SAMPLE_KEYS, Keys
+from nemo_rl_moe.data.record_forms import MORE_KEYS, NO_KEYS, SAMPLE_KEYS, FormOfLines, Keys
 from nemo_rl_moe.data.record_values import RecordError, columns_of, names_in
 from nemo_rl_moe.data.records import OTHER_KEYS, BadLine, Example, parse_record
 from nemo_rl_moe.data.table_rows import rows_of
@@ -171,7 +171,8 @@ def open_source(path: str, split: str, image_key: str | None = None, keys: Keys 
         DataError: There is nothing that can be read.
     """
     columns = partial(_example_columns, image_key=image_key, keys=keys)
-    return open_lines(path, split, partial(parse_record, image_key=image_key, keys=keys), columns)
+    parse = partial(parse_record, image_key=image_key, keys=keys, form=FormOfLines())
+    return open_lines(path, split, parse, columns)
 
 
 def open_lines(path: str, split: str, parse: Parse[Parsed], choose_columns: ChooseColumns) -> LineSource[Parsed]:

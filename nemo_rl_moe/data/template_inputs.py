@@ -11,7 +11,9 @@ from nemo_rl_moe.config.tool_definitions import definition_problem, reserved_nam
 from nemo_rl_moe.data.record_values import RecordError, decoded_json, is_list, json_object, kind_of, without_nulls
 
 TOOLS, TEMPLATE_KWARGS = "tools", "chat_template_kwargs"
-TEMPLATE_COLUMNS = (TOOLS, TEMPLATE_KWARGS)
+FUNCTIONS = "functions"
+"""Key of the definitions of functions in an old form of OpenAI's, each without `{"type": "function"}` around it."""
+TEMPLATE_COLUMNS = (TOOLS, TEMPLATE_KWARGS, FUNCTIONS)
 
 ToolDefinition = Mapping[str, Any]
 
@@ -64,6 +66,8 @@ def parse_template_inputs(record: Mapping[str, Any]) -> TemplateInputs:
     """
     tools, kwargs = record.get(TOOLS), record.get(TEMPLATE_KWARGS)
     tools = None if tools == "" else tools  # an empty cell of a table
+    if tools is None and FUNCTIONS in record:
+        tools = _tools_of_functions(record[FUNCTIONS])
     if tools is None and kwargs is None:
         return NO_INPUTS
     own = NO_INPUTS if tools is None else _tools(tools)
@@ -79,6 +83,16 @@ def _chosen(names: Sequence[str], tools: Sequence[ToolDefinition]) -> tuple[Tool
                 f"{TOOLS} names {shortened(name)!r}, expected {expected}{did_you_mean(nearest(name, by_name))}"
             )
     return tuple(tool for name, tool in by_name.items() if name in names)
+
+
+def _tools_of_functions(value: object) -> list[ToolDefinition] | None:
+    """Return the definitions of functions as those of tools; None: another thing has this key."""
+    functions = decoded_json(value, FUNCTIONS) if isinstance(value, str) and value.startswith("[{") else value
+    if not is_list(functions) or not functions:
+        return None
+    if not all(isinstance(each, Mapping) and {"name", "parameters"} <= set(each) for each in functions):
+        return None
+    return [{"type": "function", "function": each} for each in functions]
 
 
 def _tools(value: object) -> TemplateInputs:

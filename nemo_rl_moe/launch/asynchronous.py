@@ -185,7 +185,7 @@ def running_source(
         yield source
     finally:
         if not loop.close(_ended(dispatcher, maker)):
-            warn("env.rollout: code that blocks the thread of all rollouts is left behind at the end of the run")
+            warn("env.driver: code that blocks the thread of all rollouts is left behind at the end of the run")
         schedule.close()
 
 

@@ -35,15 +35,10 @@ def _checks_of_code(config: MasterConfig) -> Iterator[Callable[[], object]]:
     # Imported here: torch takes seconds, and other algorithms have no such code.
     from nemo_rl_moe.algorithms.custom_estimator import check_estimator
     from nemo_rl_moe.algorithms.losses.custom_objective import check_objective
-    from nemo_rl_moe.launch.agents import check_agent
     from nemo_rl_moe.launch.asynchronous import plan_rollouts
-    from nemo_rl_moe.launch.environments import check_environments, problems_of_environment
-    from nemo_rl_moe.tools.definitions import load_tools
+    from nemo_rl_moe.launch.environments import check_environments
 
     yield partial(check_environments, config)
     yield partial(check_estimator, config)
     yield partial(check_objective, config.loss_fn)
     yield partial(plan_rollouts, config)
-    for name, env in config.env.environments.items():
-        yield partial(problems_of_environment(name)(check_agent), env)
-        yield partial(problems_of_environment(name)(load_tools), env.tools, env.tool_parameters)

@@ -17,7 +17,7 @@ from nemo_rl_moe.config.algorithm import algorithm_of
 from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig, MasterConfig, SFTMasterConfig
 from nemo_rl_moe.data.chat import TokenizedExample, batch_tokenizer
 from nemo_rl_moe.data.image_tokens import RecordImages
-from nemo_rl_moe.data.preferences import PreferenceRecord, load_preferences, parse_preference, preference_columns
+from nemo_rl_moe.data.preferences import PreferenceRecord, load_preferences, pair_parser, preference_columns
 from nemo_rl_moe.data.records import Example
 from nemo_rl_moe.data.sft import load_sft_dataset
 from nemo_rl_moe.data.sources import load_limit, open_lines, open_source
@@ -189,9 +189,8 @@ class _DataReader:
         pairs = read_samples(
             load_preferences, config, source, self.tokenizer, self.logger, self.image_rule, self.speech
         )
-        parse = partial(parse_preference, image_key=key, keys=keys)
         columns = partial(preference_columns, image_key=key, keys=keys)
-        lines = open_lines(source.path, source.split, parse, columns).lines
+        lines = open_lines(source.path, source.split, pair_parser(key, keys), columns).lines
         originals = (
             response
             for line in lines

@@ -2,47 +2,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """Environments of a run: checked before anything starts, then started, each with workers of its own."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from nemo_rl_moe.config.environments.rewards import RewardModelAloneConfig, WorkerRewardConfig
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.config.schema_environment import EnvironmentConfig
 from nemo_rl_moe.config.schema_mixture import environment_key
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.generation.interface import SamplingParameters
-from nemo_rl_moe.launch.agents import PreparedAgent, prepare_agent, running_agents
-from nemo_rl_moe.launch.libraries import NoRewardFunction, check_library, library_driver, running_openenv
+from nemo_rl_moe.launch.drivers.kinds import check_driver, prepare_driver
+from nemo_rl_moe.launch.drivers.setup import DriverSetup, StartDriver
 from nemo_rl_moe.launch.setup import ModelRun
-from nemo_rl_moe.launch.tools import PreparedTools, continuation_of, prepare_tools, running_tool_workers
-from nemo_rl_moe.rewards.interface import BatchReward
+from nemo_rl_moe.rewards.interface import BatchReward, NoReward
 from nemo_rl_moe.rewards.model import LeftToTheModel
 from nemo_rl_moe.rewards.registry import make_reward_function
 from nemo_rl_moe.rewards.worker_pool import RewardWorkers
 from nemo_rl_moe.rollouts.environment import Environment
 from nemo_rl_moe.rollouts.faults import FaultWatch
 from nemo_rl_moe.rollouts.mixture import SessionSettings
-from nemo_rl_moe.rollouts.rollout_function import make_environment, name_of_environment
 from nemo_rl_moe.runs.loggers.console import ConsoleLogger, Notices
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-@dataclass(frozen=True)
-class PreparedEnvironment:
-    """An environment that has been checked.
-
-    Attributes:
-        driver: Drives trajectories where there are no tools and no agent.
-        tools: Tools that the model may call; None: none.
-        agent: Program that asks the model; None: none.
-    """
-
-    driver: Environment
-    tools: PreparedTools | None
-    agent: PreparedAgent | None
 
 
 @dataclass(frozen=True)
@@ -62,90 +46,81 @@ class StartedEnvironment:
     watch: FaultWatch
 
 
-def check_environments(config: GRPOMasterConfig) -> dict[str, Environment]:
-    """Try the reward function of each environment, and return what drives its trajectories, by name.
+def check_environments(config: GRPOMasterConfig) -> None:
+    """Try the reward function and the driver of each environment. Reads no model.
 
     Raises:
         ConfigurationError: A library, a task, a parameter, a module or a function is missing or wrong.
     """
-    drivers = {}
+    problems: list[str] = []
     for name, env in config.env.environments.items():
-        with problems_of_environment(name):
-            if env.scores_trajectories:
-                check_library(env)
-            elif not env.leaves_it_to_the_model:
-                make_reward_function(env)
-    for name, env in config.env.environments.items():
-        with problems_of_environment(name):
-            drivers[name] = make_environment(env)
-    return drivers
+        for check in (_check_reward, lambda env: check_driver(env.driver)):
+            try:
+                with problems_of_environment(name):
+                    check(env)
+            except ConfigurationError as error:
+                problems += error.problems
+    if problems:
+        raise ConfigurationError(problems)
+
+
+def _check_reward(env: EnvironmentConfig) -> None:
+    if isinstance(env.reward, WorkerRewardConfig):
+        make_reward_function(env.reward, env)
 
 
 def prepare_environments(
-    config: GRPOMasterConfig,
-    drivers: Mapping[str, Environment],
-    tokenizer: "PreTrainedTokenizerBase",
-    sampling: SamplingParameters,
-) -> dict[str, PreparedEnvironment]:
-    """Check the tools or the agent of each environment.
+    config: GRPOMasterConfig, tokenizer: "PreTrainedTokenizerBase", sampling: SamplingParameters
+) -> dict[str, StartDriver]:
+    """Check the driver of each environment with the tokenizer; return the functions that start them, by name.
 
     Args:
-        drivers: As of `check_environments`.
         sampling: How the run samples responses that are trained on.
 
     Raises:
         ConfigurationError: A tool or an agent cannot be used, or the chat template cannot show calls and results.
     """
     found = {}
-    for name, driver in drivers.items():
+    for name, env in config.env.environments.items():
         with problems_of_environment(name):
-            if config.env.environments[name].has_own_prompts:
-                driver = library_driver(config, tokenizer, sampling.stop_token_ids, name)
-            tools = prepare_tools(config, tokenizer, sampling.stop_token_ids, name)
-            found[name] = PreparedEnvironment(driver, tools, prepare_agent(config, tokenizer, sampling, name))
+            found[name] = prepare_driver(env.driver, DriverSetup(config, tokenizer, sampling, name))
     return found
 
 
 def start_environment(
-    config: GRPOMasterConfig,
-    run: ModelRun,
-    name: str,
-    prepared: PreparedEnvironment,
-    tokenizer: "PreTrainedTokenizerBase",
-    notices: Notices,
+    setup: DriverSetup, run: ModelRun, start_driver: StartDriver, notices: Notices
 ) -> StartedEnvironment:
     """Start the workers of rewards, tools and agents of an environment, for the rest of the run."""
-    env, warn = config.env.environments[name], _with_name(name, notices.warn)
-    reward_function: BatchReward = NoRewardFunction()
-    if env.leaves_it_to_the_model:
-        reward_function = LeftToTheModel()
-    elif not env.scores_trajectories:
-        reward_function = run.use(running_reward_workers(env, run.console))
-    environment = prepared.driver
-    if env.scores_trajectories and not env.has_own_prompts:
-        environment = run.use(running_openenv(env, run.console))
-    if prepared.tools is not None:
-        workers = run.use(running_tool_workers(env, run.console))
-        environment = prepared.tools.environment(env, workers, warn)
-    if prepared.agent is not None:
-        environment = run.use(running_agents(prepared.agent, config, run.console, name))
+    env, name = setup.env, setup.name
+    reward: BatchReward = NoReward()
+    if isinstance(env.reward, RewardModelAloneConfig):
+        reward = LeftToTheModel()
+    elif isinstance(env.reward, WorkerRewardConfig):
+        reward = run.use(running_reward_workers(env.reward, env, run.console))
     return StartedEnvironment(
-        environment,
-        reward_function,
+        start_driver(run, _with_name(name, notices.warn)),
+        reward,
         SessionSettings(
             env.reward_weights,
-            continuation_of(config, tokenizer, name),
+            setup.continuation(),
             env.rollout_timeout_s,
             num_attempts=2 if env.on_failure == "retry" else 1,
         ),
         FaultWatch(
-            config.grpo.max_consecutive_failed_steps,
+            setup.config.grpo.max_consecutive_failed_steps,
             score_truncated=env.score_truncated,
             on_failure=env.on_failure,
             warn=_with_name(name, run.console.warn),
-            environment=name_of_environment(env, name),
+            environment=described(env, name),
         ),
     )
+
+
+def described(env: EnvironmentConfig, name: str = "") -> str:
+    """Return the parts of an environment that are code of the user's, for messages, or else its name."""
+    named = None if env.driver.named is None else f"env.driver: {env.driver.named}"
+    own = [text for text in (named, env.reward and env.reward.code) if text]
+    return " with ".join(own) or f"the environment {name}".strip()
 
 
 def _with_name(name: str, say: Callable[[str], None]) -> Callable[[str], None]:
@@ -169,11 +144,13 @@ def problems_of_environment(name: str) -> Iterator[None]:
 
 
 @contextmanager
-def running_reward_workers(config: EnvironmentConfig, console: ConsoleLogger) -> Iterator[RewardWorkers]:
+def running_reward_workers(
+    reward: WorkerRewardConfig, env: EnvironmentConfig, console: ConsoleLogger
+) -> Iterator[RewardWorkers]:
     """Start the reward workers of an environment, and stop them whatever happens."""
-    with console.phase(f"starting the reward workers ({config.name})"):
-        reward_function = RewardWorkers(config)
+    with console.phase(f"starting the reward workers ({reward.kind})"):
+        workers = RewardWorkers(reward, env)
     try:
-        yield reward_function
+        yield workers
     finally:
-        reward_function.shutdown()
+        workers.shutdown()

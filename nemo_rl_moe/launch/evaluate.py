@@ -80,7 +80,7 @@ def run_evaluation(config: GRPOMasterConfig, run: ModelRun, threshold: float | N
     ) as progress:
         answer_in_chunks(config, worker.engine)
         # Of several turns, how many there will be is not known.
-        if all(env.driven_by is None for env in config.env.environments.values()):
+        if all(env.driver.named is None for env in config.env.environments.values()):
             worker = replace(worker, report_progress=lambda done: progress(done / number))
         failures = failure_rule(config)
         validate = Validator(config.grpo, worker, prompts, prepared.sampling, failures)

@@ -23,9 +23,10 @@ from nemo_rl_moe.algorithms.run_observers import CaptureVolume, RoutingAnomalyWa
 from nemo_rl_moe.algorithms.step_recorder import StepRecorder, num_training_steps
 from nemo_rl_moe.checkpoints.fingerprints import TRAINING_DATA, samples_fingerprint
 from nemo_rl_moe.config.algorithm import algorithm_of
+from nemo_rl_moe.config.environments.rewards import ExactConfig
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.config.schema_grpo import GenerationConfig, rollouts_in_float32
-from nemo_rl_moe.config.schema_mixture import THE_ONLY_ONE
+from nemo_rl_moe.config.schema_mixture import THE_ONLY_ONE, environment_key
 from nemo_rl_moe.config.schema_run import GENERATION_ROLE
 from nemo_rl_moe.data.mixture import MixtureLoader
 from nemo_rl_moe.data.prompts import Prompt, PromptDataset, PromptLoader
@@ -36,8 +37,8 @@ from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.generation.interface import GenerationEngine, SamplingParameters
 from nemo_rl_moe.generation.registry import EngineSetup, make_engine
 from nemo_rl_moe.launch.asynchronous import RolloutPlan, plan_rollouts, running_source, state_at
+from nemo_rl_moe.launch.drivers.setup import DriverSetup, StartDriver
 from nemo_rl_moe.launch.environments import (
-    PreparedEnvironment,
     check_environments,
     prepare_environments,
     start_environment,
@@ -77,7 +78,7 @@ class PreparedRollouts:
     """
 
     model: PreparedModel
-    environments: Mapping[str, PreparedEnvironment]
+    environments: Mapping[str, StartDriver]
     sampling: SamplingParameters
     training: Mapping[str, PromptDataset]
     held_out: Sequence[Prompt]
@@ -195,7 +196,7 @@ def prepare_rollouts(config: GRPOMasterConfig, run: ModelRun) -> PreparedRollout
     Raises:
         UserError: The model, the tokenizer, the environment or the prompts cannot be used.
     """
-    drivers = check_environments(config)  # so that what is wrong with them is reported before a worker starts
+    check_environments(config)  # so that what is wrong with them is reported before a worker starts
     check_estimator(config)
     check_objective(config.loss_fn)
     engine = config.policy.generation.engine
@@ -209,7 +210,7 @@ def prepare_rollouts(config: GRPOMasterConfig, run: ModelRun) -> PreparedRollout
     announce_named_stops(config.policy.generation, model.tokenizer, run.console)
     for line in scored_thinking(config, model.speech):
         run.console.warn(line)
-    environments = prepare_environments(config, drivers, model.tokenizer, sampling)
+    environments = prepare_environments(config, model.tokenizer, sampling)
     reward_model = prepare_reward_model(config, run, model)
     tokenizer, console, image_rule = model.tokenizer, run.console, model.image_rule
     training = read_training_prompts(config, tokenizer, console, image_rule=image_rule)
@@ -286,11 +287,11 @@ def start_rollouts(
     tokenizer = prepared.model.tokenizer
     notices = Notices(run.console.message, run.console.warn)
     started = {
-        name: start_environment(config, run, name, each, tokenizer, notices)
+        name: start_environment(DriverSetup(config, tokenizer, prepared.sampling, name), run, each, notices)
         for name, each in prepared.environments.items()
     }
     reward_model = start_reward_model(config, run, prepared.reward_model)
-    driven = [env.driven_by for env in config.env.environments.values() if env.driven_by is not None]
+    driven = [env.driver.named for env in config.env.environments.values() if env.driver.named is not None]
     only = started.get(THE_ONLY_ONE)
     return RolloutWorker(
         start_engine(config, run, policy, prepared.model),
@@ -328,10 +329,10 @@ def scored_thinking(config: GRPOMasterConfig, speech: Speech) -> Iterator[str]:
         return
     mark = speech.thinking.before_answer
     for name, env in config.env.environments.items():
-        if env.name == "exact" and env.answer_after is None:
-            key = "env" if name == THE_ONLY_ONE else f"env.mixture.{name}"
+        if isinstance(env.reward, ExactConfig) and env.reward.answer_after is None:
+            key = f"{environment_key(name)}.reward"
             yield (
-                f"{key}.answer_after: null, and the chat template knows thinking: {key}.name=exact compares whole"
+                f"{key}.answer_after: null, and the chat template knows thinking: {key}.kind exact compares whole"
                 f" responses with the answer; {key}.answer_after={mark} compares the text behind it"
             )
 

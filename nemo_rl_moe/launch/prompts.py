@@ -16,8 +16,8 @@ from nemo_rl_moe.data.shared_records import SharedRecords
 from nemo_rl_moe.data.sources import load_limit
 from nemo_rl_moe.data.text_files import KIND_OF_SUFFIX
 from nemo_rl_moe.errors import DataError
+from nemo_rl_moe.launch.drivers.setup import data_with_tools
 from nemo_rl_moe.launch.setup import images_of_data
-from nemo_rl_moe.launch.tools import data_with_tools
 from nemo_rl_moe.models.image_rules import ImageRule
 from nemo_rl_moe.runs.loggers.console import ConsoleLogger
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from nemo_rl_moe.algorithms.step_recorder import RunSummary
 from nemo_rl_moe.config.schema import DPOMasterConfig, MasterConfig, SFTMasterConfig
-from nemo_rl_moe.config.schema_grpo import PromptDataConfig
 from nemo_rl_moe.config.schema_policy import PolicyConfig, TokenizerConfig
 from nemo_rl_moe.config.schema_run import DataConfig, DataSourceConfig
 from nemo_rl_moe.data.corrected_templates import correct_template
@@ -226,7 +225,7 @@ def read_samples(
 
 
 def images_of_data(
-    data: DataConfig | PromptDataConfig, path: str | None, tokenizer: Any, image_rule: ImageRule | None
+    data: DataConfig, path: str | None, tokenizer: Any, image_rule: ImageRule | None
 ) -> ImageTokenizer | None:
     """Return the treatment of a data set's images; None: the model takes text alone.
 

@@ -5,7 +5,7 @@
 import re
 from decimal import Decimal
 
-from nemo_rl_moe.rewards.final_answers import choice_in, gold_answer, last_box
+from nemo_rl_moe.rewards.final_answers import choice_in, gold_answer
 from nemo_rl_moe.rewards.interface import Score, ScoringItem
 
 # A longer exponent is a value that no data has.
@@ -26,7 +26,7 @@ class ExactReward:
             ValueError: The record's answer is null.
         """
         gold = gold_answer(item)
-        is_correct = _value_of(item.response) == _value_of(last_box(gold) or gold)
+        is_correct = _value_of(item.response) == _value_of(gold)
         return Score(float(is_correct), is_correct)
 
 

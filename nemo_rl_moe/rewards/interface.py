@@ -66,6 +66,7 @@ LARGEST_REWARD = 1e6
 """Largest size of a reward: the float32 of advantages and losses has few digits left for differences beyond."""
 
 
+REWARD_KEY = "env.reward"
 WEIGHTS_KEY = "env.reward_weights"
 
 
@@ -136,6 +137,14 @@ class BatchReward(Protocol):
     def score(self, items: Sequence[ScoringItem]) -> list[Score]:
         """Return one score for each response, in their order."""
         ...
+
+
+class NoReward:
+    """Reward function of a run whose driver scores its trajectories itself: nothing else is scored."""
+
+    def score(self, items: Sequence[ScoringItem]) -> list[Score]:
+        """Fail each response, for which code of the user's has asked."""
+        return [_failed(f"{REWARD_KEY}: null scores nothing; the driver of a trajectory gives its score")] * len(items)
 
 
 FAILED_SHARE = "env/failed_share"

@@ -4,7 +4,6 @@
 
 import hashlib
 import json
-import math
 import os
 import re
 import tempfile
@@ -17,12 +16,12 @@ from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
-from nemo_rl_moe.config.schema_base import expanded
+from nemo_rl_moe.config.environments.rewards import JudgeConfig
 from nemo_rl_moe.errors import ConfigurationError, one_line
 from nemo_rl_moe.masking import MASK
 from nemo_rl_moe.rewards.interface import Score, ScoringItem
 
-KEY = "env.parameters"
+KEY = "env.reward"
 _NUMBER = r"-?(?:\d+(?:\.\d+)?|\.\d+)"
 _MARK = re.compile(rf"({_NUMBER})(?:[\s*_]*(?:/|\b(?:out\s+)?of\b)[\s*_]*({_NUMBER}))?")
 """A number, and in `8/10` or `8 out of 10` what it is of."""
@@ -41,61 +40,30 @@ class Judge:
     """Reward by a judge's mark: the last number of its reply, divided by `full_marks`; 1 is right.
 
     A reply may end with `8/10` or `8 out of 10`, where 10 are the full marks; out of another number it is no mark.
-    `env.timeout_s` limits all attempts of a response together, with the waits between them.
-
-    Args:
-        url: Address of the endpoint, such as `http://judge:8000/v1`.
-        model: Name of the judge's model.
-        template: The request, with `{prompt}`, `{response}` and `{answer}` (of the record) in it.
-        full_marks: Mark of a perfect response; marks are from 0 to it.
-        max_tokens: Most tokens of a reply.
-        request_timeout_s: Seconds without a byte after which one attempt is given up.
-        attempts: Requests for one response, where the endpoint is busy, breaks off, or its reply has no mark.
-        api_key_env: Name of the environment variable that holds the key; None: the endpoint wants none. The key
-            goes into the request's header, and nowhere else.
-        cache_folder: Folder of replies that have come, by a digest of the request; None: every response is judged.
+    `env.reward.timeout_s` limits all attempts of a response together, with the waits between them.
 
     Raises:
-        ConfigurationError: One of them cannot be used.
+        ConfigurationError: A setting cannot be used.
     """
 
-    def __init__(
-        self,
-        *,
-        url: str,
-        model: str,
-        template: str,
-        full_marks: float,
-        max_tokens: int,
-        request_timeout_s: float,
-        attempts: int,
-        api_key_env: str | None,
-        cache_folder: str | None,
-    ):
-        for name, text in {"url": url, "model": model, "template": template}.items():
-            if not isinstance(text, str) or not text:
-                raise ConfigurationError(f"{KEY}.{name}: got {text!r}, expected a text")
-        parts = urlsplit(url)
+    def __init__(self, config: JudgeConfig):
+        parts = urlsplit(config.url)
         if parts.scheme not in ("http", "https") or not parts.netloc or "@" in parts.netloc:
-            shown = "an address with a user's name" if "@" in parts.netloc else repr(url)
+            shown = "an address with a user's name" if "@" in parts.netloc else repr(config.url)
             raise ConfigurationError(
                 f"{KEY}.url: got {shown}, expected http://HOST/v1 or https://HOST/v1, without a password in it"
             )
-        if "{response}" not in template:
-            raise ConfigurationError(f"{KEY}.template: got {template!r}, expected a text with {{response}} in it")
-        for name, value in {"full_marks": full_marks, "request_timeout_s": request_timeout_s}.items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-                raise ConfigurationError(f"{KEY}.{name}: got {value!r}, expected a number above 0")
-        for name, count in {"max_tokens": max_tokens, "attempts": attempts}.items():
-            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-                raise ConfigurationError(f"{KEY}.{name}: got {count!r}, expected a whole number above 0")
-        if api_key_env is not None and not os.environ.get(api_key_env):
-            raise ConfigurationError(f"{KEY}.api_key_env: the environment variable {api_key_env} is not set")
-        self._address = f"{url.rstrip('/')}/chat/completions"
-        self._request = {"model": model, "max_tokens": max_tokens, "temperature": 0.0}
-        self._template, self._full_marks, self._key_env = template, full_marks, api_key_env
-        self._timeout_s, self._attempts = request_timeout_s, attempts
-        self._cache = None if cache_folder is None else _folder_for_replies(cache_folder)
+        if "{response}" not in config.template:
+            raise ConfigurationError(
+                f"{KEY}.template: got {config.template!r}, expected a text with {{response}} in it"
+            )
+        if config.api_key_env is not None and not os.environ.get(config.api_key_env):
+            raise ConfigurationError(f"{KEY}.api_key_env: the environment variable {config.api_key_env} is not set")
+        self._address = f"{config.url.rstrip('/')}/chat/completions"
+        self._request = {"model": config.model, "max_tokens": config.max_tokens, "temperature": 0.0}
+        self._template, self._full_marks, self._key_env = config.template, config.full_marks, config.api_key_env
+        self._timeout_s, self._attempts = config.request_timeout_s, config.attempts
+        self._cache = None if config.cache_folder is None else _folder_for_replies(config.cache_folder)
         self._opener = build_opener(_NoRedirect())
 
     def score(self, item: ScoringItem) -> Score:
@@ -204,9 +172,9 @@ class _NoRedirect(HTTPRedirectHandler):
 
 def _folder_for_replies(name: str) -> Path:
     try:
-        folder = Path(expanded(name))
+        folder = Path(name)
         folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, TypeError, ValueError) as error:
+    except OSError as error:
         raise ConfigurationError(
             f"{KEY}.cache_folder: got {name!r}, which cannot be made ({one_line(error)}); expected a folder, or null"
         ) from error

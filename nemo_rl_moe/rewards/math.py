@@ -8,7 +8,16 @@ from functools import lru_cache
 from typing import Any
 
 from nemo_rl_moe.errors import ConfigurationError
-from nemo_rl_moe.rewards.final_answers import boxes_the_words, choice_in, from_last_boxes, gold_answer, stated_choice
+from nemo_rl_moe.rewards.final_answers import (
+    are_words,
+    choice_in,
+    from_last_boxes,
+    gold_answer,
+    stated_choice,
+    states_the_words,
+    with_numbers_written_out,
+    with_words_marked,
+)
 from nemo_rl_moe.rewards.interface import Score, ScoringItem
 
 # What shows the library where mathematics begins. Data sets hold bare answers without it, such as \frac{1}{2}, and in
@@ -22,7 +31,7 @@ class MathReward:
 
     The reward is 1 for the same value and 0 otherwise; a response without mathematics is wrong. Of several boxes the
     last counts, with boxes before it that only a comma, "and" or "or" separates from it. Where the answer is the letter
-    of a choice, "The answer is B." states it too.
+    of a choice, "The answer is B." states it too. Words are compared as texts, whatever their case.
 
     Raises:
         ConfigurationError: The library is missing.
@@ -32,7 +41,9 @@ class MathReward:
         try:
             import math_verify
         except ImportError as error:
-            raise ConfigurationError(f"env.name: math cannot be imported ({error}); pip install math-verify") from error
+            raise ConfigurationError(
+                f"env.reward.kind: math cannot be imported ({error}); pip install math-verify"
+            ) from error
         # Its own time limits are whole seconds and use the one alarm that ours needs; it warns that they are off.
         logging.getLogger("math_verify").setLevel(logging.ERROR)
         self._library = math_verify
@@ -47,15 +58,20 @@ class MathReward:
         gold = gold_answer(item)
         if (choice := choice_in(gold)) is not None and (stated := stated_choice(item.response)) is not None:
             return Score(float(choice == stated), choice == stated)
-        if boxes_the_words(item.response, gold):
+        if states_the_words(item.response, gold):
             return Score(1.0, is_correct=True)
-        answer = self._parse_answer(gold)
-        found = self._library.parse(from_last_boxes(item.response), parsing_timeout=None)
+        answer, response = self._parse_answer(gold), from_last_boxes(item.response)
+        response = with_words_marked(response) if are_words(gold) else with_numbers_written_out(response)
+        found = self._library.parse(response, parsing_timeout=None)
         is_correct = bool(self._library.verify(answer, found, timeout_seconds=None))
         return Score(float(is_correct), is_correct)
 
     def _parse_answer_anew(self, answer: str) -> list[Any]:
-        marked = answer if _LATEX_MARK.search(answer) else rf"\boxed{{{answer}}}"
+        if are_words(answer):
+            marked = with_words_marked(rf"\boxed{{{answer}}}")
+        else:
+            shown = with_numbers_written_out(answer)
+            marked = shown if _LATEX_MARK.search(shown) else rf"\boxed{{{shown}}}"
         parsed: list[Any] = self._library.parse(marked, parsing_timeout=None)
         if not parsed:
             raise ValueError(f"the record's answer cannot be read as mathematics: {answer!r}")

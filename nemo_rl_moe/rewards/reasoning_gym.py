@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from nemo_rl_moe.config.schema_environment import ReasoningGymConfig
+from nemo_rl_moe.config.environments.rewards import ReasoningGymConfig
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
 from nemo_rl_moe.errors import ConfigurationError, one_line
 from nemo_rl_moe.rewards.interface import Score, ScoringItem
@@ -78,7 +78,7 @@ def draw_items(config: ReasoningGymConfig, num_items: int, seed: int) -> Sampled
             item = task[index]
         except Exception as error:  # whatever the task raises
             raise ConfigurationError(
-                f"env.reasoning_gym: {config.task} cannot make item {index} of seed {seed}: {one_line(error)}"
+                f"env.reward: {config.task} cannot make item {index} of seed {seed}: {one_line(error)}"
             ) from error
         if item["question"] in items:
             num_repeated += 1
@@ -100,25 +100,23 @@ def make_task(config: ReasoningGymConfig, seed: int = 0, size: int = 1) -> Any:
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise ConfigurationError(
-            f"env.name: reasoning_gym cannot be imported ({error}); pip install reasoning-gym"
+            f"env.reward.kind: reasoning_gym cannot be imported ({error}); pip install reasoning-gym"
         ) from error
     if config.task not in DATASETS:
         hint = did_you_mean(nearest(config.task, DATASETS)) or f"; they are: {', '.join(sorted(DATASETS))}"
-        raise ConfigurationError(f"env.reasoning_gym.task: reasoning-gym has no task {config.task!r}{hint}")
+        raise ConfigurationError(f"env.reward.task: reasoning-gym has no task {config.task!r}{hint}")
     if problems := _parameter_problems(config, [field.name for field in fields(DATASETS[config.task][1])]):
         raise ConfigurationError(problems)
     try:
         return reasoning_gym.create_dataset(config.task, **config.parameters, seed=seed, size=size)
     except Exception as error:  # assertions, and whatever else a task raises
-        raise ConfigurationError(
-            f"env.reasoning_gym.parameters: {config.task} refuses them: {one_line(error)}"
-        ) from error
+        raise ConfigurationError(f"env.reward.parameters: {config.task} refuses them: {one_line(error)}") from error
 
 
 def _parameter_problems(config: ReasoningGymConfig, known: list[str]) -> list[str]:
     problems = []
     for name in config.parameters:
-        key = f"env.reasoning_gym.parameters.{name}"
+        key = f"env.reward.parameters.{name}"
         if name in FROM_DATA_SECTION:
             problems.append(f"{key}: is set by {FROM_DATA_SECTION[name]}; leave it out here")
         elif name not in known:

@@ -2,14 +2,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Registry of reward functions, and the part of a response that is scored, the same for all of them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
+from nemo_rl_moe.config.environments.rewards import (
+    CallableConfig,
+    CustomRewardConfig,
+    ExactConfig,
+    JudgeConfig,
+    MathConfig,
+    ReasoningGymConfig,
+    WorkerRewardConfig,
+)
 from nemo_rl_moe.config.schema_environment import EnvironmentConfig
-from nemo_rl_moe.config.user_code import described, error_in_user_code, import_function, is_custom
+from nemo_rl_moe.config.user_code import described, error_in_user_code, import_function
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.rewards.exact import ExactReward
 from nemo_rl_moe.rewards.interface import RewardFunction, Score, ScoringItem
+from nemo_rl_moe.rewards.judge import Judge
 from nemo_rl_moe.rewards.math import MathReward
 from nemo_rl_moe.rewards.reasoning_gym import ReasoningGymReward
 from nemo_rl_moe.rewards.user_callable import CallableReward
@@ -50,55 +60,57 @@ def answer_in(response: str, answer_after: str | None) -> str:
     return response if answer_after is None else response.rpartition(answer_after)[2]
 
 
-def make_reward_function(config: EnvironmentConfig) -> RewardFunction:
+def make_reward_function(reward: WorkerRewardConfig, env: EnvironmentConfig) -> RewardFunction:
     """Make the reward function that a checked configuration describes.
 
     Raises:
         ConfigurationError: A library, a task, a parameter, a module or a function is missing or wrong.
     """
-    reward_function = _make_custom(config) if is_custom(config.name) else REWARD_FUNCTIONS[config.name](config)
-    names = tuple(config.reward_weights or ()) if config.is_custom else ()
-    return AnswerReward(reward_function, config.answer_after, config.score_truncated, names)
+    names = tuple(env.reward_weights or ()) if reward.may_name_rewards else ()
+    return AnswerReward(_made(reward), reward.answer_after, env.score_truncated, names)
 
 
-def _make_custom(config: EnvironmentConfig) -> RewardFunction:
-    """Return a reward function of the user's own: what a class or a function makes of `env.parameters`."""
+def _made(reward: WorkerRewardConfig) -> RewardFunction:
+    match reward:
+        case MathConfig():
+            return MathReward()
+        case ExactConfig():
+            return ExactReward()
+        case ReasoningGymConfig():
+            return ReasoningGymReward(reward)
+        case CallableConfig():
+            return CallableReward(reward)
+        case JudgeConfig():
+            return Judge(reward)
+        case CustomRewardConfig():
+            return _custom(reward)
+    raise TypeError(f"no reward function of kind {reward.kind}")
+
+
+def _custom(config: CustomRewardConfig) -> RewardFunction:
+    """Return the object that a class or a function of the user's makes of its parameters."""
     names = [str(name) for name in config.parameters]
     takes = (
-        f"env.parameters ({', '.join(names)})"
+        f"env.reward.parameters ({', '.join(names)})"
         if names
-        else ("no argument; env.parameters names its arguments, and a function that scores is env.name callable")
+        else (
+            "no argument; env.reward.parameters names its arguments, and a function that scores is env.reward.kind"
+            " callable"
+        )
     )
-    make = import_function("env.name", config.name, takes, number=0, names=names)
+    key = "env.reward.factory"
+    make = import_function(key, config.factory, takes, number=0, names=names)
     try:
         reward_function: RewardFunction = make(**config.parameters)
     except ConfigurationError:
         raise
     except Exception as error:
         raise ConfigurationError(
-            f"env.name: {config.name} raised while it was made: {error_in_user_code(error)}"
+            f"{key}: {config.factory} raised while it was made: {error_in_user_code(error)}"
         ) from error
     if not callable(getattr(reward_function, "score", None)):
         raise ConfigurationError(
-            f"env.name: {config.name} makes {described(reward_function)}, expected a reward function with a method"
-            " score, which takes a ScoringItem and returns a Score; a function that scores is env.name callable"
+            f"{key}: {config.factory} makes {described(reward_function)}, expected a reward function with a method"
+            " score, which takes a ScoringItem and returns a Score; a function that scores is env.reward.kind callable"
         )
     return reward_function
-
-
-def _make_reasoning_gym(config: EnvironmentConfig) -> RewardFunction:
-    assert config.reasoning_gym is not None  # a rule of the configuration
-    return ReasoningGymReward(config.reasoning_gym)
-
-
-def _make_callable(config: EnvironmentConfig) -> RewardFunction:
-    assert config.callable is not None
-    return CallableReward(config.callable)
-
-
-REWARD_FUNCTIONS: dict[str, Callable[[EnvironmentConfig], RewardFunction]] = {
-    "exact": lambda config: ExactReward(),
-    "math": lambda config: MathReward(),
-    "reasoning_gym": _make_reasoning_gym,
-    "callable": _make_callable,
-}

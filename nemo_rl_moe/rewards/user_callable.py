@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from nemo_rl_moe.config.schema_environment import CallableConfig
+from nemo_rl_moe.config.environments.rewards import CallableConfig
 from nemo_rl_moe.config.user_code import described, import_function
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.rewards.interface import Score, ScoringItem
 
-KEY = "env.callable.function"
+KEY = "env.reward.function"
 FULL_REWARD = 1.0
 
 
@@ -35,8 +35,8 @@ class CallableReward:
         self._function = import_function(KEY, config.function, "one ScoringItem")
         if isclass(self._function):
             raise ConfigurationError(
-                f"{KEY}: {config.function} is a class, expected a function; env.name: {config.function} makes a reward"
-                " function of it"
+                f"{KEY}: {config.function} is a class, expected a function; env.reward.kind custom makes a"
+                " reward function of it, its factory"
             )
 
     def score(self, item: ScoringItem) -> Score:

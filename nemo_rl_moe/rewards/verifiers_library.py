@@ -8,41 +8,36 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from nemo_rl_moe.config.environments.verifiers import VerifiersConfig
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
 from nemo_rl_moe.config.user_code import error_in_user_code
 from nemo_rl_moe.errors import ConfigurationError
 
-ID = "id"
-"""Key of `env.parameters` that names the environment; the others are arguments of its `load_environment`."""
-_KEY = "env.parameters.id"
+_KEY = "env.driver.id"
 _INSTALL = "pip install 'nemo-rl-moe[verifiers]'"
 _OWN_LEVEL = "VF_LOG_LEVEL"
 """Variable by which users of the library choose what it logs."""
 
 
-def load_verifiers(parameters: Mapping[str, object]) -> Any:
-    """Return an environment of the library; the same for the same parameters.
-
-    Args:
-        parameters: `id`, and arguments of the environment's `load_environment`.
+def load_verifiers(driver: VerifiersConfig) -> Any:
+    """Return an environment of the library; the same for the same name and arguments.
 
     Raises:
         ConfigurationError: The library is missing or another release, there is no such environment, or it cannot be
             made.
     """
-    return _loaded(json.dumps(parameters, sort_keys=True, default=str))
+    return _loaded(driver.id, json.dumps(driver.arguments, sort_keys=True, default=str))
 
 
 @lru_cache(maxsize=4)
-def _loaded(text: str) -> Any:
+def _loaded(name: str, text: str) -> Any:
     arguments = json.loads(text)
-    name = arguments.pop(ID)
     library = _library()
     module = _module_name(name)
     _search_working_folder()
@@ -59,7 +54,7 @@ def _loaded(text: str) -> Any:
             ) from error
         named = ", ".join(arguments) or "no arguments"
         raise ConfigurationError(
-            f"env.parameters: {name} cannot be made with {named}: {error_in_user_code(cause)}"
+            f"env.driver.arguments: {name} cannot be made with {named}: {error_in_user_code(cause)}"
         ) from error
     if environment.requires_group_rollouts:
         raise ConfigurationError(
@@ -69,7 +64,7 @@ def _loaded(text: str) -> Any:
     return environment
 
 
-def verifiers_rows(parameters: Mapping[str, object], *, trains: bool, num_items: int | None, seed: int) -> list[Any]:
+def verifiers_rows(driver: VerifiersConfig, *, trains: bool, num_items: int | None, seed: int) -> list[Any]:
     """Return rows of the environment's own data, each with `prompt`.
 
     Args:
@@ -80,14 +75,14 @@ def verifiers_rows(parameters: Mapping[str, object], *, trains: bool, num_items:
     Raises:
         ConfigurationError: As `load_verifiers`; or it has no data.
     """
-    environment = load_verifiers(parameters)
+    environment = load_verifiers(driver)
     get = environment.get_dataset if trains else environment.get_eval_dataset
     try:
         with _quiet():
             return list(get(-1 if num_items is None else num_items, seed=seed))
     except Exception as error:
         raise ConfigurationError(
-            f"{_KEY}: {parameters[ID]} gives no data to {'train on' if trains else 'validate with'}:"
+            f"{_KEY}: {driver.id} gives no data to {'train on' if trains else 'validate with'}:"
             f" {error_in_user_code(error)}"
         ) from error
 
@@ -101,14 +96,14 @@ def _library() -> Any:
     try:
         import verifiers
     except ImportError as error:
-        raise ConfigurationError(f"env.name: verifiers cannot be imported ({error}); {_INSTALL}") from error
+        raise ConfigurationError(f"env.driver.kind: verifiers cannot be imported ({error}); {_INSTALL}") from error
     try:
         with _signals_kept():
             _ = verifiers.load_environment  # imports most of it
     except (AttributeError, ImportError) as error:
         raise ConfigurationError(
-            f"env.name: verifiers {importlib.metadata.version('verifiers')} has no load_environment ({error}), expected"
-            f" a release from 0.2 up to below 0.4; {_INSTALL}"
+            f"env.driver.kind: verifiers {importlib.metadata.version('verifiers')} has no load_environment ({error}),"
+            f" expected a release from 0.2 up to below 0.4; {_INSTALL}"
         ) from error
     if _OWN_LEVEL not in os.environ:
         logging.getLogger("verifiers").setLevel(logging.CRITICAL)  # failed rollouts are reported and counted here

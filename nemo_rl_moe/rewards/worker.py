@@ -6,6 +6,7 @@ import faulthandler
 from collections.abc import Sequence
 
 from nemo_rl_moe.alarms import TimeIsUp, interrupted_after
+from nemo_rl_moe.config.environments.rewards import WorkerRewardConfig
 from nemo_rl_moe.config.schema_environment import EnvironmentConfig
 from nemo_rl_moe.config.user_code import error_in_user_code
 from nemo_rl_moe.rewards.interface import Fault, RewardFunction, Score, ScoringItem
@@ -19,9 +20,9 @@ _STDERR = 2
 class RewardWorker:  # pragma: no cover  (runs in other processes)
     """A reward function and the loop over the responses of a call."""
 
-    def __init__(self, rank: int, world_size: int, *, config: EnvironmentConfig):
-        self._reward_function = make_reward_function(config)
-        self._timeout_s = config.timeout_s
+    def __init__(self, rank: int, world_size: int, *, reward: WorkerRewardConfig, env: EnvironmentConfig):
+        self._reward_function = make_reward_function(reward, env)
+        self._timeout_s = reward.timeout_s
 
     def score(self, items: Sequence[ScoringItem]) -> list[Score]:
         """Score each response, in their order.

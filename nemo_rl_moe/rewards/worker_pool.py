@@ -14,6 +14,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from nemo_rl_moe.config.environments.rewards import WorkerRewardConfig
 from nemo_rl_moe.config.schema_environment import EnvironmentConfig
 from nemo_rl_moe.distributed.light_workers import (
     CALL_SLACK_S,
@@ -73,21 +74,22 @@ class RewardWorkers:
     Scores do not depend on how responses are shared among workers, unless the reward function keeps state.
 
     Args:
-        config: The workers take no place from the policy workers.
+        reward: Its workers take no place from the policy workers.
+        env: Section of the environment.
 
     Raises:
         WorkerDiedError: A reward function cannot be made in its worker; carries the worker's own error.
     """
 
-    def __init__(self, config: EnvironmentConfig):
-        self._config = config
+    def __init__(self, reward: WorkerRewardConfig, env: EnvironmentConfig):
+        self._config, self._env = reward, env
         self._actors: dict[int, Any] = {}
         self._calls: dict[Any, _Call] = {}
         self._idle: list[int] = []
         self._is_stopped, self._in_use = False, threading.Lock()
-        self._workers = LightWorkers(partial(RewardWorker, config=config), config.num_workers)
+        self._workers = LightWorkers(partial(RewardWorker, reward=reward, env=env), reward.num_workers)
         try:
-            for worker in range(config.num_workers):
+            for worker in range(reward.num_workers):
                 self._start(worker)
             while self._calls:
                 for call in self._wait():
@@ -146,7 +148,7 @@ class RewardWorkers:
                 if isinstance(result, list):
                     self._idle.append(doing.worker)
                     # Reward functions of this project give one number, also within a rollout that gives several.
-                    weights = self._config.reward_weights if self._config.is_custom else None
+                    weights = self._env.reward_weights if self._config.may_name_rewards else None
                     checked = (checked_score(score, weights) for score in result)
                     scores.update(zip(doing.share.indices, checked, strict=True))
                 else:

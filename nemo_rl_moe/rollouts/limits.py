@@ -19,6 +19,7 @@ from nemo_rl_moe.errors import EXIT_RUN_FAILED, report_error
 from nemo_rl_moe.rollouts.trajectory_timer import ThreadTime, TrajectoryTimer, where
 
 TIMEOUT_KEY = "env.rollout_timeout_s"
+DRIVER_KEY = "env.driver"
 STOP_GRACE_S = 10.0
 """Seconds that a step may make no progress after a request to stop; then it is given up."""
 BLOCKED_S = 5.0
@@ -194,7 +195,7 @@ class RolloutWatch:
             too_long_s = max(stops_for_s, float("-inf") if timeout_s is None else lasts_s - timeout_s)
             if too_long_s > STUBBORN_S:
                 self._limits.end_process(
-                    f"env.rollout: {self._limits.name} keeps {self._blocked} for {lasts_s:.0f} s and does not let"
+                    f"{DRIVER_KEY}: {self._limits.name} keeps {self._blocked} for {lasts_s:.0f} s and does not let"
                     f" itself be interrupted ({timer.label}, at {self._place_of(timer)}; {TIMEOUT_KEY}:"
                     f" {'null' if timeout_s is None else f'{timeout_s:g}'}); the run ends"
                 )
@@ -254,7 +255,7 @@ class RolloutWatch:
             own = [] if Path(entry.filename).parent == Path(__file__).parent else [*own, entry]
         stack = "".join(traceback.format_list(own[-_STACK_FRAMES:]))
         return (
-            f"env.rollout: {self._limits.name} has kept {self._blocked} for {lasts_s:.0f} s ({timer.label}, at"
+            f"{DRIVER_KEY}: {self._limits.name} has kept {self._blocked} for {lasts_s:.0f} s ({timer.label}, at"
             f" {where(frame)}), and all other trajectories wait meanwhile: await something that does not block, or"
             f" await asyncio.to_thread(...). Its stack:\n{stack.rstrip()}"
         )

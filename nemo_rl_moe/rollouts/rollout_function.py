@@ -1,18 +1,17 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The environment of a run without tools: one turn, or a coroutine function of the user's own."""
+"""The driver that is a coroutine function of the user's own."""
 
 import inspect
 from collections.abc import Awaitable, Callable
 
-from nemo_rl_moe.config.schema_environment import EnvironmentConfig
 from nemo_rl_moe.config.user_code import described, import_attribute
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.rollouts.ending import ended
-from nemo_rl_moe.rollouts.environment import Environment, Session, SingleTurn
+from nemo_rl_moe.rollouts.environment import Session
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 
-ROLLOUT_KEY = "env.rollout"
+ROLLOUT_KEY = "env.driver.function"
 _EXPECTED = "the Trajectory that session.finish(score) of its own session makes"
 
 
@@ -46,32 +45,16 @@ class RolloutFunction:
         return found
 
 
-def make_environment(config: EnvironmentConfig) -> Environment:
-    """Return the environment that a configuration describes: one turn, or a coroutine function of the user's own.
+def load_rollout_function(reference: str) -> RolloutFunction:
+    """Return the environment that a coroutine function of the user's own is.
 
     Raises:
         ConfigurationError: There is no such function, or it is something else.
     """
-    if config.rollout is None:
-        return SingleTurn()
-    function = import_attribute(ROLLOUT_KEY, config.rollout, form="package.module:function")
+    function = import_attribute(ROLLOUT_KEY, reference, form="package.module:function")
     if not inspect.iscoroutinefunction(function):
         raise ConfigurationError(
-            f"{ROLLOUT_KEY}: {config.rollout} is {described(function)}, expected a coroutine function (async def) that"
+            f"{ROLLOUT_KEY}: {reference} is {described(function)}, expected a coroutine function (async def) that"
             " takes a Session and returns its Trajectory"
         )
-    return RolloutFunction(function, config.rollout)
-
-
-def name_of_environment(config: EnvironmentConfig, name: str = "") -> str:
-    """Return what scores responses, for messages: code of the user's own by key and value, or by its name."""
-    own = {ROLLOUT_KEY: config.rollout, "env.agent": config.agent}
-    own["env.agent_command"] = " ".join(config.agent_command) or None
-    if config.callable is not None and config.name == "callable":
-        own["env.callable.function"] = config.callable.function
-    elif config.is_custom:
-        own["env.name"] = config.name
-    return (
-        " with ".join(f"{key}: {value}" for key, value in own.items() if value is not None)
-        or f"the environment {name}".strip()
-    )
+    return RolloutFunction(function, reference)

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from nemo_rl_moe.config.schema_environment import ToolLimitsConfig
+from nemo_rl_moe.config.environments.tools import ToolsConfig
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest, shortened
 from nemo_rl_moe.data.thinking import THINK_START
 from nemo_rl_moe.data.turn_glue import NoExtension
@@ -63,9 +63,8 @@ class ToolConversation:
         tools: Tools of the run; a prompt whose record names some may call those alone.
         tool_format: Format in which the model writes calls.
         call: Calls a tool.
-        limits: Limits of calls.
-        max_turns: Most responses of the model; calls in the last one are not made.
-        call_cost: What each call takes from the reward; those of the last turn, which are not made, nothing.
+        driver: Limits, the most responses, and the cost of a call; calls of the last turn, which are not made, cost
+            nothing.
         warn: Receives a line at the first failure of each kind.
     """
 
@@ -74,15 +73,11 @@ class ToolConversation:
         tools: Tools,
         tool_format: ToolFormat,
         call: CallTool,
-        limits: ToolLimitsConfig,
-        max_turns: int,
+        driver: ToolsConfig,
         warn: Callable[[str], None],
-        *,
-        call_cost: float = 0.0,
     ):
         self._tools, self._format, self._call = tools, tool_format, call
-        self._limits, self._max_turns = limits, max_turns
-        self._call_cost = call_cost
+        self._limits, self._max_turns, self._call_cost = driver.limits, driver.max_turns, driver.call_cost
         self._warn, self._reported = warn, set[Fault]()
         self._schemas = {name: properties_of(tool.definition["function"]["parameters"]) for name, tool in tools.items()}
 

@@ -18,7 +18,7 @@ from nemo_rl_moe.tools.arguments import Parameter, kind_in_words
 from nemo_rl_moe.tools.mcp_tools import SERVERS_KEY, McpTool
 from nemo_rl_moe.tools.ready import READY_TOOLS
 
-TOOLS_KEY, PARAMETERS_KEY = "env.tools", "env.tool_parameters"
+TOOLS_KEY, PARAMETERS_KEY = "env.driver.tools", "env.driver.parameters"
 _TYPES = "str, int, float, bool, Literal, list, dict and X | None"
 _PLAIN_TYPES = (str, int, float, bool, list, dict, tuple, NoneType, Any)
 

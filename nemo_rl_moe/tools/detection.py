@@ -22,9 +22,9 @@ from nemo_rl_moe.tools.formats.vllm_parsers import PREFIX, vllm_format
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FORMAT_KEY = "env.tool_format"
+FORMAT_KEY = "env.driver.format"
 _EXPECTED = f"one of {', '.join(TOOL_FORMATS)}, {PREFIX} and the name of a parser of vLLM, or package.module:FORMAT"
-_NO_TEMPLATE = "env.tools: the tokenizer has no chat template that could show them; set policy.tokenizer.chat_template"
+_NO_TEMPLATE = "env.driver: the tokenizer has no chat template that could show them; set policy.tokenizer.chat_template"
 _QUESTION: Message = {"role": "user", "content": "a"}
 _RESULT = "result-qx7"
 _CALL_ID = "abcdefghi"  # some templates want ids of nine letters and digits
@@ -85,10 +85,10 @@ def require_definitions(tokenizer: "PreTrainedTokenizerBase", run_wide: Template
         with_tools = render([_QUESTION], TemplateInputs(tools=(_DEFINITION,)))
         without = render([_QUESTION], NO_INPUTS)
     except RenderError as error:
-        raise ConfigurationError(f"env.tools: the chat template refuses a question with tools: {error}") from None
+        raise ConfigurationError(f"env.driver: the chat template refuses a question with tools: {error}") from None
     if with_tools == without:
         raise ConfigurationError(
-            "env.tools: the chat template shows no definitions of tools; set policy.tokenizer.chat_template to a"
+            "env.driver: the chat template shows no definitions of tools; set policy.tokenizer.chat_template to a"
             " template that shows them"
         )
 
@@ -128,7 +128,7 @@ def require_continuable(
         else:
             return
     raise ConfigurationError(
-        f"env.tools: no result of a tool can follow a call: {problem}; expected a policy.tokenizer.chat_template that"
+        f"env.driver: no result of a tool can follow a call: {problem}; expected a policy.tokenizer.chat_template that"
         " shows results, and the token that ends a call in policy.generation.stop_token_ids"
     )
 
@@ -176,7 +176,7 @@ def _rendered_call(render: TextRenderer) -> str:
         prompt, whole = render([_QUESTION], inputs), render(turns, inputs)
     except RenderError as error:
         raise ConfigurationError(
-            f"env.tools: the chat template shows no calls or no results of tools: {error}"
+            f"env.driver: the chat template shows no calls or no results of tools: {error}"
         ) from error
     # If the generation prompt opens a think block, and perhaps closes it, the turn does not begin with all of it.
     if prompt.rstrip().removesuffix(THINK_END).rstrip().endswith(THINK_START):

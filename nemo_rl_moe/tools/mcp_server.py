@@ -11,7 +11,7 @@ from collections.abc import Coroutine, Mapping
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from nemo_rl_moe.config.schema_environment import McpServerConfig
+from nemo_rl_moe.config.environments.tools import McpServerConfig
 from nemo_rl_moe.distributed.run_process import OWNER
 
 Result = TypeVar("Result")

@@ -12,14 +12,14 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from nemo_rl_moe.config.schema_environment import McpServerConfig
+from nemo_rl_moe.config.environments.tools import McpServerConfig
 from nemo_rl_moe.config.tool_definitions import definition_problem
 from nemo_rl_moe.data.record_values import kind_of
 from nemo_rl_moe.errors import ConfigurationError, one_line
 from nemo_rl_moe.tools.arguments import Parameter, kind_in_words
 from nemo_rl_moe.tools.mcp_server import McpServer
 
-SERVERS_KEY = "env.mcp_servers"
+SERVERS_KEY = "env.driver.mcp_servers"
 START_S = 60.0
 """Seconds in which a server has to start and to name its tools."""
 STOP_S = 15.0

@@ -94,7 +94,7 @@ def _problem_with_isolation() -> str:
         return ""
     lines = [line for line in answer.splitlines() if line and not line.startswith("error: ")]
     reason = lines[-1] if lines else "programs cannot be confined here"
-    return f"{reason}; env.tool_parameters.python.{ALLOW_UNCONFINED}: true runs them all the same"
+    return f"{reason}; env.driver.parameters.python.{ALLOW_UNCONFINED}: true runs them all the same"
 
 
 class _Output:

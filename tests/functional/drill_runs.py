@@ -135,9 +135,8 @@ def _grpo(folder: Path, inputs: Path, num_steps: int, exemplar: Path = grpo_runs
         # A pass over the log-probabilities and a reference model: every phase that a step can have.
         "loss_fn__force_on_policy_ratio": "never",
         "loss_fn__reference_policy_kl_penalty": 0.1,
-        "env__name": "callable",
-        "env__callable": {"function": "tests.support.drill_reward:grade"},
-        "env__answer_after": None,
+        "env__reward__kind": "callable",
+        "env__reward__function": "tests.support.drill_reward:grade",
         "env__score_truncated": True,
         "cluster__cpu_workers_per_node": 1,
     }
@@ -172,16 +171,16 @@ def _grpo_calling(folder: Path, inputs: Path, num_steps: int, **env: Any) -> lis
         "policy__max_total_sequence_length": 700,
         # Most bytes end a response: behind a token that ends none, a template cannot go on.
         "policy__generation__stop_token_ids": list(range(0, 250, 8)),
-        "env__max_turns": 2,
     }
-    return _grpo(folder, inputs, num_steps, **changes | env)
+    return _grpo(folder, inputs, num_steps, **changes | env | {"env__driver__max_turns": 2})
 
 
 def _grpo_tools(folder: Path, inputs: Path, num_steps: int) -> list[str]:
     tools: dict[str, Any] = {
-        "env__tools": ["tests.support.drill_calls:turn_around"],
-        "env__tool_format": "tests.support.drill_calls:ANY_TEXT",
-        "env__tool_limits__num_workers": 2,
+        "env__driver__kind": "tools",
+        "env__driver__tools": ["tests.support.drill_calls:turn_around"],
+        "env__driver__format": "tests.support.drill_calls:ANY_TEXT",
+        "env__driver__limits__num_workers": 2,
     }
     return _grpo_calling(folder, inputs, num_steps, **tools)
 
@@ -190,8 +189,9 @@ def _grpo_agent(folder: Path, inputs: Path, num_steps: int) -> list[str]:
     """The engine is a rank of its own beside the trainer's."""
     agent: dict[str, Any] = {
         "policy__generation__backend": "megatron_separate",
-        "env__agent": "tests.support.drill_calls:asks_twice",
-        "env__agent_limits__num_workers": 2,
+        "env__driver__kind": "agent",
+        "env__driver__program": "tests.support.drill_calls:asks_twice",
+        "env__driver__limits__num_workers": 2,
     }
     return [*_grpo_calling(folder, inputs, num_steps, **agent), f"+cluster.roles.{GENERATION_ROLE}={{}}"]
 

@@ -25,12 +25,12 @@ def settings(folder: Path, **changes: object) -> list[str]:
         "policy__max_total_sequence_length": 400,
         "policy__generation__max_new_tokens": 12,
         "policy__megatron_cfg__routing_replay": "rollout",
-        "env__agent": "tests.support.agents_of_tests:asks_twice",
-        "env__agent_limits__num_workers": 3,
+        "env__driver__kind": "agent",
+        "env__driver__program": "tests.support.agents_of_tests:asks_twice",
+        "env__driver__limits__num_workers": 3,
         "env__reward_weights": {"digits": 1.0, "short": 0.5},
-        "env__name": "callable",
-        "env__callable": {"function": "tests.functional.grpo_runs:share_of_digits"},
-        "env__answer_after": None,
+        "env__reward__kind": "callable",
+        "env__reward__function": "tests.functional.grpo_runs:share_of_digits",
         "env__score_truncated": True,
         "grpo__max_num_steps": NUM_STEPS,
         "data__validation": None,
@@ -92,7 +92,7 @@ def test_agents_of_a_run_listen_on_loopback_alone_and_none_outlives_it(tmp_path:
     """One agent in each step hangs until its limit, and has a child."""
     hanging = settings(
         tmp_path,
-        env__agent="tests.support.agents_of_tests:hangs_at_times",
+        env__driver__program="tests.support.agents_of_tests:hangs_at_times",
         env__rollout_timeout_s=5.0,
         env__reward_weights=None,
     )

@@ -25,9 +25,8 @@ def trained(folder: Path, data: Path, **changes: Any) -> Path:
         "checkpointing__checkpoint_dir": folder / "checkpoints",
         "checkpointing__save_period": 0,
         "policy__megatron_cfg__optimizer__lr": 1e-3,
-        "env__name": "callable",
-        "env__callable": {"function": "tests.functional.grpo_runs:share_of_digits"},
-        "env__reasoning_gym": None,
+        "env__reward__kind": "callable",
+        "env__reward__function": "tests.functional.grpo_runs:share_of_digits",
     }
     settings = grpo_runs.settings(folder, data, **(fixed | sft_runs.only_jsonl() | changes))
     done = grpo_runs.run_here(settings, folder)
@@ -59,7 +58,11 @@ def series(run_folder: Path, name: str) -> list[float]:
 @pytest.mark.full
 def test_without_staleness_it_is_the_synchronous_run_to_the_bit(tmp_path: Path) -> None:
     data = grpo_runs.make_prompts(tmp_path / "data", 12)
-    several_turns = {"env__rollout": "tests.functional.grpo_runs:ask_twice", "policy__train_global_batch_size": 8}
+    several_turns = {
+        "env__driver__kind": "function",
+        "env__driver__function": "tests.functional.grpo_runs:ask_twice",
+        "policy__train_global_batch_size": 8,
+    }
     synchronous = trained(tmp_path / "synchronous", data, **several_turns)
     found = trained(tmp_path / "asynchronous", data, **several_turns, **ASYNCHRONOUS, grpo__rollouts__max_staleness=0)
     expected = metrics_of(synchronous)

@@ -17,9 +17,9 @@ pytestmark = pytest.mark.shared_ray
 def test_own_parts_take_part_in_a_run(tmp_path: Path) -> None:
     data = grpo_runs.make_prompts(tmp_path / "data", 12)
     own = {
-        "env__name": f"{NAME}:Digits",
-        "env__parameters": "{least: 3, step: 0.5}",
-        "env__reasoning_gym": None,
+        "env__reward__kind": "custom",
+        "env__reward__factory": f"{NAME}:Digits",
+        "env__reward__parameters": "{least: 3, step: 0.5}",
         "grpo__adv_estimator__name": f"{NAME}:from_median",
         "loss_fn__objective": f"{NAME}:doubled",
         "logger__backends": f"[{NAME}:LinesLogger]",

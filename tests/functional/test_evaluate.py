@@ -20,8 +20,8 @@ pytestmark = pytest.mark.shared_ray
 
 NUM_PROMPTS, SAMPLES, THRESHOLD = 6, 4, 0.05
 REWARD = {
-    "env__name": "callable",
-    "env__callable": {"function": "tests.functional.grpo_runs:share_of_digits"},
+    "env__reward__kind": "callable",
+    "env__reward__function": "tests.functional.grpo_runs:share_of_digits",
     "grpo__val_num_generations": SAMPLES,
     "grpo__val_at_start": False,
 }

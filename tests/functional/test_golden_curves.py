@@ -37,7 +37,7 @@ def test_five_steps_give_the_kept_metrics(algorithm: str, tmp_path: Path, reposi
     golden = json.loads((repository_root / "tests/golden_curves.json").read_text())[algorithm]
     words = golden_words(algorithm, tmp_path, repository_root)
     if algorithm == "grpo":
-        words.append(f"env.callable.function={REWARD}")
+        words.append(f"env.reward.function={REWARD}")
     done = shared_ray.run_here(words, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     found = curves_of(tmp_path)

@@ -15,9 +15,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 # What makes the reward a coin toss: the honest verdict stays in the accuracy.
 CONTROL = (
-    "env.name=callable",
-    "+env.callable={function: 'examples.random_reward:score'}",
-    "env.answer_after=null",
+    "env.reward.kind=callable",
+    "env.reward.function=examples.random_reward:score",
+    "env.reward.answer_after=null",
     "env.score_truncated=true",
 )
 

@@ -230,9 +230,8 @@ def test_several_rewards_are_weighed_logged_and_saved_apart(tmp_path: Path, data
         **sft_runs.only_jsonl(),
         grpo__max_num_steps=2,
         grpo__adv_estimator__name=estimator,
-        env__name="callable",
-        env__callable={"function": "tests.functional.grpo_runs:digits_and_length"},
-        env__answer_after=None,
+        env__reward__kind="callable",
+        env__reward__function="tests.functional.grpo_runs:digits_and_length",
         env__score_truncated=True,
         env__on_failure="zero",
         env__reward_weights=weights,
@@ -296,10 +295,9 @@ def test_everything_at_once(tmp_path: Path, data: Path) -> None:
         grpo__overlong_filtering=True,
         grpo__reward_shaping={"enabled": True, "overlong_buffer_length": 6, "overlong_buffer_penalty": 0.5},
         grpo__max_num_epochs=3,
-        env__name="callable",
-        env__callable={"function": "tests.functional.grpo_runs:reward_that_fails_at_times"},
+        env__reward__kind="callable",
+        env__reward__function="tests.functional.grpo_runs:reward_that_fails_at_times",
         env__score_truncated=True,
-        env__answer_after=None,
     )
     assert run.values("train/num_microbatches")[0] >= 2
     phases = {key.split("/")[1] for key in run.history() if key.startswith("timing/")}
@@ -379,10 +377,9 @@ def test_the_divergence_in_the_reward(tmp_path: Path, data: Path) -> None:
         loss_fn__reference_policy_kl_type="k1",
         loss_fn__use_kl_in_reward=True,
         policy__megatron_cfg__optimizer__lr=1e-2,
-        env__name="callable",
-        env__callable={"function": "tests.functional.grpo_runs:share_of_digits"},
+        env__reward__kind="callable",
+        env__reward__function="tests.functional.grpo_runs:share_of_digits",
         env__score_truncated=True,
-        env__answer_after=None,
     )
     phases = {key.split("/")[1] for key in run.history() if key.startswith("timing/")}
     assert {"logprobs", "reference_logprobs"} <= phases

@@ -21,7 +21,7 @@ NUM_STEPS = 4
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_is_left_of_a_run_that_is_ended_while_agents_hang(number: signal.Signals, tmp_path: Path) -> None:
     hanging = agent_settings(
-        tmp_path, env__agent="tests.support.agents_of_tests:hangs_with_a_child", env__reward_weights=None
+        tmp_path, env__driver__program="tests.support.agents_of_tests:hangs_with_a_child", env__reward_weights=None
     )
     with run_kills.running(grpo_runs.command(hanging), tmp_path / "work") as run:
         run.wait_for_text("rollouts: no progress for ", START_LIMIT_S)

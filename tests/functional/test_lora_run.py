@@ -28,7 +28,7 @@ LORA = {
     "init": "kaiming",
     "path": None,
 }
-REWARD = {"env__name": "callable", "env__callable": {"function": "tests.functional.grpo_runs:share_of_digits"}}
+REWARD = {"env__reward__kind": "callable", "env__reward__function": "tests.functional.grpo_runs:share_of_digits"}
 
 
 @dataclass(frozen=True)

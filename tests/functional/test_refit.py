@@ -202,8 +202,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             grpo__val_temperature=0,
             grpo__val_num_generations=1,
             grpo__val_period=1,
-            env__name="callable",
-            env__callable={"function": "tests.functional.grpo_runs:reward_that_fails_at_times"},
+            env__reward__kind="callable",
+            env__reward__function="tests.functional.grpo_runs:reward_that_fails_at_times",
             **sft_runs.only_jsonl(),
         )
         done = grpo_runs.run_here(overrides, folder / name)

@@ -27,7 +27,9 @@ TP2 = {
     "cluster.roles.reward_model.cpu_workers_per_node": 2,
 }
 PACKED = {"policy.sequence_packing.enabled": True, "policy.sequence_packing.train_mb_tokens": 128}
-ALONE = {"env.name": "reward_model", "env.reasoning_gym": None, "env.answer_after": None}
+ALONE = {
+    "env.reward.kind": "reward_model",
+}
 
 
 def make_classifier(folder: Path, num_labels: int = 1) -> Path:
@@ -122,7 +124,7 @@ def test_scores_of_a_run_are_those_of_transformers(name: str, changes: Mapping[s
     samples = runs.check_scores(run_folder)
     for sample in samples:
         own = sample["reward"] - 0.1 * sample["rewards"]["reward_model"]
-        assert own == pytest.approx(0 if "env.name" in changes else float(sample["is_correct"]), abs=1e-9)
+        assert own == pytest.approx(0 if "env.reward.kind" in changes else float(sample["is_correct"]), abs=1e-9)
     assert {sample["split"] for sample in samples} == {"train", "val"}
     (metrics,) = [record.metrics for record in read_metrics(run_folder / METRICS_FILE_NAME) if record.step]
     trained = [sample["rewards"]["reward_model"] for sample in samples if sample["split"] == "train"]

@@ -7,20 +7,21 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
 import ray
 
-from nemo_rl_moe.config.schema_environment import CallableConfig, EnvironmentConfig, ReasoningGymConfig
+from nemo_rl_moe.config.environments.rewards import WorkerRewardConfig
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.node_tools import usable_cores
 from nemo_rl_moe.errors import WorkerDiedError
 from nemo_rl_moe.rewards.interface import Fault, Score, ScoringItem
 from nemo_rl_moe.rewards.worker_pool import RewardWorkers
 from tests.support.clusters import cluster_config
+from tests.support.environment_sections import environment_section
 
 TIMEOUT_S = 1.5
 
@@ -35,44 +36,23 @@ def cluster() -> Iterator[RayCluster]:
 
 @pytest.fixture(scope="module")
 def reward_function() -> Iterator[RewardWorkers]:
-    with RewardWorkers(environment(num_workers=2)) as running:
+    with workers_of(num_workers=2) as running:
         yield running
 
 
-def environment(name: str = "callable", num_workers: int = 1, **changes: object) -> EnvironmentConfig:
-    settings = {
-        "name": name,
-        "num_workers": num_workers,
-        "timeout_s": TIMEOUT_S,
-        "rollout_timeout_s": 600.0,
-        "mcp_servers": {},
-        "openenv": None,
-        "tools": [],
-        "tool_parameters": {},
-        "tool_format": None,
-        "agent": None,
-        "agent_command": [],
-        "agent_limits": {"num_workers": 1, "memory_mb": 1024},
-        "tool_limits": {
-            "num_workers": 1,
-            "call_timeout_s": 10.0,
-            "turn_timeout_s": 30.0,
-            "max_result_characters": 4000,
-            "memory_mb": 1024,
-        },
-        "max_turns": 8,
-        "tool_call_cost": 0.0,
-        "rewritten_turns": "begin_anew",
-        "on_failure": "leave_out",
-        "answer_after": None,
-        "score_truncated": False,
-        "reasoning_gym": ReasoningGymConfig(task="basic_arithmetic", parameters={}, partial_credit=False),
-        "callable": CallableConfig(function="tests.support.broken_rewards:score"),
-        "reward_weights": None,
-        "parameters": {},
-        "rollout": None,
-    }
-    return EnvironmentConfig(**(settings | changes))
+KEYS = {
+    "callable": {"function": "tests.support.broken_rewards:score"},
+    "reasoning_gym": {"task": "basic_arithmetic"},
+}
+
+
+def workers_of(
+    kind: str = "callable", *, reward_weights: Mapping[str, float] | None = None, **keys: object
+) -> RewardWorkers:
+    own = {"kind": kind, "num_workers": 1, "timeout_s": TIMEOUT_S, **KEYS.get(kind, {}), **keys}
+    env = environment_section(own, reward_weights=reward_weights)
+    assert isinstance(env.reward, WorkerRewardConfig)
+    return RewardWorkers(env.reward, env)
 
 
 def items_of(responses: Sequence[str]) -> list[ScoringItem]:
@@ -103,10 +83,10 @@ def test_only_the_guilty_fail(reward_function):
         "inf": (Fault.ERROR, "ValueError: the reward is -inf, expected a number from -1,000,000 to 1,000,000"),
         "huge": (Fault.ERROR, "ValueError: the reward is 1e+308, expected a number from -1,000,000 to 1,000,000"),
         "patched nan": (Fault.ERROR, "ValueError: the reward is nan, expected a number from -1,000,000 to 1,000,000"),
-        "word": (Fault.ERROR, "TypeError: env.callable.function returned '1.0' (str), expected a number, or a dict"),
-        "none": (Fault.ERROR, "TypeError: env.callable.function returned None"),
-        "wrong pair": (Fault.ERROR, "TypeError: env.callable.function returned (1.0, 1) (tuple)"),
-        "triple": (Fault.ERROR, "TypeError: env.callable.function returned (1.0, True, 'x') (tuple)"),
+        "word": (Fault.ERROR, "TypeError: env.reward.function returned '1.0' (str), expected a number, or a dict"),
+        "none": (Fault.ERROR, "TypeError: env.reward.function returned None"),
+        "wrong pair": (Fault.ERROR, "TypeError: env.reward.function returned (1.0, 1) (tuple)"),
+        "triple": (Fault.ERROR, "TypeError: env.reward.function returned (1.0, True, 'x') (tuple)"),
         "sleep": (Fault.TIMEOUT, f"took longer than {TIMEOUT_S:g} s"),
         "regex": (Fault.TIMEOUT, f"took longer than {TIMEOUT_S:g} s"),
         "swallow": (Fault.TIMEOUT, f"took longer than {TIMEOUT_S:g} s"),
@@ -187,7 +167,7 @@ def test_worker_killed_from_outside_in_a_batch(reward_function):
 @pytest.mark.slow
 def test_a_worker_that_is_stopped_is_given_up(monkeypatch):
     monkeypatch.setattr("nemo_rl_moe.rewards.worker_pool.CALL_SLACK_S", 1.0)
-    with RewardWorkers(environment(num_workers=1)) as reward_function:
+    with workers_of() as reward_function:
         (victim,) = processes(reward_function)
         os.kill(victim, signal.SIGSTOP)
         check(reward_function.score(items_of(["1.0", "0.5"])), ["1.0", "0.5"], {})
@@ -196,7 +176,7 @@ def test_a_worker_that_is_stopped_is_given_up(monkeypatch):
 
 
 def test_scoring_in_a_thread_ends_when_the_workers_are_stopped():
-    with ThreadPoolExecutor(1) as thread, RewardWorkers(environment(num_workers=1)) as reward_function:
+    with ThreadPoolExecutor(1) as thread, workers_of() as reward_function:
         scoring = thread.submit(reward_function.score, items_of(["nap 1.0"] * 500))
         while not reward_function._calls:  # the worker is idle until the thread has sent it the responses
             time.sleep(0.01)
@@ -223,31 +203,28 @@ def test_verifiers(name):
     responses = ["<think>607</think>606", "<think>606</think>607", "</think> 606\n", "606", "<think>606"]
     items = [ScoringItem("", "1+605=", response, False, record) for response in responses]
     items.append(ScoringItem("", "1+605=", "606", True, record))
-    with RewardWorkers(environment(name, answer_after="</think>", timeout_s=60.0)) as reward_function:
+    with workers_of(name, answer_after="</think>", timeout_s=60.0) as reward_function:
         scores = reward_function.score(items)
     assert [score.reward for score in scores] == [1.0, 0.0, 1.0, 1.0, 0.0, 0.0]
     assert all(score.is_correct == bool(score.reward) and score.fault is None for score in scores)
 
 
 def test_one_number_of_a_verifier_is_right_within_a_rollout_that_gives_several() -> None:
-    with RewardWorkers(
-        environment("math", timeout_s=60.0, reward_weights={"accuracy": 1.0, "format": 0.5})
-    ) as reward_function:
+    with workers_of("math", timeout_s=60.0, reward_weights={"accuracy": 1.0, "format": 0.5}) as reward_function:
         (score,) = reward_function.score([ScoringItem("line 0", "?", "$606$", False, {"answer": "606"})])
     assert (score.reward, score.fault) == (1.0, None)
 
 
 def test_an_environment_that_cannot_be_made():
-    broken = environment(num_workers=2, callable=CallableConfig(function="tests.support.broken_rewards:scor"))
     with pytest.raises(WorkerDiedError) as error:
-        RewardWorkers(broken)
+        workers_of(num_workers=2, function="tests.support.broken_rewards:scor")
     assert "reward worker" in str(error.value)
     assert "raised ConfigurationError while starting:" in str(error.value)
     assert "has no scor; did you mean score?" in str(error.value)
 
 
 def test_nothing_stays_behind():
-    with RewardWorkers(environment(num_workers=2)) as reward_function:
+    with workers_of(num_workers=2) as reward_function:
         pids = processes(reward_function)
         assert all(psutil.pid_exists(pid) for pid in pids)
     while any(psutil.pid_exists(pid) for pid in pids):  # until the test's own limit

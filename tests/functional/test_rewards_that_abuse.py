@@ -106,18 +106,17 @@ def test_the_run_ends_and_nothing_is_left(tmp_path: Path) -> None:
         tmp_path,
         data,
         **sft_runs.only_jsonl(),
-        env__name="callable",
-        env__callable={"function": "tests.functional.test_rewards_that_abuse:abusive"},
-        env__answer_after=None,
+        env__reward__kind="callable",
+        env__reward__function="tests.functional.test_rewards_that_abuse:abusive",
         env__score_truncated=True,
-        env__timeout_s=2,
+        env__reward__timeout_s=2,
         data__validation=None,
         grpo__max_num_steps=2,
     )
     with mock.patch.dict(os.environ, {NOTES: str(notes)}):
         done = grpo_runs.run(overrides, tmp_path)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    reported = f"warning: env.callable.function: {__name__}:abusive failed to score a response, which is not trained on"
+    reported = f"warning: env.reward.function: {__name__}:abusive failed to score a response, which is not trained on"
     assert reported in done.stdout
     for text in (done.stdout, done.stderr):
         assert [c for c in set(text) if c not in "\n\t" and not c.isprintable()] == []

@@ -48,9 +48,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_with(reward: str, folder: Path, data: Path, **changes: Any) -> subprocess.CompletedProcess[str]:
     """A run whose reward function is one of the above."""
     scored_by = {
-        "env__name": "callable",
-        "env__callable": {"function": f"{__name__}:{reward}"},
-        "env__answer_after": None,
+        "env__reward__kind": "callable",
+        "env__reward__function": f"{__name__}:{reward}",
         "env__score_truncated": True,
     }
     return grpo_runs.run_here(grpo_runs.settings(folder, data, **sft_runs.only_jsonl(), **scored_by, **changes), folder)
@@ -60,13 +59,13 @@ def test_a_reward_that_always_raises_stops_the_run_with_its_own_error(tmp_path: 
     done = run_with("misspelt", tmp_path, data, data__validation=None)
     assert done.returncode == 1, done.stdout + done.stderr
     assert (
-        f"error: env.callable.function: {__name__}:misspelt scored no response of a step or validation: 16 of 16"
+        f"error: env.reward.function: {__name__}:misspelt scored no response of a step or validation: 16 of 16"
         " failed, the first with KeyError: 'anwser' (test_rewards_that_fail.py:"
     ) in done.stderr
     assert f" (sample {data / 'grpo.jsonl'}:" in done.stderr
     assert "(grpo.max_consecutive_failed_steps: 1)" in done.stderr
     assert (
-        f"warning: env.callable.function: {__name__}:misspelt failed to score a response, which is not trained on:"
+        f"warning: env.reward.function: {__name__}:misspelt failed to score a response, which is not trained on:"
         " KeyError: 'anwser'"
     ) in done.stdout
     run = read_run(sft_runs.only_run_folder(tmp_path))
@@ -154,7 +153,7 @@ def test_some_failures_are_reported_at_once_and_counted(tmp_path: Path, data: Pa
     reported = [line for line in done.stdout.splitlines() if "failed to score" in line]
     assert len(reported) == 1
     assert reported[0].startswith(
-        f"warning: env.callable.function: {__name__}:fails_at_times failed to score a response, which is not trained"
+        f"warning: env.reward.function: {__name__}:fails_at_times failed to score a response, which is not trained"
         " on: ValueError: even (test_rewards_that_fail.py:"
     )
     assert "warning: the learning rate is still warming up when the run ends: 2 of the 20 steps" in done.stdout

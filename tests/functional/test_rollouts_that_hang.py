@@ -20,7 +20,8 @@ NUM_STEPS = 5
 
 def command(folder: Path, data: Path, exemplar: Path = grpo_runs.EXEMPLAR, **more: Any) -> list[str]:
     changes: dict[str, Any] = {
-        "env__rollout": "tests.functional.grpo_runs:ask_twice_or_hang",
+        "env__driver__kind": "function",
+        "env__driver__function": "tests.functional.grpo_runs:ask_twice_or_hang",
         "env__rollout_timeout_s": None,
         "policy__generation__max_new_tokens": 6,
         "grpo__max_num_steps": NUM_STEPS,

@@ -276,7 +276,7 @@ def refused(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
 
 def test_a_bad_line(refused: Refused, data: Path, tmp_path: Path) -> None:
     lines = (data / "train.jsonl").read_text().splitlines()
-    lines[41] = '{"prompt": "1+1=", "total": "2"}'
+    lines[41] = '{"prompt": "1+1=", "answer": "2"}'
     (tmp_path / "train.jsonl").write_text("\n".join(lines))
     errors = refused(data__train__path=tmp_path / "train.jsonl")
     assert f"{tmp_path / 'train.jsonl'}:42: " in errors

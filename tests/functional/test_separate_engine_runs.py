@@ -61,8 +61,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             data,
             policy__generation__backend=backend,
             policy__megatron_cfg__optimizer__lr=0.003,
-            env__name="callable",
-            env__callable={"function": "tests.functional.grpo_runs:share_of_digits"},
+            env__reward__kind="callable",
+            env__reward__function="tests.functional.grpo_runs:share_of_digits",
             **sft_runs.only_jsonl(),
         )
         done = grpo_runs.run_here([*overrides, *roles], folder / backend)

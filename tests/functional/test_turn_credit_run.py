@@ -33,7 +33,8 @@ async def rewarded(session: Session) -> Trajectory:
 def test_a_run_gives_credit_by_turn(tmp_path: Path) -> None:
     data = grpo_runs.make_prompts(tmp_path / "data", 12)
     turns = {
-        "env__rollout": "tests.functional.test_turn_credit_run:rewarded",
+        "env__driver__kind": "function",
+        "env__driver__function": "tests.functional.test_turn_credit_run:rewarded",
         "grpo__adv_estimator__name": "turn_grpo",
         "policy__generation__max_new_tokens": 6,
         "grpo__max_num_steps": 2,

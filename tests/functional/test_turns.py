@@ -19,7 +19,8 @@ pytestmark = pytest.mark.shared_ray
 def test_trajectories_of_two_turns_are_trained_on(tmp_path: Path) -> None:
     data = grpo_runs.make_prompts(tmp_path / "data", 12)
     turns = {
-        "env__rollout": "tests.functional.grpo_runs:ask_twice",
+        "env__driver__kind": "function",
+        "env__driver__function": "tests.functional.grpo_runs:ask_twice",
         "policy__generation__max_new_tokens": 6,
         "grpo__max_num_steps": 2,
         "loss_fn__force_on_policy_ratio": "never",
@@ -54,7 +55,8 @@ def test_a_tool_that_hangs_costs_its_trajectories_alone(
     Path(grpo_runs.HANG_FILE).write_text(how)
     data = grpo_runs.make_prompts(tmp_path / "data", 12)
     turns = {
-        "env__rollout": "tests.functional.grpo_runs:ask_twice_or_hang",
+        "env__driver__kind": "function",
+        "env__driver__function": "tests.functional.grpo_runs:ask_twice_or_hang",
         "env__rollout_timeout_s": 2.0,
         "policy__generation__max_new_tokens": 6,
         "grpo__max_num_steps": 1,

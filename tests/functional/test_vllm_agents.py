@@ -32,8 +32,9 @@ WIDEST_NOISE = 1e-3
 DIFFERENCES = ("train/sampling_logp_difference_max", "train/sampling_logp_difference", "train/gen_kl_error")
 SYNCHRONOUS, ASYNCHRONOUS = "grpo_tiny_moe_vllm.yaml", "grpo_tiny_moe_async.yaml"
 AGENT: dict[str, Any] = {
-    "env__agent": "tests.support.agents_of_tests:asks_twice",
-    "env__agent_limits__num_workers": 3,
+    "env__driver__kind": "agent",
+    "env__driver__program": "tests.support.agents_of_tests:asks_twice",
+    "env__driver__limits__num_workers": 3,
     "env__reward_weights": {"digits": 1.0, "short": 0.5},
 }
 Steps = list[dict[str, float]]
@@ -45,10 +46,8 @@ def command(folder: Path, exemplar: str, **changes: Any) -> list[str]:
         "policy__max_total_sequence_length": 400,
         "policy__megatron_cfg__routing_replay": "rollout",
         "policy__megatron_cfg__optimizer__lr": 1e-3,
-        "env__name": "callable",
-        "env__callable": {"function": "tests.functional.grpo_runs:share_of_digits"},
-        "env__reasoning_gym": None,
-        "env__answer_after": None,
+        "env__reward__kind": "callable",
+        "env__reward__function": "tests.functional.grpo_runs:share_of_digits",
         "env__score_truncated": True,
         "grpo__max_num_steps": NUM_STEPS,
         "data__validation": None,
@@ -113,7 +112,12 @@ def test_agents_go_on_while_the_weights_change(noise: dict[str, float], tmp_path
 
 @pytest.mark.slow
 def test_an_engine_that_is_killed_costs_agents_no_reply(noise: dict[str, float], tmp_path: Path) -> None:
-    agent = {**AGENT, "env__agent": "tests.support.agents_of_tests:asks_many_times", "env__reward_weights": None}
+    agent = {
+        **AGENT,
+        "env__driver__kind": "agent",
+        "env__driver__program": "tests.support.agents_of_tests:asks_many_times",
+        "env__reward_weights": None,
+    }
     with run_kills.running(command(tmp_path, SYNCHRONOUS, **agent), tmp_path / "work") as run:
         run.wait_for(lambda: last_step(run) >= 1, LIMIT_S)
         (engine, *_) = run.find("engine")

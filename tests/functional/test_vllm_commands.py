@@ -64,7 +64,6 @@ def test_both_engines_give_the_same_greedy_tokens(model: Path, tmp_path: Path) -
 
 def test_greedy_evaluation_by_vllm_is_that_of_the_workers(model: Path, tmp_path: Path) -> None:
     data = grpo_runs.make_prompts(tmp_path / "data", 8)
-    reward = {"function": "tests.functional.grpo_runs:share_of_digits"}
     results = {}
     for backend in ("megatron", "vllm"):
         changes = {
@@ -73,8 +72,8 @@ def test_greedy_evaluation_by_vllm_is_that_of_the_workers(model: Path, tmp_path:
             "policy__generation__backend": backend,
             "grpo__val_temperature": 0,
             "grpo__val_num_generations": 1,
-            "env__name": "callable",
-            "env__callable": reward,
+            "env__reward__kind": "callable",
+            "env__reward__function": "tests.functional.grpo_runs:share_of_digits",
             "cluster__cpu_workers_per_node": 1,
         }
         settings = grpo_runs.settings(tmp_path, data, **changes)

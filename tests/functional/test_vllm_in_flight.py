@@ -103,9 +103,8 @@ def test_a_run_trains_while_vllm_generates(tmp_path: Path) -> None:
         grpo__max_num_steps=5,
         policy__megatron_cfg__optimizer__lr=1e-3,
         checkpointing__checkpoint_dir=tmp_path / "checkpoints",
-        env__name="callable",
-        env__callable={"function": "tests.functional.grpo_runs:share_of_digits"},
-        env__reasoning_gym=None,
+        env__reward__kind="callable",
+        env__reward__function="tests.functional.grpo_runs:share_of_digits",
         **sft_runs.only_jsonl(),
     )
     words = grpo_runs.command(overrides, grpo_runs.EXEMPLAR.with_name("grpo_tiny_moe_async.yaml"))

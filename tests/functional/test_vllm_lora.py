@@ -40,8 +40,8 @@ def overrides(folder: Path, data: Path, **lora: Any) -> list[str]:
         grpo__max_num_steps=NUM_STEPS,
         policy__megatron_cfg__optimizer__lr=0.01,
         checkpointing__enabled=False,
-        env__name="callable",
-        env__callable={"function": "tests.functional.grpo_runs:share_of_digits"},
+        env__reward__kind="callable",
+        env__reward__function="tests.functional.grpo_runs:share_of_digits",
         **sft_runs.only_jsonl(),
     )
 

@@ -36,8 +36,8 @@ def command(folder: Path, data: Path, *more: str) -> list[str]:
         policy__megatron_cfg__optimizer__lr=1e-3,
         checkpointing__checkpoint_dir=folder / "checkpoints",
         checkpointing__save_period=1,
-        env__name="callable",
-        env__callable={"function": "tests.support.deadly_reward:share_of_digits"},
+        env__reward__kind="callable",
+        env__reward__function="tests.support.deadly_reward:share_of_digits",
         **sft_runs.only_jsonl(),
     )
     return grpo_runs.command([*overrides, *more], grpo_runs.EXEMPLAR.with_name("grpo_tiny_moe_vllm.yaml"))

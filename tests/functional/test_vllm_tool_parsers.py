@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own parsers of calls as formats: `env.tool_format: vllm:NAME`."""
+"""vLLM's own parsers of calls as formats: `env.driver.format: vllm:NAME`."""
 
 import pytest
 
@@ -63,11 +63,11 @@ def test_whatever_the_parser_does_is_no_error_of_the_run() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("vllm:hermess", "env.tool_format: got 'vllm:hermess', expected vllm: and one of apertus, "),
+        ("vllm:hermess", "env.driver.format: got 'vllm:hermess', expected vllm: and one of apertus, "),
         ("vllm:hermess", "; did you mean hermes?"),
         (
             "vllm:llama3_json",
-            "env.tool_format: vllm:llama3_json: the parser does not take the run's tokenizer: Runtime",
+            "env.driver.format: vllm:llama3_json: the parser does not take the run's tokenizer: Runtime",
         ),
     ],
 )

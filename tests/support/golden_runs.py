@@ -131,8 +131,8 @@ def _grpo(folder: Path) -> dict[str, object]:
     return {
         "data.train.path": _write(folder / "prompts.jsonl", 24, 5, record),
         "data.validation.path": _write(folder / "validation.jsonl", 6, 6, record),
-        "env.name": "callable",
-        "env.callable.function": "golden_reward:share_of_digits",
+        "env.reward.kind": "callable",
+        "env.reward.function": "golden_reward:share_of_digits",
         "grpo.num_prompts_per_step": 4,
         "grpo.num_generations_per_prompt": 4,
         "grpo.max_val_samples": 6,

@@ -148,7 +148,7 @@ def _without_ray(cluster_config: Any) -> Iterator[None]:
     with (
         patch.object(early_start, "RayCluster", lambda config, stored_bytes: cluster),
         patch.object(model_workers, "WorkerGroup", lambda *args, **options: RecordedWorkers()),
-        patch.object(environments, "RewardWorkers", lambda config: EndingRewardFunction()),
+        patch.object(environments, "RewardWorkers", lambda reward, env: EndingRewardFunction()),
         patch.object(
             environments, "FaultWatch", lambda *args, **options: SimpleNamespace(observe=lambda trajectories: None)
         ),

@@ -140,7 +140,7 @@ def test_pairs_with_what_was_cut_of_each(tmp_path: Path, shown: Callable[..., st
 def test_prompts_with_what_the_template_adds(tmp_path: Path, shown: Callable[..., str]) -> None:
     (tmp_path / "template.jinja").write_text(ADDS_A_PROMPT)
     (tmp_path / "other.jsonl").write_text(json.dumps({"prompt": "9=", "completion": "9"}))
-    overrides = ["env.name=math", "env.reasoning_gym=null", "data.answer_key=completion"]
+    overrides = ["env.reward.kind=math", "data.answer_key=completion"]
     overrides += ["data.validation.path=other.jsonl", "policy.tokenizer.chat_template=template.jinja", "--show=1"]
     assert shown(*overrides, config="grpo_tiny_moe.yaml").splitlines() == [
         "train.jsonl: 3 prompts, 17 tokens, 1 left out: longer than a prompt may be (the first: train.jsonl:4)",

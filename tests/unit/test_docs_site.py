@@ -18,7 +18,7 @@ import yaml
 
 from nemo_rl_moe import cli, training_cli
 from nemo_rl_moe.config.algorithm import ALGORITHMS
-from nemo_rl_moe.config.files import find_config
+from nemo_rl_moe.config.files import KINDS_NAME, find_config, read_with_defaults
 from nemo_rl_moe.config.schema_base import StrictModel
 from nemo_rl_moe.config.validation import known_keys
 from tests.conftest import REPOSITORY_ROOT
@@ -63,16 +63,34 @@ def test_every_key_is_in_the_reference_with_its_shipped_value(algorithm: str) ->
         f"{section.path}.{key.name}": key.values[algorithm]
         for section in make_reference.sections()
         for key in section.keys.values()
-        if algorithm in key.values
+        if algorithm in key.values and not section.kind
+    }
+    of_kinds = {
+        f"{section.path}.{key.name}"
+        for section in make_reference.sections()
+        for key in section.keys.values()
+        if algorithm in key.values and section.kind
     }
     keys = known_keys(ALGORITHMS[algorithm].config_class)
     sections = {key.rpartition(".")[0] for key in keys}
-    assert shown.keys() == set(keys) - sections
+    assert shown.keys() | of_kinds == set(keys) - sections
     files = inherited_first(make_reference.BASES[algorithm])
     shipped = {key: value for file in files for key, value in leaves(file, shown.keys()) if key in shown}
     assert len(shipped) > 80
     assert {key: yaml.safe_load(shown[key].strip("`")) for key in shipped} == shipped
     assert {shown[key] for key in shown.keys() - shipped.keys()} == {"not set"}
+
+
+def test_reference_has_the_defaults_of_each_kind() -> None:
+    defaults, shown = read_with_defaults(find_config(KINDS_NAME)), {}
+    for section in make_reference.sections():
+        for key in section.keys.values() if section.kind else ():
+            _, part, *inner = section.path.split(".")
+            shown[".".join([part, section.kind, *inner, key.name])] = key.values["grpo"]
+    given = {key for key, value in shown.items() if value != "not set"}
+    assert {key: yaml.safe_load(shown[key].strip("`")) for key in given} == dict(leaves(defaults, given))
+    assert {"driver.function.function", "driver.openenv.server", "reward.judge.url"} <= shown.keys() - given
+    assert shown["driver.tools.limits.memory_mb"] != shown["driver.agent.limits.memory_mb"]
 
 
 def test_reference_in_words() -> None:

@@ -14,6 +14,7 @@ from examples.staleness_study.measures import MEASURES, Results
 from examples.staleness_study.tables import difference, draw, tables
 from examples.staleness_study.tasks import TASKS
 from examples.studies.results import Result, measures_of
+from nemo_rl_moe.config.environments.tools import ToolsConfig
 from nemo_rl_moe.config.loading import dump_resolved, load_grpo_config
 from nemo_rl_moe.rollouts.asynchronous.schedule import read_schedule
 from tests.conftest import REPOSITORY_ROOT
@@ -35,7 +36,7 @@ def test_every_cell_is_a_valid_configuration_of_its_own(task: str) -> None:
     for correction, replay in product(CORRECTIONS, REPLAYS):
         overrides = Run(Method(correction, replay), 2, 5).overrides("schedule.jsonl")
         config = load_grpo_config(TASKS[task].config, overrides, check_paths=False)
-        assert bool(config.env.tools) == (task == "calculator")
+        assert isinstance(config.env.driver, ToolsConfig) == (task == "calculator")
         assert config.grpo.seed == 5
         assert config.grpo.rollouts.replay_schedule == "schedule.jsonl"
         seen.add(str(dump_resolved(config)))

@@ -31,7 +31,7 @@ that are trained on with pieces written by hand or with TRL's training templates
 - **user, result**: a rollout goes on behind an answer by a user's message, or behind a call by a tool's result, with
   every sampled token kept (yes). Or the template renders earlier turns in another way, such as without their thinking,
   and a new training sequence begins (anew; `env.rewritten_turns: keep` keeps the tokens).
-- **calls**: the `env.tool_format` that is found for the template.
+- **calls**: the `env.driver.format` that is found for the template.
 """
 _COLUMNS = (*(kind.replace("one call", "1 call").replace("two calls", "2 calls") for kind in KINDS), "user", "result")
 

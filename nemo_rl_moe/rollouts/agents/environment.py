@@ -212,7 +212,9 @@ class _Talk:
         request = self._rules.parse(body)
         self._calls.note_results(request.messages)
         if len(session.turns) >= self._max_turns:
-            self.limit = RequestError(f"the trajectory has {self._max_turns} responses, which are most (env.max_turns)")
+            self.limit = RequestError(
+                f"the trajectory has {self._max_turns} responses, which are most (env.driver.max_turns)"
+            )
             raise self.limit
         try:
             place = self._branches.place(request)

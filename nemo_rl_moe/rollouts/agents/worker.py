@@ -23,7 +23,7 @@ from nemo_rl_moe.distributed.process_limits import forget_secrets, limit_memory
 from nemo_rl_moe.errors import one_line
 from nemo_rl_moe.rollouts.agents.task import AgentTask
 
-AGENT_KEY = "env.agent"
+AGENT_KEY = "env.driver.program"
 REWARD_FILE, BASE_URL, API_KEY, MODEL = "AGENT_REWARD_FILE", "OPENAI_BASE_URL", "OPENAI_API_KEY", "AGENT_MODEL"
 READY = b"ready"
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
-from nemo_rl_moe.config.schema_environment import EnvironmentConfig, OpenEnvConfig
+from nemo_rl_moe.config.environments.openenv import OpenEnvConfig
 from nemo_rl_moe.errors import one_line
 from nemo_rl_moe.rewards.interface import Fault, Score
 from nemo_rl_moe.rewards.registry import answer_in
@@ -41,20 +41,19 @@ class OpenEnvRollout:
     """Rollouts in the environments of servers. Rewards of all steps add up.
 
     Args:
-        servers: Those that the run has started; empty: the server of `openenv.url`.
-        env: Has the section `openenv`, and limits.
+        servers: Those that the run has started; empty: the server of the configuration runs already.
+        score_truncated: Keep rewards of trajectories that were cut; they are 0 otherwise.
     """
 
-    def __init__(self, servers: Sequence[OpenEnvServer], env: EnvironmentConfig):
+    def __init__(self, servers: Sequence[OpenEnvServer], config: OpenEnvConfig, *, score_truncated: bool):
         # Imports take seconds, in which no trajectory may wait.
         from openenv.core import GenericEnvClient
         from websockets.exceptions import ConnectionClosed  # the library's own connection
 
         self._client, self._lost = GenericEnvClient, (ConnectionClosed, ConnectionError)
-        assert env.openenv is not None
-        self._servers, self._env, self._config = servers, env, env.openenv
+        self._servers, self._config, self._score_truncated = servers, config, score_truncated
         number = len(servers) or 1
-        self._places = Places([server for _ in range(env.openenv.sessions_per_server) for server in range(number)])
+        self._places = Places([server for _ in range(config.sessions_per_server) for server in range(number)])
 
     async def __call__(self, session: Session) -> Trajectory:
         """Make one trajectory."""
@@ -62,13 +61,15 @@ class OpenEnvRollout:
             return await self._in_place(session, self._servers[server] if self._servers else None)
 
     async def _in_place(self, session: Session, server: OpenEnvServer | None) -> Trajectory:
-        limit_s = self._env.timeout_s
-        url = str(self._config.url) if server is None else server.url
+        limit_s = self._config.step_timeout_s
+        url = self._config.server if server is None else server.url
         client = self._client(base_url=url, connect_timeout_s=limit_s, message_timeout_s=limit_s)
         try:
             return await self._play(session, client)
         except TimeoutError:
-            failed = session.failed(Fault.TIMEOUT, f"the server gave no answer within {limit_s:g} s (env.timeout_s)")
+            failed = session.failed(
+                Fault.TIMEOUT, f"the server gave no answer within {limit_s:g} s (env.driver.step_timeout_s)"
+            )
         except Exception as error:  # of the connection, or what the server says has gone wrong
             failed = session.failed(Fault.ERROR, one_line(error))
         finally:
@@ -85,15 +86,15 @@ class OpenEnvRollout:
             session.begin_conversation(_with_observation(session, episode.observation))
         while session.has_room and not episode.is_done:
             turn = await session.generate()
-            if turn.is_truncated and not self._env.score_truncated:
+            if turn.is_truncated and not self._score_truncated:
                 break
             self._note(episode, await self._step(session, client, turn.text))
-            if episode.is_done or len(session.turns) == self._env.max_turns:
+            if episode.is_done or len(session.turns) == self._config.max_turns:
                 break
             session.append_message({"role": "user", "content": episode.observation})
         score = Score(episode.reward, is_correct=episode.reward > 0)
         found = session.finish(score)
-        is_wrong = found.is_truncated and not self._env.score_truncated
+        is_wrong = found.is_truncated and not self._score_truncated
         return replace(found, reward=0.0, is_correct=False) if is_wrong else found
 
     async def _step(self, session: Session, client: Any, text: str) -> Any:
@@ -125,7 +126,7 @@ class OpenEnvRollout:
         """Begin an episode. All responses to a prompt begin in the same state; servers take a moment to free places."""
         own = session.prompt.record.get(RESET)
         arguments = {"seed": _seed_of(session.prompt.sample_id)} | (dict(own) if isinstance(own, Mapping) else {})
-        deadline = asyncio.get_running_loop().time() + self._env.timeout_s
+        deadline = asyncio.get_running_loop().time() + self._config.step_timeout_s
         while True:
             try:
                 return await client.reset(**arguments)
@@ -136,7 +137,7 @@ class OpenEnvRollout:
                 await asyncio.sleep(_AGAIN_S)
 
     def _action(self, text: str) -> str:
-        return answer_in(text, self._env.answer_after).strip()
+        return answer_in(text, self._config.answer_after).strip()
 
     def _note(self, episode: _Episode, result: Any) -> None:
         """Add what a step gives.
@@ -158,7 +159,7 @@ class OpenEnvRollout:
 
 def _no_such_key(config: OpenEnvConfig, observation: Mapping[str, object]) -> str:
     there = ", ".join(observation) or "nothing"
-    return f"env.openenv.observation_key: got {config.observation_key!r}, but an observation has {there}"
+    return f"env.driver.observation_key: got {config.observation_key!r}, but an observation has {there}"
 
 
 def _with_observation(session: Session, observation: str) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.masking import is_secret
 
-KEY = "env.openenv"
+KEY = "env.driver.server"
 START_S = 180.0
 """Seconds in which a server has to answer."""
 CHECK_S = 10.0
@@ -64,10 +64,10 @@ class OpenEnvServer:
         while not is_healthy(self.url, 1.0):
             if self._process.poll() is not None:
                 raise ConfigurationError(
-                    f"{KEY}.app: {self._app} does not start (exit code {self._process.returncode}){self._said()}"
+                    f"{KEY}: {self._app} does not start (exit code {self._process.returncode}){self._said()}"
                 )
             if time.monotonic() > deadline:
-                raise ConfigurationError(f"{KEY}.app: {self._app} gave no answer within {START_S:g} s{self._said()}")
+                raise ConfigurationError(f"{KEY}: {self._app} gave no answer within {START_S:g} s{self._said()}")
             time.sleep(_POLL_S)
 
     def replace_if_lost(self) -> None:

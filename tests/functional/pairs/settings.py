@@ -223,9 +223,8 @@ def _common(inputs: Inputs, folder: Path, num_steps: int) -> Overrides:
         "grpo.val_period": STEPS_BEFORE_STOP,
         "grpo.max_val_samples": NUM_VALIDATION_PROMPTS,
         "grpo.val_num_generations": 1,
-        "env.name": "callable",
-        "env.callable": {"function": f"{PARTS}:grade"},
-        "env.answer_after": None,
+        "env.reward.kind": "callable",
+        "env.reward.function": f"{PARTS}:grade",
         "env.score_truncated": True,
         # Prompts are taken in the order of the file, so that a step's own are known.
         "data.shuffle": False,

@@ -44,7 +44,7 @@ from tests.support.quick_list import some_of
 Rewards = Sequence[Sequence[float | None]]
 """Of each group's responses; None where the environment failed."""
 NAMED = (
-    *("env.name=callable", "+env.callable.function=package.module:function"),
+    *("env.reward.kind=callable", "env.reward.function=package.module:function"),
     "env.reward_weights={good: 1.0, cost: -0.5}",
 )
 ESTIMATORS: dict[str, tuple[str, ...]] = {

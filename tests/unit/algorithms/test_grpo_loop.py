@@ -362,7 +362,7 @@ class RewardFunctionOfTwo(FakeRewardFunction):
 
 def test_rewards_by_name_are_weighed_and_compared_each_apart() -> None:
     named = (
-        *("env.name=callable", "+env.callable.function=package.module:function", "grpo.max_num_steps=1"),
+        *("env.reward.kind=callable", "env.reward.function=package.module:function", "grpo.max_num_steps=1"),
         *("env.reward_weights={a: 1.0, b: 0.5}", "grpo.advantage_clip_high=1.2"),
     )
     loops = {

@@ -120,7 +120,7 @@ def test_a_worker_adds_it_to_every_trajectory_of_a_round() -> None:
 
 
 def test_estimators_that_compare_each_reward_get_the_score_with_its_weight() -> None:
-    named = ("env.name=callable", "+env.callable.function=a:b", "env.reward_weights={short: 2.0}")
+    named = ("env.reward.kind=callable", "env.reward.function=a:b", "env.reward_weights={short: 2.0}")
     config = small_config(*PLACED, *named, "grpo.adv_estimator.name=gdpo")
     assert config.named_reward_weights == {"short": 2.0, "reward_model": 0.5}
     found = scored(*(trajectory(response_ids=(5, last), rewards={"short": 1.0}) for last in (6, 7, 8)))

@@ -130,11 +130,17 @@ def test_exemplars_keep_the_best_of_what_they_measure(name: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "metric"),
     [
-        (("env.name=math",), "val:accuracy"),
-        (("env.reasoning_gym.partial_credit=true",), "val:reward"),
-        (("env.name=callable", "env.callable={function: 'a:b'}"), "val:reward"),
-        (("env.rollout='a:b'",), "val:reward"),
-        (("env.name=callable", "env.callable={function: 'a:b'}", f"{C}.metric_name=val:accuracy"), "val:accuracy"),
+        (("env.reward.kind=math",), "val:accuracy"),
+        (("env.reward.partial_credit=true",), "val:reward"),
+        (("env.reward.kind=callable", "env.reward.function=a:b"), "val:reward"),
+        (
+            (
+                "env.driver.kind=function",
+                "env.driver.function=a:b",
+            ),
+            "val:reward",
+        ),
+        (("env.reward.kind=callable", "env.reward.function=a:b", f"{C}.metric_name=val:accuracy"), "val:accuracy"),
         ((f"{C}.metric_name=null",), None),
     ],
 )

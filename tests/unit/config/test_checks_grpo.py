@@ -13,11 +13,11 @@ from nemo_rl_moe.rl.estimators import ESTIMATORS
 from nemo_rl_moe.rl.estimators.gdpo import rewards_are_shared
 
 Problems = Callable[..., list[str]]
-NO_TASK = ("env.name=math", "env.reasoning_gym=null")
+NO_TASK = ("env.reward.kind=math",)
 EXPERT_PARALLEL = "policy.megatron_cfg.expert_model_parallel_size"
 SAMPLED = tuple(f"data.{name}.{value}" for name in ("train", "validation") for value in ("path=null", "num_items=9"))
 WEIGHTS = "env.reward_weights"
-CALLABLE = ("env.name=callable", "+env.callable.function=package.module:function")
+CALLABLE = ("env.reward.kind=callable", "env.reward.function=package.module:function")
 LEAVE_ONE_OUT = "grpo.adv_estimator.use_leave_one_out_baseline"
 
 ESTIMATOR = "grpo.adv_estimator.name"
@@ -32,7 +32,7 @@ ON_GPUS = (
     *("policy.generation.backend=vllm", "cluster.num_nodes=2", "cluster.gpus_per_node=4"),
     "policy.train_micro_batch_size=16",
 )
-BY_MODEL = ("env.name=reward_model", "env.reasoning_gym=null")
+BY_MODEL = ("env.reward.kind=reward_model",)
 REWARD_MODEL = (
     "reward_model={model_name: a, logprob_batch_size: 2, weight: 0.5, megatron_cfg: {tensor_model_parallel_size: 1,"
     " pipeline_model_parallel_size: 1, expert_model_parallel_size: 1, expert_tensor_parallel_size: 1,"
@@ -40,19 +40,16 @@ REWARD_MODEL = (
     "+cluster.roles.reward_model={cpu_workers_per_node: 1}",
 )
 VERIFIERS = (
-    "env.name=verifiers",
-    "env.parameters={id: sums}",
-    "env.answer_after=null",
+    "env.driver={kind: verifiers, id: sums}",
+    "env.reward=null",
     "data.train.path=null",
     "data.validation.path=null",
 )
 
 
-def openenv(app: str = '"a:app"', url: str = "null") -> str:
-    return (
-        f"env.openenv={{app: {app}, url: {url}, num_servers: 1, sessions_per_server: 1, action_key: a,"
-        " observation_key: b}"
-    )
+OPENENV = ("env.driver={kind: openenv, server: 'a:app', action_key: a, observation_key: b}", "env.reward=null")
+TOOLS = ("env.driver={kind: tools, tools: [calculator]}",)
+DEFINITION = "data.tools=[{type: function, function: {name: add}}]"
 
 
 BROKEN = [
@@ -388,150 +385,78 @@ BROKEN = [
         " compared with the others of its step",
     ),
     (
-        ("env.reasoning_gym=null",),
-        "environment_has_its_section",
-        "env.reasoning_gym: got null, expected a section such as {task: basic_arithmetic, parameters: {},"
-        " partial_credit: false} with env.name reasoning_gym",
+        ("env.reward=null",),
+        "environments_have_their_parts",
+        "env.reward: got null, expected a section, such as {kind: math}, with env.driver.kind single_turn, which"
+        " scores nothing",
     ),
     (
-        ("env.name=callable",),
-        "environment_has_its_section",
-        'env.callable: got null, expected a section such as {function: "my_module:score"} with env.name callable',
+        (VERIFIERS[0], *VERIFIERS[2:]),
+        "environments_have_their_parts",
+        "env.reward: got kind reasoning_gym, expected null with env.driver.kind verifiers, which scores"
+        " trajectories itself",
     ),
     (
-        ("env.tools=[calculator]", "env.rollout=my_module:ask"),
-        "tools_have_a_conversation",
-        "env.tools: got calculator, expected none with env.rollout my_module:ask, which drives trajectories",
+        (OPENENV[0],),
+        "environments_have_their_parts",
+        "env.reward: got kind reasoning_gym, expected null with env.driver.kind openenv, which scores"
+        " trajectories itself",
     ),
     (
-        ("env.tools=[calculator]", "data.tools=[{type: function, function: {name: add}}]"),
-        "tools_have_a_conversation",
-        "data.tools: got 1, expected [] with env.tools calculator: the chat template gets the definitions of those",
+        ("env.driver.kind=tools",),
+        "environments_have_their_parts",
+        "env.driver.tools: got [], expected a tool, or a server in env.driver.mcp_servers",
     ),
     (
-        ("env.mcp_servers={words: {command: python}}", "env.rollout=my_module:ask"),
-        "tools_have_a_conversation",
-        "env.mcp_servers: got words, expected none with env.rollout my_module:ask, which drives trajectories",
+        (*TOOLS, DEFINITION),
+        "environments_have_their_parts",
+        "data.tools: got 1, expected [] with env.driver.kind tools, which has tools of its own",
     ),
     (
-        (*VERIFIERS, "env.parameters={}"),
-        "verifiers_drives_trajectories",
-        "env.parameters.id: is missing, expected the name of an environment with env.name verifiers, such as"
-        " {id: gsm8k}",
+        ("env.driver={kind: agent, program: 'my_module:agent'}", DEFINITION),
+        "environments_have_their_parts",
+        "data.tools: got 1, expected [] with env.driver.kind agent, which has tools of its own",
     ),
     (
-        (*VERIFIERS, "env.rollout=my_module:ask"),
-        "verifiers_drives_trajectories",
-        "env.rollout: got my_module:ask, expected null with env.name verifiers, whose environment drives trajectories",
-    ),
-    (
-        (*VERIFIERS, "env.tools=[calculator]"),
-        "verifiers_drives_trajectories",
-        "env.tools: got calculator, expected [] with env.name verifiers, whose environment has its own",
-    ),
-    (
-        (*VERIFIERS, "env.mcp_servers={words: {command: python}}"),
-        "verifiers_drives_trajectories",
-        "env.mcp_servers: got words, expected {} with env.name verifiers, which has its own tools",
-    ),
-    (
-        (*VERIFIERS, f"{WEIGHTS}={{a: 1.0}}"),
-        "verifiers_drives_trajectories",
-        "env.reward_weights: got a, expected null with env.name verifiers, whose rubric has its own",
-    ),
-    (
-        (*VERIFIERS, "env.answer_after=</think>"),
-        "verifiers_drives_trajectories",
-        "env.answer_after: got '</think>', expected null with env.name verifiers: its rubric reads whole responses",
+        (*VERIFIERS, DEFINITION),
+        "environments_have_their_parts",
+        "data.tools: got 1, expected [] with env.driver.kind verifiers, which has tools of its own",
     ),
     (
         (*VERIFIERS, "data.prompt_template='{prompt}'"),
-        "verifiers_drives_trajectories",
-        "data.prompt_template: got a text, expected null with env.name verifiers, whose environment makes prompts",
-    ),
-    (
-        (*VERIFIERS, "data.tools=[{type: function, function: {name: add}}]"),
-        "verifiers_drives_trajectories",
-        "data.tools: got 1, expected [] with env.name verifiers, whose environment has its own",
+        "environments_have_their_parts",
+        "data.prompt_template: got a text, expected null with env.driver.kind verifiers, whose environment makes"
+        " prompts",
     ),
     (
         (*VERIFIERS, "data.train.path=a.jsonl"),
-        "verifiers_drives_trajectories",
-        "data.train.path: got a.jsonl, expected null with env.name verifiers, whose environment has its own data",
+        "environments_have_their_parts",
+        "data.train.path: got a.jsonl, expected null with env.driver.kind verifiers, whose environment has its"
+        " own data",
     ),
     (
-        ("env.name=openenv",),
-        "environment_has_its_section",
-        'env.openenv: got null, expected a section such as {app: "my_env.server.app:app", url: null, num_servers: 1,'
-        " sessions_per_server: 1, action_key: message, observation_key: echoed_message} with env.name openenv",
+        (*TOOLS, "env.driver.call_cost=0.5", "env.reward_weights={a: 1}", *CALLABLE),
+        "environments_have_their_parts",
+        "env.driver.call_cost: got 0.5, expected 0 with env.reward_weights: the reward is the weighted sum of"
+        " the named rewards alone",
     ),
     (
-        ("env.name=openenv", openenv(app="null")),
-        "openenv_drives_trajectories",
-        "env.openenv.app: got null, and so is env.openenv.url, expected one of them",
+        (*VERIFIERS, f"{WEIGHTS}={{a: 1.0}}"),
+        "named_rewards_come_from_somewhere",
+        "env.reward_weights: got a, expected null with env.driver.kind verifiers, which gives one reward;"
+        " callable and custom give several",
     ),
     (
-        ("env.name=openenv", openenv(url="'http://a'")),
-        "openenv_drives_trajectories",
-        "env.openenv.app: got a:app, and there is env.openenv.url, expected one of them",
-    ),
-    (
-        ("env.name=openenv", openenv(), "env.rollout=my_module:ask"),
-        "openenv_drives_trajectories",
-        "env.rollout: got my_module:ask, expected null with env.name openenv, whose server drives trajectories",
-    ),
-    (
-        ("env.name=openenv", openenv(), "env.tools=[calculator]"),
-        "openenv_drives_trajectories",
-        "env.tools and env.mcp_servers: got calculator, expected none with env.name openenv, whose actions are"
-        " responses",
-    ),
-    (
-        ("env.name=openenv", openenv(), f"{WEIGHTS}={{a: 1.0}}"),
-        "openenv_drives_trajectories",
-        "env.reward_weights: got a, expected null with env.name openenv: it gives one reward",
-    ),
-    (
-        ("env.agent=my_module:agent", "env.agent_command=[python, agent.py]"),
-        "agents_have_a_conversation",
-        "env.agent_command: got python agent.py, expected [] with env.agent my_module:agent",
-    ),
-    (
-        ("env.agent_command=[python, agent.py]", "env.rollout=my_module:ask"),
-        "agents_have_a_conversation",
-        "env.agent_command: got python agent.py, expected none with env.rollout my_module:ask, which drives"
-        " trajectories",
-    ),
-    (
-        ("env.agent=my_module:agent", "env.tools=[calculator]"),
-        "agents_have_a_conversation",
-        "env.tools: got calculator, expected [] with env.agent my_module:agent, which runs its own tools",
-    ),
-    (
-        ("env.agent=my_module:agent", "env.mcp_servers={words: {command: python}}"),
-        "agents_have_a_conversation",
-        "env.mcp_servers: got words, expected {} with env.agent my_module:agent, which runs its own tools",
-    ),
-    (
-        ("env.agent=my_module:agent", "env.name=openenv", openenv()),
-        "agents_have_a_conversation",
-        "env.agent: got my_module:agent, expected none with env.name openenv, which drives trajectories",
-    ),
-    (
-        ("env.agent=my_module:agent", "data.tools=[{type: function, function: {name: add}}]"),
-        "agents_have_a_conversation",
-        "data.tools: got 1, expected [] with env.agent my_module:agent, whose requests define tools",
-    ),
-    (
-        ("env.tools=[calculator]", "env.tool_call_cost=0.5", "env.reward_weights={a: 1}", *CALLABLE),
-        "tools_have_a_conversation",
-        "env.tool_call_cost: got 0.5, expected 0 with env.reward_weights: the reward is the weighted sum of the named"
-        " rewards alone",
+        (*OPENENV, f"{WEIGHTS}={{a: 1.0}}"),
+        "named_rewards_come_from_somewhere",
+        "env.reward_weights: got a, expected null with env.driver.kind openenv, which gives one reward; callable"
+        " and custom give several",
     ),
     (
         (*NO_TASK, "data.train.path=null", "data.train.num_items=5"),
         "prompts_have_a_source",
-        "data.train.path: null draws prompts from a reasoning_gym task, but env.name is math; name a file or a dataset",
+        "data.train.path: null draws prompts from a reasoning_gym task, but env.reward is of kind math; name a file"
+        " or a dataset",
     ),
     (
         ("data.validation.path=null",),
@@ -578,8 +503,8 @@ BROKEN = [
     (
         (f"{WEIGHTS}={{a: 1.0, b: 0.5}}",),
         "named_rewards_come_from_somewhere",
-        f"{WEIGHTS}: got a, b, expected null with env.name reasoning_gym, which gives one reward; callable gives"
-        " several",
+        f"{WEIGHTS}: got a, b, expected null with env.reward.kind reasoning_gym, which gives one reward; callable and"
+        " custom give several",
     ),
     (
         (f"{ESTIMATOR}=gdpo",),
@@ -626,12 +551,13 @@ BROKEN = [
         (*BY_MODEL,),
         "environment_has_its_reward_model",
         "reward_model: got null, expected a section with model_name, logprob_batch_size, megatron_cfg and weight with"
-        " env.name reward_model",
+        " env.reward.kind reward_model",
     ),
     (
         (*BY_MODEL, *REWARD_MODEL, "reward_model.weight=0.0"),
         "environment_has_its_reward_model",
-        "reward_model.weight: got 0, expected another with env.name reward_model, where nothing else gives a reward",
+        "reward_model.weight: got 0, expected another with env.reward.kind reward_model, where nothing else gives a"
+        " reward",
     ),
     (
         (*REWARD_MODEL, *CALLABLE, f"{WEIGHTS}={{accuracy: 1.0, reward_model: 0.5}}"),
@@ -678,8 +604,10 @@ def test_every_rule_has_a_broken_example() -> None:
         (*BY_MODEL, *REWARD_MODEL),
         (*REWARD_MODEL, "reward_model.weight=0.0"),
         VERIFIERS,
-        ("env.name=openenv", openenv()),
-        ("env.name=openenv", openenv(app="null", url="'http://127.0.0.1:8000'")),
+        OPENENV,
+        (*OPENENV, "env.driver.server=http://127.0.0.1:8000"),
+        TOOLS,
+        ("env.driver={kind: agent, program: [python, agent.py]}", "env.reward=null"),
         ("loss_fn.ratio_clip_min=1.0", "loss_fn.objective=cispo", "loss_fn.ratio_clip_max=4.0"),
         (f"{GSPO}=true", "loss_fn.token_level_loss=false"),
         (*ONE_RESPONSE, f"{ESTIMATOR}=reinforce_plus_plus"),
@@ -688,7 +616,7 @@ def test_every_rule_has_a_broken_example() -> None:
         (*CALLABLE, f"{WEIGHTS}={{accuracy: 1, format: -0.5, length: 0}}"),
         (*NAMED, f"{LEAVE_ONE_OUT}=true", "grpo.use_dynamic_sampling=true"),
         # A rollout of one's own may score by itself.
-        ("env.rollout=package.module:function", f"{WEIGHTS}={{a: 1.0}}"),
+        ("env.driver={kind: function, function: 'a:b'}", f"{WEIGHTS}={{a: 1.0}}"),
         ("data.train.path=null", "data.train.num_items=100"),
         ("data.validation=null",),
         SAMPLED,

@@ -22,7 +22,7 @@ from nemo_rl_moe.errors import ConfigurationError
 
 PACKAGE = Path(__file__).resolve().parents[3] / "nemo_rl_moe"
 MODEL, TRAIN, VALIDATION = "policy.model_name", "data.train.path", "data.validation.path"
-LEFT_OPEN = {"sft": [MODEL, TRAIN, VALIDATION], "grpo": [MODEL, "env.name", TRAIN, VALIDATION]}
+LEFT_OPEN = {"sft": [MODEL, TRAIN, VALIDATION], "grpo": [MODEL, TRAIN, VALIDATION, "env.reward.kind"]}
 """Keys that a base leaves to those that inherit from it."""
 BASE_EXEMPLARS = {
     "sft": "sft.yaml",
@@ -70,7 +70,7 @@ def test_base_exemplar_has_every_key_of_the_schema(algorithm: str) -> None:
     present = present_keys(read_with_defaults(exemplars_folder() / BASE_EXEMPLARS[algorithm]))
     absent = set(own_keys(ALGORITHMS[algorithm].config_class)) - set(present)
     # Sections of which at most one is read: they are null in the base, with a comment that says what is in them.
-    optional = ("env.reasoning_gym.", "env.callable.", "env.openenv.", "policy.lora.", "reward_model.")
+    optional = ("env.reward.", "env.driver.", "policy.lora.", "reward_model.")
     assert all(key.startswith(optional) for key in absent), absent
 
 
@@ -104,7 +104,7 @@ def test_what_the_base_file_says_is_not_said_again(algorithm: str) -> None:
 
 def opened(algorithm: str) -> list[str]:
     """Overrides that fill in what the base of an algorithm leaves open."""
-    return [f"{key}={'exact' if key == 'env.name' else 'm'}" for key in LEFT_OPEN.get(algorithm, [])]
+    return [f"{key}={'exact' if key == 'env.reward.kind' else 'm'}" for key in LEFT_OPEN.get(algorithm, [])]
 
 
 @pytest.mark.parametrize("algorithm", BASE_OF)
@@ -112,12 +112,13 @@ def test_a_base_to_inherit_from_has_no_recipe(algorithm: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         load_any_config(BASE_OF[algorithm], check_paths=False)
     assert [line.partition(": missing; ")[0] for line in caught.value.problems] == LEFT_OPEN[algorithm]
-    assert caught.value.problems[-1].endswith(", or data.validation: null")
+    (validation,) = [line for line in caught.value.problems if line.startswith(VALIDATION)]
+    assert validation.endswith(", or data.validation: null")
     assert BASE_OF[algorithm] not in exemplar_names()
     config = load_any_config(BASE_OF[algorithm], opened(algorithm), check_paths=False)
     assert config.cluster.world_size == config.policy.megatron_cfg.expert_model_parallel_size == 1
     if isinstance(config, GRPOMasterConfig):
-        assert (config.data.prompt_template, config.env.answer_after, config.env.score_truncated) == (None, None, True)
+        assert (config.data.prompt_template, config.env.score_truncated) == (None, True)
         assert (config.grpo.max_num_steps, config.data.prompt_key) == (None, "prompt")
 
 
@@ -126,8 +127,7 @@ RECIPES: dict[str, dict[str, object]] = {
     "grpo_math_1B.yaml": {
         "policy.model_name": "Qwen/Qwen3-1.7B",
         "grpo.max_num_steps": 500,
-        "env.name": "math",
-        "env.answer_after": None,
+        "env.reward.kind": "math",
         "env.score_truncated": False,
         "data.train.path": "agentica-org/DeepScaleR-Preview-Dataset",
         "data.validation.path": "HuggingFaceH4/MATH-500",

@@ -126,8 +126,8 @@ def test_empty_file_lacks_every_section(tmp_path: Path, problems_of: Problems) -
         "policy",
         "logger",
         "cluster",
-        "sft",
         "data",
+        "sft",
     ]
 
 

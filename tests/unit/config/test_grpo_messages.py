@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from nemo_rl_moe.config.environments.rewards import CallableConfig, ReasoningGymConfig
 from nemo_rl_moe.config.loading import dump_resolved, load_any_config, load_config, load_grpo_config
 from nemo_rl_moe.errors import ConfigurationError
 
@@ -30,7 +31,7 @@ Problems = Callable[..., list[str]]
             "policy.generation.max_tokens=9",
             "policy.generation.max_tokens: unknown key; did you mean policy.generation.max_new_tokens?",
         ),
-        ("env.timeout=3", "env.timeout: unknown key; did you mean env.timeout_s?"),
+        ("env.timeout=3", "env.timeout: unknown key; did you mean env.reward.timeout_s?"),
         (
             "grpo.async_grpo.enabled=true",
             "grpo.async_grpo.enabled: unknown key; NeMo-RL's grpo.async_grpo.enabled is grpo.rollouts.mode here"
@@ -48,8 +49,8 @@ Problems = Callable[..., list[str]]
             "logger.num_samples_to_prin: unknown key; did you mean logger.num_samples_to_print?",
         ),
         (
-            "env.reasoning_gym.tsak=x",
-            "env.reasoning_gym.tsak: unknown key; did you mean env.reasoning_gym.task?",
+            "env.reward.tsak=x",
+            "env.reward.tsak: unknown key; did you mean env.reward.task?",
         ),
         (
             "grpo.num_generations_per_prompt=0",
@@ -124,19 +125,31 @@ Problems = Callable[..., list[str]]
             " package.module:name; did you mean megatron?",
         ),
         (
-            "env.name=maths",
-            "env.name: got 'maths' (str), expected one of math, exact, reasoning_gym, callable, verifiers, openenv,"
-            " reward_model or package.module:name; did you mean math?",
-        ),
-        ("env.timeout_s=.inf", "env.timeout_s: got inf (float), expected a finite number above 0 and up to 100000000"),
-        (
-            "env.reasoning_gym.parameters=3",
-            "env.reasoning_gym.parameters: got 3 (int), expected a section",
+            "env.reward.kind=maths",
+            "env.reward.kind: got 'maths' (str), expected one of math, exact, reasoning_gym, callable, judge,"
+            " reward_model, custom; did you mean math?",
         ),
         (
-            "env.reasoning_gym=basic_arithmetic",
-            "env.reasoning_gym: got 'basic_arithmetic' (str), expected a section with the keys task, parameters,"
-            " partial_credit or null",
+            "env.driver.kind=tool",
+            "env.driver.kind: got 'tool' (str), expected one of single_turn, function, tools, agent, verifiers,"
+            " openenv; did you mean tools?",
+        ),
+        (
+            "env.reward.timeout_s=.inf",
+            "env.reward.timeout_s: got inf (float), expected a finite number above 0 and up to 100000000",
+        ),
+        (
+            "env.reward.parameters=3",
+            "env.reward.parameters: got 3 (int), expected a section",
+        ),
+        (
+            "env.reward=math",
+            "env.reward: got 'math' (str), expected a section with kind: math, exact, reasoning_gym, callable, judge,"
+            " reward_model, custom or null",
+        ),
+        (
+            "env.reasoning_gym.task=x",
+            "env.reasoning_gym.task: is now called env.reward.task (with reward.kind reasoning_gym)",
         ),
         ("~data.answer_key", "data.answer_key: missing; expected text that is not empty"),
         ("sft.seed=1", "sft.seed: unknown key; did you mean grpo.seed?"),
@@ -166,7 +179,7 @@ def test_a_file_started_with_the_wrong_command_is_reported_the_right_one(
 
 def test_the_algorithm_is_known_by_its_section_inherited_ones_too(tmp_path: Path) -> None:
     own = tmp_path / "own.yaml"
-    own.write_text("defaults: grpo_tiny_moe.yaml\nenv: {num_workers: 3}\n")
+    own.write_text("defaults: grpo_tiny_moe.yaml\nenv: {reward: {num_workers: 3}}\n")
     config = load_any_config(own, check_paths=False)
     assert config == load_grpo_config(own, check_paths=False)
     assert load_any_config("sft_tiny_moe.yaml", check_paths=False) == load_config(
@@ -181,36 +194,36 @@ def test_the_algorithm_is_known_by_its_section_inherited_ones_too(tmp_path: Path
 
 def test_parameters_of_a_task_are_free() -> None:
     overrides = [
-        "+env.reasoning_gym.parameters.min_terms=2",
-        "+env.reasoning_gym.parameters.operators=['+', '-']",
-        "+env.reasoning_gym.parameters.nested={deep: 1.5}",
+        "env.reward.parameters.min_terms=2",
+        "env.reward.parameters.operators=['+', '-']",
+        "env.reward.parameters.nested={deep: 1.5}",
     ]
     config = load_grpo_config("grpo_tiny_moe.yaml", overrides, check_paths=False)
-    assert config.env.reasoning_gym is not None
+    assert isinstance(config.env.reward, ReasoningGymConfig)
     expected = {"min_terms": 2, "operators": ["+", "-"], "nested": {"deep": 1.5}}
-    assert config.env.reasoning_gym.parameters == expected
-    assert dump_resolved(config)["env"]["reasoning_gym"]["parameters"] == expected
+    assert config.env.reward.parameters == expected
+    assert dump_resolved(config)["env"]["reward"]["parameters"] == expected
 
 
 def test_a_parameter_of_a_task_is_set_whether_the_file_has_it_or_not(tmp_path: Path) -> None:
     own = tmp_path / "own.yaml"
-    own.write_text("defaults: grpo_tiny_moe.yaml\nenv: {reasoning_gym: {parameters: {min_terms: 4}}}\n")
+    own.write_text("defaults: grpo_tiny_moe.yaml\nenv: {reward: {parameters: {min_terms: 4}}}\n")
     config = load_grpo_config(
-        own, [f"env.reasoning_gym.parameters.{name}=2" for name in ("min_terms", "max_terms")], check_paths=False
+        own, [f"env.reward.parameters.{name}=2" for name in ("min_terms", "max_terms")], check_paths=False
     )
-    assert config.env.reasoning_gym is not None
-    assert config.env.reasoning_gym.parameters == {"min_terms": 2, "max_terms": 2}
+    assert isinstance(config.env.reward, ReasoningGymConfig)
+    assert config.env.reward.parameters == {"min_terms": 2, "max_terms": 2}
 
 
-def test_a_null_section_can_be_filled_key_by_key(grpo_problems_of: Problems) -> None:
-    assert grpo_problems_of("env.callable.functoin=a:b")[0] == (
-        "env.callable.functoin: unknown key; did you mean env.callable.function?"
+def test_a_section_of_another_kind_is_filled_key_by_key_in_any_order(grpo_problems_of: Problems) -> None:
+    assert grpo_problems_of("env.reward.functoin=a:b", "env.reward.kind=callable")[0] == (
+        "env.reward.functoin: unknown key; did you mean env.reward.function?"
     )
     config = load_grpo_config(
-        "grpo_tiny_moe.yaml", ["env.name=callable", "env.callable.function=a:b"], check_paths=False
+        "grpo_tiny_moe.yaml", ["env.reward.function=a:b", "env.reward.kind=callable"], check_paths=False
     )
-    assert config.env.callable is not None
-    assert config.env.callable.function == "a:b"
+    assert isinstance(config.env.reward, CallableConfig)
+    assert config.env.reward.function == "a:b"
 
 
 def test_missing_files_are_reported(

@@ -9,11 +9,13 @@ from omegaconf import OmegaConf
 
 from nemo_rl_moe.checkpoints.changes import changed_keys, wrong_changes
 from nemo_rl_moe.config.algorithm import ALGORITHMS, metric_in_force
+from nemo_rl_moe.config.environments.rewards import ExactConfig, ReasoningGymConfig
+from nemo_rl_moe.config.environments.tools import ToolsConfig
 from nemo_rl_moe.config.loading import dump_resolved, load_grpo_config
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.errors import ConfigurationError
 
-TWO = ("+env.mixture.math={weight: 1.0}", "+env.mixture.code={weight: 2, name: exact}")
+TWO = ("+env.mixture.math={weight: 1.0}", "+env.mixture.code={weight: 2, reward: {kind: exact}}")
 
 
 def load(*overrides: str, check_paths: bool = False) -> GRPOMasterConfig:
@@ -22,19 +24,24 @@ def load(*overrides: str, check_paths: bool = False) -> GRPOMasterConfig:
 
 def test_an_environment_has_what_it_does_not_set_from_the_section_that_all_share() -> None:
     config = load(
-        "env.timeout_s=3.0",
+        "env.reward.timeout_s=3.0",
+        "env.driver={kind: tools, tools: [calculator]}",
         "+env.mixture.math={weight: 1.0}",
-        "+env.mixture.code={weight: 2, name: exact, tool_limits: {num_workers: 3}, answer_after: null}",
+        "+env.mixture.code={weight: 2, reward: {kind: exact}, driver: {limits: {num_workers: 3}}}",
         "+env.mixture.code.on_failure=retry",
         "+data.environments.math.prompt_template='{prompt}?'",
         "+data.environments.code={train: {path: code.jsonl}, validation: null, answer_key: solution}",
     )
     math, code = config.env.mixture.values()
-    assert (math.name, code.name) == ("reasoning_gym", "exact")
-    assert (math.timeout_s, code.timeout_s) == (3.0, 3.0)
+    assert isinstance(math.reward, ReasoningGymConfig)
+    assert isinstance(code.reward, ExactConfig)
+    assert (math.reward.timeout_s, code.reward.timeout_s) == (3.0, 10.0), "another kind begins anew"
+    assert isinstance(math.driver, ToolsConfig)
+    assert isinstance(code.driver, ToolsConfig)
+    assert code.driver.tools == ["calculator"]
     assert (math.on_failure, code.on_failure) == ("leave_out", "retry")
-    assert (math.answer_after, code.answer_after) == ("</think>", None)
-    assert (code.tool_limits.num_workers, code.tool_limits.call_timeout_s) == (3, math.tool_limits.call_timeout_s)
+    assert (math.reward.answer_after, code.reward.answer_after) == ("</think>", None)
+    assert (code.driver.limits.num_workers, code.driver.limits.call_timeout_s) == (3, 10.0)
     assert config.env.environments == config.env.mixture
     of_math, of_code = config.data.of("math"), config.data.of("code")
     assert (of_math.train, of_math.prompt_template) == (config.data.train, "{prompt}?")
@@ -44,7 +51,7 @@ def test_an_environment_has_what_it_does_not_set_from_the_section_that_all_share
 
 
 def test_dicts_of_an_environment_replace_those_that_all_share() -> None:
-    named = {"env.name": "callable", "env.callable": "{function: 'm:f'}", "env.reward_weights": "{a: 1.0, b: 2.0}"}
+    named = {"env.reward": "{kind: callable, function: 'm:f'}", "env.reward_weights": "{a: 1.0, b: 2.0}"}
     shared = [f"{key}={value}" for key, value in named.items()]
     config = load(*shared, "+env.mixture.one={weight: 1.0}", "+env.mixture.two={weight: 1.0, reward_weights: {c: 1.0}}")
     assert [each.reward_weights for each in config.env.mixture.values()] == [{"a": 1.0, "b": 2.0}, {"c": 1.0}]
@@ -71,8 +78,8 @@ def test_a_written_mixture_loads_to_the_same(tmp_path: Path) -> None:
     ("overrides", "problem"),
     [
         (
-            ("+env.mixture.math={weight: 1.0, nam: exact}",),
-            "env.mixture.math.nam: unknown key; did you mean env.mixture.math.name?",
+            ("+env.mixture.math={weight: 1.0, rewrd: {kind: exact}}",),
+            "env.mixture.math.rewrd: unknown key; did you mean env.mixture.math.reward?",
         ),
         (("+env.mixture.math={}",), "env.mixture.math.weight: missing; expected a number above 0 and up to 1000000"),
         (
@@ -86,14 +93,14 @@ def test_a_written_mixture_loads_to_the_same(tmp_path: Path) -> None:
             "env.mixture: got the name 'a b', expected letters, digits, underscores and hyphens, at most 60",
         ),
         (
-            ("+env.mixture.math={weight: 1.0, tool_limits: {call_timeout: 3.0}}",),
-            "env.mixture.math.tool_limits.call_timeout: unknown key; did you mean"
-            " env.mixture.math.tool_limits.call_timeout_s?",
+            ("+env.mixture.math={weight: 1.0, driver: {kind: tools, limits: {call_timeout: 3.0}}}",),
+            "env.mixture.math.driver.limits.call_timeout: unknown key; did you mean"
+            " env.mixture.math.driver.limits.call_timeout_s?",
         ),
         (
-            ("+env.mixture.math={weight: 1.0, name: callable}",),
-            'env.mixture.math.callable: got null, expected a section such as {function: "my_module:score"} with'
-            " env.mixture.math.name callable",
+            ("+env.mixture.math={weight: 1.0, reward: {kind: callable}}",),
+            "env.mixture.math.reward.function: missing; expected text that is not empty, or"
+            " env.mixture.math.reward: null",
         ),
         (
             (*TWO, "+data.environments={math: {}, coda: {}, code: {}}"),
@@ -115,8 +122,8 @@ def test_a_written_mixture_loads_to_the_same(tmp_path: Path) -> None:
         ),
         (
             (*TWO, "+data.environments={math: {}, code: {train: {path: null, num_items: 3}}}"),
-            "data.environments.code.train.path: null draws prompts from a reasoning_gym task, but env.mixture.code.name"
-            " is exact; name a file or a dataset",
+            "data.environments.code.train.path: null draws prompts from a reasoning_gym task, but"
+            " env.mixture.code.reward is of kind exact; name a file or a dataset",
         ),
         (
             (*TWO, "data.validation=null", "+data.environments={math: {}, code: {validation: {path: p, split: s}}}"),
@@ -157,7 +164,7 @@ def test_weights_may_not_change_when_a_run_goes_on() -> None:
     before, now = dump_resolved(load(*TWO)), dump_resolved(load(*TWO, "env.mixture.code.weight=3"))
     wrong = wrong_changes(ALGORITHMS["grpo"], changed_keys(before, now), with_optimizer=True)
     assert list(wrong) == ["env.mixture.code.weight"]
-    limits = dump_resolved(load(*TWO, "+env.mixture.code.max_turns=3"))
+    limits = dump_resolved(load(*TWO, "+env.mixture.code.on_failure=zero"))
     assert not wrong_changes(ALGORITHMS["grpo"], changed_keys(before, limits), with_optimizer=True)
     one_more = dump_resolved(load(*TWO, "+env.mixture.chat={weight: 1.0}"))
     assert "env.mixture.chat.weight" in wrong_changes(
@@ -167,5 +174,5 @@ def test_weights_may_not_change_when_a_run_goes_on() -> None:
 
 def test_the_best_checkpoint_is_by_accuracy_where_all_environments_say_right_or_wrong() -> None:
     assert metric_in_force(load(*TWO)) == "val:accuracy"
-    graded = "+env.mixture.chat={weight: 1.0, name: callable, callable: {function: 'm:f'}}"
+    graded = "+env.mixture.chat={weight: 1.0, reward: {kind: callable, function: 'm:f'}}"
     assert metric_in_force(load(*TWO, graded)) == "val:reward"

@@ -122,7 +122,7 @@ def test_a_file_of_grpo_is_carried_over_and_its_result_is_valid(tmp_path: Path) 
         "data.train.path": "agentica-org/DeepScaleR-Preview-Dataset",
         "data.prompt_key": "problem",
         "data.validation": None,
-        "env.num_workers": 4,
+        "env.reward.num_workers": 4,
         "cluster.num_nodes": 2,
     }
     assert {key: values.get(key) for key in wanted} == wanted

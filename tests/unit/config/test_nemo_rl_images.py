@@ -54,16 +54,16 @@ def test_a_file_of_images_is_carried_over_and_its_result_is_valid(tmp_path: Path
         "data.prompt_key": "problem",
         "data.answer_key": "solution",
         "data.image_key": "image",
-        "env.name": "exact",
-        "env.answer_after": "<answer>",
-        "env.num_workers": 6,
+        "env.reward.kind": "exact",
+        "env.reward.answer_after": "<answer>",
+        "env.reward.num_workers": 6,
         "policy.generation.backend": "vllm",
         "policy.dynamic_batching.train_mb_tokens": 512,
     }
     assert {key: translation.values.get(key) for key in wanted} == wanted
     reported = [
         "env.clevr-cogent.reward_functions: format: 0.2: no such reward; a function of yours that returns a dict of"
-        " rewards: env.name: callable, env.reward_weights: {format: 0.2, exact_alnum: 0.8}",
+        " rewards: env.reward.kind: callable, env.reward_weights: {format: 0.2, exact_alnum: 0.8}",
         "data.default.processor: vlm_hf_data_processor: records are read by their form: docs/data.md",
     ]
     assert [line for line in reported if line not in translation.without] == []
@@ -81,10 +81,10 @@ def test_a_file_of_images_is_carried_over_and_its_result_is_valid(tmp_path: Path
     [
         (
             "geometry3k",
-            {"env.name": "math", "data.train.path": "hiyouga/geometry3k", "data.image_key": "images"},
+            {"env.reward.kind": "math", "data.train.path": "hiyouga/geometry3k", "data.image_key": "images"},
             "env.geometry3k.reward_functions: format: 0.1",
         ),
-        ("refcoco", {"env.num_workers": 8}, "env.refcoco.reward_functions: bbox_giou: 0.9"),
+        ("refcoco", {"env.reward.num_workers": 8}, "env.refcoco.reward_functions: bbox_giou: 0.9"),
     ],
 )
 def test_the_environment_is_that_of_the_data(tmp_path: Path, name: str, wanted: dict[str, Any], reported: str) -> None:
@@ -95,7 +95,7 @@ def test_the_environment_is_that_of_the_data(tmp_path: Path, name: str, wanted: 
         data__default={"env_name": name},
     )
     problems = [problem.partition(":")[0] for problem in problems_of_translation(translation)]
-    assert problems == (["data.train.dataset_name", "env.name"] if name == "refcoco" else [])
+    assert problems == (["data.train.dataset_name", "env.reward.kind"] if name == "refcoco" else [])
     assert {key: translation.values.get(key) for key in wanted} == wanted
     assert any(line.startswith(reported) for line in translation.without)
     assert "env.clevr-cogent.*: switched off, or not read" in translation.idle
@@ -133,5 +133,5 @@ def test_of_two_rewards_none_is_carried_over(tmp_path: Path) -> None:
 def test_a_model_with_images_keeps_its_engine(tmp_path: Path) -> None:
     seeing = translate(write(tmp_path, COMMON, GRPO, GENERATION, policy__is_vlm=True))
     assert seeing.values["policy.generation.backend"] == "vllm"
-    assert seeing.values["env.name"] == "math"
+    assert seeing.values["env.reward.kind"] == "math"
     assert not [line for line in seeing.without if "is_vlm" in line]

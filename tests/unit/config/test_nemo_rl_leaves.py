@@ -15,6 +15,7 @@ from nemo_rl_moe.config.loading import problems_of_translation
 from nemo_rl_moe.config.nemo_rl import translate
 from nemo_rl_moe.config.nemo_rl_files import read_theirs
 from nemo_rl_moe.config.nemo_rl_keys import row_of
+from nemo_rl_moe.data.records import parse_record
 from tests.support.nemo_rl_leaves import fates_of, places
 from tests.unit.config.test_nemo_rl import COMMON, GENERATION, GRPO, write
 from tests.unit.config.test_nemo_rl_images import IMAGES
@@ -188,6 +189,73 @@ def test_questions_and_answers_are_read_by_their_keys_in_sft(tmp_path: Path) -> 
     assert translation.values["data.prompt_key"] == "problem"
     assert translation.values["data.completion_key"] == "generated_solution"
     assert problems_of_translation(translation) == []
+
+
+def test_squad_is_read_as_theirs_in_sft(tmp_path: Path) -> None:
+    """Its context is a system turn, and the first of its answers is the response."""
+    squad = {"dataset_name": "squad", "split": "train"}
+    path = write(tmp_path, COMMON, SFT, data__train=squad, data__validation={**squad, "split": "validation"})
+    tree = yaml.safe_load(path.read_text())
+    tree["data"]["default"] = {"processor": "sft_processor"}
+    path.write_text(yaml.safe_dump(tree))
+    translation = translate(path)
+    assert problems_of_translation(translation) == []
+    assert not [line for line in translation.without if "training data hold" in line]
+    keys = {name: translation.values[f"data.{name}_key"] for name in ("prompt", "completion", "system")}
+    record = {"id": "1", "title": "t", "context": "x is 2.", "question": "x+2=", "answers": {"text": ["4", "four"]}}
+    turns = [(turn["role"], turn["content"]) for turn in parse_record(record, "f:1", keys=keys).messages]
+    assert turns == [("system", "x is 2."), ("user", "x+2="), ("assistant", "4")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "named", "ours"),
+    [
+        (
+            DPO,
+            {"dataset_name": "BinaryPreferenceDataset", "prompt_key": "q", "chosen_key": "win", "rejected_key": "lose"},
+            {"data.prompt_key": "q", "data.chosen_key": "win", "data.rejected_key": "lose"},
+        ),
+        (
+            SFT,
+            {"dataset_name": "openai_format", "chat_key": "chat", "system_key": "sys", "tool_key": "tools"},
+            {"data.messages_key": "chat", "data.system_key": "sys"},
+        ),
+        (SFT, {"dataset_name": "openai_format"}, {}),
+    ],
+)
+def test_keys_of_records_are_carried_over(
+    tmp_path: Path, kind: str, named: dict[str, str], ours: dict[str, str]
+) -> None:
+    (tmp_path / "mine.jsonl").write_text("{}")
+    samples = {**named, "data_path": str(tmp_path / "mine.jsonl")}
+    validates: dict[str, Any] = {"dpo__val_period": 10} if kind == DPO else {}
+    translation = translate(write(tmp_path, COMMON, kind, data__train=samples, data__validation=samples, **validates))
+    assert problems_of_translation(translation) == []
+    assert {key: value for key, value in translation.values.items() if key.endswith("_key")} == ours
+    assert not [line for line in (*translation.without, *translation.unread) if "_key" in line]
+
+
+def test_other_keys_of_the_held_out_records_are_reported(tmp_path: Path) -> None:
+    samples = {"dataset_name": "BinaryPreferenceDataset", "data_path": "mine.jsonl", "chosen_key": "win"}
+    held_out = {**samples, "chosen_key": "best"}
+    translation = translate(write(tmp_path, COMMON, DPO, data__train=samples, data__validation=held_out))
+    assert translation.values["data.chosen_key"] == "win"
+    assert "data.validation.chosen_key: best: that of the training data holds" in translation.without
+
+
+def test_ranked_records_and_default_prompts_are_named(tmp_path: Path) -> None:
+    ranked = {"dataset_name": "PreferenceDataset", "data_path": "mine.jsonl"}
+    (line,) = translate(write(tmp_path, COMMON, DPO, data__train=ranked)).obstacles
+    assert "data.chosen_key=completions.0.completion" in line
+    prompted = {"dataset_name": "openai_format", "data_path": "mine.jsonl", "system_prompt": "Add."}
+    without = translate(write(tmp_path, COMMON, SFT, data__train=prompted)).without
+    assert "data.train.system_prompt: Add.: a message of each record, or words in the chat template" in without
+
+
+def test_questions_of_a_file_are_under_their_own_default_keys(tmp_path: Path) -> None:
+    samples = {"dataset_name": "ResponseDataset", "data_path": "mine.jsonl"}
+    values = translate(write(tmp_path, COMMON, GRPO, GENERATION, data__train=samples)).values
+    assert (values["data.prompt_key"], values["data.answer_key"]) == ("input", "output")
 
 
 def test_samples_that_sft_cannot_read_end_with_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -254,14 +254,6 @@ def test_a_metric_that_is_nearly_a_known_one_is_reported() -> None:
     assert lines("sft", "checkpointing.metric_name=val:bleu") == []
 
 
-def test_settings_of_tools_that_are_not_there_are_reported() -> None:
-    assert lines("grpo", "env.tool_call_cost=0.5", "env.tool_format=hermes") == [
-        "env has no tools and no mcp_servers; without effect: env.tool_call_cost, env.tool_format"
-    ]
-    # An agent's requests may have tools of their own.
-    assert lines("grpo", "env.agent=my_agent:run", "env.tool_format=hermes") == []
-
-
 def test_a_transport_to_the_trainer_itself_is_reported() -> None:
     assert lines("grpo", "policy.generation.weight_transport=gloo") == [
         "policy.generation.weight_transport: gloo has no effect: with backend megatron the trainer generates with its"

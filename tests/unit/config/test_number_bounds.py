@@ -53,7 +53,7 @@ ANY_SIZE = {
         ("loss_fn.entropy_bonus", "1e30", "a number from 0 to 1000"),
         ("loss_fn.ratio_clip_max", "1e30", "a number from 0 to 1000000000"),
         ("loss_fn.importance_sampling_ratio_max", "1e30", "a number above 0 and up to 1000000000"),
-        ("env.num_workers", "1000000000", "a whole number above 0 and up to 4096"),
+        ("env.reward.num_workers", "1000000000", "a whole number above 0 and up to 4096"),
         ("cluster.cpu_workers_per_node", "1000000000", "a whole number above 0 and up to 4096"),
         ("cluster.gpus_per_node", "1000000000", "a whole number from 0 to 1024"),
         ("logger.alerts.missing_routes_share", "1.5", "a number above 0 and up to 1 or null"),

@@ -15,14 +15,14 @@ from nemo_rl_moe.config.validation import keys_around
 
 def test_set_add_and_remove_in_order_without_touching_the_input() -> None:
     config = {"a": {"b": 1, "c": 2}, "d": None}
-    changed, problems = apply_overrides(config, ["a.b=5", "+a.e.f=[1, 2e-1]", "~a.c", "d=x=y", "a.b=6"], lambda _: [])
+    changed, problems = apply_overrides(config, ["a.b=5", "+a.e.f=[1, 2e-1]", "~a.c", "d=x=y", "a.b=6"], lambda *_: [])
     assert problems == []
     assert changed == {"a": {"b": 6, "e": {"f": [1, 0.2]}}, "d": "x=y"}
     assert config == {"a": {"b": 1, "c": 2}, "d": None}
 
 
 def test_key_must_exist_in_the_file_or_the_schema() -> None:
-    changed, problems = apply_overrides({"a": {"bcd": 1}}, ["a.bce=5", "a.new=1", "a.zzz=1"], lambda _: ["a.new"])
+    changed, problems = apply_overrides({"a": {"bcd": 1}}, ["a.bce=5", "a.new=1", "a.zzz=1"], lambda *_: ["a.new"])
     assert changed == {"a": {"bcd": 1, "new": 1}}
     assert problems == [
         "a.bce: unknown key; did you mean a.bcd?",
@@ -49,7 +49,7 @@ def test_override_acts_before_interpolation() -> None:
 
 
 def test_an_algorithm_is_named_in_the_file() -> None:
-    _, problems = apply_overrides({"grpo": {"seed": 1}}, ["algorithm=my_module:ALGORITHM"], lambda _: ["grpo.seed"])
+    _, problems = apply_overrides({"grpo": {"seed": 1}}, ["algorithm=my_module:ALGORITHM"], lambda *_: ["grpo.seed"])
     assert problems == ["algorithm: is read from the file alone, which `nemo-rl-moe run --config FILE` starts"]
 
 
@@ -85,10 +85,10 @@ def test_other_references_are_left_to_omegaconf(text: str) -> None:
             ("policy", "megatron_cfg", "env_vars"),
             {"NCCL_DEBUG": "INFO"},
         ),
-        ("env.tool_parameters.python.timeout_s=3", ("env", "tool_parameters"), {"python": {"timeout_s": 3}}),
-        ("env.parameters.a.b.c=3", ("env", "parameters"), {"a": {"b": {"c": 3}}}),
+        ("env.driver.parameters.python.timeout_s=3", ("env", "driver", "parameters"), {"python": {"timeout_s": 3}}),
+        ("env.reward.parameters.a.b.c=3", ("env", "reward", "parameters"), {"a": {"b": {"c": 3}}}),
         ("env.reward_weights.format=0.5", ("env", "reward_weights"), {"format": 0.5}),
-        ("env.mcp_servers.files.command=ls", ("env", "mcp_servers"), {"files": {"command": "ls"}}),
+        ("env.driver.mcp_servers.files.command=ls", ("env", "driver", "mcp_servers"), {"files": {"command": "ls"}}),
         ("data.environments.a.train.path=x", ("data", "environments"), {"a": {"train": {"path": "x"}}}),
     ],
 )
@@ -121,13 +121,13 @@ def test_keys_that_a_mapping_has_not_are_unknown(override: str, problem: str) ->
 
 @pytest.mark.parametrize("value", ["", "  "])
 def test_a_value_that_is_not_there_is_no_null(value: str) -> None:
-    _, problems = apply_overrides({"grpo": {"max_num_steps": 3}}, [f"grpo.max_num_steps={value}"], lambda _: [])
+    _, problems = apply_overrides({"grpo": {"max_num_steps": 3}}, [f"grpo.max_num_steps={value}"], lambda *_: [])
     assert problems == [
         "grpo.max_num_steps: got nothing behind the =, as of a variable that is not set; null is written out"
     ]
 
 
 def test_bytes_that_are_no_text_are_named() -> None:
-    _, problems = apply_overrides({"a": 1}, ["a=x\udcff"], lambda _: [])
+    _, problems = apply_overrides({"a": 1}, ["a=x\udcff"], lambda *_: [])
     assert len(problems) == 1
     assert problems[0].endswith("is not valid YAML: it holds bytes that are not UTF-8")

@@ -18,7 +18,6 @@ from nemo_rl_moe.errors import ConfigurationError, one_line
     [
         ("grpo.adv_estimator.name", "parts.rank_advantage"),
         ("loss_fn.objective", "parts.rank_advantage"),
-        ("env.name", "parts.rank_advantage"),
         ("policy.generation.backend", "parts.rank_advantage"),
         ("grpo.rollouts.order", "parts.rank_advantage"),
         ("logger.backends", "[parts.rank_advantage]"),
@@ -31,9 +30,16 @@ def test_a_dot_for_a_colon_has_the_right_name_as_suggestion(key: str, value: str
     assert line.endswith("package.module:name; did you mean parts:rank_advantage?")
 
 
+@pytest.mark.parametrize("written", ["parts.Reward", "parts:Reward"])
+def test_code_in_place_of_a_kind_is_told_the_kind_that_takes_it(written: str) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        load_grpo_config("grpo_tiny_moe.yaml", [f"env.reward.kind={written}"], check_paths=False)
+    assert error.value.problems[0].endswith("custom; did you mean custom, with factory: parts:Reward?")
+
+
 def test_a_reference_that_is_imported_has_it_too() -> None:
     with pytest.raises(ConfigurationError, match=r"expected package\.module:function; did you mean parts:turns\?$"):
-        import_attribute("env.rollout", "parts.turns")
+        import_attribute("env.driver.function", "parts.turns")
 
 
 @pytest.mark.parametrize("name", ["grpoo", "a b.c", "parts.", ".x", ""])
@@ -50,9 +56,9 @@ def test_objects_are_shown_without_their_addresses() -> None:
 @pytest.mark.parametrize("reference", ["os:system", "builtins:len", "os.path:join"])
 def test_python_s_own_library_is_no_code_of_the_user(reference: str) -> None:
     with pytest.raises(ConfigurationError) as error:
-        import_attribute("env.agent", reference)
+        import_attribute("env.driver.program", reference)
     assert error.value.problems == [
-        f"env.agent: {reference} is of Python's own library, expected package.module:function of your own code"
+        f"env.driver.program: {reference} is of Python's own library, expected package.module:function of your own code"
     ]
 
 
@@ -61,4 +67,4 @@ def test_a_module_of_the_user_may_have_a_name_of_python_s(tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "this", raising=False)
-    assert import_attribute("env.callable.function", "this:score")(None) == 1
+    assert import_attribute("env.reward.function", "this:score")(None) == 1

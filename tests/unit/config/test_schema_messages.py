@@ -68,13 +68,13 @@ M = "policy.megatron_cfg"
             "policy.track_moe_metrics=true",
             f"policy.track_moe_metrics: unknown key; did you mean {M}.track_moe_metrics?",
         ),
-        ("+wibble.zzz=1", "wibble: unknown key; allowed here: checkpointing, policy, logger, cluster, sft, data"),
+        ("+wibble.zzz=1", "wibble: unknown key; allowed here: checkpointing, policy, logger, cluster, data, sft"),
         ("+sft.zzz=1", None),
         (
             "data=3",
-            "data: got 3 (int), expected a section with the keys train, validation, on_bad_line, shuffle,"
-            " load_timeout_s, chat_template_kwargs, tools, image_key, image_root, max_image_pixels, messages_key,"
-            " prompt_key, completion_key",
+            "data: got 3 (int), expected a section with the keys on_bad_line, load_timeout_s, chat_template_kwargs,"
+            " tools, image_key, image_root, max_image_pixels, train, validation, shuffle, messages_key, prompt_key,"
+            " completion_key, system_key",
         ),
         ("cluster={num_nodes: 1}", None),
         ("~policy.init", "policy.init: missing; expected random or pretrained"),

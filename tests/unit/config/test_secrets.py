@@ -83,9 +83,9 @@ def test_the_report_shows_none_of_an_older_run(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_compares_without_them() -> None:
-    before = {"env": {"parameters": {"api_key": SECRETS[0], "url": f"http://me:{SECRETS[1]}@h", "n": 1}}}
-    now = {"env": {"parameters": {"api_key": "another", "url": "http://me:other@h", "n": 2}}}
-    assert changed_keys(before, now) == {"env.parameters.n": ("1", "2")}
+    before = {"env": {"reward": {"parameters": {"api_key": SECRETS[0], "url": f"http://me:{SECRETS[1]}@h", "n": 1}}}}
+    now = {"env": {"reward": {"parameters": {"api_key": "another", "url": "http://me:other@h", "n": 2}}}}
+    assert changed_keys(before, now) == {"env.reward.parameters.n": ("1", "2")}
 
 
 @pytest.mark.full

@@ -71,7 +71,8 @@ def test_conversations_of_sharegpt():
     found = parse_record({**record, "conversations": own}, "f:1").messages
     assert found[0] == {"role": "system", "content": "t"}
     assert found[2]["tool_calls"] == [called, called]
-    assert parse_record({**record, "messages": [USER, ASSISTANT]}, "f:1").messages == (USER, ASSISTANT)
+    system = {"role": "system", "content": "s"}
+    assert parse_record({**record, "messages": [USER, ASSISTANT]}, "f:1").messages == (system, USER, ASSISTANT)
 
 
 def test_messages_of_sharegpt_wherever_messages_stand():

@@ -78,7 +78,7 @@ def tokenizer_folder() -> Path:
 
 
 def data_command(algorithm: str, path: Path, on_bad_line: str) -> Callable[[], int]:
-    more = ["env.name=math", "env.reasoning_gym=null", "data.answer_key=answer", "policy.generation.max_new_tokens=9"]
+    more = ["env.reward.kind=math", "data.answer_key=answer", "policy.generation.max_new_tokens=9"]
     return command(
         "data",
         *("--config", f"{algorithm}_tiny_moe.yaml", "--show", "50"),

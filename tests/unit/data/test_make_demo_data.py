@@ -12,13 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_rl_moe import demo_data
-from nemo_rl_moe.config.schema_environment import EnvironmentConfig
+from nemo_rl_moe.config.environments.rewards import WorkerRewardConfig
 from nemo_rl_moe.config.schema_grpo import PromptDataConfig, PromptSourceConfig
 from nemo_rl_moe.data.preferences import load_preferences
 from nemo_rl_moe.data.prompts import load_prompts
 from nemo_rl_moe.data.sft import load_sft_dataset
 from nemo_rl_moe.rewards.interface import Score, ScoringItem
 from nemo_rl_moe.rewards.registry import make_reward_function
+from tests.support.environment_sections import environment_section
 
 
 @pytest.fixture(scope="module")
@@ -205,41 +206,8 @@ def test_as_a_program_and_read_by_the_product(script, tmp_path, demo_tokenizer):
 
 def test_prompts_of_grpo_as_the_product_reads_and_scores_them(maker, small, tmp_path, demo_tokenizer):
     maker.write_data(tmp_path, small)
-    task = {"task": "basic_arithmetic", "parameters": {}, "partial_credit": False}
-    env = EnvironmentConfig.model_validate(
-        {
-            "name": "reasoning_gym",
-            "num_workers": 1,
-            "timeout_s": 60.0,
-            "on_failure": "leave_out",
-            "rollout_timeout_s": 600.0,
-            "mcp_servers": {},
-            "openenv": None,
-            "tools": [],
-            "tool_parameters": {},
-            "tool_format": None,
-            "agent": None,
-            "agent_command": [],
-            "agent_limits": {"num_workers": 1, "memory_mb": 1024},
-            "tool_limits": {
-                "num_workers": 1,
-                "call_timeout_s": 10.0,
-                "turn_timeout_s": 30.0,
-                "max_result_characters": 4000,
-                "memory_mb": 1024,
-            },
-            "max_turns": 8,
-            "tool_call_cost": 0.0,
-            "rewritten_turns": "begin_anew",
-            "answer_after": "</think>",
-            "score_truncated": False,
-            "reasoning_gym": task,
-            "callable": None,
-            "reward_weights": None,
-            "parameters": {},
-            "rollout": None,
-        }
-    )
+    env = environment_section({"kind": "reasoning_gym", "task": "basic_arithmetic", "answer_after": "</think>"})
+    assert isinstance(env.reward, WorkerRewardConfig)
     source = PromptSourceConfig(path=str(tmp_path / "validation_prompts.jsonl"), split="train", num_items=None, seed=0)
     data = PromptDataConfig(
         train=source,
@@ -259,7 +227,7 @@ def test_prompts_of_grpo_as_the_product_reads_and_scores_them(maker, small, tmp_
     prompts = load_prompts(source, data, demo_tokenizer, 33, env)
     assert (len(prompts), prompts.report.num_dropped) == (100, 0)
 
-    environment = make_reward_function(env)
+    environment = make_reward_function(env.reward, env)
     imitated = load_sft_dataset(str(tmp_path / "validation.jsonl"), "train", demo_tokenizer, 64)
     for prompt, example in zip(prompts, imitated, strict=True):
         start = int(example.token_mask.argmax())

@@ -12,11 +12,11 @@ from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_rl_moe.config.schema_environment import EnvironmentConfig
 from nemo_rl_moe.config.schema_grpo import PromptDataConfig, PromptSourceConfig
 from nemo_rl_moe.data.prompts import Prompt, PromptLoader, load_prompts, without_training_prompts
 from nemo_rl_moe.data.sft import load_sft_dataset
 from nemo_rl_moe.errors import ConfigurationError, DataError
+from tests.support.environment_sections import environment_section
 
 CHATML = (
     "{% for message in messages %}<|start|>{{ message.role }}\n{{ message.content }}<|end|>\n{% endfor %}"
@@ -34,7 +34,7 @@ SUMS = {
 }
 
 
-def load(tokenizer: Any, path: str | None, env: str = "math", longest: int = 64, **changes: Any):
+def load(tokenizer: Any, path: str | None, env: str | None = "math", longest: int = 64, **changes: Any):
     settings: dict[str, Any] = {
         "split": "train",
         "num_items": None,
@@ -53,44 +53,11 @@ def load(tokenizer: Any, path: str | None, env: str = "math", longest: int = 64,
         "parameters": SUMS,
     } | changes
     source = PromptSourceConfig(path=path, **{key: settings.pop(key) for key in ("split", "num_items", "seed")})
-    driver = {key: settings.pop(key) for key in ("rollout", "agent", "agent_command") if key in settings}
     response_key = settings.pop("response_key", None)
-    task = {"task": "basic_arithmetic", "parameters": settings.pop("parameters"), "partial_credit": False}
-    environment = EnvironmentConfig.model_validate(
-        {
-            "name": env,
-            "num_workers": 1,
-            "timeout_s": 60.0,
-            "on_failure": "leave_out",
-            "rollout_timeout_s": 600.0,
-            "mcp_servers": {},
-            "openenv": None,
-            "tools": [],
-            "tool_parameters": {},
-            "tool_format": None,
-            "agent": None,
-            "agent_command": [],
-            "agent_limits": {"num_workers": 1, "memory_mb": 1024},
-            "tool_limits": {
-                "num_workers": 1,
-                "call_timeout_s": 10.0,
-                "turn_timeout_s": 30.0,
-                "max_result_characters": 4000,
-                "memory_mb": 1024,
-            },
-            "max_turns": 8,
-            "tool_call_cost": 0.0,
-            "rewritten_turns": "begin_anew",
-            "answer_after": None,
-            "score_truncated": False,
-            "reasoning_gym": task,
-            "callable": None,
-            "reward_weights": None,
-            "parameters": {},
-            "rollout": None,
-        }
-        | driver
-    )
+    task = {"task": "basic_arithmetic", "parameters": settings.pop("parameters")}
+    keys = {"reasoning_gym": task, "callable": {"function": "a:b"}, "custom": {"factory": "a:b"}}
+    reward = None if env is None else {"kind": env, **keys.get(env, {})}
+    environment = environment_section(reward, settings.pop("driver", None))
     images = settings.pop("images", None)
     data = PromptDataConfig(train=source, validation=None, **settings)
     return load_prompts(source, data, tokenizer, longest, environment, images, response_key=response_key)
@@ -295,7 +262,7 @@ def test_sampled_prompts(byte_tokenizer):
 def test_nothing_to_draw_from(byte_tokenizer):
     with pytest.raises(ConfigurationError, match="has no such parameter"):
         load(byte_tokenizer(), None, "reasoning_gym", num_items=3, parameters={"digits": 3})
-    with pytest.raises(ConfigurationError, match="needs that section and num_items"):
+    with pytest.raises(ConfigurationError, match="and needs num_items"):
         load(byte_tokenizer(), None, "reasoning_gym")
 
 
@@ -398,12 +365,12 @@ def test_a_function_may_read_all_of_a_record(demo_tokenizer: Any, write_jsonl: A
 
 
 WHOLE_RECORDS = [
-    {"env": "openenv"},
-    {"agent": "agents:answer"},
-    {"agent_command": ["agent"]},
-    {"rollout": "rollouts:Twice"},
+    {"env": None, "driver": {"kind": "openenv", "server": "a:app", "action_key": "a", "observation_key": "o"}},
+    {"driver": {"kind": "agent", "program": "agents:answer"}},
+    {"driver": {"kind": "agent", "program": ["agent"]}},
+    {"driver": {"kind": "function", "function": "rollouts:Twice"}},
     {"env": "callable"},
-    {"env": "my_environment:score"},
+    {"env": "custom"},
 ]
 
 
@@ -426,7 +393,7 @@ def test_records_differ_by_all_that_code_and_libraries_read(
 
 
 def test_a_number_that_the_task_gives_its_items_makes_no_other_record(byte_tokenizer: Any) -> None:
-    choices = {"env": "reasoning_gym", "rollout": "rollouts:Twice", "num_items": 60}
+    choices = {"env": "reasoning_gym", "driver": {"kind": "function", "function": "rollouts:Twice"}, "num_items": 60}
     training, held_out = (load(byte_tokenizer(), None, seed=seed, **choices) for seed in (0, 1))
     assert all("source_index" in prompt.record["metadata"] for prompt in training)
     asked = {prompt.text for prompt in training}

@@ -27,6 +27,8 @@ SAMPLES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     "input and output": ({"input": ASKED, "output": RIGHT}, {}),
     "our own keys first": ({"prompt": ASKED, "completion": RIGHT, "question": "?", "answer": "x"}, {}),
     "nulls of a table": ({"instruction": ASKED, "output": RIGHT, "messages": None, "question": None}, {}),
+    "hh-rlhf before a response": ({"prompt": "\n\nHuman: 2+2=\n\nAssistant:", "response": " 4"}, {}),
+    "an answer of a list": ({"q": ASKED, "a": {"text": [RIGHT, "four"]}}, {"prompt": "q", "completion": "a.text.0"}),
     "named": ({"q": ASKED, "a": RIGHT, "answer": "x"}, {"prompt": "q", "completion": "a"}),
     "named in an object": ({"row": {"q": ASKED}, "output": RIGHT}, {"prompt": "row.q"}),
     "one of two named": ({"question": ASKED, "answer": "x", "response": RIGHT}, {"completion": "response"}),
@@ -41,7 +43,11 @@ SAMPLES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
 def test_samples(record: dict[str, Any], keys: dict[str, str]) -> None:
     example = parse_record(record, "f:1", keys=keys)
     assert example.messages == (USER, GOOD)
-    assert example.plain == (ASKED, RIGHT)
+    assert example.plain is not None
+    assert [text.removeprefix("\n\nHuman: ").removesuffix("\n\nAssistant:").strip() for text in example.plain] == [
+        ASKED,
+        RIGHT,
+    ]
     assert example.trained_messages == {1}
 
 
@@ -66,6 +72,59 @@ def test_samples(record: dict[str, Any], keys: dict[str, str]) -> None:
             [("user", ASKED), ("assistant", RIGHT)],
         ),
         ({"conversations": [USER, GOOD]}, {}, [("user", ASKED), ("assistant", RIGHT)]),
+        (
+            {"instruction": "Add.", "context": "2+2", "response": "4", "category": "closed_qa"},
+            {},
+            [("user", "Add.\n2+2"), ("assistant", "4")],
+        ),
+        (
+            {"instruction": "Add.", "context": "", "response": "4"},
+            {},
+            [("user", "Add."), ("assistant", "4")],
+        ),
+        (
+            {"context": "x is 2.", "question": "x+2=", "answer": "4"},
+            {},
+            [("user", "x is 2.\n\nx+2="), ("assistant", "4")],
+        ),
+        (
+            {"context": "x is 2.", "question": "x+2=", "answers": {"text": ["4"]}},
+            {"prompt": "question", "completion": "answers.text.0", "system": "context"},
+            [("system", "x is 2."), ("user", "x+2="), ("assistant", "4")],
+        ),
+        *(
+            (
+                {**asked, "response": RIGHT, "history": [["1+1=", "2"]], "system": "Add."},
+                {},
+                [("system", "Add."), ("user", "1+1="), ("assistant", "2"), ("user", ASKED), ("assistant", RIGHT)],
+            )
+            for asked in ({"query": ASKED}, {"instruction": ASKED}, {"prompt": ASKED}, {"prompt": [USER]})
+        ),
+        (
+            {"prompt": [SYSTEM, USER], "response": RIGHT, "history": [["1+1=", "2"]]},
+            {},
+            [("system", "Add."), ("user", "1+1="), ("assistant", "2"), ("user", ASKED), ("assistant", RIGHT)],
+        ),
+        # A system turn beside whatever else there is; one of the messages' own stays.
+        *(
+            (record, keys, [("system", "Add."), ("user", ASKED), ("assistant", RIGHT)])
+            for record, keys in (
+                ({"system_prompt": "Add.", "question": ASKED, "response": RIGHT}, {}),
+                ({"system": "Add.", "prompt": ASKED, "completion": RIGHT}, {}),
+                ({"system": "Add.", "prompt": [USER], "response": RIGHT}, {}),
+                ({"system": "Add.", "messages": [USER, GOOD]}, {}),
+                ({"system": "Other.", "messages": [SYSTEM, USER, GOOD]}, {}),
+                ({"system": "Add.", "chat": [HUMAN, GPT]}, {"messages": "chat"}),
+                ({"system": "Add.", "prompt": ASKED, "a": RIGHT}, {"completion": "a"}),
+                ({"s": "Add.", "system": "Other.", "messages": [USER, GOOD]}, {"system": "s"}),
+                ({"system": "Add.", "system_prompt": "Add.", "messages": [USER, GOOD]}, {}),
+            )
+        ),
+        (
+            {"prompt": "\n\nHuman: hi\n\nAssistant: hello\n\nHuman: 2+2=\n\nAssistant:", "completion": RIGHT},
+            {},
+            [("user", "hi"), ("assistant", "hello"), ("user", ASKED), ("assistant", RIGHT)],
+        ),
         ({"messages": [HUMAN, GPT], "instruction": "?", "output": "?"}, {}, [("user", ASKED), ("assistant", RIGHT)]),
     ],
 )
@@ -111,9 +170,46 @@ def test_conversations(record: dict[str, Any], keys: dict[str, str], messages: l
             "instruction is a string and input an object, expected two strings",
         ),
         (
-            {"instruction": "i", "output": "o", "history": [["a", "b"]]},
+            {"instruction": "i", "output": "o", "history": "a"},
             {},
-            "the line has history, which is not read; write the turns as messages",
+            "history is a string, expected a list of pairs of question and answer; write the turns as messages, or set"
+            " data.prompt_key: instruction to leave it out",
+        ),
+        (
+            {"messages": [USER, GOOD], "history": [["a", "b"]]},
+            {},
+            "the line has history beside messages, expected one of the two; write its turns there",
+        ),
+        (
+            {"question": "q", "context": {"title": ["t"]}, "answer": "a"},
+            {},
+            "question is a string and context an object, expected two strings",
+        ),
+        (
+            {"question": "q", "system": "s", "system_prompt": "t", "answer": "a"},
+            {},
+            "the line has system and system_prompt, each of which may be the system turn: set data.system_key to one of"
+            " them",
+        ),
+        (
+            {"question": "q", "system": ["s"], "answer": "a"},
+            {},
+            "system is a list, expected a string; data.system_key names another",
+        ),
+        (
+            {"prompt": "\n\nHuman: q\n\nAssistant: Well,", "completion": "a"},
+            {},
+            "prompt ends in words of the assistant, and a response follows: end it in 'Assistant:'",
+        ),
+        (
+            {"prompt": None, "completion": "a", "messages": [USER, GOOD]},
+            {"prompt": "prompt"},
+            "prompt is null (data.prompt_key=prompt), expected a value in each line",
+        ),
+        (
+            {"q": "q", "a": {"text": []}},
+            {"prompt": "q", "completion": "a.text.0"},
+            "a.text has 0 members, and no 0 (data.completion_key=a.text.0)",
         ),
     ],
 )
@@ -125,6 +221,12 @@ def test_samples_that_cannot_be_read(record: dict[str, Any], keys: dict[str, str
 
 PAIRS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     "hh-rlhf": ({"chosen": "\n\nHuman: 2+2=\n\nAssistant: 4", "rejected": "\n\nHuman: 2+2=\n\nAssistant: 5"}, {}),
+    "hh-rlhf before the responses": (
+        {"prompt": "\n\nHuman: 2+2=\n\nAssistant:", "chosen": " 4", "rejected": " 5"},
+        {},
+    ),
+    "a prompt with other blanks": ({"prompt": f"{ASKED} \n", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, {}),
+    "messages that end in the better response": ({"messages": [USER, GOOD], "chosen": RIGHT, "rejected": WRONG}, {}),
     "response_chosen": ({"prompt": ASKED, "response_chosen": RIGHT, "response_rejected": WRONG}, {}),
     "chosen_response": ({"question": ASKED, "chosen_response": RIGHT, "rejected_response": WRONG}, {}),
     "ms-swift": ({"messages": [USER, GOOD], "rejected_response": WRONG}, {}),
@@ -162,6 +264,67 @@ def test_pairs(record: dict[str, Any], keys: dict[str, str]) -> None:
     assert pair.chosen.messages == (USER, GOOD)
     assert pair.rejected.messages == (USER, BAD)
     assert pair.chosen.trained_messages == pair.rejected.trained_messages == {1}
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"conversations": [HUMAN], "chosen": GPT, "rejected": {**GPT, "value": WRONG}},
+        {"messages": [USER], "chosen": RIGHT, "rejected": WRONG},
+        {"prompt": ASKED, "chosen": RIGHT, "rejected": WRONG},
+        {"prompt": ASKED, "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+        {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
+        {"chosen": "\n\nHuman: 2+2=\n\nAssistant: 4", "rejected": "\n\nHuman: 2+2=\n\nAssistant: 5"},
+        {"messages": [USER, GOOD], "rejected_response": WRONG},
+        {"question": ASKED, "response_chosen": RIGHT, "response_rejected": WRONG},
+    ],
+)
+@pytest.mark.parametrize("key", ["system", "system_prompt", "s"])
+def test_the_system_turn_of_a_pair(record: dict[str, Any], key: str) -> None:
+    pair = parse_preference({**record, key: "Add."}, "f:1", keys={"system": "s"} if key == "s" else {})
+    assert pair.chosen.messages == (SYSTEM, USER, GOOD)
+    assert pair.rejected.messages == (SYSTEM, USER, BAD)
+    assert pair.chosen.trained_messages == {2}
+    assert pair.chosen.plain is None
+
+
+def test_earlier_turns_of_a_pair() -> None:
+    record = {"query": ASKED, "response": RIGHT, "rejected_response": WRONG, "history": [["1+1=", "2"]]}
+    turns = [message["content"] for message in parse_preference(record, "f:1").rejected.messages]
+    assert turns == ["1+1=", "2", ASKED, WRONG]
+
+
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [
+        (
+            [{"prompt": "1+1=", "completion": "2", "answer": "two"}, {"prompt": "2+2=", "answer": "4"}],
+            "the line has answer where {}:1 has completion: expected one form in all lines; or set data.completion_key",
+        ),
+        (
+            [{"prompt": "1+1=", "completion": "2"}, {"prompt": "2+2=", "completion": None, "answer": "4"}],
+            "the line has answer where {}:1 has completion: expected one form in all lines; or set data.completion_key",
+        ),
+        (
+            [{"prompt": "1+1=", "completion": "2"}, {"question": "2+2=", "completion": "4"}],
+            "the line has question where {}:1 has prompt: expected one form in all lines; or set data.prompt_key",
+        ),
+    ],
+)
+def test_lines_of_two_forms(write_jsonl: Any, demo_tokenizer: Any, lines: list[dict[str, Any]], reason: str) -> None:
+    path = write_jsonl(*lines)
+    with pytest.raises(DataError) as error:
+        load_sft_dataset(path, "train", demo_tokenizer, 64)
+    assert f"{path}:2: {reason.format(path)}" in str(error.value)
+
+
+def test_pairs_of_two_forms(write_jsonl: Any, demo_tokenizer: Any) -> None:
+    compared = {"prompt": ASKED, "response1": RIGHT, "response2": WRONG}
+    first, second = ({**compared, "overall_preference": number} for number in (-1, 1))
+    assert len(load_preferences(write_jsonl(first, second), "train", demo_tokenizer, 64)) == 2
+    path = write_jsonl(first, {"prompt": ASKED, "chosen": RIGHT, "rejected": WRONG})
+    with pytest.raises(DataError, match=r"the line has chosen and rejected where .*:1 has response1 and response2: .*"):
+        load_preferences(path, "train", demo_tokenizer, 64)
 
 
 def test_whole_conversations_with_a_system_turn_have_their_prompt_once() -> None:
@@ -209,6 +372,23 @@ def test_several_turns_of_hh_rlhf() -> None:
             {},
             "the line has no chosen and no rejected; its keys: prompt, better, worse; data.chosen_key and"
             " data.rejected_key name others",
+        ),
+        (
+            {"messages": [USER, BAD], "chosen": RIGHT, "rejected": "6"},
+            {},
+            "messages ends in a turn of role assistant, and chosen begins with one of role assistant: write the"
+            " messages up to the responses as prompt, and the responses without them",
+        ),
+        (
+            {"prompt": "another", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+            {},
+            "prompt ends in a turn of role user, and chosen begins with one of role user: write the messages up to the"
+            " responses as prompt, and the responses without them",
+        ),
+        (
+            {"q": None, "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+            {"prompt": "q"},
+            "q is null (data.prompt_key=q), expected a value in each line",
         ),
         (
             {"text": "q", "chosen": "a", "rejected": "b"},

@@ -7,7 +7,6 @@ import json
 import numpy as np
 import pytest
 
-from nemo_rl_moe.config.schema_environment import EnvironmentConfig
 from nemo_rl_moe.config.schema_grpo import PromptDataConfig, PromptSourceConfig
 from nemo_rl_moe.data.preferences import load_preferences
 from nemo_rl_moe.data.prompts import load_prompts
@@ -17,6 +16,7 @@ from nemo_rl_moe.data.sft import load_sft_dataset
 from nemo_rl_moe.data.template_inputs import TemplateInputs
 from nemo_rl_moe.errors import ConfigurationError, DataError
 from tests.support.chat_templates import THINKING
+from tests.support.environment_sections import environment_section
 
 USER = {"role": "user", "content": "q"}
 ANSWER = {"role": "assistant", "content": "a"}
@@ -245,40 +245,7 @@ def prompts_of(path, tokenizer, **data):
         "chat_template_kwargs": {},
         **data,
     }
-    environment = EnvironmentConfig.model_validate(
-        {
-            "name": "math",
-            "num_workers": 1,
-            "timeout_s": 60.0,
-            "on_failure": "leave_out",
-            "rollout_timeout_s": 600.0,
-            "mcp_servers": {},
-            "openenv": None,
-            "tools": [],
-            "tool_parameters": {},
-            "tool_format": None,
-            "agent": None,
-            "agent_command": [],
-            "agent_limits": {"num_workers": 1, "memory_mb": 1024},
-            "tool_limits": {
-                "num_workers": 1,
-                "call_timeout_s": 10.0,
-                "turn_timeout_s": 30.0,
-                "max_result_characters": 4000,
-                "memory_mb": 1024,
-            },
-            "max_turns": 8,
-            "tool_call_cost": 0.0,
-            "rewritten_turns": "begin_anew",
-            "answer_after": None,
-            "score_truncated": True,
-            "reasoning_gym": None,
-            "callable": None,
-            "reward_weights": None,
-            "parameters": {},
-            "rollout": None,
-        }
-    )
+    environment = environment_section({"kind": "math"}, score_truncated=True)
     config = PromptDataConfig(train=source, validation=None, **settings)
     return load_prompts(source, config, tokenizer, 10_000, environment)
 
@@ -396,3 +363,29 @@ def test_a_tokenizer_with_another_template_for_tools(byte_tokenizer, write_jsonl
     )
     check_conversation(tokenizer, check)
     assert text_of(tokenizer, other).startswith("<|start|>user\nq")
+
+
+FUNCTION = {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}
+
+
+@pytest.mark.parametrize("functions", [[FUNCTION], json.dumps([FUNCTION])])
+def test_the_old_form_of_calls(functions):
+    turn = {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": '{"a": 1}'}}
+    result = {"role": "function", "name": "add", "content": "2"}
+    example = parse_record({"messages": [USER, turn, result, ANSWER], "functions": functions}, "f:1")
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    assert example.messages[1] == {"role": "assistant", "content": "", "tool_calls": [call]}
+    assert example.messages[2] == {"role": "tool", "name": "add", "content": "2"}
+    assert example.inputs.tools == ({"type": "function", "function": FUNCTION},)
+    beside = parse_record({"messages": [USER, {**turn, "content": "I add."}, result, ANSWER]}, "f:1").messages[1]
+    assert beside == {"role": "assistant", "content": "I add.", "tool_calls": [call]}
+
+
+def test_other_things_under_the_keys_of_the_old_form():
+    empty = {**ANSWER, "function_call": {"name": None, "arguments": None}}
+    assert parse_record({"messages": [USER, empty], "functions": "sin, cos"}, "f:1") == parse_record(
+        {"messages": [USER, ANSWER]}, "f:1"
+    )
+    both = {**ANSWER, "function_call": {"name": "f"}, "tool_calls": [{"name": "f", "arguments": {}}]}
+    with pytest.raises(RecordError, match=r"messages\[1\] has both function_call and tool_calls, expected one"):
+        parse_record({"messages": [USER, both]}, "f:1")

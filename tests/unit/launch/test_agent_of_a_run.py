@@ -11,13 +11,13 @@ from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.data.tokenizer import load_tokenizer
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.generation.interface import SamplingParameters
-from nemo_rl_moe.launch.agents import prepare_agent
-from nemo_rl_moe.tools.formats.registry import TOOL_FORMATS
+from nemo_rl_moe.launch.drivers.kinds import prepare_driver
+from nemo_rl_moe.launch.drivers.setup import DriverSetup, StartDriver
 from tests.functional import grpo_runs
 
 ROOT = Path(__file__).resolve().parents[3]
 ASSETS = ROOT / "examples/assets"
-AGENT = "env.agent=tests.support.agents_of_tests:asks_twice"
+AGENT = ("env.driver.kind=agent", "env.driver.program=tests.support.agents_of_tests:asks_twice")
 SAMPLING = SamplingParameters(10)
 
 
@@ -25,30 +25,42 @@ def overrides(model: str, *more: str) -> list[str]:
     return [f"policy.model_name={ASSETS / model}", "policy.init=random", *more]
 
 
-def test_an_agent_is_prepared_with_the_format_of_calls_of_its_model() -> None:
-    for model, expected in (("tiny_qwen3_moe_tools", TOOL_FORMATS["hermes"]), ("tiny_qwen3_moe", None)):
-        config = load_grpo_config("grpo_tiny_moe.yaml", overrides(model, AGENT), check_paths=False)
-        prepared = prepare_agent(config, load_tokenizer(str(ASSETS / model)), SAMPLING)
-        assert prepared is not None
-        assert prepared.tool_format is expected
-    without = load_grpo_config("grpo_tiny_moe.yaml", overrides("tiny_qwen3_moe"), check_paths=False)
-    assert prepare_agent(without, load_tokenizer(str(ASSETS / "tiny_qwen3_moe")), SAMPLING) is None
+def prepared(model: str, *more: str) -> StartDriver:
+    """Prepare the agent of the only environment."""
+    config = load_grpo_config("grpo_tiny_moe.yaml", overrides(model, *more), check_paths=False)
+    return prepare_driver(config.env.driver, DriverSetup(config, load_tokenizer(str(ASSETS / model)), SAMPLING))
+
+
+@pytest.mark.parametrize("model", ["tiny_qwen3_moe_tools", "tiny_qwen3_moe"])
+def test_an_agent_is_prepared_for_models_with_and_without_a_format_of_calls(model: str) -> None:
+    assert callable(prepared(model, *AGENT))
 
 
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["env.agent=tests.support.agents_of_tests:agnet"], "env.agent: tests.support.agents_of_tests:agnet: "),
-        (["env.agent=tests.support.agents_of_tests:MARK"], "env.agent: tests.support.agents_of_tests:MARK is "),
-        (["env.agent=psutil:boot_time"], "env.agent: psutil:boot_time() cannot be called with one AgentTask: too many"),
-        (["env.agent_command=[no-such-program]"], "env.agent_command: there is no program 'no-such-program'; expected"),
-        ([AGENT, "env.tool_format=hermess"], "env.tool_format: got 'hermess', expected one of hermes"),
+        (
+            ["env.driver.kind=agent", "env.driver.program=tests.support.agents_of_tests:agnet"],
+            "env.driver.program: tests.support.agents_of_tests:agnet: ",
+        ),
+        (
+            ["env.driver.kind=agent", "env.driver.program=tests.support.agents_of_tests:MARK"],
+            "env.driver.program: tests.support.agents_of_tests:MARK is ",
+        ),
+        (
+            ["env.driver.kind=agent", "env.driver.program=psutil:boot_time"],
+            "env.driver.program: psutil:boot_time() cannot be called with one AgentTask: too many",
+        ),
+        (
+            ["env.driver.kind=agent", "env.driver.program=[no-such-program]"],
+            "env.driver.program: there is no program 'no-such-program'; expected",
+        ),
+        ([*AGENT, "env.driver.format=hermess"], "env.driver.format: got 'hermess', expected one of hermes"),
     ],
 )
 def test_agents_that_cannot_be_used_are_refused(more: list[str], message: str) -> None:
-    config = load_grpo_config("grpo_tiny_moe.yaml", overrides("tiny_qwen3_moe_tools", *more), check_paths=False)
     with pytest.raises(ConfigurationError) as caught:
-        prepare_agent(config, load_tokenizer(str(ASSETS / "tiny_qwen3_moe_tools")), SAMPLING)
+        prepared("tiny_qwen3_moe_tools", *more)
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
 
@@ -57,11 +69,15 @@ def test_agents_that_cannot_be_used_are_refused(more: list[str], message: str) -
 def test_the_command_names_the_key_and_leaves_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = grpo_runs.make_prompts(tmp_path, 3)
     paths = [f"data.train.path={data / 'grpo.jsonl'}", "data.validation=null", "grpo.val_period=0"]
-    words = overrides("tiny_qwen3_moe_tools", *paths, "env.agent=no_such_module:agent")
+    words = overrides(
+        "tiny_qwen3_moe_tools", *paths, "env.driver.kind=agent", "env.driver.program=no_such_module:agent"
+    )
     assert cli.main(["grpo", "--config", "grpo_tiny_moe.yaml", *words, f"logger.log_dir={tmp_path / 'logs'}"]) == 2
-    assert "error: env.agent: no_such_module:agent: there is no module no_such_module" in capsys.readouterr().err
+    assert (
+        "error: env.driver.program: no_such_module:agent: there is no module no_such_module" in capsys.readouterr().err
+    )
 
 
 def test_the_examples_configuration_loads() -> None:
     config = load_grpo_config(ROOT / "examples/agents/add_with_a_tool.yaml", [], check_paths=False)
-    assert config.env.driven_by == "add_with_a_tool:solve"
+    assert config.env.driver.named == "add_with_a_tool:solve"

@@ -15,7 +15,7 @@ TINY = Path(cli.__file__).resolve().parents[1] / "examples/assets/tiny_qwen3_moe
 RUN = f"""
 defaults: grpo.yaml
 policy: {{model_name: {TINY}, init: random}}
-env: {{name: callable, callable: {{function: "first_day_reward:score"}}}}
+env: {{reward: {{kind: callable, function: "first_day_reward:score"}}}}
 data:
   train: {{path: prompts.jsonl}}
   validation: null
@@ -37,7 +37,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_a_whole_configuration_is_printed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["config", "--config", "my_run.yaml"]) == 0
     printed = capsys.readouterr()
-    assert yaml.safe_load(printed.out)["env"]["callable"] == {"function": "first_day_reward:score"}
+    assert yaml.safe_load(printed.out)["env"]["reward"]["function"] == "first_day_reward:score"
     assert printed.err == ""
 
 
@@ -47,12 +47,18 @@ def test_a_whole_configuration_is_printed(folder: Path, capsys: pytest.CaptureFi
         ("data.train.path=prompt.jsonl", "data.train.path: prompt.jsonl not found in the working folder "),
         ("policy.model_name=./nothing", "policy.model_name: nothing not found in the working folder "),
         (
-            "env.callable.function=first_day_reward:scor",
-            "env.callable.function: first_day_reward:scor: first_day_reward has no scor; did you mean score?",
+            "env.reward.function=first_day_reward:scor",
+            "env.reward.function: first_day_reward:scor: first_day_reward has no scor; did you mean score?",
         ),
-        ("env.callable.function=no_such_day:score", "env.callable.function: no_such_day:score: there is no module "),
-        ("env.tools=[no_such_day:tool]", "env.tools: no_such_day:tool: there is no module no_such_day"),
-        ("env.tools=[calculatr]", "env.tools: got 'calculatr', expected package.module:function, or one of "),
+        ("env.reward.function=no_such_day:score", "env.reward.function: no_such_day:score: there is no module "),
+        (
+            "env.driver={kind: tools, tools: [no_such_day:tool]}",
+            "env.driver.tools: no_such_day:tool: there is no module no_such_day",
+        ),
+        (
+            "env.driver={kind: tools, tools: [calculatr]}",
+            "env.driver.tools: got 'calculatr', expected package.module:function, or one of ",
+        ),
         ("logger.backends=[no_such_day:Logger]", "logger.backends: no_such_day:Logger: there is no module "),
         ("grpo.adv_estimator.name=no_such_day:best", "grpo.adv_estimator.name: no_such_day:best: there is no module "),
         ("loss_fn.objective=no_such_day:clip", "loss_fn.objective: no_such_day:clip: there is no module no_such_day"),
@@ -69,7 +75,7 @@ def test_what_is_missing_ends_it_with_code_2(
 
 
 def test_all_that_is_missing_is_named_at_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["data.train.path=no.jsonl", "env.callable.function=no_such_day:score", "logger.backends=[no_such_day:L]"]
+    words = ["data.train.path=no.jsonl", "env.reward.function=no_such_day:score", "logger.backends=[no_such_day:L]"]
     assert cli.main(["config", "--config", "my_run.yaml", *words]) == 2
     keys = [line.split(":")[1].strip() for line in capsys.readouterr().err.splitlines()]
-    assert keys == ["data.train.path", "logger.backends", "env.callable.function"]
+    assert keys == ["data.train.path", "logger.backends", "env.reward.function"]

@@ -18,7 +18,10 @@ from nemo_rl_moe.launch.prompts import read_held_out_prompts, read_training_prom
 from nemo_rl_moe.runs.loggers.console import ConsoleLogger
 
 MODEL = Path(__file__).resolve().parents[3] / "examples/assets/tiny_qwen3_moe_tools"
-MIXTURE = "env.mixture={sums: {weight: 1.0, name: exact}, tools: {weight: 1.0, name: exact, tools: [calculator]}}"
+MIXTURE = (
+    "env.mixture={sums: {weight: 1.0, reward: {kind: exact}},"
+    " tools: {weight: 1.0, reward: {kind: exact}, driver: {kind: tools, tools: [calculator]}}}"
+)
 
 
 def write(path: Path, records: Sequence[dict[str, Any]]) -> Path:
@@ -95,8 +98,8 @@ def test_each_may_have_data_of_its_own(tmp_path: Path) -> None:
 
 
 def test_what_is_wrong_with_an_environment_has_its_name(tmp_path: Path) -> None:
-    wrong = "+env.mixture.own={weight: 1.0, rollout: 'tests.functional.grpo_runs:nothing'}"
+    wrong = "+env.mixture.own={weight: 1.0, driver: {kind: function, function: 'tests.functional.grpo_runs:nothing'}}"
     with pytest.raises(ConfigurationError) as caught:
         check_environments(config_of(tmp_path, ["sums"], ["sums"], wrong))
     (problem,) = caught.value.problems
-    assert problem.startswith("env.mixture.own.rollout: tests.functional.grpo_runs")
+    assert problem.startswith("env.mixture.own.driver.function: tests.functional.grpo_runs")

@@ -132,11 +132,11 @@ def test_stop_tokens_are_in_the_vocabulary(speech: Speech) -> None:
 )
 def test_whole_responses_of_a_model_that_thinks_are_named(name: str, answer_after: str | None, warns: bool) -> None:
     after = "null" if answer_after is None else answer_after
-    overrides = [f"env.name={name}", "env.reasoning_gym=null", f"env.answer_after={after}"]
+    overrides = [f"env.reward.kind={name}", f"env.reward.answer_after={after}"]
     config = load_grpo_config("grpo_tiny_moe.yaml", overrides, check_paths=False)
     thinks = describe_speech(make_byte_tokenizer("{{ messages[-1].content.split('</think>')[-1] }}"))
     plain = describe_speech(make_byte_tokenizer("{{ messages[-1].content }}"))
     lines = list(scored_thinking(config, thinks))
-    assert [line.startswith("env.answer_after: null, and") for line in lines] == [True] * warns
-    assert all(line.endswith("env.answer_after=</think> compares the text behind it") for line in lines)
+    assert [line.startswith("env.reward.answer_after: null, and") for line in lines] == [True] * warns
+    assert all(line.endswith("env.reward.answer_after=</think> compares the text behind it") for line in lines)
     assert list(scored_thinking(config, plain)) == []

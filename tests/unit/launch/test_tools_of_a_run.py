@@ -5,20 +5,25 @@
 from pathlib import Path
 
 import pytest
+from transformers import PreTrainedTokenizerBase
 
 from nemo_rl_moe import cli
+from nemo_rl_moe.config.environments.tools import ToolsConfig
 from nemo_rl_moe.config.loading import load_grpo_config
+from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.data.tokenizer import load_tokenizer
 from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.generation.interface import SamplingParameters
+from nemo_rl_moe.launch.drivers.kinds import prepare_driver
+from nemo_rl_moe.launch.drivers.setup import DriverSetup, StartDriver, data_with_tools, described_tools
 from nemo_rl_moe.launch.prompts import read_prompts
-from nemo_rl_moe.launch.tools import data_with_tools, prepare_tools
 from nemo_rl_moe.runs.loggers.console import ConsoleLogger
 from nemo_rl_moe.tools.formats.registry import TOOL_FORMATS
 from tests.functional import grpo_runs
 
 ASSETS = Path(__file__).resolve().parents[3] / "examples/assets"
-TOOLS = "env.tools=[calculator,tests.support.tool_functions:look_up]"
-SETTINGS = "env.tool_parameters={look_up: {dictionary: words.txt}}"
+TOOLS = ("env.driver.kind=tools", "env.driver.tools=[calculator,tests.support.tool_functions:look_up]")
+SETTINGS = "env.driver.parameters={look_up: {dictionary: words.txt}}"
 
 
 def overrides(data: Path, model: str = "tiny_qwen3_moe_tools", *more: str) -> list[str]:
@@ -36,7 +41,7 @@ def test_t08_definitions_stand_in_every_prompt(tmp_path: Path) -> None:
     data = grpo_runs.make_prompts(tmp_path, 3)
     tokenizer = load_tokenizer(str(ASSETS / "tiny_qwen3_moe_tools"))
     texts = {}
-    for tools in ([], [TOOLS, SETTINGS]):
+    for tools in ([], [*TOOLS, SETTINGS]):
         config = load_grpo_config("grpo_tiny_moe.yaml", overrides(data, "tiny_qwen3_moe_tools", *tools))
         console = ConsoleLogger(total_steps=0, live="never")
         prompts = read_prompts(config, config.data.train, tokenizer, console, image_rule=None)
@@ -51,27 +56,41 @@ def test_t08_definitions_stand_in_every_prompt(tmp_path: Path) -> None:
         assert text.endswith(without)
 
 
-def test_a_run_without_tools_prepares_none(tmp_path: Path) -> None:
+def prepared(config: GRPOMasterConfig, tokenizer: PreTrainedTokenizerBase) -> StartDriver:
+    """Prepare the driver of the only environment."""
+    sampling = SamplingParameters(10, stop_token_ids=(tokenizer.eos_token_id,))
+    return prepare_driver(config.env.driver, DriverSetup(config, tokenizer, sampling))
+
+
+def test_tools_are_described_and_their_format_is_found(tmp_path: Path) -> None:
     data = grpo_runs.make_prompts(tmp_path, 3)
     tokenizer = load_tokenizer(str(ASSETS / "tiny_qwen3_moe_tools"))
-    assert prepare_tools(load_grpo_config("grpo_tiny_moe.yaml", overrides(data)), tokenizer, [2]) is None
-    config = load_grpo_config("grpo_tiny_moe.yaml", overrides(data, "tiny_qwen3_moe_tools", TOOLS, SETTINGS))
-    prepared = prepare_tools(config, tokenizer, [tokenizer.eos_token_id])
-    assert prepared is not None
-    assert list(prepared.tools) == ["calculator", "look_up"]
-    assert prepared.tool_format is TOOL_FORMATS["hermes"]
+    config = load_grpo_config("grpo_tiny_moe.yaml", overrides(data, "tiny_qwen3_moe_tools", *TOOLS, SETTINGS))
+    assert callable(prepared(config, tokenizer))
+    assert isinstance(config.env.driver, ToolsConfig)
+    assert list(described_tools(config.env.driver)) == ["calculator", "look_up"]
+    setup = DriverSetup(config, tokenizer, SamplingParameters(10, stop_token_ids=(tokenizer.eos_token_id,)))
+    assert setup.tool_format(config.env.driver.format) is TOOL_FORMATS["hermes"]
 
 
 @pytest.mark.parametrize(
     ("model", "more", "message"),
     [
-        ("tiny_qwen3_moe", ["env.tools=[calculator]"], "env.tools: the chat template shows no calls or no results"),
-        ("tiny_qwen3_moe_tools", ["env.tools=[calculater]"], "env.tools: got 'calculater', expected package.module:"),
-        ("tiny_qwen3_moe_tools", [TOOLS], "env.tool_parameters.look_up.dictionary: is missing"),
+        (
+            "tiny_qwen3_moe",
+            ["env.driver.kind=tools", "env.driver.tools=[calculator]"],
+            "env.driver: the chat template shows no calls or no results",
+        ),
         (
             "tiny_qwen3_moe_tools",
-            ["env.tools=[calculator]", "env.tool_format=hermess"],
-            "env.tool_format: got 'hermess', expected one of hermes",
+            ["env.driver.kind=tools", "env.driver.tools=[calculater]"],
+            "env.driver.tools: got 'calculater', expected package.module:",
+        ),
+        ("tiny_qwen3_moe_tools", [*TOOLS], "env.driver.parameters.look_up.dictionary: is missing"),
+        (
+            "tiny_qwen3_moe_tools",
+            ["env.driver.kind=tools", "env.driver.tools=[calculator]", "env.driver.format=hermess"],
+            "env.driver.format: got 'hermess', expected one of hermes",
         ),
     ],
 )
@@ -81,7 +100,7 @@ def test_tools_that_cannot_be_used_are_refused(tmp_path: Path, model: str, more:
     )
     tokenizer = load_tokenizer(str(ASSETS / model))
     with pytest.raises(ConfigurationError) as caught:
-        prepare_tools(config, tokenizer, [tokenizer.eos_token_id])
+        prepared(config, tokenizer)
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
 
@@ -89,16 +108,30 @@ def test_tools_that_cannot_be_used_are_refused(tmp_path: Path, model: str, more:
 def test_a_template_without_definitions_is_refused_before_the_data_are_read(tmp_path: Path) -> None:
     config = load_grpo_config(
         "grpo_tiny_moe.yaml",
-        overrides(grpo_runs.make_prompts(tmp_path, 3), "tiny_qwen3_moe_tools", "env.tools=[calculator]"),
+        overrides(
+            grpo_runs.make_prompts(tmp_path, 3),
+            "tiny_qwen3_moe_tools",
+            "env.driver.kind=tools",
+            "env.driver.tools=[calculator]",
+        ),
     )
     tokenizer = load_tokenizer(str(ASSETS / "tiny_qwen3_moe_tools"))
     assert isinstance(tokenizer.chat_template, str)
     tokenizer.chat_template = tokenizer.chat_template.replace("if tools", "if false")
-    with pytest.raises(ConfigurationError, match=r"^env\.tools: the chat template shows no definitions of tools; set "):
-        prepare_tools(config, tokenizer, [tokenizer.eos_token_id])
+    with pytest.raises(
+        ConfigurationError, match=r"^env\.driver: the chat template shows no definitions of tools; set "
+    ):
+        prepared(config, tokenizer)
 
 
 def test_the_command_names_the_key_and_leaves_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = overrides(grpo_runs.make_prompts(tmp_path, 3), "tiny_qwen3_moe_tools", "env.tools=[calculater]")
+    words = overrides(
+        grpo_runs.make_prompts(tmp_path, 3),
+        "tiny_qwen3_moe_tools",
+        "env.driver.kind=tools",
+        "env.driver.tools=[calculater]",
+    )
     assert cli.main(["data", "--config", "grpo_tiny_moe.yaml", *words]) == 2
-    assert capsys.readouterr().err.startswith("error: env.tools: got 'calculater', expected package.module:function")
+    assert capsys.readouterr().err.startswith(
+        "error: env.driver.tools: got 'calculater', expected package.module:function"
+    )

@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 
 from nemo_rl_moe.rewards.exact import ExactReward
-from nemo_rl_moe.rewards.final_answers import stated_choice
+from nemo_rl_moe.rewards.final_answers import (
+    SEVERAL,
+    stated_choice,
+    states_the_words,
+    with_numbers_written_out,
+    with_words_marked,
+)
 from nemo_rl_moe.rewards.interface import ScoringItem
 from nemo_rl_moe.rewards.math import MathReward
 
@@ -50,6 +56,58 @@ def math() -> MathReward:
         (GPQA, rf"\boxed{{\text{{{GPQA}}}}}", 1.0),
         (GPQA, r"\boxed{\text{Replication of RNA, in S phase}}", 0.0),
         ("2", r"\boxed{1} and \boxed{2}", 0.0),
+        # The choice's text behind its letter, and several letters.
+        ("A", r"\boxed{\textbf{(A)}\ 12}", 1.0),
+        ("A", r"$\boxed{\textbf{(A)}~12}$", 1.0),
+        ("B", r"\boxed{\textbf{(A)}\ 12}", 0.0),
+        ("C", r"\boxed{C. 12}", 1.0),
+        ("A", r"\boxed{(A), (B)}", 0.0),
+        ("A", r"\boxed{\textbf{(A) or (B)}}", 0.0),
+        ("A", r"\boxed{A or B}", 0.0),
+        ("A", "Answer: A, B, C, D", 0.0),
+        ("A", "The answer is A or B.", 0.0),
+        ("A", "**Answer:** (A) and (C)", 0.0),
+        ("C", "The answer is C, not B.", 1.0),
+        ("C", "The answer is C, I think.", 1.0),
+        ("C", "The answer is C, and B is wrong.", 1.0),
+        ("A", r"Answer: \textbf{A}", 1.0),
+        ("C", "the answer is option C", 1.0),
+        # Words.
+        ("DACB", r"\boxed{ABCD}", 0.0),
+        ("DACB", "The order is $ABCD$.", 0.0),
+        ("DACB", r"\boxed{DACB}", 1.0),
+        ("DACB", "The order is $DACB$.", 1.0),
+        ("no", r"\boxed{on}", 0.0),
+        ("Yes", r"\boxed{\text{yes}}", 1.0),
+        (r"\text{Saturday}", "Saturday", 1.0),
+        (r"\text{Saturday}", r"\boxed{Saturday}", 1.0),
+        ("Saturday", "The answer is Saturday.", 1.0),
+        ("Saturday", "The answer is Sunday.", 0.0),
+        ("red and blue", r"\boxed{red} and \boxed{blue}", 1.0),
+        ("xy", r"\boxed{yx}", 1.0),
+        (r"\infty", r"\boxed{infinity}", 1.0),
+        # Numbers.
+        ("1e3", "1000", 1.0),
+        ("1000", r"\boxed{1e3}", 1.0),
+        ("1.5e3", r"\boxed{1500}", 1.0),
+        ("1e3", r"\boxed{3e}", 0.0),
+        ("0.001", "1e-3", 1.0),
+        ("2e-5", r"\boxed{-5+2e}", 1.0),
+        ("3 1/2", r"\boxed{3.5}", 1.0),
+        ("3 1/2", r"\boxed{\frac{31}{2}}", 0.0),
+        ("-3 1/2", "-7/2", 1.0),
+        ("3.5", "The answer is 3 1/2.", 1.0),
+        ("1/2", "The answer is 3 1/2.", 0.0),
+        (r"\(3\frac{1}{2}\)", "3.5", 1.0),
+        ("3.5", "$3 1/0$", 0.0),
+        ("It is five.\n#### 5.", "5", 1.0),
+        ("5", r"\boxed{5.}", 1.0),
+        # Of an answer with its working the last box, as of a response.
+        (r"We get $\boxed{3}$ so $\boxed{5}$.", r"\boxed{5}", 1.0),
+        (r"We get $\boxed{3}$ so $\boxed{5}$.", r"\boxed{3,5}", 0.0),
+        (r"We get $\boxed{3}$ so $\boxed{5}$.", r"\boxed{3}", 0.0),
+        (r"so \boxed{1} then \boxed{2}", r"\boxed{2}", 1.0),
+        (r"Not \boxed{7} but \boxed{1}, \boxed{2}", r"\boxed{1,2}", 1.0),
     ],
 )
 def test_mathematics_and_choices(math: MathReward, answer: str, response: str, reward: float) -> None:
@@ -79,6 +137,8 @@ def test_mathematics_and_choices(math: MathReward, answer: str, response: str, r
         ("B", "The answer is B.", 0.0),
         (GPQA, f"{GPQA}\n", 1.0),
         ("v1.0", "v1", 0.0),
+        (r"Not \boxed{7} but \boxed{5}.", "5", 1.0),
+        (r"Not \boxed{7} but \boxed{5}.", "7", 0.0),
     ],
 )
 def test_texts_numbers_and_choices(answer: str, response: str, reward: float) -> None:
@@ -93,7 +153,13 @@ def test_no_answer_is_an_error_of_the_record(make: Any) -> None:
 
 @pytest.mark.parametrize(
     ("response", "choice"),
-    [("I think so. The answer is: (D)", "D"), ("Answer: B\nNo, the answer is C", "C"), ("It is B", None), ("", None)],
+    [
+        ("I think so. The answer is: (D)", "D"),
+        ("Answer: B\nNo, the answer is C", "C"),
+        ("It is B", None),
+        ("", None),
+        ("Answer: A, B", SEVERAL),
+    ],
 )
 def test_stated_choices(response: str, choice: str | None) -> None:
     assert stated_choice(response) == choice
@@ -101,4 +167,8 @@ def test_stated_choices(response: str, choice: str | None) -> None:
 
 def test_long_blank_space_is_read_once() -> None:
     """A pattern with two ways to take a space would try all pairs of places."""
-    assert stated_choice(f"The answer is{' ' * 400_000}unknown.") is None
+    blank = " " * 400_000
+    assert stated_choice(f"The answer is{blank}unknown.") is None
+    assert not states_the_words(f"The answer is{blank}unknown.", "known")
+    assert with_numbers_written_out(f"={blank}3{blank}.") == f"={blank}3{blank}."
+    assert with_words_marked(f"${blank}{'ab ' * 100_000}") == f"${blank}{'ab ' * 100_000}"

@@ -3,7 +3,6 @@
 """A judge behind a real endpoint: marks, retries, limits, the cache, and a key that goes nowhere else."""
 
 import json
-import math
 import threading
 import time
 from collections.abc import Iterator
@@ -14,12 +13,14 @@ from typing import Any
 
 import pytest
 
+from nemo_rl_moe.config.environments.rewards import JudgeConfig
 from nemo_rl_moe.config.loading import dump_resolved, load_grpo_config
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.rewards.interface import Fault, Score, ScoringItem
 from nemo_rl_moe.rewards.judge import Judge, JudgeError
 from nemo_rl_moe.rewards.registry import make_reward_function
 from nemo_rl_moe.rewards.worker import score_within
+from tests.support.environment_sections import reward_section
 
 SECRET = "sk-1234567890abcdef"
 TEMPLATE = "Mark {response} to {prompt} against {answer}, from 0 to 10."
@@ -91,13 +92,19 @@ def parameters(endpoint: Endpoint, **changes: Any) -> dict[str, Any]:
     }
 
 
+def judge_of(endpoint: Endpoint, **changes: Any) -> Judge:
+    config = reward_section("judge", **parameters(endpoint, **changes))
+    assert isinstance(config, JudgeConfig)
+    return Judge(config)
+
+
 def item(response: str = "4") -> ScoringItem:
     return ScoringItem("train:0", "2+2={answer}", response, False, {"answer": "4"})
 
 
 def test_the_mark_is_the_last_number_of_the_reply(endpoint: Endpoint) -> None:
     endpoint.answers = ["3 of 4 steps are right.\nMark: 7.5", "10"]
-    judge = Judge(**parameters(endpoint))
+    judge = judge_of(endpoint)
     assert judge.score(item()) == Score(0.75, False)
     assert judge.score(item()) == Score(1.0, True)
     (body, authorization), _ = endpoint.requests
@@ -113,7 +120,7 @@ def test_the_mark_is_the_last_number_of_the_reply(endpoint: Endpoint) -> None:
 )
 def test_full_marks_behind_a_mark_are_not_the_mark(reply: str, endpoint: Endpoint) -> None:
     endpoint.answers = [reply]
-    assert Judge(**parameters(endpoint)).score(item()).reward == (0.08 if reply[0] == "." else 0.8)
+    assert judge_of(endpoint).score(item()).reward == (0.08 if reply[0] == "." else 0.8)
 
 
 @pytest.mark.parametrize(
@@ -121,14 +128,14 @@ def test_full_marks_behind_a_mark_are_not_the_mark(reply: str, endpoint: Endpoin
 )
 def test_another_attempt_where_it_may_help(trouble: Any, endpoint: Endpoint) -> None:
     endpoint.answers = [trouble, "5"]
-    assert Judge(**parameters(endpoint)).score(item()).reward == 0.5
+    assert judge_of(endpoint).score(item()).reward == 0.5
 
 
 @pytest.mark.parametrize("status", [400, 401, 404])
 def test_no_other_attempt_where_the_request_is_wrong_and_no_key_in_the_error(status: int, endpoint: Endpoint) -> None:
     endpoint.answers = [(status, f"bad key {SECRET}"), "5"]
     with pytest.raises(JudgeError) as caught:
-        Judge(**parameters(endpoint)).score(item())
+        judge_of(endpoint).score(item())
     assert len(endpoint.requests) == 1
     assert str(caught.value) == f"{endpoint.url}/chat/completions: HTTP {status}: bad key ***"
 
@@ -136,29 +143,29 @@ def test_no_other_attempt_where_the_request_is_wrong_and_no_key_in_the_error(sta
 def test_redirects_do_not_take_the_key_elsewhere(endpoint: Endpoint) -> None:
     endpoint.answers = [(302, endpoint.url + "/elsewhere"), "5"]
     with pytest.raises(JudgeError, match="HTTP 302"):
-        Judge(**parameters(endpoint)).score(item())
+        judge_of(endpoint).score(item())
     assert len(endpoint.requests) == 1
 
 
 def test_attempts_end(endpoint: Endpoint) -> None:
     endpoint.answers = [(500, "")] * 3
     with pytest.raises(JudgeError, match="HTTP 500"):
-        Judge(**parameters(endpoint)).score(item())
+        judge_of(endpoint).score(item())
     assert len(endpoint.requests) == 3
 
 
 def test_time_limits_of_an_attempt_and_of_a_response(endpoint: Endpoint) -> None:
     endpoint.answers = [60.0, "5", 60.0]
-    assert Judge(**parameters(endpoint, request_timeout_s=0.3)).score(item()).reward == 0.5
-    assert score_within(0.3, Judge(**parameters(endpoint)), item()).fault is Fault.TIMEOUT
+    assert judge_of(endpoint, request_timeout_s=0.3).score(item()).reward == 0.5
+    assert score_within(0.3, judge_of(endpoint), item()).fault is Fault.TIMEOUT
 
 
 def test_the_cache_answers_for_equal_requests_alone(endpoint: Endpoint, tmp_path: Path) -> None:
     endpoint.answers = ["no mark", "5", "6", "7"]
-    cached = parameters(endpoint, cache_folder=str(tmp_path / "cache"))
-    assert [Judge(**cached).score(item()).reward for _ in range(2)] == [0.5, 0.5]
-    assert Judge(**cached).score(item("5")).reward == 0.6
-    assert Judge(**{**cached, "model": "other"}).score(item()).reward == 0.7
+    folder = str(tmp_path / "cache")
+    assert [judge_of(endpoint, cache_folder=folder).score(item()).reward for _ in range(2)] == [0.5, 0.5]
+    assert judge_of(endpoint, cache_folder=folder).score(item("5")).reward == 0.6
+    assert judge_of(endpoint, cache_folder=folder, model="other").score(item()).reward == 0.7
     assert len(endpoint.requests) == 4
     files = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
     assert len(files) == 3
@@ -166,14 +173,15 @@ def test_the_cache_answers_for_equal_requests_alone(endpoint: Endpoint, tmp_path
     for path in files:
         path.write_text("{")
     endpoint.answers = ["8"]
-    assert Judge(**cached).score(item()).reward == 0.8, "what cannot be read is asked for again"
+    assert judge_of(endpoint, cache_folder=folder).score(item()).reward == 0.8, "what cannot be read is asked for again"
 
 
 def test_it_is_an_environment_whose_key_is_in_no_dump(endpoint: Endpoint) -> None:
-    overrides = ["env.name=nemo_rl_moe.rewards.judge:Judge", f"env.parameters={json.dumps(parameters(endpoint))}"]
+    overrides = [f"env.reward={json.dumps({'kind': 'judge', **parameters(endpoint)})}"]
     config = load_grpo_config("grpo_tiny_moe.yaml", overrides, check_paths=False)
     endpoint.answers = ["5"]
-    assert make_reward_function(config.env).score(item()).reward == 0.5
+    assert isinstance(config.env.reward, JudgeConfig)
+    assert make_reward_function(config.env.reward, config.env).score(item()).reward == 0.5
     assert SECRET not in json.dumps(dump_resolved(config))
 
 
@@ -181,14 +189,8 @@ def test_it_is_an_environment_whose_key_is_in_no_dump(endpoint: Endpoint) -> Non
     ("change", "said"),
     [
         ({"url": "judge:8000"}, "url: got 'judge:8000', expected http://HOST/v1"),
-        ({"url": 5}, "url: got 5, expected a text"),
-        ({"model": None}, "model: got None, expected a text"),
-        ({"template": 5}, "template: got 5, expected a text"),
         ({"url": f"https://me:{SECRET}@judge/v1"}, "without a password in it"),
         ({"template": "Mark it."}, "template: got 'Mark it.', expected a text with {response}"),
-        ({"attempts": 0}, "attempts: got 0, expected a whole number above 0"),
-        ({"attempts": 0.5}, "attempts: got 0.5, expected a whole number above 0"),
-        ({"full_marks": math.inf}, "full_marks: got inf, expected a number above 0"),
         ({"cache_folder": f"{__file__}/cache"}, "test_judge.py/cache', which cannot be made (NotADirectoryError"),
         ({"api_key_env": "NO_SUCH_KEY"}, "the environment variable NO_SUCH_KEY is not set"),
     ],
@@ -197,6 +199,6 @@ def test_what_cannot_be_used_is_an_error_before_anything_starts(
     change: dict[str, Any], said: str, endpoint: Endpoint
 ) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        Judge(**parameters(endpoint, **change))
+        judge_of(endpoint, **change)
     assert said in str(caught.value)
     assert SECRET not in str(caught.value)

@@ -4,10 +4,10 @@
 
 import pytest
 
-from nemo_rl_moe.config.schema_environment import ReasoningGymConfig
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.rewards.interface import Score
 from nemo_rl_moe.rewards.reasoning_gym import ReasoningGymReward, draw_items
+from tests.support.environment_sections import reward_section
 
 SUMS = {
     "min_terms": 2,
@@ -21,7 +21,8 @@ SUMS = {
 
 
 def task(name="basic_arithmetic", partial_credit=False, **parameters):
-    return ReasoningGymConfig(task=name, parameters=parameters, partial_credit=partial_credit)
+    keys = {"task": name, "parameters": parameters, "partial_credit": partial_credit}
+    return reward_section("reasoning_gym", **keys)
 
 
 def test_only_a_full_score_is_right(item_of):
@@ -82,15 +83,15 @@ def test_a_task_with_fewer_questions_than_asked_for_ends():
     [
         (
             task("basic_arithmetik"),
-            "env.reasoning_gym.task: reasoning-gym has no task 'basic_arithmetik'; did you mean basic_arithmetic?",
+            "env.reward.task: reasoning-gym has no task 'basic_arithmetik'; did you mean basic_arithmetic?",
         ),
-        (task(min_digit=3), "env.reasoning_gym.parameters.min_digit: basic_arithmetic has no such parameter; its "),
-        (task(seed=3), "env.reasoning_gym.parameters.seed: is set by data.*.seed; leave it out here"),
+        (task(min_digit=3), "env.reward.parameters.min_digit: basic_arithmetic has no such parameter; its "),
+        (task(seed=3), "env.reward.parameters.seed: is set by data.*.seed; leave it out here"),
         (
             task(min_terms=0),
-            "env.reasoning_gym.parameters: basic_arithmetic refuses them: AssertionError: min_terms must be positive",
+            "env.reward.parameters: basic_arithmetic refuses them: AssertionError: min_terms must be positive",
         ),
-        (task(min_terms="two"), "env.reasoning_gym.parameters: basic_arithmetic refuses them: TypeError: "),
+        (task(min_terms="two"), "env.reward.parameters: basic_arithmetic refuses them: TypeError: "),
     ],
 )
 def test_what_is_refused(config, problem):

@@ -2,81 +2,92 @@
 # SPDX-License-Identifier: Apache-2.0
 """Environments by name, and what the driver finds before a worker starts."""
 
-from typing import get_args
-
 import pytest
 
-from nemo_rl_moe.config.schema_environment import EnvironmentConfig
+from nemo_rl_moe.config.environments.rewards import WorkerRewardConfig
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.rewards.interface import Score
-from nemo_rl_moe.rewards.registry import REWARD_FUNCTIONS, make_reward_function
+from nemo_rl_moe.rewards.registry import AnswerReward, make_reward_function
 from tests.support.custom_parts import NAME
+from tests.support.environment_sections import environment_section
 
 ARITHMETIC = {"task": "basic_arithmetic", "parameters": {}, "partial_credit": False}
-SIGNATURE = f"env.name: {NAME}:Digits(least: int, step: float = 0.25) -> None"
+SIGNATURE = f"env.reward.factory: {NAME}:Digits(least: int, step: float = 0.25) -> None"
 
 
-def test_every_name_of_the_schema_is_registered():
-    names, _ = get_args(EnvironmentConfig.model_fields["name"].annotation)
-    drive_trajectories = {"verifiers", "openenv"}
-    scores_on_ranks = {"reward_model"}
-    assert {*REWARD_FUNCTIONS, *drive_trajectories, *scores_on_ranks} == set(get_args(names))
+def made(kind: str, keys: dict[str, object] | None = None, **changes: object) -> AnswerReward:
+    """Makes the reward function of a kind with keys of its own."""
+    env = environment_section({"kind": kind, **(keys or {})}, **changes)
+    assert isinstance(env.reward, WorkerRewardConfig)
+    return make_reward_function(env.reward, env)
 
 
-def test_one_of_ones_own_is_made_of_its_parameters(env_config, item_of):
-    environment = make_reward_function(env_config(f"{NAME}:Digits", parameters={"least": 2}))
+def test_one_of_ones_own_is_made_of_its_parameters(item_of):
+    environment = made("custom", {"factory": f"{NAME}:Digits", "parameters": {"least": 2}})
     assert environment.score(item_of("a 12")) == Score(0.5, True)
     assert environment.score(item_of("a 1")) == Score(0.25, False)
 
 
 @pytest.mark.parametrize(
-    ("name", "sections", "response"),
+    ("kind", "keys", "response"),
     [
         ("math", {}, "is $606$"),
-        ("reasoning_gym", {"reasoning_gym": ARITHMETIC}, " 606"),
-        ("callable", {"callable": {"function": "tests.support.broken_rewards:score"}}, "1.0"),
+        ("reasoning_gym", ARITHMETIC, " 606"),
+        ("callable", {"function": "tests.support.broken_rewards:score"}, "1.0"),
     ],
 )
-def test_each_scores_the_answer_only(env_config, item_of, name, sections, response):
-    environment = make_reward_function(env_config(name, answer_after="</think>", **sections))
+def test_each_scores_the_answer_only(item_of, kind, keys, response):
+    environment = made(kind, {**keys, "answer_after": "</think>"})
     record = {"answer": "606", "metadata": {}}
     assert environment.score(item_of(f"raise</think>{response}", **record)) == Score(1.0, True)
     assert environment.score(item_of(response, is_truncated=True, **record)) == Score(0.0, False)
 
 
-def test_weights_by_name_are_those_of_a_rollout_where_the_environment_gives_one_number(env_config, item_of):
-    environment = make_reward_function(env_config("math", reward_weights={"accuracy": 1.0, "format": 0.5}))
+def test_weights_by_name_are_those_of_a_rollout_where_the_environment_gives_one_number(item_of):
+    environment = made("math", reward_weights={"accuracy": 1.0, "format": 0.5})
     assert environment.score(item_of("606", is_truncated=True, answer="606")) == Score(0.0, False)
 
 
 @pytest.mark.parametrize(
-    ("name", "sections", "problem"),
+    ("kind", "keys", "problem"),
     [
-        ("reasoning_gym", {"reasoning_gym": {**ARITHMETIC, "task": "x"}}, "env.reasoning_gym.task: "),
-        ("callable", {"callable": {"function": "no_such:score"}}, "env.callable.function: "),
-        ("no_such:Digits", {}, "env.name: no_such:Digits: there is no module no_such, "),
-        (f"{NAME}:Digit", {}, f"env.name: {NAME}:Digit: {NAME} has no Digit; did you mean Digits?"),
-        (f"{NAME}:NOT_CALLABLE", {}, f"env.name: {NAME}:NOT_CALLABLE is 3 (int), expected a function"),
+        ("reasoning_gym", {**ARITHMETIC, "task": "x"}, "env.reward.task: "),
+        ("callable", {"function": "no_such:score"}, "env.reward.function: "),
+        ("custom", {"factory": "no_such:Digits"}, "env.reward.factory: no_such:Digits: there is no module no_such, "),
         (
-            f"{NAME}:Digits",
-            {},
-            f"{SIGNATURE} cannot be called with no argument; env.parameters names its arguments, and a function that"
-            " scores is env.name callable: missing",
+            "custom",
+            {"factory": f"{NAME}:Digit"},
+            f"env.reward.factory: {NAME}:Digit: {NAME} has no Digit; did you mean Digits?",
         ),
         (
-            f"{NAME}:Digits",
-            {"parameters": {"lest": 2}},
-            f"{SIGNATURE} cannot be called with env.parameters (lest):",
+            "custom",
+            {"factory": f"{NAME}:NOT_CALLABLE"},
+            f"env.reward.factory: {NAME}:NOT_CALLABLE is 3 (int), expected a function",
         ),
         (
-            f"{NAME}:makes_a_number",
-            {},
-            f"env.name: {NAME}:makes_a_number makes 3 (int), expected a reward function with",
+            "custom",
+            {"factory": f"{NAME}:Digits"},
+            f"{SIGNATURE} cannot be called with no argument; env.reward.parameters names its arguments, and a function"
+            " that scores is env.reward.kind callable: missing",
         ),
-        (f"{NAME}:raising", {}, f"env.name: {NAME}:raising raised while it was made: KeyError: 'no such key'"),
+        (
+            "custom",
+            {"factory": f"{NAME}:Digits", "parameters": {"lest": 2}},
+            f"{SIGNATURE} cannot be called with env.reward.parameters (lest):",
+        ),
+        (
+            "custom",
+            {"factory": f"{NAME}:makes_a_number"},
+            f"env.reward.factory: {NAME}:makes_a_number makes 3 (int), expected a reward function with",
+        ),
+        (
+            "custom",
+            {"factory": f"{NAME}:raising"},
+            f"env.reward.factory: {NAME}:raising raised while it was made: KeyError: 'no such key'",
+        ),
     ],
 )
-def test_what_the_driver_finds(env_config, name, sections, problem):
+def test_what_the_driver_finds(kind, keys, problem):
     with pytest.raises(ConfigurationError) as error:
-        make_reward_function(env_config(name, **sections))
+        made(kind, keys)
     assert error.value.problems[0].startswith(problem)

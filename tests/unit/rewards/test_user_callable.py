@@ -8,7 +8,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from nemo_rl_moe.config.schema_environment import CallableConfig
+from nemo_rl_moe.config.environments.rewards import CallableConfig
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.rewards.interface import Score
 from nemo_rl_moe.rewards.user_callable import CallableReward
@@ -52,7 +52,9 @@ def module(tmp_path, monkeypatch):
 
 
 def environment(function):
-    return CallableReward(CallableConfig(function=function))
+    return CallableReward(
+        CallableConfig(kind="callable", function=function, num_workers=1, timeout_s=60.0, answer_after=None)
+    )
 
 
 @pytest.mark.parametrize(
@@ -107,7 +109,7 @@ def test_objects_and_members_that_can_be_called(module, item_of):
         ("my_rewards:scor", "my_rewards:scor: my_rewards has no scor; did you mean score?"),
         (
             "my_rewards:Near",
-            "my_rewards:Near is a class, expected a function; env.name: my_rewards:Near makes a reward",
+            "my_rewards:Near is a class, expected a function; env.reward.kind custom makes a",
         ),
         ("my_rewards:NUMBER", "my_rewards:NUMBER is 3 (int), expected a function"),
         ("my_rewards:later", "my_rewards:later is a coroutine or a generator, expected a function that returns"),
@@ -125,7 +127,7 @@ def test_what_is_refused(module, function, problem):
     with pytest.raises(ConfigurationError) as error:
         environment(function)
     (message,) = error.value.problems
-    assert message.startswith(f"env.callable.function: {problem}")
+    assert message.startswith(f"env.reward.function: {problem}")
 
 
 def test_an_installed_module_of_the_same_name_is_said(tmp_path, monkeypatch):

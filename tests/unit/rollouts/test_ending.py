@@ -111,7 +111,7 @@ def test_a_function_of_a_user_s_own_that_fails_with_wrong_metrics_has_its_fault(
 @pytest.mark.parametrize("result", [10**400, -(10**400), {"a": 10**400}, (10**400, True)])
 def test_a_number_that_is_too_large_for_any_is_a_wrong_reward(result: object) -> None:
     weights = {"a": 1.0} if isinstance(result, dict) else None
-    found = checked_score(as_score("env.agent", result), weights)
+    found = checked_score(as_score("env.driver.program", result), weights)
     assert found.fault is Fault.ERROR
     assert "inf, expected a number from -1,000,000 to 1,000,000" in found.message
 

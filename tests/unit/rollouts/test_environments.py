@@ -18,8 +18,8 @@ from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.rewards.interface import Fault, Score
-from nemo_rl_moe.rollouts.environment import Session, SingleTurn
-from nemo_rl_moe.rollouts.rollout_function import RolloutFunction, make_environment
+from nemo_rl_moe.rollouts.environment import Session
+from nemo_rl_moe.rollouts.rollout_function import RolloutFunction, load_rollout_function
 from nemo_rl_moe.rollouts.training_batch import training_batch
 from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED, Trajectory, rollout_metrics
 from tests.support.grpo_fakes import (
@@ -29,7 +29,6 @@ from tests.support.grpo_fakes import (
     FakeRewardFunction,
     make_worker,
     prompts,
-    small_config,
 )
 from tests.support.trajectories import only_sequence
 
@@ -279,25 +278,21 @@ def test_routes_stay_those_with_which_tokens_were_sampled() -> None:
 
 
 async def named_in_a_configuration(session: Session) -> Trajectory:
-    """A function for `env.rollout`."""
+    """A function for `env.driver.function`."""
     return await two_turns(session)
 
 
 def no_coroutine(session: Session) -> None:
-    """Not a function for `env.rollout`."""
+    """Not a function for `env.driver.function`."""
 
 
 def test_the_configuration_names_the_function() -> None:
-    env = small_config().env
-    assert isinstance(make_environment(env), SingleTurn)
     here = "tests.unit.rollouts.test_environments"
-    assert isinstance(
-        make_environment(env.model_copy(update={"rollout": f"{here}:named_in_a_configuration"})), RolloutFunction
-    )
-    with pytest.raises(ConfigurationError, match=r"env\.rollout: .*expected a coroutine function"):
-        make_environment(env.model_copy(update={"rollout": f"{here}:no_coroutine"}))
-    with pytest.raises(ConfigurationError, match=r"env\.rollout: .*did you mean named_in_a_configuration"):
-        make_environment(env.model_copy(update={"rollout": f"{here}:named_in_a_configuratio"}))
+    assert isinstance(load_rollout_function(f"{here}:named_in_a_configuration"), RolloutFunction)
+    with pytest.raises(ConfigurationError, match=r"env\.driver\.function: .*expected a coroutine function"):
+        load_rollout_function(f"{here}:no_coroutine")
+    with pytest.raises(ConfigurationError, match=r"env\.driver\.function: .*did you mean named_in_a_configuration"):
+        load_rollout_function(f"{here}:named_in_a_configuratio")
 
 
 def test_a_rollout_may_give_rewards_by_name() -> None:
@@ -332,8 +327,8 @@ def test_what_a_function_must_return_is_reported(returned: object, got: str) -> 
 
     assert messages_of(forgets) == [
         "",
-        f"TypeError: env.rollout: here:function returned {got}, expected the Trajectory that session.finish(score) of"
-        " its own session makes",
+        f"TypeError: env.driver.function: here:function returned {got}, expected the Trajectory that"
+        " session.finish(score) of its own session makes",
     ]
 
 
@@ -347,7 +342,9 @@ def test_a_trajectory_of_another_session_is_refused() -> None:
 
     first, second = messages_of(returns_the_first)
     assert first == ""
-    assert second.startswith("ValueError: env.rollout: here:function returned a trajectory of train:0#0 for train:1#1,")
+    assert second.startswith(
+        "ValueError: env.driver.function: here:function returned a trajectory of train:0#0 for train:1#1,"
+    )
 
 
 def test_a_second_request_while_one_is_waited_for_is_an_error_of_that_trajectory() -> None:

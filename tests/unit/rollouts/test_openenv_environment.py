@@ -9,11 +9,12 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-from nemo_rl_moe.config.schema_environment import EnvironmentConfig, OpenEnvConfig
+from nemo_rl_moe.config.environments.openenv import OpenEnvConfig
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.rewards.interface import Fault
 from nemo_rl_moe.rollouts.environment import Session
@@ -22,6 +23,7 @@ from nemo_rl_moe.rollouts.libraries.openenv_servers import OpenEnvServer, Places
 from nemo_rl_moe.rollouts.rollout_function import RolloutFunction
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from tests.support.conversations import ALL
+from tests.support.environment_sections import openenv_section
 from tests.support.scripted_session import scripted_session
 from tests.support.trajectories import only_sequence, sampled_ids
 
@@ -41,23 +43,10 @@ def server() -> Iterator[OpenEnvServer]:
     running.stop()
 
 
-def env(timeout_s: float = LIMIT_S, max_turns: int = 4, observation_key: str = "said") -> EnvironmentConfig:
-    section = OpenEnvConfig(
-        app=APP,
-        url=None,
-        num_servers=1,
-        sessions_per_server=2,
-        action_key="text",
-        observation_key=observation_key,
-    )
-    return EnvironmentConfig.model_construct(
-        name="openenv",
-        openenv=section,
-        timeout_s=timeout_s,
-        max_turns=max_turns,
-        answer_after="</think>",
-        score_truncated=False,
-    )
+def driver(**keys: Any) -> OpenEnvConfig:
+    defaults = {"server": APP, "sessions_per_server": 2, "action_key": "text", "observation_key": "said"}
+    own = {"step_timeout_s": LIMIT_S, "max_turns": 4, "answer_after": "</think>"}
+    return openenv_section(**defaults | own | keys)
 
 
 def session_of(*responses: str) -> Session:
@@ -70,8 +59,8 @@ def session_of(*responses: str) -> Session:
     return session
 
 
-def play(server: OpenEnvServer, *responses: str, config: EnvironmentConfig | None = None) -> Trajectory:
-    rollout = RolloutFunction(OpenEnvRollout([server], config or env()), "openenv")
+def play(server: OpenEnvServer, *responses: str, config: OpenEnvConfig | None = None) -> Trajectory:
+    rollout = RolloutFunction(OpenEnvRollout([server], config or driver(), score_truncated=False), "openenv")
     return asyncio.run(rollout.rollout(session_of(*responses)))
 
 
@@ -94,12 +83,12 @@ def test_responses_are_actions_until_the_episode_is_done(server: OpenEnvServer) 
 
 
 def test_turns_are_limited(server: OpenEnvServer) -> None:
-    found = play(server, "2", "2", "2", config=env(max_turns=2))
+    found = play(server, "2", "2", "2", config=driver(max_turns=2))
     assert (found.reward, found.num_turns, found.is_correct) == (-0.5, 2, False)
 
 
 def test_more_trajectories_than_places_wait_for_one(server: OpenEnvServer) -> None:
-    rollout = OpenEnvRollout([server], env())
+    rollout = OpenEnvRollout([server], driver(), score_truncated=False)
 
     async def run() -> list[Trajectory]:
         return await asyncio.gather(*(rollout(session_of("1", "5")) for _ in range(7)))
@@ -114,8 +103,8 @@ def test_what_the_server_refuses_costs_the_trajectory(server: OpenEnvServer) -> 
     assert "no number" in found.fault_message
     assert outcomes(found) == ["error"]
     assert (found.metrics["openenv/steps"], found.metrics["openenv/failed_steps"]) == (0, 1)
-    found = play(server, "2", config=env(observation_key="text"))
-    assert found.fault_message.startswith("ValueError: env.openenv.observation_key: got 'text', but an observation has")
+    found = play(server, "2", config=driver(observation_key="text"))
+    assert found.fault_message.startswith("ValueError: env.driver.observation_key: got 'text', but an observation has")
 
 
 @pytest.mark.parametrize(
@@ -124,7 +113,7 @@ def test_what_the_server_refuses_costs_the_trajectory(server: OpenEnvServer) -> 
 def test_a_server_that_hangs_or_ends_costs_the_trajectory_alone(
     server: OpenEnvServer, response: str, fault: Fault, outcome: str
 ) -> None:
-    found = play(server, response, config=env(timeout_s=3.0))
+    found = play(server, response, config=driver(step_timeout_s=3.0))
     assert found.fault == fault
     assert outcomes(found) == [outcome]
     assert play(server, "5").reward == 1.0
@@ -134,7 +123,7 @@ def test_a_server_that_answers_nobody_is_replaced(server: OpenEnvServer) -> None
     assert server._process is not None
     first = psutil.Process(server._process.pid)
     first.send_signal(signal.SIGSTOP)
-    assert play(server, "5", config=env(timeout_s=1.0)).fault is not None
+    assert play(server, "5", config=driver(step_timeout_s=1.0)).fault is not None
     assert play(server, "5").reward == 1.0
     assert not first.is_running()
 
@@ -166,7 +155,7 @@ def test_an_app_that_does_not_start_is_told_before_a_run(app: str, words: str) -
     pytest.importorskip("uvicorn")
     server = OpenEnvServer(app)
     server.start()
-    with pytest.raises(ConfigurationError, match=f"env.openenv.app: {app} does not start .*said last: .*{words}"):
+    with pytest.raises(ConfigurationError, match=f"env.driver.server: {app} does not start .*said last: .*{words}"):
         server.wait()
 
 

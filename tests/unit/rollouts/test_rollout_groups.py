@@ -15,7 +15,7 @@ from tests.support.grpo_fakes import SAMPLING, FakeEngine, FakeRewardFunction, m
 
 DYNAMIC = ("grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_max_gen_batches=4")
 NAMED = (
-    *("env.name=callable", "+env.callable.function=package.module:function"),
+    *("env.reward.kind=callable", "env.reward.function=package.module:function"),
     "env.reward_weights={up: 1.0, down: 1.0, logged: 0.0}",
 )
 

@@ -141,7 +141,7 @@ def test_t18_code_that_blocks_the_thread_of_all_costs_its_trajectory_alone() -> 
     rollouts = Rollouts(blocks)
     assert_faulty_alone(rollouts.run(), "look_up_synchronously")
     (blocking,) = [text for text in rollouts.reported if "main thread" in text]
-    assert blocking.startswith("env.rollout: tools:use_tools has kept the run's main thread for 601 s (train:1,")
+    assert blocking.startswith("env.driver: tools:use_tools has kept the run's main thread for 601 s (train:1,")
     assert "asyncio.to_thread" in blocking
     assert "time.sleep(FOR_EVER_S)" in blocking, "its stack"
     assert "asyncio/" not in blocking, "and nothing above it"
@@ -235,7 +235,7 @@ def test_code_that_does_not_let_itself_be_interrupted_ends_the_process() -> None
     rollouts = Rollouts(takes_no_hint)
     rollouts.run(num_prompts=1)
     assert rollouts.ends[0].startswith(
-        "env.rollout: tools:use_tools keeps the run's main thread for 631 s and does not let itself be interrupted"
+        "env.driver: tools:use_tools keeps the run's main thread for 631 s and does not let itself be interrupted"
         " (train:0, response 1 of 1, at test_rollout_limits.py:"
     )
 

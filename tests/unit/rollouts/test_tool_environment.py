@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nemo_rl_moe.config.schema_environment import ToolLimitsConfig
 from nemo_rl_moe.data.continuation import Continuation
 from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs
 from nemo_rl_moe.errors import ConfigurationError, WorkerDiedError
@@ -28,15 +27,14 @@ from tests.support.byte_tokenizer import make_byte_tokenizer
 from tests.support.call_templates import CALL_TEMPLATES
 from tests.support.chat_templates import THINKING_ALWAYS
 from tests.support.conversations import ALL, Family
+from tests.support.environment_sections import tools_section
 from tests.support.scripted_session import scripted_session
 from tests.support.trajectories import only_sequence, sampled_ids
 
 TOOLS = load_tools(["tests.support.tool_functions:add", "tests.support.tool_functions:say"], {})
 QUESTION = {"role": "user", "content": "1+2+3?"}
 INPUTS = TemplateInputs(tools=tuple(tool.definition for tool in TOOLS.values()))
-LIMITS = ToolLimitsConfig(
-    num_workers=1, call_timeout_s=10.0, turn_timeout_s=30.0, max_result_characters=1000, memory_mb=100
-)
+DRIVER = tools_section(tools=["calculator"])
 QWEN = ALL["Qwen3, Qwen3-MoE"]
 CONTINUABLE = (
     "Qwen2.5, Qwen2-MoE",
@@ -86,11 +84,9 @@ def play(
     calls: Any = None,
     *,
     family: Family = QWEN,
-    max_turns: int = 8,
     max_tokens: int = 10_000,
-    limits: ToolLimitsConfig = LIMITS,
     warn: Callable[[str], None] = print,
-    call_cost: float = 0.0,
+    **keys: Any,
 ) -> tuple[Session, Trajectory]:
     """Return the session and the trajectory of responses that are given."""
     session = scripted_session(
@@ -102,7 +98,8 @@ def play(
         reward=1.0,
     )
     tool_format = format_of(family.tokenizer, None, NO_INPUTS)
-    environment = ToolConversation(TOOLS, tool_format, calls or Calls(), limits, max_turns, warn, call_cost=call_cost)
+    driver = tools_section(tools=["calculator"], **keys)
+    environment = ToolConversation(TOOLS, tool_format, calls or Calls(), driver, warn)
     return session, asyncio.run(environment.rollout(session))
 
 
@@ -189,8 +186,7 @@ def test_a_bad_call_gets_an_answer_that_teaches_and_the_others_are_made() -> Non
 
 
 def test_answers_to_bad_calls_are_cut_as_results_are() -> None:
-    limits = LIMITS.model_copy(update={"max_result_characters": 40})
-    session, _ = play([called("ad"), "done"], limits=limits)
+    session, _ = play([called("ad"), "done"], limits={"max_result_characters": 40})
     (text,) = answers(session)
     assert text.startswith("error: there is no tool 'ad'; did you me\n[cut: the first 40 of ")
 
@@ -281,7 +277,7 @@ def test_a_prompt_that_names_tools_may_call_those_alone() -> None:
         reward=1.0,
     )
     calls = Calls()
-    environment = ToolConversation(TOOLS, format_of(QWEN.tokenizer, None, NO_INPUTS), calls, LIMITS, 8, print)
+    environment = ToolConversation(TOOLS, format_of(QWEN.tokenizer, None, NO_INPUTS), calls, DRIVER, print)
     found = asyncio.run(environment.rollout(session))
     assert [made[0] for made in calls.made] == ["add"]
     assert answers(session)[0].startswith(f"error: there is no tool '{other}'; expected one of add(")
@@ -328,7 +324,7 @@ def test_a_chat_template_that_shows_no_definitions_is_refused(name: str) -> None
     with pytest.raises(ConfigurationError) as caught:
         require_definitions(ALL[name].tokenizer, NO_INPUTS)
     assert str(caught.value) == (
-        "env.tools: the chat template shows no definitions of tools; set policy.tokenizer.chat_template to a template"
+        "env.driver: the chat template shows no definitions of tools; set policy.tokenizer.chat_template to a template"
         " that shows them"
     )
     require_definitions(QWEN.tokenizer, NO_INPUTS)
@@ -353,7 +349,7 @@ def test_calls_of_a_turn_that_was_cut_are_not_made() -> None:
         return replace(await generate(request), is_truncated=True)
 
     session.submit_request = cut
-    environment = ToolConversation(TOOLS, format_of(QWEN.tokenizer, None, NO_INPUTS), calls, LIMITS, 8, print)
+    environment = ToolConversation(TOOLS, format_of(QWEN.tokenizer, None, NO_INPUTS), calls, DRIVER, print)
     found = asyncio.run(environment.rollout(session))
     assert (calls.made, found.num_turns, found.finish_reason) == ([], 1, "length")
 
@@ -366,7 +362,7 @@ def test_a_prompt_that_opens_thinking_is_heeded() -> None:
     calls = Calls()
     turns = [f"I try {call.format(1)}</think>\n{call.format(2)}", f"I try {call.format(3)}</think>\nThree."]
     session = scripted_session(family, [QUESTION], [ended(family, turn) for turn in turns], inputs=INPUTS)
-    environment = ToolConversation(TOOLS, TOOL_FORMATS["qwen3_coder"], calls, LIMITS, 8, print)
+    environment = ToolConversation(TOOLS, TOOL_FORMATS["qwen3_coder"], calls, DRIVER, print)
     found = asyncio.run(environment.rollout(session))
     assert [made[1] for made in calls.made] == [{"a": 2}]
     assert (found.num_turns, found.fault) == (2, None)

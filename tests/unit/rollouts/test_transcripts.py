@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from nemo_rl_moe.config.schema_environment import ToolLimitsConfig
 from nemo_rl_moe.data.prompts import Prompt
 from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs
 from nemo_rl_moe.data.turn_glue import NoExtension
@@ -24,13 +23,12 @@ from nemo_rl_moe.tools.definitions import load_tools
 from nemo_rl_moe.tools.detection import format_of
 from nemo_rl_moe.tools.results import ToolResult, as_text
 from tests.support.conversations import ALL, Family
+from tests.support.environment_sections import tools_section
 from tests.support.scripted_session import scripted_session
 
 TOOLS = load_tools(["tests.support.tool_functions:add", "tests.support.tool_functions:say"], {})
 INPUTS = TemplateInputs(tools=tuple(tool.definition for tool in TOOLS.values()))
-LIMITS = ToolLimitsConfig(
-    num_workers=1, call_timeout_s=10.0, turn_timeout_s=30.0, max_result_characters=1000, memory_mb=100
-)
+DRIVER = tools_section(tools=["calculator"])
 QWEN, THINKING = ALL["Qwen3, Qwen3-MoE"], ALL["THINKING"]
 QUESTION = {"role": "user", "content": "1+2?"}
 RIGHT = Score(1.0, is_correct=True)
@@ -53,7 +51,7 @@ def session_of(responses: Sequence[str], max_tokens: int = 10_000) -> Session:
 
 def play(session: Session) -> Trajectory:
     tool_format = format_of(QWEN.tokenizer, None, NO_INPUTS)
-    return asyncio.run(ToolConversation(TOOLS, tool_format, answer, LIMITS, 8, print).rollout(session))
+    return asyncio.run(ToolConversation(TOOLS, tool_format, answer, DRIVER, print).rollout(session))
 
 
 def said(found: Trajectory) -> list[tuple[str, str]]:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from nemo_rl_moe.config.schema_environment import EnvironmentConfig
 from nemo_rl_moe.config.schema_grpo import PromptSourceConfig
 from nemo_rl_moe.data.continuation import Continuation
 from nemo_rl_moe.data.template_inputs import NO_INPUTS
@@ -25,6 +24,7 @@ from nemo_rl_moe.rollouts.rollout_function import RolloutFunction
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.tools.detection import format_of
 from tests.support.conversations import ALL
+from tests.support.environment_sections import verifiers_section
 from tests.support.scripted_session import scripted_session
 from tests.support.trajectories import only_sequence, sampled_ids
 
@@ -43,9 +43,9 @@ def source(split: str = "train", num_items: int | None = None) -> PromptSourceCo
     return PromptSourceConfig(path=None, split=split, num_items=num_items, seed=0)
 
 
-def play(parameters: dict[str, Any], *responses: str, max_tokens: int = 10_000) -> tuple[Session, Trajectory]:
+def play(arguments: dict[str, Any], *responses: str, max_tokens: int = 10_000) -> tuple[Session, Trajectory]:
     """Return the session and the trajectory of the first prompt, and of responses that are given."""
-    config = EnvironmentConfig.model_construct(name="verifiers", parameters={"id": "sums-env", **parameters})
+    config = verifiers_section("sums-env", **arguments)
     records = list(verifiers_prompts(source(), config).lines)
     record = min(records, key=lambda each: each.sample_id)
     answer = record.record["answer"]
@@ -59,7 +59,7 @@ def play(parameters: dict[str, Any], *responses: str, max_tokens: int = 10_000) 
     )
     session.prompt = replace(session.prompt, record=record.record)
     tool_format = format_of(QWEN.tokenizer, None, NO_INPUTS) if record.inputs.tools else None
-    environment = verifiers_library.load_verifiers(config.parameters)
+    environment = verifiers_library.load_verifiers(config)
     rollout = VerifiersRollout(environment, tool_format, score_truncated=False)
     return session, asyncio.run(RolloutFunction(rollout, "verifiers sums-env").rollout(session))
 
@@ -69,7 +69,7 @@ def called(**arguments: int) -> str:
 
 
 def test_its_data_are_prompts_to_train_on_and_others_to_validate_with() -> None:
-    config = EnvironmentConfig.model_construct(name="verifiers", parameters={"id": "sums-env"})
+    config = verifiers_section("sums-env")
     training, held_out = (list(verifiers_prompts(source(split), config).lines) for split in ("train", "test"))
     assert (len(training), len(held_out)) == (6, 2)
     assert {each.messages[0]["content"] for each in training} == {"Add."}
@@ -137,27 +137,28 @@ def test_what_does_not_fit_ends_as_one_that_was_cut() -> None:
 def test_the_runs_signals_are_still_its_own() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     verifiers_library._loaded.cache_clear()
-    verifiers_library.load_verifiers({"id": "sums-env"})
+    verifiers_library.load_verifiers(verifiers_section("sums-env"))
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
 @pytest.mark.parametrize(
-    ("parameters", "message"),
+    ("name", "arguments", "message"),
     [
         (
-            {"id": "sums_envv"},
-            r"env.parameters.id: got 'sums_envv', but there is no module sums_envv.*there are:.*sums_env",
+            "sums_envv",
+            {},
+            r"env.driver.id: got 'sums_envv', but there is no module sums_envv.*there are:.*sums_env",
         ),
-        ({"id": "json"}, "the module json has no function load_environment"),
-        ({"id": "sums-env", "reward": "none"}, r"sums-env cannot be made with reward: ValueError: no reward none"),
-        ({"id": "sums-env", "colour": 1}, "sums-env cannot be made with colour: TypeError"),
-        ({"id": "sums-env", "reward": "compares"}, "scores the responses to a prompt together"),
+        ("json", {}, "the module json has no function load_environment"),
+        ("sums-env", {"reward": "none"}, r"sums-env cannot be made with reward: ValueError: no reward none"),
+        ("sums-env", {"colour": 1}, "sums-env cannot be made with colour: TypeError"),
+        ("sums-env", {"reward": "compares"}, "scores the responses to a prompt together"),
     ],
 )
 def test_environments_that_cannot_be_made(
-    parameters: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+    name: str, arguments: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(MODULES)
     with pytest.raises(ConfigurationError, match=message) as error:
-        verifiers_library.load_verifiers(parameters)
+        verifiers_library.load_verifiers(verifiers_section(name, **arguments))
     assert "\n" not in str(error.value)

@@ -85,7 +85,7 @@ def test_a_function_that_cannot_be_told_to_a_model_is_refused_in_one_line(refere
     with pytest.raises(ConfigurationError) as caught:
         load_tools([f"{HERE}:add", reference], {})
     text = str(caught.value)
-    assert text.startswith("env.tools: ")
+    assert text.startswith("env.driver.tools: ")
     assert message in text
     assert "\n" not in text
 
@@ -93,20 +93,20 @@ def test_a_function_that_cannot_be_told_to_a_model_is_refused_in_one_line(refere
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({}, "env.tool_parameters.look_up.dictionary: is missing, and look_up has no default for it"),
+        ({}, "env.driver.parameters.look_up.dictionary: is missing, and look_up has no default for it"),
         (
             {"look_up": {"dictionary": "x", "limits": 3}},
-            "env.tool_parameters.look_up: got 'limits', expected dictionary or limit; did you mean limit?",
+            "env.driver.parameters.look_up: got 'limits', expected dictionary or limit; did you mean limit?",
         ),
         (
             {"look_up": {"dictionary": "x", "word": "y"}},
-            "env.tool_parameters.look_up: got 'word', expected dictionary or limit",
+            "env.driver.parameters.look_up: got 'word', expected dictionary or limit",
         ),
         (
             {"look_up": {"dictionary": 3}},
-            "env.tool_parameters.look_up.dictionary: got 3 (int): Input should be a valid string",
+            "env.driver.parameters.look_up.dictionary: got 3 (int): Input should be a valid string",
         ),
-        ({**SETTINGS, "lookup": {}}, "env.tool_parameters: got 'lookup', expected a tool of env.tools"),
+        ({**SETTINGS, "lookup": {}}, "env.driver.parameters: got 'lookup', expected a tool of env.driver.tools"),
     ],
 )
 def test_wrong_settings_are_refused_in_one_line(settings: dict[str, dict[str, object]], message: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nemo_rl_moe.config.schema_environment import McpServerConfig
+from nemo_rl_moe.config.environments.tools import McpServerConfig
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.rewards.interface import Fault
 from nemo_rl_moe.tools import mcp_tools
@@ -87,7 +87,9 @@ def test_definitions_are_those_of_the_server() -> None:
 def test_two_tools_of_one_name_are_refused() -> None:
     pytest.importorskip("mcp", reason="without mcp: make test-libraries")
     found = mcp_tools.describe_servers({"words": config(), "more": config()})
-    with pytest.raises(ConfigurationError, match=r"env.mcp_servers.more: there is another tool of the name 'look_up'"):
+    with pytest.raises(
+        ConfigurationError, match=r"env.driver.mcp_servers.more: there is another tool of the name 'look_up'"
+    ):
         with_servers({}, [(tool, print) for tool in found])
 
 
@@ -121,7 +123,7 @@ def test_a_server_ends_with_the_process_that_started_it() -> None:
     pytest.importorskip("mcp", reason="without mcp: make test-libraries")
     code = (
         "import sys, time, psutil\n"
-        "from nemo_rl_moe.config.schema_environment import McpServerConfig\n"
+        "from nemo_rl_moe.config.environments.tools import McpServerConfig\n"
         "from nemo_rl_moe.tools.mcp_server import McpServer\n"
         f"McpServer(McpServerConfig(command=sys.executable, args=[{str(SERVER)!r}, '--mute'], env={{}})).start()\n"
         "found = []\n"
@@ -141,10 +143,16 @@ def test_a_server_ends_with_the_process_that_started_it() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (config("--fail"), r"env.mcp_servers.words: the server does not start: .*; it said last: words: no dictionary"),
-        (config("--mute"), r"env.mcp_servers.words: the server gave no answer within 2 s"),
-        (config("--empty"), r"env.mcp_servers.words: the server has no tools"),
-        (McpServerConfig(command="no-such-program"), r"env.mcp_servers.words.command: got 'no-such-program', expected"),
+        (
+            config("--fail"),
+            r"env.driver.mcp_servers.words: the server does not start: .*; it said last: words: no dictionary",
+        ),
+        (config("--mute"), r"env.driver.mcp_servers.words: the server gave no answer within 2 s"),
+        (config("--empty"), r"env.driver.mcp_servers.words: the server has no tools"),
+        (
+            McpServerConfig(command="no-such-program"),
+            r"env.driver.mcp_servers.words.command: got 'no-such-program', expected",
+        ),
     ],
 )
 def test_servers_that_cannot_be_used_are_told_before_a_run(
@@ -165,7 +173,7 @@ def test_without_the_library_the_command_that_installs_it_is_named(monkeypatch: 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     mcp_tools._described.cache_clear()
     with pytest.raises(
-        ConfigurationError, match=r"env.mcp_servers.words: mcp cannot be imported; pip install 'nemo-rl"
+        ConfigurationError, match=r"env.driver.mcp_servers.words: mcp cannot be imported; pip install 'nemo-rl"
     ):
         mcp_tools.describe_servers({"words": config()})
 

@@ -167,5 +167,5 @@ def test_a_machine_that_cannot_confine_programs_needs_a_word_of_the_user(monkeyp
     ("setting", "value"), [("timeout_s", -1), ("timeout_s", 1e18), ("memory_mb", 0), ("memory_mb", 1)]
 )
 def test_settings_with_which_every_call_fails_are_refused(setting: str, value: float) -> None:
-    with pytest.raises(ConfigurationError, match=rf"^env\.tool_parameters\.python\.{setting}: got "):
+    with pytest.raises(ConfigurationError, match=rf"^env\.driver\.parameters\.python\.{setting}: got "):
         load_tools(["python"], {"python": {setting: value}})

@@ -114,7 +114,9 @@ def shown(tokenizer: PreTrainedTokenizerBase, calls: Sequence[ToolCall]) -> str:
 def test_the_format_is_shown_as_a_line() -> None:
     for name, (found, tokenizer) in TOKENIZERS.items():
         shows_definitions = "DeepSeek-V3" not in name and "DeepSeek-R1" not in name
-        assert calls_line(tokenizer) == (f"tool calls: {found} (env.tool_format)" if shows_definitions else None), name
+        assert calls_line(tokenizer) == (f"tool calls: {found} (env.driver.format)" if shows_definitions else None), (
+            name
+        )
     plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
     assert calls_line(make_byte_tokenizer(plain)) is None
     assert calls_line(make_byte_tokenizer(None)) is None
@@ -124,7 +126,7 @@ def test_the_format_is_shown_as_a_line() -> None:
         "{% endfor %}"
     )
     assert calls_line(make_byte_tokenizer(unknown)) == (
-        "tool calls: in a format that is not known; env.tool_format names one"
+        "tool calls: in a format that is not known; env.driver.format names one"
     )
 
 
@@ -379,7 +381,7 @@ NO_FORMAT = 3
 @pytest.mark.parametrize(
     ("named", "message"),
     [
-        ("hermess", "env.tool_format: got 'hermess', expected one of hermes, qwen3_coder"),
+        ("hermess", "env.driver.format: got 'hermess', expected one of hermes, qwen3_coder"),
         (f"{__name__}:NO_FORMAT", "is 3 (int), expected a ToolFormat"),
         (f"{__name__}:NONE", "has no NONE"),
     ],
@@ -396,7 +398,7 @@ def test_a_parser_of_vllm_needs_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigurationError) as caught:
         format_of(ALL["OLMoE"].tokenizer, "vllm:kimi_k2", NO_INPUTS)
     assert str(caught.value).startswith(
-        "env.tool_format: vllm:kimi_k2 needs vLLM, which is not installed; install it with"
+        "env.driver.format: vllm:kimi_k2 needs vLLM, which is not installed; install it with"
     )
 
 
@@ -408,9 +410,9 @@ def test_a_format_can_be_named() -> None:
 @pytest.mark.parametrize(
     ("family", "message"),
     [
-        ("THINKING", "env.tool_format: null, and the chat template writes calls in no known format: '<call>{"),
-        ("NEWLINE_BETWEEN_TURNS", "env.tools: the chat template shows no calls or no results of tools"),
-        ("tiny_qwen3_moe", "env.tools: the chat template shows no calls or no results of tools"),
+        ("THINKING", "env.driver.format: null, and the chat template writes calls in no known format: '<call>{"),
+        ("NEWLINE_BETWEEN_TURNS", "env.driver: the chat template shows no calls or no results of tools"),
+        ("tiny_qwen3_moe", "env.driver: the chat template shows no calls or no results of tools"),
     ],
 )
 def test_a_chat_template_without_a_known_format_is_refused(family: str, message: str) -> None:

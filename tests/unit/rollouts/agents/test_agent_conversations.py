@@ -311,7 +311,7 @@ def test_what_an_agent_gives_and_what_it_does_not() -> None:
     assert "without a request" in found.fault_message
     _, found = play(lambda task: (chat(task, []), "nothing")[1], response, QWEN)
     assert found.fault is Fault.ERROR
-    assert found.fault_message.startswith("env.agent returned 'nothing' (str), expected a number")
+    assert found.fault_message.startswith("env.driver.program returned 'nothing' (str), expected a number")
 
 
 def test_control_tokens_in_messages_are_plain_text() -> None:

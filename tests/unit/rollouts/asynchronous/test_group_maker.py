@@ -322,4 +322,4 @@ def test_code_that_blocks_the_loop_is_left_behind_at_the_end(tmp_path: Path, mon
     with source_of(worker, tmp_path, warn=warnings.append):
         assert blocks.wait(60)
     is_released.set()
-    assert warnings == ["env.rollout: code that blocks the thread of all rollouts is left behind at the end of the run"]
+    assert warnings == ["env.driver: code that blocks the thread of all rollouts is left behind at the end of the run"]

@@ -1,0 +1,42 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The driver that is a program which asks the model as a client of a server."""
+
+from typing import ClassVar, Literal
+
+from nemo_rl_moe.config.environments.base import DriverConfig
+from nemo_rl_moe.config.schema_base import PathText, PositiveInt, Processes, StrictModel, Text
+
+
+class AgentLimitsConfig(StrictModel):
+    """Limits of agents. That of a trajectory in time is `env.rollout_timeout_s`."""
+
+    num_workers: Processes
+    """Agents that run at the same time, each in a process of its own on the driver's machine; trajectories beyond them
+    wait."""
+    memory_mb: PositiveInt
+    """Megabytes that the process of an agent may take, and each process that it starts."""
+
+
+class AgentConfig(DriverConfig):
+    """A program that asks the model through an OpenAI-compatible endpoint."""
+
+    kind: Literal["agent"]
+    """This kind."""
+    program: Text | list[PathText]
+    """`package.module:function`, which takes an `AgentTask` and returns a reward, or None where `env.reward` scores
+    the last response; or a program and its arguments, a list."""
+    format: Text | None
+    """Format in which the model writes calls of the tools that requests define, as of `tools`."""
+    limits: AgentLimitsConfig
+    """Limits of agents."""
+    max_turns: PositiveInt
+    """Most responses of a trajectory; further requests are refused."""
+
+    scoring = "by_either"
+    has_own_tools: ClassVar[bool] = True
+
+    @property
+    def named(self) -> str | None:
+        """Return the function, or the command line."""
+        return self.program if isinstance(self.program, str) else " ".join(self.program)

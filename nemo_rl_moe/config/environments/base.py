@@ -1,0 +1,42 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Base of the drivers of trajectories; each kind is a file beside this one."""
+
+from collections.abc import Iterator
+from typing import ClassVar, Literal
+
+from nemo_rl_moe.config.schema_base import StrictModel
+from nemo_rl_moe.config.schema_grpo import PromptDataConfig
+
+
+class DriverConfig(StrictModel):
+    """Driver of trajectories: how the model's responses and the messages between them follow each other."""
+
+    kind: str
+    """Name of the kind."""
+
+    scoring: ClassVar[Literal["by_reward", "by_either", "by_driver"]] = "by_reward"
+    """Who scores a trajectory: `env.reward`; either, where code of the user's decides; or the driver itself."""
+    has_own_prompts: ClassVar[bool] = False
+    """The prompts are the environment's own data."""
+    has_own_tools: ClassVar[bool] = False
+    """The chat template gets the definitions of the driver's tools, and those of `data.tools` from nobody."""
+
+    @property
+    def named(self) -> str | None:
+        """Return the code, program or library that drives; None: the run itself."""
+        return None
+
+    def problems(self, key: str, data_key: str, data: PromptDataConfig) -> Iterator[str]:
+        """Yield a line for each setting that does not go with this driver.
+
+        Args:
+            key: Key of this section.
+            data_key: Key of the section of its prompts.
+            data: That section.
+        """
+        if self.has_own_tools and data.tools:
+            yield (
+                f"data.tools: got {len(data.tools)}, expected [] with {key}.kind {self.kind}, which has tools of its"
+                " own"
+            )

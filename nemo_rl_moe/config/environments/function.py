@@ -1,0 +1,24 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The driver that is a function of the user's own."""
+
+from typing import Literal
+
+from nemo_rl_moe.config.environments.base import DriverConfig
+from nemo_rl_moe.config.schema_base import Text
+
+
+class FunctionConfig(DriverConfig):
+    """A coroutine function of the user's own, over one or several turns."""
+
+    kind: Literal["function"]
+    """This kind."""
+    function: Text
+    """`package.module:function` of a coroutine that takes a `Session` and returns its `Trajectory`."""
+
+    scoring = "by_either"
+
+    @property
+    def named(self) -> str | None:
+        """Return the function."""
+        return self.function

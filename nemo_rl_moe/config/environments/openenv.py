@@ -1,0 +1,44 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The driver that is an environment of OpenEnv."""
+
+from typing import Literal
+
+from nemo_rl_moe.config.environments.base import DriverConfig
+from nemo_rl_moe.config.schema_base import PositiveInt, Processes, Seconds, Text
+
+
+class OpenEnvConfig(DriverConfig):
+    """Servers of an OpenEnv environment, which answer responses and give their rewards."""
+
+    kind: Literal["openenv"]
+    """This kind."""
+    server: Text
+    """`package.module:app`, an app that `openenv.core.create_app` makes and the run serves on the loopback interface;
+    or the address of a server that runs already, such as `http://localhost:8000`."""
+    num_servers: Processes
+    """Processes that serve an app; an address is one server."""
+    sessions_per_server: PositiveInt
+    """Episodes that a server takes at a time, its `max_concurrent_envs`; other trajectories wait."""
+    action_key: Text
+    """Field of an action that takes the model's response."""
+    observation_key: Text
+    """Field of an observation that the model reads."""
+    step_timeout_s: Seconds
+    """Seconds that a server may take for one answer; then the trajectory has failed."""
+    answer_after: Text | None
+    """Send what follows the last such text of a response, and all of one without it; null: all of every response."""
+    max_turns: PositiveInt
+    """Most responses of a trajectory."""
+
+    scoring = "by_driver"
+
+    @property
+    def app(self) -> str | None:
+        """Return the app that the run serves; None: a server runs already."""
+        return None if "://" in self.server else self.server
+
+    @property
+    def named(self) -> str | None:
+        """Return the library and the server."""
+        return f"openenv {self.server}"

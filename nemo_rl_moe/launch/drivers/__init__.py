@@ -1,0 +1,3 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Drivers of trajectories: each kind checked before anything starts, and started with its workers, in one file."""

@@ -1,0 +1,101 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Inputs that drivers are prepared with, and the checks that several kinds share."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from nemo_rl_moe.config.environments.tools import ToolsConfig
+from nemo_rl_moe.config.schema import GRPOMasterConfig
+from nemo_rl_moe.config.schema_environment import EnvironmentConfig
+from nemo_rl_moe.config.schema_grpo import PromptDataConfig
+from nemo_rl_moe.config.schema_mixture import THE_ONLY_ONE
+from nemo_rl_moe.data.continuation import Continuation
+from nemo_rl_moe.data.template_inputs import TemplateInputs, run_wide_inputs
+from nemo_rl_moe.generation.interface import SamplingParameters
+from nemo_rl_moe.launch.setup import ModelRun
+from nemo_rl_moe.rollouts.environment import Environment
+from nemo_rl_moe.tools.definitions import Tools, load_tools, with_servers
+from nemo_rl_moe.tools.detection import format_of, require_continuable, require_definitions
+from nemo_rl_moe.tools.formats.interface import ToolFormat
+from nemo_rl_moe.tools.mcp_tools import McpTool, describe_servers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+StartDriver = Callable[[ModelRun, Callable[[str], None]], Environment]
+"""Starts the workers of a driver for the rest of a run. The second argument receives warnings."""
+
+
+@dataclass(frozen=True)
+class DriverSetup:
+    """Inputs that the driver of one environment is prepared with.
+
+    Attributes:
+        name: Name of the environment; empty where a run has one.
+        sampling: How the run samples responses that are trained on.
+    """
+
+    config: GRPOMasterConfig
+    tokenizer: "PreTrainedTokenizerBase"
+    sampling: SamplingParameters
+    name: str = THE_ONLY_ONE
+
+    @property
+    def env(self) -> EnvironmentConfig:
+        """Return the section of the environment."""
+        return self.config.env.environments[self.name]
+
+    @property
+    def run_wide(self) -> TemplateInputs:
+        """Return the inputs of the chat template that all prompts share, without tools."""
+        return run_wide_inputs([], self.config.data.chat_template_kwargs)
+
+    def continuation(self) -> Continuation:
+        """Return the renderer of messages that are appended to a conversation."""
+        data = data_with_tools(self.config, self.name)
+        return Continuation(
+            self.tokenizer,
+            run_wide_inputs(data.tools, data.chat_template_kwargs),
+            keep_rewritten=self.env.rewritten_turns == "keep",
+            most_tokens=self.config.policy.max_total_sequence_length,
+        )
+
+    def tool_format(self, named: str | None) -> ToolFormat:
+        """Return the format of calls, whose definitions and results the chat template shows.
+
+        Args:
+            named: As the configuration names it; None: the one that the chat template writes.
+
+        Raises:
+            ConfigurationError: It cannot show calls, definitions or results.
+        """
+        found = format_of(self.tokenizer, named, self.run_wide)
+        require_definitions(self.tokenizer, self.run_wide)
+        encode = partial(self.tokenizer.encode, add_special_tokens=False)
+        require_continuable(self.continuation(), found, encode, self.sampling.stop_token_ids)
+        return found
+
+
+def data_with_tools(config: GRPOMasterConfig, name: str = THE_ONLY_ONE) -> PromptDataConfig:
+    """Return the `data` section of an environment, with the definitions of the tools that it has."""
+    driver, data = config.env.environments[name].driver, config.data.of(name)
+    if not isinstance(driver, ToolsConfig):
+        return data
+    return data.model_copy(update={"tools": [dict(tool.definition) for tool in described_tools(driver).values()]})
+
+
+def described_tools(driver: ToolsConfig) -> Tools:
+    """Return the tools of a run as the run's own process sees them: those of servers cannot be called here.
+
+    Raises:
+        ConfigurationError: A tool cannot be used.
+    """
+
+    def elsewhere(**arguments: object) -> object:
+        raise NotImplementedError("tools of servers are called in the tool workers")
+
+    found: list[McpTool] = describe_servers(driver.mcp_servers) if driver.mcp_servers else []
+    return with_servers(load_tools(driver.tools, driver.parameters), [(tool, elsewhere) for tool in found])

@@ -1,0 +1,46 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The driver of conversations with tools: checked before anything starts, and run in its workers."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from nemo_rl_moe.config.environments.tools import ToolsConfig
+from nemo_rl_moe.launch.drivers.setup import DriverSetup, StartDriver, described_tools
+from nemo_rl_moe.launch.setup import ModelRun
+from nemo_rl_moe.rollouts.environment import Environment
+from nemo_rl_moe.rollouts.tool_environment import ToolConversation
+from nemo_rl_moe.runs.loggers.console import ConsoleLogger
+from nemo_rl_moe.tools.worker_pool import ToolWorkers
+
+
+def prepare_tools(driver: ToolsConfig, setup: DriverSetup) -> StartDriver:
+    """Check the tools of an environment.
+
+    Raises:
+        ConfigurationError: A tool cannot be used, or the chat template cannot show calls and results.
+    """
+    tools, tool_format = described_tools(driver), setup.tool_format(driver.format)
+
+    def start(run: ModelRun, warn: Callable[[str], None]) -> Environment:
+        workers = run.use(running_tool_workers(driver, run.console))
+        return ToolConversation(tools, tool_format, workers.call, driver, warn)
+
+    return start
+
+
+@contextmanager
+def running_tool_workers(driver: ToolsConfig, console: ConsoleLogger) -> Iterator[ToolWorkers]:
+    """Start the tool workers, and stop them whatever happens."""
+    limits = driver.limits
+    with console.phase(f"starting the tool workers ({', '.join(driver.tool_names)})"):
+        workers = ToolWorkers(
+            driver.tools,
+            driver.parameters,
+            num_workers=limits.num_workers,
+            memory_mb=limits.memory_mb,
+            most_characters=limits.max_result_characters,
+            servers=driver.mcp_servers,
+        )
+    with workers:
+        yield workers
