@@ -166,5 +166,5 @@ def test_a_worker_that_is_killed_from_outside_is_replaced() -> None:
 
 
 def test_tools_that_cannot_be_loaded_end_the_start() -> None:
-    with pytest.raises(WorkerDiedError, match=r"tool_parameters\.look_up\.dictionary: is missing"):
+    with pytest.raises(WorkerDiedError, match=r"env\.driver\.parameters\.look_up\.dictionary: is missing"):
         ToolWorkers(REFERENCES, {}, num_workers=1, memory_mb=200, most_characters=100)

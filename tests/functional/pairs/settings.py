@@ -24,13 +24,15 @@ Setting = Mapping[str, str]
 
 _PARALLEL = "policy.megatron_cfg"
 _TOOLS: dict[str, Any] = {
+    "kind": "tools",
     "tools": ["tests.support.tool_functions:add"],
-    "tool_format": f"{PARTS}:ANY_TEXT",
+    "format": f"{PARTS}:ANY_TEXT",
     "max_turns": 2,
+    "limits": {"num_workers": 1},
 }
 _MIXTURE: dict[str, dict[str, Any]] = {
     "plain": {"weight": 1.0},
-    "tools": {"weight": 1.0, **_TOOLS, "tool_limits": {"num_workers": 1}},
+    "tools": {"weight": 1.0, "driver": _TOOLS},
 }
 
 
@@ -70,10 +72,10 @@ PARAMETERS: Mapping[str, Mapping[str, Overrides]] = {
     },
     "environment": {
         "single_turn": {},
-        "function": _environment(rollout=f"{PARTS}:ask_twice"),
-        "several_sequences": _environment(rollout=f"{PARTS}:ask_anew"),
-        "tools": _environment(**_TOOLS, **{"tool_limits.num_workers": 1}),
-        "agent": _environment(agent=f"{PARTS}:agent", **{"agent_limits.num_workers": 2}),
+        "function": _environment(driver={"kind": "function", "function": f"{PARTS}:ask_twice"}),
+        "several_sequences": _environment(driver={"kind": "function", "function": f"{PARTS}:ask_anew"}),
+        "tools": _environment(driver=_TOOLS),
+        "agent": _environment(driver={"kind": "agent", "program": f"{PARTS}:agent", "limits": {"num_workers": 2}}),
         "mixture": _environment(mixture=_MIXTURE),
     },
     "lora": {
