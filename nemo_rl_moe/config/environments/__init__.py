@@ -1,3 +1,3 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Environments: the kinds of `env.driver`, one file each, and those of `env.reward`."""
+"""Kinds of `env.driver`, one file each, and kinds of `env.reward`."""

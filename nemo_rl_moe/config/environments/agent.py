@@ -12,8 +12,7 @@ class AgentLimitsConfig(StrictModel):
     """Limits of agents. That of a trajectory in time is `env.rollout_timeout_s`."""
 
     num_workers: Processes
-    """Agents that run at the same time, each in a process of its own on the driver's machine; trajectories beyond them
-    wait."""
+    """Agents that run at the same time, each in its own process on the driver's machine. Further trajectories wait."""
     memory_mb: PositiveInt
     """Megabytes that the process of an agent may take, and each process that it starts."""
 
@@ -24,14 +23,15 @@ class AgentConfig(DriverConfig):
     kind: Literal["agent"]
     """This kind."""
     program: Text | list[PathText]
-    """`package.module:function`, which takes an `AgentTask` and returns a reward, or None where `env.reward` scores
-    the last response; or a program and its arguments, a list."""
+    """A text: `package.module:function`, which takes an `AgentTask` and returns a reward, or None if `env.reward`
+    scores the last response. A list: a program and its arguments."""
     format: Text | None
-    """Format in which the model writes calls of the tools that requests define, as of `tools`."""
+    """Format in which the model writes calls of the tools that requests define. The names are those of the kind
+    `tools`."""
     limits: AgentLimitsConfig
     """Limits of agents."""
     max_turns: PositiveInt
-    """Most responses of a trajectory; further requests are refused."""
+    """Most responses of a trajectory. Further requests are refused."""
 
     scoring = "by_either"
     has_own_tools: ClassVar[bool] = True

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Base of the drivers of trajectories; each kind is a file beside this one."""
+"""Base of the drivers of trajectories. Each kind has a file in this folder."""
 
 from collections.abc import Iterator
 from typing import ClassVar, Literal
@@ -16,11 +16,11 @@ class DriverConfig(StrictModel):
     """Name of the kind."""
 
     scoring: ClassVar[Literal["by_reward", "by_either", "by_driver"]] = "by_reward"
-    """Who scores a trajectory: `env.reward`; either, where code of the user's decides; or the driver itself."""
+    """Scorer of a trajectory: `env.reward`, the driver, or either of them if the user's code decides."""
     has_own_prompts: ClassVar[bool] = False
     """The prompts are the environment's own data."""
     has_own_tools: ClassVar[bool] = False
-    """The chat template gets the definitions of the driver's tools, and those of `data.tools` from nobody."""
+    """The driver defines the tools that the chat template shows, so that `data.tools` must be empty."""
 
     @property
     def named(self) -> str | None:

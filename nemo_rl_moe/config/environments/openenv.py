@@ -17,7 +17,7 @@ class OpenEnvConfig(DriverConfig):
     """`package.module:app`, an app that `openenv.core.create_app` makes and the run serves on the loopback interface;
     or the address of a server that runs already, such as `http://localhost:8000`."""
     num_servers: Processes
-    """Processes that serve an app; an address is one server."""
+    """Processes that serve an app. An address counts as one server."""
     sessions_per_server: PositiveInt
     """Episodes that a server takes at a time, its `max_concurrent_envs`; other trajectories wait."""
     action_key: Text
@@ -25,9 +25,10 @@ class OpenEnvConfig(DriverConfig):
     observation_key: Text
     """Field of an observation that the model reads."""
     step_timeout_s: Seconds
-    """Seconds that a server may take for one answer; then the trajectory has failed."""
+    """Time limit of one answer of a server, in seconds. The trajectory fails if it is exceeded."""
     answer_after: Text | None
-    """Send what follows the last such text of a response, and all of one without it; null: all of every response."""
+    """Text before the action in a response, such as `</think>`. The server gets the text after its last occurrence, or
+    the full response if it does not occur. null: the full response."""
     max_turns: PositiveInt
     """Most responses of a trajectory."""
 

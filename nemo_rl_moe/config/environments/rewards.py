@@ -32,7 +32,7 @@ class RewardConfig(StrictModel):
 
     @property
     def code(self) -> str | None:
-        """Return the code of the user's that scores, by its key and value; None: none does."""
+        """Return key and value of the user's code that scores; None: a built-in kind scores."""
         return None
 
 
@@ -50,9 +50,10 @@ class WorkerRewardConfig(RewardConfig):
     num_workers: Processes
     """Processes that score."""
     timeout_s: Seconds
-    """Seconds that one response may take; then scoring it has failed."""
+    """Time limit of one response, in seconds. Scoring fails if it is exceeded."""
     answer_after: Text | None
-    """Score what follows the last such text, and all of a response without it; null: all of every response."""
+    """Text before the answer in a response, such as `</think>`. The text after its last occurrence is scored, or the
+    full response if it does not occur. null: the full response."""
 
 
 class MathConfig(WorkerRewardConfig):
@@ -70,16 +71,16 @@ class ExactConfig(WorkerRewardConfig):
 
 
 class ReasoningGymConfig(WorkerRewardConfig):
-    """The verifier of a task of reasoning-gym, of which prompts can be drawn too."""
+    """The verifier of a task of reasoning-gym. The task can also generate the prompts."""
 
     kind: Literal["reasoning_gym"]
     """This kind."""
     task: Text
     """Its name, such as basic_arithmetic."""
     parameters: dict[str, Any]
-    """The task's own parameters; what is left out is the task's default."""
+    """Parameters of the task. Missing ones have the task's defaults."""
     partial_credit: bool
-    """true: the verifier's score is the reward; false: 1 for a score of 1, otherwise 0."""
+    """true: the reward is the verifier's score. false: the reward is 1 for a score of 1, and 0 otherwise."""
 
 
 class CallableConfig(WorkerRewardConfig):
@@ -88,8 +89,8 @@ class CallableConfig(WorkerRewardConfig):
     kind: Literal["callable"]
     """This kind."""
     function: Text
-    """`package.module:function`; takes a `ScoringItem`, returns a reward, or a reward and whether it is right; with
-    `env.reward_weights`, a dict of rewards in its place."""
+    """`package.module:function`. It takes a `ScoringItem` and returns a reward, or a pair of a reward and a bool for a
+    right response. With `env.reward_weights` it returns a dict of rewards."""
 
     needs_answer: ClassVar[bool] = False
     reads_whole_records: ClassVar[bool] = True
@@ -122,7 +123,7 @@ class CustomRewardConfig(WorkerRewardConfig):
 
 
 class JudgeConfig(WorkerRewardConfig):
-    """A judge: a model behind an OpenAI-compatible endpoint marks each response."""
+    """A model that marks each response, asked through an OpenAI-compatible endpoint."""
 
     kind: Literal["judge"]
     """This kind."""
@@ -133,18 +134,17 @@ class JudgeConfig(WorkerRewardConfig):
     template: Text
     """The request, with `{prompt}`, `{response}` and `{answer}` (of the record) in it."""
     full_marks: Annotated[float, Field(gt=0, le=1_000_000)]
-    """Mark of a perfect response; marks are from 0 to it, and the reward is their share of it."""
+    """Mark of a perfect response. The reward is the mark divided by this."""
     max_tokens: PositiveInt
     """Most tokens of a reply."""
     request_timeout_s: Seconds
-    """Seconds without a byte after which one attempt is given up."""
+    """Seconds without a received byte after which one attempt ends."""
     attempts: PositiveInt
-    """Requests for one response, where the endpoint is busy, breaks off, or its reply has no mark."""
+    """Most requests for one response, if the endpoint is busy, breaks off, or replies without a mark."""
     api_key_env: Text | None
-    """Name of the environment variable that holds the key, which goes into the request's header and nowhere else; null:
-    the endpoint wants none."""
+    """Environment variable with the key, which is sent in the request's header only. null: no key."""
     cache_folder: PathText | None
-    """Folder of replies that have come, by a digest of the request; null: every response is judged."""
+    """Folder that caches replies by a digest of the request. null: no cache."""
 
     needs_answer: ClassVar[bool] = False
     reads_whole_records: ClassVar[bool] = True

@@ -18,12 +18,12 @@ class ToolLimitsConfig(StrictModel):
     num_workers: Processes
     """Processes that run tools, each one call at a time."""
     call_timeout_s: Seconds
-    """Seconds that a call may take; then the model is told so in place of the result."""
+    """Time limit of a call, in seconds. The model reads an error in place of the result if it is exceeded."""
     turn_timeout_s: Seconds
-    """Seconds that the calls of one turn may take together; later ones are not made. The limit of a trajectory is
-    `env.rollout_timeout_s`."""
+    """Time limit of all calls of one turn, in seconds. Later calls of the turn are not made. The limit of a trajectory
+    is `env.rollout_timeout_s`."""
     max_result_characters: PositiveInt
-    """Longest result; a longer one is cut, and its end tells the model so."""
+    """Longest result. A longer one is cut and ends with a note for the model."""
     memory_mb: PositiveInt
     """Megabytes that the tools of a process may take."""
 
@@ -36,7 +36,7 @@ class McpServerConfig(StrictModel):
     args: list[str] = Field(default_factory=list)
     """Its arguments."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Variables of its environment beside PATH, HOME and the like: it sees no others of the run's."""
+    """Variables of its environment in addition to PATH, HOME and the like. It gets no others of the run's."""
 
 
 class ToolsConfig(DriverConfig):
@@ -46,23 +46,23 @@ class ToolsConfig(DriverConfig):
     """This kind."""
     tools: list[Text]
     """Tools that the model may call: `package.module:function`, typed and with a docstring, or calculator, python,
-    search; []: those of `mcp_servers` alone."""
+    search. []: only the tools of `mcp_servers`."""
     mcp_servers: dict[Text, McpServerConfig]
-    """MCP servers by names of your choice, whose tools the model may call too; each process that runs tools starts its
-    own; {}: none."""
+    """MCP servers by names of your choice, whose tools the model may also call. Each process that runs tools starts its
+    own servers. {}: none."""
     parameters: dict[str, dict[str, Any]]
-    """Values of keyword-only parameters of tools, by the name of the tool: the model does not see them; {}: none."""
+    """Values of keyword-only parameters by the name of the tool. The model does not see them. {}: none."""
     format: Text | None
     """Format in which the model writes calls: hermes, qwen3_coder, glm45, kimi_k2, minimax_m2, deepseek_v3,
-    deepseek_v31, deepseek_v32, mistral, mistral_args, llama3_json, function_calls, olmo3, harmony, `vllm:NAME`, a
-    parser of an installed vLLM, or `package.module:FORMAT`; null: the one that the chat template writes."""
+    deepseek_v31, deepseek_v32, mistral, mistral_args, llama3_json, function_calls, olmo3, harmony, `vllm:NAME` for a
+    parser of an installed vLLM, or `package.module:FORMAT`. null: the format of the chat template."""
     limits: ToolLimitsConfig
     """Limits of calls."""
     max_turns: PositiveInt
-    """Most responses of a trajectory; calls in the last one are not made."""
+    """Most responses of a trajectory. Calls in the last one are not made."""
     call_cost: Annotated[float, Field(ge=0, le=1_000)]
-    """Cost of each call, taken from the reward of its trajectory, so that the model learns when not to call; 0: none.
-    `accuracy` does not change. Not with `env.reward_weights`."""
+    """Cost of each call, subtracted from the reward of its trajectory, so that the model learns when not to call.
+    `accuracy` does not change. Must be 0 with `env.reward_weights`."""
 
     has_own_tools: ClassVar[bool] = True
 

@@ -23,11 +23,11 @@ from nemo_rl_moe.tools.detection import format_of
 from nemo_rl_moe.tools.formats.interface import ToolFormat
 
 LOG_SUFFIX = ".agents.log"
-"""Behind the name of the folder of the runs, beside which the file stands: in it are runs alone."""
+"""Suffix of the log file, which lies next to the folder of the runs and has its name."""
 
 
 def check_agent(driver: AgentConfig) -> None:
-    """Check that an agent is there.
+    """Check that the function or the program of an agent exists.
 
     Raises:
         ConfigurationError: There is no such function or program.

@@ -23,7 +23,7 @@ from nemo_rl_moe.tools.definitions import load_tools
 
 
 def check_driver(driver: Driver) -> None:
-    """Check that the code, the program or the library of a driver is there. Reads no model.
+    """Check that the code, the program or the library of a driver exists. Reads no model.
 
     Raises:
         ConfigurationError: It is not.

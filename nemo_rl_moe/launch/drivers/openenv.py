@@ -18,7 +18,7 @@ from nemo_rl_moe.runs.loggers.console import ConsoleLogger
 
 
 def check_openenv(driver: OpenEnvConfig) -> None:
-    """Check that the library is there.
+    """Check that the library is installed.
 
     Raises:
         ConfigurationError: It is not.
@@ -40,7 +40,7 @@ def prepare_openenv(driver: OpenEnvConfig, setup: DriverSetup) -> StartDriver:
 
 @contextmanager
 def running_servers(driver: OpenEnvConfig, console: ConsoleLogger) -> Iterator[list[OpenEnvServer]]:
-    """Start the servers of an app, and stop them whatever happens; none where one runs already."""
+    """Start the servers of an app, and stop them at the end. An address needs none."""
     app = driver.app
     servers = [] if app is None else [OpenEnvServer(app) for _ in range(driver.num_servers)]
     with ExitStack() as stack:

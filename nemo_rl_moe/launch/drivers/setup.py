@@ -34,7 +34,7 @@ class DriverSetup:
     """Inputs that the driver of one environment is prepared with.
 
     Attributes:
-        name: Name of the environment; empty where a run has one.
+        name: Name of the environment in `env.mixture`; empty for the only one of a run.
         sampling: How the run samples responses that are trained on.
     """
 
@@ -67,7 +67,7 @@ class DriverSetup:
         """Return the format of calls, whose definitions and results the chat template shows.
 
         Args:
-            named: As the configuration names it; None: the one that the chat template writes.
+            named: Name in the configuration; None: the format of the chat template.
 
         Raises:
             ConfigurationError: It cannot show calls, definitions or results.
@@ -88,7 +88,7 @@ def data_with_tools(config: GRPOMasterConfig, name: str = THE_ONLY_ONE) -> Promp
 
 
 def described_tools(driver: ToolsConfig) -> Tools:
-    """Return the tools of a run as the run's own process sees them: those of servers cannot be called here.
+    """Return the tools of a run for the run's own process, in which tools of servers cannot be called.
 
     Raises:
         ConfigurationError: A tool cannot be used.
