@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of the chat template's inputs beside the messages."""
+"""Rules of the chat template's inputs other than messages."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -28,6 +28,8 @@ KINDS_NAME = "environment_kinds.yaml"
 """The shipped file of the defaults of each kind of `env.driver` and `env.reward`."""
 KIND_KEY = "kind"
 """Key of a section whose other keys depend on its value."""
+SECTIONS_OF_KINDS = ("driver", "reward")
+"""Names of the sections that have such a key. In other sections, such as `parameters`, `kind` is a key like others."""
 WHERE_THE_SHIPPED_ARE_LISTED = " (nemo-rl-moe config --help lists the shipped configurations)"
 _NO_SECTIONS = "expected sections such as `policy:`, got something else"
 _PACKAGED_EXEMPLARS = Path(__file__).resolve().parents[1] / "exemplar_configs"
@@ -121,7 +123,8 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in over.items():
         below = merged.get(key)
         if isinstance(below, Mapping) and isinstance(value, Mapping):
-            changes_kind = KIND_KEY in value and value[KIND_KEY] != below.get(KIND_KEY)
+            has_kind = key in SECTIONS_OF_KINDS and KIND_KEY in value
+            changes_kind = has_kind and value[KIND_KEY] != below.get(KIND_KEY)
             merged[key] = value if changes_kind else merge(below, value)
         else:
             merged[key] = value

@@ -38,7 +38,7 @@ def _completed(section: Mapping[str, Any], name: str, shared: Mapping[str, Any])
 
 
 def _over(shared: Any, entry: Any) -> Any:
-    """Lay an entry over what it shares; its dicts of free names replace those that are shared."""
+    """Lay an entry over the shared section. Its dicts of free names replace the shared ones."""
     if not (isinstance(shared, Mapping) and isinstance(entry, Mapping)):
         return entry
     if KIND_KEY in entry and entry[KIND_KEY] != shared.get(KIND_KEY):

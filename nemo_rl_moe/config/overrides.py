@@ -14,7 +14,7 @@ from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
 from nemo_rl_moe.config.algorithm import ALGORITHM_KEY
-from nemo_rl_moe.config.files import KIND_KEY, parse_value, traps, yaml_problem
+from nemo_rl_moe.config.files import KIND_KEY, SECTIONS_OF_KINDS, parse_value, traps, yaml_problem
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest_key, quoted, shortened
 from nemo_rl_moe.config.unknown_keys import unknown_key
 from nemo_rl_moe.masking import masked_assignment
@@ -85,7 +85,7 @@ def apply_overrides(
             parsed.append(parse_override(text))
         except ValueError as error:
             problems.append(str(error))
-    for override in sorted(parsed, key=lambda override: override.key[-1] != KIND_KEY):
+    for override in sorted(parsed, key=lambda override: not _names_kind(override.key)):
         name, known = ".".join(override.key), known_around(override.key, changed)
         if override.remove:
             if not _remove(changed, override.key):
@@ -117,9 +117,13 @@ def _set(config: dict[str, Any], key: Sequence[str], value: Any) -> None:
         if not isinstance(section.get(part), dict):
             section[part] = {}
         section = section[part]
-    if key[-1] == KIND_KEY and section.get(KIND_KEY) != value:
+    if _names_kind(key) and section.get(KIND_KEY) != value:
         section.clear()  # the other keys are those of another kind
     section[key[-1]] = value
+
+
+def _names_kind(key: Sequence[str]) -> bool:
+    return len(key) > 1 and key[-1] == KIND_KEY and key[-2] in SECTIONS_OF_KINDS
 
 
 def _remove(config: dict[str, Any], key: Sequence[str]) -> bool:

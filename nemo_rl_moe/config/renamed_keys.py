@@ -52,7 +52,7 @@ def new_key(name: str) -> str | None:
 
 
 def new_key_in_words(name: str) -> str | None:
-    """Return what a key is called now, with the kind of section that has it; None where it has not been renamed."""
+    """Return the new name of a key with the kind of section that has it; None if it has not been renamed."""
     new, found = new_key(name), _OF_ENVIRONMENT.fullmatch(name)
     condition = "" if found is None else _ENV_KEYS.get(found[2], ("", ""))[1]
     return f"{new} ({condition})" if new and condition else new

@@ -131,7 +131,7 @@ def field_at(
 
 
 def without_kinds(schema: type[BaseModel], values: Any, location: Sequence[Any]) -> tuple[Any, ...]:
-    """Return a pydantic error location without the kind, which stands in it behind each section of several kinds."""
+    """Return a pydantic error location without the kinds, which follow the names of sections of several kinds."""
     place: list[Any] = []
     is_kind = False
     for part in location:

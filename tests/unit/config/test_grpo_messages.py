@@ -215,6 +215,17 @@ def test_a_parameter_of_a_task_is_set_whether_the_file_has_it_or_not(tmp_path: P
     assert config.env.reward.parameters == {"min_terms": 2, "max_terms": 2}
 
 
+def test_kind_is_a_free_name_among_parameters(tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text("defaults: grpo_tiny_moe.yaml\nenv: {reward: {parameters: {kind: easy, digits: 2}}}\n")
+    over = tmp_path / "over.yaml"
+    over.write_text("defaults: own.yaml\nenv: {reward: {parameters: {kind: hard}}}\n")
+    for path, overrides in ((over, []), (own, ["env.reward.parameters.kind=hard"])):
+        config = load_grpo_config(path, overrides, check_paths=False)
+        assert isinstance(config.env.reward, ReasoningGymConfig)
+        assert config.env.reward.parameters == {"kind": "hard", "digits": 2}
+
+
 def test_a_section_of_another_kind_is_filled_key_by_key_in_any_order(grpo_problems_of: Problems) -> None:
     assert grpo_problems_of("env.reward.functoin=a:b", "env.reward.kind=callable")[0] == (
         "env.reward.functoin: unknown key; did you mean env.reward.function?"
