@@ -45,8 +45,12 @@ LIBRARIES := "verifiers>=0.2,<0.4" "mcp>=1.20"
 # Its packages need another release of mcp.
 OPENENV := "openenv-core>=0.3"
 OPENENV_VENV := .venv-openenv
+# Another release than the first, of which neither has what the other has.
+TASKSETS := "verifiers>=0.4,<0.5"
+TASKSETS_VENV := .venv-tasksets
 LIBRARIES_VENV := .venv-libraries
 LIBRARIES_STAMP := $(LIBRARIES_VENV)/.installed-$(shell echo $(LIBRARIES) $(HERE) | cksum | cut -d' ' -f1)
+TASKSETS_STAMP := $(TASKSETS_VENV)/.installed-$(shell echo $(TASKSETS) $(HERE) | cksum | cut -d' ' -f1)
 OPENENV_STAMP := $(OPENENV_VENV)/.installed-$(shell echo $(OPENENV) $(HERE) | cksum | cut -d' ' -f1)
 
 # One thread a process in the tests: they start several at a time, and results must not depend on the machine's cores.
@@ -167,11 +171,14 @@ test-trl: $(TEST_STAMP) $(TRL_STAMP) ## what runs in trainers of transformers an
 	@PYTHONPATH=$(CURDIR)/$(TRL_VENV)/site $(PYTEST) tests/functional/test_trainer_hooks.py \
 		tests/functional/test_trl_examples.py tests/functional/test_benchmarks.py -m trl $(PYTEST_ARGUMENTS)
 
-libraries: $(LIBRARIES_STAMP) $(OPENENV_STAMP) ## verifiers, MCP and OpenEnv beside .venv, for the tests of environments and tools from other libraries
+libraries: $(LIBRARIES_STAMP) $(OPENENV_STAMP) $(TASKSETS_STAMP) ## verifiers (both releases), MCP and OpenEnv beside .venv, for the tests of environments and tools from other libraries
 
-test-libraries: $(TEST_STAMP) $(LIBRARIES_STAMP) $(OPENENV_STAMP) ## environments of verifiers and OpenEnv, tools of MCP servers; installs them first
+test-libraries: $(TEST_STAMP) $(LIBRARIES_STAMP) $(OPENENV_STAMP) $(TASKSETS_STAMP) ## environments of verifiers and OpenEnv, tools of MCP servers; installs them first
 	@OMP_NUM_THREADS=1 $(LIBRARIES_VENV)/bin/python -m pytest tests/unit/rollouts/test_verifiers_environment.py \
-		tests/unit/tools/test_mcp_tools.py tests/functional/test_library_runs.py -m "full or not full" $(PYTEST_ARGUMENTS)
+		tests/unit/tools/test_mcp_tools.py tests/functional/test_library_runs.py tests/functional/test_taskset_runs.py \
+		-m "full or not full" $(PYTEST_ARGUMENTS)
+	@OMP_NUM_THREADS=1 $(TASKSETS_VENV)/bin/python -m pytest tests/unit/rollouts/test_verifiers_v1.py \
+		tests/functional/test_taskset_runs.py -m "full or not full" $(PYTEST_ARGUMENTS)
 	@OMP_NUM_THREADS=1 $(OPENENV_VENV)/bin/python -m pytest tests/unit/rollouts/test_openenv_environment.py \
 		tests/unit/tools/test_mcp_tools.py tests/functional/test_library_runs.py -m "full or not full" $(PYTEST_ARGUMENTS)
 
@@ -214,7 +221,7 @@ real-model: $(STAMP) $(if $(wildcard $(REAL_MODEL)-MoE),,$(GGUF_STAMP)) ## a rel
 
 test-world: $(TEST_STAMP) world real-model ## every supported family with its published chat template and tokenizer, and a released model; downloads them first
 	@$(PYTEST) tests/world --ignore-glob='*/test_real_*' -m world $(IN_PARALLEL) $(PYTEST_ARGUMENTS)
-	@$(PYTEST) tests/world/test_real_*.py -m world $(PYTEST_ARGUMENTS)  # one at a time: up to 10 GB each
+	@$(PYTEST) tests/world/test_real_*.py -m world $(PYTEST_ARGUMENTS)  # one at a time: up to 12 GB each
 
 # What continuous integration runs of it: a skipped test is a failure there, for the files must be had.
 test-short-world: $(TEST_STAMP)
@@ -239,7 +246,7 @@ docs: $(DOCS_STAMP) ## the site in build/docs, from docs/ and the configuration'
 	@echo "[docs] open build/docs/index.html; with a search: $(VENV)/bin/python -m http.server --directory build/docs"
 
 clean: ## remove the environments and caches; data, logs and results stay
-	rm -rf $(VENV) $(OTHER_VENV) $(TRL_VENV) $(GGUF_VENV) $(LIBRARIES_VENV) $(OPENENV_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .gpu build dist
+	rm -rf $(VENV) $(OTHER_VENV) $(TRL_VENV) $(GGUF_VENV) $(LIBRARIES_VENV) $(OPENENV_VENV) $(TASKSETS_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .gpu build dist
 
 define MAKE_VENV
 	@[ -n "$(PYTHON)" ] || { echo "error: no Python >= 3.11 with the modules venv and ensurepip is on the path;" \
@@ -275,7 +282,7 @@ $(GPU_STAMP): pyproject.toml constraints-gpu.txt
 	@echo "[gpu] torch for CUDA, then vLLM, this project and the test tools (10 GB, some minutes)"
 	@$(PIP_INSTALL) --constraint constraints-gpu.txt $(TORCH_PIP_ARGUMENTS) torch
 	@$(PIP_INSTALL) --constraint constraints-gpu.txt --editable '.[test,vllm]'
-	@$(VENV)/bin/python -m nemo_rl_moe.models.megatron.install_transformer_engine --constraint constraints-gpu.txt
+	@$(VENV)/bin/python -m nemo_rl_moe.distributed.install_transformer_engine --constraint constraints-gpu.txt
 	@rm -f $(VENV)/.installed-* $(VENV)/.test-* $(VENV)/.docs-* && touch $(STAMP) $(TEST_STAMP) $@
 
 $(VLLM_STAMP): $(STAMP)
@@ -320,6 +327,9 @@ endef
 
 $(LIBRARIES_STAMP): $(STAMP)
 	$(call MAKE_BESIDE,$(LIBRARIES_VENV),$(LIBRARIES))
+
+$(TASKSETS_STAMP): $(STAMP)
+	$(call MAKE_BESIDE,$(TASKSETS_VENV),$(TASKSETS))
 
 $(OPENENV_STAMP): $(STAMP)
 	$(call MAKE_BESIDE,$(OPENENV_VENV),$(OPENENV))

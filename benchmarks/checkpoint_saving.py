@@ -77,12 +77,12 @@ def measure(policy: MegatronPolicy, folder: Path, num_rounds: int) -> dict[str, 
         began = time.perf_counter()
         policy.start_checkpoint(directory, with_optimizer=True)
         blocking.append(time.perf_counter() - began)
-        outcome = None
-        while outcome is None:
+        problems = None
+        while problems is None:
             with_one.append(seconds_of(lambda: policy.train(batch, sft_loss)))
-            outcome = policy.poll_checkpoint(wait=False)
+            problems = policy.poll_checkpoint(wait=False)
         writing.append(time.perf_counter() - began)
-        assert outcome.problem is None, outcome.problem
+        assert not problems, problems
         size = sum(path.stat().st_size for path in directory.iterdir())
         without += [seconds_of(lambda: policy.train(batch, sft_loss)) for _ in range(STEPS_BETWEEN)]
     return {

@@ -12,7 +12,7 @@ import json
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +38,11 @@ from small_model import (
 )
 
 from nemo_rl_moe.algorithms.grpo import Rollouts, train_grpo
-from nemo_rl_moe.algorithms.grpo_batch import failure_rule, make_source
+from nemo_rl_moe.algorithms.grpo_batch import failure_rule
 from nemo_rl_moe.algorithms.grpo_metrics import Validator
 from nemo_rl_moe.algorithms.run_observers import checked_refits
 from nemo_rl_moe.algorithms.step_recorder import RecordSinks
+from nemo_rl_moe.checkpoints.state import LoopState
 from nemo_rl_moe.config.environments.rewards import CallableConfig
 from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.config.schema import GRPOMasterConfig
@@ -50,17 +51,20 @@ from nemo_rl_moe.data.speech import describe_speech, load_published
 from nemo_rl_moe.data.tokenizer import load_tokenizer, pad_token_id
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.node_tools import threads_per_worker, usable_cores
+from nemo_rl_moe.generation.refit_check import RefitCheck
 from nemo_rl_moe.generation.registry import EngineSetup, make_engine
 from nemo_rl_moe.launch.grpo import sampling_parameters
 from nemo_rl_moe.launch.refit import make_refit_check
+from nemo_rl_moe.launch.rollouts import plan_rollouts, running_source, state_at
 from nemo_rl_moe.models.hf_files import find_model, load_hf_config
 from nemo_rl_moe.rewards.interface import ScoringItem
 from nemo_rl_moe.rewards.worker_pool import RewardWorkers
 from nemo_rl_moe.rollouts.environment import SingleTurn
-from nemo_rl_moe.rollouts.worker import RolloutWorker
+from nemo_rl_moe.rollouts.loops import CallersLoop
+from nemo_rl_moe.rollouts.run_environment import RunEnvironment
+from nemo_rl_moe.rollouts.runner import RolloutRunner
 from nemo_rl_moe.runs.folder.samples import SampleLog
 from nemo_rl_moe.runs.loggers.artifacts import ArtifactTables
-from nemo_rl_moe.weight_sync.refit_check import RefitCheck
 
 NUM_PROMPTS, NUM_GENERATIONS = 8, 4
 PROMPT_LENGTH, MAX_NEW_TOKENS = 32, 64
@@ -190,14 +194,20 @@ def run(
     engine = make_engine(EngineSetup(config, cluster, source, hf_config, tokenizer, policy, console.warn))
     stack.callback(engine.shutdown)
     longest = config.policy.max_total_sequence_length
-    worker = RolloutWorker(engine, reward_function, SingleTurn(), tokenizer.decode, tokenizer.encode, longest)
+    environments = {"": RunEnvironment(SingleTurn(), reward_function)}
+    runner = RolloutRunner(engine, environments, tokenizer.decode, tokenizer.encode, longest, CallersLoop())
+    stack.enter_context(closing(runner))
+    plan, state, warn = plan_rollouts(config), state_at(config, LoopState(), None, prompts), console.warn
+    groups = stack.enter_context(
+        running_source(config, plan, runner, prompts, sampling, folder, state, warn, console.message)
+    )
     train_grpo(
         config,
         policy,
         Rollouts(
             engine,
-            make_source(config, worker, prompts, sampling),
-            Validator(config.grpo, worker, (), sampling, failure_rule(config)),
+            groups,
+            Validator(config.grpo, runner, (), sampling, failure_rule(config)),
             pad_token_id(tokenizer),
         ),
         recorder_without_checkpoints(

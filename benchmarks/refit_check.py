@@ -35,7 +35,8 @@ from small_model import (
 
 from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.config.schema import GRPOMasterConfig
-from nemo_rl_moe.weight_sync.refit_check import Gap, RefitCheck, ScoringEngine
+from nemo_rl_moe.generation.interface import GenerationEngine
+from nemo_rl_moe.generation.refit_check import Gap, RefitCheck
 
 REFIT_KEY, CHECK_KEY = "timing/refit/seconds", "timing/refit_check/seconds"
 CPU_STEP_KEY, CPU_CHECK_KEY = "cpu/step", "cpu/refit_and_check"
@@ -81,7 +82,7 @@ class EveryOther(RefitCheck):
         if self.is_on:
             super().begin()
 
-    def after_refit(self, engine: ScoringEngine) -> Gap:
+    def after_refit(self, engine: GenerationEngine) -> Gap:
         """Make the check or does not."""
         gap = super().after_refit(engine) if self.is_on else Gap(0.0, 0.0)
         self.cpu_seconds.append((self._begun, seconds_of(self._clocks)))

@@ -1,6 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The learning curves in vllm.md: the demo's reinforcement learning with rollouts by each engine, some seeds of each.
+"""Learning curves of runs, some seeds of each engine: those in vllm.md, and those of the quickstart in README.md.
+
+Those in vllm.md are of the demo's reinforcement learning with rollouts by each engine.
 
 After `make demo` and `make vllm`, for each seed:
 
@@ -10,6 +12,11 @@ After `make demo` and `make vllm`, for each seed:
 and then, for the plot and the table of the page, which it prints:
 
     python docs/make_engines_plot.py logs/megatron_42/exp_001 logs/vllm_42/exp_001
+
+In README.md, after `python prompts.py` of the quickstart, for each seed:
+
+    nemo-rl-moe grpo --config opposites.yaml grpo.seed=0 logger.log_dir=logs/0 checkpointing.checkpoint_dir=null
+    python docs/make_engines_plot.py logs/?/exp_001 --output docs/images/opposites.png
 """
 
 import argparse
@@ -80,12 +87,13 @@ def table(runs: Sequence[Run]) -> str:
 def draw(runs: Sequence[Run], output: Path) -> None:
     """A panel for each metric: a colour for each engine, a line style for each of its seeds."""
     figure = Figure(figsize=(11, 4), layout="constrained")
+    engines = by_engine(runs)
     for axis, (key, title) in zip(figure.subplots(1, 2), PANELS.items(), strict=True):
-        for engine, of_engine in by_engine(runs).items():
+        for engine, of_engine in engines.items():
             for number, run in enumerate(of_engine):
                 axis.plot(
                     *zip(*run.history[key], strict=True),
-                    label=f"{engine}, seed {run.seed}",
+                    label=f"{engine}, seed {run.seed}" if len(engines) > 1 else f"seed {run.seed}",
                     color=COLOURS.get(engine),
                     linestyle=LINES[number % len(LINES)],
                     marker="o" if key == ACCURACY else None,
@@ -99,7 +107,7 @@ def draw(runs: Sequence[Run], output: Path) -> None:
 
 def main() -> None:
     """Reads the runs' folders."""
-    parser = argparse.ArgumentParser(description="Draws how the demo learns with each engine, and prints the table.")
+    parser = argparse.ArgumentParser(description="Draws how runs learn, of each engine, and prints the table.")
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a run's folder")
     parser.add_argument("--output", type=Path, default=OUTPUT, help="default: %(default)s")
     chosen = parser.parse_args()

@@ -1,12 +1,14 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The plots of the report: two runs compared, and the load of every expert; or image tokens and text tokens.
+"""The plots of the report: two runs compared, and the load of every expert; image and text tokens; or one run.
 
     pip install -e '.[test]' and a Chromium
     python docs/make_report_plots.py logs/drill_free/exp_001 logs/drill_forced/exp_001
     python docs/make_report_plots.py --images logs/vlm_sft_tiny_moe/exp_001 logs/vlm_grpo_tiny_moe/exp_001
+    python docs/make_report_plots.py results/real_demo/grpo-0/logs/exp_001
 
-forced-imbalance.md has the commands that make the first two runs, `make demo-vision` makes the other two.
+forced-imbalance.md has the commands that make the first two runs, `make demo-vision` makes the other two. `make
+demo-real` makes the last, whose picture is that of README.md.
 """
 
 import argparse
@@ -39,6 +41,24 @@ def photograph(page: Page, first: str, last: str, output: Path, last_kind: str =
     page.screenshot(path=output, full_page=True, clip={"x": 0, "y": top, "width": 1400, "height": bottom - top})
 
 
+def photograph_one(page: Page, output: Path) -> None:
+    """The findings of a run and the load of every expert, one above the other."""
+    photograph(page, "Report of a run", "Learning from rewards", output)
+    with Image.open(output) as image:
+        findings = image.convert("RGB")
+    # The slider shows nothing in a picture.
+    page.locator("h2, h3", has_text="Load of every expert").evaluate(
+        "title => title.parentElement.style.display = 'none'"
+    )
+    photograph(page, "Layers and experts", "Where and when", output)
+    with Image.open(output) as image:
+        joined = Image.new("RGB", (image.width, findings.height + image.height))
+        joined.paste(findings)
+        joined.paste(image, (0, findings.height))
+    joined.save(output)
+    shrink(output)
+
+
 def shrink(plot: Path) -> None:
     """Writes it again with as many colours as anybody sees in it."""
     with Image.open(plot) as image:
@@ -49,16 +69,19 @@ def main() -> None:
     """Reads two runs' folders."""
     parser = argparse.ArgumentParser(description="Photographs reports of runs.")
     parser.add_argument("first", type=Path, help="folder of a run")
-    parser.add_argument("second", type=Path, help="folder of a run like it, with forced routing")
+    parser.add_argument("second", type=Path, nargs="?", help="folder of a run like it, with forced routing")
     parser.add_argument("--images", action="store_true", help="the runs are of a model with vision")
     parser.add_argument("--output", type=Path, default=IMAGES, help="folder of the plots; default: %(default)s")
     chosen = parser.parse_args()
     executable = next(filter(None, map(shutil.which, EXECUTABLES)), None)
     with tempfile.TemporaryDirectory() as name, sync_playwright() as playwright:
         report = Path(name) / "report.html"
-        write_report([chosen.first, chosen.second], report)
+        write_report([each for each in (chosen.first, chosen.second) if each is not None], report)
         page = playwright.chromium.launch(executable_path=executable).new_page(viewport={"width": 1400, "height": 900})
         open_report(page, report)
+        if chosen.second is None:
+            photograph_one(page, chosen.output / "report_real_model.png")
+            return
         if chosen.images:
             photograph(page, "Image and text tokens", "Busiest expert", chosen.output / "report_images.png", "h3")
             shrink(chosen.output / "report_images.png")

@@ -31,11 +31,7 @@ def write_whole(path: Path, content: str | bytes, *, private: bool = False) -> N
 
 
 def delete(path: Path) -> None:
-    """Remove a file, a link or a whole folder, if there is one.
-
-    Raises:
-        OSError: It cannot be removed.
-    """
+    """Remove a file, a link or a whole folder, if there is one."""
     if path.is_symlink() or path.is_file():
         path.unlink()
     elif path.exists():
@@ -43,11 +39,7 @@ def delete(path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or a folder's list of files, is on the disk (fsync).
-
-    Raises:
-        OSError: The disk did not take it.
-    """
+    """Wait until a file, or a folder's list of files, is on the disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -71,9 +63,6 @@ def put_in_place(staging: Path, target: Path, replaced: Path) -> None:
     Args:
         staging: The complete folder, on the same file system.
         replaced: Temporary name of the old folder; anything under this name is deleted.
-
-    Raises:
-        OSError: The disk did not take it.
     """
     sync_tree(staging)
     delete(replaced)

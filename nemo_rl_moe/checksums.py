@@ -207,11 +207,7 @@ def _write(folder: Path, entries: dict[str, FileEntry]) -> None:
 
 
 def read_inventory(folder: Path) -> dict[str, FileEntry]:
-    """Return the files of a folder from its `files.json`.
-
-    Raises:
-        InventoryError: It is missing or damaged.
-    """
+    """Return the files of a folder from its `files.json`."""
     path = folder / INVENTORY_FILE_NAME
     try:
         content = path.read_bytes()

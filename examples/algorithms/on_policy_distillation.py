@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from nemo_rl_moe.algorithms.grpo import update_engine
-from nemo_rl_moe.algorithms.grpo_batch import make_source, prev_is_current
+from nemo_rl_moe.algorithms.grpo_batch import prev_is_current
 from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
 from nemo_rl_moe.algorithms.step_metrics import training_metrics
 from nemo_rl_moe.algorithms.step_recorder import RunSummary, StepOutcome, StepRecorder, num_training_steps
@@ -24,7 +24,8 @@ from nemo_rl_moe.config.schema_policy import RoleModelConfig
 from nemo_rl_moe.data.tokenizer import pad_token_id
 from nemo_rl_moe.distributed.batch import TokenBatch, per_token
 from nemo_rl_moe.generation.interface import GenerationEngine
-from nemo_rl_moe.launch.grpo import prepare_rollouts, start_rollouts
+from nemo_rl_moe.launch.grpo import prepare_rollouts, start_rollouts, start_source
+from nemo_rl_moe.launch.rollouts import plan_rollouts
 from nemo_rl_moe.launch.training_run import TrainingRun
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
@@ -70,10 +71,11 @@ def run_distillation(config: DistillationMasterConfig, run: TrainingRun) -> None
     policy = run.start_policy()
     teacher = run.start_role("teacher", teacher_model)
     run.restore()
-    worker = start_rollouts(config, run, policy, prepared)
-    source = make_source(config, worker, loader, prepared.sampling)
-    distillation = Distillation(config, policy, teacher, worker.engine, source, pad_token_id(prepared.model.tokenizer))
-    run.end(distillation.train(run.open()))
+    runner = start_rollouts(config, run, policy, prepared)
+    recorder = run.open()
+    source = start_source(config, run, plan_rollouts(config), runner, prepared, recorder)
+    distillation = Distillation(config, policy, teacher, runner.engine, source, pad_token_id(prepared.model.tokenizer))
+    run.end(distillation.train(recorder))
 
 
 @dataclass(frozen=True)
@@ -100,9 +102,8 @@ class Distillation:
         """Train from where the run stands to its last step, and ends each step with the recorder."""
         last_step = num_training_steps(self.config.grpo, self.source.steps_per_epoch)
         loss_function = loss_of(self.config)
-        self.source.load_state(recorder.state.batches_taken)
-        update_engine(self.engine, self.policy, PhaseClock())
         step = recorder.state.step
+        update_engine(self.engine, self.policy, PhaseClock(), source=self.source, step=step)
         goes_on = step < last_step
         while goes_on:
             clock = PhaseClock()
@@ -115,14 +116,16 @@ class Distillation:
                 with clock.phase("train"):
                     result = self.policy.train(batch, loss_function)
                 clock.count_tokens("train", result.num_tokens)
-                update_engine(self.engine, self.policy, clock)
+                update_engine(self.engine, self.policy, clock, source=self.source, step=step)
+            state = self.source.state(step)
             outcome = StepOutcome(
-                batches_taken=self.source.state(step).batches_taken,
+                batches_taken=state.batches_taken,
                 result=result,
                 training=training_metrics(result, rollout_metrics(trajectories) | {"reverse_kl": reverse_kl}),
                 validation={},
                 sample_ids=batch.sample_ids,
                 samples={"train": trajectories},
+                write_more=state.write,
             )
             goes_on = recorder.end_step(outcome, clock, is_last=step == last_step)
         recorder.finish()

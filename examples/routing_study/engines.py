@@ -2,15 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM engines that outlive runs: a run borrows one, which gets its weights as from any run's start."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-from jaxtyping import Float
-
+from nemo_rl_moe.distributed.batch import ModelInput
 from nemo_rl_moe.distributed.cluster import RayCluster
-from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
+from nemo_rl_moe.generation.interface import (
+    GeneratedSequence,
+    GenerationEngine,
+    GenerationRequest,
+    Scores,
+    TokenSequence,
+)
 from nemo_rl_moe.generation.registry import EngineSetup
 from nemo_rl_moe.generation.vllm.engine import VllmEngine, make_vllm_engine
 from nemo_rl_moe.generation.vllm.record import number_format
@@ -35,26 +39,28 @@ class PresentPolicy:
         return getattr(self.policy, name)
 
 
-class LentEngine:
-    """A `GenerationEngine` for one run, after whose end the engines live on.
+class LentEngine(GenerationEngine):
+    """The engine of one run, after whose end the engines live on.
 
     Args:
         engine: What does the work.
     """
 
-    shares_weights = False
+    can_score = True
 
     def __init__(self, engine: VllmEngine):
         self._engine = engine
-        self.dtype = engine.dtype
+        self.number_format = engine.number_format
 
     async def generate(self, request: GenerationRequest) -> GeneratedSequence:
         """Continue one sequence."""
         return await self._engine.generate(request)
 
-    def score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[Float[np.ndarray, " tokens"]]]:
+    def score(
+        self, sequences: Sequence[TokenSequence], temperature: float, *model_inputs: Mapping[str, ModelInput]
+    ) -> Sequence[Scores]:
         """Score as `VllmEngine` does."""
-        return self._engine.score(sequences, temperature)
+        return self._engine.score(sequences, temperature, *model_inputs)
 
     def update_weights(self, transport: WeightTransport, version: int) -> None:
         """Update the weights as `VllmEngine` does."""

@@ -15,7 +15,7 @@ from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.data.loader import epoch_order
 from nemo_rl_moe.data.sources import count_lines
-from nemo_rl_moe.rollouts.asynchronous.schedule import ScheduledGroup, ScheduledStep
+from nemo_rl_moe.rollouts.dispatch.schedule import ScheduledGroup, ScheduledStep
 
 
 def study_of(output: Path, base: Path, model_name: str, data: Path, overrides: Sequence[str]) -> Study[Run]:

@@ -42,7 +42,6 @@ def compute_advantages(
 
     Raises:
         ValueError: A response can be compared with nothing.
-        ConfigurationError: The estimator is the user's own, and what it returned is no advantages.
     """
     advantages = estimator.function(inputs).to(inputs.rewards.dtype)
     return advantages.where(for_each(inputs.takes_part, advantages), 0.0)

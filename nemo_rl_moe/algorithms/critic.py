@@ -4,7 +4,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float
@@ -17,37 +17,22 @@ from nemo_rl_moe.algorithms.losses.value import CLIPPED_FRACTION, ValueLoss
 from nemo_rl_moe.config.schema_ppo import PPOMasterConfig
 from nemo_rl_moe.distributed.batch import Column, TokenBatch
 from nemo_rl_moe.metrics import PhaseClock, with_prefix
-from nemo_rl_moe.models.interfaces import LossFunction, TrainResult
 from nemo_rl_moe.models.kept_tokens import KEPT_TOKENS
 from nemo_rl_moe.rl.gae import explained_variance, generalized_advantages, order_in_time, token_rewards, whitened
 from nemo_rl_moe.rollouts.source import RolloutGroups
 from nemo_rl_moe.rollouts.training_batch import advantage_column, tokens_of_trajectories
 from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
 
-
-class ValueModel(Protocol):
-    """A trained model with a value head."""
-
-    def values(self, batch: TokenBatch) -> Float[Tensor, "batch sequence"]:
-        """Return the value of the state in which each token is chosen."""
-        ...
-
-    def train(self, batch: TokenBatch, loss_function: LossFunction) -> TrainResult:
-        """Take one optimizer step for each global batch in `batch`."""
-        ...
+if TYPE_CHECKING:
+    from nemo_rl_moe.models.policy.lm_policy import TrainableModel
 
 
 @dataclass(frozen=True)
 class Critic:
-    """Critic of a run.
-
-    Attributes:
-        config: The whole configuration.
-        model: Its model.
-    """
+    """Critic of a run."""
 
     config: PPOMasterConfig
-    model: ValueModel
+    model: "TrainableModel"
 
     def trains_policy(self, step: int) -> bool:
         """Return whether the policy trains in a step, counted from 1, or the critic alone."""

@@ -43,10 +43,6 @@ def custom_advantages(
 
     Args:
         name: `package.module:function`.
-
-    Raises:
-        ConfigurationError: There is no such function, or it returned something else than a finite number for each
-            response or for each of its tokens.
     """
     function = import_function(KEY, name, "the EstimatorInputs")
     found = function(with_group_means(inputs))
@@ -85,9 +81,6 @@ def check_estimator(config: GRPOMasterConfig) -> None:
     """Try an estimator of the user's own on rewards of 0 and 1, before anything is started.
 
     All rewards of the first group are 1: the groups without a spread are where estimators divide by 0.
-
-    Raises:
-        ConfigurationError: There is no such function, it raises, or what it returns is no advantages.
     """
     name = config.grpo.adv_estimator.name
     if not is_custom(name):

@@ -8,10 +8,10 @@ As a step of GRPO whose batch has teachers' log-probabilities besides, and whose
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Shaped
 from torch import Tensor
 
 from nemo_rl_moe.algorithms.losses.distillation import (
@@ -24,28 +24,16 @@ from nemo_rl_moe.config.schema_distillation import DistillationMasterConfig
 from nemo_rl_moe.distributed.batch import TokenBatch, per_token
 from nemo_rl_moe.errors import ConfigurationError, counted
 from nemo_rl_moe.metrics import PhaseClock
-from nemo_rl_moe.models.candidates import CANDIDATE_IDS, Candidates, candidate_column
-from nemo_rl_moe.models.interfaces import LossFunction, PolicyInterface
+from nemo_rl_moe.models.candidates import CANDIDATE_IDS, candidate_column
+from nemo_rl_moe.models.interfaces import LossFunction
 from nemo_rl_moe.rollouts.trajectory import Trajectory, rows_of
 from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
 
+if TYPE_CHECKING:
+    from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
+    from nemo_rl_moe.models.policy.model_workers import ModelWorkers
+
 Found = TypeVar("Found")
-
-
-class CandidateModel(Protocol):
-    """A model that finds candidates and gives log-probabilities, by forward passes alone."""
-
-    def start_logprobs(self, batch: TokenBatch) -> Callable[[], Float[Tensor, "batch sequence"]]:
-        """Start on the log-probability of each token; return what waits for it."""
-        ...
-
-    def start_candidate_logprobs(self, batch: TokenBatch) -> Callable[[], Float[Tensor, "batch sequence k"]]:
-        """Start on the log-probabilities of the batch's candidates; return what waits for them."""
-        ...
-
-    def start_top_candidates(self, batch: TokenBatch, k: int, vocabulary_size: int) -> Callable[[], Candidates]:
-        """Start on the likeliest tokens in each token's place; return what waits for them."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -53,14 +41,12 @@ class Teachers:
     """Teachers of a run.
 
     Attributes:
-        config: The whole configuration.
-        models: By name.
         vocabulary_size: Tokens of the policy.
         by_sample: Name of the teacher of each sample that has one, where records say it.
     """
 
     config: DistillationMasterConfig
-    models: Mapping[str, CandidateModel]
+    models: Mapping[str, "ModelWorkers"]
     vocabulary_size: int
     by_sample: Mapping[str, str] = field(default_factory=dict)
 
@@ -91,7 +77,7 @@ class Teachers:
         return by_environment.get(trajectory.environment) if by_environment else next(iter(self.models))
 
     def with_scores(
-        self, policy: PolicyInterface, batch: TokenBatch, trajectories: Sequence[Trajectory], clock: PhaseClock
+        self, policy: "MegatronPolicy", batch: TokenBatch, trajectories: Sequence[Trajectory], clock: PhaseClock
     ) -> tuple[TokenBatch, dict[str, float]]:
         """Have each trajectory scored by its teacher.
 
@@ -105,9 +91,6 @@ class Teachers:
             The batch with the columns of `DistillationLoss`; and `distillation/share_with_teacher` of the trained
             tokens, `distillation/bytes_to_teachers` and `distillation/bytes_from_teachers`: the size of the ids and
             log-probabilities that travel between driver and teachers.
-
-        Raises:
-            ConfigurationError: Everything that a teacher gives is NaN or infinite.
         """
         rows = self.rows_of(trajectories)
         counts = torch.zeros_like(batch.token_mask)
@@ -152,7 +135,7 @@ class Teachers:
         return rows
 
     def _scored(
-        self, policy: PolicyInterface, batch: TokenBatch, rows: Mapping[str, Sequence[int]], clock: PhaseClock
+        self, policy: "MegatronPolicy", batch: TokenBatch, rows: Mapping[str, Sequence[int]], clock: PhaseClock
     ) -> tuple[TokenBatch, int, int]:
         """Return the batch with the teachers' log-probabilities, and the bytes to and from the teachers."""
         settings = self.config.distillation
@@ -190,7 +173,7 @@ class Teachers:
         self,
         batch: TokenBatch,
         rows: Mapping[str, Sequence[int]],
-        start: Callable[[CandidateModel, TokenBatch], Callable[[], Found]],
+        start: Callable[["ModelWorkers", TokenBatch], Callable[[], Found]],
     ) -> list[Found]:
         """Start all teachers on their rows, and wait for them."""
         started = [start(self.models[name], batch.select(chosen)) for name, chosen in rows.items()]
@@ -203,11 +186,8 @@ def _in_batch(
     found: Sequence[Shaped[Tensor, "rows tokens ..."]],
     *of_token: int,
 ) -> Shaped[Tensor, "batch sequence ..."]:
-    """Return what teachers found at their rows of the batch, and 0 elsewhere.
-
-    Args:
-        of_token: Shape of what they found for a token.
-    """
+    """Return what teachers found at their rows of the batch, and 0 elsewhere."""
+    # of_token: Shape of what they found for a token.
     dtype = found[0].dtype if found else torch.float32  # a step may have no response with a teacher
     values = torch.zeros((*batch.input_ids.shape, *of_token), dtype=dtype)
     for chosen, of_rows in zip(rows.values(), found, strict=True):

@@ -4,29 +4,31 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 from jaxtyping import Float
 from torch import Tensor
 
 from nemo_rl_moe.algorithms.losses.supervised import PreferenceLoss, response_sums
-from nemo_rl_moe.algorithms.sft import EpochBatches, SupervisedTraining, keep_as_it_is, train_on_batches
+from nemo_rl_moe.algorithms.sft import SupervisedTraining, keep_as_it_is, train_on_batches
 from nemo_rl_moe.algorithms.step_recorder import RunSummary, StepRecorder
 from nemo_rl_moe.config.schema import DPOConfig
 from nemo_rl_moe.data.loader import GlobalBatchLoader
 from nemo_rl_moe.data.preferences import REFERENCE_SUMS, PreferenceDataset, collate_pairs
 from nemo_rl_moe.distributed.batch import TokenBatch, per_sequence
 from nemo_rl_moe.metrics import PhaseClock
-from nemo_rl_moe.models.interfaces import PolicyInterface
+
+if TYPE_CHECKING:
+    from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 
 MeasureLogprobs = Callable[[TokenBatch], Float[Tensor, "batch sequence"]]
 
 
-def add_reference_sums(policy: PolicyInterface, batch: TokenBatch, clock: PhaseClock) -> TokenBatch:
+def add_reference_sums(policy: "MegatronPolicy", batch: TokenBatch, clock: PhaseClock) -> TokenBatch:
     """Return the batch with its reference sums, measured by the reference weights that the policy keeps.
 
     Args:
-        batch: Pairs.
         clock: Gets the phase `reference_logprobs`.
     """
     with clock.phase("reference_logprobs"):
@@ -85,15 +87,14 @@ def _sums(logprobs: MeasureLogprobs, batch: TokenBatch) -> Float[Tensor, " batch
 
 def train_dpo(
     config: DPOConfig,
-    policy: PolicyInterface,
-    batches: EpochBatches,
+    policy: "MegatronPolicy",
+    batches: GlobalBatchLoader,
     validation_batches: Callable[[], Iterator[TokenBatch]] | None,
     recorder: StepRecorder,
 ) -> RunSummary:
     """Train to the last configured step, or to where the recorder ends the run.
 
     Args:
-        config: The `dpo` section.
         policy: What is trained; with `reference_logprobs: in_step` it keeps a reference.
         batches: The training batches of pairs; with `reference_logprobs: precompute` they have their reference sums.
         validation_batches: Makes one pass over the held-out pairs, likewise; None without validation data.

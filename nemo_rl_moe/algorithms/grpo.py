@@ -4,6 +4,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from nemo_rl_moe.algorithms.grpo_batch import (
     add_logprobs,
@@ -29,11 +30,14 @@ from nemo_rl_moe.distributed.batch import TokenBatch
 from nemo_rl_moe.generation.interface import GenerationEngine
 from nemo_rl_moe.generation.refit import refit
 from nemo_rl_moe.metrics import PhaseClock
-from nemo_rl_moe.models.interfaces import PolicyInterface, TrainResult
-from nemo_rl_moe.rollouts.limits import RolloutsGivenUpError
+from nemo_rl_moe.models.interfaces import TrainResult
 from nemo_rl_moe.rollouts.source import RolloutGroups, RolloutSource
+from nemo_rl_moe.rollouts.supervisor import RolloutsGivenUpError
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.runs.folder.failures import failures_of
+
+if TYPE_CHECKING:
+    from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ class Rollouts:
 
 def train_grpo(
     config: GRPOMasterConfig,
-    policy: PolicyInterface,
+    policy: "MegatronPolicy",
     rollouts: Rollouts,
     recorder: StepRecorder,
     observers: Sequence[RunObserver] = (),
@@ -67,13 +71,12 @@ def train_grpo(
     """
     engine, source, validate = rollouts.engine, rollouts.source, rollouts.validate
     last_step = num_training_steps(config.grpo, source.steps_per_epoch)
-    source.load_state(recorder.state.batches_taken)
     step = recorder.state.step
     goes_on = step < last_step and not source.is_used_up
 
     update_engine(engine, policy, PhaseClock(), observers, source, step)
     if recorder.is_fresh and validate is not None and config.grpo.val_at_start:
-        goes_on &= record_first_validation(validate, source, recorder)
+        goes_on &= record_first_validation(validate, recorder)
     while goes_on:
         clock = PhaseClock()
         with clock.phase("step"):
@@ -101,7 +104,7 @@ def train_grpo(
                 observed |= joined(each.after_update(result, clock) for each in observers)
             observed |= update_engine(engine, policy, clock, observers, source, step)
         due = validate if validation_is_due(config.grpo, step, last_step) else None
-        validation, responses = ({}, {}) if due is None else validated(due, source)
+        validation, responses = ({}, {}) if due is None else validated(due)
         state = source.state(step)
         outcome = StepOutcome(
             batches_taken=state.batches_taken,
@@ -118,9 +121,9 @@ def train_grpo(
     return RunSummary.of(recorder.state, recorder.stopped_for)
 
 
-def record_first_validation(validate: Validator, source: RolloutSource, recorder: StepRecorder) -> bool:
+def record_first_validation(validate: Validator, recorder: StepRecorder) -> bool:
     """Validate before the first step; return False where a request to stop gave it up, and the run ends."""
-    validation, responses = validated(validate, source)
+    validation, responses = validated(validate)
     if validation:
         recorder.record_start(validation, responses, failures_of(responses))
     else:
@@ -128,14 +131,10 @@ def record_first_validation(validate: Validator, source: RolloutSource, recorder
     return bool(validation)
 
 
-def validated(validate: Validator, source: RolloutSource) -> tuple[dict[str, float], dict[str, list[Trajectory]]]:
-    """Return the metrics of a validation and its trajectories, `val`; nothing where a request to stop gave it up.
-
-    Training responses that are generated meanwhile wait.
-    """
+def validated(validate: Validator) -> tuple[dict[str, float], dict[str, list[Trajectory]]]:
+    """Return the metrics of a validation and its trajectories, `val`; nothing where a request to stop gave it up."""
     try:
-        with source.paused():
-            metrics = validate()
+        metrics = validate()
     except RolloutsGivenUpError:
         return {}, {}
     return metrics, {"val": validate.trajectories}
@@ -150,7 +149,7 @@ def metrics_of_groups(config: GRPOMasterConfig, groups: RolloutGroups, batch: To
 
 def update_engine(
     engine: GenerationEngine,
-    policy: PolicyInterface,
+    policy: "MegatronPolicy",
     clock: PhaseClock,
     observers: Sequence[RunObserver] = (),
     source: RolloutSource | None = None,

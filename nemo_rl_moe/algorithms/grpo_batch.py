@@ -4,7 +4,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Bool, Float
@@ -16,13 +16,12 @@ from nemo_rl_moe.algorithms.losses.divergence import divergence_of_responses
 from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.distributed.batch import TokenBatch, per_token
-from nemo_rl_moe.generation.interface import SamplingParameters
 from nemo_rl_moe.metrics import PhaseClock
-from nemo_rl_moe.models.interfaces import PolicyInterface
 from nemo_rl_moe.models.kept_tokens import KEPT_TOKENS
 from nemo_rl_moe.rl.estimators.interface import EstimatorInputs
+from nemo_rl_moe.rollouts.dispatch.dispatcher import DynamicSampling
 from nemo_rl_moe.rollouts.failed_responses import FailureRule
-from nemo_rl_moe.rollouts.source import PromptRounds, RolloutGroups, SynchronousSource
+from nemo_rl_moe.rollouts.source import RolloutGroups
 from nemo_rl_moe.rollouts.training_batch import (
     advantage_column,
     loss_masks,
@@ -40,9 +39,11 @@ from nemo_rl_moe.rollouts.trajectory import (
     group_turn_rewards,
     trajectory_of_each_sequence,
 )
-from nemo_rl_moe.rollouts.worker import RolloutWorker
 from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
 from nemo_rl_moe.token_lag import NO_LAG, TOKEN_LAG
+
+if TYPE_CHECKING:
+    from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 
 
 def shaped_rewards(config: GRPOMasterConfig, groups: RolloutGroups) -> Float[Tensor, "groups generations"]:
@@ -68,12 +69,11 @@ def failure_rule(config: GRPOMasterConfig) -> FailureRule:
     return FailureRule(on_failure, 2 if compares_groups else 1, 1 if baseline == "none" else 2, unscored)
 
 
-def make_source(
-    config: GRPOMasterConfig, worker: RolloutWorker, rounds: PromptRounds, sampling: SamplingParameters
-) -> SynchronousSource:
-    """Return the source of a run's trajectories, with dynamic sampling by what its estimator can learn from."""
-    informative = partial(informative_groups, config)
-    return SynchronousSource(config.grpo, worker, rounds, sampling, failure_rule(config), informative)
+def dynamic_sampling(config: GRPOMasterConfig) -> DynamicSampling | None:
+    """Return the replacement of groups that teach the run's estimator nothing, or None if it is off."""
+    if not config.grpo.use_dynamic_sampling:
+        return None
+    return DynamicSampling(lambda group: bool(informative_groups(config, group).all()), config.grpo.most_groups)
 
 
 def informative_groups(config: GRPOMasterConfig, trajectories: Sequence[Trajectory]) -> Bool[Tensor, " groups"]:
@@ -185,7 +185,7 @@ def take_divergence_from_rewards(
 
 def add_logprobs(
     config: GRPOMasterConfig,
-    policy: PolicyInterface,
+    policy: "MegatronPolicy",
     batch: TokenBatch,
     clock: PhaseClock,
 ) -> TokenBatch:
@@ -204,7 +204,7 @@ def add_logprobs(
 
 
 def old_logprobs(
-    config: GRPOMasterConfig, policy: PolicyInterface, batch: TokenBatch
+    config: GRPOMasterConfig, policy: "MegatronPolicy", batch: TokenBatch
 ) -> tuple[Float[Tensor, "batch sequence"], TokenBatch]:
     """Return the log-probabilities before the first update, and the batch with the replayed capture."""
     replay = config.policy.megatron_cfg.routing_replay

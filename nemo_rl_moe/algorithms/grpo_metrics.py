@@ -3,7 +3,7 @@
 """Metrics of GRPO's trajectories: of a training step, and of a validation on held-out prompts with pass@k."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -18,6 +18,7 @@ from nemo_rl_moe.generation.interface import SamplingParameters
 from nemo_rl_moe.metrics import PhaseClock, with_prefix
 from nemo_rl_moe.rewards.interface import fault_metrics
 from nemo_rl_moe.rollouts.failed_responses import FailureRule
+from nemo_rl_moe.rollouts.runner import RolloutRunner
 from nemo_rl_moe.rollouts.source import VALIDATION_SEEDS, RolloutGroups
 from nemo_rl_moe.rollouts.trajectory import (
     Trajectory,
@@ -26,7 +27,6 @@ from nemo_rl_moe.rollouts.trajectory import (
     group_rewards,
     rollout_metrics,
 )
-from nemo_rl_moe.rollouts.worker import RolloutWorker
 
 
 def group_metrics(groups: RolloutGroups, failures: FailureRule) -> dict[str, float]:
@@ -37,14 +37,29 @@ def group_metrics(groups: RolloutGroups, failures: FailureRule) -> dict[str, flo
     `env/num_*` and `env/failed_share` are of all trajectories that were generated, so that dynamic sampling
     does not hide how the policy does; rewards are the environment's, before any shaping, and
     `frac_zero_std_groups` is of groups that have something to train on. `env/num_groups_left_out`: groups of the step
-    that have nothing, as the environment failed. With more than one round of dynamic sampling:
-    `dynamic_sampling/num_gen_batches`, `dynamic_sampling/num_filled_groups`, and `filtered_reward`, the mean of the
+    that have nothing, as the environment failed. If dynamic sampling has replaced groups:
+    `dynamic_sampling/num_gen_batches`, the groups that were generated over those of a step,
+    `dynamic_sampling/num_filled_groups`, and `filtered_reward`, the mean of the
     trajectories that are trained on. Of several environments also the metrics of each, `env/NAME/...`, with `share`,
     its share of the step's responses. Nothing where none was generated.
     """
     if not groups.generated:
         return {}
-    return _metrics_of(groups, failures) | environment_metrics(groups, failures)
+    metrics = _metrics_of(groups, failures) | dynamic_sampling_metrics(groups, failures)
+    return metrics | environment_metrics(groups, failures)
+
+
+def dynamic_sampling_metrics(groups: RolloutGroups, failures: FailureRule) -> dict[str, float]:
+    """Return the metrics of dynamic sampling in a step; empty if it had nothing to replace."""
+    if len(groups.generated) == len(groups.trained) and not groups.num_filled:
+        return {}
+    metrics = {
+        "dynamic_sampling/num_gen_batches": groups.num_batches,
+        "dynamic_sampling/num_filled_groups": float(groups.num_filled),
+    }
+    if counted := [trajectory.reward for trajectory in failures.counted(groups.trained)]:
+        metrics["filtered_reward"] = float(torch.tensor(counted, dtype=torch.float64).mean())
+    return metrics
 
 
 def environment_metrics(groups: RolloutGroups, failures: FailureRule) -> dict[str, float]:
@@ -52,7 +67,7 @@ def environment_metrics(groups: RolloutGroups, failures: FailureRule) -> dict[st
     metrics: dict[str, float] = {}
     trained = environments_in(groups.trained)
     for name, generated in environments_in(groups.generated).items():
-        own = RolloutGroups(trained.get(name, []), generated, groups.num_generations, num_rounds=1, num_filled=0)
+        own = RolloutGroups(trained.get(name, []), generated, groups.num_generations, num_filled=0)
         share = {"share": len(own.trained) / max(len(groups.trained), 1)}
         metrics |= of_environment(name, _metrics_of(own, failures) | share)
     return metrics
@@ -75,11 +90,6 @@ def _metrics_of(groups: RolloutGroups, failures: FailureRule) -> dict[str, float
         metrics["frac_zero_std_groups"] = frac_zero_std_groups(rewards[takes_part])
     trained = failures.taking_part(groups.trained, groups.num_generations)
     metrics["env/num_groups_left_out"] = float((~trained.any(dim=1)).sum())
-    if groups.num_rounds > 1 or groups.num_filled:
-        metrics["dynamic_sampling/num_gen_batches"] = float(groups.num_rounds)
-        metrics["dynamic_sampling/num_filled_groups"] = float(groups.num_filled)
-        if counted := [trajectory.reward for trajectory in failures.counted(groups.trained)]:
-            metrics["filtered_reward"] = float(torch.tensor(counted, dtype=torch.float64).mean())
     return metrics
 
 
@@ -103,24 +113,25 @@ class Validator:
     """Validation of a policy, each time with the same prompts and the same random numbers.
 
     Args:
-        config: The `grpo` section.
         sampling: How training responses are sampled; validation has a temperature of its own.
         failures: Treatment of responses that the environment failed to score: they are not right, and their rewards
             count as in training.
+        report_progress: Receives the number of sequences so far.
     """
 
     def __init__(
         self,
         config: GRPOConfig,
-        worker: RolloutWorker,
+        runner: RolloutRunner,
         prompts: Sequence[Prompt],
         sampling: SamplingParameters,
         failures: FailureRule,
+        report_progress: Callable[[int], object] = lambda num_sequences: None,
     ):
         self._failures = failures
         self._num_generations = config.val_num_generations
         self._seed_key = (config.seed, VALIDATION_SEEDS)
-        self._worker = worker
+        self._runner, self._report_progress = runner, report_progress
         self._prompts = [prompts[index] for index in range(min(len(prompts), config.max_val_samples or len(prompts)))]
         self._sampling = replace(sampling, temperature=config.val_temperature, returns_kept_tokens=False)
         self.trajectories: list[Trajectory] = []
@@ -133,10 +144,10 @@ class Validator:
             metrics of responses under `val/`, those of each of several environments under `val/env/NAME/`, and
             `timing/validation/...`.
         """
-        clock, inner_clock = PhaseClock(), PhaseClock()
+        clock = PhaseClock()
         with clock.phase("validation"):
-            self.trajectories = trajectories = self._worker.run(
-                self._prompts, self._num_generations, self._sampling, self._seed_key, inner_clock
+            self.trajectories = trajectories = self._runner.evaluate(
+                self._prompts, self._num_generations, self._sampling, self._seed_key, self._report_progress
             )
         clock.count_tokens("validation", sum(trajectory.num_sampled_tokens for trajectory in trajectories))
         metrics = self._metrics_of(trajectories)

@@ -77,7 +77,6 @@ def lag_table(sums: LagSums, of_engines: float, live_agreement: PerClass) -> Lag
     - `live_agreement`: share of the rows of the rollout's capture whose experts the routers would choose
 
     Args:
-        of_engines: As of `staleness_part`.
         live_agreement: Of each class; NaN without a capture.
     """
     divergence = sums.mean(LagSum.DIVERGENCE)

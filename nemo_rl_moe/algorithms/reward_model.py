@@ -5,25 +5,18 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from threading import Lock
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from nemo_rl_moe.config.schema_run import REWARD_MODEL_ROLE
 from nemo_rl_moe.distributed.batch import TokenBatch
 from nemo_rl_moe.rewards.interface import Fault, Score, checked_score
 from nemo_rl_moe.rollouts.trajectory import TokenSequence, Trajectory
 
-
-class ScoringModel(Protocol):
-    """A model with a value head, by forward passes alone."""
-
-    def scores(self, batch: TokenBatch) -> Float[Tensor, " batch"]:
-        """Return the value behind the last token of each sequence."""
-        ...
+if TYPE_CHECKING:
+    from nemo_rl_moe.models.policy.model_workers import ModelWorkers
 
 
 @dataclass(frozen=True)
@@ -31,13 +24,12 @@ class RewardModel:
     """Reward model of a run.
 
     Attributes:
-        model: Its model.
         weight: Weight of its score.
         pad_token_id: Stands behind the end of a sequence; transformers' classifiers, and so their training, take the
             score at the last token that is another one. None: at the last one.
     """
 
-    model: ScoringModel
+    model: "ModelWorkers"
     weight: float
     pad_token_id: int | None
     _one_at_a_time: Lock = field(default_factory=Lock, repr=False, compare=False)

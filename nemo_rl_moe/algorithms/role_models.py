@@ -3,14 +3,18 @@
 """Models beside the policy in a step of GRPO: a critic makes it PPO, teachers make it distillation."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from nemo_rl_moe.algorithms.critic import Critic
 from nemo_rl_moe.algorithms.distillation import Teachers
 from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
 from nemo_rl_moe.distributed.batch import TokenBatch
 from nemo_rl_moe.metrics import PhaseClock
-from nemo_rl_moe.models.interfaces import LossFunction, PolicyInterface
+from nemo_rl_moe.models.interfaces import LossFunction
 from nemo_rl_moe.rollouts.source import RolloutGroups
+
+if TYPE_CHECKING:
+    from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,7 @@ class RoleModels:
     teachers: Teachers | None = None
 
     def before_update(
-        self, policy: PolicyInterface, groups: RolloutGroups, batch: TokenBatch, clock: PhaseClock
+        self, policy: "MegatronPolicy", groups: RolloutGroups, batch: TokenBatch, clock: PhaseClock
     ) -> tuple[TokenBatch, dict[str, float]]:
         """Add what the models compute to a batch, train the critic; return the batch and metrics."""
         metrics: dict[str, float] = {}

@@ -8,6 +8,7 @@ nothing but the composition of batches changes, and how far routing has moved. N
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from jaxtyping import Bool, Float
@@ -21,12 +22,14 @@ from nemo_rl_moe.errors import GenerationError
 from nemo_rl_moe.generation.interface import GenerationEngine
 from nemo_rl_moe.metrics import PhaseClock, with_prefix
 from nemo_rl_moe.models.images import sequence_inputs
-from nemo_rl_moe.models.interfaces import PolicyInterface, TrainResult
+from nemo_rl_moe.models.interfaces import TrainResult
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.routing.metrics.metric_keys import with_moe_prefix
 from nemo_rl_moe.routing.metrics.mismatch_split import RatioLimits, gap_metrics, split_gap, split_metrics
 from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
-from nemo_rl_moe.weight_sync.refit_check import ScoringEngine
+
+if TYPE_CHECKING:
+    from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 
 PHASE = "routing_measurements"
 NOISE_DIVISOR = 8
@@ -65,7 +68,7 @@ class RoutingMeasurements(RunObserver):
         self,
         config: RoutingMeasurementsConfig,
         loss: PolicyGradientLossConfig,
-        policy: PolicyInterface,
+        policy: "MegatronPolicy",
         engine: GenerationEngine,
         *,
         temperature: float,
@@ -90,7 +93,6 @@ class RoutingMeasurements(RunObserver):
         """Measure the policy that sampled a step's tokens, where the step is one to measure.
 
         Args:
-            step: Counted from 1.
             batch: The step's, with the rollouts' capture where there is one.
             trajectories: It was made of; needed where a capture is saved.
             clock: Gets the phase `routing_measurements`.
@@ -143,7 +145,7 @@ class RoutingMeasurements(RunObserver):
             `moe/routing_noise/{mean_abs,max_abs,kl}_engine`.
         """
         before, engine = self._before, self._engine
-        if before is None or engine.shares_weights or not isinstance(engine, ScoringEngine):
+        if before is None or engine.shares_weights or not engine.can_score:
             return {}
         rows = self._scored(before.sample)
         if not rows:
@@ -165,11 +167,9 @@ class RoutingMeasurements(RunObserver):
             return {f"moe/routing_noise/{name}_engine": gap[name] for name in ("mean_abs", "max_abs", "kl")}
 
     def _scored(self, sample: TokenBatch) -> list[int]:
-        """Return the rows of sequences for the engine's noise floor, the shortest first.
-
-        An engine makes the logits of all tokens that it scores, gigabytes for thousands of them; and it always draws a
-        token more, for which the longest sequences leave no room.
-        """
+        """Return the rows of sequences for the engine's noise floor, the shortest first."""
+        # An engine makes the logits of all tokens that it scores, gigabytes for thousands of them; and it always draws
+        # a token more, for which the longest sequences leave no room.
         order = sample.lengths.argsort().tolist()
         lengths = sample.lengths[order]
         fitting = (lengths.cumsum(0) <= MOST_SCORED_TOKENS) & (lengths < self._max_tokens)
@@ -206,12 +206,9 @@ class RoutingMeasurements(RunObserver):
         return metrics
 
     def _noise(self, own: TokenBatch, logprobs: Float[Tensor, "sequences tokens"]) -> dict[str, float]:
-        """Return the trainer's noise floor: against itself, with each sequence in a batch of its own.
-
-        Args:
-            own: The sample, with the experts of the first pass as its capture.
-            logprobs: Of that pass.
-        """
+        """Return the trainer's noise floor: against itself, with each sequence in a batch of its own."""
+        # own: The sample, with the experts of the first pass as its capture.
+        # logprobs: Of that pass.
         rows = _noise_rows(own)
         part = own.select(rows)
         mask = _targets(part)

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 from nemo_rl_moe.distributed.batch import TokenBatch
 from nemo_rl_moe.errors import RoutingAnomalyError
 from nemo_rl_moe.generation.interface import GenerationEngine
+from nemo_rl_moe.generation.refit_check import RefitCheck
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.interfaces import TrainResult
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
 from nemo_rl_moe.runs.folder.artifacts import ROUTING
-from nemo_rl_moe.weight_sync.refit_check import RefitCheck, ScoringEngine
 
 ANOMALY_KEY = "policy.megatron_cfg.routing_replay_on_anomaly"
 _MOST_SHOWN = 5
@@ -75,11 +75,7 @@ class RoutingAnomalyWatch(RunObserver):
         self._stops = stops
 
     def after_update(self, result: TrainResult, clock: PhaseClock) -> dict[str, float]:
-        """Look at the anomalies of the step.
-
-        Raises:
-            RoutingAnomalyError: There are some, and the run is to end.
-        """
+        """Look at the anomalies of the step."""
         report = ROUTING.of(result.artifacts)
         if report is not None and report.anomalies and self._stops:
             found = "; ".join(anomaly.text for anomaly in report.anomalies[:_MOST_SHOWN])
@@ -92,7 +88,7 @@ class RoutingAnomalyWatch(RunObserver):
 class CheckedRefits(RunObserver):
     """Check of each refit: metrics `refit/logprob_gap`, `refit/checks_failed` and `refit/weights_compared`."""
 
-    def __init__(self, check: RefitCheck, engine: ScoringEngine):
+    def __init__(self, check: RefitCheck, engine: GenerationEngine):
         self._check, self._engine = check, engine
 
     def during_refit(self) -> None:
@@ -115,10 +111,7 @@ class CheckedRefits(RunObserver):
 
 def checked_refits(check: RefitCheck | None, engine: GenerationEngine) -> list[RunObserver]:
     """Return the observer that checks the refits of an engine, if there is a check."""
-    if check is None:
-        return []
-    assert isinstance(engine, ScoringEngine)  # others have no check
-    return [CheckedRefits(check, engine)]
+    return [] if check is None else [CheckedRefits(check, engine)]
 
 
 def captured_bytes(batch: TokenBatch) -> int | None:

@@ -4,34 +4,26 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.algorithms.step_metrics import training_metrics, validation_metrics
 from nemo_rl_moe.algorithms.step_recorder import (
     RunSummary,
-    ScheduleConfig,
     StepOutcome,
     StepRecorder,
     num_training_steps,
     validation_is_due,
 )
 from nemo_rl_moe.config.schema import SFTConfig
+from nemo_rl_moe.config.schema_base import SupervisedLoopConfig
+from nemo_rl_moe.data.loader import GlobalBatchLoader
 from nemo_rl_moe.distributed.batch import TokenBatch
 from nemo_rl_moe.metrics import PhaseClock
-from nemo_rl_moe.models.interfaces import LossFunction, PolicyInterface
+from nemo_rl_moe.models.interfaces import LossFunction
 
-
-class EpochBatches(Protocol):
-    """The global batches of each epoch; `data.loader.GlobalBatchLoader` is one."""
-
-    def __len__(self) -> int:
-        """Return the number of batches of one epoch."""
-        ...
-
-    def epoch(self, epoch_index: int, first_batch: int = 0) -> Iterator[TokenBatch]:
-        """Return the batches of one epoch from one of them on; both are counted from 0."""
-        ...
+if TYPE_CHECKING:
+    from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 
 
 def keep_as_it_is(batch: TokenBatch, clock: PhaseClock) -> TokenBatch:
@@ -48,9 +40,9 @@ class SupervisedTraining:
         count_of: How much a batch counts in a validation's means, as its loss counts it.
     """
 
-    schedule: ScheduleConfig
-    policy: PolicyInterface
-    batches: EpochBatches
+    schedule: SupervisedLoopConfig
+    policy: "MegatronPolicy"
+    batches: GlobalBatchLoader
     loss_function: LossFunction
     validation_batches: Callable[[], Iterator[TokenBatch]] | None
     prepare: Callable[[TokenBatch, PhaseClock], TokenBatch] = keep_as_it_is
@@ -100,13 +92,13 @@ def run_validation(training: SupervisedTraining) -> dict[str, float]:
     return {name: total / total_count for name, total in totals.items()} | clock.metrics()
 
 
-def _means(policy: PolicyInterface, batch: TokenBatch, loss_function: LossFunction) -> Mapping[str, float]:
+def _means(policy: "MegatronPolicy", batch: TokenBatch, loss_function: LossFunction) -> Mapping[str, float]:
     """Return the means that the loss function reports; counts say nothing of a validation as a whole."""
     measured = validation_metrics(policy.evaluate(batch, loss_function))
     return {name: value for name, value in measured.items() if not name.startswith("val/num_")}
 
 
-def _numbered_batches(batches: EpochBatches, steps_done: int, num_steps: int) -> Iterator[tuple[int, TokenBatch]]:
+def _numbered_batches(batches: GlobalBatchLoader, steps_done: int, num_steps: int) -> Iterator[tuple[int, TokenBatch]]:
     """Yield each further step's number, counted from 1, and its batch."""
     step = steps_done
     while step < num_steps:
@@ -120,14 +112,10 @@ def _numbered_batches(batches: EpochBatches, steps_done: int, num_steps: int) ->
 
 def train_sft(
     config: SFTConfig,
-    policy: PolicyInterface,
-    batches: EpochBatches,
+    policy: "MegatronPolicy",
+    batches: GlobalBatchLoader,
     validation_batches: Callable[[], Iterator[TokenBatch]] | None,
     recorder: StepRecorder,
 ) -> RunSummary:
-    """Train to the last configured step, or to where the recorder ends the run.
-
-    Args:
-        config: The `sft` section.
-    """
+    """Train to the last configured step, or to where the recorder ends the run."""
     return train_on_batches(SupervisedTraining(config, policy, batches, sft_loss, validation_batches), recorder)

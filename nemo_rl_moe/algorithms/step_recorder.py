@@ -5,31 +5,19 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from nemo_rl_moe.algorithms.step_metrics import performance_metrics
+from nemo_rl_moe.checkpoints.checkpointer import Checkpointer
 from nemo_rl_moe.checkpoints.state import LoopState
+from nemo_rl_moe.config.schema_base import SupervisedLoopConfig
+from nemo_rl_moe.config.schema_grpo import GRPOConfig
 from nemo_rl_moe.errors import CheckpointError, TrainingDivergedError
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.interfaces import TrainResult
 from nemo_rl_moe.routing.findings.reward_signal import FailedResponses
 from nemo_rl_moe.runs.folder.artifacts import StepArtifacts
 from nemo_rl_moe.runs.loggers.interface import MetricLogger
-
-
-class ScheduleConfig(Protocol):
-    """The part of an algorithm's section that says how long it runs and when it validates."""
-
-    @property
-    def max_num_epochs(self) -> int: ...
-    @property
-    def max_num_steps(self) -> int | None: ...
-    @property
-    def val_period(self) -> int: ...
-    @property
-    def val_at_start(self) -> bool: ...
-    @property
-    def val_at_end(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -54,13 +42,13 @@ class RunSummary:
         return cls(state.step, state.first_validation, state.last_validation, state.last_training, stopped_for)
 
 
-def num_training_steps(config: ScheduleConfig, steps_per_epoch: int) -> int:
+def num_training_steps(config: SupervisedLoopConfig | GRPOConfig, steps_per_epoch: int) -> int:
     """Return the steps of the whole run: the epochs' steps, or `max_num_steps` if that is less."""
     steps = config.max_num_epochs * steps_per_epoch
     return steps if config.max_num_steps is None else min(steps, config.max_num_steps)
 
 
-def validation_is_due(config: ScheduleConfig, step: int, num_steps: int) -> bool:
+def validation_is_due(config: SupervisedLoopConfig | GRPOConfig, step: int, num_steps: int) -> bool:
     """Return True when a validation follows this step (counted from 1)."""
     periodic = config.val_period > 0 and step % config.val_period == 0
     return periodic or (config.val_at_end and step == num_steps)
@@ -72,37 +60,6 @@ WriteMore = Callable[[Path], None]
 
 def nothing_more(folder: Path) -> None:
     """Write nothing."""
-
-
-class Checkpoints(Protocol):
-    """Writer of checkpoints; `checkpoints.checkpointer.Checkpointer` is one."""
-
-    @property
-    def last_published(self) -> Path | None:
-        """The newest whole checkpoint."""
-        ...
-
-    def is_due(self, step: int) -> bool:
-        """Return True when `save_period` asks for one after this step."""
-        ...
-
-    def start(self, state: LoopState, metrics: Mapping[str, float], write_more: WriteMore) -> None:
-        """Begin to save; blocks for the snapshot alone.
-
-        Args:
-            state: Of the loop.
-            metrics: Of the step.
-            write_more: Writes what else the state consists of into the checkpoint's folder, in another thread.
-        """
-        ...
-
-    def poll(self) -> None:
-        """Publish what has been written meanwhile."""
-        ...
-
-    def finish(self) -> None:
-        """Wait for what is being written; raise where the last one could not be saved."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -162,7 +119,7 @@ class StepRecorder:
     def __init__(
         self,
         sinks: RecordSinks,
-        checkpoints: Checkpoints | None,
+        checkpoints: Checkpointer | None,
         stop_reason: Callable[[], str | None],
         max_skipped_in_a_row: int,
         start: LoopState,
@@ -214,9 +171,6 @@ class StepRecorder:
         Args:
             clock: Its phases, `step` and inside it `train` among them; gets the phase `checkpoint`.
             is_last: The run is complete with this step.
-
-        Raises:
-            TrainingDivergedError: Too many updates in a row were skipped.
         """
         self.record_artifacts(outcome.result.artifacts)
         self.state = state = self._next_state(outcome)
@@ -248,11 +202,7 @@ class StepRecorder:
             self._sinks.flush()
 
     def finish(self) -> None:
-        """Wait until the last checkpoint is whole.
-
-        Raises:
-            CheckpointError: It could not be saved.
-        """
+        """Wait until the last checkpoint is whole."""
         if self._checkpoints is not None:
             self._checkpoints.finish()
 

@@ -3,25 +3,20 @@
 """Agreement of the routes of policy and teachers, MoE models with routers of the same shape."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from nemo_rl_moe.algorithms.routing_measurements import sampled_sequences
 from nemo_rl_moe.algorithms.run_observers import RunObserver
 from nemo_rl_moe.config.schema_grpo import RoutingMeasurementsConfig
 from nemo_rl_moe.distributed.batch import TokenBatch
 from nemo_rl_moe.metrics import PhaseClock, with_prefix
-from nemo_rl_moe.models.interfaces import PolicyInterface, RouteComparison
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.routing.metrics.metric_keys import with_moe_prefix
 from nemo_rl_moe.routing.replay import ROUTED_EXPERTS
 
-
-class RoutedModel(Protocol):
-    """A model with MoE layers whose routes can be compared."""
-
-    def compare_routes(self, batch: TokenBatch) -> RouteComparison:
-        """Compare the routers' experts with the batch's captured ones, which are not replayed."""
-        ...
+if TYPE_CHECKING:
+    from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
+    from nemo_rl_moe.models.policy.model_workers import ModelWorkers
 
 
 class TeacherRoutes(RunObserver):
@@ -32,7 +27,6 @@ class TeacherRoutes(RunObserver):
 
     Args:
         config: Says in which steps, and how much of a step.
-        policy: The trained model.
         teachers: Those with routers of the policy's shape, by name.
         rows_of: Gives the rows of the batch that each teacher scores.
         seed: Decides which sequences are measured, with the step.
@@ -41,8 +35,8 @@ class TeacherRoutes(RunObserver):
     def __init__(
         self,
         config: RoutingMeasurementsConfig,
-        policy: PolicyInterface,
-        teachers: Mapping[str, RoutedModel],
+        policy: "MegatronPolicy",
+        teachers: Mapping[str, "ModelWorkers"],
         rows_of: Callable[[Sequence[Trajectory]], Mapping[str, Sequence[int]]],
         seed: int,
     ):

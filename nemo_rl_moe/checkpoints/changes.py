@@ -93,7 +93,6 @@ def wrong_changes(
     """Return changes that prevent resuming: key to the two values and the reason.
 
     Args:
-        algorithm: Of the run.
         changes: Of `changed_keys`.
         with_optimizer: The checkpoint holds the optimizer.
         with_adapters: The checkpoint holds adapters, and the base is made anew.
@@ -154,11 +153,7 @@ _AT_RISK = re.compile(rf"{CHECKPOINT_NAME}|{re.escape(FINAL_WEIGHTS_FOLDER)}(_.+
 
 
 def refuse_model_among_checkpoints(config: MasterConfig, checkpoint_dir: Path) -> None:
-    """Refuse a run that would delete the model that it starts from: a checkpoint or final weights in its own folder.
-
-    Raises:
-        ConfigurationError: It would; names both keys and the way out.
-    """
+    """Refuse a run that would delete the model that it starts from: a checkpoint or final weights in its own folder."""
     model = Path(config.policy.model_name)
     # Both as it is named and where a link leads: the one or the other may be removed.
     for path, folder in (

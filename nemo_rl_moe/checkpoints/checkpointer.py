@@ -3,7 +3,7 @@
 """Saving of checkpoints in the background, and removal of those that are not to be kept."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from pathlib import Path
@@ -21,18 +21,11 @@ _CLOSING_S = 5.0
 _UNRECORDED = "the records of its steps (metrics.jsonl) cannot be written"
 
 
-class Outcome(Protocol):
-    """End of writing a model's part; `problem` is None after success."""
-
-    @property
-    def problem(self) -> str | None: ...
-
-
 class SavedModel(Protocol):
     """The part of a trainable model that saving needs."""
 
     def start_checkpoint(self, directory: Path, *, with_optimizer: bool) -> None: ...
-    def poll_checkpoint(self, *, wait: bool) -> Outcome | None: ...
+    def poll_checkpoint(self, *, wait: bool) -> Sequence[str] | None: ...
 
 
 class Checkpointer:
@@ -72,7 +65,7 @@ class Checkpointer:
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
         self._writing: int | None = None
         self._write_more: Callable[[Path], None] = lambda folder: None
-        self._outcomes: dict[str, Outcome] = {}
+        self._problems: dict[str, Sequence[str]] = {}
         self._publishing: tuple[int, Future[Path | None]] | None = None
         self._saving_since = 0.0
         self._longest_save_s = 0.0
@@ -111,8 +104,6 @@ class Checkpointer:
         """Begin to save, after an earlier save has ended; do nothing for the step that was saved last.
 
         Args:
-            state: Of the loop.
-            metrics: Of the step.
             write_more: Writes what else the state consists of into the checkpoint's folder. Called in another thread.
         """
         if self._last_started == state.step and self._last_failure is None:
@@ -131,7 +122,7 @@ class Checkpointer:
             return
         for role, model in self._models.items():
             model.start_checkpoint(folders[role], with_optimizer=self._settings.save_optimizer)
-        self._writing, self._outcomes, self._write_more = state.step, {}, write_more
+        self._writing, self._problems, self._write_more = state.step, {}, write_more
 
     def poll(self, *, wait: bool = False) -> None:
         """Publish a checkpoint that is written, and remove those that are no longer kept.
@@ -141,8 +132,8 @@ class Checkpointer:
         """
         if self._writing is not None and self._all_are_written(wait=wait):
             step, self._writing = self._writing, None
-            if problem := next(filter(None, self._problems()), None):
-                self._give_up(step, problem)
+            if problems := [problem for of_model in self._problems.values() for problem in of_model]:
+                self._give_up(step, problems[0])
             else:
                 self._publishing = step, self._disk.submit(self._publish, step, self._write_more)
         if self._publishing is not None and (wait or self._publishing[1].done()):
@@ -186,14 +177,10 @@ class Checkpointer:
     def _all_are_written(self, *, wait: bool) -> bool:
         """Ask the models that have not finished yet; return whether all have, with or without success."""
         for role, model in self._models.items():
-            if role not in self._outcomes and (outcome := model.poll_checkpoint(wait=wait)) is not None:
-                self._outcomes[role] = outcome
-        return len(self._outcomes) == len(self._models)
-
-    def _problems(self) -> Iterator[str | None]:
-        for role, outcome in self._outcomes.items():
-            whose = "" if role == POLICY_ROLE else f"role {role}: "
-            yield outcome.problem and f"{whose}{outcome.problem}"
+            if role not in self._problems and (problems := model.poll_checkpoint(wait=wait)) is not None:
+                whose = "" if role == POLICY_ROLE else f"role {role}: "
+                self._problems[role] = [f"{whose}{problem}" for problem in problems]
+        return len(self._problems) == len(self._models)
 
     def _publish(self, step: int, write_more: Callable[[Path], None]) -> Path | None:
         if not self._records_are_on_disk():

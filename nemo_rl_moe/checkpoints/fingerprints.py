@@ -83,7 +83,6 @@ def other_base(config: MasterConfig, before: Mapping[str, str], now: Mapping[str
 
     Args:
         before: The checkpoint's fingerprints.
-        now: The run's.
     """
     if config.policy.lora is None or MODEL not in before or _content(before[MODEL]) == _content(now[MODEL]):
         return None

@@ -79,7 +79,6 @@ def find_resume_point(
 
     Raises:
         CheckpointError: Another run is writing there, or the run cannot go on from what is there.
-        ConfigurationError: The run would remove the model that it starts from.
     """
     if not config.checkpointing.enabled:
         return None
@@ -200,11 +199,7 @@ def _newest_of_same_experiment(config: MasterConfig, warn: Callable[[str], None]
 
 
 def _checked_resume_point(checkpoint: Checkpoint, config: MasterConfig, warn: Callable[[str], None]) -> ResumePoint:
-    """Resume point of a checkpoint whose training the configuration can continue.
-
-    Raises:
-        CheckpointError: The algorithm, or a key that must not change, differs.
-    """
+    """Resume point of a checkpoint whose training the configuration can continue."""
     state, resolved = checkpoint.state, dump_resolved(config)
     algorithm = algorithm_of(config)
     if state.algorithm != algorithm.name:
@@ -240,10 +235,8 @@ def _checked_resume_point(checkpoint: Checkpoint, config: MasterConfig, warn: Ca
 
 
 def _run_folder_of(checkpoint: Checkpoint, config: MasterConfig, warn: Callable[[str], None]) -> Path | None:
-    """Return the folder of the checkpoint's run, whose metrics the resumed run truncates and continues.
-
-    None, with a warning, where the checkpoint is a copy or the folder is gone: two runs must not share one folder.
-    """
+    """Return the folder of the checkpoint's run, whose metrics the resumed run truncates and continues."""
+    # None, with a warning, where the checkpoint is a copy or the folder is gone: two runs must not share one folder.
     state, recorded = checkpoint.state, Path(checkpoint.state.run_folder)
     around = checkpoint.folder.parent.parent
     is_copy = checkpoint.folder.parent.resolve() != Path(state.checkpoint_dir)

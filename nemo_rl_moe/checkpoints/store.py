@@ -155,11 +155,7 @@ class CheckpointStore:
         return self.folder.is_dir() and any(_WHOLE.fullmatch(entry.name) for entry in self.folder.iterdir())
 
     def stage(self, step: int) -> Path:
-        """Create the empty folder in which the checkpoint of a step is assembled.
-
-        Raises:
-            OSError: It cannot be made.
-        """
+        """Create the empty folder in which the checkpoint of a step is assembled."""
         staging = self._leftover(step, "incomplete")
         delete(staging)
         staging.mkdir(parents=True)
@@ -170,30 +166,18 @@ class CheckpointStore:
         return self._leftover(step, "incomplete")
 
     def publish(self, step: int) -> Path:
-        """Give the staged checkpoint of a step its name, once all of it is on disk.
-
-        Raises:
-            OSError: The disk did not take it.
-        """
+        """Give the staged checkpoint of a step its name, once all of it is on disk."""
         target = self.path_of(step)
         write_inventory(self.staged(step))
         put_in_place(self.staged(step), target, self._leftover(step, "replaced"))
         return target
 
     def discard(self, step: int) -> None:
-        """Delete what was staged of a step.
-
-        Raises:
-            OSError: It cannot be deleted.
-        """
+        """Delete what was staged of a step."""
         delete(self._leftover(step, "incomplete"))
 
     def remove(self, step: int) -> None:
-        """Delete a checkpoint; half a deletion never looks like a checkpoint.
-
-        Raises:
-            OSError: It cannot be deleted.
-        """
+        """Delete a checkpoint; half a deletion never looks like a checkpoint."""
         removed = self._leftover(step, "removed")
         delete(removed)
         self.path_of(step).rename(removed)

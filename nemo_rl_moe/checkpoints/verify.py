@@ -37,12 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
-    """Compare each folder with its checksums, and print a line for each that is whole.
-
-    Raises:
-        ConfigurationError: A folder holds no checksums.
-        DamageFoundError: Files are missing or damaged.
-    """
+    """Compare each folder with its checksums, and print a line for each that is whole."""
     checksums = _checksums()
     name = checksums.INVENTORY_FILE_NAME
     folders = [found for top in [*options.runs, *map(Path, more)] for found in _with_inventory(top, name)]

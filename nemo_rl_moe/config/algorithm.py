@@ -105,11 +105,7 @@ class Algorithm:
         return getattr(config, self.loop_name)
 
     def entry_point(self) -> Callable[[Any, Any], None]:
-        """Return the function that runs the algorithm, imported where the record names it.
-
-        Raises:
-            ConfigurationError: There is no such function.
-        """
+        """Return the function that runs the algorithm, imported where the record names it."""
         if not isinstance(self.run, str):
             assert self.run is not None
             return self.run
@@ -232,9 +228,6 @@ def find_algorithm(name: str) -> Algorithm:
     """Return a built-in algorithm by its name, or import and register one by `package.module:ATTRIBUTE`.
 
     The working folder is on the search path.
-
-    Raises:
-        ConfigurationError: There is no such algorithm, or its record cannot be used.
     """
     if name in BUILT_IN:
         return ALGORITHMS[name]

@@ -138,13 +138,13 @@ def greedy_validation_asks_once(config: GRPOMasterConfig) -> Iterator[str]:
         )
 
 
-def dynamic_sampling_has_a_second_round(config: GRPOMasterConfig) -> Iterator[str]:
-    """Check that dynamic sampling has a second round to replace groups from."""
+def dynamic_sampling_may_replace_groups(config: GRPOMasterConfig) -> Iterator[str]:
+    """Check that dynamic sampling may generate more groups than a step has."""
     loop = config.grpo
-    if loop.use_dynamic_sampling and loop.dynamic_sampling_max_gen_batches == 1:
+    if loop.use_dynamic_sampling and loop.most_groups <= loop.num_prompts_per_step:
         yield (
-            "grpo.dynamic_sampling_max_gen_batches: got 1, which replaces no group; expected 2 or more with"
-            " grpo.use_dynamic_sampling true"
+            f"grpo.dynamic_sampling_max_groups: got {loop.most_groups}, which replaces no group; expected more than"
+            f" grpo.num_prompts_per_step {loop.num_prompts_per_step} with grpo.use_dynamic_sampling true, or null"
         )
 
 
@@ -257,7 +257,7 @@ GRPO_RULES = (
     template_has_a_place_for_the_prompt,
     sampled_prompts_are_held_out,
     greedy_validation_asks_once,
-    dynamic_sampling_has_a_second_round,
+    dynamic_sampling_may_replace_groups,
     named_rewards_come_from_somewhere,
     *REWARD_MODEL_RULES,
     advantage_bounds_leave_room,

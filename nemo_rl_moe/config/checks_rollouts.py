@@ -75,15 +75,6 @@ def replayed_routes_are_of_one_version(config: GRPOMasterConfig) -> Iterator[str
         )
 
 
-def steps_take_groups_as_they_come(config: GRPOMasterConfig) -> Iterator[str]:
-    """Yield the dynamic sampling, which replaces groups within a step."""
-    if config.grpo.rollouts.is_asynchronous and config.grpo.use_dynamic_sampling:
-        yield (
-            f"grpo.use_dynamic_sampling: got true, expected false with {KEY}.mode asynchronous: groups are generated"
-            " ahead of the step that would replace them"
-        )
-
-
 def schedule_is_read(config: GRPOMasterConfig) -> Iterator[str]:
     """Yield the schedule that no synchronous run reads."""
     rollouts = config.grpo.rollouts
@@ -115,6 +106,5 @@ ROLLOUT_RULES = (
     lag_is_a_number_of_steps,
     old_tokens_are_corrected,
     replayed_routes_are_of_one_version,
-    steps_take_groups_as_they_come,
     schedule_is_read,
 )

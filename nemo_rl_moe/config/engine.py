@@ -79,11 +79,7 @@ class Engine:
     takes_adapters: bool = False
 
     def factory(self) -> Callable[[Any], Any]:
-        """Return the function that starts the engine, imported where the record names it.
-
-        Raises:
-            ConfigurationError: There is no such function.
-        """
+        """Return the function that starts the engine, imported where the record names it."""
         if not isinstance(self.make, str):
             return self.make
         function: Callable[[Any], Any] = import_attribute(f"{self.name}: make", self.make)

@@ -32,9 +32,6 @@ def find_engine(backend: str) -> Engine:
 
     A function of an `EngineSetup` in the place of a record stands for an engine without further properties. The working
     folder is searched for modules too.
-
-    Raises:
-        ConfigurationError: There is no such engine, or its record cannot be used.
     """
     if backend in BUILT_IN:
         return BUILT_IN[backend]

@@ -59,11 +59,7 @@ def exemplar_summaries() -> dict[str, str]:
 
 
 def find_config(path: str | Path) -> Path:
-    """Find a configuration by its path, or by the name of a shipped one.
-
-    Raises:
-        ConfigurationError: There is no such file.
-    """
+    """Find a configuration by its path, or by the name of a shipped one."""
     candidates = [Path(path), exemplars_folder() / path]
     for candidate in candidates:
         if candidate.is_file():
@@ -92,9 +88,6 @@ def read_with_defaults(path: Path, *, shipped: bool = True, join: Join | None = 
     Args:
         shipped: Search the shipped configurations; false for files of another framework.
         join: Merges a file over those that it inherits from; None: `merge`.
-
-    Raises:
-        ConfigurationError: A file is missing, is no YAML mapping, includes itself, or inherits too deeply.
     """
     return _read_with_defaults(path, (), shipped, join or merge)
 

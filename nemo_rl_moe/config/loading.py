@@ -43,11 +43,7 @@ def load_dpo_config(path: str | Path, overrides: Sequence[str] = (), *, check_pa
 
 
 def load_any_config(path: str | Path, overrides: Sequence[str] = (), *, check_paths: bool = True) -> MasterConfig:
-    """Load the configuration of any algorithm; see `load_config_as`.
-
-    Raises:
-        ConfigurationError: It is no algorithm's, or something is wrong.
-    """
+    """Load the configuration of any algorithm; see `load_config_as`."""
     algorithm = _algorithm_in(read_with_defaults(find_config(path)))
     if algorithm is None:
         sections = " or ".join(BUILT_IN)
@@ -131,13 +127,8 @@ def _with_section_of_engine(schema: type[ConfigT], values: Mapping[str, Any]) ->
 
 
 def _algorithm_in(values: Mapping[str, Any]) -> Algorithm | None:
-    """Return the algorithm that a file names, or else the last built-in one whose section it has.
-
-    Those that have the sections of another one stand behind it.
-
-    Raises:
-        ConfigurationError: The name is no algorithm's.
-    """
+    """Return the algorithm that a file names, or else the last built-in one whose section it has."""
+    # Those that have the sections of another one stand behind it.
     named = values.get(ALGORITHM_KEY)
     if named is not None:
         return find_algorithm(str(named))

@@ -25,11 +25,7 @@ from nemo_rl_moe.masking import masked
 
 
 def translate(path: Path) -> Translation:
-    """Translate a file and what it inherits from.
-
-    Raises:
-        ConfigurationError: The file cannot be read, is no configuration of NeMo-RL, or none of the algorithms here.
-    """
+    """Translate a file and what it inherits from."""
     return translate_tree(read_theirs(path), path)
 
 

@@ -16,11 +16,7 @@ from nemo_rl_moe.errors import ConfigurationError
 
 
 def read_theirs(path: Path) -> dict[str, Any]:
-    """Read a file with what it inherits from, references resolved.
-
-    Raises:
-        ConfigurationError: It is missing, is not YAML, or has what is not supported.
-    """
+    """Read a file with what it inherits from, references resolved."""
     if not path.is_file():
         raise ConfigurationError(f"{path}: no such file")
     merged = read_with_defaults(path, shipped=False, join=_joined)
@@ -67,11 +63,7 @@ def _their_resolvers() -> Iterator[None]:
 
 
 def algorithm_in(theirs: Mapping[str, Any], path: Path) -> str:
-    """Return the algorithm whose section the configuration has.
-
-    Raises:
-        ConfigurationError: It is no configuration of NeMo-RL, or has no single section of an algorithm.
-    """
+    """Return the algorithm whose section the configuration has."""
     policy = theirs.get("policy")
     engines = [policy.get(name) for name in ("megatron_cfg", "dtensor_cfg")] if isinstance(policy, Mapping) else []
     if not any(isinstance(engine, Mapping) and "enabled" in engine for engine in engines):

@@ -57,6 +57,15 @@ def _several_rewards(theirs: Theirs) -> str:
     )
 
 
+def dynamic_sampling(theirs: Theirs, translation: Translation) -> None:
+    """Translate the bound of dynamic sampling from rounds to groups."""
+    section = translation.algorithm
+    rounds = theirs.get(f"{section}.dynamic_sampling_max_gen_batches")
+    prompts = theirs.get(f"{section}.num_prompts_per_step")
+    if rounds is not None and prompts is not None:
+        translation.values["grpo.dynamic_sampling_max_groups"] = rounds * prompts
+
+
 def lengths(theirs: Theirs, translation: Translation) -> None:
     """Translate the response length and the penalty of long responses."""
     values, shaping = translation.values, f"{translation.algorithm}.reward_shaping"
@@ -187,7 +196,7 @@ def images(theirs: Theirs, translation: Translation) -> None:
             )
 
 
-_ROLLOUT_RULES = (lengths, generation, environment, images)
+_ROLLOUT_RULES = (lengths, dynamic_sampling, generation, environment, images)
 RULES_OF: dict[str, tuple[Callable[[Theirs, Translation], None], ...]] = {
     "grpo": (estimator, policy_loss, *_ROLLOUT_RULES),
     "ppo": (critic, policy_loss, *_ROLLOUT_RULES),

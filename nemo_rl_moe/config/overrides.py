@@ -201,10 +201,8 @@ def _fill_in_variables(config: dict[str, Any], is_path: Callable[[Place], bool],
 
 
 def _plainly_resolved(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Resolve a mapping whose interpolations are all `${section.key}` of single values, without OmegaConf.
-
-    OmegaConf takes most of the time of a load. None: there are others, which are left to it.
-    """
+    """Resolve a mapping whose interpolations are all `${section.key}` of single values, without OmegaConf."""
+    # OmegaConf takes most of the time of a load. None: there are others, which are left to it.
     found = _copied(config)
     for path, text in _texts(config):
         if "${" not in text:

@@ -9,8 +9,12 @@ RENAMED_KEYS = {
     "logger.expert_load_pictures": "logger.expert_load_plots",  # older name
     "policy.megatron_cfg.routing_tape": "policy.megatron_cfg.capture_routing",  # older name
     f"{_MEASURED}.save_tape": f"{_MEASURED}.save_capture",  # older name
+    "grpo.dynamic_sampling_max_gen_batches": "grpo.dynamic_sampling_max_groups",  # in rounds
 }
 """Old name to new name; keys below a section that is listed are renamed with it."""
+_CONDITIONS = {
+    "grpo.dynamic_sampling_max_gen_batches": "in groups: rounds times grpo.num_prompts_per_step",
+}
 _ENV_KEYS = {
     "name": (
         "reward.kind",
@@ -54,5 +58,5 @@ def new_key(name: str) -> str | None:
 def new_key_in_words(name: str) -> str | None:
     """Return the new name of a key with the kind of section that has it; None if it has not been renamed."""
     new, found = new_key(name), _OF_ENVIRONMENT.fullmatch(name)
-    condition = "" if found is None else _ENV_KEYS.get(found[2], ("", ""))[1]
+    condition = _CONDITIONS.get(name, "") if found is None else _ENV_KEYS.get(found[2], ("", ""))[1]
     return f"{new} ({condition})" if new and condition else new

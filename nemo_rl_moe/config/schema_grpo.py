@@ -85,9 +85,9 @@ class GRPOConfig(StrictModel):
     """Highest advantage: what is above is lowered to it; null: none."""
     use_dynamic_sampling: bool
     """Replace groups whose responses all got the same reward, which teach nothing (DAPO)."""
-    dynamic_sampling_max_gen_batches: PositiveInt
-    """Maximum rounds of generation in one step, which then goes on with what it has; with `use_dynamic_sampling` 2 or
-    more."""
+    dynamic_sampling_max_groups: PositiveInt | None
+    """Most groups that are generated for a step. At the bound, groups are trained on as they come. With
+    `use_dynamic_sampling` it must be above `num_prompts_per_step`. null: ten times as many."""
     overlong_filtering: bool
     """Leave responses that were truncated at the length limit out of the loss (DAPO)."""
     reward_shaping: RewardShapingConfig
@@ -110,6 +110,11 @@ class GRPOConfig(StrictModel):
     stops with the environment's error; null: never."""
     seed: Seed
     """Seed of the order of the prompts, of sampling and of dropout."""
+
+    @property
+    def most_groups(self) -> int:
+        """Return the most groups that dynamic sampling generates for a step."""
+        return self.dynamic_sampling_max_groups or 10 * self.num_prompts_per_step
 
 
 class PolicyGradientLossConfig(StrictModel):

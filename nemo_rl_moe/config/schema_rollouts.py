@@ -21,11 +21,19 @@ GroupSeconds = Annotated[float, Field(ge=0.1, le=100_000_000)]
 
 
 class RolloutsConfig(StrictModel):
-    """When responses are generated. All keys but `mode` are read in asynchronous mode alone."""
+    """When responses are generated, and where users' code of rollouts runs.
+
+    All keys but `mode`, `process` and `process_memory_mb` are read in asynchronous mode alone.
+    """
 
     mode: Literal["synchronous", "asynchronous"]
     """synchronous: generation and training take turns; asynchronous: responses are generated while training runs, by an
     engine with a copy of the weights."""
+    process: bool
+    """Run code that drives trajectories (functions, agents' endpoint, libraries of environments) in a separate process
+    of each environment, which is replaced if it ends or hangs; false: in the process of the run, for debuggers."""
+    process_memory_mb: PositiveInt | None
+    """Megabytes that this code may take in its process; null: half of the machine's memory."""
     order: Literal["in_order", "windowed", "ready_first"] | CustomCode
     """Groups that a step trains on. in_order: in the order of the prompts, whatever the time that each takes; windowed:
     finished groups, the oldest weights first; ready_first: finished groups, the first finished first; otherwise

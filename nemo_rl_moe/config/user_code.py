@@ -23,9 +23,6 @@ def import_attribute(key: str, reference: str, form: str = "package.module:funct
 
     Args:
         reference: Dots reach into classes: `package.module:Class.member`.
-
-    Raises:
-        ConfigurationError: The reference has another form, or there is no such module or attribute.
     """
     module_name, separator, attribute = reference.partition(":")
     if not (separator and all(part.isidentifier() for part in (*module_name.split("."), *attribute.split(".")))):
@@ -67,9 +64,6 @@ def import_function(
 
     Args:
         takes: What it is called with, for error messages, such as `one ScoringItem`.
-
-    Raises:
-        ConfigurationError: There is no such thing, or it has another signature.
     """
     found = import_attribute(key, reference)
     if not callable(found):
@@ -80,11 +74,7 @@ def import_function(
 
 
 def import_function_of_task(key: str, reference: str) -> Callable[..., Any]:
-    """Import a function of one `AgentTask`, a coroutine function or another.
-
-    Raises:
-        ConfigurationError: There is no such thing, or it has another signature.
-    """
+    """Import a function of one `AgentTask`, a coroutine function or another."""
     found = import_attribute(key, reference)
     if not callable(found) or inspect.isgeneratorfunction(found) or inspect.isasyncgenfunction(found):
         raise ConfigurationError(f"{key}: {reference} is {described(found)}, expected a function of one AgentTask")
@@ -114,11 +104,7 @@ def described(value: Any) -> str:
 
 @contextmanager
 def named_in_errors(key: str, reference: str) -> Iterator[None]:
-    """Context of the user's code in a run: its error begins with the key and the value that brought it there.
-
-    Raises:
-        UserCodeError: It raised; the traceback follows.
-    """
+    """Context of the user's code in a run: its error begins with the key and the value that brought it there."""
     try:
         yield
     except (UserError, UserCodeError):  # they name what is wrong

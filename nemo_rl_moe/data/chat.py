@@ -71,10 +71,6 @@ def batch_tokenizer(
 
     Args:
         speech: How the model speaks; None: as the tokenizer alone says.
-
-    Raises:
-        DataError: The tokenizer cannot be used; or, from the function, there are images and the model takes text alone.
-        ConfigurationError: The run gives the chat template a name that it does not read.
     """
     render = renderer_for(tokenizer, run_wide, (speech or describe_speech(tokenizer)).stop_texts)
     masked = _encode_with_offsets if tokenizer.is_fast else _encode_with_prefixes
@@ -172,11 +168,8 @@ def _reaches_over(offsets: NDArray[np.int64], item: Rendered) -> bool:
 
 
 def _encode_apart(tokenizer: "PreTrainedTokenizerBase", item: Rendered, joint: Sequence[int]) -> _Encoded:
-    """Encode prompts and responses one by one, as a rollout has them: no token of it holds both.
-
-    Args:
-        joint: Tokens of the whole text.
-    """
+    """Encode prompts and responses one by one, as a rollout has them: no token of it holds both."""
+    # joint: Tokens of the whole text.
     borders = sorted({0, len(item.text), *(border for span in item.spans for border in span)})
     ids: list[int] = []
     mask: list[bool] = []

@@ -42,10 +42,6 @@ def renderer_for(
 
     Args:
         stop_texts: Tokens that end the model's turns; None: the tokenizer's end token.
-
-    Raises:
-        DataError: The tokenizer has neither a usable chat template nor an end token.
-        ConfigurationError: The run gives the chat template a name that it does not read.
     """
     if not tokenizer.chat_template:
         return _plain_renderer(tokenizer, run_wide, _stops(tokenizer, stop_texts))
@@ -58,10 +54,6 @@ def prompt_renderer_for(tokenizer: "PreTrainedTokenizerBase", run_wide: Template
 
     With a chat template the messages end in what opens the assistant's turn. Without one, a prompt that is a text is
     taken as it is, after the begin token where the tokenizer opens every text with it.
-
-    Raises:
-        DataError: The tokenizer's chat template cannot be used.
-        ConfigurationError: The run gives the chat template a name that it does not read.
     """
     if tokenizer.chat_template:
         template = _Template(tokenizer, run_wide)
@@ -87,10 +79,6 @@ def text_renderer_for(tokenizer: "PreTrainedTokenizerBase", run_wide: TemplateIn
 
     Args:
         tokenizer: One with a chat template.
-
-    Raises:
-        DataError: The chat template cannot be used.
-        ConfigurationError: The run gives the chat template a name that it does not read.
     """
     return _Template(tokenizer, run_wide).prompt_text
 
@@ -135,11 +123,7 @@ class _Template:
             return _TOO_DEEP
 
     def prompt_text(self, messages: Sequence[Message], given: TemplateInputs) -> str:
-        """Render messages with the generation prompt, without a check that all of them are shown.
-
-        Raises:
-            RenderError: The template refuses them.
-        """
+        """Render messages with the generation prompt, without a check that all of them are shown."""
         inputs = given.or_else(self._run_wide)
         try:
             return self._renderer_of(inputs).prompt_text(messages, inputs.tools, inputs.kwargs)
@@ -161,9 +145,6 @@ def template_setup(
 
     Args:
         stop_texts: Tokens that end the model's turns; None: the tokenizer's end token.
-
-    Raises:
-        DataError: There are several templates, and none is the default.
     """
     try:
         template = tokenizer.get_chat_template(tools=[] if with_tools else None)

@@ -97,10 +97,6 @@ class Continuation:
         keep_rewritten: Continue also where the chat template would now render earlier turns in another way, such as
             without their thinking: those stay as they are.
         most_tokens: Tokens that fit into any sequence. Of texts with more, some more than these are returned.
-
-    Raises:
-        DataError: The tokenizer's chat template cannot be used.
-        ConfigurationError: The run gives the chat template a name that it does not read.
     """
 
     def __init__(
@@ -171,7 +167,6 @@ class Continuation:
             num_prompt_messages: First messages of the conversation, whose texts are tokenized as those of any prompt.
 
         Raises:
-            RecordError: A message is malformed.
             NoExtension: The template would not show what was sampled.
         """
         new = self._checked(messages)

@@ -47,11 +47,7 @@ class ControlTokens:
         return found[0] if found is not None else None
 
     def require_none_in_names(self, messages: Sequence[Message]) -> None:
-        """Reject control tokens in what messages have beside role and content, such as the name of a tool.
-
-        Raises:
-            RecordError: There is one.
-        """
+        """Reject control tokens in what messages have beside role and content, such as the name of a tool."""
         for index, message in enumerate(messages):
             for key, value in message.items():
                 if key not in ("role", "content") and isinstance(value, str) and self.first_in(value) is not None:

@@ -159,9 +159,6 @@ def read_items(
 
     Args:
         on_bad_line: `stop` looks for further bad lines and raises; `skip` counts them.
-
-    Raises:
-        DataError: It has bad lines, of which the first 20 causes are listed; or no item is left.
     """
     kept: list[Item] = []
     sizes: list[ItemSize] = []

@@ -48,21 +48,13 @@ class ImageReader:
     max_pixels: int
 
     def check(self, reference: ImageReference) -> StoredImage:
-        """Read and decode an image, and keep only its size.
-
-        Raises:
-            RecordError: It cannot be used.
-        """
+        """Read and decode an image, and keep only its size."""
         content = self._content(reference)
         image = self._decoded(content, reference.name)
         return StoredImage(reference, _digest(content), image.height, image.width)
 
     def decode(self, stored: StoredImage) -> "Image":
-        """Return the image in red, green and blue.
-
-        Raises:
-            RecordError: It cannot be read any more, or has changed.
-        """
+        """Return the image in red, green and blue."""
         content = self._content(stored.reference)
         if _digest(content) != stored.digest:
             raise RecordError(f"{stored.reference.name}: {stored.reference.path} has changed since the data was read")

@@ -50,11 +50,7 @@ class ImageReference:
 
 
 def parse_image(value: object, name: str) -> ImageReference:
-    """Parse an image: a path, a data URL, `{"bytes": ..., "path": ...}` as `datasets` stores it, or `{"url": ...}`.
-
-    Raises:
-        RecordError: It cannot be used.
-    """
+    """Parse an image: a path, a data URL, `{"bytes": ..., "path": ...}` as `datasets` stores it, or `{"url": ...}`."""
     if isinstance(value, bytes):
         return ImageReference(None, value, name)
     if isinstance(value, str):
@@ -90,11 +86,7 @@ def _parse_text(text: str, name: str) -> ImageReference:
 
 
 def parse_image_part(part: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Parse a part of type image, its image under `image`; None where the record's list of images has it.
-
-    Raises:
-        RecordError: It cannot be used.
-    """
+    """Parse a part of type image, its image under `image`; None where the record's list of images has it."""
     given = [key for key in _VALUE_KEYS if part.get(key) is not None]
     if not given:
         return {"type": IMAGE_PART, IMAGE_PART: None}
@@ -105,11 +97,7 @@ def parse_image_part(part: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def parse_images(value: object, name: str) -> list[ImageReference]:
-    """Parse the images beside the messages: one, or a list of them; null means none.
-
-    Raises:
-        RecordError: One cannot be used.
-    """
+    """Parse the images beside the messages: one, or a list of them; null means none."""
     if value is None:
         return []
     if not is_list(value):
@@ -131,9 +119,6 @@ def require_image_key(
     Args:
         messages: Parsed; none has images of its own, and the record has none under `key`.
         key: The run's key of images beside the messages; None: they are left unread on purpose.
-
-    Raises:
-        DataError: It has such images: the run's key is wrong, not the line.
     """
     if key is None or not any(_images_in(_with_parts_for_marks(message)) for message in messages):
         return

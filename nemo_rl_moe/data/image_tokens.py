@@ -80,9 +80,6 @@ def batch_inputs(samples: Sequence[tuple[SampleImages | None, int]]) -> list[dic
 
     Args:
         samples: Images of each (None: the model takes text alone), and its number of tokens.
-
-    Raises:
-        DataError: An image cannot be read any more, or has changed.
     """
     first_of = {image.digest: (sample, image) for sample, _ in samples if sample is not None for image in sample.images}
     decoded = _in_threads(lambda pair: pair[0].tokens.model_images(pair[1]), first_of.values())
@@ -134,11 +131,7 @@ class ImageTokenizer:
     behind: tuple[int, ...] = ()
 
     def model_images(self, image: StoredImage) -> list[ModelImage]:
-        """Return the pixels of an image.
-
-        Raises:
-            RecordError: It cannot be read any more, or has changed.
-        """
+        """Return the pixels of an image."""
         return self.rule.model_images(self.reader.decode(image))
 
     def check(
@@ -228,11 +221,7 @@ class RecordImages:
     def check(
         self, records: Sequence[RecordWithImages], rendered: Sequence[Rendered | str]
     ) -> list[tuple[Rendered, tuple[StoredImage, ...]] | str]:
-        """See `ImageTokenizer.check`.
-
-        Raises:
-            DataError: There are images, and the model takes text alone.
-        """
+        """See `ImageTokenizer.check`."""
         if self.tokens is not None:
             return self.tokens.check(records, rendered)
         for record in records:
@@ -248,11 +237,7 @@ NO_IMAGES = RecordImages()
 
 
 def image_tokenizer(rule: ImageRule, tokenizer: "PreTrainedTokenizerBase", reader: ImageReader) -> ImageTokenizer:
-    """Return the treatment of a data set's images for a model.
-
-    Raises:
-        DataError: The tokenizer lacks a token that the model needs.
-    """
+    """Return the treatment of a data set's images for a model."""
     token = tokenizer.convert_ids_to_tokens(rule.token_id)
     if not isinstance(token, str) or tokenizer.encode(token, add_special_tokens=False) != [rule.token_id]:
         raise DataError(

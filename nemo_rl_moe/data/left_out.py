@@ -59,9 +59,6 @@ def require_all_shown(messages: Sequence[Message], text: str, render: RenderVari
 
     What earlier turns say in thinking or beside calls is left out by many templates on purpose, at inference as in
     training: `left_out_notes`.
-
-    Raises:
-        RenderError: Something is left out.
     """
     for index, message in enumerate(messages):
         if message["role"] in ("user", "assistant"):
@@ -88,11 +85,8 @@ def _instead(messages: Sequence[Message], index: int) -> list[Message]:
 def _is_shown(
     part: str, text: str, other: Sequence[Message], messages: Sequence[Message], render: RenderVariant
 ) -> bool:
-    """Return whether a text shows a part: it is long and nowhere else, or the text changes with the part.
-
-    Args:
-        other: The conversation with something else in place of the part.
-    """
+    """Return whether a text shows a part: it is long and nowhere else, or the text changes with the part."""
+    # other: The conversation with something else in place of the part.
     part = part.strip()
     if not part or part == _STAND_IN:
         return True

@@ -16,11 +16,7 @@ from nemo_rl_moe.errors import DataError
 
 
 def collate(examples: Sequence[TokenizedExample], pad_token_id: int) -> TokenBatch:
-    """Pad examples on the right to the longest.
-
-    Raises:
-        DataError: An image cannot be read any more, or has changed.
-    """
+    """Pad examples on the right to the longest."""
     lengths = torch.tensor([len(example) for example in examples], dtype=torch.long)
     shape = (len(examples), int(lengths.max()))
     input_ids = torch.full(shape, pad_token_id, dtype=torch.long)
@@ -85,9 +81,6 @@ class GlobalBatchLoader:
 
     The order depends on the seed and the epoch alone. The examples that do not fill a last batch are left out of that
     epoch, so that every optimizer step sees the same number of sequences; with shuffling they are others each time.
-
-    Raises:
-        DataError: The examples do not fill one batch.
     """
 
     def __init__(

@@ -50,9 +50,6 @@ def parse_turns(value: object, name: str, role: str) -> list[Message]:
 
     Args:
         role: Role of the turn that a text becomes.
-
-    Raises:
-        RecordError: It cannot be used.
     """
     if isinstance(value, str):
         if not value:
@@ -65,11 +62,7 @@ def parse_turns(value: object, name: str, role: str) -> list[Message]:
 
 
 def parse_messages(value: object, name: str) -> list[Message]:
-    """Parse a list of messages; their content becomes one text, and arguments of tool calls become objects.
-
-    Raises:
-        RecordError: It cannot be used.
-    """
+    """Parse a list of messages; their content becomes one text, and arguments of tool calls become objects."""
     if not is_list(value):
         raise RecordError(f"{name} is {kind_of(value)}, expected a list of objects with role and content")
     if not value:

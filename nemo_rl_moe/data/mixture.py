@@ -26,9 +26,6 @@ class MixtureLoader:
         num_prompts_per_step: Prompts of a step.
         seed: Seed of the orders.
         shuffle: Draw an order; otherwise prompts keep that of their data.
-
-    Raises:
-        DataError: The prompts do not fill one step.
     """
 
     def __init__(

@@ -72,9 +72,6 @@ def parse_preference(
         image_key: Key of images beside the messages, which belong to the prompt; None: such images are not read.
         keys: Keys that the configuration names.
         form: Form of the lines before it, of which this one must be; None: any.
-
-    Raises:
-        RecordError: The record cannot be used.
     """
     if not isinstance(record, Mapping):
         raise RecordError(f"the line is {kind_of(record)}, expected an object with prompt, chosen and rejected")
@@ -148,11 +145,7 @@ def pair_parser(image_key: str | None, keys: Keys) -> Callable[[object, str], Pr
 def preference_columns(
     path: str, names: Sequence[str], image_key: str | None = None, keys: Keys = NO_KEYS
 ) -> list[str]:
-    """Choose the columns of a table to read.
-
-    Raises:
-        DataError: It has no pairs.
-    """
+    """Choose the columns of a table to read."""
     named = columns_of(path, names, {f"data.{own}_key": key for own, key in keys.items()})
     if not named and not any(name in names for name in RESPONSE_KEYS):
         raise DataError(f"{path}: has no chosen and rejected; its columns: {names_in(names)}; {_OTHER_KEYS}")
@@ -269,9 +262,6 @@ def load_preferences(
         max_length: Tokens to keep of each sequence, prompt and response together.
         speech: How the model speaks; None: as the tokenizer alone says.
         keys: Keys that the configuration names.
-
-    Raises:
-        DataError: The data cannot be read; or it has bad lines, of which the first 20 are listed; or no pair is left.
     """
     tokenize = batch_tokenizer(tokenizer, max_length, run_wide, images, speech)
     source = open_lines(

@@ -23,6 +23,8 @@ ANSWERED = ("user", "tool")
 _WHOLE_FLOATS = 2**53
 CHOICES = "choices"
 """Key of the texts of a question's choices, in MMLU and sets like it."""
+ROW = "row"
+"""Key of a record that holds the item of a library's own data. The item's number there is its `example_id`."""
 
 
 @dataclass(frozen=True)

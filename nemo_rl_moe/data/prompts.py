@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 
 from nemo_rl_moe.config.environments.rewards import ReasoningGymConfig
-from nemo_rl_moe.config.environments.verifiers import VerifiersConfig
 from nemo_rl_moe.config.schema_environment import EnvironmentConfig
 from nemo_rl_moe.config.schema_grpo import PromptDataConfig, PromptSourceConfig
 from nemo_rl_moe.data.chat_template import prompt_renderer_for
@@ -27,7 +26,6 @@ from nemo_rl_moe.data.shared_records import SharedRecords
 from nemo_rl_moe.data.sources import TEXT_SUFFIX, LineSource, open_lines, open_text
 from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs, run_wide_inputs
 from nemo_rl_moe.data.template_renderer import Rendered
-from nemo_rl_moe.data.verifiers_prompts import verifiers_prompts
 from nemo_rl_moe.distributed.batch import ModelInput
 from nemo_rl_moe.errors import ConfigurationError, DataError, counted
 from nemo_rl_moe.rewards.reasoning_gym import draw_items
@@ -64,11 +62,7 @@ class Prompt:
 
     @property
     def model_inputs(self) -> dict[str, ModelInput]:
-        """Decode the images and return the model's inputs beside the tokens; for many prompts use `prompt_inputs`.
-
-        Raises:
-            DataError: An image cannot be read any more, or has changed.
-        """
+        """Decode the images and return the model's inputs beside the tokens; for many prompts use `prompt_inputs`."""
         return prompt_inputs([self])[0]
 
     def identity(self) -> tuple[object, ...]:
@@ -77,11 +71,7 @@ class Prompt:
 
 
 def prompt_inputs(prompts: Sequence[Prompt]) -> list[dict[str, ModelInput]]:
-    """Return the model's inputs of prompts beside their tokens, each image decoded once; empty for a model of text.
-
-    Raises:
-        DataError: An image cannot be read any more, or has changed.
-    """
+    """Return the model's inputs of prompts beside their tokens, each image decoded once; empty for a model of text."""
     return batch_inputs([(prompt.images, len(prompt.token_ids)) for prompt in prompts])
 
 
@@ -114,6 +104,7 @@ def load_prompts(
     environment: str = "",
     shared: SharedRecords | None = None,
     response_key: str | None = None,
+    own: LineSource[PromptRecord] | None = None,
 ) -> PromptDataset:
     """Read one set of prompts, or sample it from the environment's task, and tokenize it.
 
@@ -129,17 +120,15 @@ def load_prompts(
         environment: Name of the environment in `env.mixture`; empty where a run has one.
         shared: Finds the records of this environment in data of several; None: all are of this one.
         response_key: Key of the response that each record holds; None: they hold none.
-
-    Raises:
-        DataError: The data cannot be read; or it has bad lines, of which the first 20 are listed; or no prompt is left;
-            or a record names an environment that the run does not have.
-        ConfigurationError: Prompts cannot be sampled from the task.
+        own: Prompts that the environment has itself; None: it has none.
     """
-    lines, num_resampled = (
-        _sampled(source, data, env)
-        if source.path is None
-        else (_read(source.path, source, data, env, environment, shared), 0)
-    )
+    num_resampled = 0
+    if own is not None:
+        lines = own
+    elif source.path is None:
+        lines, num_resampled = _sampled(source, data, env)
+    else:
+        lines = _read(source.path, source, data, env, environment, shared)
     repeats = RepeatFilter(env, response_key) if env is not None else None
     kind = ItemKind(
         WORDS,
@@ -178,9 +167,6 @@ class PromptLoader:
 
     The order depends on the seed and the epoch alone. The prompts that do not fill a last step are left out of that
     epoch; with shuffling they are others each time.
-
-    Raises:
-        DataError: The prompts do not fill one step.
     """
 
     def __init__(self, dataset: Sequence[Prompt], num_prompts_per_step: int, seed: int, shuffle: bool):
@@ -226,9 +212,7 @@ def _read(
 def _sampled(
     source: PromptSourceConfig, data: PromptDataConfig, env: EnvironmentConfig | None
 ) -> tuple[LineSource[PromptRecord], int]:
-    """Sample prompts from the task, and count the repeats among the samples; or take those of the environment."""
-    if env is not None and isinstance(env.driver, VerifiersConfig):
-        return verifiers_prompts(source, env.driver), 0
+    """Sample prompts from the task, and count the repeats among the samples."""
     task = env.reward if env is not None else None
     if not isinstance(task, ReasoningGymConfig) or source.num_items is None:
         raise ConfigurationError(
@@ -316,9 +300,6 @@ def without_training_prompts(held_out: PromptDataset, training: Iterable[Prompt]
     """Drop held-out prompts that equal a training prompt, and count them in the report.
 
     What a response is compared with makes no other prompt: the model has been trained on the same question.
-
-    Raises:
-        DataError: None is left.
     """
     wanted = {prompt.identity() for prompt in held_out}
     shared = {identity: prompt.sample_id for prompt in training if (identity := prompt.identity()) in wanted}

@@ -18,11 +18,7 @@ class RecordError(ValueError):
 
 
 def json_object(value: object, name: str) -> dict[str, Any]:
-    """Return an object that a record holds as it is or as JSON in a string; an empty string is the empty object.
-
-    Raises:
-        RecordError: It is neither.
-    """
+    """Return an object that a record holds as it is or as JSON in a string; an empty string is the empty object."""
     decoded = decoded_json(value, name) if value != "" else {}
     if not isinstance(decoded, Mapping):
         found = "JSON of " if isinstance(value, str) else ""
@@ -98,9 +94,6 @@ def columns_of(path: str, names: Sequence[str], keys: Mapping[str, str]) -> list
     Args:
         names: Columns of the table.
         keys: Key of a record by the setting that names it.
-
-    Raises:
-        DataError: The table lacks a column.
     """
     columns = {setting: key if key in names else key.partition(".")[0] for setting, key in keys.items()}
     for setting, column in columns.items():

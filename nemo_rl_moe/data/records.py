@@ -86,9 +86,6 @@ def parse_record(
         image_key: Key of images beside the messages; None: such images are not read.
         keys: Keys that the configuration names.
         form: Form of the lines before it, of which a prompt with its completion must be; None: any.
-
-    Raises:
-        RecordError: The record cannot be used.
     """
     if not isinstance(record, Mapping):
         raise RecordError(f"the line is {kind_of(record)}, expected an object with messages, or prompt and completion")
@@ -124,7 +121,6 @@ def with_images(
 
     Raises:
         RecordError: An image cannot be used, or there are more or fewer places than images.
-        DataError: Texts show images that the record has under another key.
     """
     beside = [] if image_key is None else parse_images(record.get(image_key), image_key)
     shown, images = take_images(place_images(messages, beside, image_key))

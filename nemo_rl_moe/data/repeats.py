@@ -7,10 +7,9 @@ from hashlib import blake2b
 
 from nemo_rl_moe.config.environments.rewards import ReasoningGymConfig
 from nemo_rl_moe.config.schema_environment import EnvironmentConfig
-from nemo_rl_moe.data.prompt_records import PromptRecord
+from nemo_rl_moe.data.prompt_records import ROW, PromptRecord
 from nemo_rl_moe.data.record_values import is_list
 from nemo_rl_moe.data.records import BadLine
-from nemo_rl_moe.data.verifiers_prompts import ROW
 
 _DIGEST_BYTES = 16
 _ITEMS_OF_LIBRARIES = (ROW, "metadata")

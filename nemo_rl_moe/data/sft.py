@@ -48,9 +48,6 @@ def load_sft_dataset(
         progress: Called with the lines read so far and the lines in all.
         speech: How the model speaks; None: as the tokenizer alone says.
         keys: Keys that the configuration names.
-
-    Raises:
-        DataError: The data cannot be read, has bad lines (the first 20 are listed), or no example is left.
     """
     kind = ItemKind(
         WORDS if images.tokens is None else WORDS_WITH_IMAGES,

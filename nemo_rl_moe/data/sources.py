@@ -45,9 +45,6 @@ def load_table(path: str, split: str) -> "Dataset":
 
     Args:
         path: A hub's name, a folder of data files or of `save_to_disk`, or a data file.
-
-    Raises:
-        DataError: There is no such dataset or split.
     """
     from datasets import Dataset
 
@@ -166,9 +163,6 @@ def open_source(path: str, split: str, image_key: str | None = None, keys: Keys 
     Args:
         image_key: Key of images beside the messages; None: they are not read.
         keys: Keys that the configuration names.
-
-    Raises:
-        DataError: There is nothing that can be read.
     """
     columns = partial(_example_columns, image_key=image_key, keys=keys)
     parse = partial(parse_record, image_key=image_key, keys=keys, form=FormOfLines())
@@ -182,9 +176,6 @@ def open_lines(path: str, split: str, parse: Parse[Parsed], choose_columns: Choo
         split: Ignored for a file of text.
         parse: Takes a decoded line and its place; raises `RecordError`.
         choose_columns: Takes path and columns of a table; returns those to read, or raises `DataError`.
-
-    Raises:
-        DataError: There is nothing that can be read.
     """
     if (kind := KIND_OF_SUFFIX.get(Path(path).suffix)) is not None:
         return LineSource(path, *open_text_file(Path(path), kind, parse, choose_columns))
@@ -202,11 +193,7 @@ TEXT_SUFFIX = ".txt"
 
 
 def open_text(path: str, key: str, parse: Parse[Parsed]) -> LineSource[Parsed]:
-    """Open a plain text file, each line as a record with one key.
-
-    Raises:
-        DataError: It cannot be read.
-    """
+    """Open a plain text file, each line as a record with one key."""
     return LineSource(path, count_lines(Path(path)), read_text(Path(path), key, parse))
 
 
@@ -222,11 +209,7 @@ def _example_columns(path: str, names: Sequence[str], image_key: str | None, key
 
 @contextmanager
 def load_limit(limit_s: float, name: str) -> Iterator[None]:
-    """Bound the time of reading a data set inside the context, on the main thread.
-
-    Raises:
-        DataError: It took longer.
-    """
+    """Bound the time of reading a data set inside the context, on the main thread."""
     try:
         with interrupted_after(limit_s):
             yield

@@ -48,11 +48,7 @@ NOTHING_PUBLISHED = Published({}, {})
 
 
 def load_published(model_name: str) -> Published:
-    """Load the files of a model in a folder or on the hub.
-
-    Raises:
-        ConfigurationError: One cannot be had or read.
-    """
+    """Load the files of a model in a folder or on the hub."""
     generation = load_model_json(model_name, GENERATION_CONFIG_FILE)
     if generation is not None and not isinstance(generation, dict):
         raise ConfigurationError(
@@ -167,9 +163,6 @@ def describe_speech(
     Args:
         published: The model's files.
         kwargs: The run's names for the chat template, such as `enable_thinking`.
-
-    Raises:
-        ConfigurationError: A file names stop tokens as no ids.
     """
     known, no_stops = _named(tokenizer, published)
     plain, with_calls = _probes(tokenizer, [token.text for token in known], kwargs)

@@ -60,9 +60,6 @@ def run_wide_inputs(tools: Sequence[ToolDefinition], kwargs: Mapping[str, Any]) 
 def parse_template_inputs(record: Mapping[str, Any]) -> TemplateInputs:
     """Parse `tools` (definitions, or names of the run's tools) and `chat_template_kwargs` of a record, each as it is or
     as JSON in a string.
-
-    Raises:
-        RecordError: One of them cannot be used.
     """
     tools, kwargs = record.get(TOOLS), record.get(TEMPLATE_KWARGS)
     tools = None if tools == "" else tools  # an empty cell of a table

@@ -6,11 +6,7 @@ from nemo_rl_moe.errors import DataError
 
 
 def names_read(template: str) -> dict[str, tuple[str, ...]]:
-    """Return the names that a template reads, in order, each with the texts that it compares it with.
-
-    Raises:
-        DataError: The template is not valid Jinja.
-    """
+    """Return the names that a template reads, in order, each with the texts that it compares it with."""
     from jinja2 import Environment, meta, nodes
     from jinja2.exceptions import TemplateSyntaxError
     from jinja2.ext import Extension, loopcontrols

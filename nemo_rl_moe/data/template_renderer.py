@@ -76,11 +76,7 @@ class Rendered:
 
 
 class TemplateRenderer:
-    """Renderer of one chat template, in Jinja's sandbox.
-
-    Raises:
-        DataError: The template is not valid Jinja.
-    """
+    """Renderer of one chat template, in Jinja's sandbox."""
 
     def __init__(self, setup: TemplateSetup):
         self._setup = setup
@@ -154,11 +150,7 @@ class TemplateRenderer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         kwargs: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
-        """Render a prompt with the generation prompt, without a check that all of it is there.
-
-        Raises:
-            RenderError: The template refuses it.
-        """
+        """Render a prompt with the generation prompt, without a check that all of it is there."""
         messages = self._with_thinking_named(given)
 
         def render(messages: Sequence[Message]) -> str:
@@ -291,11 +283,8 @@ class TemplateRenderer:
         )
 
     def _probed(self, turns: Sequence[Message], follower: Message = PROBE_SHORT) -> str:
-        """Render turns.
-
-        Args:
-            follower: Turn that they will have behind them; tools are defined if it calls one.
-        """
+        """Render turns."""
+        # follower: Turn that they will have behind them; tools are defined if it calls one.
         is_prompt = turns[-1]["role"] != "assistant"
         tools = [PROBE_TOOL] if any("tool_calls" in turn for turn in (*turns, follower)) else None
 
@@ -308,11 +297,9 @@ class TemplateRenderer:
     def _form_of(
         self, messages: Sequence[Message], render: Callable[[Sequence[Message]], str]
     ) -> tuple[ToolCallForm, str | None]:
-        """Find the form of a conversation's tool calls, and a note on what the template leaves out of them.
-
-        A template that shows any call with any argument whole shows all of them; with any other, each conversation is
-        checked: the template may be made for one tool.
-        """
+        """Find the form of a conversation's tool calls, and a note on what the template leaves out of them."""
+        # A template that shows any call with any argument whole shows all of them; with any other, each conversation is
+        # checked: the template may be made for one tool.
         if not any(message.get("tool_calls") for message in messages):
             return FORMS[0], None
         if self._complete_forms is None:

@@ -34,11 +34,7 @@ _SPACE = " \t\r\n"
 
 
 def count_lines(path: Path) -> int:
-    """Count the lines of a file, the last one with or without its newline.
-
-    Raises:
-        DataError: The file cannot be read.
-    """
+    """Count the lines of a file, the last one with or without its newline."""
     count, last = 0, b"\n"
     try:
         with path.open("rb") as file:
@@ -74,10 +70,6 @@ def open_text_file(
     Args:
         kind: `json` is a list of records, or JSON lines.
         choose_columns: For a table.
-
-    Raises:
-        DataError: The file cannot be read, is a list that is not valid JSON, so that nobody knows what else it holds,
-            or a table without a header or without a column.
     """
     if kind == "json" and not _is_list(path):
         return count_lines(path), read_jsonl(path, parse)

@@ -26,9 +26,6 @@ def load_tokenizer(name: str, chat_template: str | None = None) -> "PreTrainedTo
 
     transformers builds some classes anew from the vocabulary. If that gives other tokens than the file, the file is
     read as it is.
-
-    Raises:
-        ConfigurationError: There is no such tokenizer, or no such file, or the folder's files are not what was written.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -92,11 +89,7 @@ def _nothing_printed() -> Iterator[None]:
 
 
 def pad_token_id(tokenizer: "PreTrainedTokenizerBase") -> int:
-    """Return the id to pad with, else the end token's: padding is masked everywhere.
-
-    Raises:
-        DataError: The tokenizer has neither.
-    """
+    """Return the id to pad with, else the end token's: padding is masked everywhere."""
     found = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     if not isinstance(found, int):
         raise DataError("the tokenizer has neither a padding token nor an end token")

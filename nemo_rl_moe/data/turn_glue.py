@@ -145,11 +145,7 @@ class GlueFinder:
 
 
 def marked_and_shown(render: Callable[[Sequence[Message]], str], new: Sequence[Message]) -> str:
-    """Render messages with marks for contents.
-
-    Raises:
-        NoExtension: One of them is left out.
-    """
+    """Render messages with marks for contents."""
     marked = [{**message, "content": f"{CONTENT_MARK}-{index}-"} for index, message in enumerate(new)]
     text = render(marked)
     for index, message in enumerate(marked):

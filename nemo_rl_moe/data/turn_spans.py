@@ -255,15 +255,11 @@ def _first_token(text: str, special_tokens: Collection[str]) -> str:
 
 
 def _without_thinking(between: str, prompted: str, special_tokens: Collection[str]) -> int | None:
-    """Return where a turn starts that has no thinking, or an empty or closed block, behind a prompt that opens one.
-
-    Args:
-        between: What stands before the text of the turn.
-        prompted: The generation prompt in its place.
-
-    Returns:
-        The place in `between`, before a special token that the model writes; None: they differ by more than the block.
-    """
+    """Return where a turn starts that has no thinking, or an empty or closed block, behind a prompt that opens one."""
+    # between: What stands before the text of the turn.
+    # prompted: The generation prompt in its place.
+    # Returns the place in `between`, before a special token that the model writes; None: they differ by more than the
+    # block.
     header = prompted[: _block_at_end(prompted).start()]
     if not prompted[len(header) :].strip() or not between.startswith(header):
         return None
@@ -288,10 +284,8 @@ def _block_at_end(text: str) -> re.Match[str]:
 
 
 def _role_header(text: str, opening: str, special_tokens: Collection[str]) -> int:
-    """Return the length of the generation prompt's part with a special token that a text begins with.
-
-    A template may leave that part out of the prompt behind a tool's result, and yet write it in the conversation.
-    """
+    """Return the length of the generation prompt's part with a special token that a text begins with."""
+    # A template may leave that part out of the prompt behind a tool's result, and yet write it in the conversation.
     same = next(
         (i for i, (a, b) in enumerate(zip(text, opening, strict=False)) if a != b), min(len(text), len(opening))
     )

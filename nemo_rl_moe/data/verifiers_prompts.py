@@ -8,24 +8,18 @@ from typing import Any
 from nemo_rl_moe.config.environments.verifiers import VerifiersConfig
 from nemo_rl_moe.config.schema_grpo import PromptSourceConfig
 from nemo_rl_moe.data.messages import parse_turns, text_of
-from nemo_rl_moe.data.prompt_records import PromptRecord
+from nemo_rl_moe.data.prompt_records import ROW, PromptRecord
 from nemo_rl_moe.data.record_values import RecordError, decoded_json
 from nemo_rl_moe.data.records import BadLine
 from nemo_rl_moe.data.sources import LineSource
 from nemo_rl_moe.data.template_inputs import NO_INPUTS, TOOLS, TemplateInputs, parse_template_inputs
 from nemo_rl_moe.rewards.verifiers_library import load_verifiers, verifiers_rows
 
-ROW = "row"
-"""Key of a prompt's record that holds the row of the environment's data."""
 TRAINING_SPLIT = "train"
 
 
-def verifiers_prompts(source: PromptSourceConfig, driver: VerifiersConfig) -> LineSource[PromptRecord]:
-    """Return the prompts of an environment, with the definitions of its tools.
-
-    Raises:
-        ConfigurationError: There is no such environment, or it has no data.
-    """
+def verifiers_prompts(driver: VerifiersConfig, source: PromptSourceConfig) -> LineSource[PromptRecord]:
+    """Return the prompts of an environment, with the definitions of its tools."""
     trains = source.split == TRAINING_SPLIT
     rows = verifiers_rows(driver, trains=trains, num_items=source.num_items, seed=source.seed)
     name = f"{driver.id}[{'train' if trains else 'eval'}]"

@@ -133,11 +133,7 @@ def deal_by_work(work: Sequence[int], num_ranks: int) -> list[list[int]]:
 
 
 def rounded_number(num_microbatches: int, unit: int, num_items: int) -> int:
-    """Return the next multiple of `unit`, if each microbatch can have an item.
-
-    Raises:
-        ConfigurationError: There are fewer items.
-    """
+    """Return the next multiple of `unit`, if each microbatch can have an item."""
     target = round_up(num_microbatches, unit)
     if target > num_items:
         raise ConfigurationError(

@@ -92,11 +92,6 @@ class RayCluster:
     Attributes:
         is_local: True when every worker runs on this machine.
         num_threads: `OMP_NUM_THREADS` for each worker; None: not set.
-
-    Raises:
-        ConfigurationError: The cluster cannot be reached or lacks resources; torch cannot use the GPUs of a machine; or
-            `OMP_NUM_THREADS` is invalid.
-        WorkerDiedError: A local Ray does not start.
     """
 
     def __init__(
@@ -145,9 +140,6 @@ class RayCluster:
 
         Args:
             with_gpus: The process gets all GPUs of the run on its machine, which no worker may hold.
-
-        Raises:
-            WorkerDiedError: One of them died, or the function raised.
         """
         calls = []
         for bundle in range(self.config.num_nodes):

@@ -100,11 +100,9 @@ def preserved_handlers() -> Iterator[None]:
 
 @contextmanager
 def _blocked_stop_signals() -> Iterator[None]:
-    """Keep requests to stop from child processes and threads that are started inside.
-
-    Batch systems signal every process of a job, and terminals every foreground process: Ray's servers would be gone
-    before the run has saved.
-    """
+    """Keep requests to stop from child processes and threads that are started inside."""
+    # Batch systems signal every process of a job, and terminals every foreground process: Ray's servers would be gone
+    # before the run has saved.
     former = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
@@ -134,9 +132,6 @@ class LocalRay:
 
     Args:
         stored_bytes: What the run keeps in the object store besides batches and metrics.
-
-    Raises:
-        WorkerDiedError: They do not start; nothing of them is left.
     """
 
     def __init__(self, num_cpus: int, stored_bytes: int = 0):

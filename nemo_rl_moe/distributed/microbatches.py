@@ -148,10 +148,6 @@ def plan_microbatches(
             has too few of them for the microbatches that the ranks need, there are fillers. Empty: each group is a
             sample, and there is none.
         images: For each sequence; empty: none has any, or patches are not limited.
-
-    Raises:
-        ConfigurationError: The sizes do not divide, a global batch has too few groups (or samples) for the ranks, or a
-            sequence (or group) is longer than a microbatch may be.
     """
     sizes = _group_lengths(lengths, group_size, batching)
     num_samples = len(sample_sizes) or len(sizes)
@@ -205,7 +201,6 @@ def plan_evaluation(
     The arguments are those of `plan_microbatches`.
 
     Raises:
-        ConfigurationError: A sequence (or group) is longer than a microbatch may be.
         ValueError: There is no sequence at all.
     """
     if not lengths:

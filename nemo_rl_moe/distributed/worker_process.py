@@ -72,6 +72,7 @@ class WorkerProcess:  # pragma: no cover  (runs in another process)
     def __init__(self) -> None:
         outlive_requests_to_stop()
         self._worker: Any = None
+        self._reserved_port: socket.socket | None = None
 
     def place(self) -> WorkerPlace:
         context = ray.get_runtime_context()
@@ -85,12 +86,11 @@ class WorkerProcess:  # pragma: no cover  (runs in another process)
             stderr_path=stderr_path if stderr_path.is_file() else None,
         )
 
-    def find_free_port(self) -> int:
-        """Return a TCP port of this node that is free now."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            port: int = probe.getsockname()[1]
-            return port
+    def reserve_port(self) -> int:
+        """Return a TCP port of this node that others do not get while this process lives."""
+        self._reserved_port = bound_socket()
+        port: int = self._reserved_port.getsockname()[1]
+        return port
 
     def prepare(self, environment: Mapping[str, str], modules: Sequence[str]) -> None:
         """Set the environment and import modules ahead of `start`."""
@@ -145,6 +145,17 @@ class WorkerProcess:  # pragma: no cover  (runs in another process)
             return describe_failure(error)
         finally:
             faulthandler.cancel_dump_traceback_later()
+
+
+def bound_socket() -> socket.socket:
+    """Return a socket bound to a free port, on which a server with SO_REUSEADDR can still listen.
+
+    A port that is only looked up may be taken by another process before the server starts.
+    """
+    bound = socket.socket()
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound.bind(("", 0))
+    return bound
 
 
 def _write_stack_before(timeout_s: float) -> None:  # pragma: no cover  (runs in another process)

@@ -9,32 +9,23 @@ host memory, once, in a run that is about to end.
 
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import ray
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from nemo_rl_moe.weight_sync.refit_check import first_disagreement, guilty_experts
+from nemo_rl_moe.generation.interface import ModuleOutputs, TokenSequence
+from nemo_rl_moe.generation.refit_check import first_disagreement, guilty_experts
 
-Outputs = Mapping[str, Float[np.ndarray, "tokens features"]]
 TOLERANCE = 1e-3
 """Of outputs in float32, as a share of their size; rounding is a thousandth of it."""
 COARSE_TOLERANCE = 0.1
 _DECODER_LAYER = re.compile(r"(^model|layers\.\d+)$")
-
-
-@runtime_checkable
-class InspectableEngine(Protocol):
-    ranks_per_engine: int
-
-    def module_outputs(self, copy: int, token_ids: Sequence[int]) -> Outputs:
-        """Return the output of every module of a copy of the weights for one sequence, by its name in the model."""
-        ...
 
 
 @contextmanager
@@ -59,7 +50,7 @@ def outputs_noted(model: nn.Module) -> Iterator[dict[str, Float[np.ndarray, "tok
 
 
 def reference_outputs(
-    folder: Path, sequences: Sequence[Sequence[int]]
+    folder: Path, sequences: Sequence[TokenSequence]
 ) -> dict[str, Float[np.ndarray, "tokens features"]]:
     """Return the same of transformers' model in float32, from a folder of weights; in a process of its own."""
     import torch
@@ -73,9 +64,9 @@ def reference_outputs(
 
 
 def disagreement(
-    engine_outputs: Callable[[Sequence[int]], Outputs],
+    engine_outputs: Callable[[TokenSequence], ModuleOutputs],
     save_weights: Callable[[Path], object],
-    sequences: Sequence[Sequence[int]],
+    sequences: Sequence[TokenSequence],
     *,
     in_float32: bool,
     topk: int | None,
@@ -88,7 +79,7 @@ def disagreement(
     with tempfile.TemporaryDirectory(prefix="nemo_rl_moe-diagnosis-") as parent:
         folder = Path(parent, "model")
         save_weights(folder)
-        expected: Outputs = ray.get(ray.remote(reference_outputs).options(num_cpus=0).remote(folder, sequences))
+        expected: ModuleOutputs = ray.get(ray.remote(reference_outputs).options(num_cpus=0).remote(folder, sequences))
     by_sequence = [engine_outputs(tokens) for tokens in sequences]
     found = {name: np.concatenate([outputs[name] for outputs in by_sequence]) for name in by_sequence[0]}
     num_tokens = sum(map(len, sequences))

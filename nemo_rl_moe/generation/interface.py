@@ -4,7 +4,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -12,9 +11,14 @@ from jaxtyping import Float, Int
 from nemo_rl_moe.distributed.batch import Axis, ModelInput
 from nemo_rl_moe.distributed.shared_arrays import ArrayStore, SharedArray, SharedColumn
 from nemo_rl_moe.distributed.stored_rows import Fetch, RowStore, StoredRows
+from nemo_rl_moe.weight_sync.fingerprints import Fingerprints
 from nemo_rl_moe.weight_sync.transport import WeightTransport
 
 TokenIds = tuple[int, ...]
+TokenSequence = Sequence[int]
+Scores = Sequence[Float[np.ndarray, " tokens"]]
+"""Log-probabilities, in nats, of all tokens but the first of each sequence."""
+ModuleOutputs = Mapping[str, Float[np.ndarray, "tokens features"]]
 
 
 @dataclass(frozen=True)
@@ -206,27 +210,28 @@ def store_kept_tokens(sequences: Sequence[GeneratedSequence], store: RowStore) -
     ]
 
 
-@runtime_checkable
-class PausingEngine(Protocol):
-    """A `GenerationEngine` whose requests can be broken off and continued, for weights that arrive meanwhile."""
-
-    async def pause(self) -> None:
-        """Answer all that runs by what there is of it, `is_partial`; in the event loop of its requests.
-
-        A request that cannot be broken off is answered whole. Nobody asks for more before `update_weights` is done.
-        """
-        ...
-
-
-class GenerationEngine(Protocol):
+class GenerationEngine:
     """A generation engine. It takes requests as they come, or pools them (`generation/lockstep.py`).
+
+    An engine that sets `can_score`, `gives_fingerprints` or `gives_module_outputs` overrides the method that belongs to
+    it.
 
     Attributes:
         shares_weights: True where it runs the trainer's own weights: they are always current, and `update_weights` is
             never called. False where it keeps a copy.
+        number_format: Format of its weights, such as `bfloat16`; None: the trainer's.
+        can_score: `score` returns the log-probabilities of given tokens, which the refit check compares.
+        repeats_bits: Two scorings of the same tokens by the same weights are equal to the bit.
+        gives_fingerprints: `weight_fingerprints` reads the tensors that it stores.
+        gives_module_outputs: `module_outputs` explains a failed check.
     """
 
-    shares_weights: bool
+    shares_weights: bool = False
+    number_format: str | None = None
+    can_score: bool = False
+    repeats_bits: bool = True
+    gives_fingerprints: bool = False
+    gives_module_outputs: bool = False
 
     async def generate(self, request: GenerationRequest) -> GeneratedSequence:
         """Continue one sequence.
@@ -234,7 +239,7 @@ class GenerationEngine(Protocol):
         Many calls wait at the same time, in one event loop, whose thread none of them may block. A call that is
         cancelled is no longer waited for. An error ends the run.
         """
-        ...
+        raise NotImplementedError
 
     def update_weights(self, transport: WeightTransport, version: int) -> None:
         """Replace the engine's weights by the trainer's; return when all of them have arrived.
@@ -242,19 +247,50 @@ class GenerationEngine(Protocol):
         Raises:
             WeightSyncError: Some did not arrive; the engine must not be used further.
         """
-        ...
+        raise NotImplementedError
 
     def sleep(self) -> None:
-        """Free what only generation needs, when a step's responses are there; nothing where there is nothing to free.
+        """Free what only generation needs, when a step's responses are there.
 
         What weights are freed too, `update_weights` brings again: it follows before the next step's responses.
         """
-        ...
 
     def wake(self) -> None:
-        """End `sleep`; nothing where the engine does not sleep. `update_weights` may come before it."""
-        ...
+        """End `sleep`. `update_weights` may come before it."""
 
     def shutdown(self) -> None:
         """Stop whatever the engine has started."""
-        ...
+
+    async def pause(self) -> None:
+        """Answer all that runs by what there is of it, `is_partial`; in the event loop of its requests.
+
+        A request that cannot be broken off is answered whole, as all are by default. Nobody asks for more before
+        `update_weights` is done.
+        """
+
+    def score(
+        self, sequences: Sequence[TokenSequence], temperature: float, *model_inputs: Mapping[str, ModelInput]
+    ) -> Sequence[Scores]:
+        """Score each token after the first given those before it, by each copy of the weights: `[copy][sequence]`.
+
+        Args:
+            sequences: Of any lengths.
+            temperature: Divides the logits.
+            model_inputs: Further inputs of each sequence, such as images; none for text.
+
+        Raises:
+            GenerationError: A copy was lost. The next transfer of weights replaces it, if the engine can.
+        """
+        raise NotImplementedError
+
+    def weight_fingerprints(self, number_format: str) -> Sequence[Fingerprints]:
+        """Return the fingerprints of the stored tensors of each copy of the weights, `[copy][name]`.
+
+        Raises:
+            GenerationError: As `score`.
+        """
+        raise NotImplementedError
+
+    def module_outputs(self, copy: int, token_ids: TokenSequence) -> ModuleOutputs:
+        """Return the output of every module of a copy of the weights for one sequence, by its name in the model."""
+        raise NotImplementedError

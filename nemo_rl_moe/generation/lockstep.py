@@ -3,8 +3,7 @@
 """Pooling in lockstep: requests of many tasks are answered together, when every task waits.
 
 Which requests share a batch, and in which order, does not depend on time then, and a run can be repeated to the last
-bit. The engine of the
-trainer's own workers pools so; an engine that takes requests as they come needs none of this.
+bit. The engine of the trainer's own workers pools so; an engine that takes requests as they come needs none of this.
 """
 
 import asyncio
@@ -12,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from nemo_rl_moe.generation.interface import (
     GeneratedSequence,
@@ -21,7 +20,6 @@ from nemo_rl_moe.generation.interface import (
     GenerationRequest,
     SamplingParameters,
 )
-from nemo_rl_moe.weight_sync.transport import WeightTransport
 
 if TYPE_CHECKING:
     from nemo_rl_moe.generation.registry import EngineSetup
@@ -78,29 +76,16 @@ class Lockstep(Generic[Request, Result]):
                 yield result
 
 
-class LockstepEngine(Lockstep[GenerationRequest, GeneratedSequence]):
-    """A `GenerationEngine` that answers requests in batches, and runs the trainer's own weights."""
+class LockstepEngine(Lockstep[GenerationRequest, GeneratedSequence], GenerationEngine):
+    """The engine that answers requests in batches, and runs the trainer's own weights."""
 
-    shares_weights: bool = True
+    shares_weights = True
 
     async def generate(self, request: GenerationRequest) -> GeneratedSequence:
         """Continue one sequence, together with those of all other tasks."""
         asked_s = time.monotonic()
         found = await self.queued(request, request.place)
         return replace(found, waited_s=max(0.0, self.began_s - asked_s))
-
-    def update_weights(self, transport: WeightTransport, version: int) -> None:
-        """Raise `RuntimeError`: the weights are the trainer's."""
-        raise RuntimeError("the engine shares the trainer's weights: there is nothing to update")
-
-    def sleep(self) -> None:
-        """Do nothing: the key-value cache ends with each batch."""
-
-    def wake(self) -> None:
-        """Do nothing."""
-
-    def shutdown(self) -> None:
-        """Do nothing: the workers are the policy's."""
 
 
 def generate_batches(
@@ -117,29 +102,3 @@ def generate_batches(
 
 def make_trainer_engine(setup: "EngineSetup") -> LockstepEngine:
     return LockstepEngine(partial(generate_batches, setup.policy.generate))
-
-
-def generate_all(
-    engine: GenerationEngine, requests: Sequence[GenerationRequest]
-) -> Iterator[tuple[int, GeneratedSequence]]:
-    """Generate outside of an event loop; yield the index of each request and its sequence, as they finish."""
-    loop = asyncio.new_event_loop()
-    tasks = {loop.create_task(engine.generate(request)): index for index, request in enumerate(requests)}
-    try:
-        loop.run_until_complete(asyncio.sleep(0))  # every task has asked
-        answers = engine.answer_all() if isinstance(engine, LockstepEngine) else iter(())
-        while tasks:
-            next(answers, None)
-            done, _ = loop.run_until_complete(asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED))
-            for task in sorted(done, key=lambda ended: tasks[ended]):
-                yield tasks.pop(task), task.result()
-    finally:
-        left = asyncio.all_tasks(loop)
-        for task in left:
-            task.cancel()
-        loop.run_until_complete(_ended([*left, *tasks]))
-        loop.close()
-
-
-async def _ended(tasks: Sequence["asyncio.Task[Any]"]) -> None:
-    await asyncio.gather(*tasks, return_exceptions=True)

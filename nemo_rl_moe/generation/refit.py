@@ -11,6 +11,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from nemo_rl_moe.errors import ReceiverLostError, WeightSyncError
+from nemo_rl_moe.generation.interface import GenerationEngine
 from nemo_rl_moe.weight_sync.transport import WeightTransport
 
 
@@ -23,12 +24,8 @@ class WeightSource(Protocol):
     ) -> AbstractContextManager[WeightTransport]: ...
 
 
-class WeightTarget(Protocol):
-    def update_weights(self, transport: WeightTransport, version: int) -> None: ...
-
-
 def refit(
-    engine: WeightTarget,
+    engine: GenerationEngine,
     policy: WeightSource,
     *,
     altered: bool = False,

@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from nemo_rl_moe.config.user_code import described
 from nemo_rl_moe.distributed.shared_gpu import SharedGpu
+from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch, GenerationEngine
 from nemo_rl_moe.generation.refit import WeightSource
 from nemo_rl_moe.models.hf_files import ModelSource
@@ -54,5 +56,11 @@ class EngineSetup:
 
 
 def make_engine(setup: EngineSetup) -> GenerationEngine:
-    engine: GenerationEngine = setup.config.policy.generation.engine.factory()(setup)
+    """Start the engine that the configuration names."""
+    engine = setup.config.policy.generation.engine.factory()(setup)
+    if not isinstance(engine, GenerationEngine):
+        raise ConfigurationError(
+            f"policy.generation.backend: {setup.config.policy.generation.backend} gives {described(engine)}, expected a"
+            " subclass of nemo_rl_moe.generation.interface.GenerationEngine"
+        )
     return engine

@@ -35,8 +35,8 @@ def _checks_of_code(config: MasterConfig) -> Iterator[Callable[[], object]]:
     # Imported here: torch takes seconds, and other algorithms have no such code.
     from nemo_rl_moe.algorithms.custom_estimator import check_estimator
     from nemo_rl_moe.algorithms.losses.custom_objective import check_objective
-    from nemo_rl_moe.launch.asynchronous import plan_rollouts
     from nemo_rl_moe.launch.environments import check_environments
+    from nemo_rl_moe.launch.rollouts import plan_rollouts
 
     yield partial(check_environments, config)
     yield partial(check_estimator, config)

@@ -81,11 +81,7 @@ class _Model:
 
 
 def convert(conversion: Conversion) -> None:
-    """Read the input into one model on the host, and write it out again; the output appears whole or not at all.
-
-    Raises:
-        UserError: The input cannot be used, or the output cannot be written.
-    """
+    """Read the input into one model on the host, and write it out again; the output appears whole or not at all."""
     _check_folders(conversion)
     # Before torch looks for one: a model that is only converted needs no accelerator's memory.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -116,9 +116,6 @@ def show_data(config: MasterConfig, number: int, stream: TextIO | None = None) -
 
     Args:
         stream: Where to; None: standard output.
-
-    Raises:
-        UserError: The tokenizer or the data cannot be used, or the algorithm has data of its own kind.
     """
     console = Console(file=stream, highlight=False, markup=False, emoji=False)
     in_colour = console.is_terminal and not os.environ.get("NO_COLOR")

@@ -8,10 +8,9 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from nemo_rl_moe.algorithms.distillation import Teachers
-from nemo_rl_moe.algorithms.grpo_batch import failure_rule
 from nemo_rl_moe.algorithms.role_models import RoleModels
 from nemo_rl_moe.algorithms.run_observers import RunObserver
-from nemo_rl_moe.algorithms.teacher_routes import RoutedModel, TeacherRoutes
+from nemo_rl_moe.algorithms.teacher_routes import TeacherRoutes
 from nemo_rl_moe.config.schema_distillation import DistillationMasterConfig
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
 from nemo_rl_moe.errors import ConfigurationError, DataError
@@ -20,21 +19,17 @@ from nemo_rl_moe.launch.roles import tokenizer_of_role
 from nemo_rl_moe.launch.setup import PreparedModel
 from nemo_rl_moe.launch.training_run import TrainingRun
 from nemo_rl_moe.rollouts.given_responses import GivenResponses, check_given_responses
+from nemo_rl_moe.rollouts.runner import RolloutRunner
 from nemo_rl_moe.rollouts.source import PromptRounds, RolloutSource
-from nemo_rl_moe.rollouts.worker import RolloutWorker
 from nemo_rl_moe.routing.routers import moe_layer_indices
 
 if TYPE_CHECKING:
     from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
+    from nemo_rl_moe.models.policy.model_workers import ModelWorkers
 
 
 def run_distillation(config: DistillationMasterConfig, run: TrainingRun) -> None:
-    """Run distillation from start to end.
-
-    Raises:
-        UserError: A model, a tokenizer, the environment or the prompts cannot be used.
-        WorkerDiedError: A worker failed.
-    """
+    """Run distillation from start to end."""
 
     def prepare_roles(prepared: PreparedRollouts) -> PreparedRoles:
         models = prepare_teachers(config, run, prepared.model)
@@ -51,7 +46,6 @@ class PreparedTeachers(PreparedRoles):
     """Teachers of a run, checked before anything is started.
 
     Attributes:
-        config: The whole configuration.
         models: The teachers, by name.
         by_sample: Name of the teacher of each sample that has one, where records say it.
     """
@@ -71,24 +65,19 @@ class PreparedTeachers(PreparedRoles):
         routes = make_teacher_routes(config, policy, teachers, comparable if shape is not None else {})
         return RoleModels(teachers=teachers), routes
 
-    def own_source(self, worker: RolloutWorker, loader: PromptRounds) -> RolloutSource | None:
+    def own_source(self, runner: RolloutRunner, loader: PromptRounds, batches_taken: int) -> RolloutSource | None:
         config, response_key = self.config, self.config.distillation.response_key
         if response_key is None:
             return None
         sampling = self.prepared.sampling
         end = self.prepared.model.speech.end_of_response(sampling.stop_token_ids)
-        return GivenResponses(config.grpo, worker, loader, sampling, failure_rule(config), response_key, end)
+        return GivenResponses(runner, loader, config.grpo.max_num_epochs, response_key, end, batches_taken)
 
 
 def prepare_teachers(
     config: DistillationMasterConfig, run: TrainingRun, policy: PreparedModel
 ) -> Mapping[str, PreparedModel]:
-    """Fetch and check the teachers' models; start nothing.
-
-    Raises:
-        ConfigurationError: One cannot be used, has another vocabulary than the policy, or there are not as many tokens
-            as candidates.
-    """
+    """Fetch and check the teachers' models; start nothing."""
     k, size = config.distillation.topk_logits_k, policy.hf_config.vocab_size
     if k is not None and k > size:
         raise ConfigurationError(f"distillation.topk_logits_k: got {k}, expected at most the policy's {size} tokens")
@@ -99,11 +88,7 @@ def prepare_teachers(
 
 
 def teachers_of_records(config: DistillationMasterConfig, prepared: PreparedRollouts) -> dict[str, str]:
-    """Return the name of the teacher of each sample whose record names one; empty where records do not say it.
-
-    Raises:
-        DataError: A record names another model, or no record names any.
-    """
+    """Return the name of the teacher of each sample whose record names one; empty where records do not say it."""
     key, names = config.distillation.teacher_key, list(config.distillation.teachers)
     if key is None:
         return {}
@@ -136,7 +121,7 @@ def make_teacher_routes(
     config: DistillationMasterConfig,
     policy: "MegatronPolicy",
     teachers: Teachers,
-    comparable: Mapping[str, RoutedModel],
+    comparable: Mapping[str, "ModelWorkers"],
 ) -> list[RunObserver]:
     """Return what compares the routes of policy and teachers, where routes are captured and a teacher has them."""
     megatron = config.policy.megatron_cfg

@@ -5,7 +5,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nemo_rl_moe.algorithms.dpo import batches_to_measure, precompute_reference_sums, train_dpo
 from nemo_rl_moe.algorithms.step_recorder import num_training_steps
@@ -17,8 +17,10 @@ from nemo_rl_moe.data.tokenizer import pad_token_id
 from nemo_rl_moe.distributed.batch import TokenBatch
 from nemo_rl_moe.launch.setup import read_samples
 from nemo_rl_moe.launch.training_run import TrainingRun
-from nemo_rl_moe.models.interfaces import PolicyInterface
 from nemo_rl_moe.runs.loggers.console import ConsoleLogger
+
+if TYPE_CHECKING:
+    from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 
 
 @dataclass(frozen=True)
@@ -35,11 +37,7 @@ class Pairs:
     validation: PreferenceDataset | None
 
     def loader(self) -> GlobalBatchLoader:
-        """Return the training batches.
-
-        Raises:
-            DataError: The pairs do not fill one.
-        """
+        """Return the training batches."""
         config, size = self.config, self.config.policy.train_global_batch_size
         return GlobalBatchLoader(
             self.training, size, self.pad_token_id, config.dpo.seed, config.data.shuffle, collate_pairs
@@ -54,7 +52,7 @@ class Pairs:
             sequential_batches, self.validation, size, self.pad_token_id, self.config.dpo.val_batches, collate_pairs
         )
 
-    def measured(self, policy: PolicyInterface, steps: range, console: ConsoleLogger) -> "Pairs":
+    def measured(self, policy: "MegatronPolicy", steps: range, console: ConsoleLogger) -> "Pairs":
         """Return the same pairs with the reference model's log-probabilities of those that are going to be used.
 
         Args:
@@ -73,12 +71,7 @@ class Pairs:
 
 
 def run_dpo(config: DPOMasterConfig, run: TrainingRun) -> None:
-    """Run direct preference optimization from start to end.
-
-    Raises:
-        UserError: The model, the tokenizer or the data cannot be used.
-        WorkerDiedError: A worker failed.
-    """
+    """Run direct preference optimization from start to end."""
     model = run.prepare_model()
     tokenizer = model.tokenizer
     training = read_samples(
@@ -107,7 +100,7 @@ def run_dpo(config: DPOMasterConfig, run: TrainingRun) -> None:
 
 
 def _measure(
-    policy: PolicyInterface,
+    policy: "MegatronPolicy",
     pad_token_id: int,
     console: ConsoleLogger,
     pairs: PreferenceDataset,

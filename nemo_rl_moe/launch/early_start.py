@@ -49,12 +49,7 @@ class EarlyCluster:
             self._thread.start()
 
     def get(self) -> RayCluster:
-        """Return the cluster when it has started.
-
-        Raises:
-            ConfigurationError: The machines are not there.
-            WorkerDiedError: Ray does not start.
-        """
+        """Return the cluster when it has started."""
         if self._thread is None and not self._cluster.done():
             self._cluster.set_result(self._start())
         return self._cluster.result()

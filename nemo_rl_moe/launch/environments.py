@@ -2,9 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Environments of a run: checked before anything starts, then started, each with workers of its own."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from nemo_rl_moe.config.environments.rewards import RewardModelAloneConfig, WorkerRewardConfig
@@ -13,48 +12,27 @@ from nemo_rl_moe.config.schema_environment import EnvironmentConfig
 from nemo_rl_moe.config.schema_mixture import environment_key
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.generation.interface import SamplingParameters
-from nemo_rl_moe.launch.drivers.kinds import check_driver, prepare_driver
+from nemo_rl_moe.launch.drivers.kinds import kind_of
 from nemo_rl_moe.launch.drivers.setup import DriverSetup, StartDriver
 from nemo_rl_moe.launch.setup import ModelRun
 from nemo_rl_moe.rewards.interface import BatchReward, NoReward
 from nemo_rl_moe.rewards.model import LeftToTheModel
 from nemo_rl_moe.rewards.registry import make_reward_function
 from nemo_rl_moe.rewards.worker_pool import RewardWorkers
-from nemo_rl_moe.rollouts.environment import Environment
 from nemo_rl_moe.rollouts.faults import FaultWatch
-from nemo_rl_moe.rollouts.mixture import SessionSettings
+from nemo_rl_moe.rollouts.process.client import RemoteEnvironment
+from nemo_rl_moe.rollouts.run_environment import RunEnvironment
 from nemo_rl_moe.runs.loggers.console import ConsoleLogger, Notices
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-@dataclass(frozen=True)
-class StartedEnvironment:
-    """An environment whose workers run.
-
-    Attributes:
-        environment: Drives its trajectories.
-        reward_function: Scores its responses.
-        settings: Settings of its sessions.
-        watch: Sees its trajectories.
-    """
-
-    environment: Environment
-    reward_function: BatchReward
-    settings: SessionSettings
-    watch: FaultWatch
-
-
 def check_environments(config: GRPOMasterConfig) -> None:
-    """Try the reward function and the driver of each environment. Reads no model.
-
-    Raises:
-        ConfigurationError: A library, a task, a parameter, a module or a function is missing or wrong.
-    """
+    """Try the reward function and the driver of each environment. Reads no model."""
     problems: list[str] = []
     for name, env in config.env.environments.items():
-        for check in (_check_reward, lambda env: check_driver(env.driver)):
+        for check in (_check_reward, lambda env: kind_of(env.driver).check()):
             try:
                 with problems_of_environment(name):
                     check(env)
@@ -76,36 +54,26 @@ def prepare_environments(
 
     Args:
         sampling: How the run samples responses that are trained on.
-
-    Raises:
-        ConfigurationError: A tool or an agent cannot be used, or the chat template cannot show calls and results.
     """
     found = {}
     for name, env in config.env.environments.items():
         with problems_of_environment(name):
-            found[name] = prepare_driver(env.driver, DriverSetup(config, tokenizer, sampling, name))
+            found[name] = kind_of(env.driver).prepare(DriverSetup(config, tokenizer, sampling, name))
     return found
 
 
-def start_environment(
-    setup: DriverSetup, run: ModelRun, start_driver: StartDriver, notices: Notices
-) -> StartedEnvironment:
+def start_environment(setup: DriverSetup, run: ModelRun, start_driver: StartDriver, notices: Notices) -> RunEnvironment:
     """Start the workers of rewards, tools and agents of an environment, for the rest of the run."""
     env, name = setup.env, setup.name
+    driver = start_driver(run, _with_name(name, notices.warn))  # first: its process starts meanwhile
     reward: BatchReward = NoReward()
     if isinstance(env.reward, RewardModelAloneConfig):
         reward = LeftToTheModel()
     elif isinstance(env.reward, WorkerRewardConfig):
         reward = run.use(running_reward_workers(env.reward, env, run.console))
-    return StartedEnvironment(
-        start_driver(run, _with_name(name, notices.warn)),
+    return RunEnvironment(
+        driver,
         reward,
-        SessionSettings(
-            env.reward_weights,
-            setup.continuation(),
-            env.rollout_timeout_s,
-            num_attempts=2 if env.on_failure == "retry" else 1,
-        ),
         FaultWatch(
             setup.config.grpo.max_consecutive_failed_steps,
             score_truncated=env.score_truncated,
@@ -113,7 +81,20 @@ def start_environment(
             warn=_with_name(name, run.console.warn),
             environment=described(env, name),
         ),
+        env.reward_weights,
+        setup.continuation(),
+        None if isinstance(driver, RemoteEnvironment) else env.rollout_timeout_s,
+        num_attempts=2 if env.on_failure == "retry" else 1,
     )
+
+
+def wait_for_environments(environments: Mapping[str, RunEnvironment], console: ConsoleLogger) -> None:
+    """Wait until the processes of environments have started."""
+    remote = [each.driver for each in environments.values() if isinstance(each.driver, RemoteEnvironment)]
+    if remote:
+        with console.phase("waiting for the environment" if len(remote) == 1 else "waiting for the environments"):
+            for each in remote:
+                each.wait_for_start()
 
 
 def described(env: EnvironmentConfig, name: str = "") -> str:

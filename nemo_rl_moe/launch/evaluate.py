@@ -4,7 +4,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +50,6 @@ def evaluate(config: GRPOMasterConfig, output: Path | None, threshold: float | N
     Args:
         output: Folder of the output; None: the next free one in `logger.log_dir`.
         threshold: Least reward of a response that passes; None: the environment's own judgement.
-
-    Raises:
-        UserError: The model, the prompts or another input cannot be used.
-        WorkerDiedError: A worker failed.
     """
     console = ConsoleLogger(total_steps=0, live=config.logger.console.live)
     with ModelRun(config, console) as run:
@@ -71,19 +67,25 @@ def run_evaluation(config: GRPOMasterConfig, run: ModelRun, threshold: float | N
     prepared = prepare_rollouts(config, run)
     policy = run.start_policy()
     announce_moe(run.console, policy.moe_configuration, policy.moe_configuration_sources)
-    worker = start_rollouts(config, run, policy, prepared)
-    give_weights(config, run, policy, worker.engine, prepared.model)
+    runner = start_rollouts(config, run, policy, prepared)
+    give_weights(config, run, policy, runner.engine, prepared.model)
     prompts, samples = prepared.held_out[: config.grpo.max_val_samples], config.grpo.val_num_generations
     number = len(prompts) * samples
     with run.console.phase(
         f"generating {counted(number, 'response')} to {counted(len(prompts), 'prompt')}"
     ) as progress:
-        answer_in_chunks(config, worker.engine)
+        answer_in_chunks(config, runner.engine)
         # Of several turns, how many there will be is not known.
-        if all(env.driver.named is None for env in config.env.environments.values()):
-            worker = replace(worker, report_progress=lambda done: progress(done / number))
+        is_known = all(env.driver.named is None for env in config.env.environments.values())
         failures = failure_rule(config)
-        validate = Validator(config.grpo, worker, prompts, prepared.sampling, failures)
+        validate = Validator(
+            config.grpo,
+            runner,
+            prompts,
+            prepared.sampling,
+            failures,
+            lambda done: progress(done / number) if is_known else None,
+        )
         metrics = validate()
     summary = summarise_evaluation(validate.trajectories, samples, threshold, failures)
     return Evaluation(summary, metrics, validate.trajectories)

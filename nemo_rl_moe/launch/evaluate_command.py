@@ -57,11 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def load(options: argparse.Namespace, overrides: Sequence[str]) -> GRPOMasterConfig:
-    """Load the configuration, and check that it can be evaluated and written.
-
-    Raises:
-        ConfigurationError: It cannot.
-    """
+    """Load the configuration, and check that it can be evaluated and written."""
     if options.config is None:
         raise ConfigurationError(f"evaluate: --config FILE is missing{WHERE_THE_SHIPPED_ARE_LISTED}")
     config = load_any_config(options.config, overrides)

@@ -5,8 +5,11 @@
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +17,22 @@ import numpy as np
 
 from nemo_rl_moe.atomic_writes import write_whole
 from nemo_rl_moe.config.schema import GRPOMasterConfig
-from nemo_rl_moe.data.prompts import Prompt, prompt_inputs
-from nemo_rl_moe.errors import ConfigurationError, DataError, counted
-from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationEngine, GenerationRequest, SamplingParameters
-from nemo_rl_moe.generation.lockstep import generate_all
+from nemo_rl_moe.data.prompts import Prompt
+from nemo_rl_moe.errors import ConfigurationError, DataError, GenerationError, counted
+from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationEngine, SamplingParameters
 from nemo_rl_moe.launch.grpo import announce_named_stops, sampling_parameters, start_engine
 from nemo_rl_moe.launch.inference import answer_in_chunks, give_weights
 from nemo_rl_moe.launch.prompts import read_training_prompts
-from nemo_rl_moe.launch.setup import ModelRun
+from nemo_rl_moe.launch.setup import ModelRun, PreparedModel
 from nemo_rl_moe.models.hf_files import load_config_json
 from nemo_rl_moe.models.position_limit import sequence_limit
-from nemo_rl_moe.rollouts.environment import Decode, response_text
+from nemo_rl_moe.rewards.interface import NoReward, Score
+from nemo_rl_moe.rollouts.environment import Session
+from nemo_rl_moe.rollouts.loops import CallersLoop
+from nemo_rl_moe.rollouts.run_environment import RunEnvironment
+from nemo_rl_moe.rollouts.runner import RolloutRunner
+from nemo_rl_moe.rollouts.supervisor import RolloutReports
+from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.runs.loggers.console import ConsoleLogger
 
 
@@ -36,10 +44,6 @@ def generate(config: GRPOMasterConfig, output: Path | None, *, with_logprobs: bo
             many responses to each prompt are sampled, and how.
         output: A file that is not there yet; None: standard output, in the prompts' order as they are ready.
         with_logprobs: Write tokens and log-probabilities too.
-
-    Raises:
-        UserError: The model, the prompts or another input cannot be used.
-        WorkerDiedError: A worker failed.
     """
     # Standard output is for the responses alone.
     console = ConsoleLogger(total_steps=0, live=config.logger.console.live, stream=sys.stderr)
@@ -94,85 +98,106 @@ def _records(run: ModelRun, with_logprobs: bool) -> Iterator[dict[str, Any]]:
     engine = start_engine(config, run, policy, model)
     give_weights(config, run, policy, engine, model)
     number = len(prompts) * samples
-    with run.console.phase(
-        f"generating {counted(number, 'response')} to {counted(len(prompts), 'prompt')}"
-    ) as progress:
-        chunk = answer_in_chunks(config, engine)
+    with (
+        run.console.phase(f"generating {counted(number, 'response')} to {counted(len(prompts), 'prompt')}") as progress,
+        closing(runner_of(config, run, engine, model, datasets)) as runner,
+    ):
+        at_a_time = answer_in_chunks(config, engine)
+        num_done = count(1)
         found = responses(
-            engine, prompts, samples, sampling, config.grpo.seed, chunk, lambda done: progress(done / number)
+            runner,
+            prompts,
+            samples,
+            sampling,
+            config.grpo.seed,
+            None if at_a_time is None else max(1, at_a_time // samples),
+            lambda sequence: progress(next(num_done) / number),
         )
-        for prompt, sample, sequence in found:
-            yield record_of(prompt, sample, sequence, sampling, model.tokenizer.decode, with_logprobs)
+        for prompt, sample, trajectory in found:
+            yield record_of(prompt, sample, trajectory, with_logprobs)
+
+
+class OneResponse:
+    """An environment that asks for one response, which nothing scores."""
+
+    async def rollout(self, session: Session) -> Trajectory:
+        """Make one trajectory."""
+        await session.generate()
+        return session.finish(Score(0.0, is_correct=False))
+
+
+def runner_of(
+    config: GRPOMasterConfig, run: ModelRun, engine: GenerationEngine, model: PreparedModel, names: Iterable[str]
+) -> RolloutRunner:
+    """Return a runner of single responses.
+
+    Args:
+        names: Environments of the prompts.
+    """
+    environment = RunEnvironment(OneResponse(), NoReward())
+    return RolloutRunner(
+        engine,
+        dict.fromkeys(names, environment),
+        model.tokenizer.decode,
+        partial(model.tokenizer.encode, add_special_tokens=False),
+        config.policy.max_total_sequence_length,
+        CallersLoop(),
+        reports=RolloutReports(run.stop_reason, run.console.message, run.console.warn),
+    )
 
 
 def responses(
-    engine: GenerationEngine,
+    runner: RolloutRunner,
     prompts: Sequence[Prompt],
     samples: int,
     sampling: SamplingParameters,
     seed: int,
-    chunk: int | None = None,
-    report_progress: Callable[[int], object] = lambda num_responses: None,
-) -> Iterator[tuple[Prompt, int, GeneratedSequence]]:
+    at_a_time: int | None = None,
+    note: Callable[[GeneratedSequence], object] = lambda sequence: None,
+) -> Iterator[tuple[Prompt, int, Trajectory]]:
     """Generate responses in the order of the prompts, each as soon as those before it are there.
 
     Args:
         prompts: At least one.
-        chunk: Most requests that are made at a time, with their images; None: all.
+        at_a_time: Most prompts that are answered at a time, with their images; None: all.
+        note: Called with each response.
 
     Yields:
         The prompt, the number of its response, and the response.
+
+    Raises:
+        GenerationError: A response failed.
     """
-    seeds = np.random.SeedSequence(seed).generate_state(len(prompts) * samples, np.uint64).tolist()
-    asked = [(prompt, sample) for prompt in prompts for sample in range(samples)]
-    size = chunk or len(asked)
-    ready: dict[int, GeneratedSequence] = {}
-    num_responses = position = 0
-    engine.wake()
-    for start in range(0, len(asked), size):
+    seeds = np.random.SeedSequence(seed).generate_state(len(prompts) * samples, np.uint64)
+    by_prompt = seeds.reshape(len(prompts), samples).tolist()
+    size, ready, position = at_a_time or len(prompts), dict[int, list[Trajectory]](), 0
+    for start in range(0, len(prompts), size):
         part = slice(start, start + size)
-        requests = requests_of([prompt for prompt, _ in asked[part]], seeds[part], sampling)
-        for index, sequence in generate_all(engine, requests):
-            num_responses += 1
-            report_progress(num_responses)
-            ready[start + index] = sequence
+        for index, group in runner.groups(prompts[part], by_prompt[part], sampling, note):
+            ready[start + index] = group
             while position in ready:
-                yield *asked[position], ready.pop(position)
+                for sample, trajectory in enumerate(ready.pop(position)):
+                    if trajectory.fault is not None:
+                        raise GenerationError(f"{trajectory.sample_id}: {trajectory.fault_message}")
+                    yield prompts[position], sample, trajectory
                 position += 1
 
 
-def requests_of(
-    prompts: Sequence[Prompt], seeds: Sequence[int], sampling: SamplingParameters
-) -> list[GenerationRequest]:
-    """Make a request of each prompt; responses to one prompt share the arrays of its images."""
-    distinct = {id(prompt): prompt for prompt in prompts}
-    inputs = dict(zip(distinct, prompt_inputs(list(distinct.values())), strict=True))
-    return [
-        GenerationRequest(prompt.token_ids, seed, sampling, inputs[id(prompt)])
-        for prompt, seed in zip(prompts, seeds, strict=True)
-    ]
-
-
-def record_of(
-    prompt: Prompt,
-    sample: int,
-    sequence: GeneratedSequence,
-    sampling: SamplingParameters,
-    decode: Decode,
-    with_logprobs: bool,
-) -> dict[str, Any]:
+def record_of(prompt: Prompt, sample: int, trajectory: Trajectory, with_logprobs: bool) -> dict[str, Any]:
     """Return a response as it is written."""
-    token_ids = tuple(sequence.token_ids.tolist())
+    (sequence,) = trajectory.sequences
+    token_ids = sequence.token_ids[sequence.loss_mask].tolist()
     record = {
         "sample_id": prompt.sample_id,
         "sample": sample,
         "prompt": prompt.text,
-        "response": response_text(token_ids, sampling, decode),
-        "finish_reason": "length" if sequence.is_truncated else "stop",
+        "response": trajectory.response_text,
+        "finish_reason": trajectory.finish_reason,
         "num_tokens": len(token_ids),
     }
     if with_logprobs:
-        record |= {"token_ids": list(token_ids), "logprobs": [round(float(value), 7) for value in sequence.logprobs]}
+        logprobs = sequence.logprobs[sequence.loss_mask]
+        record |= {"token_ids": token_ids, "logprobs": [round(float(value), 7) for value in logprobs]}
     return record
 
 

@@ -85,11 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def load(options: argparse.Namespace, overrides: Sequence[str]) -> GRPOMasterConfig:
-    """Load the configuration, and check that the output can be written.
-
-    Raises:
-        ConfigurationError: One of them is wrong.
-    """
+    """Load the configuration, and check that the output can be written."""
     with reported_by_option(options):
         # What overrides say comes last, as on the command line of a run.
         config = load_grpo_config(BASE_CONFIG, [*overrides_of(options), *overrides])

@@ -3,7 +3,7 @@
 """Entry point of GRPO: prompts, environment, generation, then the loop."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from nemo_rl_moe.algorithms.capture_writer import CaptureWriter
 from nemo_rl_moe.algorithms.custom_estimator import check_estimator
 from nemo_rl_moe.algorithms.grpo import Rollouts, train_grpo
-from nemo_rl_moe.algorithms.grpo_batch import failure_rule, make_source
+from nemo_rl_moe.algorithms.grpo_batch import failure_rule
 from nemo_rl_moe.algorithms.grpo_metrics import Validator
 from nemo_rl_moe.algorithms.lag_metrics import LagMetrics
 from nemo_rl_moe.algorithms.losses.custom_objective import check_objective
@@ -36,23 +36,24 @@ from nemo_rl_moe.distributed.object_store import fetch_objects
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.generation.interface import GenerationEngine, SamplingParameters
 from nemo_rl_moe.generation.registry import EngineSetup, make_engine
-from nemo_rl_moe.launch.asynchronous import RolloutPlan, plan_rollouts, running_source, state_at
 from nemo_rl_moe.launch.drivers.setup import DriverSetup, StartDriver
 from nemo_rl_moe.launch.environments import (
     check_environments,
     prepare_environments,
     start_environment,
+    wait_for_environments,
 )
 from nemo_rl_moe.launch.prompts import read_held_out_prompts, read_training_prompts
 from nemo_rl_moe.launch.refit import make_refit_check
 from nemo_rl_moe.launch.reward_model import prepare_reward_model, start_reward_model
+from nemo_rl_moe.launch.rollouts import RolloutPlan, plan_rollouts, running_source, runs_ahead, state_at
 from nemo_rl_moe.launch.setup import ModelRun, PreparedModel
 from nemo_rl_moe.launch.training_run import TrainingRun
 from nemo_rl_moe.metrics import PhaseClock
-from nemo_rl_moe.rollouts.limits import RolloutLimits
-from nemo_rl_moe.rollouts.mixture import MixedEnvironment, MixedFaultWatch, MixedReward
+from nemo_rl_moe.rollouts.loops import CallersLoop, LoopThread
+from nemo_rl_moe.rollouts.runner import RolloutRunner
 from nemo_rl_moe.rollouts.source import PromptRounds, RolloutSource
-from nemo_rl_moe.rollouts.worker import RolloutWorker
+from nemo_rl_moe.rollouts.supervisor import RolloutReports
 from nemo_rl_moe.runs.folder.artifacts import TIME_LINE
 from nemo_rl_moe.runs.folder.capture_folder import CAPTURE_FOLDER, existing_capture
 from nemo_rl_moe.runs.loggers.console import ConsoleLogger, Notices
@@ -85,11 +86,7 @@ class PreparedRollouts:
     reward_model: PreparedModel | None = None
 
     def loader(self, config: GRPOMasterConfig) -> PromptRounds:
-        """Return the prompts to train on in the order of the steps.
-
-        Raises:
-            DataError: They do not fill one step.
-        """
+        """Return the prompts to train on in the order of the steps."""
         size, seed, shuffle = config.grpo.num_prompts_per_step, config.grpo.seed, config.data.shuffle
         if not config.env.mixture:
             return PromptLoader(self.training[THE_ONLY_ONE], size, seed, shuffle)
@@ -110,8 +107,12 @@ class PreparedRoles:
         """Start the models; return what they add to a step, and their observers."""
         return NO_ROLES, ()
 
-    def own_source(self, worker: RolloutWorker, loader: PromptRounds) -> RolloutSource | None:
-        """Return the source of responses that the policy does not sample; None: it samples them."""
+    def own_source(self, runner: RolloutRunner, loader: PromptRounds, batches_taken: int) -> RolloutSource | None:
+        """Return the source of responses that the policy does not sample; None: it samples them.
+
+        Args:
+            batches_taken: Rounds of prompts after which the run goes on.
+        """
         return None
 
 
@@ -129,10 +130,6 @@ def run_grpo(
 
     Args:
         prepare_roles: Checks the models beside the policy, before anything starts.
-
-    Raises:
-        UserError: The model, the tokenizer, the environment or the prompts cannot be used.
-        WorkerDiedError: A worker failed.
     """
     plan = plan_rollouts(config)  # first: what is wrong with a schedule is reported before models and data are read
     prepared = prepare_rollouts(config, run)
@@ -143,22 +140,21 @@ def run_grpo(
     run.begin(num_training_steps(config.grpo, len(loader)), prepared.fingerprints(config), num_prompts)
     if run.is_complete:
         return
-    if plan is not None:
-        plan.check(config, loader, run.remaining_steps.start)
+    plan.check(config, loader, run.remaining_steps.start)
     policy = run.start_policy()
     models, observers_of_roles = roles.start(policy)
     run.restore()  # before engines share its GPUs
-    worker = start_rollouts(config, run, policy, prepared)
+    runner = start_rollouts(config, run, policy, prepared)
     recorder = run.open()
     failures = failure_rule(config)
-    source = roles.own_source(worker, loader)
+    source = roles.own_source(runner, loader, recorder.state.batches_taken)
     if source is None:
-        source = start_source(config, run, plan, worker, prepared, recorder)
+        source = start_source(config, run, plan, runner, prepared, recorder)
     held_out = prepared.held_out
-    validate = Validator(config.grpo, worker, held_out, prepared.sampling, failures) if held_out else None
-    rollouts = Rollouts(worker.engine, source, validate, pad_token_id(prepared.model.tokenizer))
+    validate = Validator(config.grpo, runner, held_out, prepared.sampling, failures) if held_out else None
+    rollouts = Rollouts(runner.engine, source, validate, pad_token_id(prepared.model.tokenizer))
     observers = [
-        *make_run_observers(config, policy, worker.engine, prepared.model, run),
+        *make_run_observers(config, policy, runner.engine, prepared.model, run),
         LagMetrics(recorder.record_artifact),
         PositionMetrics(),
         *observers_of_roles,
@@ -166,36 +162,30 @@ def run_grpo(
     summary = train_grpo(config, policy, rollouts, recorder, observers, models)
     run.end(summary)
     if summary.stopped_for is None and summary.num_steps < run.num_steps:
-        what = "prompts of all epochs" if plan is None or plan.schedule is None else "steps of the schedule"
+        what = "prompts of all epochs" if plan.schedule is None else "steps of the schedule"
         run.console.warn(f"the {what} were used up after {summary.num_steps} of {run.num_steps} steps")
 
 
 def start_source(
     config: GRPOMasterConfig,
     run: TrainingRun,
-    plan: RolloutPlan | None,
-    worker: RolloutWorker,
+    plan: RolloutPlan,
+    runner: RolloutRunner,
     prepared: PreparedRollouts,
     recorder: StepRecorder,
 ) -> RolloutSource:
-    """Return the source of a run's trajectories; an asynchronous one runs for the rest of the run."""
+    """Start the source of a run's trajectories, for the rest of the run."""
     loader, sampling = prepared.loader(config), prepared.sampling
-    if plan is None:
-        return make_source(config, worker, loader, sampling)
     resume = run.saved.resume
     folder, with_optimizer = (None, True) if resume is None else (resume.folder, resume.state.with_optimizer)
     state = state_at(config, recorder.state, folder, loader, with_optimizer=with_optimizer)
     warn, message = run.console.warn, run.console.message
     record = partial(recorder.record_artifact, TIME_LINE.name)
-    return run.use(running_source(config, plan, worker, loader, sampling, run.folder, state, warn, message, record))
+    return run.use(running_source(config, plan, runner, loader, sampling, run.folder, state, warn, message, record))
 
 
 def prepare_rollouts(config: GRPOMasterConfig, run: ModelRun) -> PreparedRollouts:
-    """Check environment, engine and model, and read the prompts; start nothing.
-
-    Raises:
-        UserError: The model, the tokenizer, the environment or the prompts cannot be used.
-    """
+    """Check environment, engine and model, and read the prompts; start nothing."""
     check_environments(config)  # so that what is wrong with them is reported before a worker starts
     check_estimator(config)
     check_objective(config.loss_fn)
@@ -282,38 +272,28 @@ def make_routing_measurements(
 
 def start_rollouts(
     config: GRPOMasterConfig, run: ModelRun, policy: "MegatronPolicy", prepared: PreparedRollouts
-) -> RolloutWorker:
+) -> RolloutRunner:
     """Start the workers of rewards, tools and the reward model, and the generation engine, for the rest of the run."""
     tokenizer = prepared.model.tokenizer
     notices = Notices(run.console.message, run.console.warn)
-    started = {
+    environments = {
         name: start_environment(DriverSetup(config, tokenizer, prepared.sampling, name), run, each, notices)
         for name, each in prepared.environments.items()
     }
     reward_model = start_reward_model(config, run, prepared.reward_model)
-    driven = [env.driver.named for env in config.env.environments.values() if env.driver.named is not None]
-    only = started.get(THE_ONLY_ONE)
-    return RolloutWorker(
-        start_engine(config, run, policy, prepared.model),
-        only.reward_function if only else MixedReward({name: each.reward_function for name, each in started.items()}),
-        only.environment if only else MixedEnvironment({name: each.environment for name, each in started.items()}),
+    engine = start_engine(config, run, policy, prepared.model)
+    wait_for_environments(environments, run.console)
+    runner = RolloutRunner(
+        engine,
+        environments,
         tokenizer.decode,
         partial(tokenizer.encode, add_special_tokens=False),
         config.policy.max_total_sequence_length,
-        only.watch.observe if only else MixedFaultWatch({name: each.watch for name, each in started.items()}).observe,
-        only.settings.reward_weights if only else None,
-        RolloutLimits(
-            config.env.rollout_timeout_s,
-            ", ".join(dict.fromkeys(driven)) or None,
-            run.stop_reason,
-            notices.message,
-            notices.warn,
-        ),
-        num_attempts=only.settings.num_attempts if only else 1,
-        continuation=only.settings.continuation if only else None,
-        settings={} if only else {name: each.settings for name, each in started.items()},
+        LoopThread() if runs_ahead(config) else CallersLoop(),
+        reports=RolloutReports(run.stop_reason, notices.message, notices.warn),
         add_rewards=None if reward_model is None else reward_model.add_rewards,
     )
+    return run.use(closing(runner))
 
 
 def announce_named_stops(generation: GenerationConfig, tokenizer: Any, console: ConsoleLogger) -> None:
@@ -343,9 +323,6 @@ def sampling_parameters(generation: GenerationConfig, speech: Speech, vocabulary
     Args:
         speech: Has the stop tokens that end responses if the user names none.
         vocabulary_size: Token ids that the model can draw are below this.
-
-    Raises:
-        ConfigurationError: Neither the user nor the model names a stop token, or one can never be sampled.
     """
     stop_token_ids: Sequence[int] | None = generation.stop_token_ids
     if stop_token_ids is None:

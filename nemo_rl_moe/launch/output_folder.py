@@ -20,11 +20,7 @@ def is_free(target: Path) -> bool:
 
 
 def require_free(target: Path) -> None:
-    """Check that an output has its place.
-
-    Raises:
-        ConfigurationError: There is something already.
-    """
+    """Check that an output has its place."""
     if not is_free(target):
         raise ConfigurationError(f"--output: {target} is there already; name a folder that is not")
 
@@ -42,10 +38,6 @@ def staged(target: Path) -> Iterator[Path]:
     """Yield the folder in which the output is put together; it gets its name when it is whole.
 
     After a full disk or an interrupt nothing stays.
-
-    Raises:
-        ConfigurationError: Something has appeared in its place.
-        OSError: The disk did not take it.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     own = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))

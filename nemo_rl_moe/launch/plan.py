@@ -30,6 +30,7 @@ from nemo_rl_moe.models.megatron.model.memory_moments import PROCESS_BYTES, full
 from nemo_rl_moe.models.megatron.model.planned_machine import planned_with_gpus
 from nemo_rl_moe.models.megatron.model.router_settings import setting_sources
 from nemo_rl_moe.models.megatron.model.transformer_config import (
+    TransformerConfig,
     build_transformer_config,
     effective_moe_configuration,
     layers_of_chunks,
@@ -37,9 +38,6 @@ from nemo_rl_moe.models.megatron.model.transformer_config import (
 )
 from nemo_rl_moe.models.position_limit import too_long_sequences
 from nemo_rl_moe.runs.loggers.console import ConsoleLogger
-
-# isort: split
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 _FULLEST = "at the fullest moment, at least"
 _TOWER, _IN_THE_OPTIMIZER, _HOST = "+ of the vision tower", "+ in the optimizer", "in the host's memory: "
@@ -54,9 +52,6 @@ def print_plan(config: MasterConfig, target: Target | None = None) -> None:
     Args:
         config: A checked configuration; of the files that it names, the models' `config.json` alone are read.
         target: Machines that it is for; None: such as this one.
-
-    Raises:
-        ConfigurationError: The model cannot be found or is not supported, or Megatron-Core refuses the combination.
     """
     if problems := [*model_folder_exists(config), *role_model_folders_exist(config)]:
         raise ConfigurationError(problems)

@@ -26,9 +26,7 @@ from nemo_rl_moe.models.megatron.model.memory_moments import (
     moments,
     smallest_device,
 )
-
-# isort: split
-from megatron.core.transformer.transformer_config import TransformerConfig
+from nemo_rl_moe.models.megatron.model.transformer_config import TransformerConfig
 
 UNITS = {"GB": 10**9, "MB": 10**6}
 _GPU_SIZES_GB = (80, 141)
@@ -170,13 +168,10 @@ def _device_rows(
     longest: int,
     target: Target | None,
 ) -> list[tuple[str, str]]:
-    """Return rows on a GPU of an engine, in GB.
-
-    Args:
-        beside: The engine's rank, on a GPU of the trainer; None: on its own.
-        workers: Ranks of the trainer that share its GPU, one for each pipeline stage; empty: none does.
-        target: Machines that it is for; None: any.
-    """
+    """Return rows on a GPU of an engine, in GB."""
+    # beside: The engine's rank, on a GPU of the trainer; None: on its own.
+    # workers: Ranks of the trainer that share its GPU, one for each pipeline stage; empty: none does.
+    # target: Machines that it is for; None: any.
     rows = []
     least = memory.fits_from(0, utilization)
     if workers and beside is not None:

@@ -41,11 +41,7 @@ class RoleMemory:
 
 
 def role_memories(config: MasterConfig) -> dict[str, RoleMemory]:
-    """Return the memory of each role.
-
-    Raises:
-        ConfigurationError: A model cannot be found or is not supported.
-    """
+    """Return the memory of each role."""
     return {name: _role_memory(config, name, role) for name, role in roles_of(config).items()}
 
 

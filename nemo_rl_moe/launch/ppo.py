@@ -21,22 +21,13 @@ if TYPE_CHECKING:
 
 
 def run_ppo(config: PPOMasterConfig, run: TrainingRun) -> None:
-    """Run PPO from start to end.
-
-    Raises:
-        UserError: A model, the tokenizer, the environment or the prompts cannot be used.
-        WorkerDiedError: A worker failed.
-    """
+    """Run PPO from start to end."""
     run_grpo(config, run, lambda prepared: PreparedCritic(config, run, run.prepare_role(CRITIC_ROLE)))
 
 
 @dataclass(frozen=True)
 class PreparedCritic(PreparedRoles):
-    """Critic of a run, checked before anything is started.
-
-    Attributes:
-        config: The whole configuration.
-    """
+    """Critic of a run, checked before anything is started."""
 
     config: PPOMasterConfig
     run: TrainingRun

@@ -16,6 +16,7 @@ from nemo_rl_moe.data.shared_records import SharedRecords
 from nemo_rl_moe.data.sources import load_limit
 from nemo_rl_moe.data.text_files import KIND_OF_SUFFIX
 from nemo_rl_moe.errors import DataError
+from nemo_rl_moe.launch.drivers.kinds import kind_of
 from nemo_rl_moe.launch.drivers.setup import data_with_tools
 from nemo_rl_moe.launch.setup import images_of_data
 from nemo_rl_moe.models.image_rules import ImageRule
@@ -30,11 +31,7 @@ def read_training_prompts(
     image_rule: ImageRule | None,
     is_scored: bool = True,
 ) -> dict[str, PromptDataset]:
-    """Read or sample the prompts to train on, of each environment by its name; see `read_prompts`.
-
-    Raises:
-        DataError: A file is missing, a line cannot be used, or an environment has no prompt.
-    """
+    """Read or sample the prompts to train on, of each environment by its name; see `read_prompts`."""
     found = {}
     shared = _shared_records(config)
     for name in config.env.environments:
@@ -68,11 +65,7 @@ def read_held_out_prompts(
     *,
     image_rule: ImageRule | None,
 ) -> Sequence[Prompt]:
-    """Read or sample the held-out prompts of all environments; empty: there is no validation.
-
-    Raises:
-        DataError: A file is missing, a line cannot be used, or no prompt is left.
-    """
+    """Read or sample the held-out prompts of all environments; empty: there is no validation."""
     found: dict[str, PromptDataset] = {}
     shared, lacking = _shared_records(config), list[str]()
     for name, data, source in _held_out_sources(config):
@@ -130,19 +123,19 @@ def read_prompts(
         is_scored: False: prompts need no answer, and repeated ones stay.
         environment: Name of their environment.
         shared: Finds the records of this environment in data of several; None: all are of this one.
-
-    Raises:
-        DataError: A file is missing, a line cannot be used, or no prompt is left.
     """
     longest = config.policy.max_total_sequence_length - config.policy.generation.max_new_tokens
-    what = f"reading {source.path}" if source.path else f"sampling {source.num_items} prompts"
+    own = kind_of(config.env.environments[environment].driver).prompts
+    number = "the" if source.num_items is None else source.num_items
+    what = f"reading {source.path}" if source.path else f"sampling {number} prompts"
     what += f" of the environment {environment}" if environment else ""
     with console.phase(what), load_limit(config.data.load_timeout_s, source.path or "sampled prompts"):
         images = images_of_data(config.data, source.path, tokenizer, image_rule)
         env = config.env.environments[environment] if is_scored else None
         data = data_with_tools(config, environment)
         key = config.given_response_key
-        prompts = load_prompts(source, data, tokenizer, longest, env, images, environment, shared, key)
+        lines = None if own is None or source.path is not None else own(source)
+        prompts = load_prompts(source, data, tokenizer, longest, env, images, environment, shared, key, lines)
         prompts = without_training_prompts(prompts, training)
     console.message(prompts.report.summary())
     return prompts

@@ -11,21 +11,19 @@ import torch
 
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.distributed.batch import ModelInput, TokenBatch
-from nemo_rl_moe.generation.diagnosis import InspectableEngine, disagreement
-from nemo_rl_moe.generation.interface import GenerationEngine
+from nemo_rl_moe.generation.diagnosis import disagreement
+from nemo_rl_moe.generation.interface import GenerationEngine, Scores
 from nemo_rl_moe.generation.refit import refit
-from nemo_rl_moe.models.families import family_of
-from nemo_rl_moe.models.images import ModelImage, image_inputs
-from nemo_rl_moe.runs.loggers.console import ConsoleLogger
-from nemo_rl_moe.weight_sync.fingerprints import FingerprintingEngine, common_format
-from nemo_rl_moe.weight_sync.refit_check import (
+from nemo_rl_moe.generation.refit_check import (
     FLOAT32_BOUND,
     RefitCheck,
-    Scores,
-    ScoringEngine,
     gap_between,
     probe_sequences,
 )
+from nemo_rl_moe.models.families import family_of
+from nemo_rl_moe.models.images import ModelImage, image_inputs
+from nemo_rl_moe.runs.loggers.console import ConsoleLogger
+from nemo_rl_moe.weight_sync.fingerprints import common_format
 
 if TYPE_CHECKING:
     from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
@@ -42,22 +40,18 @@ def make_refit_check(
     chosen = generation.refit_check
     if engine.shares_weights or not chosen.enabled:
         return None
-    if not isinstance(engine, ScoringEngine):
+    if not engine.can_score:
         console.warn(f"refits are not checked: the engine {generation.backend} cannot score given tokens")
         return None
     longest = config.policy.max_total_sequence_length - 1  # an engine draws one token more
     sequences = probe_sequences(chosen.num_sequences, chosen.num_tokens, hf_config.vocab_size)
     probes = [image_probe(sequence, hf_config, longest, n) for n, sequence in enumerate(sequences)]
     sequences, inputs = [list(ids) for ids, _ in probes], [found for _, found in probes if found]
-    engines_format: str = getattr(engine, "dtype", config.policy.precision)
+    engines_format = engine.number_format or config.policy.precision
     in_float32 = {config.policy.precision, engines_format} == {"float32"}
-    # Of tensors that several ranks share, none of them has a fingerprint.
-    is_of_one_rank = getattr(engine, "ranks_per_engine", 1) == 1
-    gives_fingerprints = isinstance(engine, FingerprintingEngine) and is_of_one_rank
 
     def explain(copy: int) -> str:
-        # A rank has parts of the outputs, and ranks on other machines write into folders of their own.
-        if not isinstance(engine, InspectableEngine) or engine.ranks_per_engine > 1 or config.cluster.num_nodes > 1:
+        if not engine.gives_module_outputs or config.cluster.num_nodes > 1:  # other machines have folders of their own
             return ""
         if inputs and not in_float32:  # rounding hides what the comparison would show
             return ""
@@ -85,10 +79,10 @@ def make_refit_check(
         bound_nats=chosen.max_logprob_gap,
         refits_again=chosen.on_failure == "refit",
         model_inputs=inputs,
-        start_fingerprints=policy.start_fingerprints if gives_fingerprints else None,
+        start_fingerprints=policy.start_fingerprints if engine.gives_fingerprints else None,
         number_format=common_format(config.policy.precision, engines_format),
         probe_adapters=policy.probe_adapters if config.policy.lora is not None else None,
-        repeats_bits=is_of_one_rank,
+        repeats_bits=engine.repeats_bits,
         refit_whole=lambda: refit(engine, policy, whole=True),
     )
 
@@ -118,7 +112,7 @@ def image_probe(
 
 
 def explain_by_text(
-    policy: "MegatronPolicy", engine: ScoringEngine, copy: int, temperature: float, count: int, hf_config: Any
+    policy: "MegatronPolicy", engine: GenerationEngine, copy: int, temperature: float, count: int, hf_config: Any
 ) -> str:
     """Return the side of a model of images whose weights differ, by sequences without images."""
     sequences = probe_sequences(count, PROBE_OF_TEXT, hf_config.vocab_size)

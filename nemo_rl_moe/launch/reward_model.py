@@ -19,12 +19,7 @@ _CLASSIFIER = "ForSequenceClassification"
 
 
 def prepare_reward_model(config: GRPOMasterConfig, run: ModelRun, policy: PreparedModel) -> PreparedModel | None:
-    """Fetch and check the reward model, and warn of a chat template of its own; None: the run has none.
-
-    Raises:
-        ConfigurationError: It cannot be used, is no sequence classifier with one label, or has another vocabulary than
-            the policy.
-    """
+    """Fetch and check the reward model, and warn of a chat template of its own; None: the run has none."""
     if config.reward_model is None:
         return None
     name = config.reward_model.model_name
@@ -47,11 +42,7 @@ def prepare_reward_model(config: GRPOMasterConfig, run: ModelRun, policy: Prepar
 
 
 def start_reward_model(config: GRPOMasterConfig, run: ModelRun, model: PreparedModel | None) -> RewardModel | None:
-    """Start the workers of the reward model, until the run ends.
-
-    Raises:
-        ConfigurationError: There is no room for them, or its weights cannot be used.
-    """
+    """Start the workers of the reward model, until the run ends."""
     if config.reward_model is None or model is None:
         return None
     from nemo_rl_moe.models.policy.model_workers import ModelWorkers  # with Megatron-Core, which takes seconds

@@ -25,15 +25,7 @@ Workers = TypeVar("Workers", bound="ModelWorkers")
 
 
 def prepare_role(config: MasterConfig, role: str, beside: PreparedModel, console: ConsoleLogger) -> PreparedModel:
-    """Fetch and check the model of a role.
-
-    Args:
-        beside: The policy.
-
-    Raises:
-        ConfigurationError: It cannot be had or used, does not take the policy's images, or has no embedding for
-            some of its tokens.
-    """
+    """Fetch and check the model of a role."""
     policy = roles_of(config)[role].as_policy(config.policy)
     try:
         model = prepare_model(policy, console, role)
@@ -63,9 +55,6 @@ def tokenizer_of_role(
 
     Args:
         key: Of the model's name.
-
-    Raises:
-        ConfigurationError: It cannot be loaded, or a token has another id.
     """
     try:
         tokenizer = load_tokenizer(model_name)
@@ -85,9 +74,6 @@ def start_role(run: ModelRun, role: str, model: PreparedModel, start: Callable[.
 
     Args:
         start: Class of the workers, or makes them by the same arguments.
-
-    Raises:
-        ConfigurationError: There is no room for them, or the model's weights cannot be used.
     """
     place = run.start_places(role)
     if model.source.hub is not None and not place.is_local:

@@ -180,9 +180,6 @@ class SavedTraining:
 
         Returns:
             The policy's.
-
-        Raises:
-            CheckpointError: They cannot be written.
         """
         checkpoint_dir = self.checkpoint_dir(run_folder)
         weights = final_weights_folder(checkpoint_dir, POLICY_ROLE)
@@ -199,10 +196,8 @@ class SavedTraining:
         return weights
 
     def _sign(self, weights: Path, step: int) -> None:
-        """Write beside the final weights whose they are.
-
-        Survives a disk that is full, and a folder that somebody removes, between the weights and this.
-        """
+        """Write beside the final weights whose they are."""
+        # Survives a disk that is full, and a folder that somebody removes, between the weights and this.
         try:
             (weights / FINAL_RUN_FILE).write_text(f"{json.dumps(self.origin_of_weights(step))}\n", encoding="utf-8")
             add_to_inventory(weights, FINAL_RUN_FILE)

@@ -87,11 +87,6 @@ def prepare_model(
     Args:
         role: Of a model beside the policy, whose router settings are its own and no reason for a warning.
         template_kwargs: The run's names for the chat template.
-
-    Raises:
-        ConfigurationError: The model cannot be had, it, one of its fields or the layout is not supported, its folder
-            lacks the weights asked for, sequences may be longer than it has positions, or the tokenizer cannot be
-            loaded.
     """
     source, folder = _fetched(policy, console)
     with console.phase("checking the model" if role is None else f"checking the model of the {role}"):
@@ -144,7 +139,6 @@ def model_warnings(
     """Return the warnings about the model's settings before a run, a line each.
 
     Args:
-        policy: The `policy` section of the configuration.
         transformer: What `build_transformer_config` made of them.
     """
     from nemo_rl_moe.models.megatron.model.router_settings import (
@@ -201,9 +195,6 @@ def read_samples(
         source: Entry of the `data` section.
         image_rule: Rule by which the model takes images; None: it takes text alone.
         speech: How the model speaks.
-
-    Raises:
-        DataError: A file is missing or a line cannot be used.
     """
     longest = config.policy.max_total_sequence_length
     with console.phase(f"reading {source.path}"), load_limit(config.data.load_timeout_s, source.path):
@@ -227,11 +218,7 @@ def read_samples(
 def images_of_data(
     data: DataConfig, path: str | None, tokenizer: Any, image_rule: ImageRule | None
 ) -> ImageTokenizer | None:
-    """Return the treatment of a data set's images; None: the model takes text alone.
-
-    Raises:
-        DataError: The tokenizer lacks a token that the model needs.
-    """
+    """Return the treatment of a data set's images; None: the model takes text alone."""
     if image_rule is None:
         return None
     reader = ImageReader(image_folder(path, data.image_root), data.max_image_pixels)
@@ -239,11 +226,7 @@ def images_of_data(
 
 
 def fetch_on_machines(cluster: RayCluster, model: HubModel) -> None:
-    """Bring a hub's model onto every machine of the run; nothing is fetched where the cache (HF_HOME) is shared.
-
-    Raises:
-        ConfigurationError: A machine cannot get it.
-    """
+    """Bring a hub's model onto every machine of the run; nothing is fetched where the cache (HF_HOME) is shared."""
     if problems := [problem for problem in cluster.call_on_each_machine(fetching_problem, model) if problem]:
         raise ConfigurationError(list(dict.fromkeys(problems)))
 
@@ -278,11 +261,7 @@ class ModelRun:
         return self._opened.enter_context(context)
 
     def prepare_model(self) -> PreparedModel:
-        """Fetch and check the model, load the tokenizer, and let Ray start.
-
-        Raises:
-            ConfigurationError: One of them cannot be had or used.
-        """
+        """Fetch and check the model, load the tokenizer, and let Ray start."""
         kwargs = self.config.data.chat_template_kwargs
         self._model = prepare_model(self.config.policy, self.console, template_kwargs=kwargs)
         # Starts while data are read. Not before: what is wrong with a model is reported without waiting for Ray.
@@ -301,19 +280,11 @@ class ModelRun:
         return self._cluster
 
     def start_policy(self) -> "MegatronPolicy":
-        """Start Ray and the workers, for forward passes alone.
-
-        Raises:
-            ConfigurationError: The machines are not there, or the model's weights cannot be used.
-        """
+        """Start Ray and the workers, for forward passes alone."""
         return self._start_workers(seed=0, num_steps=None, keep_reference=False)
 
     def start_places(self, role: str) -> RayCluster:
-        """Reserve the places of a role, until the run ends.
-
-        Raises:
-            ConfigurationError: There is no room for them.
-        """
+        """Reserve the places of a role, until the run ends."""
         place = RayCluster(self.config.cluster.place_of(role), beside=self.cluster)
         self._opened.callback(place.shutdown)
         return place

@@ -17,12 +17,7 @@ from nemo_rl_moe.launch.training_run import TrainingRun
 
 
 def run_sft(config: SFTMasterConfig, run: TrainingRun) -> None:
-    """Run supervised fine-tuning from start to end.
-
-    Raises:
-        UserError: The model, the tokenizer or the data cannot be used.
-        WorkerDiedError: A worker failed.
-    """
+    """Run supervised fine-tuning from start to end."""
     model = run.prepare_model()
     tokenizer = model.tokenizer
     training = read_samples(

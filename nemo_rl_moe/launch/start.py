@@ -77,11 +77,6 @@ def launch_run(config: MasterConfig, launch: RunLaunch, stop_signals: StopSignal
     """Run a configuration's algorithm from start to end, in this process.
 
     Everything that can be wrong with the input is found before a worker starts or a file is written.
-
-    Raises:
-        UserError: The model, the data or another input cannot be used.
-        WorkerDiedError: A worker failed.
-        TrainingDivergedError: Too many updates in a row were skipped.
     """
     algorithm = algorithm_of(config)
     run_algorithm = entry_point_of(algorithm)
@@ -95,11 +90,7 @@ def launch_run(config: MasterConfig, launch: RunLaunch, stop_signals: StopSignal
 
 
 def entry_point_of(algorithm: Algorithm) -> Callable[[Any, "TrainingRun"], None]:
-    """Return the function that runs an algorithm: a built-in one's, or the one that its record names.
-
-    Raises:
-        ConfigurationError: There is no such function.
-    """
+    """Return the function that runs an algorithm: a built-in one's, or the one that its record names."""
     # Imported here, and not by a supervisor: torch takes seconds.
     from nemo_rl_moe.launch.distillation import run_distillation
     from nemo_rl_moe.launch.dpo import run_dpo

@@ -137,11 +137,8 @@ def _passed_on(number: int) -> signal.Signals:
 
 
 def _collect(process: int) -> int | None:
-    """Collect the exit codes of children that have ended, which stay as zombies until then.
-
-    Returns:
-        The exit code of the run's process, negative where a signal has killed it; None while it runs.
-    """
+    """Collect the exit codes of children that have ended, which stay as zombies until then."""
+    # Returns the exit code of the run's process, negative where a signal has killed it; None while it runs.
     while True:
         ended, status = os.waitpid(-1, os.WNOHANG)
         if ended in (0, process):

@@ -103,21 +103,12 @@ class TrainingRun(ModelRun):
         return self._stop_signals.reason()
 
     def prepare_role(self, role: str) -> PreparedModel:
-        """Fetch and check the model of a role beside the policy; after `prepare_model`.
-
-        Raises:
-            ConfigurationError: It cannot be had or used, does not take the policy's images, or has no embedding for
-                some of its tokens.
-        """
+        """Fetch and check the model of a role beside the policy; after `prepare_model`."""
         assert self._model is not None
         return prepare_role(self.config, role, self._model, self.console)
 
     def start_role(self, role: str, model: PreparedModel) -> "ModelWorkers":
-        """Start the workers of a role beside the policy, after those of the policy.
-
-        Raises:
-            ConfigurationError: There is no room for them, or the model's weights cannot be used.
-        """
+        """Start the workers of a role beside the policy, after those of the policy."""
         from nemo_rl_moe.models.policy.model_workers import ModelWorkers  # with Megatron-Core, which takes seconds
 
         return start_role(self, role, model, ModelWorkers)
@@ -128,9 +119,6 @@ class TrainingRun(ModelRun):
         """Start the workers of a role that trains beside the policy; after the policy's, before `restore`.
 
         It takes its optimizer steps in every step of the run, and is saved and resumed with it.
-
-        Raises:
-            ConfigurationError: There is no room for the workers, or the model's weights cannot be used.
         """
         from nemo_rl_moe.models.policy.lm_policy import TrainableModel  # with Megatron-Core, which takes seconds
 
@@ -175,11 +163,7 @@ class TrainingRun(ModelRun):
         return range(self.saved.resume.step if self.saved.resume is not None else 0, self.num_steps)
 
     def start_policy(self) -> "MegatronPolicy":
-        """Start Ray and the workers of the policy.
-
-        Raises:
-            ConfigurationError: The machines are not there, or the model's weights cannot be used.
-        """
+        """Start Ray and the workers of the policy."""
         policy = self._start_workers(
             seed=self.algorithm.loop_of(self.config).seed,
             num_steps=self.algorithm.num_policy_updates(self.config, self.num_steps),
@@ -226,11 +210,7 @@ class TrainingRun(ModelRun):
         return self._folder
 
     def end(self, summary: RunSummary) -> None:
-        """Write the final weights of a run that is complete; prepare what is reported when everything is closed.
-
-        Raises:
-            CheckpointError: They cannot be written.
-        """
+        """Write the final weights of a run that is complete; prepare what is reported when everything is closed."""
         assert self._folder is not None
         folder, saves = self._folder, self.config.checkpointing.enabled
         scoring = scoring_lines(folder)

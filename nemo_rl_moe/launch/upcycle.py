@@ -74,11 +74,7 @@ class LogitsDifference:
 
 
 def upcycle(request: UpcyclingRequest) -> None:
-    """Write the model with experts, completely or not at all, and print how its logits differ from the dense model's.
-
-    Raises:
-        UserError: The input cannot be used, or the output cannot be written.
-    """
+    """Write the model with experts, completely or not at all, and print the difference of its logits."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks for one
     console = ConsoleLogger(total_steps=0, live="auto")
     try:
@@ -170,11 +166,7 @@ def _checked_config(request: UpcyclingRequest) -> Mapping[str, Any]:
 
 
 def compare_logits(dense: Path, moe: Path) -> LogitsDifference:
-    """Compute the logits of random tokens with transformers, one model after the other.
-
-    Raises:
-        ConfigurationError: A logit is no finite number.
-    """
+    """Compute the logits of random tokens with transformers, one model after the other."""
     expected, found = _logits(dense), _logits(moe)
     if not (expected.isfinite().all() and found.isfinite().all()):
         raise ConfigurationError(f"--model: {dense}: its logits are NaN or infinite in float32; nothing is written")

@@ -17,12 +17,7 @@ _PACKAGE = __name__.partition(".")[0]
 
 
 def outputs_of(loss_function: LossFunction, inputs: LossInputs) -> LossOutputs:
-    """Compute the loss of a microbatch.
-
-    Raises:
-        UserCodeError: A loss function of the user's own raised, or returned something else than a scalar and metrics
-            that are scalars.
-    """
+    """Compute the loss of a microbatch."""
     name = _own_name(loss_function)
     if name is None:
         return loss_function(inputs)

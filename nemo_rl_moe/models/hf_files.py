@@ -41,11 +41,7 @@ class HubModel:
     files: tuple[str, ...]
 
     def folder(self, progress: Callable[[float], None] = lambda share: None) -> Path:
-        """Return this machine's folder of the files; fetch what its cache (HF_HOME) lacks, once for all its processes.
-
-        Raises:
-            ConfigurationError: A file cannot be had.
-        """
+        """Return this machine's folder of the files; fetch what its cache (HF_HOME) lacks, once for all processes."""
         found = Path()
         for number, file in enumerate(self.files, start=1):
             found = _fetch(self.name, file, self.commit)
@@ -59,9 +55,6 @@ def fetch_from_hub(name: str, *, with_weights: bool, progress: Callable[[float],
     Args:
         with_weights: Fetch weights too: the files of the index, or `model.safetensors`, but no other files of the
             repository, which may be the same weights in another form.
-
-    Raises:
-        ConfigurationError: There is no such model, it cannot be fetched, or its index is damaged.
     """
     folder = _fetch(name, CONFIG_FILE, None).parent
     files = [CONFIG_FILE]
@@ -139,11 +132,7 @@ class ModelSource:
 
 
 def find_model(policy: PolicyConfig, progress: Callable[[float], None] = lambda share: None) -> ModelSource:
-    """Find the policy's model, and fetch it from the hub where it is no folder.
-
-    Raises:
-        ConfigurationError: It cannot be fetched.
-    """
+    """Find the policy's model, and fetch it from the hub where it is no folder."""
     folder = Path(policy.model_name)
     if folder.is_dir():
         return ModelSource(folder, None)
@@ -156,9 +145,6 @@ def load_hf_config(model_name: str) -> Any:
     """Load a model's configuration as transformers reads it, without running code from the hub.
 
     A vision-language model's is flattened: the decoder's fields, and those of the whole model.
-
-    Raises:
-        ConfigurationError: There is none, it cannot be read, or the family or one of its fields is not supported.
     """
     from nemo_rl_moe.models.families import decoder_type_of, family_of_type, vision_family_of
     from nemo_rl_moe.models.families.vision import field_problems
@@ -220,11 +206,7 @@ def plain_config(hf_config: Any) -> SimpleNamespace:
 
 
 def load_config_json(model_name: str) -> dict[str, Any]:
-    """Load a model's `config.json` without transformers' additions.
-
-    Raises:
-        ConfigurationError: It is missing, or cannot be read.
-    """
+    """Load a model's `config.json` without transformers' additions."""
     if Path(model_name).is_dir():
         return _config_json_of_folder(Path(model_name))
     # Imported here: a worker, whose model is a folder, does not pay for it.
@@ -284,9 +266,6 @@ def check_small_files(folder: Path, key: str = "policy.model_name") -> None:
 
     Args:
         key: The setting that names the folder.
-
-    Raises:
-        ConfigurationError: A file is missing or differs.
     """
     if (folder / INVENTORY_FILE_NAME).is_file():
         try:

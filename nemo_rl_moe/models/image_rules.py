@@ -177,9 +177,6 @@ def load_image_rule(model_name: str, hf_config: Any) -> ImageRule | None:
     """Load the rule from a model's files; None for a model of text alone.
 
     As in transformers, `image_processor` of `processor_config.json` comes before `preprocessor_config.json`.
-
-    Raises:
-        ConfigurationError: The files lack the rule, or it is not supported or does not match the model.
     """
     if getattr(hf_config, "vision_config", None) is None:
         return None

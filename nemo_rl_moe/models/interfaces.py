@@ -2,23 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The policy and its losses as an algorithm sees them, without Ray or Megatron-Core."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from pathlib import Path
 from typing import Protocol
 
-import numpy as np
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from nemo_rl_moe.distributed.batch import Axis, Column, StoredColumn, TokenBatch
-from nemo_rl_moe.metrics import MetricSeries, PhaseClock, Reduction
-from nemo_rl_moe.models.candidates import Candidates
+from nemo_rl_moe.distributed.batch import Axis, Column
+from nemo_rl_moe.metrics import MetricSeries, Reduction
 from nemo_rl_moe.routing.agreement.statistics import AgreementTotals
 from nemo_rl_moe.runs.folder.artifacts import StepArtifacts
-from nemo_rl_moe.weight_sync.transport import WeightTransport
 
 
 class Head(Enum):
@@ -185,103 +180,3 @@ class RouteComparison:
             f"rows_differing_{name}": self.totals.rows_differing,
             f"tokens_differing_{name}": self.totals.tokens_differing,
         }
-
-
-@dataclass(frozen=True)
-class WriteOutcome:
-    """Outcome of writing a checkpoint.
-
-    Attributes:
-        problem: The first problem of any rank; None when every rank has written its part.
-    """
-
-    problem: str | None
-
-
-class PolicyInterface(Protocol):
-    """The model that an algorithm trains."""
-
-    def train(self, batch: TokenBatch, loss_function: LossFunction) -> TrainResult:
-        """Take one optimizer step for each global batch in `batch`."""
-        ...
-
-    def evaluate(self, batch: TokenBatch, loss_function: LossFunction) -> dict[str, MetricSeries]:
-        """Return the loss function's metrics by forward passes only; nothing of the model changes."""
-        ...
-
-    def logprobs(self, batch: TokenBatch) -> Float[Tensor, "batch sequence"]:
-        """Return each token's log-probability in nats; 0 for the first token and on padding."""
-        ...
-
-    def start_top_candidates(self, batch: TokenBatch, k: int, vocabulary_size: int) -> Callable[[], Candidates]:
-        """Start on the `k` likeliest tokens in each token's place; return a function that waits for them."""
-        ...
-
-    def logprobs_and_routes(
-        self, batch: TokenBatch, *, one_at_a_time: bool = False
-    ) -> tuple[Float[Tensor, "batch sequence"], StoredColumn | None]:
-        """Return `logprobs`, and the pass's routed experts as a stored column; None for a model without MoE layers."""
-        ...
-
-    def expert_biases(self) -> Float[np.ndarray, "2 layers experts"] | None:
-        """Return the expert bias before the last update and now; None where it was skipped or does not move it."""
-        ...
-
-    def compare_routes(
-        self, batch: TokenBatch, *, reference: bool = False, one_at_a_time: bool = False
-    ) -> RouteComparison:
-        """Compare the routers' experts with the batch's captured ones, which are not replayed."""
-        ...
-
-    def prepare_for_generation(self, clock: PhaseClock) -> None:
-        """Make room for generation, where the configuration asks for it; this is a phase of the clock."""
-        ...
-
-    def prepare_for_logprobs(self, clock: PhaseClock) -> None:
-        """Make room for log-probability passes, as `prepare_for_generation` does."""
-        ...
-
-    def prepare_for_training(self, clock: PhaseClock) -> None:
-        """Undo either; `train` does it itself if necessary."""
-        ...
-
-    def reference_logprobs(self, batch: TokenBatch) -> Float[Tensor, "batch sequence"]:
-        """Return `logprobs` of the initial model, where it is kept."""
-        ...
-
-    @property
-    def weight_version(self) -> int:
-        """Optimizer steps that the weights have seen since the start of the run, skipped ones left out."""
-        ...
-
-    def weight_transport(
-        self, *, altered: bool = False, whole: bool = False, then: Callable[[], object] = ...
-    ) -> AbstractContextManager[WeightTransport]:
-        """Open a transfer of the present weights to engines with copies; it closes when all have them.
-
-        Args:
-            altered: Send weights that differ in every tensor, for a check of the engine.
-            whole: Send frozen weights too where the engine has had them.
-            then: Called when all ranks have been asked to send: what it asks of them, they do next.
-        """
-        ...
-
-    def save_weights(self, directory: Path) -> Sequence[str]:
-        """Write the weights as a Hugging Face folder; return the names of parameters that had to be left out."""
-        ...
-
-    def start_checkpoint(self, directory: Path, *, with_optimizer: bool) -> None:
-        """Take a snapshot of the training state and begin to write it; training may go on at once."""
-        ...
-
-    def poll_checkpoint(self, *, wait: bool) -> WriteOutcome | None:
-        """Return the outcome of the writing; None while it goes on. With `wait`, return when it has ended."""
-        ...
-
-    def load_checkpoint(self, directory: Path, *, with_optimizer: bool) -> None:
-        """Restore what `start_checkpoint` wrote, in the same layout or another one."""
-        ...
-
-    def shutdown(self) -> None:
-        """Stop every worker."""
-        ...

@@ -144,11 +144,7 @@ def adapter_config(
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """Read a folder's `adapter_config.json`.
-
-    Raises:
-        ConfigurationError: There is none, or it describes an adapter that this project's are not.
-    """
+    """Read a folder's `adapter_config.json`."""
     path = folder / CONFIG_FILE
     try:
         if path.exists() and not path.is_file():
@@ -234,11 +230,7 @@ def section_of_checkpoint(folder: Path) -> dict[str, Any]:
 
 
 def lora_of_folder(folder: Path) -> LoraConfig:
-    """Return the section `policy.lora` that describes an adapter: of peft's, or of a run's weights or checkpoint.
-
-    Raises:
-        ConfigurationError: It cannot be read, or is none that this project's can be.
-    """
+    """Return the section `policy.lora` that describes an adapter: of peft's, or of a run's weights or checkpoint."""
     folder = folder_of_peft(folder)
     if holds_megatron_weights(folder):
         return _checked({**section_of_checkpoint(folder), "path": None}, folder)

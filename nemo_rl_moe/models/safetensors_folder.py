@@ -47,10 +47,6 @@ class SafetensorsFolder:
 
     Attributes:
         without_entry: File of each tensor that the index does not name.
-
-    Raises:
-        ConfigurationError: The folder cannot be read, the index is damaged or names a file that is not a complete
-            safetensors file of this folder, or a file does not match the index.
     """
 
     def __init__(self, folder: Path):

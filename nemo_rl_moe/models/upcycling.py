@@ -98,11 +98,7 @@ class ExpertShape:
 
 
 def check_family(config_json: Mapping[str, Any]) -> None:
-    """Check that a model has a Mixture-of-Experts counterpart.
-
-    Raises:
-        ConfigurationError: It has none, or is such a model.
-    """
+    """Check that a model has a Mixture-of-Experts counterpart."""
     model_type = config_json.get("model_type")
     if model_type in _COUNTERPARTS:
         return
@@ -155,11 +151,7 @@ def left_out(held: SafetensorsFolder) -> dict[str, str]:
 
 
 def check_tensors(held: SafetensorsFolder, hf_config: Any) -> None:
-    """Check that a folder holds the tensors of a dense model, and no others but those of `left_out`.
-
-    Raises:
-        ConfigurationError: A tensor is missing, has no place, or has another shape or a type that is not read.
-    """
+    """Check that a folder holds the tensors of a dense model, and no others but those of `left_out`."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -238,7 +230,6 @@ class Upcycling:
             files: Contents of the small files, by name.
 
         Raises:
-            ConfigurationError: A weight is no finite number, or is none in the new model's format.
             OSError: A file cannot be read, or the disk did not take it.
         """
         folder.mkdir(parents=True)

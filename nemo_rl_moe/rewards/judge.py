@@ -41,9 +41,6 @@ class Judge:
 
     A reply may end with `8/10` or `8 out of 10`, where 10 are the full marks; out of another number it is no mark.
     `env.reward.timeout_s` limits all attempts of a response together, with the waits between them.
-
-    Raises:
-        ConfigurationError: A setting cannot be used.
     """
 
     def __init__(self, config: JudgeConfig):
@@ -105,12 +102,7 @@ class Judge:
         raise JudgeError(f"{self._address}: {problem}")
 
     def _reply(self, body: str) -> str:
-        """Return the text of a reply.
-
-        Raises:
-            OSError: The endpoint refused, or cannot be reached; HTTPError where it said why.
-            ValueError: What came is no chat completion.
-        """
+        """Return the text of a reply."""
         headers = {"Content-Type": "application/json"}
         if self._key_env is not None:
             headers["Authorization"] = f"Bearer {os.environ.get(self._key_env, '')}"

@@ -32,9 +32,6 @@ class MathReward:
     The reward is 1 for the same value and 0 otherwise; a response without mathematics is wrong. Of several boxes the
     last counts, with boxes before it that only a comma, "and" or "or" separates from it. Where the answer is the letter
     of a choice, "The answer is B." states it too. Words are compared as texts, whatever their case.
-
-    Raises:
-        ConfigurationError: The library is missing.
     """
 
     def __init__(self) -> None:

@@ -26,9 +26,6 @@ class ReasoningGymReward:
 
     The record needs `answer` and `metadata` as the task made them. A verifier gives part of a score for, say, a text
     that merely contains the answer; only a full score is right.
-
-    Raises:
-        ConfigurationError: There is no such task, or it refuses its parameters.
     """
 
     def __init__(self, config: ReasoningGymConfig):
@@ -65,9 +62,6 @@ def draw_items(config: ReasoningGymConfig, num_items: int, seed: int) -> Sampled
 
     Args:
         seed: Items of one seed are others than those of any other seed, but for chance.
-
-    Raises:
-        ConfigurationError: There is no such task, it refuses its parameters, or it cannot make an item.
     """
     most = DRAWS_PER_ITEM * num_items + SPARE_DRAWS
     task = make_task(config, seed=SEED_STRIDE * seed, size=most)
@@ -90,11 +84,7 @@ def draw_items(config: ReasoningGymConfig, num_items: int, seed: int) -> Sampled
 
 
 def make_task(config: ReasoningGymConfig, seed: int = 0, size: int = 1) -> Any:
-    """Make a data set of the library.
-
-    Raises:
-        ConfigurationError: The library is missing, there is no such task, or it refuses its parameters.
-    """
+    """Make a data set of the library."""
     try:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS

@@ -61,11 +61,7 @@ def answer_in(response: str, answer_after: str | None) -> str:
 
 
 def make_reward_function(reward: WorkerRewardConfig, env: EnvironmentConfig) -> RewardFunction:
-    """Make the reward function that a checked configuration describes.
-
-    Raises:
-        ConfigurationError: A library, a task, a parameter, a module or a function is missing or wrong.
-    """
+    """Make the reward function that a checked configuration describes."""
     names = tuple(env.reward_weights or ()) if reward.may_name_rewards else ()
     return AnswerReward(_made(reward), reward.answer_after, env.score_truncated, names)
 

@@ -26,9 +26,6 @@ class CallableReward:
     several rewards by name, a dict, of which the first says so in the same way. Or it returns a pair of either and a
     bool that says whether the response is right. The score must depend on the item alone: which worker gets a response,
     and in which order, is not defined.
-
-    Raises:
-        ConfigurationError: There is no such function, it is a class, or it does not take one argument.
     """
 
     def __init__(self, config: CallableConfig):
@@ -54,9 +51,6 @@ def as_score(key: str, result: object) -> Score:
     Args:
         key: That names the function, for the error message.
         result: A number, or a dict of numbers by name, or a pair of either and a bool.
-
-    Raises:
-        TypeError: It is something else.
     """
     is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], bool | np.bool_)
     reward: Any = result[0] if isinstance(result, tuple) and is_pair else result

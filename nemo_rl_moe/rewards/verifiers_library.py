@@ -26,12 +26,7 @@ _OWN_LEVEL = "VF_LOG_LEVEL"
 
 
 def load_verifiers(driver: VerifiersConfig) -> Any:
-    """Return an environment of the library; the same for the same name and arguments.
-
-    Raises:
-        ConfigurationError: The library is missing or another release, there is no such environment, or it cannot be
-            made.
-    """
+    """Return an environment of the library; the same for the same name and arguments."""
     return _loaded(driver.id, json.dumps(driver.arguments, sort_keys=True, default=str))
 
 
@@ -39,15 +34,15 @@ def load_verifiers(driver: VerifiersConfig) -> Any:
 def _loaded(name: str, text: str) -> Any:
     arguments = json.loads(text)
     library = _library()
-    module = _module_name(name)
-    _search_working_folder()
+    module = module_of(name)
+    search_working_folder()
     try:
         with _signals_kept(), _quiet():
             environment = library.load_environment(name, **arguments)
     except Exception as error:  # of the environment's own code, in the library's words
         cause = error.__cause__ or error
         if isinstance(cause, ModuleNotFoundError) and cause.name == module:
-            raise ConfigurationError(_unknown(name, module)) from error
+            raise ConfigurationError(unknown(name, "load_environment")) from error
         if isinstance(cause, AttributeError) and "load_environment" in str(cause):
             raise ConfigurationError(
                 f"{_KEY}: got {name!r}: the module {module} has no function load_environment"
@@ -71,9 +66,6 @@ def verifiers_rows(driver: VerifiersConfig, *, trains: bool, num_items: int | No
         trains: Those to train on, not those to evaluate with.
         num_items: Most of them; None: all.
         seed: Of their order.
-
-    Raises:
-        ConfigurationError: As `load_verifiers`; or it has no data.
     """
     environment = load_verifiers(driver)
     get = environment.get_dataset if trains else environment.get_eval_dataset
@@ -88,11 +80,7 @@ def verifiers_rows(driver: VerifiersConfig, *, trains: bool, num_items: int | No
 
 
 def _library() -> Any:
-    """Import the library.
-
-    Raises:
-        ConfigurationError: It is missing, or a release with environments of another kind.
-    """
+    """Import the library."""
     try:
         import verifiers
     except ImportError as error:
@@ -103,17 +91,21 @@ def _library() -> Any:
     except (AttributeError, ImportError) as error:
         raise ConfigurationError(
             f"env.driver.kind: verifiers {importlib.metadata.version('verifiers')} has no load_environment ({error}),"
-            f" expected a release from 0.2 up to below 0.4; {_INSTALL}"
+            f" expected a release from 0.2 up to below 0.4; {_INSTALL}; tasksets of later ones are of kind verifiers_v1"
         ) from error
     if _OWN_LEVEL not in os.environ:
         logging.getLogger("verifiers").setLevel(logging.CRITICAL)  # failed rollouts are reported and counted here
     return verifiers
 
 
-def _unknown(name: str, module: str) -> str:
-    """Return what to say of an environment that is not there."""
-    installed = _installed()
-    beside = [path.stem for path in Path.cwd().glob("*.py") if "load_environment" in path.read_text(errors="replace")]
+def unknown(name: str, mark: str) -> str:
+    """Return what to say of an environment that is not there.
+
+    Args:
+        mark: Word in each module that has one.
+    """
+    module, installed = module_of(name), _installed()
+    beside = [path.stem for path in Path.cwd().glob("*.py") if mark in path.read_text(errors="replace")]
     known = sorted({*installed, *beside})
     there = ", ".join(known) or "none"
     return (
@@ -134,12 +126,13 @@ def _installed() -> list[str]:
     )
 
 
-def _module_name(name: str) -> str:
+def module_of(name: str) -> str:
+    """Return the module of an environment, which is installed or in the working folder."""
     return name.replace("-", "_").split("/")[-1]
 
 
-def _search_working_folder() -> None:
-    # A program that pip has installed does not search the folder that it is started in; the module is likely there.
+def search_working_folder() -> None:
+    """Find modules in the folder that the command is started in, which a program that pip has installed does not."""
     working_folder = str(Path.cwd())
     if working_folder not in sys.path and "" not in sys.path:
         sys.path.append(working_folder)

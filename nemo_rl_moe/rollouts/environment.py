@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Environments: they drive a trajectory from its prompt to its reward, in one turn or several."""
 
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from numbers import Real
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
@@ -30,7 +30,7 @@ from nemo_rl_moe.rewards.interface import (
 )
 from nemo_rl_moe.rollouts.conversation import Conversation
 from nemo_rl_moe.rollouts.growing_sequence import GrowingSequence, GrowingSequences
-from nemo_rl_moe.rollouts.places import HeldPlaces, Place, WaitAside
+from nemo_rl_moe.rollouts.running import RunningTrajectory
 from nemo_rl_moe.rollouts.trajectory import KEPT_MASS, FinishReason, Trajectory
 from nemo_rl_moe.rollouts.transcript import Transcript
 from nemo_rl_moe.runs.folder.conversations import Outcome, ToolUse
@@ -40,16 +40,11 @@ CACHED_TOKENS = "mean_cached_tokens_per_sample"
 
 Decode = Callable[[Sequence[int]], str]
 Encode = Callable[[str], Sequence[int]]
-SubmitRequest = Callable[[GenerationRequest], Awaitable[GeneratedSequence]]
-SubmitItem = Callable[[ScoringItem], Awaitable[Score]]
+Place = TypeVar("Place")
 
 _TAIL_TOKENS = 16
 _RESPONSE, _SCORE = "a response", "a score"
 _ONE_AT_A_TIME = "a session does one thing at a time: await each before the next"
-
-
-async def _awaited(what: Coroutine[Any, Any, Place]) -> Place:
-    return await what
 
 
 @dataclass(frozen=True)
@@ -81,15 +76,12 @@ class Session:
         sampling: How tokens are sampled.
         seed: Of the first response; later ones have seeds that follow from it.
         max_tokens: Most tokens of the whole sequence.
-        submit_request: Has one sequence continued.
-        submit_item: Has one response scored by the reward function that the configuration names.
+        trajectory: Has sequences continued and responses scored.
         decode: From token ids to text.
         encode: From text to token ids, special tokens in the text included.
         reward_weights: Of each named reward; None where a score is one number.
         model_inputs: Further inputs of the model; an environment may add some between turns.
         continuation: Renders messages that are appended; None: there is no chat template.
-        wait_aside: Awaits something for which other trajectories are not kept waiting, such as a free process.
-        places: Those that trajectories of the same loop hold.
         metrics: Further numbers, logged as means over trajectories; they stay where the trajectory fails.
     """
 
@@ -98,15 +90,12 @@ class Session:
     sampling: SamplingParameters
     seed: int
     max_tokens: int
-    submit_request: SubmitRequest
-    submit_item: SubmitItem
+    trajectory: RunningTrajectory
     decode: Decode
     encode: Encode
     reward_weights: Mapping[str, float] | None = None
     model_inputs: dict[str, ModelInput] = field(default_factory=dict)
     continuation: Continuation | None = None
-    wait_aside: WaitAside = _awaited
-    places: HeldPlaces = field(default_factory=HeldPlaces)
     metrics: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -129,16 +118,21 @@ class Session:
         self._kept_mass: list[float] = []
         self._num_cached: int | None = None
 
-    def place(
+    @asynccontextmanager
+    async def place(
         self, take: Callable[[], Coroutine[Any, Any, Place]], give_back: Callable[[Place], object]
-    ) -> AbstractAsyncContextManager[Place]:
+    ) -> AsyncIterator[Place]:
         """Hold one of few places inside, such as a free process, for which trajectories wait.
 
         Args:
             take: Waits for one; cancelled, it has none.
             give_back: Gives it to the next.
         """
-        return self.places.held(take, give_back, self.wait_aside)
+        place = await self.trajectory.wait_aside(take())
+        try:
+            yield place
+        finally:
+            give_back(place)
 
     @property
     def num_tokens(self) -> int:
@@ -176,9 +170,8 @@ class Session:
             why = self._overlong or f"at {self.max_tokens} tokens"
             raise ValueError(f"{self.prompt.sample_id}: the trajectory is full, {why}")
         sequence, asked_s = self._sequences.last, self._transcript.now_s()
-        # Not by `continue_sequence`: the way of a request stays one that can be followed.
         with self._asking(_RESPONSE):
-            found = await self.submit_request(self._request(sequence, room))
+            found = await self.trajectory.generate(self._request(sequence, room))
         turn = self._add_response(sequence, found, asked_s, is_truncated=found.is_truncated)
         self._conversation.add_to_turn(turn.token_ids, is_sampled=True)
         return turn
@@ -230,7 +223,7 @@ class Session:
         asked_s, most = self._transcript.now_s(), min(room, self.sampling.max_new_tokens)
         is_short = wanted is not None and wanted < most
         with self._asking(_RESPONSE):
-            found = await self.submit_request(self._request(sequence, min(most, wanted or most)))
+            found = await self.trajectory.generate(self._request(sequence, min(most, wanted or most)))
         return self._add_response(sequence, found, asked_s, is_truncated=found.is_truncated and not is_short)
 
     def _request(self, sequence: GrowingSequence, room: int) -> GenerationRequest:
@@ -385,7 +378,7 @@ class Session:
             prompt.sample_id, prompt.text, text, last.is_truncated, prompt.record, environment=prompt.environment
         )
         with self._asking(_SCORE):
-            return await self.submit_item(item)
+            return await self.trajectory.score(item)
 
     def reward(self, amount: float) -> None:
         """Give a reward for the last response; several add up. The trajectory's reward is their sum and its score.
@@ -494,11 +487,8 @@ def _is_metric(named: tuple[str, Any]) -> bool:
 
 
 def _checked_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics of a user's own as plain numbers: of a list, a mean over all trajectories would pass for one.
-
-    Raises:
-        TypeError: One is not a number.
-    """
+    """Return the metrics of a user's own as plain numbers."""
+    # Of a list, a mean over all trajectories would pass for one.
     for name, value in metrics.items():
         if not _is_metric((name, value)):
             raise TypeError(f"session.finish: the metric {name!r} is {described(value)}, expected a number")

@@ -49,11 +49,7 @@ class FaultWatch:
         self._failed_in_a_row = 0
 
     def observe(self, trajectories: Sequence[Trajectory]) -> None:
-        """Look at the trajectories of the next generation.
-
-        Raises:
-            RewardWorkersFailedError: It is one too many of which no response could be scored.
-        """
+        """Look at the trajectories of the next generation."""
         failed = [trajectory for trajectory in trajectories if trajectory.fault is not None]
         for trajectory in failed:
             self._report_first_of_its_kind(trajectory)

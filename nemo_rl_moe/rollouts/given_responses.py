@@ -3,65 +3,86 @@
 """Responses that the records of prompts hold, as a source of trajectories that nobody samples."""
 
 from collections.abc import Iterable, Mapping
+from itertools import islice
 
 import numpy as np
-import torch
 
-from nemo_rl_moe.config.schema_grpo import GRPOConfig
 from nemo_rl_moe.data.encoding import most_characters
 from nemo_rl_moe.data.prompts import Prompt, prompt_inputs
 from nemo_rl_moe.distributed.batch import ModelInput
 from nemo_rl_moe.errors import DataError, counted
-from nemo_rl_moe.generation.interface import SamplingParameters, TokenIds
+from nemo_rl_moe.generation.interface import TokenIds
 from nemo_rl_moe.metrics import PhaseClock
-from nemo_rl_moe.rollouts.failed_responses import FailureRule
-from nemo_rl_moe.rollouts.source import PromptRounds, RolloutGroups, SynchronousSource
+from nemo_rl_moe.rollouts.runner import RolloutRunner
+from nemo_rl_moe.rollouts.source import PromptRounds, RolloutGroups, SourceState
 from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED, TokenSequence, Trajectory
-from nemo_rl_moe.rollouts.worker import RolloutWorker
 
 
-class GivenResponses(SynchronousSource):
+class GivenResponses:
     """A `RolloutSource` whose trajectories are prompts with the response of their record, one of each prompt.
 
     What is beyond a sequence's limit is cut off.
 
     Args:
-        config: The `grpo` section.
-        worker: Its engine answers validations alone.
-        rounds: As of `SynchronousSource`.
-        sampling: As of `SynchronousSource`.
-        failures: As of `SynchronousSource`.
+        runner: Its engine answers validations alone.
+        rounds: The prompts of each epoch, at least one round.
+        num_epochs: Number of epochs.
         response_key: Key of a record that holds its response.
         end: The token at which generation would have ended a response; empty: none.
+        batches_taken: Rounds after which the run goes on.
     """
 
     def __init__(
         self,
-        config: GRPOConfig,
-        worker: RolloutWorker,
+        runner: RolloutRunner,
         rounds: PromptRounds,
-        sampling: SamplingParameters,
-        failures: FailureRule,
+        num_epochs: int,
         response_key: str,
         end: TokenIds,
+        batches_taken: int = 0,
     ):
-        super().__init__(
-            config, worker, rounds, sampling, failures, lambda found: torch.ones(len(found), dtype=torch.bool)
-        )
-        self._end, self._response_key = end, response_key
+        self._runner, self._end, self._response_key = runner, end, response_key
+        self._steps_per_epoch, self._taken = len(rounds), batches_taken
+        first_epoch, first_round = divmod(batches_taken, len(rounds))
+        all_rounds = (prompts for epoch in range(first_epoch, num_epochs) for prompts in rounds.epoch(epoch))
+        self._rounds = islice(all_rounds, first_round, None)
+        # One round ahead, so that a loop knows its last step when it comes.
+        self._next_round = next(self._rounds, None)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps of one pass over the prompts."""
+        return self._steps_per_epoch
+
+    @property
+    def is_used_up(self) -> bool:
+        """True when no prompts are left."""
+        return self._next_round is None
 
     def next(self, step: int, clock: PhaseClock) -> RolloutGroups:
         """Return the next round of prompts with their responses."""
-        self._worker.engine.sleep()  # a validation may have woken it
-        prompts = self._take()
+        self._runner.engine.sleep()  # a validation may have woken it
+        prompts, self._next_round = self._next_round, next(self._rounds, None)
+        assert prompts is not None
+        self._taken += 1
         pairs = zip(prompts, prompt_inputs(prompts), strict=True)
         trajectories = [self._trajectory(prompt, inputs) for prompt, inputs in pairs]
-        return RolloutGroups(trajectories, [], num_generations=1, num_rounds=1, num_filled=0)
+        return RolloutGroups(trajectories, [], num_generations=1, num_filled=0)
+
+    def update_pending(self, step: int) -> None:
+        """Do nothing: nothing is generated."""
+
+    def updated(self, step: int) -> None:
+        """Do nothing."""
+
+    def state(self, step: int) -> SourceState:
+        """Return the rounds of prompts that have been taken, of all epochs."""
+        return SourceState(self._taken)
 
     def _trajectory(self, prompt: Prompt, inputs: Mapping[str, ModelInput]) -> Trajectory:
         text = prompt.record[self._response_key]
-        whole = [*prompt.token_ids, *self._worker.encode(text[: most_characters(self._worker.max_tokens)]), *self._end]
-        token_ids = np.array(whole[: self._worker.max_tokens], dtype=np.int64)
+        whole = [*prompt.token_ids, *self._runner.encode(text[: most_characters(self._runner.max_tokens)]), *self._end]
+        token_ids = np.array(whole[: self._runner.max_tokens], dtype=np.int64)
         sequence = TokenSequence(
             token_ids=token_ids,
             loss_mask=np.arange(len(token_ids)) >= len(prompt.token_ids),
@@ -86,11 +107,7 @@ _MOST_NAMED = 3
 
 
 def check_given_responses(prompts: Iterable[Prompt], response_key: str) -> None:
-    """Check that each record has a response.
-
-    Raises:
-        DataError: Some have none, or one that is no text or an empty one; names the first.
-    """
+    """Check that each record has a response."""
     without = [
         prompt.sample_id
         for prompt in prompts

@@ -46,11 +46,7 @@ class RolloutFunction:
 
 
 def load_rollout_function(reference: str) -> RolloutFunction:
-    """Return the environment that a coroutine function of the user's own is.
-
-    Raises:
-        ConfigurationError: There is no such function, or it is something else.
-    """
+    """Return the environment that a coroutine function of the user's own is."""
     function = import_attribute(ROLLOUT_KEY, reference, form="package.module:function")
     if not inspect.iscoroutinefunction(function):
         raise ConfigurationError(

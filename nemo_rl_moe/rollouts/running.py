@@ -1,87 +1,137 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Trajectories that run: the task of each, what it waits for, and the steps that count for its time."""
+"""Running trajectories: their tasks, their waiting, and their limit in time."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from contextvars import ContextVar, copy_context
-from typing import Any, Literal, TypeVar
+import inspect
+import sysconfig
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
-from nemo_rl_moe.rewards.interface import Fault
-from nemo_rl_moe.rollouts.environment import Session
+import numpy as np
+
+from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
+from nemo_rl_moe.rewards.interface import Fault, Score, ScoringItem
 from nemo_rl_moe.rollouts.trajectory import Trajectory
-from nemo_rl_moe.rollouts.trajectory_timer import ThreadTime, TrajectoryTimer
 
+if TYPE_CHECKING:
+    from nemo_rl_moe.rollouts.environment import Session
+
+TIMEOUT_KEY = "env.rollout_timeout_s"
 Result = TypeVar("Result")
+RunningCode = Coroutine[Any, Any, Trajectory]
 WaitsFor = Literal["generation", "rewards", "a process"]
-_TIMER: ContextVar[TrajectoryTimer] = ContextVar("timer of a trajectory")
+_NOT_A_USERS = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]))
+
+
+class Answers(Protocol):
+    """Answers what trajectories ask for: the runner, or in another process the connection to it."""
+
+    async def generate(self, request: GenerationRequest) -> GeneratedSequence:
+        """Continue one sequence of a trajectory."""
+        ...
+
+    async def score(self, item: ScoringItem, place: int) -> Score:
+        """Score one response of the trajectory with this place."""
+        ...
 
 
 class RunningTrajectory:
-    """One trajectory from its start to its end.
-
-    Its task starts in a context of its own, which the tasks that it starts inherit.
+    """One attempt at a trajectory, from its start to its end.
 
     Args:
-        session: Its session.
-        timer: Its time.
-        coroutine: Its code.
+        answers: Has it generated and scored.
+        place: Its number, by which an engine in lockstep sorts requests.
         note_change: Called when it ends, begins to wait or has its answer.
+        note_sequence: Called with each of its sequences.
 
     Attributes:
-        task: Runs its code.
-        waits_for: What it waits for now; None: it runs, or waits for something of its own.
+        task: Runs its code; set by `start`.
+        waits_for: Kind of the answer that it waits for. None while its code runs or awaits anything else.
+        seen_at: Line of its code in another process; None if it runs in this one.
     """
+
+    task: "asyncio.Task[Trajectory]"
 
     def __init__(
         self,
-        session: Session,
-        timer: TrajectoryTimer,
-        coroutine: Coroutine[Any, Any, Trajectory],
+        answers: Answers,
+        place: int,
         note_change: Callable[[], None],
+        note_sequence: Callable[[GeneratedSequence], object] = lambda sequence: None,
     ):
-        self.timer = timer
-        self._session, self._note_change = session, note_change
+        self._answers, self._place = answers, place
+        self._note_change, self._note_sequence = note_change, note_sequence
         self.waits_for: WaitsFor | None = None
+        self.seen_at: str | None = None
+        self.label = ""
         self._asking: asyncio.Task[Any] | None = None
         self._failed: Trajectory | None = None
         self._error: BaseException | None = None
-        context = copy_context()
-        context.run(_TIMER.set, timer)
-        self.task = asyncio.get_running_loop().create_task(coroutine, context=context)
-        self.task.add_done_callback(self._end)
+        self._timeout_s: float | None = None
+        self._own_s, self._since = 0.0, 0.0
+        self._alarm: asyncio.TimerHandle | None = None
 
-    async def wait_for(
-        self, what: WaitsFor, answer: Coroutine[Any, Any, Result], then: Callable[[Result], object] = lambda found: None
-    ) -> Result:
-        """Wait for an answer of the engine or of the reward function, or for a process, whose errors end the run.
+    def start(
+        self,
+        session: "Session",
+        label: str,
+        coroutine: RunningCode,
+        timeout_s: float | None = None,
+        steps: Callable[[RunningCode], RunningCode] = lambda coroutine: coroutine,
+    ) -> None:
+        """Start its code, which asks for sequences and scores by the session.
 
         Args:
-            what: Kind of the answer.
-            answer: Brings it.
-            then: Called with it.
+            label: Its name in messages.
+            timeout_s: Maximum seconds, without waiting for answers. None for no limit.
+            steps: Wraps the coroutine whose steps something observes.
         """
-        if self.has_ended:  # a task that it has left behind
+        self._session, self.label, self._coroutine, self._timeout_s = session, label, coroutine, timeout_s
+        self.task = asyncio.get_running_loop().create_task(steps(coroutine))
+        self.task.add_done_callback(self._end)
+        self._start_time()
+
+    async def generate(self, request: GenerationRequest) -> GeneratedSequence:
+        """Continue one sequence."""
+        found = await self._wait_for("generation", self._answers.generate(replace(request, place=self._place)))
+        self._note_sequence(found)
+        return found
+
+    async def score(self, item: ScoringItem) -> Score:
+        """Score one response."""
+        return await self._wait_for("rewards", self._answers.score(item, self._place))
+
+    async def wait_aside(self, process: Coroutine[Any, Any, Result]) -> Result:
+        """Await something for which other trajectories are not kept waiting, such as a free process."""
+        return await self._wait_for("a process", process)
+
+    async def _wait_for(self, what: WaitsFor, answer: Coroutine[Any, Any, Result]) -> Result:
+        """Wait for an answer whose errors end the run."""
+        if not self.has_ended:
+            self._stop_time()
+        if self.has_ended:  # an abandoned task
             answer.close()
             raise asyncio.CancelledError
         self.waits_for, self._asking = what, asyncio.current_task()
         self._note_change()
         try:
-            with self.timer.waits_for_others():
-                found = await answer
+            return await answer
         except Exception as error:
             self._error = error
             raise
         finally:
             self.waits_for = self._asking = None
+            self._start_time()
             self._note_change()
-        then(found)
-        return found
 
     @property
     def has_ended(self) -> bool:
-        """Return whether its trajectory is there."""
-        return self._failed is not None or (self.task.done() and not self.timer.is_over)
+        """Return whether the trajectory has ended."""
+        return self._failed is not None or self.task.done()
 
     @property
     def has_failed(self) -> bool:
@@ -93,11 +143,21 @@ class RunningTrajectory:
         """Return whether it has neither ended nor waits for the engine, the reward function or a free process."""
         return not self.has_ended and self.waits_for is None
 
-    def expire(self, reason: str) -> None:
-        """End it as it is now, as it has taken too long; its code is cancelled, and not waited for."""
-        self._failed = self._session.failed(Fault.TIMEOUT, reason, truncated_by="time")
-        self.task.cancel()
-        self._end(self.task)
+    @property
+    def seconds(self) -> float:
+        """Return the seconds in which its code ran or awaited something else than an answer."""
+        is_counted = self.waits_for is None and not self.has_ended
+        return self._own_s + (asyncio.get_running_loop().time() - self._since if is_counted else 0.0)
+
+    @property
+    def time_of_limit(self) -> str:
+        """Return its seconds and their limit, for messages."""
+        limit = "" if self._timeout_s is None else f" of {self._timeout_s:g}"
+        return f"{self.seconds:.0f}{limit} s"
+
+    def where(self) -> str:
+        """Return the line of its code at which it waits, such as `tools.py:41 in look_up`."""
+        return self.seen_at or where_in(self._coroutine)
 
     def check(self) -> None:
         """Raise the error of the engine or of the reward function, or another one that ends the run."""
@@ -108,51 +168,113 @@ class RunningTrajectory:
 
     @property
     def trajectory(self) -> Trajectory:
-        """Return what has come of it; when it has ended."""
+        """Return the trajectory, once it has ended."""
         return self._failed if self._failed is not None else self.task.result()
 
+    def leave_out(self, seconds: float) -> None:
+        """Do not count time in which the engine computed in the thread of its code."""
+        self._own_s -= seconds
+        self._stop_time()
+        self._start_time()
+
+    def _start_time(self) -> None:
+        self._since = asyncio.get_running_loop().time()
+        if self._timeout_s is not None and not self.has_ended:
+            left_s = self._timeout_s - self._own_s
+            self._stop_alarm()
+            self._alarm = asyncio.get_running_loop().call_later(max(left_s, 0.0), self._expire)
+
+    def _stop_time(self) -> None:
+        self._own_s += asyncio.get_running_loop().time() - self._since
+        self._stop_alarm()
+        if self._timeout_s is not None and self._own_s > self._timeout_s:  # in code that does not await
+            self._expire()
+
+    def _expire(self) -> None:
+        """End it as it is now, as it has taken too long; its code is cancelled, and not waited for."""
+        if self.has_ended:
+            return
+        reason = f"took longer than {TIMEOUT_KEY}={self._timeout_s:g} (at {self.where()})"
+        self._failed = self._session.failed(Fault.TIMEOUT, reason, truncated_by="time")
+        self.task.cancel()
+        self._end(self.task)
+
+    def _stop_alarm(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+
     def _end(self, task: "asyncio.Task[Trajectory]") -> None:
-        if self._asking is not None and self._asking is not task:  # a task that it has left behind
+        self._stop_alarm()
+        if self._asking is not None and self._asking is not task:  # an abandoned task
             self._asking.cancel()
         if task.done() and not task.cancelled():
-            task.exception()  # otherwise asyncio reports one that nobody has asked for
+            task.exception()  # otherwise asyncio reports it as never retrieved
         self._note_change()
 
 
-class _CountedSteps(Coroutine[Any, Any, Result]):
-    """A coroutine whose steps count for a trajectory."""
-
-    def __init__(self, coroutine: Coroutine[Any, Any, Result], thread: ThreadTime, timer: TrajectoryTimer):
-        self._coroutine, self._time, self._timer = coroutine, thread, timer
-
-    def send(self, value: Any) -> Any:
-        with self._time.step_of(self._timer):
-            return self._coroutine.send(value)
-
-    def throw(self, *error: Any) -> Any:
-        with self._time.step_of(self._timer):
-            return self._coroutine.throw(*error)
-
-    def close(self) -> None:
-        self._coroutine.close()
-
-    def __await__(self) -> Any:
-        return self._coroutine.__await__()
-
-
-def task_factory(thread: ThreadTime) -> Callable[..., "asyncio.Task[Any]"]:
-    """Return a factory of tasks whose steps count for the trajectory that starts them; a loop uses it for all tasks.
+class RetriedTrajectory:
+    """A trajectory in one attempt, or in several if attempts fail; each is a fresh session.
 
     Args:
-        thread: Time of the loop's thread.
+        begin: Starts an attempt, counted from 0.
+        num_attempts: Most attempts.
+
+    Attributes:
+        attempts: All attempts so far; the last one counts.
     """
 
-    def make(
-        loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Result], **options: Any
-    ) -> "asyncio.Task[Result]":
-        context = options.get("context")
-        timer = (copy_context() if context is None else context).get(_TIMER)
-        counted = coroutine if timer is None else _CountedSteps(coroutine, thread, timer)
-        return asyncio.Task(counted, loop=loop, **options)
+    def __init__(self, begin: Callable[[int], RunningTrajectory], num_attempts: int):
+        self._begin, self._num_attempts = begin, num_attempts
+        self.attempts = [begin(0)]
 
-    return make
+    def look_after(self) -> None:
+        """Start the next attempt if the last one has failed and another is allowed.
+
+        Raises:
+            Exception: That of the engine, of the reward function, or of an environment that is no user's function.
+        """
+        last = self.attempts[-1]
+        last.check()
+        if last.has_failed and len(self.attempts) < self._num_attempts:
+            self.attempts.append(self._begin(len(self.attempts)))
+
+    @property
+    def has_ended(self) -> bool:
+        """Return whether the last attempt has ended."""
+        return self.attempts[-1].has_ended
+
+    @property
+    def trajectory(self) -> Trajectory:
+        """Return the result of the last attempt, when it has ended."""
+        found = self.attempts[-1].trajectory
+        return replace(found, num_retries=len(self.attempts) - 1) if len(self.attempts) > 1 else found
+
+
+def seed_of_attempt(seed: int, attempt: int) -> int:
+    """Return a trajectory's own seed for its first attempt; for later ones, numbers that no other trajectory has."""
+    if attempt == 0:
+        return seed
+    return int(np.random.SeedSequence([seed, 0, attempt]).generate_state(1, np.uint64)[0])
+
+
+def where_in(coroutine: object) -> str:
+    """Return the innermost line of a user's code at which a coroutine waits."""
+    frames: list[FrameType] = []
+    while inspect.iscoroutine(coroutine) and coroutine.cr_frame is not None:
+        frames.append(coroutine.cr_frame)
+        coroutine = coroutine.cr_await
+    return innermost((each.f_code.co_filename, each.f_lineno, each.f_code.co_name) for each in reversed(frames))
+
+
+def innermost(frames: Iterable[tuple[str, int | str, str]]) -> str:
+    """Name the first frame whose file is neither Python's nor this package's nor an installed one's.
+
+    Args:
+        frames: File, line and function of each, from the innermost on.
+    """
+    all_frames = list(frames)
+    own = [each for each in all_frames if not each[0].startswith(_NOT_A_USERS) and "site-packages" not in each[0]]
+    if not all_frames:
+        return "its end"
+    filename, line, function = (own or all_frames)[0]
+    return f"{Path(filename).name}:{line} in {function}"

@@ -161,11 +161,7 @@ class ToolConversation:
             )
 
     def _checked(self, call: ParsedCall, tools: Tools) -> tuple[str, dict[str, object]]:
-        """Return name and arguments of a call that can be made.
-
-        Raises:
-            ArgumentError: It cannot be; the message tells the model how to call.
-        """
+        """Return name and arguments of a call that can be made."""
         if isinstance(call, MalformedCall):
             raise ArgumentError(f"this call cannot be read: {call.problem}; expected the form {self._format.example}")
         tool = tools.get(call.name)

@@ -83,7 +83,6 @@ def training_batch(
 
     Args:
         trajectories: In the order of the advantages.
-        advantages: As of `advantage_column`.
         pad_token_id: What stands after a sequence's end.
         leave_out_truncated: Train on no token of a trajectory that was truncated at a limit (DAPO's overlong
             filtering).

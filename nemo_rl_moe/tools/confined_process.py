@@ -122,11 +122,9 @@ def _hide_files(libc: ctypes.CDLL, program: str) -> None:
 
 
 def _refuse_sockets_of_the_machine(libc: ctypes.CDLL) -> None:
-    """Let calls fail that make sockets of other families than IP, or memory that no limit counts.
-
-    Servers of the machine listen at sockets in the file system; datagrams reach them from a pair of sockets too, so
-    that pairs of streams alone stay.
-    """
+    """Let calls fail that make sockets of other families than IP, or memory that no limit counts."""
+    # Servers of the machine listen at sockets in the file system; datagrams reach them from a pair of sockets too, so
+    # that pairs of streams alone stay.
     machine = platform.machine()
     if machine not in _MACHINES or sys.byteorder != "little":
         raise OSError(errno.ENOSYS, f"cannot refuse sockets on {machine}")

@@ -57,9 +57,6 @@ def load_tools(references: Sequence[str], settings: Mapping[str, Mapping[str, ob
     Args:
         references: Names of ready tools, or `package.module:function`.
         settings: Values of keyword-only parameters by the name of the tool.
-
-    Raises:
-        ConfigurationError: A function is missing, or its parameters cannot be told to a model; or a setting is wrong.
     """
     tools: dict[str, Tool] = {}
     for reference in references:
@@ -76,11 +73,7 @@ def load_tools(references: Sequence[str], settings: Mapping[str, Mapping[str, ob
 
 
 def with_servers(tools: Tools, found: Sequence[tuple[McpTool, Callable[..., object]]]) -> Tools:
-    """Return tools with those of servers, each with the function that calls it.
-
-    Raises:
-        ConfigurationError: Two have one name.
-    """
+    """Return tools with those of servers, each with the function that calls it."""
     all_tools = dict(tools)
     for tool, function in found:
         if tool.name in all_tools:
@@ -112,11 +105,7 @@ def _imported(reference: str, settings: Mapping[str, Mapping[str, object]]) -> C
 
 
 def _tool(reference: str, name: str, function: Callable[..., object], settings: Mapping[str, object]) -> Tool:
-    """Return the tool that a function is, with the run's settings.
-
-    Raises:
-        ConfigurationError: A parameter cannot be told to a model, or a setting is missing, unknown or of another type.
-    """
+    """Return the tool that a function is, with the run's settings."""
     signature, hints = inspect.signature(function), _hints(reference, function)
     shown: list[inspect.Parameter] = []
     hidden: dict[str, inspect.Parameter] = {}

@@ -46,10 +46,6 @@ def format_of(tokenizer: "PreTrainedTokenizerBase", name: str | None, run_wide: 
     Args:
         name: Of the format; None: the one that the chat template writes.
         run_wide: The run's names for the chat template.
-
-    Raises:
-        ConfigurationError: There is no such format, or the chat template writes none of those that are known.
-        DataError: The chat template cannot be used.
     """
     named = None if name is None or name.startswith(PREFIX) else _named(name)
     if not tokenizer.chat_template:
@@ -73,11 +69,7 @@ def format_of(tokenizer: "PreTrainedTokenizerBase", name: str | None, run_wide: 
 
 
 def require_definitions(tokenizer: "PreTrainedTokenizerBase", run_wide: TemplateInputs) -> None:
-    """Check that the chat template shows the model what it may call.
-
-    Raises:
-        ConfigurationError: It shows no definitions.
-    """
+    """Check that the chat template shows the model what it may call."""
     if not tokenizer.chat_template:
         raise ConfigurationError(_NO_TEMPLATE)
     render = text_renderer_for(tokenizer, TemplateInputs(kwargs=run_wide.kwargs))
@@ -113,9 +105,6 @@ def require_continuable(
 
     Args:
         stops: Tokens that end a turn.
-
-    Raises:
-        ConfigurationError: The chat template cannot show them.
     """
     written = list(encode(tool_format.example))
     ends = [[]] if written[-1] in stops else [[stop] for stop in stops] or [[]]

@@ -54,9 +54,6 @@ def make_corpus(articles: Path, corpus: Path) -> int:
 
     Args:
         articles: JSONL with the keys `text` and, if there are titles, `title`.
-
-    Raises:
-        DataError: A line has no text, or a file cannot be read or written.
     """
     staging = corpus.with_name(f".{corpus.name}.incomplete")
     staging.unlink(missing_ok=True)

@@ -50,11 +50,7 @@ class McpTool:
 
 
 def describe_servers(servers: Servers) -> list[McpTool]:
-    """Start servers, ask each for its tools, and stop them; once for the same servers.
-
-    Raises:
-        ConfigurationError: The library is missing, a server does not start, or its tools cannot be shown to a model.
-    """
+    """Start servers, ask each for its tools, and stop them; once for the same servers."""
     return list(_described(json.dumps({name: server.model_dump() for name, server in servers.items()})))
 
 
@@ -71,11 +67,7 @@ def _described(text: str) -> tuple[McpTool, ...]:
 
 
 def tools_of(name: str, server: McpServer) -> list[McpTool]:
-    """Return the tools of a server.
-
-    Raises:
-        ConfigurationError: It does not start, or a definition cannot be shown to a model.
-    """
+    """Return the tools of a server."""
     key = f"{SERVERS_KEY}.{name}"
     try:
         tools = server.tools(START_S)

@@ -8,7 +8,6 @@ first, so that a right copy has the trainer's fingerprint in every format.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -18,13 +17,6 @@ from nemo_rl_moe.checksums import checksum_of
 Fingerprints = Mapping[str, str]
 """Shape and checksum of each tensor, by its Hugging Face name."""
 _MOST_NAMED = 4
-
-
-@runtime_checkable
-class FingerprintingEngine(Protocol):
-    def weight_fingerprints(self, number_format: str) -> Sequence[Fingerprints]:
-        """Return the fingerprints of the stored tensors of each copy of the weights, `[copy][name]`."""
-        ...
 
 
 def fingerprint(tensor: Tensor, number_format: str) -> str:

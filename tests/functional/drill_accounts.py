@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nemo_rl_moe.launch.asynchronous import SCHEDULE_FILE
-from nemo_rl_moe.rollouts.asynchronous.saved_queue import FOLDER, JSON_FILE
-from nemo_rl_moe.rollouts.asynchronous.schedule import ScheduledGroup, ScheduledStep, read_schedule
+from nemo_rl_moe.launch.rollouts import SCHEDULE_FILE
+from nemo_rl_moe.rollouts.dispatch.saved_queue import FOLDER, JSON_FILE
+from nemo_rl_moe.rollouts.dispatch.schedule import ScheduledGroup, ScheduledStep, read_schedule
 from tests.functional.drill_records import Logs
 from tests.functional.drill_runs import GROUPS_A_STEP, NUM_PROMPTS
 

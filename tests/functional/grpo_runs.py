@@ -4,16 +4,18 @@
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_moe.rewards.interface import Score, ScoringItem
+from nemo_rl_moe.rewards.interface import ScoringItem
 from nemo_rl_moe.rollouts.environment import Session
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from tests.functional import sft_runs, shared_ray
+from tests.support.golden_user_code import ask_twice
 
 EXEMPLAR = sft_runs.REPOSITORY_ROOT / "examples/configs/grpo_tiny_moe.yaml"
 
@@ -81,28 +83,28 @@ def digits_and_length(item: ScoringItem) -> dict[str, float]:
     }
 
 
-async def ask_twice(session: Session) -> Trajectory:
-    """An environment of two turns: the second question repeats the first answer's first digit."""
-    first = await session.generate()
-    digit = next((character for character in first.text if character.isdigit()), "0")
-    session.append_text(f"{digit}+1=")
-    second = await session.generate()
-    digits = sum(character.isdigit() for character in first.text + second.text)
-    return session.finish(Score(digits / 16, is_correct=digits > 4), {"env/num_digits": float(digits)})
-
-
 HANG_FILE = "hang"
-"""While a file of this name is in the working folder, `ask_twice_or_hang` hangs: "await", "block" or "thread"."""
+"""While a file of this name is in the working folder, `ask_twice_or_hang` does what it names."""
 
 
 async def ask_twice_or_hang(session: Session) -> Trajectory:
-    """`ask_twice`, with a tool that hangs in one of four trajectories."""
+    """`ask_twice`, with a tool that hangs, ends the process or takes all memory in one of four trajectories."""
     hang = Path(HANG_FILE)
     if session.seed % 4 == 0 and hang.exists():
-        how = hang.read_text()
-        if how == "block":
-            time.sleep(3600)
-        await (asyncio.to_thread(time.sleep, 3600) if how == "thread" else asyncio.sleep(3600))
+        match hang.read_text():
+            case "block":
+                while True:
+                    pass
+            case "exits":
+                os._exit(3)
+            case "raises":
+                sys.exit(3)
+            case "allocates":
+                _ = [bytearray(1 << 24) for _ in range(1 << 20)]
+            case "thread":
+                await asyncio.to_thread(time.sleep, 3600)
+            case _:
+                await asyncio.sleep(3600)
     return await ask_twice(session)
 
 

@@ -14,13 +14,13 @@ from nemo_rl_moe.config.schema_run import GENERATION_ROLE
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.worker_group import WorkerGroup
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationEngine, GenerationRequest, SamplingParameters
-from nemo_rl_moe.generation.lockstep import generate_all
 from nemo_rl_moe.generation.registry import EngineSetup
 from nemo_rl_moe.models.hf_files import find_model, load_hf_config
 from nemo_rl_moe.models.megatron.training.megatron_model import MegatronModel
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 from nemo_rl_moe.models.policy.separate_engine import SeparateEngine, start_copies
 from tests.functional import grpo_runs
+from tests.support.all_requests import generate_all
 
 ROUNDING = 5e-6
 """Nats: batches of other sizes, and ranks with other layouts, add up in another order."""

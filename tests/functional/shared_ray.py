@@ -16,6 +16,7 @@ from pathlib import Path
 from unittest import mock
 
 import ray
+from ray.util import placement_group_table
 
 from nemo_rl_moe.cli import main
 from nemo_rl_moe.distributed.local_ray import object_store_bytes, preserved_handlers
@@ -30,10 +31,12 @@ _server: WorkerServer | None = None
 
 
 def start_shared_ray() -> None:
-    """Starts the Ray of this process's tests, unless it runs already."""
+    """Starts the Ray of this process's tests, unless it runs already with all its places free."""
     global _server
     if ray.is_initialized():
-        return
+        if not _reserved_places():
+            return
+        end_shared_ray()  # a test that failed has left a cluster, for whose places all later ones would wait
     _server = WorkerServer()
     # Workers look for modules where a command's would; threads that wait for each other by spinning would take the
     # core from the process that they wait for.
@@ -63,6 +66,11 @@ def end_shared_ray() -> None:
     if _server is not None:
         _server.end()
         _server = None
+
+
+def _reserved_places() -> list[str]:
+    groups = placement_group_table().items()
+    return [group_id for group_id, group in groups if group["state"] != "REMOVED"]
 
 
 def called_here(words: Sequence[str], *, merged: bool = False) -> subprocess.CompletedProcess[str]:

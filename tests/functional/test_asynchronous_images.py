@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from nemo_rl_moe.config.schema_run import GENERATION_ROLE
-from nemo_rl_moe.launch.asynchronous import SCHEDULE_FILE
-from nemo_rl_moe.rollouts.asynchronous.schedule import read_schedule
+from nemo_rl_moe.launch.rollouts import SCHEDULE_FILE
+from nemo_rl_moe.rollouts.dispatch.schedule import read_schedule
 from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, read_metrics
 from tests.functional import grpo_runs, sft_runs, shared_ray, vision_runs
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from nemo_rl_moe.launch.asynchronous import SCHEDULE_FILE
-from nemo_rl_moe.rollouts.asynchronous.schedule import read_schedule
+from nemo_rl_moe.launch.rollouts import SCHEDULE_FILE
+from nemo_rl_moe.rollouts.dispatch.schedule import read_schedule
 from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, read_metrics
 from tests.functional import grpo_runs, sft_runs
 
@@ -124,3 +124,39 @@ def test_a_run_that_goes_on_trains_on_each_prompt_once(tmp_path: Path) -> None:
     positions = [group.position for step in steps for group in step.groups]
     assert sorted(positions) == list(range(16))
     assert max(series(first, "train/staleness/max")) <= 1.0
+
+
+DYNAMIC = {
+    "grpo__use_dynamic_sampling": True,
+    "grpo__dynamic_sampling_max_groups": 12,
+    "grpo__max_num_epochs": 6,
+    "env__reward__function": "tests.support.golden_user_code:has_an_even_digit",
+}
+
+
+def test_dynamic_sampling_replaces_groups_that_run_ahead(tmp_path: Path) -> None:
+    data = grpo_runs.make_prompts(tmp_path / "data", 24)
+    corrected = {"loss_fn__importance_sampling_correction": "truncated"}
+    run_folder = trained(tmp_path / "ahead", data, **ASYNCHRONOUS, **COPY, **DYNAMIC, **corrected)
+    replaced = series(run_folder, "train/rollouts/num_cancelled/uninformative")
+    batches = series(run_folder, "train/dynamic_sampling/num_gen_batches")
+    assert sum(replaced) > 0
+    assert sum(batches) == pytest.approx(len(batches) + sum(replaced) / 4)
+    steps = read_schedule(run_folder / SCHEDULE_FILE)
+    positions = [group.position for step in steps for group in step.groups]
+    assert len(positions) == len({*positions}) == 3 * 4
+    assert max(positions) >= 3 * 4, "other prompts took the places of those that were replaced"
+
+
+@pytest.mark.full
+def test_with_dynamic_sampling_a_run_in_order_goes_on_to_the_bit(tmp_path: Path) -> None:
+    data = grpo_runs.make_prompts(tmp_path / "data", 24)
+    in_order = {**ASYNCHRONOUS, "grpo__rollouts__max_staleness": 0, **DYNAMIC, "grpo__max_num_steps": 4}
+    whole = trained(tmp_path / "whole", data, **in_order)
+    first = trained(
+        tmp_path / "parts", data, **(in_order | {"grpo__max_num_steps": 2, "checkpointing__save_period": 2})
+    )
+    assert [step for step, _ in metrics_of(first)] == [0, 1, 2]
+    second = trained(tmp_path / "parts", data, **in_order)
+    assert weights_of(second) == weights_of(whole) != {}
+    assert dict(metrics_of(second))[4] == dict(metrics_of(whole))[4]

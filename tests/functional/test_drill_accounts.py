@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from nemo_rl_moe.launch.asynchronous import SCHEDULE_FILE
-from nemo_rl_moe.rollouts.asynchronous.schedule import ScheduledGroup, ScheduledStep, line_of
+from nemo_rl_moe.launch.rollouts import SCHEDULE_FILE
+from nemo_rl_moe.rollouts.dispatch.schedule import ScheduledGroup, ScheduledStep, line_of
 from tests.functional.drill_accounts import Accounts
 from tests.functional.drill_records import Logs
 from tests.functional.drill_runs import GROUPS_A_STEP, NUM_PROMPTS, STEPS_AN_EPOCH

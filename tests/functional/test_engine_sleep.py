@@ -15,7 +15,7 @@ import ray
 import torch
 
 from nemo_rl_moe.algorithms.grpo import Rollouts, train_grpo, update_engine
-from nemo_rl_moe.algorithms.grpo_batch import failure_rule, make_source
+from nemo_rl_moe.algorithms.grpo_batch import failure_rule
 from nemo_rl_moe.algorithms.grpo_metrics import Validator
 from nemo_rl_moe.checkpoints.state import LoopState
 from nemo_rl_moe.config.schema import GRPOMasterConfig
@@ -38,7 +38,8 @@ from tests.support.grpo_fakes import (
     FakePolicy,
     FakeRewardFunction,
     ListLogger,
-    make_worker,
+    make_runner,
+    make_source,
     prompts,
     small_config,
 )
@@ -143,7 +144,7 @@ def train(engines: Engines, config: GRPOMasterConfig, start: LoopState) -> dict[
         }
 
     engine: Any = engines.engine
-    worker = make_worker(engine, FakeRewardFunction())
+    runner = make_runner(engine, FakeRewardFunction())
     loader = PromptLoader(prompts(7), config.grpo.num_prompts_per_step, config.grpo.seed, shuffle=True)
     engine.sleep()  # as a run begins
     train_grpo(
@@ -151,8 +152,8 @@ def train(engines: Engines, config: GRPOMasterConfig, start: LoopState) -> dict[
         engines.policy,
         Rollouts(
             engine,
-            make_source(config, worker, loader, SAMPLING),
-            Validator(config.grpo, worker, prompts(2, "val"), SAMPLING, failure_rule(config)),
+            make_source(config, runner, loader, start),
+            Validator(config.grpo, runner, prompts(2, "val"), SAMPLING, failure_rule(config)),
             PAD_TOKEN,
         ),
         make_recorder(ListLogger(), [], note, DiaryOfCheckpoints(), start=start),
@@ -169,7 +170,7 @@ def step_events(weights: int, *answers: int) -> list[str]:
     ]
 
 
-DYNAMIC = ("grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_max_gen_batches=2", "grpo.max_num_epochs=2")
+DYNAMIC = ("grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_max_groups=4", "grpo.max_num_epochs=2")
 
 
 @pytest.mark.parametrize(

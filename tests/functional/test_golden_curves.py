@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Every metric of the first five steps is what it was: `tests/golden_curves.json` holds what earlier code gave.
+"""Every metric of the first steps is what it was: `tests/golden_curves.json` holds what earlier code gave.
 
 A change that is meant to give other numbers writes the file anew with `tests/make_golden_curves.py`, in a commit that
 says why. On one machine the numbers are equal to the bit; the tolerances are for the rounding of other processors. Adam
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.functional import shared_ray
-from tests.support.golden_runs import ALGORITHMS, REWARD, curves_of, golden_words
+from tests.support.golden_runs import RUNS, curves_of, golden_words
 
 pytestmark = pytest.mark.shared_ray
 
@@ -31,29 +31,27 @@ def absolute_of(name: str) -> float:
 
 
 @pytest.mark.parametrize(
-    "algorithm", [pytest.param(name, marks=() if name == "grpo" else pytest.mark.full) for name in ALGORITHMS]
+    "name", [pytest.param(name, marks=() if name == "grpo" else pytest.mark.full) for name in RUNS]
 )
-def test_five_steps_give_the_kept_metrics(algorithm: str, tmp_path: Path, repository_root: Path) -> None:
-    golden = json.loads((repository_root / "tests/golden_curves.json").read_text())[algorithm]
-    words = golden_words(algorithm, tmp_path, repository_root)
-    if algorithm == "grpo":
-        words.append(f"env.reward.function={REWARD}")
+def test_each_step_gives_the_kept_metrics(name: str, tmp_path: Path, repository_root: Path) -> None:
+    golden = json.loads((repository_root / "tests/golden_curves.json").read_text())[name]
+    words = golden_words(name, tmp_path, repository_root)
     done = shared_ray.run_here(words, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     found = curves_of(tmp_path)
     assert found.keys() == golden.keys()
     for step, metrics in golden.items():
         assert found[step].keys() == metrics.keys(), f"step {step}"
-        # A step of GRPO is several updates, and its metrics are of all of them.
-        relative = BEFORE_UPDATES if int(step) < (1 if algorithm == "grpo" else 2) else AFTER_UPDATES
+        # A step of rollouts is several updates, and its metrics are of all of them.
+        relative = BEFORE_UPDATES if int(step) < (2 if name in ("sft", "dpo") else 1) else AFTER_UPDATES
         tied = {
             f"{split}/accuracy" for split in ("train", "val") if abs(metrics.get(f"{split}/reward_margin", 1)) < TIE
         }
         wrong = {
-            name: (found[step][name], value)
-            for name, value in metrics.items()
-            if name not in tied and found[step][name] != pytest.approx(value, rel=relative, abs=absolute_of(name))
+            metric: (found[step][metric], value)
+            for metric, value in metrics.items()
+            if metric not in tied and found[step][metric] != pytest.approx(value, rel=relative, abs=absolute_of(metric))
         }
         assert not wrong, f"step {step}"
-    changed = [name for step in golden for name, value in golden[step].items() if found[step][name] != value]
-    print(f"{algorithm}: {len(changed)} of {sum(map(len, golden.values()))} values differ in their last bits")
+    changed = [metric for step in golden for metric, value in golden[step].items() if found[step][metric] != value]
+    print(f"{name}: {len(changed)} of {sum(map(len, golden.values()))} values differ in their last bits")

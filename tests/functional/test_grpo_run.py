@@ -291,7 +291,7 @@ def test_everything_at_once(tmp_path: Path, data: Path) -> None:
         },
         loss_fn__ratio_clip_max=0.28,
         grpo__use_dynamic_sampling=True,
-        grpo__dynamic_sampling_max_gen_batches=2,
+        grpo__dynamic_sampling_max_groups=8,
         grpo__overlong_filtering=True,
         grpo__reward_shaping={"enabled": True, "overlong_buffer_length": 6, "overlong_buffer_penalty": 0.5},
         grpo__max_num_epochs=3,
@@ -316,7 +316,10 @@ def test_everything_at_once(tmp_path: Path, data: Path) -> None:
     assert max(at_the_end[1]) < 1e-6
     assert [step for step, _ in run.history()["train/moe/router_gradient/norm_policy"]] == [2]
     assert run.values("train/moe/routing_advantage/max_abs_z")[0] > 0
-    assert {sample["weight_version"] for sample in run.samples() if sample["split"] == "train"} == {0, 2, 4}
+    versions = sorted({sample["weight_version"] for sample in run.samples() if sample["split"] == "train"})
+    # Two updates a step, but for one whose responses are all left out.
+    assert (versions[0], len(versions)) == (0, 3)
+    assert versions[-1] in (3, 4)
     ended = [sample for sample in run.samples() if "7" in sample["response"]]
     assert ended
     assert all(sample["response"].endswith("7") and not sample["is_truncated"] for sample in ended)

@@ -206,16 +206,19 @@ def test_the_quiz_of_the_shipped_server_is_played(tmp_path: Path, monkeypatch: p
     assert set(asked) <= {(first, second) for first, second in questions}
 
 
-@pytest.mark.parametrize(("name", "extra"), [("mcp", "mcp"), ("openenv", "openenv"), ("verifiers", "verifiers")])
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [("mcp", "mcp"), ("openenv", "openenv"), ("verifiers", "verifiers"), ("verifiers_v1", "verifiers-v1")],
+)
 def test_a_shipped_configuration_without_its_library_says_what_to_install(
     name: str, extra: str, tmp_path: Path
 ) -> None:
-    if importlib.util.find_spec(extra) is not None:
+    if importlib.util.find_spec(extra.partition("-")[0]) is not None:
         pytest.skip(f"{extra} is installed")
     data = grpo_runs.make_prompts(tmp_path / "data", 4)
     values = {"policy.model_name": sft_runs.MODEL, "policy.init": "random", "data.validation": None}
     values["logger.log_dir"] = tmp_path / "logs"
-    values["data.train.path"] = None if name == "verifiers" else data / "grpo.jsonl"
+    values["data.train.path"] = None if name.startswith("verifiers") else data / "grpo.jsonl"
     overrides = sft_runs.as_overrides(values, {})
     done = shared_ray.run_here(["grpo", "--config", f"grpo_tiny_moe_{name}.yaml", *overrides], tmp_path)
     assert done.returncode == 2

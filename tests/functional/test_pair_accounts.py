@@ -95,9 +95,8 @@ class Made:
         for step, rounds in enumerate(self.rounds, start=1):
             checkpoint = self.folder / "checkpoints" / f"step_{step}"
             (checkpoint / "rollouts").mkdir(parents=True)
-            (checkpoint / "state.json").write_text(json.dumps({"loop": {"batches_taken": rounds}}))
-            if self.is_asynchronous:
-                (checkpoint / "rollouts" / "queue.json").write_text(json.dumps(self.queues[step - 1]))
+            queue = self.queues[step - 1] if self.is_asynchronous else {"num_taken": 2 * rounds}
+            (checkpoint / "rollouts" / "queue.json").write_text(json.dumps(queue))
         if self.is_asynchronous:
             steps = [
                 {"version": version, "groups": [_scheduled(position, version) for position in positions]}
@@ -193,7 +192,7 @@ SYNCHRONOUS: dict[Callable[[Made], None], str] = {
     train_on_what_is_left_out: "step 2, data/prompts.jsonl:4: timeout: it took too long (env.on_failure: leave_out)",
     leave_out_without_a_reason: "step 2: left out for no known reason: it was late",
     skip_prompts: "step 3: responses by line {6: 2, 7: 2}, expected 2 of each of 2 among [4, 5]",
-    count_a_round_twice: "checkpoint of step 3: 4 rounds of prompts taken, expected 3",
+    count_a_round_twice: "checkpoint of step 3: 8 prompts taken, expected 6",
     repeat_a_step: "steps of the metrics: [0, 2, 1, 3], expected [0, 1, 2, 3]",
     forget_a_validation: "step 3: 0 metrics of a validation, due at (0, 2, 3)",
     validate_a_prompt_twice: "step 0: validated prompts {0: 2, 1: 1, 2: 1}",

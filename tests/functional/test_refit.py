@@ -23,10 +23,11 @@ from nemo_rl_moe.distributed.node_tools import SHARED_MEMORY
 from nemo_rl_moe.errors import WeightSyncError
 from nemo_rl_moe.generation import refit as refit_module
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationEngine, GenerationRequest, SamplingParameters
-from nemo_rl_moe.generation.lockstep import LockstepEngine, generate_all, generate_batches
+from nemo_rl_moe.generation.lockstep import LockstepEngine, generate_batches
 from nemo_rl_moe.models.hf_files import find_model
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 from tests.functional import grpo_runs, sft_runs
+from tests.support.all_requests import generate_all
 from tests.support.clusters import cluster_config
 from tests.support.logged_metrics import read_jsonl
 from tests.support.tiny_model import tiny_batch

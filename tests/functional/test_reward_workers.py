@@ -60,7 +60,7 @@ def items_of(responses: Sequence[str]) -> list[ScoringItem]:
 
 
 def processes(reward_function: RewardWorkers) -> list[int]:
-    return [ray.get(actor.place.remote()).process.pid for actor in reward_function._actors.values()]
+    return [ray.get(actor.place.remote()).process.pid for actor in reward_function._pool._actors.values()]
 
 
 def test_two_threads_get_the_scores_of_their_own(reward_function):
@@ -166,7 +166,7 @@ def test_worker_killed_from_outside_in_a_batch(reward_function):
 
 @pytest.mark.slow
 def test_a_worker_that_is_stopped_is_given_up(monkeypatch):
-    monkeypatch.setattr("nemo_rl_moe.rewards.worker_pool.CALL_SLACK_S", 1.0)
+    monkeypatch.setattr("nemo_rl_moe.distributed.worker_pool.CALL_SLACK_S", 1.0)
     with workers_of() as reward_function:
         (victim,) = processes(reward_function)
         os.kill(victim, signal.SIGSTOP)
@@ -178,10 +178,10 @@ def test_a_worker_that_is_stopped_is_given_up(monkeypatch):
 def test_scoring_in_a_thread_ends_when_the_workers_are_stopped():
     with ThreadPoolExecutor(1) as thread, workers_of() as reward_function:
         scoring = thread.submit(reward_function.score, items_of(["nap 1.0"] * 500))
-        while not reward_function._calls:  # the worker is idle until the thread has sent it the responses
+        while not reward_function._pool._idle.empty():  # the worker is idle until the thread has sent it the responses
             time.sleep(0.01)
         reward_function.shutdown()
-        with pytest.raises(WorkerDiedError, match="cannot score: the reward workers have been stopped"):
+        with pytest.raises(WorkerDiedError, match="the reward workers have been stopped"):
             scoring.result(120.0)
 
 

@@ -14,12 +14,12 @@ from nemo_rl_moe.errors import GenerationError, WeightSyncError
 from nemo_rl_moe.generation.interface import GeneratedSequence
 from nemo_rl_moe.generation.lockstep import LockstepEngine, generate_batches
 from nemo_rl_moe.generation.refit import refit
+from nemo_rl_moe.generation.refit_check import gap_between, probe_sequences
 from nemo_rl_moe.launch.refit import start_scores
 from nemo_rl_moe.models.megatron.training.megatron_model import MegatronModel
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 from nemo_rl_moe.models.policy.separate_engine import SeparateEngine
 from nemo_rl_moe.weight_sync.fingerprints import compare_fingerprints
-from nemo_rl_moe.weight_sync.refit_check import gap_between, probe_sequences
 from tests.functional.separate_engines import GREEDY, ROUNDING, SAMPLED, configuration, requests, sequences, started
 from tests.support.tiny_model import tiny_batch
 

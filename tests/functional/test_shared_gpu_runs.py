@@ -101,7 +101,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "changes",
     [
         {"grpo__val_at_start": True, "grpo__val_period": 1},
-        {"grpo__use_dynamic_sampling": True, "grpo__dynamic_sampling_max_gen_batches": 3},
+        {"grpo__use_dynamic_sampling": True, "grpo__dynamic_sampling_max_groups": 12},
         {"policy__offload_optimizer_for_generation": True, "policy__offload_optimizer_for_logprob": True},
         {"policy__train_global_batch_size": 8},
         {"cluster__cpu_workers_per_node": 2, "policy__megatron_cfg__expert_model_parallel_size": 2},

@@ -14,7 +14,7 @@ from tests.conftest import REPOSITORY_ROOT
 TIS = Method("tis", "none")
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_two_runs_have_their_lags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_data(["--output", str(tmp_path / "data"), "--seed", "0"])
     tiny = str(REPOSITORY_ROOT / "examples/assets/tiny_qwen3_moe")

@@ -60,7 +60,7 @@ def results(workers: ToolWorkers, *calls: tuple[str, dict[str, Any], float]) -> 
 
 
 def process_ids(workers: ToolWorkers) -> list[int]:
-    return [ray.get(actor.place.remote()).process.pid for actor in workers._actors.values()]
+    return [ray.get(actor.place.remote()).process.pid for actor in workers._pool._actors.values()]
 
 
 def test_results_are_texts(workers: ToolWorkers) -> None:

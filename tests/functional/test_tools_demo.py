@@ -31,7 +31,7 @@ FEW = (
 )
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_it_trains_a_model_that_calls_and_a_control_and_reports(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

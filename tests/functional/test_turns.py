@@ -47,9 +47,18 @@ def test_trajectories_of_two_turns_are_trained_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("how", ["await", "block"])
-def test_a_tool_that_hangs_costs_its_trajectories_alone(
-    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("how", "reason", "metric"),
+    [
+        ("await", "took longer than env.rollout_timeout_s=2 (at grpo_runs.py:", "num_timeouts"),
+        ("block", "its code blocked the process for more than 2 s", "num_timeouts"),
+        ("exits", "the process of its trajectories ended: exit code 3", "num_died"),
+        pytest.param("raises", "SystemExit: 3", "num_errors", marks=pytest.mark.slow),
+        pytest.param("allocates", "MemoryError", "num_errors", marks=pytest.mark.slow),
+    ],
+)
+def test_code_of_a_function_costs_its_trajectories_alone(
+    how: str, reason: str, metric: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path(grpo_runs.HANG_FILE).write_text(how)
@@ -58,6 +67,7 @@ def test_a_tool_that_hangs_costs_its_trajectories_alone(
         "env__driver__kind": "function",
         "env__driver__function": "tests.functional.grpo_runs:ask_twice_or_hang",
         "env__rollout_timeout_s": 2.0,
+        "grpo__rollouts__process_memory_mb": 300,
         "policy__generation__max_new_tokens": 6,
         "grpo__max_num_steps": 1,
         "data__validation": None,
@@ -67,7 +77,7 @@ def test_a_tool_that_hangs_costs_its_trajectories_alone(
     )
     assert done.returncode == 0, done.stderr
     (reported,) = [line for line in done.stdout.splitlines() if "failed to score" in line]
-    assert "took longer than env.rollout_timeout_s=2 (at grpo_runs.py:" in reported
+    assert reason in reported
     (step,) = read_metrics(sft_runs.only_run_folder(tmp_path) / METRICS_FILE_NAME)
-    assert 0 < step.metrics["train/env/num_timeouts"] < 16
+    assert 0 < step.metrics[f"train/env/{metric}"] < 16
     assert math.isfinite(step.metrics["train/loss"])

@@ -15,12 +15,12 @@ from torch import Tensor
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.errors import WeightSyncError
 from nemo_rl_moe.generation.interface import GenerationRequest, SamplingParameters
-from nemo_rl_moe.generation.lockstep import generate_all
 from nemo_rl_moe.generation.vllm import actors
 from nemo_rl_moe.generation.vllm.engine import VllmEngine
 from nemo_rl_moe.generation.vllm.releases import installed_release
 from nemo_rl_moe.models.megatron.generation.sampling import StopCondition
 from nemo_rl_moe.weight_sync.board import FolderBoard
+from tests.support.all_requests import generate_all
 from tests.support.vllm_engines import (
     FREE,
     VOCABULARY_SIZE,
@@ -275,6 +275,24 @@ def test_in_sixteen_bits_a_round_trip_is_exact(vllm_cluster: RayCluster, trainer
         trainer.refit(engine, changed("layers.1.mlp.gate.weight", lambda tensor: tensor.roll(1, 0)))
         with pytest.raises(WeightSyncError, match="does not compute with the trainer's weights"):
             check.after_refit(engine)
+    finally:
+        engine.shutdown()
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_an_output_layer_with_the_embeddings_weights_gets_new_ones(
+    vllm_cluster: RayCluster, tmp_path: Path, dtype: str
+) -> None:
+    """They are sent once, and on CPUs the layer computes with a packed copy of them."""
+    trainer = Trainer(tmp_path / "model", is_tied=True)
+    assert "lm_head.weight" not in trainer.tensors
+    engine = start_engine(vllm_cluster, trainer, dtype=dtype)
+    try:
+        check = check_of(engine, trainer, in_float32=dtype == "float32")
+        for _ in range(2):
+            trainer.refit(engine)
+            assert check.after_refit(engine).mean < (2e-5 if dtype == "float32" else 0.1)
+            trainer.move()
     finally:
         engine.shutdown()
 

@@ -24,7 +24,7 @@ pytestmark = [
     pytest.mark.skipif(installed_release() is None, reason="vLLM is not installed: make vllm"),
 ]
 
-NUM_STEPS = 3
+NUM_STEPS = 2
 LIMIT_S = 600.0
 TIMES_THE_NOISE = 4.0
 WIDEST_NOISE = 1e-3

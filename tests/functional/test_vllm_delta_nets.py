@@ -24,10 +24,10 @@ from transformers import AutoConfig
 from nemo_rl_moe.algorithms.losses.position_sums import QUARTERS
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.errors import WeightSyncError
+from nemo_rl_moe.generation.refit_check import RefitCheck
 from nemo_rl_moe.generation.vllm.engine import VllmEngine
 from nemo_rl_moe.generation.vllm.releases import installed_release
 from nemo_rl_moe.runs.folder.metrics import read_metrics
-from nemo_rl_moe.weight_sync.refit_check import RefitCheck
 from tests.functional import grpo_runs, sft_runs
 from tests.support.vllm_engines import FREE, Trainer, check_of, generated, requests, start_engine
 

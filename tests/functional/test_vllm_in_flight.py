@@ -15,9 +15,9 @@ from nemo_rl_moe.distributed.stored_rows import fetch_rows
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters
 from nemo_rl_moe.generation.vllm.engine import VllmEngine
 from nemo_rl_moe.generation.vllm.releases import installed_release
-from nemo_rl_moe.launch.asynchronous import SCHEDULE_FILE
-from nemo_rl_moe.rollouts.asynchronous.loops import LoopThread
-from nemo_rl_moe.rollouts.asynchronous.schedule import read_schedule
+from nemo_rl_moe.launch.rollouts import SCHEDULE_FILE
+from nemo_rl_moe.rollouts.dispatch.schedule import read_schedule
+from nemo_rl_moe.rollouts.loops import LoopThread
 from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, read_metrics
 from tests.functional import grpo_runs, run_kills, sft_runs
 from tests.support.vllm_engines import Trainer, generated_across_an_update, requests, start_engine

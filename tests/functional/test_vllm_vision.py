@@ -35,7 +35,11 @@ PARTS = {
 }
 
 
-@pytest.fixture(scope="module", params=DECODERS)
+# One family: each other one starts another engine, and is in the slow list.
+FAMILIES = [name if name == "qwen3_vl_moe" else pytest.param(name, marks=pytest.mark.slow) for name in DECODERS]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
 def trainer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> VisionTrainer:
     return VisionTrainer(request.param, tmp_path_factory.mktemp(request.param) / "model")
 

@@ -30,7 +30,7 @@ def overrides(folder: Path, *, rehearse: bool) -> list[str]:
         "grpo__val_at_end": True,
         "grpo__max_val_samples": 4,
         "grpo__use_dynamic_sampling": True,
-        "grpo__dynamic_sampling_max_gen_batches": 2,
+        "grpo__dynamic_sampling_max_groups": 8,
         "checkpointing__enabled": False,
         "cluster__cpu_workers_per_node": 1,
         "policy__megatron_cfg__routing_replay": "rollout",

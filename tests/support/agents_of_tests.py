@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Agents of tests, by what the question of their task says: they answer, raise, hang, die, or leave a child."""
 
+import asyncio
 import gc
 import json
 import os
@@ -26,7 +27,10 @@ def openai() -> ModuleType:
 
 
 def agent(task: AgentTask) -> Any:
-    """Do what the record says: `ask`, `raise`, `exit`, `array`, `die`, `hang` or `child`."""
+    """Do what the record says: `ask`, `raise`, `exit`, `array`, `die`, `hang`, `child`, or `hang_apart`.
+
+    The child of the last is in a session of its own.
+    """
     what = task.record["what"]
     if what == "none":
         return None
@@ -45,9 +49,10 @@ def agent(task: AgentTask) -> Any:
         os.abort()
     if what == "environment":
         return float(any("A_SECRET_TOKEN" in name for name in os.environ))
-    if what in ("hang", "child"):
-        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)", MARK])
-        if what == "hang":
+    if what in ("hang", "hang_apart", "child"):
+        child = [sys.executable, "-c", "import time; time.sleep(1000)", MARK]
+        subprocess.Popen(child, start_new_session=what == "hang_apart")
+        if what != "child":
             time.sleep(1000)
     return len(reply.choices[0].message.content) / 10
 
@@ -62,6 +67,24 @@ async def asks_twice(task: AgentTask) -> dict[str, float]:
     texts = [each.choices[0].message.content or "" for each in (first, second)]
     digits = sum(character.isdigit() for text in texts for character in text)
     return {"digits": digits / 16, "short": 1.0 - len(texts[1]) / 100}
+
+
+MET: list[str] = []
+
+
+async def meets_others(task: AgentTask) -> float:
+    """Return the process, once three agents are in it; or `wait` or `block` for ever, or `raise`."""
+    what = task.record["what"]
+    if what == "raise":
+        raise ValueError("asked to raise")
+    if what == "block":
+        time.sleep(1000)
+    if what == "wait":
+        await asyncio.sleep(1000)
+    MET.append(task.sample_id)
+    while len(MET) < 3:
+        await asyncio.sleep(0.01)
+    return float(os.getpid())
 
 
 def asks_over_http(task: AgentTask) -> float:

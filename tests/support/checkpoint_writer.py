@@ -4,7 +4,6 @@
 
 import hashlib
 import threading
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,6 @@ from nemo_rl_moe.config.loading import dump_resolved
 from nemo_rl_moe.config.schema import MasterConfig
 
 SHARDS = ("shard_0.bin", "shard_1.bin")
-
-
-@dataclass(frozen=True)
-class WrittenOrNot:
-    """How the writing ended."""
-
-    problem: str | None
 
 
 class ThreadedWriter:
@@ -47,7 +39,7 @@ class ThreadedWriter:
         self._thread = threading.Thread(target=self._write, args=(directory,), daemon=True)
         self._thread.start()
 
-    def poll_checkpoint(self, *, wait: bool) -> WrittenOrNot | None:
+    def poll_checkpoint(self, *, wait: bool) -> list[str] | None:
         """Return how it stands."""
         if self._thread is None:
             return None
@@ -56,7 +48,7 @@ class ThreadedWriter:
         if self._thread.is_alive():
             return None
         self._thread = None
-        return WrittenOrNot(self._problem)
+        return [] if self._problem is None else [self._problem]
 
     def _write(self, directory: Path) -> None:
         self._problem = self.fails_with

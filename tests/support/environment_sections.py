@@ -11,6 +11,7 @@ from nemo_rl_moe.config.environments.openenv import OpenEnvConfig
 from nemo_rl_moe.config.environments.rewards import WorkerRewardConfig
 from nemo_rl_moe.config.environments.tools import ToolsConfig
 from nemo_rl_moe.config.environments.verifiers import VerifiersConfig
+from nemo_rl_moe.config.environments.verifiers_v1 import VerifiersV1Config
 from nemo_rl_moe.config.files import BASE_OF, exemplars_folder, merge, read_with_defaults
 from nemo_rl_moe.config.mixtures import with_mixtures
 from nemo_rl_moe.config.schema_environment import EnvironmentConfig
@@ -48,6 +49,11 @@ def verifiers_section(name: str, **arguments: Any) -> VerifiersConfig:
     """Makes the section of an environment of verifiers."""
     found = environment_section(None, {"kind": "verifiers", "id": name, "arguments": arguments})
     return _of_type(VerifiersConfig, found.driver)
+
+
+def verifiers_v1_section(name: str, **keys: Any) -> VerifiersV1Config:
+    """Makes the section of a taskset of verifiers.v1."""
+    return _of_type(VerifiersV1Config, environment_section(None, {"kind": "verifiers_v1", "id": name, **keys}).driver)
 
 
 def openenv_section(**keys: Any) -> OpenEnvConfig:

@@ -16,19 +16,34 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nemo_rl_moe.algorithms.grpo_batch import dynamic_sampling
+from nemo_rl_moe.checkpoints.state import LoopState
 from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.data.prompts import Prompt
 from nemo_rl_moe.distributed.batch import TokenBatch
-from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch, GenerationRequest, SamplingParameters
+from nemo_rl_moe.generation.interface import (
+    GeneratedSequence,
+    GenerationBatch,
+    GenerationEngine,
+    GenerationRequest,
+    SamplingParameters,
+)
 from nemo_rl_moe.generation.lockstep import LockstepEngine
+from nemo_rl_moe.launch.rollouts import plan_rollouts, state_at
 from nemo_rl_moe.metrics import MetricSeries, PhaseClock, Reduction
 from nemo_rl_moe.models.interfaces import LossFunction, TrainResult
-from nemo_rl_moe.rewards.interface import Fault, Score, ScoringItem
+from nemo_rl_moe.rewards.interface import BatchReward, Fault, Score, ScoringItem
+from nemo_rl_moe.rollouts.dispatch.activity import EngineActivity
+from nemo_rl_moe.rollouts.dispatch.source import SampledGroups
 from nemo_rl_moe.rollouts.environment import Environment, SingleTurn
 from nemo_rl_moe.rollouts.failed_responses import FailureRule
+from nemo_rl_moe.rollouts.loops import CallersLoop, RolloutLoop
+from nemo_rl_moe.rollouts.run_environment import RunEnvironment
+from nemo_rl_moe.rollouts.runner import AddRewards, RolloutRunner
+from nemo_rl_moe.rollouts.source import PromptRounds, RolloutGroups, RolloutSource
+from nemo_rl_moe.rollouts.supervisor import RolloutReports
 from nemo_rl_moe.rollouts.trajectory import Trajectory
-from nemo_rl_moe.rollouts.worker import RolloutWorker
 from nemo_rl_moe.routing.agreement.statistics import RoutingReport
 from nemo_rl_moe.routing.metrics.load_statistics import ExpertLoad
 from nemo_rl_moe.runs.folder.artifacts import EXPERT_LOAD, ROUTING
@@ -137,12 +152,6 @@ class FakeEngine(LockstepEngine):
         transport.send()
         self.received.append(transport.spec)
         self.weight_version = version
-
-    def sleep(self) -> None:
-        pass
-
-    def wake(self) -> None:
-        pass
 
     def shutdown(self) -> None:
         raise AssertionError("stopping the engine is not the loop's")
@@ -302,13 +311,67 @@ def from_numbers(text: str) -> list[int]:
     return [int(word) for word in text.split()]
 
 
-def make_worker(
-    engine: FakeEngine,
-    reward_function: FakeRewardFunction,
+def make_runner(
+    engine: GenerationEngine,
+    reward_function: BatchReward,
     environment: Environment | None = None,
     max_tokens: int = 100,
-    reward_weights: Mapping[str, float] | None = None,
-) -> RolloutWorker:
-    """Return a rollout worker over fakes."""
-    driver, weights = environment or SingleTurn(), reward_weights
-    return RolloutWorker(engine, reward_function, driver, as_numbers, from_numbers, max_tokens, reward_weights=weights)
+    *,
+    loop: RolloutLoop | None = None,
+    reports: RolloutReports | None = None,
+    add_rewards: AddRewards | None = None,
+    activity: EngineActivity | None = None,
+    **settings: Any,
+) -> RolloutRunner:
+    """Return a rollout runner over fakes, with one environment.
+
+    Args:
+        loop: None: one that runs while its caller waits.
+        settings: Further fields of a `RunEnvironment`.
+    """
+    environments = {"": RunEnvironment(environment or SingleTurn(), reward_function, **settings)}
+    return RolloutRunner(
+        engine,
+        environments,
+        as_numbers,
+        from_numbers,
+        max_tokens,
+        loop or CallersLoop(),
+        reports=reports,
+        add_rewards=add_rewards,
+        activity=activity,
+    )
+
+
+def make_source(
+    config: GRPOMasterConfig,
+    runner: RolloutRunner,
+    rounds: PromptRounds,
+    loop: LoopState | None = None,
+    checkpoint: Path | None = None,
+    **more: Any,
+) -> SampledGroups:
+    """Return the source of a run that begins, or goes on after so many steps.
+
+    Args:
+        checkpoint: Has the queue; None: nothing has.
+    """
+    plan = plan_rollouts(config)
+    return SampledGroups(
+        config.grpo,
+        runner,
+        plan.feed(config, rounds),
+        plan.policy,
+        SAMPLING,
+        len(rounds),
+        dynamic_sampling=dynamic_sampling(config),
+        state=state_at(config, loop or LoopState(), checkpoint, rounds),
+        **more,
+    )
+
+
+def groups_of_step(source: RolloutSource, step: int, clock: PhaseClock | None = None) -> RolloutGroups:
+    """Return the groups of a step, whose weights an engine gets before."""
+    source.update_pending(step)
+    source.updated(step)
+    return source.next(step, clock or PhaseClock())

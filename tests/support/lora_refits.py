@@ -17,8 +17,8 @@ from torch import Tensor
 
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.errors import WeightSyncError
+from nemo_rl_moe.generation.refit_check import RefitCheck, Scores
 from nemo_rl_moe.launch.refit import batch_of
-from nemo_rl_moe.weight_sync.refit_check import RefitCheck, Scores
 from tests.support.family_outputs import trainer_of
 from tests.support.family_reference import write_reference
 from tests.support.lora_models import RANK, lora, set_random

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_moe.algorithms.step_recorder import Checkpoints, RecordSinks, StepRecorder
+from nemo_rl_moe.algorithms.step_recorder import RecordSinks, StepRecorder
 from nemo_rl_moe.checkpoints.state import LoopState
 from nemo_rl_moe.routing.agreement.statistics import RoutingReport
 from nemo_rl_moe.runs.folder.artifacts import EXPERT_LOAD, ROUTING
@@ -22,11 +22,13 @@ class DiaryOfCheckpoints:
         diary: Gets `save N`, `poll` and `finish`.
         period: Steps between two that are due; 0: none is.
         states: What was saved.
+        folder: Gets the queue of each checkpoint; None: nothing is written.
     """
 
     diary: list[str] = field(default_factory=list)
     period: int = 0
     states: list[LoopState] = field(default_factory=list)
+    folder: Path | None = None
 
     @property
     def last_published(self) -> Path | None:
@@ -41,6 +43,10 @@ class DiaryOfCheckpoints:
         assert not any(name.startswith("timing/checkpoint") for name in metrics)
         self.diary.append(f"save {state.step}")
         self.states.append(state)
+        if self.folder is not None:
+            checkpoint = self.folder / f"step_{state.step}"
+            checkpoint.mkdir()
+            write_more(checkpoint)
 
     def poll(self) -> None:
         pass
@@ -53,7 +59,7 @@ def make_recorder(
     logger: MetricLogger,
     loads: list[tuple[int, Any]] | None = None,
     samples: Callable[[int, str, Any], None] = lambda step, split, responses: None,
-    checkpoints: Checkpoints | None = None,
+    checkpoints: Any = None,
     stop_reason: Callable[[], str | None] = lambda: None,
     start: LoopState | None = None,
     max_skipped_in_a_row: int = 3,

@@ -18,9 +18,9 @@ from torch import Tensor
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.errors import WeightSyncError
+from nemo_rl_moe.generation.refit_check import RefitCheck, Scores, probe_sequences
 from nemo_rl_moe.launch.refit import batch_of
 from nemo_rl_moe.weight_sync.fingerprints import fingerprints_of
-from nemo_rl_moe.weight_sync.refit_check import RefitCheck, Scores, probe_sequences
 from tests.support.family_outputs import trainer_of
 from tests.support.family_reference import write_reference
 from tests.support.tiny_model import forget_recorded_losses, parallel_job, shard_of_rank, tiny_batch, tiny_policy

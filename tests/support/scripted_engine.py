@@ -3,26 +3,20 @@
 """An engine that takes requests as they come, in virtual time, and whose tokens show the weights that sampled them."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
-from nemo_rl_moe.data.prompts import Prompt, PromptLoader
-from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
-from nemo_rl_moe.rewards.interface import BatchReward, Score, ScoringItem
-from nemo_rl_moe.rollouts.asynchronous.gate import EngineGate
-from nemo_rl_moe.rollouts.asynchronous.group_maker import group_seeds
-from nemo_rl_moe.rollouts.asynchronous.groups import Ticket
-from nemo_rl_moe.rollouts.environment import Environment, Session
+from nemo_rl_moe.data.prompts import PromptLoader
+from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationEngine, GenerationRequest
+from nemo_rl_moe.rollouts.environment import Session
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.weight_sync.transport import WeightTransport
-from tests.support.grpo_fakes import END_TOKEN, SAMPLING, as_numbers, from_numbers, prompts
+from tests.support.grpo_fakes import END_TOKEN, prompts
 
 
 @dataclass
-class ScriptedEngine:
+class ScriptedEngine(GenerationEngine):
     """Samples one token after the other; each depends on its seed, its place and the weights at its time.
 
     Attributes:
@@ -49,15 +43,6 @@ class ScriptedEngine:
     def update_weights(self, transport: WeightTransport, version: int) -> None:
         raise AssertionError("the script says which weights there are")
 
-    def sleep(self) -> None:
-        pass
-
-    def wake(self) -> None:
-        pass
-
-    def shutdown(self) -> None:
-        pass
-
 
 class TwoTurns:
     """Asks twice."""
@@ -72,37 +57,3 @@ class TwoTurns:
 def loader() -> PromptLoader:
     """Return rounds of two of seven prompts."""
     return PromptLoader(prompts(7), 2, seed=3, shuffle=True)
-
-
-def make_session_groups(
-    engine: ScriptedEngine | EngineGate,
-    reward_function: BatchReward,
-    environment: Environment,
-    *,
-    seed: int,
-    groups_per_step: int,
-    num_generations: int,
-) -> Callable[[Ticket[Prompt]], Coroutine[Any, Any, list[Trajectory]]]:
-    """Return a function that makes groups by sessions of an environment, as a rollout worker does."""
-
-    async def score(item: ScoringItem) -> Score:
-        return reward_function.score([item])[0]
-
-    def session(ticket: Ticket[Prompt], seed: int) -> Session:
-        return Session(
-            prompt=ticket.prompt,
-            group_id=f"{ticket.prompt.sample_id}#{ticket.position % groups_per_step}",
-            sampling=SAMPLING,
-            seed=seed,
-            max_tokens=100,
-            submit_request=engine.generate,
-            submit_item=score,
-            decode=as_numbers,
-            encode=from_numbers,
-        )
-
-    async def make_group(ticket: Ticket[Prompt]) -> list[Trajectory]:
-        seeds: Sequence[int] = group_seeds(ticket, seed, groups_per_step, num_generations)
-        return list(await asyncio.gather(*(environment.rollout(session(ticket, each)) for each in seeds)))
-
-    return make_group

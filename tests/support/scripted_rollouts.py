@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from nemo_rl_moe.rollouts.asynchronous.admission import Bounds
-from nemo_rl_moe.rollouts.asynchronous.dispatcher import Dispatcher, Partial
-from nemo_rl_moe.rollouts.asynchronous.groups import Batch, Cancellation, Ticket
-from nemo_rl_moe.rollouts.asynchronous.prompts import PromptFeed, QueueState, TicketSource
-from nemo_rl_moe.rollouts.asynchronous.staleness import OnStale, StalenessPolicy, make_policy
+from nemo_rl_moe.rollouts.dispatch.admission import Bounds
+from nemo_rl_moe.rollouts.dispatch.dispatcher import Dispatcher, Partial
+from nemo_rl_moe.rollouts.dispatch.groups import Batch, Cancellation, Ticket
+from nemo_rl_moe.rollouts.dispatch.prompts import PromptFeed, QueueState, TicketSource
+from nemo_rl_moe.rollouts.dispatch.staleness import OnStale, StalenessPolicy, make_policy
 from tests.support.virtual_clock import NothingLeftError, run_virtually
 
 STUCK = float("inf")
@@ -58,7 +58,7 @@ class ScriptedRun:
 
     def __init__(
         self,
-        fates: Mapping[int, Fate] | Callable[[Ticket[ScriptedPrompt]], Fate] = MappingProxyType({}),
+        fates: Mapping[int, Fate] | Callable[[Ticket], Fate] = MappingProxyType({}),
         *,
         groups_per_step: int = 2,
         max_staleness: int = 1,
@@ -71,13 +71,13 @@ class ScriptedRun:
         deadline_s: float | None = None,
         num_prompts: int = 8,
         max_faults: int = 2,
-        state: QueueState[ScriptedPrompt, str] | None = None,
-        feed: TicketSource[ScriptedPrompt] | None = None,
+        state: QueueState | None = None,
+        feed: TicketSource | None = None,
     ):
         self._fate = fates if callable(fates) else lambda ticket: fates.get(ticket.position, 1.0)
         self.bounds = Bounds(groups_per_step, max_staleness, concurrency, target_lag, updates_per_step)
-        self.dispatched: list[Ticket[ScriptedPrompt]] = []
-        self.batches: list[Batch[ScriptedPrompt, str]] = []
+        self.dispatched: list[Ticket] = []
+        self.batches: list[Batch] = []
         self.cancelled: list[Cancellation] = []
         self.cleaned_up: list[int] = []
         self.engine_versions: dict[str, int] = {}
@@ -90,7 +90,7 @@ class ScriptedRun:
             state=state,
         )
 
-    async def make_group(self, ticket: Ticket[ScriptedPrompt]) -> str:
+    async def make_group(self, ticket: Ticket) -> str:
         """Take as long as the script says, or fail."""
         self.dispatched.append(ticket)
         self.engine_versions[f"{ticket.position}/{ticket.attempt}"] = self.dispatcher.version
@@ -108,7 +108,7 @@ class ScriptedRun:
             raise
         return f"{ticket.position}/{ticket.attempt}"
 
-    async def take(self, version: int | None = None) -> Batch[ScriptedPrompt, str] | None:
+    async def take(self, version: int | None = None) -> Batch | None:
         """Wait for the groups of a step; by default of the engines' version."""
         batch = await self.dispatcher.next_batch(self.dispatcher.version if version is None else version)
         if batch is not None:
@@ -136,7 +136,7 @@ class ScriptedRun:
         """Cancel what is left."""
         self.cancelled += await self.dispatcher.stop()
 
-    def state(self) -> QueueState[ScriptedPrompt, str]:
+    def state(self) -> QueueState:
         """Return what a checkpoint keeps."""
         return self.dispatcher.state(self.dispatcher.version)
 

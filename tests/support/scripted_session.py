@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A session over a family's tokenizer whose model says what a script says."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -12,9 +13,44 @@ from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters
 from nemo_rl_moe.rewards.interface import Score, ScoringItem
 from nemo_rl_moe.rollouts.environment import Session
+from nemo_rl_moe.rollouts.running import RunningTrajectory
 from tests.support.conversations import Family, Message
 
+Result = TypeVar("Result")
 WEIGHT_VERSION, LOGPROB = 4, -0.25
+
+
+Answer = Callable[[GenerationRequest], Awaitable[GeneratedSequence]]
+
+
+class ScriptedTrajectory(RunningTrajectory):
+    """Gets its sequences and scores from functions of a test.
+
+    Attributes:
+        answer: Continues a sequence.
+        judge: Scores a response.
+    """
+
+    def __init__(self, answer: Answer, judge: Callable[[ScoringItem], Awaitable[Score]]):
+        self.answer, self.judge = answer, judge
+
+    async def generate(self, request: GenerationRequest) -> GeneratedSequence:
+        """Continue one sequence."""
+        return await self.answer(request)
+
+    async def score(self, item: ScoringItem) -> Score:
+        """Score one response."""
+        return await self.judge(item)
+
+    async def wait_aside(self, process: Coroutine[Any, Any, Result]) -> Result:
+        """Await something of the trajectory's own."""
+        return await process
+
+
+def script_of(session: Session) -> ScriptedTrajectory:
+    """Return the functions that answer a scripted session, which a test may replace."""
+    assert isinstance(session.trajectory, ScriptedTrajectory)
+    return session.trajectory
 
 
 def scripted_session(
@@ -58,8 +94,7 @@ def scripted_session(
         sampling=SamplingParameters(1000, stop_token_ids=family.end_ids),
         seed=0,
         max_tokens=max_tokens,
-        submit_request=generate,
-        submit_item=score,
+        trajectory=ScriptedTrajectory(generate, score),
         decode=family.tokenizer.decode,
         encode=family.encode,
         continuation=continuation or Continuation(family.tokenizer),

@@ -10,25 +10,25 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
-from unittest.mock import patch
 
 import numpy as np
 
+from nemo_rl_moe.config.files import exemplars_folder
+from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.data.prompts import Prompt, PromptLoader
-from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters
+from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationEngine, GenerationRequest, SamplingParameters
 from nemo_rl_moe.generation.lockstep import LockstepEngine
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.rewards.interface import Score, ScoringItem
-from nemo_rl_moe.rollouts.asynchronous.activity import EngineActivity
-from nemo_rl_moe.rollouts.asynchronous.admission import Bounds
-from nemo_rl_moe.rollouts.asynchronous.dispatcher import Dispatcher
-from nemo_rl_moe.rollouts.asynchronous.group_maker import GroupMaker
-from nemo_rl_moe.rollouts.asynchronous.source import AsynchronousSource, feed_of_epochs
-from nemo_rl_moe.rollouts.asynchronous.staleness import make_policy
+from nemo_rl_moe.rollouts.dispatch.activity import EngineActivity
+from nemo_rl_moe.rollouts.dispatch.admission import Bounds
+from nemo_rl_moe.rollouts.dispatch.source import SampledGroups, feed_of_epochs
+from nemo_rl_moe.rollouts.dispatch.staleness import make_policy
 from nemo_rl_moe.rollouts.environment import Session
-from nemo_rl_moe.rollouts.limits import RolloutLimits
+from nemo_rl_moe.rollouts.loops import CallersLoop
+from nemo_rl_moe.rollouts.run_environment import RunEnvironment
+from nemo_rl_moe.rollouts.runner import RolloutRunner
 from nemo_rl_moe.rollouts.trajectory import Trajectory
-from nemo_rl_moe.rollouts.worker import RolloutWorker
 from nemo_rl_moe.runs.folder.time_line import FOR_ENVIRONMENT, GENERATING, StepActivity, TimeLine, seconds_of
 from nemo_rl_moe.weight_sync.transport import WeightTransport
 from tests.support.virtual_clock import VirtualLoop
@@ -71,10 +71,8 @@ def response_of(size: int) -> GeneratedSequence:
     return GeneratedSequence(np.zeros(size, dtype=np.int64), np.zeros(size), False, 0)
 
 
-class SimulatedEngine:
+class SimulatedEngine(GenerationEngine):
     """Decodes all its sequences together, a token of each in a step; new ones join at once, as in vLLM."""
-
-    shares_weights = False
 
     def __init__(self, scenario: Scenario):
         self._scenario = scenario
@@ -120,15 +118,6 @@ class SimulatedEngine:
     def update_weights(self, transport: WeightTransport, version: int) -> None:
         """Do nothing: there are no weights."""
 
-    def sleep(self) -> None:
-        """Do nothing."""
-
-    def wake(self) -> None:
-        """Do nothing."""
-
-    def shutdown(self) -> None:
-        """Do nothing."""
-
 
 @dataclass(frozen=True)
 class Turns:
@@ -171,6 +160,21 @@ class Measured:
     waiting: float
 
 
+def runner_of(
+    scenario: Scenario, engine: GenerationEngine, loop: VirtualLoop, activity: EngineActivity | None = None
+) -> RolloutRunner:
+    """Return a runner of the scenario's trajectories in virtual time."""
+    return RolloutRunner(
+        engine,
+        {"": RunEnvironment(Turns(scenario), NoReward())},
+        str,
+        lambda text: (),
+        10_000_000,
+        CallersLoop(loop),
+        activity=activity,
+    )
+
+
 def measure(scenario: Scenario, max_staleness: int, num_steps: int, warm_up: int) -> Measured:
     """Run the scenario in virtual time.
 
@@ -180,22 +184,27 @@ def measure(scenario: Scenario, max_staleness: int, num_steps: int, warm_up: int
     loop, lines = VirtualLoop(most_turns=50_000_000, longest_s=1e9), list[TimeLine]()
     prompts = [Prompt(f"prompt:{number}", "", (1,), {}) for number in range(GROUPS * num_steps)]
     loader = PromptLoader(prompts, GROUPS, seed=0, shuffle=False)
-    limits = RolloutLimits(timeout_s=None, clock=loop.time)
-    worker = RolloutWorker(
-        SimulatedEngine(scenario), NoReward(), Turns(scenario), str, lambda text: (), 10_000_000, limits=limits
+    config = load_grpo_config(
+        exemplars_folder() / "grpo_tiny_moe.yaml",
+        [
+            f"grpo.num_prompts_per_step={GROUPS}",
+            f"grpo.num_generations_per_prompt={GENERATIONS}",
+            "grpo.rollouts.mode=asynchronous",
+            "grpo.rollouts.max_staleness=0",
+        ],
+        check_paths=False,
     )
     activity = EngineActivity(loop.time)
-    maker = GroupMaker(worker, SAMPLING, seed=0, groups_per_step=GROUPS, num_generations=GENERATIONS, activity=activity)
+    runner = runner_of(scenario, SimulatedEngine(scenario), loop, activity)
     policy = make_policy("order", "windowed" if max_staleness else "in_order", Bounds(GROUPS, max_staleness), "wait")
-    dispatcher = Dispatcher(maker.make_group, feed_of_epochs(loader, 1, GROUPS), policy)
-    source = AsynchronousSource(
-        dispatcher,
-        loop.run_until_complete,
+    source = SampledGroups(
+        config.grpo,
+        runner,
+        feed_of_epochs(loader, 1, GROUPS),
+        policy,
+        SAMPLING,
         len(loader),
-        GENERATIONS,
-        pause=maker.pause,
-        resume=maker.resume,
-        engines=activity,
+        runs_ahead=True,
         record=lines.append,
     )
     try:
@@ -206,9 +215,8 @@ def measure(scenario: Scenario, max_staleness: int, num_steps: int, warm_up: int
             source.update_pending(step + 1)
             source.updated(step + 1)
         source.stop()
-        loop.run_until_complete(maker.close())
     finally:
-        loop.close()
+        runner.close()
     return _means([line.steps[-1] for line in lines][warm_up:-warm_up])
 
 
@@ -251,12 +259,9 @@ def run_in_lockstep(scenario: Scenario, seed: int, groups: int = GROUPS) -> tupl
     """Run one synchronous rollout, and return its engine and its virtual seconds."""
     loop = VirtualLoop(most_turns=50_000_000, longest_s=1e9)
     engine = SimulatedLockstep(scenario, loop)
-    worker = RolloutWorker(
-        engine, NoReward(), Turns(scenario), str, lambda text: (), 10_000_000, limits=RolloutLimits(timeout_s=None)
-    )
     prompts = [Prompt(f"prompt:{number}", "", (1,), {}) for number in range(groups)]
-    with patch.object(asyncio, "new_event_loop", lambda: loop):
-        worker.run(prompts, GENERATIONS, SAMPLING, (0, seed), PhaseClock())
+    runner = runner_of(scenario, engine, loop)
+    runner.evaluate(prompts, GENERATIONS, SAMPLING, (0, seed))
     return engine, loop.time()
 
 

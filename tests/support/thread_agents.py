@@ -22,11 +22,11 @@ from nemo_rl_moe.rollouts.agents.environment import AgentEnvironment
 from nemo_rl_moe.rollouts.agents.server import EndpointServer
 from nemo_rl_moe.rollouts.agents.task import AgentTask
 from nemo_rl_moe.rollouts.agents.worker_pool import AgentEnd, AgentWorkers, end_of
-from nemo_rl_moe.rollouts.environment import Session, SubmitRequest
+from nemo_rl_moe.rollouts.environment import Session
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.tools.detection import format_of
 from tests.support.conversations import Family
-from tests.support.scripted_session import scripted_session
+from tests.support.scripted_session import Answer, script_of, scripted_session
 
 MODEL = "the-policy"
 QUESTION = {"role": "user", "content": "1+2?"}
@@ -49,7 +49,7 @@ class Gate:
     def __init__(self) -> None:
         self.is_reached, self.is_open = threading.Event(), threading.Event()
 
-    def before(self, submit: SubmitRequest) -> SubmitRequest:
+    def before(self, submit: Answer) -> Answer:
         async def wait_and_submit(request: GenerationRequest) -> GeneratedSequence:
             self.is_reached.set()
             await asyncio.to_thread(self.is_open.wait)
@@ -118,7 +118,7 @@ def play(
     session.prompt = replace(session.prompt, record=record)
     session.reward_weights = weights
     if gate is not None:
-        session.submit_request = gate.before(session.submit_request)
+        script_of(session).answer = gate.before(script_of(session).answer)
     try:
         tool_format = format_of(family.tokenizer, None, NO_INPUTS)
         no_tools = None

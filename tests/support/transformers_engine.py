@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl_moe.errors import WeightSyncError
-from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters
+from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationEngine, GenerationRequest, SamplingParameters
 from nemo_rl_moe.generation.lockstep import LockstepEngine
 from nemo_rl_moe.generation.registry import EngineSetup
 from nemo_rl_moe.weight_sync.fingerprints import fingerprints_of
@@ -165,7 +165,7 @@ def place_of(name: str, parameters: Mapping[str, Tensor]) -> Tensor:
 
 
 class TransformersEngine(LockstepEngine):
-    """A `GenerationEngine` with copies of the model in processes of its own, which pools requests of one length.
+    """The engine with copies of the model in processes of its own, which pools requests of one length.
 
     Args:
         model_folder: Holds the model's `config.json`.
@@ -173,6 +173,7 @@ class TransformersEngine(LockstepEngine):
     """
 
     shares_weights = False
+    can_score = gives_fingerprints = True
 
     def __init__(self, model_folder: Path, num_workers: int = NUM_WORKERS):
         super().__init__(self._in_groups)
@@ -241,15 +242,15 @@ class TransformersEngine(LockstepEngine):
             ray.kill(worker)
 
 
-class StreamingEngine:
-    """A `GenerationEngine` that takes requests as they come: each goes to a worker by itself.
+class StreamingEngine(GenerationEngine):
+    """The engine that takes requests as they come: each goes to a worker by itself.
 
     Args:
         model_folder: Holds the model's `config.json`.
         num_workers: Copies.
     """
 
-    shares_weights = False
+    can_score = gives_fingerprints = True
 
     def __init__(self, model_folder: Path, num_workers: int):
         self._pooled = TransformersEngine(model_folder, num_workers)
@@ -276,12 +277,6 @@ class StreamingEngine:
     def weight_fingerprints(self, number_format: str) -> list[dict[str, str]]:
         """Return the fingerprints of the weights that each copy stores."""
         return self._pooled.weight_fingerprints(number_format)
-
-    def sleep(self) -> None:
-        """Do nothing."""
-
-    def wake(self) -> None:
-        """Do nothing."""
 
     def shutdown(self) -> None:
         """End the processes."""

@@ -29,16 +29,16 @@ from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.node_tools import SHARED_MEMORY
 from nemo_rl_moe.generation.diagnosis import disagreement
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters
-from nemo_rl_moe.generation.lockstep import generate_all
 from nemo_rl_moe.generation.refit import refit
+from nemo_rl_moe.generation.refit_check import RefitCheck, probe_sequences
 from nemo_rl_moe.generation.vllm.engine import VllmEngine
 from nemo_rl_moe.generation.vllm.placement import Placement
 from nemo_rl_moe.generation.vllm.worker import VllmSettings, VllmWorker
-from nemo_rl_moe.rollouts.asynchronous.gate import EngineGate
-from nemo_rl_moe.rollouts.asynchronous.loops import LoopThread
+from nemo_rl_moe.rollouts.dispatch.gate import EngineGate
+from nemo_rl_moe.rollouts.loops import LoopThread
 from nemo_rl_moe.weight_sync.fingerprints import fingerprints_of
-from nemo_rl_moe.weight_sync.refit_check import RefitCheck, probe_sequences
 from nemo_rl_moe.weight_sync.transport import TransportSpec, WeightTransport
+from tests.support.all_requests import generate_all
 
 VOCABULARY_SIZE = 64
 PROMPT = (3, 4, 5, 6)
@@ -90,9 +90,12 @@ class Trainer:
         expert_size: Width of an expert; vLLM pads one that is no multiple of 32.
         config: Of a model in its place.
         scale: Factor of all matrices.
+        is_tied: The output layer has the embedding's weights.
     """
 
-    def __init__(self, folder: Path, expert_size: int = 24, config: Any = None, scale: float = 6.0):
+    def __init__(
+        self, folder: Path, expert_size: int = 24, config: Any = None, scale: float = 6.0, *, is_tied: bool = False
+    ):
         self.folder = folder
         config = config or Qwen3MoeConfig(
             vocab_size=VOCABULARY_SIZE,
@@ -107,7 +110,7 @@ class Trainer:
             num_experts_per_tok=2,
             max_position_embeddings=512,
             norm_topk_prob=True,
-            tie_word_embeddings=False,
+            tie_word_embeddings=is_tied,
         )
         torch.manual_seed(5)
         AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)

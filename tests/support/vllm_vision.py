@@ -14,11 +14,11 @@ from transformers import AutoModelForImageTextToText
 
 from nemo_rl_moe.distributed.batch import ModelInput, TokenBatch
 from nemo_rl_moe.generation.refit import refit
+from nemo_rl_moe.generation.refit_check import RefitCheck, probe_sequences
 from nemo_rl_moe.generation.vllm.engine import VllmEngine, image_settings
 from nemo_rl_moe.launch.refit import batch_of, image_probe
 from nemo_rl_moe.models.hf_files import load_hf_config
 from nemo_rl_moe.models.images import IMAGE_SIZES, sequence_inputs
-from nemo_rl_moe.weight_sync.refit_check import RefitCheck, probe_sequences
 from tests.support.vision_models import VOCABULARY, mixed_batch, transformers_inputs, write_vision_model
 from tests.support.vllm_engines import SentWeights, as_they_are
 

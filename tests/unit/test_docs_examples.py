@@ -3,6 +3,7 @@
 """What the documentation shows must work: its code, its commands, its links, and its lists of metrics."""
 
 import asyncio
+import json
 import re
 import runpy
 import shlex
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from nemo_rl_moe import cli
 from nemo_rl_moe.config.algorithm import ALGORITHMS
 from nemo_rl_moe.config.loading import load_any_config, load_config, load_dpo_config, load_grpo_config
 from nemo_rl_moe.distributed.accelerators import parse_target
@@ -238,9 +240,11 @@ def test_excerpts_of_the_metric_are_tested_code() -> None:
 def test_there_are_commands_and_code_to_test() -> None:
     found = {(page.name, words[0]) for page, words in COMMANDS}
     assert found == {
+        ("README.md", "grpo"),
         ("agents.md", "grpo"),
+        ("concepts.md", "grpo"),
         ("asynchronous-rollouts.md", "grpo"),
-        *(("README.md", command) for command in ("sft", "dpo", "grpo", "config", "data", "evaluate", "plan")),
+        *(("features.md", command) for command in ("sft", "dpo", "grpo", "config", "data", "evaluate", "plan")),
         *(("dpo.md", command) for command in ("sft", "dpo", "config", "plan")),
         *(("grpo.md", command) for command in ("sft", "grpo", "config", "plan")),
         *(("distillation.md", command) for command in ("distillation", "config")),
@@ -262,6 +266,7 @@ def test_there_are_commands_and_code_to_test() -> None:
         ("configuration.md", "config"),
         ("gpu.md", "plan"),
         ("migrating.md", "config"),
+        *(("qwen3-30b.md", command) for command in ("grpo", "config", "data", "plan")),
         ("evaluate-and-generate.md", "evaluate"),
         ("forced-imbalance.md", "sft"),
         *(("multi-node.md", command) for command in ("sft", "grpo", "plan")),
@@ -269,7 +274,7 @@ def test_there_are_commands_and_code_to_test() -> None:
     }
     # None is missed for standing in a form that `commands` does not know.
     assert len(COMMANDS) == sum(page.read_text(encoding="utf-8").count("--config ") for page in PAGES)
-    assert len(PYTHON_BLOCKS) == 23
+    assert len(PYTHON_BLOCKS) == 24
 
 
 def write_demo_run() -> None:
@@ -312,10 +317,23 @@ def test_environment_of_ones_own_scores(tmp_path: Path) -> None:
         assert score(ScoringItem("a", "228+378=", response, False, {"answer": "606"})) == reward
 
 
-def test_reward_of_the_quickstart(tmp_path: Path) -> None:
-    score = run_block(PYTHON_BLOCKS[MODULES["letters"]], tmp_path)["score"]
+def test_data_and_reward_of_the_quickstart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_block(PYTHON_BLOCKS[MODULES["prompts"]], tmp_path)
+    score = run_block(PYTHON_BLOCKS[MODULES["opposites"]], tmp_path)["score"]
     assert callable(score)
-    assert [score(ScoringItem("a", "p", text, False, {})) for text in ("eeel", "")] == [0.75, 0.0]
+    Path("opposites.yaml").write_text(configurations(DOCS / "quickstart.md")["opposites.yaml"])
+    model = REPOSITORY_ROOT / "examples/assets/tiny_qwen3_moe_tools"
+    config = load_grpo_config("opposites.yaml", [f"policy.model_name={model}", "policy.init=random"])
+    questions = {}
+    for part, number in (("train", 48), ("validation", 16)):
+        records = [json.loads(line) for line in Path(getattr(config.data, part).path).read_text().splitlines()]
+        assert len(records) == number
+        questions |= {record["prompt"][-1]["content"]: record for record in records}
+    assert len(questions) == 64
+    record = questions["What is the opposite of rich?"]
+    responses = {"The opposite of rich is Poor.": 1.0, "Poorly": 0.0, "": 0.0}
+    assert [score(ScoringItem("a", "p", text, False, record)) for text in responses] == list(responses.values())
 
 
 def test_agent_of_the_page(tmp_path: Path) -> None:
@@ -534,3 +552,28 @@ def test_documented_keys_are_those_of_a_real_report() -> None:
     )
     assert metrics == other
     assert {generic(key) for key in metrics} == documented_keys(METRICS_PAGE)
+
+
+@pytest.mark.full
+def test_messages_that_come_first_are_as_their_page_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    section = (DOCS / "faq.md").read_text(encoding="utf-8").partition("## What goes wrong first")[2]
+    messages = re.findall(r"^\| `(.+?)` \|", section.partition("\n## ")[0].replace("/home/me", str(tmp_path)), re.M)
+    assert len(messages) == 9
+    monkeypatch.chdir(tmp_path)
+    Path("keys.jsonl").write_text('{"question": "1+1=", "solution": "2"}\n' * 2)
+    Path("bad.jsonl").write_text('{"prompt": "1+1=", "answer": "2"\n')
+    given = {
+        0: ("config", ["grpo.num_prompt_per_step=4"]),
+        1: ("data", ["data.train.path=none.jsonl"]),
+        2: ("data", ["data.train.path=keys.jsonl"]),
+        3: ("data", ["data.train.path=bad.jsonl"]),
+        5: ("grpo", ["data.train.path=bad.jsonl", "env.reward={kind: callable, function: 'my_reward:score'}"]),
+        6: ("grpo", ["data.train.path=bad.jsonl", "cluster.gpus_per_node=8"]),
+    }
+    model = f"policy.model_name={REPOSITORY_ROOT / 'examples/assets/tiny_qwen3_moe'}"
+    for number, (command, overrides) in given.items():
+        words = [command, "--config", "grpo_tiny_moe.yaml", model, "policy.init=random", "data.validation=null"]
+        assert cli.main([*words, "checkpointing.enabled=false", *overrides]) == 2
+        assert f"error: {messages[number]}" in capsys.readouterr().err

@@ -66,7 +66,7 @@ def step_metrics(environment: str = "") -> dict[str, float]:
         ),
     ]
     rollouts = [replace(each, environment=environment) for each in rollouts]
-    groups = RolloutGroups(trained=rollouts, generated=rollouts, num_generations=2, num_rounds=2, num_filled=0)
+    groups = RolloutGroups(trained=rollouts, generated=rollouts, num_generations=2, num_filled=1)
     batch = training_batch(rollouts, torch.zeros(1, 2, dtype=torch.float64), PAD_TOKEN, leave_out_truncated=False)
     rule = replace(LEAVE_OUT, leave_truncated=frozenset({environment}))
     return group_metrics(groups, rule) | advantage_metrics(batch, torch.ones(1, 2, dtype=torch.bool))

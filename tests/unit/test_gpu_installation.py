@@ -19,8 +19,8 @@ import torch
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from nemo_rl_moe.models.megatron import install_transformer_engine
-from nemo_rl_moe.models.megatron.install_transformer_engine import (
+from nemo_rl_moe.distributed import install_transformer_engine
+from nemo_rl_moe.distributed.install_transformer_engine import (
     BUILD_TOOLS,
     CUDA,
     EXTENSION,

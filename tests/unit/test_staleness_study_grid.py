@@ -16,7 +16,7 @@ from examples.staleness_study.tasks import TASKS
 from examples.studies.results import Result, measures_of
 from nemo_rl_moe.config.environments.tools import ToolsConfig
 from nemo_rl_moe.config.loading import dump_resolved, load_grpo_config
-from nemo_rl_moe.rollouts.asynchronous.schedule import read_schedule
+from nemo_rl_moe.rollouts.dispatch.schedule import read_schedule
 from tests.conftest import REPOSITORY_ROOT
 
 ADDITION = TASKS["addition"].config

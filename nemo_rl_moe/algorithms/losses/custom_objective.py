@@ -22,9 +22,6 @@ def find_objective(name: str) -> Objective:
     """Return the objective that a configuration names: one of the registry, or a function of the user's own.
 
     What the function clips is not known: its record has no bounds.
-
-    Raises:
-        ConfigurationError: There is no such function, or it does not take one argument.
     """
     if not is_custom(name):
         return OBJECTIVES[name]
@@ -41,11 +38,7 @@ def _loss_in_run(
 def _custom_loss(
     name: str, function: Callable[[ObjectiveInputs], object], inputs: ObjectiveInputs
 ) -> Float[Tensor, "sequences targets"]:
-    """Compute each token's loss by the user's function.
-
-    Raises:
-        UserCodeError: It returned something else than one number for each token.
-    """
+    """Compute each token's loss by the user's function."""
     loss = function(inputs)
     if not isinstance(loss, Tensor) or loss.shape != inputs.logprobs.shape:
         found = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else described(loss)
@@ -57,11 +50,7 @@ def _custom_loss(
 
 
 def check_objective(config: PolicyGradientLossConfig) -> None:
-    """Try an objective of the user's own on three tokens of two sequences, before anything is started.
-
-    Raises:
-        ConfigurationError: There is no such function, it raises, or what it returns cannot be trained on.
-    """
+    """Try an objective of the user's own on three tokens of two sequences, before anything is started."""
     if not is_custom(config.objective):
         return
     inputs = _tried_inputs(config)

@@ -71,11 +71,7 @@ class DistillationLoss:
         return Reduction.SHARE if self.policy_gradient is None else self.policy_gradient.reduction
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
-        """Compute one microbatch's share of the loss.
-
-        Raises:
-            KeyError: One of the columns is missing.
-        """
+        """Compute one microbatch's share of the loss."""
         divergence, metrics = self._divergence(inputs)
         loss = self.kl_weight * divergence
         if self.policy_gradient is not None:
@@ -126,10 +122,8 @@ class DistillationLoss:
         sampled: Float[Tensor, "sequences targets"],
         mask: Bool[Tensor, "sequences targets"],
     ) -> Float[Tensor, "sequences targets"]:
-        """Return the weights of sampled tokens: the policy's probability over the one that they were sampled with.
-
-        The correction of the policy gradient holds them within its bounds. Without one they have none.
-        """
+        """Return the weights of sampled tokens: the policy's probability over the one that they were sampled with."""
+        # The correction of the policy gradient holds them within its bounds. Without one they have none.
         config = None if self.policy_gradient is None else self.policy_gradient.config
         if config is None or (correction := CORRECTIONS[config.importance_sampling_correction]).effect is None:
             return importance_ratio(policy, sampled)

@@ -77,11 +77,7 @@ class PolicyGradientLoss:
         return Reduction.SHARE if self.config.token_level_loss else Reduction.SEQUENCE_SHARE
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
-        """Compute one microbatch's share of the loss.
-
-        Raises:
-            KeyError: One of the columns is missing.
-        """
+        """Compute one microbatch's share of the loss."""
         config, mask = self.config, inputs.token_mask
         logprobs = _valid(inputs.logprobs, mask)
         current = logprobs.detach()

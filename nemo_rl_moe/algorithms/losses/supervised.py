@@ -70,11 +70,7 @@ class PreferenceLoss:
     reduction: ClassVar[Reduction] = Reduction.SEQUENCE_SHARE
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
-        """Return one microbatch's share of the loss.
-
-        Raises:
-            KeyError: The inputs lack the reference's sums.
-        """
+        """Return one microbatch's share of the loss."""
         config, mask = self.config, inputs.token_mask
         sums = response_sums(inputs.logprobs, mask)
         reference = inputs.columns[REFERENCE_SUMS].values.to(sums)

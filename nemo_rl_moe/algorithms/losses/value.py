@@ -39,11 +39,7 @@ class ValueLoss:
     needs: ClassVar[tuple[Head, ...]] = (Head.VALUE,)
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
-        """Compute a microbatch's share of the loss.
-
-        Raises:
-            KeyError: The batch lacks a column.
-        """
+        """Compute a microbatch's share of the loss."""
         assert inputs.values is not None  # declared
         mask, values = inputs.token_mask, inputs.values
         # Before arithmetic: where masked, columns hold anything, and NaN times 0 is NaN in the gradient too.

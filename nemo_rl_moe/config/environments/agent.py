@@ -12,19 +12,22 @@ class AgentLimitsConfig(StrictModel):
     """Limits of agents. That of a trajectory in time is `env.rollout_timeout_s`."""
 
     num_workers: Processes
-    """Agents that run at the same time, each in its own process on the driver's machine. Further trajectories wait."""
+    """Processes of agents on the driver's machine. Trajectories wait for a free one."""
     memory_mb: PositiveInt
     """Megabytes that the process of an agent may take, and each process that it starts."""
 
 
-class AgentConfig(DriverConfig):
-    """A program that asks the model through an OpenAI-compatible endpoint."""
+class AgentProgramLimitsConfig(AgentLimitsConfig):
+    """Limits of agents that are programs of the user's."""
 
-    kind: Literal["agent"]
-    """This kind."""
-    program: Text | list[PathText]
-    """A text: `package.module:function`, which takes an `AgentTask` and returns a reward, or None if `env.reward`
-    scores the last response. A list: a program and its arguments."""
+    agents_per_worker: PositiveInt
+    """Agents that a process runs at the same time: more than 1 needs an `async def`. One that blocks its process keeps
+    the others waiting."""
+
+
+class EndpointDriverConfig(DriverConfig):
+    """A driver that asks the model through an OpenAI-compatible endpoint, in processes of its own."""
+
     format: Text | None
     """Format in which the model writes calls of the tools that requests define. The names are those of the kind
     `tools`."""
@@ -33,8 +36,21 @@ class AgentConfig(DriverConfig):
     max_turns: PositiveInt
     """Most responses of a trajectory. Further requests are refused."""
 
-    scoring = "by_either"
     has_own_tools: ClassVar[bool] = True
+
+
+class AgentConfig(EndpointDriverConfig):
+    """A program that asks the model through an OpenAI-compatible endpoint."""
+
+    kind: Literal["agent"]
+    """This kind."""
+    program: Text | list[PathText]
+    """A text: `package.module:function`, which takes an `AgentTask` and returns a reward, or None if `env.reward`
+    scores the last response. A list: a program and its arguments."""
+    limits: AgentProgramLimitsConfig
+    """Limits of agents."""
+
+    scoring = "by_either"
 
     @property
     def named(self) -> str | None:

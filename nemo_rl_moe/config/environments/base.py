@@ -40,3 +40,14 @@ class DriverConfig(StrictModel):
                 f"data.tools: got {len(data.tools)}, expected [] with {key}.kind {self.kind}, which has tools of its"
                 " own"
             )
+        if not self.has_own_prompts:
+            return
+        with_it = f"with {key}.kind {self.kind}"
+        if data.prompt_template is not None:
+            yield f"{data_key}.prompt_template: got a text, expected null {with_it}, whose environment makes prompts"
+        for name, source in (("train", data.train), ("validation", data.validation)):
+            if source is not None and source.path is not None:
+                yield (
+                    f"{data_key}.{name}.path: got {source.path}, expected null {with_it}, whose environment has its own"
+                    " data"
+                )

@@ -21,9 +21,10 @@ from nemo_rl_moe.config.environments.rewards import (
 from nemo_rl_moe.config.environments.single_turn import SingleTurnConfig
 from nemo_rl_moe.config.environments.tools import ToolsConfig
 from nemo_rl_moe.config.environments.verifiers import VerifiersConfig
+from nemo_rl_moe.config.environments.verifiers_v1 import VerifiersV1Config
 
 Driver = Annotated[
-    SingleTurnConfig | FunctionConfig | ToolsConfig | AgentConfig | VerifiersConfig | OpenEnvConfig,
+    SingleTurnConfig | FunctionConfig | ToolsConfig | AgentConfig | VerifiersConfig | VerifiersV1Config | OpenEnvConfig,
     Field(discriminator="kind"),
 ]
 Reward = Annotated[

@@ -69,9 +69,8 @@ class RequestBatches:
                     self._threads.submit(self._run, copy, share)
 
     def _next_shares(self) -> dict[int, list[Waiting]]:
-        """Take the requests with the first one's sampling; neighbours, often answers to one prompt and alike in
-        length, go to different copies.
-        """
+        """Take the requests with the first one's sampling."""
+        # Neighbours, often answers to one prompt and alike in length, go to different copies.
         copies = sorted(self._free)
         sampling = self._waiting[0][0].sampling
         most = None if self._max_batch_size is None else self._max_batch_size * len(copies)

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from nemo_rl_moe.distributed.light_workers import kill
+from nemo_rl_moe.distributed.worker_pool import kill
 from nemo_rl_moe.errors import GenerationError
 from nemo_rl_moe.generation.refit import reason_of
 from nemo_rl_moe.generation.vllm.placement import Placement

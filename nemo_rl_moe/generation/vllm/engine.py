@@ -13,7 +13,7 @@ from jaxtyping import Float
 from nemo_rl_moe.distributed.batch import ModelInput
 from nemo_rl_moe.distributed.shared_gpu import OwnGpu, SharedGpu
 from nemo_rl_moe.errors import GenerationError, ReceiverLostError
-from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
+from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationEngine, GenerationRequest
 from nemo_rl_moe.generation.refit import ActorReceivers, refit
 from nemo_rl_moe.generation.vllm.actors import EngineActor, EngineActors
 from nemo_rl_moe.generation.vllm.config import KEY, captures_routes, section_of
@@ -33,8 +33,8 @@ PARTS = ("weights", "kv_cache")
 """Parts of an engine's memory that are given back while it sleeps, as vLLM names them."""
 
 
-class VllmEngine:
-    """A `GenerationEngine` of one or more vLLM engines, which take requests as they come.
+class VllmEngine(GenerationEngine):
+    """One or more vLLM engines, which take requests as they come.
 
     An engine that dies, or makes no step for `stall_timeout_s`, is given up: those of its requests that are not
     answered go to the others, and another engine takes its place with the next weights. Where none is left, engines are
@@ -47,7 +47,7 @@ class VllmEngine:
         GenerationError: An engine does not start.
     """
 
-    shares_weights = False
+    can_score = True
 
     def __init__(
         self,
@@ -62,8 +62,11 @@ class VllmEngine:
         gpu: SharedGpu | None = None,
     ):
         self._gpu = gpu or OwnGpu()
-        self.dtype = settings.dtype
-        self.ranks_per_engine = settings.tensor_parallel_size
+        self.number_format = settings.dtype
+        self._ranks_per_engine = settings.tensor_parallel_size
+        # Of tensors that several ranks share, none of them has a fingerprint, and each has a part of the outputs. NCCL
+        # need not add up their parts in one order.
+        self.repeats_bits = self.gives_fingerprints = self.gives_module_outputs = self._ranks_per_engine == 1
         self._settings, self._placement = settings, placement
         self._refit, self._warn = refit, warn
         self._version: int | None = None
@@ -95,15 +98,10 @@ class VllmEngine:
         return await self._serving.generate(request)
 
     async def pause(self) -> None:
-        """Answer all that runs by what there is of it, for weights that come."""
         await self._serving.come_to_rest()
 
     def _prepare(self) -> int:
-        """Make engines ready to generate; return the version of their weights.
-
-        Raises:
-            GenerationError: None is left, and the trainer may be in the middle of an update.
-        """
+        """Make engines ready to generate; return the version of their weights."""
         if self._version is None or not self._actors.present:
             if threading.current_thread() is not threading.main_thread():
                 raise GenerationError("no vLLM engine is left, and there are no weights for others while training runs")
@@ -116,12 +114,6 @@ class VllmEngine:
     def score(
         self, sequences: Sequence[Sequence[int]], temperature: float, *model_inputs: Mapping[str, ModelInput]
     ) -> list[list[Float[np.ndarray, " tokens"]]]:
-        """Return the log-probability of each token after the first, by each engine: `[engine][sequence]`.
-
-        Raises:
-            GenerationError: An engine has no weights, or died, or does not answer; another one takes the place of such
-                a one with the next weights.
-        """
         self._serving.drain()
         num_before = len(self._actors.present)
         self.wake()
@@ -135,13 +127,6 @@ class VllmEngine:
         return scores
 
     def weight_fingerprints(self, number_format: str) -> list[dict[str, str]]:
-        """Return the fingerprints of the weights that each engine stores; empty where several ranks share them.
-
-        Raises:
-            GenerationError: An engine died or does not answer; another one takes its place with the next weights.
-        """
-        if self.ranks_per_engine > 1:
-            return [{} for _ in self._actors.present]
         found: list[dict[str, str]] = self._answers_of_all(
             "read its weights", lambda handle: handle.weight_fingerprints.remote(number_format)
         )
@@ -162,7 +147,6 @@ class VllmEngine:
         return sum(ray.get([actor.ask_num_steps() for actor in self._actors.present]))
 
     def module_outputs(self, copy: int, token_ids: Sequence[int]) -> dict[str, Float[np.ndarray, "tokens features"]]:
-        """Return the output of every module of an engine for one sequence, by its name in the model."""
         call = self._actors.present[copy].handle.module_outputs.remote(token_ids)
         return dict(ray.get(call, timeout=self._actors.stall_timeout_s))
 
@@ -187,7 +171,7 @@ class VllmEngine:
         self._gpu.receive_weights()
         self._wake("weights")
         actors.start_missing()
-        ranks = self.ranks_per_engine
+        ranks = self._ranks_per_engine
         spec = transport.open(
             ranks * len(actors.present),
             version,

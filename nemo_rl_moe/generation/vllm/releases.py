@@ -69,11 +69,7 @@ def installed_release() -> tuple[str, str] | None:
 
 
 def check_installation(*, on_gpus: bool) -> None:
-    """Check that a vLLM is installed that this project knows, without importing it: that takes seconds.
-
-    Raises:
-        ConfigurationError: It is not; says how to install it.
-    """
+    """Check that a vLLM is installed that this project knows, without importing it: that takes seconds."""
     wanted = GPU_PACKAGE if on_gpus else CPU_PACKAGE
     how = "make gpu" if on_gpus else "make vllm"
     found = installed_release()
@@ -100,9 +96,6 @@ def check_model(
     """Check that a model's folder names the class that vLLM is to build, and that it builds that here.
 
     vLLM knows a model by that name alone; without it, it builds an encoder, which then fails at its first request.
-
-    Raises:
-        ConfigurationError: It names none, or another one; says which one is right. Or vLLM does not take such a model.
     """
     # Imported here: it loads transformers' models, and only runs with vLLM need it.
     from transformers.models.auto.modeling_auto import (
@@ -244,6 +237,21 @@ class PackedExperts:
     def _forget_layer(self, name: str) -> None:
         for method in self._methods.pop(name, ()):
             method.moe_kernel = None
+
+
+def pack_tied_anew(model: nn.Module) -> None:
+    """Pack layers anew that share their weights with a layer before them, as an output layer with the embedding.
+
+    On CPUs layers compute with packed copies. A reload gets shared weights once, and packs the embedding alone. The
+    output layer would keep a copy of older weights.
+    """
+    owners: dict[int, nn.Module] = {}
+    for module in model.modules():
+        weight: Any = getattr(module, "weight", None)
+        is_packed = hasattr(module, "cpu_linear") and weight is not None and weight.numel()
+        if is_packed and owners.setdefault(weight.data_ptr(), module) is not module:
+            method: Any = module.quant_method
+            method.process_weights_after_loading(module)
 
 
 def _experts_layer(module_name: str) -> str:

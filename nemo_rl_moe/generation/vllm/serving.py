@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from contextvars import Context
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -94,7 +93,7 @@ class Serving:
         self._is_open = False
         self._waiting.clear()  # of a loop that has ended
         self._undealt.clear()
-        self._task = loop.create_task(self._serve(), context=Context())  # its time is no trajectory's
+        self._task = loop.create_task(self._serve())
 
     async def _serve(self) -> None:
         """Serve until nobody waits; the first requests have come together by now."""
@@ -118,10 +117,9 @@ class Serving:
             self._is_open = False
 
     def _deal_out(self) -> None:
-        """Give requests to the engines that have the fewest: neighbours are often answers to one prompt, and alike.
-
-        What would wait in an engine waits here, until one of them has room: none ends early while others have a queue.
-        """
+        """Give requests to the engines that have the fewest: neighbours are often answers to one prompt, and alike."""
+        # What would wait in an engine waits here, until one of them has room: none ends early while others have a
+        # queue.
         shares: dict[int, dict[int, GenerationRequest]] = {actor.number: {} for actor in self._actors.present}
         undealt, self._undealt = [each for each in self._undealt if each in self._waiting], []
         for position, number in enumerate(undealt):

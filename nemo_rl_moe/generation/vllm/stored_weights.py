@@ -50,10 +50,8 @@ def stored_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _linear_weight(module: Any) -> Tensor | None:
-    """Return the weights of a linear layer that are packed in its kernel: its outputs for rows of the unit matrix.
-
-    Products with 0 and 1 and their sums are exact. None where there is no such kernel, or it would take too long.
-    """
+    """Return the weights of a linear layer that are packed in its kernel: its outputs for rows of the unit matrix."""
+    # Products with 0 and 1 and their sums are exact. None where there is no such kernel, or it would take too long.
     kernel: Callable[[Tensor, None, None], Tensor] | None = getattr(module, "cpu_linear", None)
     widths = (getattr(module, name, None) for name in ("input_size_per_partition", "input_size", "embedding_dim"))
     width: int | None = next(filter(None, widths), None)
@@ -63,10 +61,8 @@ def _linear_weight(module: Any) -> Tensor | None:
 
 
 def _convolution(packed: Tensor) -> Tensor:
-    """Return the weights `[channels, 1, taps]` of a gated delta net's convolution that is packed in its kernel.
-
-    vLLM keeps a copy of them as they were; what is compared is what it computes with.
-    """
+    """Return the weights `[channels, 1, taps]` of a gated delta net's convolution that is packed in its kernel."""
+    # vLLM keeps a copy of them as they were; what is compared is what it computes with.
     from vllm._custom_ops import causal_conv1d_weight_pack
 
     unpack = unpacking(packed[None], "", pack=lambda values, isa: causal_conv1d_weight_pack(values[0]))

@@ -16,12 +16,12 @@ from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
-import ray
 import torch
-from jaxtyping import Float, Shaped
+from jaxtyping import Float
 
 from nemo_rl_moe.distributed.batch import ModelInput
 from nemo_rl_moe.distributed.node_tools import folder_of_this_process
+from nemo_rl_moe.distributed.object_store import HeldObjects
 from nemo_rl_moe.distributed.stored_rows import RowStore, StoredRows
 from nemo_rl_moe.distributed.worker_process import outlive_requests_to_stop
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters, store_routes
@@ -76,7 +76,7 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
         sys.path += [folder for folder in search_path if folder not in sys.path]
         self._settings = settings
         self._steps = releases.StepCount()
-        self._stored: list[Any] = []
+        self._stored = HeldObjects()
         self._added: SimpleQueue[Mapping[int, GenerationRequest]] = SimpleQueue()
         self._breaks_off = threading.Event()
         self._engine: Any = None
@@ -179,7 +179,6 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
         self, requests: Mapping[int, GenerationRequest], version: int
     ) -> Iterator[list[tuple[int, GeneratedSequence]]]:
         """Yield sequences as they finish, those of one step together, each with the number of its request."""
-        self._stored.clear()
         self._added.put(requests)
         prompts = ImagePrompts(self._settings.image_settings)
         taken: dict[int, GenerationRequest] = {}
@@ -231,17 +230,9 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
         with_routes = [
             replace(found[number], routed_experts=StoredRows.of(routes[outputs[number].request_id])) for number in begun
         ]
-        for number, sequence in zip(begun, store_routes(with_routes, RowStore(put=self._store)), strict=True):
+        for number, sequence in zip(begun, store_routes(with_routes, RowStore(put=self._stored.put)), strict=True):
             found[number] = sequence
         return found
-
-    def _store(self, array: Shaped[np.ndarray, "rows ..."]) -> Any:
-        """Put an array into Ray's object store, and hold it until the next generation.
-
-        A streaming task's own objects are now and then freed before the driver names them (3 of 8,420 in a trial).
-        """
-        self._stored.append(ray.put(array))
-        return self._stored[-1]
 
     def score(
         self, sequences: Sequence[Sequence[int]], temperature: float, *model_inputs: Mapping[str, ModelInput]
@@ -344,6 +335,7 @@ def _receive(worker: Any, spec: TransportSpec, first_receiver: int, image_settin
                     yield name, as_loader_expects(image_settings, name, tensor).clone()
 
         runner.reload_weights(weights_iterator=as_expected())
+        releases.pack_tied_anew(runner.get_model())
 
     try:
         spec.receive(first_receiver + getattr(worker, "rank", 0), load)

@@ -2,21 +2,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inputs that drivers are prepared with, and the checks that several kinds share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+import psutil
+
 from nemo_rl_moe.config.environments.tools import ToolsConfig
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.config.schema_environment import EnvironmentConfig
-from nemo_rl_moe.config.schema_grpo import PromptDataConfig
+from nemo_rl_moe.config.schema_grpo import PromptDataConfig, PromptSourceConfig
 from nemo_rl_moe.config.schema_mixture import THE_ONLY_ONE
 from nemo_rl_moe.data.continuation import Continuation
+from nemo_rl_moe.data.prompt_records import PromptRecord
+from nemo_rl_moe.data.sources import LineSource
 from nemo_rl_moe.data.template_inputs import TemplateInputs, run_wide_inputs
 from nemo_rl_moe.generation.interface import SamplingParameters
 from nemo_rl_moe.launch.setup import ModelRun
 from nemo_rl_moe.rollouts.environment import Environment
+from nemo_rl_moe.rollouts.process.client import RemoteEnvironment
+from nemo_rl_moe.rollouts.process.serve import ProcessSettings
+from nemo_rl_moe.runs.loggers.console import Notices
 from nemo_rl_moe.tools.definitions import Tools, load_tools, with_servers
 from nemo_rl_moe.tools.detection import format_of, require_continuable, require_definitions
 from nemo_rl_moe.tools.formats.interface import ToolFormat
@@ -27,6 +35,8 @@ if TYPE_CHECKING:
 
 StartDriver = Callable[[ModelRun, Callable[[str], None]], Environment]
 """Starts the workers of a driver for the rest of a run. The second argument receives warnings."""
+StartInProcess = Callable[[], AbstractContextManager[Environment]]
+"""Starts an environment whose code is the user's, in a process to which this is sent."""
 
 
 @dataclass(frozen=True)
@@ -68,15 +78,65 @@ class DriverSetup:
 
         Args:
             named: Name in the configuration; None: the format of the chat template.
-
-        Raises:
-            ConfigurationError: It cannot show calls, definitions or results.
         """
         found = format_of(self.tokenizer, named, self.run_wide)
         require_definitions(self.tokenizer, self.run_wide)
         encode = partial(self.tokenizer.encode, add_special_tokens=False)
         require_continuable(self.continuation(), found, encode, self.sampling.stop_token_ids)
         return found
+
+
+@dataclass(frozen=True)
+class DriverKind:
+    """A driver of the configuration as a run uses it. What raises, raises `ConfigurationError`.
+
+    Attributes:
+        prepare: Checks it with the tokenizer of the run, and returns the function that starts it.
+        check: Checks that its code, its program or its library exists. Reads no model.
+        prompts: Returns the prompts that the environment has itself; None: it has none.
+    """
+
+    prepare: Callable[[DriverSetup], StartDriver]
+    check: Callable[[], object] = lambda: None
+    prompts: Callable[[PromptSourceConfig], LineSource[PromptRecord]] | None = None
+
+
+def in_separate_process(setup: DriverSetup, name: str, start: StartInProcess) -> StartDriver:
+    """Return the start of an environment whose trajectories are driven by code of the user's or of a library.
+
+    Args:
+        name: Name of the code in messages.
+    """
+    rollouts, env = setup.config.grpo.rollouts, setup.env
+
+    def start_driver(run: ModelRun, warn: Callable[[str], None]) -> Environment:
+        if not rollouts.process:
+            return run.use(start())
+        settings = ProcessSettings(
+            start,
+            setup.tokenizer,
+            setup.continuation(),
+            setup.config.policy.max_total_sequence_length,
+            env.reward_weights,
+            env.rollout_timeout_s,
+            rollouts.process_memory_mb or psutil.virtual_memory().total // 2**21,
+        )
+        show = Notices(run.console.message, run.console.warn).message
+        return run.use(running_in_process(settings, name, show, warn))
+
+    return start_driver
+
+
+@contextmanager
+def running_in_process(
+    settings: ProcessSettings, name: str, show: Callable[[str], None], warn: Callable[[str], None]
+) -> Iterator[RemoteEnvironment]:
+    """Begin to start the process of an environment, and end it whatever happens."""
+    environment = RemoteEnvironment(settings, name, show, warn)
+    try:
+        yield environment
+    finally:
+        environment.stop()
 
 
 def data_with_tools(config: GRPOMasterConfig, name: str = THE_ONLY_ONE) -> PromptDataConfig:
@@ -88,11 +148,7 @@ def data_with_tools(config: GRPOMasterConfig, name: str = THE_ONLY_ONE) -> Promp
 
 
 def described_tools(driver: ToolsConfig) -> Tools:
-    """Return the tools of a run for the run's own process, in which tools of servers cannot be called.
-
-    Raises:
-        ConfigurationError: A tool cannot be used.
-    """
+    """Return the tools of a run for the run's own process, in which tools of servers cannot be called."""
 
     def elsewhere(**arguments: object) -> object:
         raise NotImplementedError("tools of servers are called in the tool workers")

@@ -15,11 +15,7 @@ from nemo_rl_moe.tools.worker_pool import ToolWorkers
 
 
 def prepare_tools(driver: ToolsConfig, setup: DriverSetup) -> StartDriver:
-    """Check the tools of an environment.
-
-    Raises:
-        ConfigurationError: A tool cannot be used, or the chat template cannot show calls and results.
-    """
+    """Check the tools of an environment."""
     tools, tool_format = described_tools(driver), setup.tool_format(driver.format)
 
     def start(run: ModelRun, warn: Callable[[str], None]) -> Environment:

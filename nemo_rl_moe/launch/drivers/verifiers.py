@@ -2,24 +2,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The driver that is an environment of the verifiers library: checked before anything starts."""
 
-from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 from nemo_rl_moe.config.environments.verifiers import VerifiersConfig
 from nemo_rl_moe.errors import ConfigurationError
-from nemo_rl_moe.launch.drivers.setup import DriverSetup, StartDriver
-from nemo_rl_moe.launch.setup import ModelRun
+from nemo_rl_moe.launch.drivers.setup import DriverSetup, StartDriver, in_separate_process
 from nemo_rl_moe.rewards.verifiers_library import load_verifiers
 from nemo_rl_moe.rollouts.environment import Environment
 from nemo_rl_moe.rollouts.libraries.verifiers_environment import VerifiersRollout
 from nemo_rl_moe.rollouts.rollout_function import RolloutFunction
+from nemo_rl_moe.tools.formats.interface import ToolFormat
 
 
 def prepare_verifiers(driver: VerifiersConfig, setup: DriverSetup) -> StartDriver:
-    """Load an environment of the library.
-
-    Raises:
-        ConfigurationError: There is no such environment, or the chat template cannot show calls of its tools.
-    """
+    """Load an environment of the library."""
     environment = load_verifiers(driver)
     tool_format = None
     try:
@@ -27,9 +24,13 @@ def prepare_verifiers(driver: VerifiersConfig, setup: DriverSetup) -> StartDrive
     except ConfigurationError:  # rows of its data may have tools too, which the template then does not show
         if environment.tool_defs:
             raise
-    rollout = VerifiersRollout(environment, tool_format, score_truncated=setup.env.score_truncated)
+    start = partial(start_verifiers, driver, tool_format, score_truncated=setup.env.score_truncated)
+    return in_separate_process(setup, f"env.driver: {driver.named}", start)
 
-    def start(run: ModelRun, warn: Callable[[str], None]) -> Environment:
-        return RolloutFunction(rollout, str(driver.named))
 
-    return start
+def start_verifiers(
+    driver: VerifiersConfig, tool_format: ToolFormat | None, *, score_truncated: bool
+) -> AbstractContextManager[Environment]:
+    """Load the environment, in its process."""
+    rollout = VerifiersRollout(load_verifiers(driver), tool_format, score_truncated=score_truncated)
+    return nullcontext(RolloutFunction(rollout, str(driver.named)))

@@ -66,11 +66,7 @@ _whole: dict[tuple[str, str], tuple[ModelFamily, ModelFamily]] = {}
 
 
 def family_of(hf_config: Any) -> ModelFamily:
-    """Return the family of a Hugging Face configuration (flattened for a vision-language model).
-
-    Raises:
-        ConfigurationError: Its `model_type` is not supported.
-    """
+    """Return the family of a Hugging Face configuration (flattened for a vision-language model)."""
     vision = VISION_FAMILIES.get(hf_config.model_type)
     if vision is None:
         return family_of_type(hf_config.model_type)
@@ -99,11 +95,7 @@ def decoder_type_of(config_json: Mapping[str, Any]) -> Any:
 
 
 def family_of_type(model_type: Any, section: str = "") -> ModelFamily:
-    """Return the family of a text model's or a decoder's `model_type`.
-
-    Raises:
-        ConfigurationError: It is not supported.
-    """
+    """Return the family of a text model's or a decoder's `model_type`."""
     found = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if found is None:
         if (refused := REFUSED.get(str(model_type))) is not None:

@@ -49,11 +49,7 @@ SHARED_EXPERTS = decoder.swiglu("mlp.shared_experts", "mlp.shared_experts")
 
 
 def score_fields(hf_config: Any, family: str) -> dict[str, Any]:
-    """Return the fields of sigmoid scores by which, with a bias, experts are chosen.
-
-    Raises:
-        ConfigurationError: A token has one expert, whose weight transformers makes 1, and Megatron-Core the score.
-    """
+    """Return the fields of sigmoid scores by which, with a bias, experts are chosen."""
     if hf_config.num_experts_per_tok < 2:
         raise ConfigurationError(
             f"{WHERE} num_experts_per_tok: got {hf_config.num_experts_per_tok}, supported for {family}: 2 or more"
@@ -95,9 +91,6 @@ def moe_layer_pattern(hf_config: Any) -> list[int]:
     """Return 0 for each dense layer, of which the first ones are, and 1 for each layer with experts.
 
     transformers goes by `mlp_layer_types` where a family has it, and engines by `first_k_dense_replace`.
-
-    Raises:
-        ConfigurationError: The two differ, or a dense layer follows one with experts.
     """
     num_layers, kinds = hf_config.num_hidden_layers, getattr(hf_config, "mlp_layer_types", None)
     num_dense: Any = getattr(hf_config, "first_k_dense_replace", None)

@@ -37,11 +37,7 @@ def rotary_base(hf_config: Any) -> float:
 
 
 def rotary_percent(hf_config: Any) -> float:
-    """Return the part of each head that is rotated, its first entries.
-
-    Raises:
-        ConfigurationError: It is no part of a head.
-    """
+    """Return the part of each head that is rotated, its first entries."""
     factor = _rope_parameters(hf_config).get("partial_rotary_factor", 1.0)
     if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor <= 1:
         raise ConfigurationError(

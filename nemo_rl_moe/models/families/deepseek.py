@@ -112,11 +112,9 @@ def rotary_fields(hf_config: Any) -> dict[str, Any]:
 
 
 def _mscale(rope: Mapping[str, Any], factor: float, all_dimensions: float) -> float:
-    """Return the `mscale` for which Megatron-Core scales sines and cosines as transformers does.
-
-    Megatron-Core's factor is `scale(mscale) / scale(all_dimensions)` with `scale(m) = 0.1 m ln(factor) + 1`;
-    transformers' is equal where both are given, else `scale(1)`, unless `attention_factor` names it.
-    """
+    """Return the `mscale` for which Megatron-Core scales sines and cosines as transformers does."""
+    # Megatron-Core's factor is `scale(mscale) / scale(all_dimensions)` with `scale(m) = 0.1 m ln(factor) + 1`;
+    # transformers' is equal where both are given, else `scale(1)`, unless `attention_factor` names it.
     if rope.get("mscale") and all_dimensions and rope.get("attention_factor") is None:
         return float(rope["mscale"])
     if factor <= 1:

@@ -61,11 +61,7 @@ def unused_tensors(hf_config: Any) -> Mapping[str, str]:
 
 
 def _attention_fields(hf_config: Any) -> dict[str, Any]:
-    """Return the fields of attention, linear and not.
-
-    Raises:
-        ConfigurationError: Layers of another kind, or value heads that key heads cannot share evenly.
-    """
+    """Return the fields of attention, linear and not."""
     kinds, layers = hf_config.layer_types, hf_config.num_hidden_layers
     if len(kinds) != layers or not set(kinds) <= {*_KINDS}:
         raise ConfigurationError(

@@ -118,11 +118,7 @@ class VisionFamily:
         return self.encode(tower, images, hf_config)
 
     def flattened(self, hf_config: Any, decoder_type: str) -> Any:
-        """Merge the decoder's, the outer and the tower's fields into one configuration of the whole model.
-
-        Raises:
-            ConfigurationError: A field has a value that is not supported.
-        """
+        """Merge the decoder's, the outer and the tower's fields into one configuration of the whole model."""
         flat = copy.deepcopy(hf_config.text_config)
         flat.decoder_type = decoder_type
         flat.model_type = hf_config.model_type

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from nemo_rl_moe.models.megatron.layers.router_losses import recorded_share
@@ -36,9 +37,6 @@ from nemo_rl_moe.routing.metrics.overload_factor import (
     predictions,
     what_if_metrics,
 )
-
-# isort: split
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 MAX_TRACKED_LAYERS = 1024
 """Decoder layers that the reduction has room for where no configuration gives their number."""
@@ -164,12 +162,10 @@ def _device_of_tracker() -> torch.device:
 
 
 def _reduce_tracker(loss_scale: float, device: torch.device) -> dict[str, dict[int, float]]:
-    """Return the scaled losses of all ranks by name and layer, of the layers that some rank recorded.
-
-    The shape is fixed because a stage without MoE layers knows neither the losses nor the number of layers; asking
-    first would be a second collective. A tracker that is too long is counted and not raised at once, for the other
-    ranks are in the collective.
-    """
+    """Return the scaled losses of all ranks by name and layer, of the layers that some rank recorded."""
+    # The shape is fixed because a stage without MoE layers knows neither the losses nor the number of layers; asking
+    # first would be a second collective. A tracker that is too long is counted and not raised at once, for the other
+    # ranks are in the collective.
     recorded = recorded_auxiliary_losses()
     losses = torch.zeros(len(AUXILIARY_LOSSES), MAX_TRACKED_LAYERS, dtype=torch.float64, device=device)
     for row, name in enumerate(AUXILIARY_LOSSES):

@@ -13,6 +13,8 @@ from math import ceil, lcm
 import torch
 import torch.distributed as dist
 from jaxtyping import Float, Int
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from nemo_rl_moe.models.megatron.model.transformer_config import moe_layer_indices, moe_positions_of_chunks
@@ -26,10 +28,6 @@ from nemo_rl_moe.routing.metrics.overload_factor import (
     overload_sums,
     rank_loads,
 )
-
-# isort: split
-from megatron.core import parallel_state
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def overload_of_rank(
@@ -78,11 +76,9 @@ def _counts_of_slice(
 def _share(
     counts: Int[Tensor, "events blocks"], *, exchange: bool
 ) -> tuple[Int[Tensor, "slices share blocks"], Int[Tensor, " share"]]:
-    """Return this rank's share of the events, and their numbers; of all slices after an exchange.
-
-    Ranks of a slice take events in turn; after an exchange so do the slices. The shares are equally long: some end with
-    events past the last one, of which nothing is routed.
-    """
+    """Return this rank's share of the events, and their numbers; of all slices after an exchange."""
+    # Ranks of a slice take events in turn; after an exchange so do the slices. The shares are equally long: some end
+    # with events past the last one, of which nothing is routed.
     rank = parallel_state.get_expert_tensor_and_model_parallel_rank()
     num_ranks = parallel_state.get_expert_tensor_and_model_parallel_world_size()
     num_slices = parallel_state.get_expert_data_parallel_world_size() if exchange else 1

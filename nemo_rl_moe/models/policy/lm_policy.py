@@ -36,7 +36,7 @@ from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.families import family_of
 from nemo_rl_moe.models.hf_files import ModelSource
 from nemo_rl_moe.models.images import distinct_sizes, image_patches
-from nemo_rl_moe.models.interfaces import GpuUse, Head, LossFunction, TrainResult, WriteOutcome
+from nemo_rl_moe.models.interfaces import GpuUse, Head, LossFunction, TrainResult
 from nemo_rl_moe.models.megatron.training.megatron_model import MegatronModel
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from nemo_rl_moe.models.policy.model_workers import ModelWorkers, in_rows, join_metrics
@@ -53,21 +53,14 @@ class TrainableModel(ModelWorkers):
     Args:
         role: Such as `policy` or `critic`, for error messages.
         policy: The section that describes the model, its layout and its training.
-        cluster: A started cluster with a place for every rank.
-        source: Where the model is read from, of `find_model`.
         model_files: What lies beside weights that are saved, file name to content; without a `config.json` nobody can
             load them.
-        seed: Seed of dropout.
         num_steps: Optimizer steps of the whole run; None: it is measured, and not trained.
         keep_reference: Keep the first weights as the reference model.
         heads: Heads that the model has: log-probabilities, values, or both.
 
     Attributes:
-        model_files: As given.
         weight_version: Optimizer steps that changed the weights since the start of training.
-
-    Raises:
-        ConfigurationError: The model or its weights cannot be used.
     """
 
     def __init__(
@@ -170,9 +163,8 @@ class TrainableModel(ModelWorkers):
         return self._forward_flops.training(batch.lengths.tolist(), is_frozen=self._policy.lora is not None)
 
     def _tower_flops(self, by_global_batch: Sequence[Sequence[GlobalBatchShard]]) -> int:
-        """Return the operations of the vision tower: on the distinct images of each microbatch, once for all its
-        ranks.
-        """
+        """Return the operations of the vision tower."""
+        # On the distinct images of each microbatch, once for all its ranks.
         vision = family_of(self._hf_config).vision
         if vision is None:
             return 0
@@ -203,10 +195,11 @@ class TrainableModel(ModelWorkers):
         """Take a snapshot of the training state and begin to write it; training may go on at once."""
         self._workers.call_all(MegatronTrainer.start_checkpoint, directory.absolute(), with_optimizer)
 
-    def poll_checkpoint(self, *, wait: bool) -> WriteOutcome | None:
-        """Return the outcome of the writing; None while it goes on."""
+    def poll_checkpoint(self, *, wait: bool) -> Sequence[str] | None:
+        """Return the problems of the writing; None while it goes on."""
         if wait or all(self._workers.call_all(MegatronTrainer.checkpoint_is_written)):
-            return WriteOutcome(self._workers.call_all(MegatronTrainer.finish_checkpoint)[0])
+            problem = self._workers.call_all(MegatronTrainer.finish_checkpoint)[0]
+            return [] if problem is None else [problem]
         return None
 
     def load_checkpoint(self, directory: Path, *, with_optimizer: bool) -> None:
@@ -237,19 +230,11 @@ class MegatronPolicy(TrainableModel):
     """The policy of a run: a trainable model that also generates, or sends its weights to engines that do.
 
     Args:
-        config: The whole configuration.
-        cluster: As of `TrainableModel`.
-        seed: As of `TrainableModel`.
         num_steps: Optimizer steps of the whole run; None: it generates and is measured, and is not trained.
-        source: As of `TrainableModel`.
-        model_files: As of `TrainableModel`.
         keep_reference: Keep the first weights as the reference model.
 
     Attributes:
         gpu: The account of the GPUs that its ranks and engines share.
-
-    Raises:
-        ConfigurationError: The model or its weights cannot be used.
     """
 
     def __init__(
@@ -364,9 +349,6 @@ class MegatronPolicy(TrainableModel):
             altered: Send others in their place, of which every tensor differs.
             whole: Send frozen weights too where the engine has had them.
             then: Called when all ranks have been asked to send: what it asks of them, they do next.
-
-        Raises:
-            ConfigurationError: The run has several machines and no folder that all of them reach, for files.
         """
         send = partial(self._send_weights, altered, then)
         # Over NCCL the first rank sends for all: each sender is a communicator with buffers in every receiver.

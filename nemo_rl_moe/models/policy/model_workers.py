@@ -60,20 +60,13 @@ class ModelWorkers:
     Args:
         role: Such as `policy` or `teacher`, for error messages.
         policy: The section that describes the model and its layout.
-        cluster: A started cluster with a place for every rank.
-        source: Where the model is read from, of `find_model`.
-        seed: Seed of dropout.
         num_steps: Optimizer steps of the whole run; None: forward passes alone.
         keep_reference: Keep the first weights as the reference model.
-        heads: Heads that the model has.
 
     Attributes:
         moe_configuration: The router and expert settings that are really in force.
         moe_configuration_sources: Who has set each of them.
         notices: What a user should know of the weights that were read, a line each.
-
-    Raises:
-        ConfigurationError: The model or its weights cannot be used.
     """
 
     def __init__(
@@ -153,7 +146,6 @@ class ModelWorkers:
         """Start `logprobs` after what the workers do already; return a function that waits for the result.
 
         Args:
-            batch: The sequences.
             by_one_copy: The ranks of one copy of the model do it alone, where its experts lie on no others: a pass over
                 a few sequences costs each rank much the same, however few they are.
             reference: By the model at the start of the run, where one is kept.
@@ -240,13 +232,8 @@ class ModelWorkers:
     def _plan_forward(
         self, batch: TokenBatch, batching: Batching, num_copies: int | None = None
     ) -> tuple[EvaluationPlan, TokenBatch]:
-        """Plan the ranks' microbatches; also return the batch with the fillers that its indices may refer to.
-
-        Args:
-            batch: The sequences.
-            batching: Sizes of microbatches.
-            num_copies: Data-parallel ranks that get some; None: all of them.
-        """
+        """Plan the ranks' microbatches; also return the batch with the fillers that its indices may refer to."""
+        # num_copies: Data-parallel ranks that get some; None: all of them.
         batch = batch.with_shared_in(self._images)
         plan = plan_evaluation(
             batch.lengths.tolist(),
@@ -261,13 +248,7 @@ class ModelWorkers:
     def _plan_logprobs(
         self, batch: TokenBatch, batching: Batching, num_copies: int | None = None
     ) -> tuple[EvaluationPlan, TokenBatch, list[list[TokenBatch]]]:
-        """Plan a log-probability pass; also return the batch with fillers, and each rank's microbatches of it.
-
-        Args:
-            batch: The sequences.
-            batching: Sizes of microbatches.
-            num_copies: As of `_plan_forward`.
-        """
+        """Plan a log-probability pass; also return the batch with fillers, and each rank's microbatches of it."""
         # The workers need the tokens, and what else the model reads.
         inputs = batch.for_model()
         if isinstance(batching, PlainBatching):
@@ -279,11 +260,9 @@ class ModelWorkers:
         return plan, filled, [[filled.select(indices) for indices in microbatches] for microbatches in plan.by_rank]
 
     def _to_ranks(self, shares: Sequence[Share], *further: *Further) -> Sequence[tuple[Share, *Further] | None]:
-        """Return each worker's arguments: the share of its data-parallel rank, and what all workers get.
-
-        Pipeline, tensor and context ranks of one share all get that. Where there are fewer shares than data-parallel
-        ranks, the last of those get None.
-        """
+        """Return each worker's arguments: the share of its data-parallel rank, and what all workers get."""
+        # Pipeline, tensor and context ranks of one share all get that. Where there are fewer shares than data-parallel
+        # ranks, the last of those get None.
         ranks = [place.data_parallel_rank for place in self._coordinates]
         return [(shares[rank], *further) if rank < len(shares) else None for rank in ranks]
 

@@ -19,7 +19,7 @@ from nemo_rl_moe.distributed.node_tools import THREADS
 from nemo_rl_moe.distributed.shared_arrays import ArrayStore
 from nemo_rl_moe.distributed.worker_group import WorkerGroup
 from nemo_rl_moe.errors import GenerationError, WeightSyncError, WorkerDiedError
-from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch, GenerationRequest
+from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch, GenerationEngine, GenerationRequest
 from nemo_rl_moe.generation.megatron_separate.batches import RequestBatches
 from nemo_rl_moe.generation.megatron_separate.record import MegatronSeparateConfig
 from nemo_rl_moe.models.hf_files import plain_config
@@ -35,8 +35,8 @@ Args = TypeVarTuple("Args")
 Result = TypeVar("Result")
 
 
-class SeparateEngine:
-    """A `GenerationEngine` of workers with a whole copy of the weights each, which take requests as they come.
+class SeparateEngine(GenerationEngine):
+    """Workers with a whole copy of the weights each, which take requests as they come.
 
     A worker that dies or fails ends all of them and the run. Responses have the routed experts of their tokens where
     the configuration captures them.
@@ -46,7 +46,8 @@ class SeparateEngine:
         max_batch_size: Most sequences that a copy generates at a time; None: all that wait for it.
     """
 
-    shares_weights = False
+    can_score = True
+    gives_fingerprints = True
 
     def __init__(self, copies: WorkerGroup[MegatronModel], max_batch_size: int | None):
         self._copies, self._max_batch_size = copies, max_batch_size
@@ -84,16 +85,7 @@ class SeparateEngine:
     def score(
         self, sequences: Sequence[Sequence[int]], temperature: float, *model_inputs: Mapping[str, ModelInput]
     ) -> list[list[Float[np.ndarray, " tokens"]]]:
-        """Return the log-probability of each token after the first, by each copy: `[copy][sequence]`.
-
-        Args:
-            sequences: Of any lengths.
-            temperature: `policy.generation.temperature`, at which the model computes.
-            model_inputs: Of each sequence, for a model of more than text.
-
-        Raises:
-            GenerationError: A worker failed.
-        """
+        # The model computes at `policy.generation.temperature`, which is the one that is asked for.
         batch = _batch_of(sequences, model_inputs).with_shared_in(self._images)
         alone = [batch.select([index]) for index in range(len(sequences))]
         with self._requests.paused():
@@ -101,19 +93,8 @@ class SeparateEngine:
         return [[logprobs[0, 1:].numpy() for logprobs in found] for found in by_copy]
 
     def weight_fingerprints(self, number_format: str) -> list[dict[str, str]]:
-        """Return the fingerprints of the weights of each copy.
-
-        Raises:
-            GenerationError: A worker failed.
-        """
         with self._requests.paused():
             return self._on_all(MegatronModel.weight_fingerprints, number_format)
-
-    def sleep(self) -> None:
-        """Do nothing: a copy's workers are its own, and the key-value cache ends with each batch."""
-
-    def wake(self) -> None:
-        """Do nothing."""
 
     def shutdown(self) -> None:
         """Stop the workers."""
@@ -176,12 +157,7 @@ def on_one_rank(policy: GeneratingPolicyConfig) -> GeneratingPolicyConfig:
 
 
 def start_copies(setup: "EngineSetup", places: RayCluster) -> WorkerGroup[MegatronModel]:
-    """Start a worker for each copy; all begin with the weights that the policy began with.
-
-    Raises:
-        WorkerDiedError: One of them does not start.
-        ConfigurationError: The model or its weights cannot be used.
-    """
+    """Start a worker for each copy; all begin with the weights that the policy began with."""
     policy = setup.config.policy
     section = policy.generation.section_of(MegatronSeparateConfig)
     threads = {name: str(section.cpu_threads) for name in (THREADS, "MKL_NUM_THREADS")}

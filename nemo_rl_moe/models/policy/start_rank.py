@@ -38,16 +38,10 @@ def start_rank(  # pragma: no cover  (runs in another process)
     """Start one rank of the policy, or of a role beside it.
 
     Args:
-        rank: Global rank.
-        world_size: Number of ranks.
-        policy: The `policy` section of the configuration.
-        source: Where the model is read from.
         hf_config: The model's configuration, of `plain_config`.
-        seed: Seed of dropout.
         num_steps: Optimizer steps of the whole run; None: forward passes alone, without optimizer state.
         keep_reference: Keep the first weights as the reference model.
         decodes_text: Load the tokenizer, for stop strings.
-        heads: Heads that the model has.
 
     Returns:
         A `MegatronTrainer` where there are optimizer steps; the error where the model or its weights cannot be used,

@@ -106,7 +106,7 @@ class RequestRules:
         self._checks: dict[str, Callable[[Any], str | None]] = {
             **{name: _must_equal(value, f"the run's {key}") for name, (key, value) in fixed.items()},
             "n": _must_equal(1, "one response to a request"),
-            "stream": _must_equal(False, "a whole reply: it is not streamed"),
+            "stream": lambda value: None if isinstance(value, bool) else "true or false",
             "presence_penalty": _must_equal(0, "no penalty, as training knows none"),
             "frequency_penalty": _must_equal(0, "no penalty, as training knows none"),
             "logit_bias": _must_equal({}, "none, as training knows none"),

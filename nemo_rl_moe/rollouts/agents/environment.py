@@ -80,12 +80,7 @@ class AgentEnvironment:
         self._server, self._workers, self._weights = server, workers, reward_weights
 
     async def rollout(self, session: Session) -> Trajectory:
-        """Make one trajectory; the agent gives the reward, or else the reward function scores the last response.
-
-        Raises:
-            DataError: The prompt has images.
-            WorkerDiedError: An agent's process cannot be started.
-        """
+        """Make one trajectory; the agent gives the reward, or else the reward function scores the last response."""
         if session.model_inputs:
             raise DataError(f"{session.prompt.sample_id}: the prompt has images, expected text: agents send text alone")
         async with session.place(self._leased, self._workers.give_back) as leased:
@@ -164,7 +159,7 @@ class AgentEnvironment:
             return session.failed(end.fault, end.message)
         if not session.turns:
             return session.failed(Fault.ERROR, "the agent has ended without a request that the model could answer")
-        return session.finish(await session.score() if end.score is None else end.score)
+        return session.finish(await session.score() if end.score is None else end.score, end.metrics)
 
 
 class _Talk:

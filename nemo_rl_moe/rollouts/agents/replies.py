@@ -113,6 +113,25 @@ def reply_to(
     return reply
 
 
+def as_events(reply: dict[str, Any], *, with_usage: bool) -> bytes:
+    """Return a reply as the events of a stream: the whole message is one of them.
+
+    Args:
+        with_usage: Add one with the numbers of tokens.
+    """
+    [choice] = reply["choices"]
+    message = dict(choice["message"])
+    if calls := message.get("tool_calls"):
+        message["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
+    head = {**reply, "object": "chat.completion.chunk"}
+    usage = head.pop("usage")
+    rest = {key: value for key, value in choice.items() if key != "message"}
+    chunks = [{**head, "choices": [{**rest, "delta": message}]}]
+    if with_usage:
+        chunks.append({**head, "choices": [], "usage": usage})
+    return "".join(f"data: {each}\n\n" for each in (*map(json.dumps, chunks), "[DONE]")).encode()
+
+
 def _logprob(text: str, logprob: float) -> dict[str, Any]:
     return {"token": text, "logprob": logprob, "bytes": list(text.encode(errors="replace")), "top_logprobs": []}
 
@@ -129,10 +148,8 @@ def _is_encodable(call: ToolCall) -> bool:
 def _before_calls(
     text: str, calls: list[ParsedCall], tool_format: ToolFormat, schemas: Schemas, *, begins_in_thinking: bool
 ) -> str:
-    """Return the text before the first call, of which formats do not return the place.
-
-    The text from a place on has all calls if the place is before the first one, and fewer if not: a binary search.
-    """
+    """Return the text before the first call, of which formats do not return the place."""
+    # The text from a place on has all calls if the place is before the first one, and fewer if not: a binary search.
     first = text.index(THINK_END) + len(THINK_END) if begins_in_thinking and THINK_END in text else 0
 
     def has_all_from(place: int) -> bool:

@@ -17,6 +17,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from nemo_rl_moe.rollouts.agents.chat_requests import RequestError
+from nemo_rl_moe.rollouts.agents.replies import as_events
 
 HOST = "127.0.0.1"
 MOST_BODY_BYTES = 64 << 20
@@ -143,6 +144,10 @@ class EndpointServer:
             raise
         if request.transport is None or request.transport.is_closing():
             unread(body, reply)
+        if isinstance(body, dict) and body.get("stream"):
+            options = body.get("stream_options")
+            events = as_events(reply, with_usage=isinstance(options, dict) and bool(options.get("include_usage")))
+            return web.Response(body=events, content_type="text/event-stream")
         return web.json_response(reply, dumps=json.dumps)
 
     async def _models(self, request: web.Request) -> web.Response:

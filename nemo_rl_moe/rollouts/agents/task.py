@@ -3,8 +3,23 @@
 """The task that an agent gets."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+
+@dataclass(frozen=True)
+class AgentResult:
+    """What an agent may return in place of a reward alone.
+
+    Attributes:
+        reward: A number, or several by name; None: `env.reward` scores the last response.
+        is_correct: Whether the trajectory is right; None: it is from a reward of 1 on.
+        metrics: Further numbers by name, which are logged.
+    """
+
+    reward: Any
+    is_correct: bool | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -7,30 +7,45 @@ import inspect
 import json
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Callable
+import traceback
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, cast
 
 from nemo_rl_moe.config.user_code import described, error_in_user_code, import_attribute
+from nemo_rl_moe.distributed.child_process import connect
 from nemo_rl_moe.distributed.process_limits import forget_secrets, limit_memory
 from nemo_rl_moe.errors import one_line
-from nemo_rl_moe.rollouts.agents.task import AgentTask
+from nemo_rl_moe.rollouts.agents.task import AgentResult, AgentTask
 
 AGENT_KEY = "env.driver.program"
 REWARD_FILE, BASE_URL, API_KEY, MODEL = "AGENT_REWARD_FILE", "OPENAI_BASE_URL", "OPENAI_API_KEY", "AGENT_MODEL"
 READY = b"ready"
 
 
+class Program(Protocol):
+    """Code that drives trajectories in processes of agents, to which it is sent."""
+
+    @property
+    def memory_mb(self) -> int:
+        """Return the megabytes that a process may take."""
+
+    @property
+    def agents_per_worker(self) -> int:
+        """Return the agents that run in a process at the same time. Several must be coroutines."""
+
+    def load(self) -> Callable[[AgentTask], object]:
+        """Return the function of a task that returns its reward, a pair with a bool, or an awaitable of either."""
+
+
 @dataclass(frozen=True)
 class AgentProgram:
-    """The function or the program that drives trajectories.
+    """The function or the program of the user's that drives trajectories.
 
     Attributes:
         reference: `package.module:function`; None: a command.
@@ -40,17 +55,14 @@ class AgentProgram:
     reference: str | None
     command: tuple[str, ...]
     memory_mb: int
+    agents_per_worker: int = 1
 
     def load(self) -> Callable[[AgentTask], object]:  # pragma: no cover  (runs in other processes)
-        """Return the function that runs it.
-
-        Raises:
-            ConfigurationError: There is no such function.
-        """
+        """Return the function that runs it."""
         if self.reference is None:
             return self._run_command
-        function = import_attribute(AGENT_KEY, self.reference)
-        return lambda task: _result_of(function, task)
+        function: Callable[[AgentTask], object] = import_attribute(AGENT_KEY, self.reference)
+        return function
 
     def _run_command(self, task: AgentTask) -> object:  # pragma: no cover
         """Run the command: the task is its standard input, and it may write a reward to a file."""
@@ -71,9 +83,8 @@ class AgentProgram:
 
 def main() -> None:  # pragma: no cover
     """Run the tasks that come through a connection until it is closed."""
-    tasks, lifeline = Connection(int(sys.argv[1])), int(sys.argv[2])
-    threading.Thread(target=_end_with_driver, args=(lifeline,), daemon=True).start()
-    program: AgentProgram = pickle.loads(tasks.recv_bytes())  # noqa: S301  (from the driver)
+    tasks = connect()
+    program: Program = pickle.loads(tasks.recv_bytes())  # noqa: S301  (from the driver)
     forget_secrets()
     limit_memory(program.memory_mb)
     try:
@@ -82,29 +93,64 @@ def main() -> None:  # pragma: no cover
         tasks.send_bytes(str(error).encode())
         return
     tasks.send_bytes(READY)
+    if program.agents_per_worker > 1:
+        asyncio.run(_run_together(tasks, run))
+        return
     while True:
         try:
-            task: AgentTask = pickle.loads(tasks.recv_bytes())  # noqa: S301
+            number, task = pickle.loads(tasks.recv_bytes())  # noqa: S301
         except EOFError:
             return
         # For clients that are made without arguments.
         os.environ |= {BASE_URL: task.base_url, API_KEY: task.api_key}
-        tasks.send_bytes(_answer(run, task))
+        try:
+            answer = _answer(number, _result_of(run, task))
+        except BaseException as error:  # SystemExit too: it would end the process
+            answer = _failure(number, error)
+        tasks.send_bytes(answer)
 
 
-def _end_with_driver(lifeline: int) -> None:  # pragma: no cover
-    os.read(lifeline, 1)  # until the driver has closed its end, or has ended
-    os.killpg(0, signal.SIGKILL)
+async def _run_together(tasks: Connection, run: Callable[[AgentTask], object]) -> None:  # pragma: no cover
+    """Run tasks as coroutines of one loop, until the connection is closed. None in place of a task cancels it."""
+    loop, is_over = asyncio.get_running_loop(), asyncio.Event()
+    running: dict[int, asyncio.Task[None]] = {}
+
+    async def play(number: int, task: AgentTask) -> None:
+        try:
+            answer = _answer(number, await cast("Awaitable[object]", run(task)))
+        except BaseException as error:  # that it is cancelled, too
+            answer = _failure(number, error)
+        del running[number]
+        tasks.send_bytes(answer)
+
+    def receive() -> None:
+        try:
+            number, task = pickle.loads(tasks.recv_bytes())  # noqa: S301
+        except EOFError:
+            is_over.set()
+            return
+        except BaseException:  # otherwise the loop goes on without the task
+            traceback.print_exc()
+            os._exit(1)
+        if task is not None:
+            running[number] = loop.create_task(play(number, task))
+        elif number in running:
+            running[number].cancel()
+
+    loop.add_reader(tasks.fileno(), receive)
+    await is_over.wait()
 
 
-def _answer(run: Callable[[AgentTask], object], task: AgentTask) -> bytes:
-    """Return the result of an agent, or its error, as text: what models steer sends the driver no pickles."""
-    try:
-        result = run(task)
-        pair = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
-        return json.dumps({"result": pair[0], "is_correct": pair[1]}, default=_plain).encode()
-    except BaseException as error:  # SystemExit too: it would end the process
-        return json.dumps({"error": error_in_user_code(error) or one_line(error)}).encode()
+def _answer(number: int, result: object) -> bytes:
+    """Return the result of an agent as text: what models steer sends the driver no pickles."""
+    pair = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    found = result if isinstance(result, AgentResult) else AgentResult(*pair)
+    told = {"result": found.reward, "is_correct": found.is_correct, "metrics": dict(found.metrics)}
+    return json.dumps((number, told), default=_plain).encode()
+
+
+def _failure(number: int, error: BaseException) -> bytes:
+    return json.dumps((number, {"error": error_in_user_code(error) or one_line(error)})).encode()
 
 
 def _plain(value: Any) -> object:

@@ -5,28 +5,30 @@
 import json
 import os
 import pickle
-import signal
-import subprocess
-import sys
 import threading
 from collections import deque
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
-from multiprocessing import Pipe
+from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Any, Self, TypeVar
 
+from nemo_rl_moe.distributed.child_process import END_LIMIT_S, ChildProcess
 from nemo_rl_moe.errors import WorkerDiedError
 from nemo_rl_moe.rewards.interface import Fault, Score
 from nemo_rl_moe.rewards.user_callable import as_score
 from nemo_rl_moe.rollouts.agents import worker
 from nemo_rl_moe.rollouts.agents.task import AgentTask
-from nemo_rl_moe.rollouts.agents.worker import AGENT_KEY, READY, AgentProgram
+from nemo_rl_moe.rollouts.agents.worker import AGENT_KEY, READY, Program
+
+Result = TypeVar("Result")
 
 START_TIMEOUT_S = 300.0
+CANCEL_LIMIT_S = 5.0
+"""Seconds that an agent may take to end when it is cancelled, before the process that it shares is killed."""
 _STOPPED = "no agent can run: their processes have been stopped"
-_END_LIMIT_S = 10.0
 MOST_LOG_BYTES = 64 << 20
 """Output of agents that is kept, all together."""
 _LOG_LOOK_S = 1.0
@@ -39,122 +41,162 @@ class AgentEnd:
     Attributes:
         score: What it gave; None: nothing, so that the reward function scores.
         fault: Why it gave nothing; None where it ended well.
+        metrics: Numbers that it gave besides.
     """
 
     score: Score | None = None
     fault: Fault | None = None
     message: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-class _Process:
-    """One process that runs agents, in a group of its own with all that they start."""
+class _Process(ChildProcess):
+    """One process that runs agents; a thread reads its answers."""
 
-    def __init__(self, program: AgentProgram, log: IO[bytes]):
-        self._tasks, theirs = Pipe()
-        reading, self._lifeline = os.pipe()
-        files = (theirs.fileno(), reading)
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", worker.__name__, *map(str, files)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=files,
-                start_new_session=True,
-                env=os.environ | {"PYTHONPATH": _search_path()},
-            )
-        finally:
-            theirs.close()
-            os.close(reading)
-        self._lock, self.is_over = threading.Lock(), False
-        self._tasks.send_bytes(pickle.dumps(program))
+    def __init__(self, program: Program, log: IO[bytes]):
+        super().__init__(worker.__name__, log)
+        self.connection.send_bytes(pickle.dumps(program))
+        self._sending, self._numbers = threading.Lock(), count()
+        self._asked: dict[int, Future[AgentEnd]] = {}
+        self._ended_by: str | None = None
+        self.reader = threading.Thread(target=self._read, name="answers of agents", daemon=True)
 
     def wait_for_start(self) -> None:
-        """Wait until the agent is loaded.
-
-        Raises:
-            WorkerDiedError: It cannot be.
-        """
-        if not self._tasks.poll(START_TIMEOUT_S):
+        """Wait until the agent is loaded."""
+        if not self.connection.poll(START_TIMEOUT_S):
             raise WorkerDiedError(f"the process of an agent did not start within {START_TIMEOUT_S:g} s")
         try:
-            answer = self._tasks.recv_bytes()
+            answer = self.connection.recv_bytes()
         except (EOFError, OSError):
-            raise WorkerDiedError(f"the process of an agent died while starting: {self._reason()}") from None
+            raise WorkerDiedError(f"the process of an agent died while starting: {self.reason_of_end()}") from None
         if answer != READY:
             raise WorkerDiedError(f"the agent cannot be loaded in its process: {answer.decode()}")
+        self.reader.start()
 
-    def run(self, task: AgentTask) -> AgentEnd:
-        """Run an agent to its end; where it ends the process, that is over."""
+    def run(self, task: AgentTask) -> "tuple[int, Future[AgentEnd]]":
+        """Start an agent; return its number, and its future end."""
+        future: Future[AgentEnd] = Future()
+        with self._sending:
+            number = next(self._numbers)
+            if self._ended_by is not None:
+                future.set_result(AgentEnd(fault=Fault.DIED, message=self._ended_by))
+                return number, future
+            self._asked[number] = future
+            with suppress(OSError):  # then the reader ends it
+                self.connection.send_bytes(pickle.dumps((number, task)))
+        return number, future
+
+    def cancel(self, number: int, end: "Future[AgentEnd]") -> None:
+        """Cancel one of several agents; kill the process if it does not answer in time."""
+
+        def limit() -> None:
+            if not end.done():
+                self.kill()  # what is sent to it ends, too
+
+        timer = threading.Timer(CANCEL_LIMIT_S, limit)
+        timer.daemon = True
+        timer.start()
+        threading.Thread(target=self._send_end, args=(number,), name="end of an agent", daemon=True).start()
+
+    def _send_end(self, number: int) -> None:
+        with self._sending, suppress(OSError):
+            if self._ended_by is None:
+                self.connection.send_bytes(pickle.dumps((number, None)))
+
+    def _read(self) -> None:
         try:
-            self._tasks.send_bytes(pickle.dumps(task))
-            answer = json.loads(self._tasks.recv_bytes())
-            if not isinstance(answer, dict) or not ("error" in answer or {"result", "is_correct"} <= answer.keys()):
-                raise ValueError("the agent has written to the process's own connection")
-        except (EOFError, OSError, ValueError, RecursionError):
-            reason = self._reason()
-            self.kill()
-            return AgentEnd(fault=Fault.DIED, message=f"the process of the agent ended: {reason}")
-        return end_of(answer)
+            while True:
+                number, answer = json.loads(self.connection.recv_bytes())
+                if not isinstance(answer, dict) or not ("error" in answer or _is_result(answer)):
+                    raise ValueError("the agent has written to the process's own connection")
+                end = end_of(answer)
+                self._asked.pop(number).set_result(end)
+        except Exception:  # its end, or an agent that has written to the connection
+            reason = self.reason_of_end()
+        self.kill()
+        with self._sending:
+            self._ended_by = f"the process of the agent ended: {reason}"
+            for number in list(self._asked):
+                self._asked.pop(number).set_result(AgentEnd(fault=Fault.DIED, message=self._ended_by))
+        self.reap()
 
-    def kill(self) -> None:
-        """End the process, and all that it has started; does nothing the second time."""
+
+_Begun = tuple[_Process, int, "Future[AgentEnd]"]
+"""Process, number in it, and future end of an agent that has begun."""
+
+
+class _Place:
+    """Place of a process, which is replaced when it has ended."""
+
+    def __init__(self, start: Callable[[], _Process]):
+        self._start, self._lock = start, threading.Lock()
+        self._process = start()
+
+    def process(self) -> _Process:
+        """Return the process, once it has started."""
         with self._lock:
-            if self.is_over:
-                return
-            self.is_over = True
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            os.close(self._lifeline)
-
-    def reap(self) -> None:
-        """Wait for the end of a process that was killed."""
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(_END_LIMIT_S)
-        self._tasks.close()
-
-    def _reason(self) -> str:
-        with suppress(subprocess.TimeoutExpired):
-            code = self._process.wait(_END_LIMIT_S)
-            return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        return "it has closed its connection"
+            if self._process.is_over:
+                self._process = self._start()
+            if self._process.reader.ident is None:
+                self._process.wait_for_start()
+            return self._process
 
 
 class AgentRun:
-    """A process for one agent, from its start to its end.
+    """A share of a process for one agent, from its start to its end."""
 
-    Args:
-        workers: Whose it is.
-        process: None: one is started.
-    """
-
-    def __init__(self, workers: "AgentWorkers", process: _Process | None):
-        self._workers, self.process = workers, process
-        self._end: Future[AgentEnd] | None = None
+    def __init__(self, workers: "AgentWorkers", place: _Place):
+        self._workers, self._place = workers, place
+        self._begun: Future[_Begun] | None = None
+        self._process: _Process | None = None
         self._is_closed = False
 
     def start(self, task: AgentTask) -> "Future[AgentEnd]":
         """Start the agent; return its future end."""
-        self._end = self._workers.submit(self, task)
-        return self._end
+        found: Future[AgentEnd] = Future()
+
+        def tell(end: "Future[AgentEnd]") -> None:
+            if found.set_running_or_notify_cancel():
+                found.set_result(end.result())
+
+        def begin() -> _Begun:
+            process = self._process = self._place.process()
+            number, end = process.run(task)
+            end.add_done_callback(tell)
+            return process, number, end
+
+        def note(begun: "Future[_Begun]") -> None:
+            error = None if begun.cancelled() else begun.exception()
+            if error is not None and found.set_running_or_notify_cancel():
+                found.set_exception(error)
+
+        self._begun = self._workers.submit(begin)
+        self._begun.add_done_callback(note)
+        return found
 
     def close(self) -> None:
-        """Give the process to the next agent; one whose agent still runs is ended. Does nothing the second time."""
+        """End the agent if it still runs, and give its place to the next one. Do nothing the second time."""
         if self._is_closed:
             return
         self._is_closed = True
-        has_ended = self._end is None or (self._end.done() and not self._end.cancelled())
-        if self.process is not None and not has_ended:
-            self.process.kill()
-        if self._end is not None:
-            self._end.cancel()
-        keeps = has_ended and self.process is not None and not self.process.is_over
-        self._workers.pass_on(self.process if keeps else None)
+        if self._begun is None or self._begun.cancel():
+            self._workers.pass_on(self._place)
+            return
+        if self._process is not None and not self._begun.done() and not self._workers.agents_share_processes:
+            self._process.kill()  # it may not take its task
+        self._begun.add_done_callback(self._leave)
 
-    @property
-    def is_closed(self) -> bool:
-        """True once nobody waits for the agent."""
-        return self._is_closed
+    def _leave(self, begun: "Future[_Begun]") -> None:
+        if begun.exception() is None:
+            process, number, end = begun.result()
+            if self._workers.agents_share_processes:
+                if not end.done():
+                    process.cancel(number, end)
+                end.add_done_callback(lambda _: self._workers.pass_on(self._place))
+                return
+            if not end.done():
+                process.kill()
+        self._workers.pass_on(self._place)
 
 
 class _LogLimit:
@@ -185,34 +227,32 @@ class _LogLimit:
 
 
 class AgentWorkers:
-    """Processes that run agents, each one at a time, on the driver's machine; a context manager.
+    """Processes that run agents on the driver's machine; a context manager.
 
-    One whose agent hangs or ends it is replaced.
+    A process whose agent hangs or ends it is replaced.
 
     Args:
         program: What drives trajectories.
-        num_workers: Agents that run at the same time.
+        num_workers: Processes. Each runs `program.agents_per_worker` agents at the same time.
         log: File that gets what agents print.
-
-    Raises:
-        WorkerDiedError: The agent cannot be loaded in a process.
     """
 
-    def __init__(self, program: AgentProgram, num_workers: int, log: Path):
+    def __init__(self, program: Program, num_workers: int, log: Path):
         self._program = program
+        self.agents_share_processes = program.agents_per_worker > 1
         self._log = log.open("ab")
         self._limit = _LogLimit(self._log)
-        self._free: deque[_Process | None] = deque()
+        self._free: deque[_Place] = deque()
         self._waiting: deque[Future[AgentRun]] = deque()
-        self._processes: set[_Process] = set()
+        self._processes: list[_Process] = []
         self._lock, self._is_stopped = threading.Lock(), False
-        # A thread for each process: it waits for the agent, and not for an event loop, of which a run has several.
+        # They wait for processes that start, or take a task.
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="agents")
         try:
-            started = [self._start() for _ in range(num_workers)]
-            for process in started:
-                process.wait_for_start()
-            self._free.extend(started)
+            places = [_Place(self._start) for _ in range(num_workers)]
+            for place in places:
+                place.process()
+            self._free.extend(places * program.agents_per_worker)
         except BaseException:
             self.shutdown()
             raise
@@ -224,7 +264,7 @@ class AgentWorkers:
         self.shutdown()
 
     def lease(self) -> "Future[AgentRun]":
-        """Ask for a process: who asks first gets the first that is free. `give_back` it in any case."""
+        """Ask for a place: who asks first gets the first that is free. `give_back` it in any case."""
         future: Future[AgentRun] = Future()
         with self._lock:
             if self._is_stopped:
@@ -240,20 +280,20 @@ class AgentWorkers:
         if not leased.cancel() and leased.exception() is None:
             leased.result().close()
 
-    def pass_on(self, process: _Process | None) -> None:
-        """Give a process to who waits for one; None: another takes its place."""
+    def pass_on(self, place: _Place) -> None:
+        """Give a place to who waits for one."""
         with self._lock:
             while self._waiting and not self._is_stopped:
                 future = self._waiting.popleft()
                 if future.set_running_or_notify_cancel():
-                    future.set_result(AgentRun(self, process))
+                    future.set_result(AgentRun(self, place))
                     return
-            self._free.append(process)
+            self._free.append(place)
 
-    def submit(self, run: AgentRun, task: AgentTask) -> "Future[AgentEnd]":
-        """Have a thread run an agent."""
+    def submit(self, call: Callable[[], Result]) -> "Future[Result]":
+        """Have a thread call a function that waits."""
         try:
-            return self._threads.submit(self._run, run, task)
+            return self._threads.submit(call)
         except RuntimeError:
             raise WorkerDiedError(_STOPPED) from None
 
@@ -271,47 +311,35 @@ class AgentWorkers:
                 future.set_exception(WorkerDiedError(_STOPPED))
         self._threads.shutdown(wait=True, cancel_futures=True)
         for process in processes:
-            process.reap()
+            if process.reader.ident is None:
+                process.reap()
+            else:
+                process.reader.join(END_LIMIT_S)
         self._limit.stop()
         self._log.close()
-
-    def _run(self, run: AgentRun, task: AgentTask) -> AgentEnd:
-        process = run.process
-        if process is None:
-            run.process = process = self._start()
-            process.wait_for_start()
-        if run.is_closed:
-            process.kill()
-        try:
-            return process.run(task)
-        finally:
-            if process.is_over:
-                process.reap()
-                with self._lock:
-                    self._processes.discard(process)
 
     def _start(self) -> _Process:
         with self._lock:
             if self._is_stopped:
                 raise WorkerDiedError(_STOPPED)
+            self._processes = [each for each in self._processes if not each.is_over or each.reader.is_alive()]
             process = _Process(self._program, self._log)
-            self._processes.add(process)
+            self._processes.append(process)
             return process
+
+
+def _is_result(answer: dict[str, Any]) -> bool:
+    return {"result", "is_correct"} <= answer.keys() and isinstance(answer.get("metrics"), dict)
 
 
 def end_of(answer: dict[str, Any]) -> AgentEnd:
     """Return how an agent has ended, by what its process answers."""
     if "error" in answer:
         return AgentEnd(fault=Fault.ERROR, message=str(answer["error"]))
-    result, is_correct = answer["result"], answer["is_correct"]
+    result, is_correct, metrics = answer["result"], answer["is_correct"], answer.get("metrics", {})
     if result is None:
-        return AgentEnd()
+        return AgentEnd(metrics=metrics)
     try:
-        return AgentEnd(as_score(AGENT_KEY, result if is_correct is None else (result, is_correct)))
+        return AgentEnd(as_score(AGENT_KEY, result if is_correct is None else (result, is_correct)), metrics=metrics)
     except TypeError as error:
         return AgentEnd(fault=Fault.ERROR, message=str(error))
-
-
-def _search_path() -> str:
-    """Return where this process looks for modules, so that the agent is found where its check found it."""
-    return os.pathsep.join(str(Path(folder).absolute()) for folder in sys.path)

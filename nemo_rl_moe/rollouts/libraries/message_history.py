@@ -38,7 +38,6 @@ class MessageHistory:
         Raises:
             TrajectoryFull: They do not fit.
             NoExtension: The chat template cannot show them.
-            RecordError: One of them is malformed.
         """
         sent = [_known(message) for message in messages]
         new = list(messages[len(self._known) :])

@@ -16,7 +16,7 @@ from nemo_rl_moe.errors import one_line
 from nemo_rl_moe.rewards.interface import Fault, Score
 from nemo_rl_moe.rewards.registry import answer_in
 from nemo_rl_moe.rollouts.environment import Session
-from nemo_rl_moe.rollouts.libraries.openenv_servers import OpenEnvServer, Places
+from nemo_rl_moe.rollouts.libraries.openenv_servers import OpenEnvServer
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.runs.folder.conversations import FAILED_OUTCOMES, Outcome, ToolUse, as_arguments
 
@@ -53,11 +53,13 @@ class OpenEnvRollout:
         self._client, self._lost = GenericEnvClient, (ConnectionClosed, ConnectionError)
         self._servers, self._config, self._score_truncated = servers, config, score_truncated
         number = len(servers) or 1
-        self._places = Places([server for _ in range(config.sessions_per_server) for server in range(number)])
+        self._free = asyncio.Queue[int]()
+        for session in range(config.sessions_per_server * number):
+            self._free.put_nowait(session % number)
 
     async def __call__(self, session: Session) -> Trajectory:
         """Make one trajectory."""
-        async with session.place(self._places.wait_for_one, self._places.give_back) as server:
+        async with session.place(self._free.get, self._free.put_nowait) as server:
             return await self._in_place(session, self._servers[server] if self._servers else None)
 
     async def _in_place(self, session: Session, server: OpenEnvServer | None) -> Trajectory:
@@ -140,11 +142,7 @@ class OpenEnvRollout:
         return answer_in(text, self._config.answer_after).strip()
 
     def _note(self, episode: _Episode, result: Any) -> None:
-        """Add what a step gives.
-
-        Raises:
-            ValueError: Its reward is no number, or it has no such observation.
-        """
+        """Add what a step gives."""
         reward = 0.0 if result.reward is None else float(result.reward)
         if not math.isfinite(reward):
             raise ValueError(f"the server gave the reward {result.reward!r}, expected a finite number")

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Servers of OpenEnv environments: started on the loopback interface, replaced where they end or hang."""
 
-import asyncio
 import os
 import socket
 import subprocess
@@ -11,8 +10,6 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections import deque
-from collections.abc import Sequence
 
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.masking import is_secret
@@ -54,11 +51,7 @@ class OpenEnvServer:
         )
 
     def wait(self) -> None:
-        """Wait until it answers.
-
-        Raises:
-            ConfigurationError: It ends before, or gives no answer.
-        """
+        """Wait until it answers."""
         assert self._process is not None
         deadline = time.monotonic() + START_S
         while not is_healthy(self.url, 1.0):
@@ -100,40 +93,3 @@ def is_healthy(url: str, limit_s: float) -> bool:
             return bool(answer.status == 200)
     except OSError:
         return False
-
-
-class Places:
-    """Sessions that servers can take at a time; trajectories of several event loops wait for a free one.
-
-    Args:
-        sessions: The server of each.
-    """
-
-    def __init__(self, sessions: Sequence[int]):
-        self._free = deque(sessions)
-        self._waiting: deque[asyncio.Future[None]] = deque()
-        self._lock = threading.Lock()
-
-    async def wait_for_one(self) -> int:
-        """Wait for a free session, and return its server."""
-        while True:
-            with self._lock:
-                if self._free:
-                    return self._free.popleft()
-                future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-                self._waiting.append(future)
-            await future
-
-    def give_back(self, server: int) -> None:
-        """Free a session."""
-        with self._lock:
-            self._free.append(server)
-            waiting, self._waiting = self._waiting, deque()
-        for future in waiting:
-            if not future.get_loop().is_closed():
-                future.get_loop().call_soon_threadsafe(_wake, future)
-
-
-def _wake(future: "asyncio.Future[None]") -> None:
-    if not future.done():
-        future.set_result(None)

@@ -347,10 +347,8 @@ class _StepAudit:
         return with_prefix("routing_split", split_metrics(parts) | {"tokens": float(len(training))})
 
     def _impossible_logprobs(self) -> Iterator[RoutingAnomaly]:
-        """Yield what says of log-probabilities of trained tokens that they are no numbers, or infinite.
-
-        Without a mask nothing: a prompt's, which are not known, are no numbers.
-        """
+        """Yield what says of log-probabilities of trained tokens that they are no numbers, or infinite."""
+        # Without a mask nothing: a prompt's, which are not known, are no numbers.
         if "loss_mask" not in (self._columns or ()):
             return
         for name in ("rollout_logprobs", "training_logprobs"):

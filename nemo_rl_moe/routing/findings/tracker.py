@@ -310,11 +310,8 @@ class FindingTracker:
 
 
 def _wrong_gradient(loss: str, scale: float, error: float | None) -> str | None:
-    """Return a line about the gradient of a router loss that is not that of its equation and coefficient, or None.
-
-    Args:
-        error: None where rounding alone may be large: then the scale decides.
-    """
+    """Return a line about the gradient of a router loss that is not that of its equation and coefficient, or None."""
+    # error: None where rounding alone may be large: then the scale decides.
     if error is None:
         is_off = not 1 / MOST_ROUNDED_SCALE < scale < MOST_ROUNDED_SCALE
     elif error <= MOST_GRADIENT_ERROR:
@@ -332,10 +329,8 @@ def _wrong_gradient(loss: str, scale: float, error: float | None) -> str | None:
 
 
 def _is_same_episode(latest: Finding, since: int) -> bool:
-    """Return whether a condition that holds since a step continues a finding.
-
-    The steps until a condition has held long enough to be found are no interruption.
-    """
+    """Return whether a condition that holds since a step continues a finding."""
+    # The steps until a condition has held long enough to be found are no interruption.
     return since - latest.last_step - 1 <= QUIET_STEPS
 
 

@@ -138,11 +138,10 @@ class RouteRecorder(ForwardWatcher):
 
 
 def _seen_by_themselves(masks: Any, shape: tuple[int, int], num_cached: int) -> Bool[Tensor, "batch tokens"]:
-    """Return the tokens of a causal pass that see themselves, by masks of who sees whom; all where none is known.
-
-    A cache of fixed size gets such masks, prepared before the model is entered, and a padded token is seen by none.
-    Some kernels cannot have a row that sees nothing, and open it to every key: to later ones too, which no token sees.
-    """
+    """Return the tokens of a causal pass that see themselves, by masks of who sees whom; all where none is known."""
+    # A cache of fixed size gets such masks, prepared before the model is entered, and a padded token is seen by none.
+    # Some kernels cannot have a row that sees nothing, and open it to every key: to later ones too, which no token
+    # sees.
     kinds = masks.values() if isinstance(masks, Mapping) else [masks]
     found = [mask for mask in kinds if isinstance(mask, Tensor) and mask.ndim == 4]
     num_sequences, num_tokens = shape

@@ -285,10 +285,8 @@ class _ChunkWatcher(ForwardWatcher):
         super().leave_model()
 
     def _size_of_pass(self) -> tuple[int, int]:
-        """Return the rows that this rank's routers see, and sequences.
-
-        Stages share the marks of all tokens, those without a router too.
-        """
+        """Return the rows that this rank's routers see, and sequences."""
+        # Stages share the marks of all tokens, those without a router too.
         tokens = self._arguments.get("input_ids")
         if isinstance(tokens, Tensor):
             return self._num_rows or self._audit.rows_of_batch(tokens), tokens.shape[0]

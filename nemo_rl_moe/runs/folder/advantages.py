@@ -46,7 +46,6 @@ def read_advantages(run_folder: Path, first_step: int = 0) -> AdvantageHistory:
 
     Raises:
         FileNotFoundError: There is no such step.
-        DataError: A file is damaged, for example by a copy that was interrupted.
     """
     found = read_steps(TABLE, run_folder, first_step)
     steps, layers, _ = found.axes

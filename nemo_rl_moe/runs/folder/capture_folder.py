@@ -62,7 +62,6 @@ class CaptureFolderWriter:
         name: Name of this writer, such as "rank-3": letters, digits and dashes; findings name it. None: a random one.
 
     Raises:
-        DataError: The folder holds a capture of another model.
         ValueError: The name has other characters.
     """
 
@@ -157,11 +156,7 @@ def _moved(staging: Path, path: Path) -> bool:
 
 
 def read_description(folder: Path) -> CaptureDescription:
-    """Read the description of the numbers of a folder.
-
-    Raises:
-        DataError: It is no capture folder, or one of a later version.
-    """
+    """Read the description of the numbers of a folder."""
     path = described_by(folder)
     try:
         found = json.loads(path.read_text())
@@ -216,11 +211,7 @@ def writers_of(folder: Path) -> list[str]:
 
 
 def read_step(description: CaptureDescription, step: int, files: Sequence[Path]) -> Iterator[CapturedRows]:
-    """Read the sequences of one step, a few at a time.
-
-    Raises:
-        DataError: A file cannot be read, or holds something else than its folder's description says.
-    """
+    """Read the sequences of one step, a few at a time."""
     for path in files:
         try:
             with pq.ParquetFile(path) as file:

@@ -140,20 +140,12 @@ def times_json(times: RolloutTimes) -> dict[str, object]:
 
 
 def conversation_of(value: object) -> list[ConversationTurn]:
-    """Read turns.
-
-    Raises:
-        ValueError: They are none.
-    """
+    """Read turns."""
     return [_turn_of(turn) for turn in _list(value)]
 
 
 def times_of(value: object) -> RolloutTimes:
-    """Read times.
-
-    Raises:
-        ValueError: They are none.
-    """
+    """Read times."""
     found = _mapping(value)
     seconds, generation, tools = _seconds(found.get("seconds")), *(_spans(found.get(name, [])) for name in _KINDS)
     return RolloutTimes(seconds, generation, tools)

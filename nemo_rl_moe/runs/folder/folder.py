@@ -55,9 +55,6 @@ def create_run_folder(log_dir: str | Path, run_id: str | None = None, algorithm:
 
     Args:
         run_id: Id by which `find_run_folder` finds the folder again; None: a random one.
-
-    Raises:
-        ConfigurationError: The folder cannot be made there.
     """
     parent = Path(log_dir)
     try:

@@ -32,9 +32,6 @@ def append_whole(file: FileIO, record: bytes) -> None:
     """Append all of a record to an unbuffered file, or nothing.
 
     Survives a disk that fills up in the middle of a record: the part that was written is cut off again.
-
-    Raises:
-        OSError: The record could not be written.
     """
     end = file.seek(0, os.SEEK_END)
     rest = memoryview(record)

@@ -65,9 +65,6 @@ def read_metrics(path: Path) -> list[StepRecord]:
     """Return the records of a `metrics.jsonl`, while the run goes on or afterwards.
 
     Survives a torn last line, which a killed run leaves: it is skipped.
-
-    Raises:
-        DataError: A line before the last one is not a step record; names the file and the line.
     """
     lines = path.read_bytes().split(b"\n")
     # What follows the last line feed is empty for a whole file, and the torn line otherwise.
@@ -75,11 +72,7 @@ def read_metrics(path: Path) -> list[StepRecord]:
 
 
 def read_history(path: Path) -> MetricHistory:
-    """Return the metrics of a `metrics.jsonl` by key, in the order of the file.
-
-    Raises:
-        DataError: A line before the last one is not a step record.
-    """
+    """Return the metrics of a `metrics.jsonl` by key, in the order of the file."""
     history: MetricHistory = {}
     for record in read_metrics(path):
         for key, value in record.metrics.items():
@@ -95,11 +88,7 @@ class MetricsTail(LineTail[StepRecord]):
 
 
 def parse_record(line: bytes, place: str) -> StepRecord:
-    """Parse one line of the file.
-
-    Raises:
-        DataError: It is not a step record.
-    """
+    """Parse one line of the file."""
     try:
         record = json.loads(line)
         metrics = {RENAMED_METRICS.get(key, str(key)): float(value) for key, value in record["metrics"].items()}

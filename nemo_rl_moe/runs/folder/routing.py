@@ -100,7 +100,6 @@ def read_routing(run_folder: Path, first_step: int = 0) -> RoutingHistory:
 
     Raises:
         FileNotFoundError: There is no such step.
-        DataError: A file is damaged, for example by a copy that was interrupted.
     """
     found = read_steps(TABLE, run_folder, first_step)
     steps, layers = found.axes

@@ -100,11 +100,7 @@ class RunData:
 
 
 def read_run(folder: Path) -> RunData:
-    """Read a run's folder.
-
-    Raises:
-        DataError: It is not a run's folder, or its metrics are damaged before their end.
-    """
+    """Read a run's folder."""
     path = folder / METRICS_FILE_NAME
     if not path.is_file():
         what = f"holds no {METRICS_FILE_NAME}" if folder.is_dir() else "is no folder"

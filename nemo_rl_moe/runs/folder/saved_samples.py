@@ -192,11 +192,7 @@ def _turn_of_page(turn: ConversationTurn, seconds: Sequence[float | None]) -> di
 
 
 def shown_sample(record: Mapping[str, Any]) -> ShownSample:
-    """Read a line as people look at it.
-
-    Raises:
-        ValueError, KeyError, TypeError: It is no sample.
-    """
+    """Read a line as people look at it."""
     reward = record.get("reward")
     times = record.get("times")
     return ShownSample(

@@ -102,11 +102,7 @@ def is_thumbnail_name(name: object) -> bool:
 
 
 def read_thumbnail(run_folder: Path, name: str) -> bytes:
-    """Return a thumbnail's file, which has been decoded and is small.
-
-    Raises:
-        DataError: It is missing or damaged, or no thumbnail.
-    """
+    """Return a thumbnail's file, which has been decoded and is small."""
     from PIL import Image
 
     path = run_folder / FOLDER_NAME / f"{name}.png"

@@ -93,7 +93,6 @@ def read_time_line(run_folder: Path, first_step: int = 0) -> TimeLineHistory:
 
     Raises:
         FileNotFoundError: There is no such step.
-        DataError: A file is damaged, for example by a copy that was interrupted.
     """
     found = read_steps(TABLE, run_folder, first_step)
     return TimeLineHistory(found.axes[0], found.values["state"], found.values["seconds"][:, 0].sum(-1))

@@ -118,11 +118,7 @@ class ArtifactTables:
         }
 
     def write(self, step: int, name: str, artifact: Any) -> None:
-        """Write an artifact of a step.
-
-        Raises:
-            UserCodeError: An observer returned it by a name that is not registered.
-        """
+        """Write an artifact of a step."""
         if name not in self._writers:
             raise UserCodeError(
                 f"ARTIFACTS in nemo_rl_moe/runs/loggers/artifacts.py has no {name!r}, which an observer of step {step}"

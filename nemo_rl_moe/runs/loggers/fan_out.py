@@ -65,11 +65,7 @@ class FanOutLogger:
         return self._earlier_run_ids | {logger.name: logger.run_id for logger in self._isolated if logger.run_id}
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log one step to every logger that still takes part; the direct ones have it when this returns.
-
-        Raises:
-            UserCodeError: A metric is not a number.
-        """
+        """Log one step to every logger that still takes part; the direct ones have it when this returns."""
         numbers = self._numbers(step, metrics)
         self._for_each(f"failed at step {step}", lambda logger: logger.log_step(step, numbers))
         for isolated in self._isolated:

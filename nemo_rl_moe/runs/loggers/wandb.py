@@ -226,10 +226,8 @@ _TEMPORARY = ("tmp*wandb-artifacts", "tmp*wandb-media")
 
 
 def _import_beside(folder: Path) -> None:
-    """Import W&B, whose temporary folders, made while it is imported, come to lie in a folder of the run.
-
-    A killed process leaves them: there the run that goes on removes them, and nothing is left elsewhere.
-    """
+    """Import W&B, whose temporary folders, made while it is imported, come to lie in a folder of the run."""
+    # A killed process leaves them: there the run that goes on removes them, and nothing is left elsewhere.
     if "wandb" in sys.modules:
         return
     folder.mkdir(exist_ok=True)

@@ -101,11 +101,7 @@ def write_page(runs: "Sequence[RunData]", output: Path, words: "PageWords | None
 
 
 def check_output(output: Path, option: str) -> None:
-    """Refuse to replace a file that is not a report: a mistyped name must not cost a file.
-
-    Raises:
-        DataError: It is another file, or has no folder.
-    """
+    """Refuse to replace a file that is not a report: a mistyped name must not cost a file."""
     if output.is_dir():
         raise DataError(f"{option} {output}: is a folder; did you mean {output / FILE_NAME}?")
     if not output.parent.is_dir():

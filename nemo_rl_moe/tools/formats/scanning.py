@@ -83,11 +83,7 @@ def behind(text: str, place: int, mark: str) -> int:
 
 
 def read_json(text: str, place: int) -> tuple[Any, int]:
-    """Read JSON that begins at a place, and return it with the place behind it.
-
-    Raises:
-        CallProblem: There is none.
-    """
+    """Read JSON that begins at a place, and return it with the place behind it."""
     while place < len(text) and text[place].isspace():
         place += 1
     try:
@@ -102,11 +98,7 @@ def read_json(text: str, place: int) -> tuple[Any, int]:
 
 
 def call_of(value: object) -> ToolCall:
-    """Return the call that an object of name and arguments is.
-
-    Raises:
-        CallProblem: It is something else.
-    """
+    """Return the call that an object of name and arguments is."""
     if not isinstance(value, Mapping):
         raise CallProblem("expected an object with name and arguments")
     name = value.get("name")

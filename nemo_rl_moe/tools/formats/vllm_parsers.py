@@ -28,9 +28,6 @@ def vllm_format(key: str, name: str, tokenizer: "PreTrainedTokenizerBase", examp
         key: Of the configuration, for messages.
         name: `vllm:` and the name of the parser.
         example: A call in this format.
-
-    Raises:
-        ConfigurationError: vLLM is not installed, has no such parser, or the parser does not take the tokenizer.
     """
     if find_spec("vllm") is None:
         raise ConfigurationError(

@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import load_file
 
 from nemo_rl_moe.algorithms.logged_samples import NOT_IN_BATCH, TRUNCATED
-from nemo_rl_moe.launch.asynchronous import SCHEDULE_FILE
+from nemo_rl_moe.launch.rollouts import SCHEDULE_FILE
 from nemo_rl_moe.rewards.interface import Fault
-from nemo_rl_moe.rollouts.asynchronous.saved_queue import FOLDER, JSON_FILE
-from nemo_rl_moe.rollouts.asynchronous.schedule import ScheduledStep, read_schedule
+from nemo_rl_moe.rollouts.dispatch.saved_queue import FOLDER, JSON_FILE
+from nemo_rl_moe.rollouts.dispatch.schedule import ScheduledStep, read_schedule
 from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, StepRecord, read_metrics
 from nemo_rl_moe.runs.folder.saved_samples import SAMPLES_FILE_NAME
 from tests.functional.pairs.settings import (
@@ -26,7 +26,6 @@ from tests.functional.pairs.settings import (
     NUM_PROMPTS_A_STEP,
     NUM_STEPS,
     NUM_VALIDATION_PROMPTS,
-    RESPONSES_A_STEP,
     STEPS_BEFORE_STOP,
     Setting,
 )
@@ -67,7 +66,7 @@ class Accounts:
         yield from self._faults_of_probabilities()
         for step in range(1, NUM_STEPS + 1):
             yield from self._faults_of_tokens(step)
-        yield from self._faults_of_schedule() if self._is_asynchronous else self._faults_of_rounds()
+        yield from self._faults_of_schedule() if self._is_asynchronous else self._faults_of_prompts()
 
     @property
     def _is_asynchronous(self) -> bool:
@@ -165,12 +164,12 @@ class Accounts:
 
     def _faults_of_replaced(self, step: int) -> Iterator[str]:
         """Yield sampled tokens that belong neither to a sample nor to a group that dynamic sampling has replaced."""
-        samples, rounds = self._samples_of(step), self._num_rounds(step)
-        sampled = self._metrics(step).get("train/mean_gen_tokens_per_sample", 0.0) * rounds * RESPONSES_A_STEP
+        samples, number = self._samples_of(step), self._num_groups(step) * NUM_GENERATIONS
+        sampled = self._metrics(step).get("train/mean_gen_tokens_per_sample", 0.0) * number
         replaced = round(sampled) - sum(sample["num_tokens"] for sample in samples)
         # Each response of those groups has tokens; failed ones are among the samples.
-        if replaced < 0 or (replaced > 0) != (len(samples) < rounds * RESPONSES_A_STEP):
-            yield f"step {step}: {sampled:g} tokens sampled in {rounds} rounds, {replaced} more than by its samples"
+        if replaced < 0 or (replaced > 0) != (len(samples) < number):
+            yield f"step {step}: {sampled:g} tokens sampled in {number} responses, {replaced} more than by its samples"
 
     def _faults_of_waste(self, step: int) -> Iterator[str]:
         """Yield tokens sampled in vain that have no reason, or one for which no group was cancelled."""
@@ -182,8 +181,9 @@ class Accounts:
             if not metrics.get(f"{_CANCELLED}/{reason}"):
                 yield f"step {step}: tokens were sampled in vain for {reason}, for which no group was cancelled"
 
-    def _num_rounds(self, step: int) -> int:
-        return int(self._metrics(step).get("train/dynamic_sampling/num_gen_batches", 1))
+    def _num_groups(self, step: int) -> int:
+        """Return the groups of a step, those included that dynamic sampling has replaced."""
+        return round(NUM_PROMPTS_A_STEP * self._metrics(step).get("train/dynamic_sampling/num_gen_batches", 1))
 
     def _faults_of_groups(self, step: int, lines: Sequence[int]) -> Iterator[str]:
         """Yield what is wrong with the groups of a step, whose prompts are among those of some lines."""
@@ -194,16 +194,18 @@ class Accounts:
             wanted = f"{NUM_GENERATIONS} of each of {NUM_PROMPTS_A_STEP} among {[*lines]}"
             yield f"step {step}: responses by line {sizes}, expected {wanted}"
 
-    def _faults_of_rounds(self) -> Iterator[str]:
+    def _queue(self, step: int) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self._checkpoint(step) / FOLDER / JSON_FILE).read_text())
+        return found
+
+    def _faults_of_prompts(self) -> Iterator[str]:
         """Yield prompts that are not those of the file's next lines, and checkpoints that count others."""
         taken = 0
         for step in range(1, NUM_STEPS + 1):
-            first, taken = taken, taken + self._num_rounds(step)
-            lines = range(first * NUM_PROMPTS_A_STEP, taken * NUM_PROMPTS_A_STEP)
-            yield from self._faults_of_groups(step, lines)
-            counted = json.loads((self._checkpoint(step) / "state.json").read_text())["loop"]["batches_taken"]
-            if counted != taken:
-                yield f"checkpoint of step {step}: {counted} rounds of prompts taken, expected {taken}"
+            first, taken = taken, taken + self._num_groups(step)
+            yield from self._faults_of_groups(step, range(first, taken))
+            if (counted := self._queue(step)["num_taken"]) != taken:
+                yield f"checkpoint of step {step}: {counted} prompts taken, expected {taken}"
 
     def _faults_of_schedule(self) -> Iterator[str]:
         """Yield prompts that are trained on twice, lost, or not those of the samples."""
@@ -212,6 +214,7 @@ class Accounts:
             yield f"versions of the schedule: {versions}"
             return
         trained: list[int] = []
+        replaced = 0
         for number, step in enumerate(self.schedule, start=1):
             trained += [group.position for group in step.groups]
             lines = [int(group.sample_id.rpartition(":")[2]) - 1 for group in step.groups]
@@ -220,12 +223,21 @@ class Accounts:
                 # Within a step the prompts of several environments are not in the order of the file.
                 if group.position // NUM_PROMPTS_A_STEP != line // NUM_PROMPTS_A_STEP:
                     yield f"step {number}: prompt {group.position} is line {line + 1}"
-            queue = json.loads((self._checkpoint(number) / FOLDER / JSON_FILE).read_text())
+            queue = self._queue(number)
+            replaced += round(self._metrics(number).get(f"{_CANCELLED}/uninformative", 0))
             waiting = [each["position"] for name in ("open", "groups") for each in queue[name]] + queue["given_up"]
-            if sorted(trained + waiting) != list(range(queue["num_taken"])):
+            known = trained + waiting
+            # Of groups ahead of the step, some have been replaced that no step has counted yet.
+            missing = queue["num_taken"] - len(known)
+            if (
+                len({*known}) < len(known)
+                or max(known) >= queue["num_taken"]
+                or missing < replaced
+                or (missing and self.setting["dynamic_sampling"] == "off")
+            ):
                 yield (
                     f"checkpoint of step {number}: {queue['num_taken']} prompts taken, of which {sorted(trained)} were"
-                    f" trained on and {sorted(waiting)} wait or are given up"
+                    f" trained on and {sorted(waiting)} wait or are given up; {replaced} were replaced"
                 )
 
     def _checkpoint(self, step: int) -> Path:

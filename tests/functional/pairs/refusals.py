@@ -36,10 +36,6 @@ _SHARED_WEIGHTS = (
 _FEWER_THAN_A_STEP = (
     f"{_LAG}: got 1, expected 0 or at least 2: a step is 2 optimizer steps, and fewer let no group run ahead"
 )
-_AHEAD_OF_THE_STEP = (
-    "grpo.use_dynamic_sampling: got true, expected false with grpo.rollouts.mode asynchronous: groups are generated"
-    " ahead of the step that would replace them"
-)
 _STALENESS = {"staleness_1": 1, "staleness_2": 2, "drop": 1}
 
 REFUSALS: tuple[Refusal, ...] = (
@@ -50,11 +46,6 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     # Ages are optimizer steps: a whole step ahead has the age of its updates.
     *(Refusal({"rollouts": rollouts, "updates": "two"}, _FEWER_THAN_A_STEP) for rollouts in ("staleness_1", "drop")),
-    # Dynamic sampling replaces groups within their step.
-    *(
-        Refusal({"rollouts": rollouts, "dynamic_sampling": "on"}, _AHEAD_OF_THE_STEP)
-        for rollouts in ("staleness_0", *_STALENESS)
-    ),
     # Routes of old_policy come from a pass of the trained weights, and are replayed in later updates.
     *(
         Refusal({"rollouts": rollouts, "replay": "old_policy"}, _OF_ONE_VERSION.format(staleness))

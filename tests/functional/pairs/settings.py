@@ -113,7 +113,7 @@ PARAMETERS: Mapping[str, Mapping[str, Overrides]] = {
     "sampling_mask": {"off": {}, "replay": {"policy.generation.top_k": 64, "loss_fn.sampling_mask": "replay"}},
     "dynamic_sampling": {
         "off": {},
-        "on": {"grpo.use_dynamic_sampling": True, "grpo.dynamic_sampling_max_gen_batches": 3},
+        "on": {"grpo.use_dynamic_sampling": True, "grpo.dynamic_sampling_max_groups": 3 * NUM_PROMPTS_A_STEP},
     },
     "reward_shaping": {
         "off": {},

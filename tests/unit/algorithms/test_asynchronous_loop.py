@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loop of GRPO over a source that runs ahead: the versions of a batch decide on its loss, and not the settings."""
 
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,16 @@ import pytest
 import torch
 
 from nemo_rl_moe.algorithms.grpo import Rollouts, train_grpo
-from nemo_rl_moe.algorithms.grpo_batch import failure_rule, make_loss, make_source
+from nemo_rl_moe.algorithms.grpo_batch import failure_rule, make_loss
 from nemo_rl_moe.algorithms.grpo_metrics import Validator
 from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
 from nemo_rl_moe.checkpoints.state import LoopState
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.data.prompts import PromptLoader
 from nemo_rl_moe.distributed.batch import per_token
-from nemo_rl_moe.launch.asynchronous import plan_rollouts, running_source, state_at
+from nemo_rl_moe.launch.rollouts import plan_rollouts, running_source, state_at
 from nemo_rl_moe.models.interfaces import LossInputs
+from nemo_rl_moe.rollouts.loops import CallersLoop, LoopThread
 from nemo_rl_moe.rollouts.source import RolloutSource
 from tests.support.grpo_fakes import (
     PAD_TOKEN,
@@ -28,7 +30,7 @@ from tests.support.grpo_fakes import (
     FakePolicy,
     FakeRewardFunction,
     ListLogger,
-    make_worker,
+    make_runner,
     prompts,
     small_config,
 )
@@ -61,14 +63,15 @@ class Run:
         self.engine = FakeEngine(self.diary) if self.engine is None else self.engine
         self.policy = FakePolicy(self.diary, updates_of_call=self.config.updates_per_step)
         self.logger = ListLogger(diary=self.diary)
-        worker = make_worker(self.engine, FakeRewardFunction(diary=self.diary))
+        loop = CallersLoop() if self.engine.shares_weights else LoopThread()
+        runner = make_runner(self.engine, FakeRewardFunction(diary=self.diary), loop=loop)
         loader = PromptLoader(prompts(7), self.config.grpo.num_prompts_per_step, self.config.grpo.seed, shuffle=True)
-        validate = Validator(self.config.grpo, worker, prompts(2, "val"), SAMPLING, failure_rule(self.config))
+        validate = Validator(self.config.grpo, runner, prompts(2, "val"), SAMPLING, failure_rule(self.config))
         plan, state = plan_rollouts(self.config), state_at(self.config, LoopState(), None, loader)
-        if plan is None:
-            self._train(make_source(self.config, worker, loader, SAMPLING), validate)
-            return
-        with running_source(self.config, plan, worker, loader, SAMPLING, self.folder, state, print, print) as source:
+        with (
+            closing(runner),
+            running_source(self.config, plan, runner, loader, SAMPLING, self.folder, state, print, print) as source,
+        ):
             self._train(source, validate)
 
     def _train(self, source: RolloutSource, validate: Validator) -> None:

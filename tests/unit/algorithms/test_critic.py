@@ -61,7 +61,7 @@ def columns_of(
     """Return the batch of a group with what a critic adds to it, and the critic's metrics."""
     loop = config.grpo.model_copy(update={"num_generations_per_prompt": len(found)})
     config = config.model_copy(update={"grpo": loop})
-    groups = RolloutGroups(list(found), list(found), len(found), num_rounds=1, num_filled=0)
+    groups = RolloutGroups(list(found), list(found), len(found), num_filled=0)
     batch = make_batch(config, groups, PAD_TOKEN, weight_version=0)
     batch = batch.with_columns(**{name: per_token(values) for name, values in columns.items()})
     return Critic(config, FakeValues()).with_advantages(groups, batch, PhaseClock())

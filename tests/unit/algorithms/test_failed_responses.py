@@ -14,7 +14,6 @@ from nemo_rl_moe.algorithms.grpo_batch import (
     advantages_of_groups,
     failure_rule,
     make_batch,
-    make_source,
     shaped_rewards,
     take_divergence_from_rewards,
 )
@@ -24,17 +23,17 @@ from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.config.schema_environment import OnFailure
 from nemo_rl_moe.data.prompts import PromptLoader
 from nemo_rl_moe.distributed.batch import count_trained_sequences, per_token
-from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.rewards.interface import Fault, Score, ScoringItem
 from nemo_rl_moe.rl.estimators.interface import EstimatorInputs
 from nemo_rl_moe.rollouts.source import RolloutGroups
 from nemo_rl_moe.rollouts.trajectory import Trajectory, rollout_metrics
 from tests.support.grpo_fakes import (
     PAD_TOKEN,
-    SAMPLING,
     FakeEngine,
     FakeRewardFunction,
-    make_worker,
+    groups_of_step,
+    make_runner,
+    make_source,
     prompts,
     small_config,
     trajectory,
@@ -88,7 +87,7 @@ def response(reward: float | None) -> Trajectory:
 
 def groups_of(rewards: Rewards) -> RolloutGroups:
     responses = [response(reward) for group in rewards for reward in group]
-    return RolloutGroups(responses, responses, len(rewards[0]), num_rounds=1, num_filled=0)
+    return RolloutGroups(responses, responses, len(rewards[0]), num_filled=0)
 
 
 def failed(rewards: Rewards) -> torch.Tensor:
@@ -193,7 +192,7 @@ def test_each_environment_of_a_mixture_treats_its_own_failures() -> None:
     rewards: Rewards = [[-1.0, None, -0.5, -0.25]]
     names = list(OWN)
     responses = [replace(response(reward), environment=name) for name in names for reward in rewards[0]]
-    groups = RolloutGroups(responses, responses, 4, num_rounds=1, num_filled=0)
+    groups = RolloutGroups(responses, responses, 4, num_filled=0)
     config = config_of_a_mixture()
     advantages = advantages_of_groups(config, groups)
     for name, own in zip(names, advantages, strict=True):
@@ -297,16 +296,15 @@ class FailsForSome(FakeRewardFunction):
 def test_dynamic_sampling_takes_no_failure_for_a_spread() -> None:
     """One response to prompt 0 fails and the others get equal rewards; prompt 1 has no score at all."""
     config = small_config(
-        "grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_max_gen_batches=4", "grpo.max_num_epochs=1"
+        "grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_max_groups=8", "grpo.max_num_epochs=1"
     )
     taken = {}
     for informative in ({2, 5}, {2}):
-        worker = make_worker(FakeEngine(), FailsForSome({0, 1}, informative))
+        runner = make_runner(FakeEngine(), FailsForSome({0, 1}, informative))
         loader = PromptLoader(prompts(6), 2, seed=0, shuffle=False)
-        source = make_source(config, worker, loader, SAMPLING)
-        groups = source.next(0, PhaseClock())
+        groups = groups_of_step(make_source(config, runner, loader), 0)
         taken[len(informative)] = [found.sample_id for found in groups.trained[::3]], groups.num_filled
-    assert taken == {2: (["train:2", "train:5"], 0), 1: (["train:2", "train:0"], 1)}
+    assert taken == {2: (["train:2", "train:5"], 0), 1: (["train:2", "train:5"], 1)}
 
 
 def test_validation_counts_a_failure_as_not_right_and_its_reward_not_at_all() -> None:

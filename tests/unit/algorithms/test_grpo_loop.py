@@ -4,6 +4,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from nemo_rl_moe.algorithms.critic import Critic
 from nemo_rl_moe.algorithms.grpo import Rollouts, train_grpo, update_engine
-from nemo_rl_moe.algorithms.grpo_batch import failure_rule, make_source, prev_is_current
+from nemo_rl_moe.algorithms.grpo_batch import failure_rule, prev_is_current
 from nemo_rl_moe.algorithms.grpo_metrics import Validator
 from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
 from nemo_rl_moe.algorithms.role_models import RoleModels
@@ -25,16 +26,16 @@ from nemo_rl_moe.data.prompts import PromptLoader
 from nemo_rl_moe.distributed.batch import TokenBatch
 from nemo_rl_moe.errors import RoutingAnomalyError, WeightSyncError
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
+from nemo_rl_moe.generation.refit_check import RefitCheck
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.interfaces import TrainResult
 from nemo_rl_moe.rewards.interface import Score, ScoringItem
-from nemo_rl_moe.rollouts.limits import RolloutsGivenUpError
+from nemo_rl_moe.rollouts.supervisor import RolloutsGivenUpError
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.routing.agreement.route_identity import RoutingAnomaly
 from nemo_rl_moe.routing.agreement.statistics import RoutingReport
 from nemo_rl_moe.routing.metrics.load_statistics import ExpertLoad
 from nemo_rl_moe.runs.loggers.console import train_line
-from nemo_rl_moe.weight_sync.refit_check import RefitCheck
 from tests.support.grpo_fakes import (
     PAD_TOKEN,
     SAMPLING,
@@ -42,7 +43,8 @@ from tests.support.grpo_fakes import (
     FakePolicy,
     FakeRewardFunction,
     ListLogger,
-    make_worker,
+    make_runner,
+    make_source,
     prompts,
     small_config,
 )
@@ -70,6 +72,8 @@ class Loop:
     samples: list[tuple[int, str, list[Trajectory]]] = field(default_factory=list)
     stop_after: int = 0
     start: LoopState = field(default_factory=LoopState)
+    folder: Path | None = None
+    checkpoint: Path | None = None
     captures: Mapping[int, RoutingReport] = field(default_factory=dict)
     observers: tuple[RunObserver, ...] = ()
     engine_class: type[FakeEngine] = FakeEngine
@@ -80,7 +84,7 @@ class Loop:
     summary: RunSummary = field(init=False)
 
     def __post_init__(self) -> None:
-        self.checkpoints = DiaryOfCheckpoints(self.diary)
+        self.checkpoints = DiaryOfCheckpoints(self.diary, folder=self.folder)
         self.engine = self.engine_class(self.diary, self.shares_weights, truncates=self.truncates)
         self.policy = FakePolicy(
             self.diary,
@@ -92,7 +96,7 @@ class Loop:
         self.logger = ListLogger(diary=self.diary)
         self.reward_function.diary = self.diary
         seed, num_prompts = self.config.grpo.seed, self.config.grpo.num_prompts_per_step
-        worker = make_worker(self.engine, self.reward_function, reward_weights=self.config.env.reward_weights)
+        runner = make_runner(self.engine, self.reward_function, reward_weights=self.config.env.reward_weights)
         loader = PromptLoader(prompts(7), num_prompts, seed, shuffle=True)
         held_out = prompts(2, "val") if self.has_validation else ()
         failures = failure_rule(self.config)
@@ -102,8 +106,8 @@ class Loop:
             self.policy,
             Rollouts(
                 self.engine,
-                make_source(self.config, worker, loader, SAMPLING),
-                Validator(self.config.grpo, worker, held_out, SAMPLING, failures) if held_out else None,
+                make_source(self.config, runner, loader, self.start, self.checkpoint),
+                Validator(self.config.grpo, runner, held_out, SAMPLING, failures) if held_out else None,
                 PAD_TOKEN,
             ),
             make_recorder(
@@ -179,6 +183,7 @@ def test_a_copy_of_the_weights_is_never_older_than_the_policy() -> None:
 class ScoringFake(FakeEngine):
     """Scores as it is reported to."""
 
+    can_score = True
     gap = 0.0
 
     def score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[np.ndarray]]:
@@ -521,7 +526,7 @@ def test_a_capture_is_recorded_before_it_may_end_the_run() -> None:
 
 
 def test_dynamic_sampling_that_uses_up_the_prompts_ends_the_run_as_any_other() -> None:
-    dynamic = ("grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_max_gen_batches=2")
+    dynamic = ("grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_max_groups=4")
     loop = Loop(
         small_config(*dynamic, "grpo.val_at_end=true"),
         reward_function=FakeRewardFunction(reward=lambda _: 0.0),
@@ -578,16 +583,16 @@ def test_without_validation_data() -> None:
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("stop_after", [1, 2, 4])
 def test_a_run_that_is_stopped_and_resumed_does_what_one_that_never_stopped_does(
-    stop_after: int, dynamic: bool
+    stop_after: int, dynamic: bool, tmp_path: Path
 ) -> None:
     config = small_config(
         "grpo.max_num_epochs=4", "grpo.max_num_steps=5", *VALIDATES, f"grpo.use_dynamic_sampling={str(dynamic).lower()}"
     )
     whole = Loop(config)
-    first = Loop(config, stop_after=stop_after)
+    first = Loop(config, stop_after=stop_after, folder=tmp_path)
     assert (first.summary.num_steps, first.summary.stopped_for) == (stop_after, "SIGTERM")
     assert first.diary[-3:] == [f"save {stop_after}", f"log {stop_after}", "finish"]
-    second = Loop(config, start=first.checkpoints.states[-1])
+    second = Loop(config, start=first.checkpoints.states[-1], checkpoint=tmp_path / f"step_{stop_after}")
     assert second.steps == list(range(stop_after + 1, 6)), "the start is not validated again"
     batches = [*first.policy.batches, *second.policy.batches]
     assert [batch.input_ids.tolist() for batch in batches] == [b.input_ids.tolist() for b in whole.policy.batches]

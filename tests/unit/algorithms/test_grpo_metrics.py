@@ -23,7 +23,7 @@ FAULTS = {"env/num_errors": 1.0, "env/num_timeouts": 1.0, "env/num_died": 0.0, "
 
 
 def test_all_generated_responses_are_reported() -> None:
-    groups = RolloutGroups(trained=GOOD, generated=[*DULL, *GOOD], num_generations=2, num_rounds=2, num_filled=0)
+    groups = RolloutGroups(trained=GOOD, generated=[*DULL, *GOOD], num_generations=2, num_filled=0)
     assert group_metrics(groups, AS_ZERO) == {
         "reward": 0.25,
         "reward_std": 0.5,
@@ -43,12 +43,12 @@ def test_all_generated_responses_are_reported() -> None:
 def test_truncated_responses_that_nobody_scored_are_counted() -> None:
     """Of four responses one is cut with reward 0; a cut one with a reward has been scored by its own code."""
     rollouts = [*DULL, *GOOD]
-    groups = RolloutGroups(rollouts, rollouts, num_generations=2, num_rounds=1, num_filled=0)
+    groups = RolloutGroups(rollouts, rollouts, num_generations=2, num_filled=0)
     rule = replace(AS_ZERO, leave_truncated=frozenset({""}))
     assert group_metrics(groups, rule)["truncation_rate_unscored"] == 0.25
     assert "truncation_rate_unscored" not in group_metrics(groups, AS_ZERO)
     scored = [replace(DULL[0], reward=0.5), *rollouts[1:]]
-    groups = RolloutGroups(scored, scored, num_generations=2, num_rounds=1, num_filled=0)
+    groups = RolloutGroups(scored, scored, num_generations=2, num_filled=0)
     assert group_metrics(groups, rule)["truncation_rate_unscored"] == 0.0
 
 
@@ -61,7 +61,7 @@ def test_the_rule_knows_who_leaves_truncated_responses() -> None:
 
 def test_of_a_plain_step_nothing_is_said_of_dynamic_sampling() -> None:
     rollouts = [*DULL, *GOOD]
-    groups = RolloutGroups(trained=rollouts, generated=rollouts, num_generations=2, num_rounds=1, num_filled=0)
+    groups = RolloutGroups(trained=rollouts, generated=rollouts, num_generations=2, num_filled=0)
     metrics = group_metrics(groups, AS_ZERO)
     assert not [name for name in metrics if "dynamic" in name or "filtered" in name]
     assert metrics["frac_zero_std_groups"] == 0.5
@@ -71,7 +71,7 @@ def test_of_a_plain_step_nothing_is_said_of_dynamic_sampling() -> None:
 
 def test_a_group_of_one_has_no_spread_to_lack() -> None:
     rollouts = [*DULL, *GOOD]
-    metrics = group_metrics(RolloutGroups(rollouts, rollouts, num_generations=1, num_rounds=1, num_filled=0), AS_ZERO)
+    metrics = group_metrics(RolloutGroups(rollouts, rollouts, num_generations=1, num_filled=0), AS_ZERO)
     assert "frac_zero_std_groups" not in metrics
     assert metrics["reward_std"] == 0.5
 

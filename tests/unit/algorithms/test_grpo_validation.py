@@ -8,9 +8,8 @@ import pytest
 
 from nemo_rl_moe.algorithms.grpo_batch import failure_rule
 from nemo_rl_moe.algorithms.grpo_metrics import Validator
-from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.rollouts.source import TRAINING_SEEDS
-from tests.support.grpo_fakes import SAMPLING, FakeEngine, FakeRewardFunction, make_worker, prompts, small_config
+from tests.support.grpo_fakes import SAMPLING, FakeEngine, FakeRewardFunction, make_runner, prompts, small_config
 
 
 @dataclass
@@ -23,10 +22,10 @@ class Validation:
     reward_function: FakeRewardFunction = field(default_factory=FakeRewardFunction)
 
     def __post_init__(self) -> None:
-        self.worker = make_worker(self.engine, self.reward_function)
+        self.runner = make_runner(self.engine, self.reward_function)
         config = small_config(*self.overrides)
         held_out = prompts(self.num_prompts, "val")
-        self.validate = Validator(config.grpo, self.worker, held_out, SAMPLING, failure_rule(config))
+        self.validate = Validator(config.grpo, self.runner, held_out, SAMPLING, failure_rule(config))
 
 
 def test_every_validation_asks_the_same() -> None:
@@ -41,7 +40,7 @@ def test_seeds_are_not_those_of_training() -> None:
     run = Validation()
     run.validate()
     for step in range(3):
-        run.worker.run(prompts(3), 2, SAMPLING, (11, TRAINING_SEEDS, step, 0), PhaseClock())
+        run.runner.evaluate(prompts(3), 2, SAMPLING, (11, TRAINING_SEEDS, step, 0))
     validation, *training = (set(request.seeds) for request in run.engine.requests)
     assert all(validation.isdisjoint(seeds) for seeds in training)
 

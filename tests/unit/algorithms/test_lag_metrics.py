@@ -249,9 +249,9 @@ def test_a_batch_has_lags_where_a_token_is_older_than_the_weights() -> None:
     old, mixed = trajectory(response_ids=(5, 6, 1)), trajectory((10, 11), response_ids=(7, 8, 1))
     versions = np.array([NOT_SAMPLED, NOT_SAMPLED, 2, 4, 5])
     mixed = with_tokens(mixed, replace(mixed.sequences[0], weight_versions=versions))
-    groups = RolloutGroups([old, mixed], [old, mixed], num_generations=2, num_rounds=1, num_filled=0)
+    groups = RolloutGroups([old, mixed], [old, mixed], num_generations=2, num_filled=0)
     config = small_config("grpo.num_generations_per_prompt=2", "grpo.num_prompts_per_step=3")
     lags = make_batch(config, groups, PAD_TOKEN, 5).columns[TOKEN_LAG]
     assert lags.values.tolist() == [[NO_LAG, 5, 5, 5, NO_LAG], [NO_LAG, NO_LAG, 3, 1, 0]]
-    fresh = RolloutGroups([old, old], [old, old], num_generations=2, num_rounds=1, num_filled=0)
+    fresh = RolloutGroups([old, old], [old, old], num_generations=2, num_filled=0)
     assert TOKEN_LAG not in make_batch(config, fresh, PAD_TOKEN, 0).columns

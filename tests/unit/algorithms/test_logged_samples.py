@@ -16,7 +16,7 @@ def test_what_is_left_out_says_why() -> None:
     good, failed = trajectory(text="good"), trajectory(fault=Fault.TIMEOUT, text="failed")
     trained = [good, failed, good, good, failed, failed]
     replaced = [trajectory(text="replaced"), trajectory(fault=Fault.DIED, text="gone")]
-    groups = RolloutGroups(trained, [*trained, *replaced], num_generations=3, num_rounds=2, num_filled=0)
+    groups = RolloutGroups(trained, [*trained, *replaced], num_generations=3, num_filled=0)
     config = small_config("env.on_failure=leave_out")
     found = logged_samples(config, groups)
     failure, alone = f"timeout: it broke {RULE}", f"of its group 1 of 3 could be scored {RULE}"
@@ -29,13 +29,13 @@ def test_what_is_left_out_says_why() -> None:
 @pytest.mark.parametrize(("filters", "expected"), [("true", [TRUNCATED, "", ""]), ("false", ["", "", ""])])
 def test_truncated_ones_are_left_out_where_they_are_filtered(filters: str, expected: list[str]) -> None:
     trained = [trajectory(is_truncated=True), trajectory(), trajectory()]
-    groups = RolloutGroups(trained, trained, num_generations=3, num_rounds=1, num_filled=0)
+    groups = RolloutGroups(trained, trained, num_generations=3, num_filled=0)
     config = small_config(f"grpo.overlong_filtering={filters}")
     assert [one.left_out for one in logged_samples(config, groups)] == expected
 
 
 def test_failed_ones_that_count_are_not_left_out() -> None:
     trained = [trajectory(fault=Fault.ERROR), trajectory(), trajectory()]
-    groups = RolloutGroups(trained, trained, num_generations=3, num_rounds=1, num_filled=0)
+    groups = RolloutGroups(trained, trained, num_generations=3, num_filled=0)
     config = small_config("env.on_failure=lowest")
     assert [one.left_out for one in logged_samples(config, groups)] == ["", "", ""]

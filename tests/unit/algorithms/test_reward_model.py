@@ -4,6 +4,7 @@
 
 import math
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from tests.support.grpo_fakes import (
     SAMPLING,
     FakeEngine,
     FakeRewardFunction,
-    make_worker,
+    make_runner,
     prompts,
     small_config,
     trajectory,
@@ -108,12 +109,16 @@ def test_a_score_that_is_no_reward_is_a_fault(score: float) -> None:
     assert found.fault_message.startswith("reward_model: ValueError: the reward is ")
 
 
-def test_a_worker_adds_it_to_every_trajectory_of_a_round() -> None:
-    worker = make_worker(FakeEngine(), FakeRewardFunction(reward=lambda item: 1.0))
+def test_the_runner_adds_it_to_every_trajectory_of_a_round() -> None:
     seen: list[Trajectory] = []
-    worker = replace(worker, add_rewards=RewardModel(FakeScores(), 0.5, None).add_rewards, watch=seen.extend)
-    clock = PhaseClock()
-    found = worker.run(prompts(2), 3, SAMPLING, (0,), clock)
+    runner = make_runner(
+        FakeEngine(),
+        FakeRewardFunction(reward=lambda item: 1.0),
+        add_rewards=RewardModel(FakeScores(), 0.5, None).add_rewards,
+        watch=SimpleNamespace(observe=seen.extend),
+    )
+    runner.clock = clock = PhaseClock()
+    found = runner.evaluate(prompts(2), 3, SAMPLING, (0,))
     assert [each.reward for each in found] == [1 + 0.5 * float(each.sequences[0].token_ids[-1]) for each in found]
     assert seen == found, "the watch sees the faults of the reward model too"
     assert "timing/reward_model/seconds" in clock.metrics()
@@ -124,7 +129,7 @@ def test_estimators_that_compare_each_reward_get_the_score_with_its_weight() -> 
     config = small_config(*PLACED, *named, "grpo.adv_estimator.name=gdpo")
     assert config.named_reward_weights == {"short": 2.0, "reward_model": 0.5}
     found = scored(*(trajectory(response_ids=(5, last), rewards={"short": 1.0}) for last in (6, 7, 8)))
-    groups = RolloutGroups(found, found, 3, num_rounds=1, num_filled=0)
+    groups = RolloutGroups(found, found, 3, num_filled=0)
     inputs = estimator_inputs(config, found, shaped_rewards(config, groups))
     assert inputs.named_rewards["reward_model"].tolist() == [[6.0, 7.0, 8.0]]
     assert small_config(*named, "grpo.adv_estimator.name=gdpo").named_reward_weights == {"short": 2.0}

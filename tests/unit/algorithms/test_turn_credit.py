@@ -57,7 +57,7 @@ def response(turns: Turns, final: float, tokens_per_turn: int = 2) -> Trajectory
 
 
 def groups_of(found: Sequence[Trajectory], size: int | None = None) -> RolloutGroups:
-    return RolloutGroups(list(found), list(found), size or len(found), num_rounds=1, num_filled=0)
+    return RolloutGroups(list(found), list(found), size or len(found), num_filled=0)
 
 
 def by_turn(config: GRPOMasterConfig, found: Sequence[Trajectory]) -> list[list[float]]:

@@ -45,6 +45,12 @@ VERIFIERS = (
     "data.train.path=null",
     "data.validation.path=null",
 )
+TASKSET = (
+    "env.driver={kind: verifiers_v1, id: sums, validation: {split: test}}",
+    "env.reward=null",
+    "data.train.path=null",
+    "data.validation.path=null",
+)
 
 
 OPENENV = ("env.driver={kind: openenv, server: 'a:app', action_key: a, observation_key: b}", "env.reward=null")
@@ -114,12 +120,6 @@ BROKEN = [
         "replayed_routes_are_of_one_version",
         f"{REPLAY}: got old_policy, expected none or rollout with {LAG} 2: the routes of a pass before the update are"
         " of other weights than those that sampled the tokens",
-    ),
-    (
-        (*AHEAD, "grpo.use_dynamic_sampling=true"),
-        "steps_take_groups_as_they_come",
-        f"grpo.use_dynamic_sampling: got true, expected false with {ROLLOUTS}.mode asynchronous: groups are generated"
-        " ahead of the step that would replace them",
     ),
     (
         (f"{ROLLOUTS}.replay_schedule=schedule.jsonl",),
@@ -435,6 +435,34 @@ BROKEN = [
         " own data",
     ),
     (
+        (*TASKSET, "data.train.path=a.jsonl"),
+        "environments_have_their_parts",
+        "data.train.path: got a.jsonl, expected null with env.driver.kind verifiers_v1, whose environment has its"
+        " own data",
+    ),
+    (
+        (*TASKSET, "env.driver.validation=null"),
+        "environments_have_their_parts",
+        "env.driver.validation: got null, expected settings such as {split: test} or a number of tasks that are held"
+        " out; or data.validation: null",
+    ),
+    (
+        (*TASKSET, "+env.driver.agent.max_turns=3"),
+        "environments_have_their_parts",
+        "env.driver.agent.max_turns: got 3, expected none: env.driver.max_turns sets it",
+    ),
+    (
+        (*TASKSET, "+env.driver.validation.id=other"),
+        "environments_have_their_parts",
+        "env.driver.validation.id: got other, expected none: env.driver.id sets it",
+    ),
+    (
+        (*TASKSET, f"{WEIGHTS}={{a: 1.0}}"),
+        "named_rewards_come_from_somewhere",
+        "env.reward_weights: got a, expected null with env.driver.kind verifiers_v1, which gives one reward;"
+        " callable and custom give several",
+    ),
+    (
         (*TOOLS, "env.driver.call_cost=0.5", "env.reward_weights={a: 1}", *CALLABLE),
         "environments_have_their_parts",
         "env.driver.call_cost: got 0.5, expected 0 with env.reward_weights: the reward is the weighted sum of"
@@ -476,10 +504,10 @@ BROKEN = [
         " time",
     ),
     (
-        ("grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_max_gen_batches=1"),
-        "dynamic_sampling_has_a_second_round",
-        "grpo.dynamic_sampling_max_gen_batches: got 1, which replaces no group; expected 2 or more with"
-        " grpo.use_dynamic_sampling true",
+        ("grpo.use_dynamic_sampling=true", "grpo.num_prompts_per_step=32", "grpo.dynamic_sampling_max_groups=32"),
+        "dynamic_sampling_may_replace_groups",
+        "grpo.dynamic_sampling_max_groups: got 32, which replaces no group; expected more than"
+        " grpo.num_prompts_per_step 32 with grpo.use_dynamic_sampling true, or null",
     ),
     *(
         (
@@ -604,6 +632,9 @@ def test_every_rule_has_a_broken_example() -> None:
         (*BY_MODEL, *REWARD_MODEL),
         (*REWARD_MODEL, "reward_model.weight=0.0"),
         VERIFIERS,
+        TASKSET,
+        (*TASKSET, "env.driver.validation=5"),
+        (*TASKSET, "env.driver.validation=null", "data.validation=null", "grpo.val_period=0"),
         OPENENV,
         (*OPENENV, "env.driver.server=http://127.0.0.1:8000"),
         TOOLS,
@@ -624,8 +655,9 @@ def test_every_rule_has_a_broken_example() -> None:
         ("grpo.val_temperature=0.0", "grpo.val_num_generations=1"),
         ("grpo.adv_estimator.normalize_over=batch", "grpo.advantage_clip_high=3.0", "grpo.advantage_clip_low=0.0"),
         (*ONE_RESPONSE, f"{ESTIMATOR}=reinforce", "grpo.adv_estimator.normalize_rewards=false"),
-        ("grpo.dynamic_sampling_max_gen_batches=1",),
-        ("grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_max_gen_batches=2"),
+        ("grpo.dynamic_sampling_max_groups=1",),
+        ("grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_max_groups=1000"),
+        (*AHEAD, "grpo.use_dynamic_sampling=true"),
         (f"{LEAVE_ONE_OUT}=true",),
         (f"{ROLLOUTS}.mode=asynchronous", f"{LAG}=0"),
         (f"{ROLLOUTS}.mode=asynchronous", f"{ROLLOUTS}.replay_schedule=schedule.jsonl"),

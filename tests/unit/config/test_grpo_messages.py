@@ -132,7 +132,7 @@ Problems = Callable[..., list[str]]
         (
             "env.driver.kind=tool",
             "env.driver.kind: got 'tool' (str), expected one of single_turn, function, tools, agent, verifiers,"
-            " openenv; did you mean tools?",
+            " verifiers_v1, openenv; did you mean tools?",
         ),
         (
             "env.reward.timeout_s=.inf",

@@ -26,7 +26,7 @@ from nemo_rl_moe.launch.generate import responses
 from nemo_rl_moe.models.image_rules import load_image_rule
 from nemo_rl_moe.models.images import IMAGE_IDS, IMAGE_SIZES, IS_IMAGE, PIXELS
 from tests.unit.data.test_prompts import load as load_prompts_of
-from tests.unit.generation.test_generate_all import SAMPLING, Backwards
+from tests.unit.generation.test_generate_all import SAMPLING, Backwards, runner_over
 
 ASSETS = Path(__file__).parents[3] / "examples/assets"
 QUESTION = "how many shapes ?"
@@ -252,7 +252,7 @@ def test_images_of_prompts_are_read_when_their_chunk_is_asked_for(
     (tmp_path / names[2]).unlink()
     inner, found = RememberingRequests(), []
     with pytest.raises(DataError, match=r"data.jsonl:3: .*2.png"):
-        found.extend(responses(inner, prompts, 2, SAMPLING, seed=0, chunk=2))
+        found.extend(responses(runner_over(inner), prompts, 2, SAMPLING, 0, 1))
     assert [(prompt.sample_id[-1], sample) for prompt, sample, _ in found] == [("1", 0), ("1", 1), ("2", 0), ("2", 1)]
     # Both responses to a prompt are asked for with the same arrays.
     assert [len(requests) for requests in inner.asked] == [2, 2]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from nemo_rl_moe.generation.diagnosis import outputs_noted
-from nemo_rl_moe.weight_sync.refit_check import first_disagreement
+from nemo_rl_moe.generation.refit_check import first_disagreement
 
 
 class Block(nn.Module):

@@ -4,15 +4,21 @@
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import pytest
 
 from nemo_rl_moe.data.prompts import Prompt
-from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters
-from nemo_rl_moe.generation.lockstep import LockstepEngine, generate_all
-from nemo_rl_moe.launch.generate import record_of, responses
+from nemo_rl_moe.errors import GenerationError
+from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationEngine, GenerationRequest, SamplingParameters
+from nemo_rl_moe.generation.lockstep import LockstepEngine
+from nemo_rl_moe.launch.generate import OneResponse, record_of, responses
+from nemo_rl_moe.rewards.interface import NoReward
+from nemo_rl_moe.rollouts.environment import Session
+from nemo_rl_moe.rollouts.runner import RolloutRunner
+from nemo_rl_moe.rollouts.trajectory import Trajectory
+from tests.support.all_requests import generate_all
+from tests.support.grpo_fakes import make_runner
 
 SAMPLING = SamplingParameters(max_new_tokens=4, stop_token_ids=(1,))
 
@@ -50,10 +56,8 @@ def test_no_requests() -> None:
     assert list(generate_all(Backwards(), [])) == []
 
 
-class OneByOne:
+class OneByOne(GenerationEngine):
     """An engine that takes requests as they come, and is done with the last one first; it cannot count to 13."""
-
-    shares_weights = False
 
     def __init__(self, number: int):
         self._turns = [asyncio.Event() for _ in range(number)]
@@ -67,9 +71,6 @@ class OneByOne:
             asyncio.get_running_loop().call_later(0.01, self._turns[asked.seed - 1].set)
         return GeneratedSequence(np.array(asked.token_ids), np.zeros(1, np.float32), False, 0)
 
-    def __getattr__(self, name: str) -> Any:
-        return lambda *arguments: None
-
 
 def test_an_engine_that_takes_requests_as_they_come_answers_as_it_is_ready() -> None:
     found = list(generate_all(OneByOne(5), [request(token) for token in range(5)]))
@@ -82,38 +83,50 @@ def test_an_error_of_one_request_ends_all() -> None:
         list(generate_all(OneByOne(5), [request(token) for token in (1, 2, 13)]))
 
 
+def runner_over(engine: LockstepEngine) -> RolloutRunner:
+    return make_runner(engine, NoReward(), OneResponse())
+
+
 def test_responses_come_in_the_order_of_the_prompts() -> None:
     prompts = [Prompt(f"p:{line}", "?", (line,), {}) for line in (10, 20, 30)]
-    reported: list[int] = []
-    found = [
-        (prompt.sample_id, sample, sequence)
-        for prompt, sample, sequence in responses(
-            Backwards(), prompts, 2, SAMPLING, seed=3, chunk=4, report_progress=reported.append
-        )
+    engine, noted = Backwards(), list[GeneratedSequence]()
+    found = list(responses(runner_over(engine), prompts, 2, SAMPLING, 3, 2, noted.append))
+    assert len(noted) == 6
+    assert [(prompt.sample_id, n) for prompt, n, _ in found] == [
+        (f"p:{line}", n) for line in (10, 20, 30) for n in (0, 1)
     ]
-    assert reported == [1, 2, 3, 4, 5, 6]
-    assert [(name, sample) for name, sample, _ in found] == [(f"p:{line}", n) for line in (10, 20, 30) for n in (0, 1)]
-    assert [int(sequence.token_ids[0]) for _, _, sequence in found] == [10, 10, 20, 20, 30, 30]
+    assert [int(each.sequences[0].token_ids[1]) for _, _, each in found] == [10, 10, 20, 20, 30, 30]
+    assert engine.calls == [4, 2]
+
+
+def test_a_failure_ends_the_responses() -> None:
+    class Fails:
+        async def rollout(self, session: Session) -> Trajectory:
+            raise ValueError("no")
+
+    runner = make_runner(Backwards(), NoReward(), Fails())
+    with pytest.raises(GenerationError, match="p:1: ValueError: no"):
+        list(responses(runner, [Prompt("p:1", "?", (10,), {})], 1, SAMPLING, 3))
 
 
 def test_record_of_a_response() -> None:
-    sequence = GeneratedSequence(np.array([5, 6, 1]), np.array([-0.25, -0.5, -1.0], np.float32), False, 0)
     prompt = Prompt("p.txt:1", "7+8=", (2,), {})
-
-    def decode(ids: Sequence[int]) -> str:
-        return "-".join(map(str, ids))
-
-    record = record_of(prompt, 3, sequence, SAMPLING, decode, with_logprobs=True)
-    assert record == {
+    found = [sequence_of([5, 6, 1]), sequence_of([5], is_truncated=True)]
+    engine = LockstepEngine(lambda requests: enumerate(found))
+    whole, cut = [each for _, _, each in responses(runner_over(engine), [prompt], 2, SAMPLING, 0)]
+    assert record_of(prompt, 3, whole, with_logprobs=True) == {
         "sample_id": "p.txt:1",
         "sample": 3,
         "prompt": "7+8=",
-        "response": "5-6",  # without the token that ended it, which is among the tokens
+        "response": "5 6",  # without the token that ended it, which is among the tokens
         "finish_reason": "stop",
         "num_tokens": 3,
         "token_ids": [5, 6, 1],
-        "logprobs": [-0.25, -0.5, -1.0],
+        "logprobs": [-0.25, -0.25, -0.25],
     }
-    cut = GeneratedSequence(np.array([5]), np.array([-0.25], np.float32), True, 0)
-    short = record_of(prompt, 0, cut, SAMPLING, decode, with_logprobs=False)
+    short = record_of(prompt, 0, cut, with_logprobs=False)
     assert (short["finish_reason"], short["response"], "logprobs" in short) == ("length", "5", False)
+
+
+def sequence_of(token_ids: list[int], *, is_truncated: bool = False) -> GeneratedSequence:
+    return GeneratedSequence(np.array(token_ids), np.full(len(token_ids), -0.25, np.float32), is_truncated, 0)

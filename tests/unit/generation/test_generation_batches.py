@@ -11,8 +11,9 @@ from ray import cloudpickle
 
 from nemo_rl_moe.distributed.batch import ModelInput
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch, GenerationRequest, SamplingParameters
-from nemo_rl_moe.generation.lockstep import generate_all, make_trainer_engine
+from nemo_rl_moe.generation.lockstep import make_trainer_engine
 from nemo_rl_moe.models.images import ModelImage, image_inputs, images_in
+from tests.support.all_requests import generate_all
 
 SAMPLING = SamplingParameters(max_new_tokens=2)
 

@@ -233,6 +233,22 @@ def test_a_layer_without_new_experts_keeps_its_kernel() -> None:
     assert [method.moe_kernel for method in methods] == ["packed", None]
 
 
+def test_an_output_layer_with_the_embeddings_weights_is_packed_anew() -> None:
+    model, packed = nn.Module(), []
+    method = SimpleNamespace(process_weights_after_loading=packed.append)
+    for name in ("embed_tokens", "q_proj", "o_proj", "lm_head"):
+        layer: Any = nn.Linear(2, 2)
+        layer.cpu_linear, layer.quant_method = None, method
+        model.add_module(name, layer)
+    for name in ("q_proj", "o_proj"):  # their weights are packed elsewhere
+        model.get_submodule(name).weight = nn.Parameter(torch.empty(0))
+    releases.pack_tied_anew(model)
+    assert packed == []
+    model.lm_head.weight = model.embed_tokens.weight
+    releases.pack_tied_anew(model)
+    assert packed == [model.lm_head]
+
+
 def packed_model() -> tuple[nn.Module, list[SimpleNamespace]]:
     """Return two layers with packed experts, and what packs them."""
     model, methods = nn.Module(), [SimpleNamespace(moe_kernel="packed") for _ in range(2)]

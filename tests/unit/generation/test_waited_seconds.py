@@ -10,7 +10,7 @@ import numpy as np
 
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters
 from nemo_rl_moe.generation.lockstep import LockstepEngine
-from nemo_rl_moe.rollouts.asynchronous.gate import EngineGate
+from nemo_rl_moe.rollouts.dispatch.gate import EngineGate
 
 REQUEST = GenerationRequest((1,), 0, SamplingParameters(4))
 SEQUENCE = GeneratedSequence(np.array([5]), np.array([-0.5]), False, 0)

@@ -11,7 +11,7 @@ from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.data.tokenizer import load_tokenizer
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.generation.interface import SamplingParameters
-from nemo_rl_moe.launch.drivers.kinds import prepare_driver
+from nemo_rl_moe.launch.drivers.kinds import kind_of
 from nemo_rl_moe.launch.drivers.setup import DriverSetup, StartDriver
 from tests.functional import grpo_runs
 
@@ -28,7 +28,7 @@ def overrides(model: str, *more: str) -> list[str]:
 def prepared(model: str, *more: str) -> StartDriver:
     """Prepare the agent of the only environment."""
     config = load_grpo_config("grpo_tiny_moe.yaml", overrides(model, *more), check_paths=False)
-    return prepare_driver(config.env.driver, DriverSetup(config, load_tokenizer(str(ASSETS / model)), SAMPLING))
+    return kind_of(config.env.driver).prepare(DriverSetup(config, load_tokenizer(str(ASSETS / model)), SAMPLING))
 
 
 @pytest.mark.parametrize("model", ["tiny_qwen3_moe_tools", "tiny_qwen3_moe"])

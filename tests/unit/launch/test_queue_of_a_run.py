@@ -10,11 +10,11 @@ import pytest
 from nemo_rl_moe.checkpoints.state import LoopState
 from nemo_rl_moe.data.prompts import Prompt
 from nemo_rl_moe.distributed.stored_rows import IN_PLACE, StoredRows
-from nemo_rl_moe.launch import asynchronous
-from nemo_rl_moe.launch.asynchronous import state_at
-from nemo_rl_moe.rollouts.asynchronous.groups import Finished, Ticket
-from nemo_rl_moe.rollouts.asynchronous.prompts import QueueState
-from nemo_rl_moe.rollouts.asynchronous.saved_queue import write_queue
+from nemo_rl_moe.launch import rollouts
+from nemo_rl_moe.launch.rollouts import state_at
+from nemo_rl_moe.rollouts.dispatch.groups import Finished, Ticket
+from nemo_rl_moe.rollouts.dispatch.prompts import QueueState
+from nemo_rl_moe.rollouts.dispatch.saved_queue import write_queue
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from tests.support.grpo_fakes import small_config, trajectory
 from tests.support.scripted_engine import loader
@@ -46,7 +46,7 @@ def group_of(*routes: StoredRows | None) -> list[Trajectory]:
 def test_a_group_without_what_is_replayed_is_drawn_again(
     settings: tuple[str, ...], kept: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(asynchronous, "RAY_STORE", IN_PLACE)
+    monkeypatch.setattr(rollouts, "RAY_STORE", IN_PLACE)
     config = small_config("grpo.max_num_epochs=2", *settings)
     prompts: list[Prompt] = [prompt for epoch in range(2) for found in loader().epoch(epoch) for prompt in found]
     groups = (
@@ -66,7 +66,7 @@ def test_without_the_count_of_updates_nobody_can_tell_how_old_tokens_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the optimizer in the checkpoint it begins at 0 again: tokens would be younger than the weights."""
-    monkeypatch.setattr(asynchronous, "RAY_STORE", IN_PLACE)
+    monkeypatch.setattr(rollouts, "RAY_STORE", IN_PLACE)
     config = small_config("grpo.max_num_epochs=2")
     prompts: list[Prompt] = [prompt for found in loader().epoch(0) for prompt in found]
     queue = (Finished(Ticket(prompts[0], 0, 1, 1), group_of(None, None, None), 1, 0),)

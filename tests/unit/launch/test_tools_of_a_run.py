@@ -14,7 +14,7 @@ from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.data.tokenizer import load_tokenizer
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.generation.interface import SamplingParameters
-from nemo_rl_moe.launch.drivers.kinds import prepare_driver
+from nemo_rl_moe.launch.drivers.kinds import kind_of
 from nemo_rl_moe.launch.drivers.setup import DriverSetup, StartDriver, data_with_tools, described_tools
 from nemo_rl_moe.launch.prompts import read_prompts
 from nemo_rl_moe.runs.loggers.console import ConsoleLogger
@@ -59,7 +59,7 @@ def test_t08_definitions_stand_in_every_prompt(tmp_path: Path) -> None:
 def prepared(config: GRPOMasterConfig, tokenizer: PreTrainedTokenizerBase) -> StartDriver:
     """Prepare the driver of the only environment."""
     sampling = SamplingParameters(10, stop_token_ids=(tokenizer.eos_token_id,))
-    return prepare_driver(config.env.driver, DriverSetup(config, tokenizer, sampling))
+    return kind_of(config.env.driver).prepare(DriverSetup(config, tokenizer, sampling))
 
 
 def test_tools_are_described_and_their_format_is_found(tmp_path: Path) -> None:

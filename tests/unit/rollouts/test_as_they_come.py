@@ -11,21 +11,21 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
-from nemo_rl_moe.metrics import PhaseClock
+from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationEngine, GenerationRequest
 from nemo_rl_moe.rewards.interface import Fault, Score, ScoringItem
 from nemo_rl_moe.rollouts.environment import Environment, Session, SingleTurn
-from nemo_rl_moe.rollouts.limits import STOP_GRACE_S, RolloutLimits, RolloutsGivenUpError
+from nemo_rl_moe.rollouts.loops import CallersLoop
 from nemo_rl_moe.rollouts.rollout_function import RolloutFunction
+from nemo_rl_moe.rollouts.supervisor import STOP_GRACE_S, RolloutReports, RolloutsGivenUpError
 from nemo_rl_moe.rollouts.trajectory import Trajectory
-from nemo_rl_moe.rollouts.worker import RolloutWorker
-from tests.support.grpo_fakes import END_TOKEN, SAMPLING, as_numbers, from_numbers, prompts
+from tests.support.grpo_fakes import END_TOKEN, SAMPLING, make_runner, prompts
+from tests.support.moved_clock import MovedClock
 
 SLOW = "train:0"
 
 
 @dataclass
-class OpenEngine:
+class OpenEngine(GenerationEngine):
     """Answers each request by itself; those of the first prompt when the test opens the gate.
 
     Attributes:
@@ -47,9 +47,6 @@ class OpenEngine:
             await self.gate.wait()
         return GeneratedSequence(np.array([5 + request.seed % 7, END_TOKEN]), np.zeros(2), False, 0)
 
-    def wake(self) -> None:
-        pass
-
 
 @dataclass
 class RewardFunction:
@@ -65,18 +62,19 @@ class RewardFunction:
 
 
 def run(
-    environment: Environment, engine: OpenEngine, reward_function: RewardFunction, limits: RolloutLimits | None = None
+    environment: Environment,
+    engine: OpenEngine,
+    reward_function: RewardFunction,
+    clock: MovedClock | None = None,
+    timeout_s: float | None = None,
 ) -> list[Trajectory]:
-    worker = RolloutWorker(
-        engine,  # type: ignore[arg-type]
-        reward_function,
-        environment,
-        as_numbers,
-        from_numbers,
-        100,
-        limits=limits or RolloutLimits(),
-    )
-    return worker.run(prompts(3), 1, SAMPLING, (3, 1), PhaseClock())
+    loop = None if clock is None else CallersLoop(clock.loop())
+    reports = RolloutReports(lambda: None if clock is None else "SIGTERM")
+    runner = make_runner(engine, reward_function, environment, loop=loop, reports=reports, timeout_s=timeout_s)  # type: ignore[arg-type]
+    try:
+        return runner.evaluate(prompts(3), 1, SAMPLING, (3, 1))
+    finally:
+        runner.close()
 
 
 def test_a_trajectory_goes_on_and_is_scored_while_another_one_is_generated() -> None:
@@ -124,29 +122,28 @@ def test_an_error_of_the_engine_or_of_the_reward_function_ends_the_run_with_itse
 
 
 def test_a_request_to_stop_waits_for_the_engine_and_gives_up_what_hangs() -> None:
-    clock = [0.0]
-    limits = RolloutLimits(None, "here:function", lambda: "SIGTERM", clock=lambda: clock[0])
+    clock = MovedClock()
     engine = OpenEngine()
 
     async def opens_late(session: Session) -> Trajectory:
         if session.prompt.sample_id != SLOW:
-            clock[0] += STOP_GRACE_S + 1
+            clock.move(STOP_GRACE_S + 1)
             asyncio.get_running_loop().call_later(0.5, engine.gate.set)
         await session.generate()
         return session.finish(Score(1.0, is_correct=True))
 
-    assert len(run(RolloutFunction(opens_late, "here:function"), engine, RewardFunction(), limits)) == 3
+    assert len(run(RolloutFunction(opens_late, "here:function"), engine, RewardFunction(), clock)) == 3
 
     async def hangs(session: Session) -> Trajectory:
         await session.generate()
-        asyncio.get_running_loop().call_later(0.3, lambda: clock.append(clock.pop() + STOP_GRACE_S + 1))
+        clock.move_soon(STOP_GRACE_S + 1)
         await asyncio.Event().wait()
         raise AssertionError
 
     engine = OpenEngine()
     engine.gate.set()
     with pytest.raises(RolloutsGivenUpError):
-        run(RolloutFunction(hangs, "here:function"), engine, RewardFunction(), limits)
+        run(RolloutFunction(hangs, "here:function"), engine, RewardFunction(), clock)
 
 
 def test_time_that_a_tool_hangs_counts_while_others_are_generated() -> None:
@@ -161,5 +158,5 @@ def test_time_that_a_tool_hangs_counts_while_others_are_generated() -> None:
         return session.finish(Score(1.0, is_correct=True))
 
     started = time.monotonic()
-    found = run(RolloutFunction(hangs, "here:function"), engine, RewardFunction(), RolloutLimits(0.5, "here:function"))
+    found = run(RolloutFunction(hangs, "here:function"), engine, RewardFunction(), timeout_s=0.5)
     assert [trajectory.fault for trajectory in found] == [None, Fault.TIMEOUT, None], time.monotonic() - started

@@ -18,7 +18,7 @@ from nemo_rl_moe.rollouts.rollout_function import RolloutFunction
 from nemo_rl_moe.rollouts.training_batch import training_batch
 from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED, TokenSequence, Trajectory, rollout_metrics
 from tests.support.conversations import ALL, Family, Message
-from tests.support.scripted_session import LOGPROB, WEIGHT_VERSION, scripted_session
+from tests.support.scripted_session import LOGPROB, WEIGHT_VERSION, script_of, scripted_session
 
 FAMILY = ALL["THINKING"]
 ASKED: list[Message] = [{"role": "user", "content": "q"}]
@@ -162,7 +162,7 @@ def test_control_tokens_in_earlier_messages_stay_plain_text() -> None:
 
 def test_routes_of_the_new_sequence_are_those_of_its_own_pass() -> None:
     session = scripted_session(FAMILY, ASKED, [THOUGHT, "second<|end|>"])
-    answered, num_passes = session.submit_request, 0
+    answered, num_passes = script_of(session).answer, 0
 
     async def routed(request: GenerationRequest) -> GeneratedSequence:
         nonlocal num_passes
@@ -172,7 +172,7 @@ def test_routes_of_the_new_sequence_are_those_of_its_own_pass() -> None:
         routes = StoredRows.of(np.full((fed, 1, 1), num_passes, dtype=np.int16))
         return GeneratedSequence(found.token_ids, found.logprobs, False, WEIGHT_VERSION, routes)
 
-    session.submit_request = routed
+    script_of(session).answer = routed
 
     def rows(sequence: TokenSequence) -> list[int]:
         assert sequence.routed_experts is not None

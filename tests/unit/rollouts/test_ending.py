@@ -11,7 +11,6 @@ import pytest
 from nemo_rl_moe.data.continuation import Continuation
 from nemo_rl_moe.data.control_tokens import too_many_tokens
 from nemo_rl_moe.errors import ConfigurationError, GenerationError, WorkerDiedError
-from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.rewards.interface import Fault, checked_score
 from nemo_rl_moe.rewards.user_callable import as_score
 from nemo_rl_moe.rollouts.agents.task import AgentTask
@@ -19,7 +18,7 @@ from nemo_rl_moe.rollouts.environment import Session
 from nemo_rl_moe.rollouts.rollout_function import RolloutFunction
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from tests.support.conversations import ALL
-from tests.support.grpo_fakes import SAMPLING, FakeEngine, FakeRewardFunction, make_worker, prompts
+from tests.support.grpo_fakes import SAMPLING, FakeEngine, FakeRewardFunction, make_runner, prompts
 from tests.support.scripted_session import scripted_session
 from tests.support.thread_agents import MODEL, QUESTION, client_of, ended, error_of, play
 
@@ -54,8 +53,8 @@ class Driver:
 
 
 def trajectories_of(fail: Callable[[], object]) -> list[Trajectory]:
-    worker = make_worker(FakeEngine(), FakeRewardFunction(), Driver(fail))
-    return worker.run(prompts(2), 2, SAMPLING, (3, 1), PhaseClock())
+    worker = make_runner(FakeEngine(), FakeRewardFunction(), Driver(fail))
+    return worker.evaluate(prompts(2), 2, SAMPLING, (3, 1))
 
 
 @pytest.mark.parametrize(
@@ -102,8 +101,8 @@ def test_a_function_of_a_user_s_own_that_fails_with_wrong_metrics_has_its_fault(
         await session.generate()
         raise ValueError("no")
 
-    worker = make_worker(FakeEngine(), FakeRewardFunction(), RolloutFunction(wrong, "here:wrong"))
-    (found,) = worker.run(prompts(1), 1, SAMPLING, (3, 1), PhaseClock())
+    worker = make_runner(FakeEngine(), FakeRewardFunction(), RolloutFunction(wrong, "here:wrong"))
+    (found,) = worker.evaluate(prompts(1), 1, SAMPLING, (3, 1))
     assert (found.fault, found.metrics) == (Fault.ERROR, {"mine/number": 2.0})
     assert found.fault_message.startswith("ValueError: no (test_ending.py:")
 

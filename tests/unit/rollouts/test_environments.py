@@ -16,7 +16,6 @@ from nemo_rl_moe.distributed.batch import Axis, Destination
 from nemo_rl_moe.distributed.stored_rows import StoredRows
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
-from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.rewards.interface import Fault, Score
 from nemo_rl_moe.rollouts.environment import Session
 from nemo_rl_moe.rollouts.rollout_function import RolloutFunction, load_rollout_function
@@ -27,7 +26,7 @@ from tests.support.grpo_fakes import (
     SAMPLING,
     FakeEngine,
     FakeRewardFunction,
-    make_worker,
+    make_runner,
     prompts,
 )
 from tests.support.trajectories import only_sequence
@@ -44,10 +43,10 @@ async def two_turns(session: Session) -> Trajectory:
 
 
 def run(function, engine=None, num_prompts=2, generations=2, max_tokens=100):  # type: ignore[no-untyped-def]
-    worker = make_worker(
+    worker = make_runner(
         engine or FakeEngine(), FakeRewardFunction(), RolloutFunction(function, "here:function"), max_tokens
     )
-    return worker.run(prompts(num_prompts), generations, SAMPLING, (3, 1), PhaseClock())
+    return worker.evaluate(prompts(num_prompts), generations, SAMPLING, (3, 1))
 
 
 def test_the_second_question_depends_on_the_first_answer() -> None:
@@ -82,8 +81,8 @@ def test_requests_and_scores_are_answered_in_the_order_of_their_trajectories() -
         return session.finish(await session.score())
 
     engine, rewards = FakeEngine(), FakeRewardFunction()
-    worker = make_worker(engine, rewards, RolloutFunction(last_come_first, "here:function"), 100)
-    worker.run(prompts(4), 1, SAMPLING, (3, 1), PhaseClock())
+    worker = make_runner(engine, rewards, RolloutFunction(last_come_first, "here:function"), 100)
+    worker.evaluate(prompts(4), 1, SAMPLING, (3, 1))
     first, second = engine.requests
     starts = [asked[: len(before)] for asked, before in zip(second.prompts, first.prompts, strict=True)]
     assert starts == list(first.prompts)
@@ -119,7 +118,7 @@ def test_turns_draw_other_random_numbers_and_the_same_ones_each_time() -> None:
     assert len({*first, *second}) == 8
     assert seeds() == [first, second]
     single = FakeEngine()
-    make_worker(single, FakeRewardFunction()).run(prompts(2), 2, SAMPLING, (3, 1), PhaseClock())
+    make_runner(single, FakeRewardFunction()).evaluate(prompts(2), 2, SAMPLING, (3, 1))
     assert single.requests[0].seeds == first, "the first turn is sampled as the only one of a single turn"
 
 
@@ -303,10 +302,10 @@ def test_a_rollout_may_give_rewards_by_name() -> None:
         return session.finish(Score.named(rewards, is_correct=right))
 
     weights = {"accuracy": 2.0, "format": 1.0}
-    worker = make_worker(
+    worker = make_runner(
         FakeEngine(), FakeRewardFunction(), RolloutFunction(named, "here:named"), reward_weights=weights
     )
-    first, second = worker.run(prompts(2), 1, SAMPLING, (3, 1), PhaseClock())
+    first, second = worker.evaluate(prompts(2), 1, SAMPLING, (3, 1))
     assert (first.reward, first.rewards, first.is_correct) == (2.5, {"accuracy": 1.0, "format": 0.5}, True)
     assert (second.reward, second.rewards, second.fault) == (0.0, {}, Fault.ERROR)
     assert second.fault_message.endswith("did you mean accuracy?")

@@ -8,11 +8,10 @@ import pytest
 
 from nemo_rl_moe.config.schema_environment import OnFailure
 from nemo_rl_moe.errors import EXIT_RUN_FAILED, RewardWorkersFailedError
-from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.rewards.interface import Fault, Score, ScoringItem
 from nemo_rl_moe.rollouts.faults import FaultWatch
 from nemo_rl_moe.rollouts.trajectory import Trajectory
-from tests.support.grpo_fakes import SAMPLING, FakeEngine, make_worker, prompts, trajectory
+from tests.support.grpo_fakes import SAMPLING, FakeEngine, make_runner, prompts, trajectory
 
 
 def failed(fault: Fault = Fault.ERROR, message: str = "ValueError: a nine", sample_id: str = "line 1") -> Trajectory:
@@ -114,10 +113,10 @@ class Raises:
         return [Score(0.0, is_correct=False, fault=Fault.ERROR, message="ValueError: no") for _ in items]
 
 
-def test_a_worker_shows_its_trajectories_to_the_watch() -> None:
+def test_the_runner_shows_its_trajectories_to_the_watch() -> None:
     watched, warnings = watch(2)
-    worker = replace(make_worker(FakeEngine(), Raises()), watch=watched.observe)
-    assert len(worker.run(prompts(2), 2, SAMPLING, (1,), PhaseClock())) == 4
+    worker = make_runner(FakeEngine(), Raises(), watch=watched)
+    assert len(worker.evaluate(prompts(2), 2, SAMPLING, (1,))) == 4
     assert len(warnings) == 2
     with pytest.raises(RewardWorkersFailedError, match="4 of 4 failed"):
-        worker.run(prompts(2), 2, SAMPLING, (2,), PhaseClock())
+        worker.evaluate(prompts(2), 2, SAMPLING, (2,))

@@ -27,7 +27,7 @@ from nemo_rl_moe.rollouts.trajectory import TokenSequence, Trajectory
 from nemo_rl_moe.routing.replay import ROUTED_EXPERTS, UNKNOWN
 from tests.support.conversations import ALL, Message
 from tests.support.scripted_rollouts import red_on
-from tests.support.scripted_session import scripted_session
+from tests.support.scripted_session import script_of, scripted_session
 
 Patch = pytest.MonkeyPatch
 THINKING, CHATML = ALL["THINKING"], ALL["Qwen2.5, Qwen2-MoE"]
@@ -43,7 +43,7 @@ def with_routes(session: Session, *more: int) -> None:
     Args:
         more: What it reports for the last token, which no pass has read.
     """
-    submit, passes = session.submit_request, count(1)
+    submit, passes = script_of(session).answer, count(1)
 
     async def routed(request: GenerationRequest) -> GeneratedSequence:
         found = await submit(request)
@@ -52,7 +52,7 @@ def with_routes(session: Session, *more: int) -> None:
         rows = np.concatenate([rows, *(np.full((1, 2), filler) for filler in more)])
         return replace(found, routed_experts=StoredRows.of(rows[:, None].astype(np.int16)))
 
-    session.submit_request = routed
+    script_of(session).answer = routed
 
 
 def routes_of(found: Trajectory) -> list[tuple[list[int], list[int]]]:

@@ -32,7 +32,7 @@ from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED, TokenSequence
 from tests.support.byte_tokenizer import make_byte_tokenizer
 from tests.support.conversations import ALL, Family, Message
 from tests.support.scripted_rollouts import red_on
-from tests.support.scripted_session import LOGPROB, WEIGHT_VERSION, scripted_session
+from tests.support.scripted_session import LOGPROB, WEIGHT_VERSION, script_of, scripted_session
 from tests.support.tool_templates import FAMILIES
 from tests.unit.algorithms.policy_loss_reference import config_of
 
@@ -196,13 +196,13 @@ async def test_t16_tokens_of_images_are_expanded_once() -> None:
     prompt = replace(scripted.prompt, token_ids=tuple(prompt_ids))
     session = replace(scripted, prompt=prompt, encode=encode, model_inputs=inputs)
     requests: list[GenerationRequest] = []
-    submit = session.submit_request
+    submit = script_of(session).answer
 
     async def noted(request: GenerationRequest) -> GeneratedSequence:
         requests.append(request)
         return await submit(request)
 
-    session.submit_request = noted
+    script_of(session).answer = noted
     turn = await session.generate()
     session.append_text("more")
     await session.generate()

@@ -13,7 +13,6 @@ from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.rollouts.given_responses import GivenResponses
 from tests.support.byte_tokenizer import make_byte_tokenizer
 from tests.support.chat_templates import CLOSED_BY_NEXT_ROLE
-from tests.support.grpo_fakes import LEAVE_OUT, SAMPLING, small_config
 
 # Behind 256 bytes, `<|start|>`, `<|end|>` and `<s>`.
 END, USER = 259, 260
@@ -21,12 +20,12 @@ END, USER = 259, 260
 
 def given(end: tuple[int, ...], max_tokens: int) -> Any:
     prompt = Prompt("p:1", "q", (7, 8), {"response": "ab"})
-    worker: Any = SimpleNamespace(
+    runner: Any = SimpleNamespace(
         engine=SimpleNamespace(sleep=lambda: None), encode=lambda text: [*text.encode()], max_tokens=max_tokens
     )
     report: Any = None
     rounds = PromptLoader(PromptDataset([prompt], report), 1, 0, shuffle=False)
-    source = GivenResponses(small_config().grpo, worker, rounds, SAMPLING, LEAVE_OUT, "response", end)
+    source = GivenResponses(runner, rounds, 1, "response", end)
     (trajectory,) = source.next(0, PhaseClock()).trained
     return trajectory
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
-from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.rewards.interface import Fault, Score
 from nemo_rl_moe.rollouts.environment import Session
 from nemo_rl_moe.rollouts.rollout_function import RolloutFunction
@@ -19,8 +18,8 @@ from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED, Trajectory
 from tests.support.byte_tokenizer import make_byte_tokenizer
 from tests.support.chat_templates import THINKING
 from tests.support.conversations import ALL, Family, Message
-from tests.support.grpo_fakes import SAMPLING, FakeEngine, FakeRewardFunction, make_worker, prompts
-from tests.support.scripted_session import LOGPROB, WEIGHT_VERSION, scripted_session
+from tests.support.grpo_fakes import SAMPLING, FakeEngine, FakeRewardFunction, make_runner, prompts
+from tests.support.scripted_session import LOGPROB, WEIGHT_VERSION, script_of, scripted_session
 from tests.support.trajectories import only_sequence, sampled_ids
 
 CHATML = ALL["Qwen2.5, Qwen2-MoE"]
@@ -231,21 +230,21 @@ def test_a_message_while_a_response_is_waited_for() -> None:
         return session.finish(RIGHT)
 
     session = scripted_session(CHATML, ASKED, ["a<|im_end|>"])
-    answered = session.submit_request
+    answered = script_of(session).answer
 
     async def slowly(request: GenerationRequest) -> GeneratedSequence:
         await asyncio.sleep(0)
         return await answered(request)
 
-    session.submit_request = slowly
+    script_of(session).answer = slowly
     assert run(session, function).fault_message.startswith(
         "RuntimeError: a message was added while a response was still waited for"
     )
 
 
 def test_a_run_without_a_chat_template() -> None:
-    worker = make_worker(FakeEngine(), FakeRewardFunction(), RolloutFunction(asks_twice, "here:asks_twice"))
-    (found,) = worker.run(prompts(1), 1, SAMPLING, (3, 1), PhaseClock())
+    worker = make_runner(FakeEngine(), FakeRewardFunction(), RolloutFunction(asks_twice, "here:asks_twice"))
+    (found,) = worker.evaluate(prompts(1), 1, SAMPLING, (3, 1))
     assert found.fault_message.startswith(
         "RuntimeError: messages need a tokenizer with a chat template; set policy.tokenizer.chat_template"
     )

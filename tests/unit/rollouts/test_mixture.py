@@ -9,21 +9,31 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from nemo_rl_moe.algorithms.grpo_batch import make_source
 from nemo_rl_moe.algorithms.grpo_metrics import Validator, group_metrics
 from nemo_rl_moe.data.mixture import MixtureLoader
 from nemo_rl_moe.data.prompts import Prompt
 from nemo_rl_moe.errors import RewardWorkersFailedError
-from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.rewards.interface import Fault, Score, ScoringItem
-from nemo_rl_moe.rollouts.environment import Session, SingleTurn
+from nemo_rl_moe.rollouts.environment import Environment, Session, SingleTurn
 from nemo_rl_moe.rollouts.faults import FaultWatch
-from nemo_rl_moe.rollouts.mixture import MixedEnvironment, MixedFaultWatch, MixedReward, SessionSettings
+from nemo_rl_moe.rollouts.loops import CallersLoop
 from nemo_rl_moe.rollouts.rollout_function import RolloutFunction
+from nemo_rl_moe.rollouts.run_environment import RunEnvironment, watch_trajectories
+from nemo_rl_moe.rollouts.runner import RolloutRunner
 from nemo_rl_moe.rollouts.source import RolloutGroups
 from nemo_rl_moe.rollouts.trajectory import Trajectory
-from nemo_rl_moe.rollouts.worker import RolloutWorker
-from tests.support.grpo_fakes import LEAVE_OUT, SAMPLING, FakeEngine, make_worker, prompts, small_config, trajectory
+from tests.support.grpo_fakes import (
+    LEAVE_OUT,
+    SAMPLING,
+    FakeEngine,
+    as_numbers,
+    from_numbers,
+    groups_of_step,
+    make_source,
+    prompts,
+    small_config,
+    trajectory,
+)
 
 
 @dataclass
@@ -56,16 +66,21 @@ def mixed_prompts() -> list[Prompt]:
     return [replace(prompt, environment=("plain", "turns")[index % 2]) for index, prompt in enumerate(prompts(5))]
 
 
-def mixed_worker(plain: Named, turns: Named, **changes: object) -> RolloutWorker:
-    settings = {"plain": SessionSettings(None, None, None), "turns": SessionSettings(None, None, None)}
-    drivers = {"plain": SingleTurn(), "turns": RolloutFunction(twice, "twice")}
-    worker = make_worker(FakeEngine(), MixedReward({"plain": plain, "turns": turns}), MixedEnvironment(drivers))  # type: ignore[arg-type]
-    return replace(worker, settings=settings, **changes)  # type: ignore[arg-type]
+def runner_of(plain: RunEnvironment, turns: RunEnvironment) -> RolloutRunner:
+    environments = {"plain": plain, "turns": turns}
+    return RolloutRunner(FakeEngine(), environments, as_numbers, from_numbers, 100, CallersLoop())
+
+
+TWICE = RolloutFunction(twice, "twice")
+
+
+def mixed_runner(plain: Named, turns: Named) -> RolloutRunner:
+    return runner_of(RunEnvironment(SingleTurn(), plain), RunEnvironment(TWICE, turns))
 
 
 def test_each_trajectory_has_the_driver_and_the_score_of_its_environment() -> None:
     plain, turns = Named(0.0, []), Named(1.0, [])
-    found = mixed_worker(plain, turns).run(mixed_prompts(), 2, SAMPLING, (0,), PhaseClock())
+    found = mixed_runner(plain, turns).evaluate(mixed_prompts(), 2, SAMPLING, (0,))
     assert [each.environment for each in found] == ["plain", "plain", "turns", "turns"] * 2 + ["plain", "plain"]
     assert [each.num_turns for each in found] == [1, 1, 2, 2] * 2 + [1, 1]
     # In the order of the items of each, whatever lay between them.
@@ -79,9 +94,11 @@ def test_groups_are_never_mixed() -> None:
     config = small_config("grpo.max_num_epochs=3", "grpo.num_prompts_per_step=4", *mixture)
     datasets = {name: [each for each in mixed_prompts() if each.environment == name] for name in ("plain", "turns")}
     loader = MixtureLoader(datasets, {"plain": 1.0, "turns": 1.0}, 4, 0, shuffle=True)
-    source = make_source(config, mixed_worker(Named(0.0, []), Named(1.0, [])), loader, SAMPLING)
+    source = make_source(config, mixed_runner(Named(0.0, []), Named(1.0, [])), loader)
+    step = 0
     while not source.is_used_up:
-        groups = source.next(0, PhaseClock())
+        groups = groups_of_step(source, step)
+        step += 1
         for start in range(0, len(groups.trained), groups.num_generations):
             group = groups.trained[start : start + groups.num_generations]
             assert len({(each.environment, each.group_id, each.sample_id) for each in group}) == 1
@@ -90,10 +107,10 @@ def test_groups_are_never_mixed() -> None:
 
 
 def test_a_time_limit_is_that_of_the_environment() -> None:
-    drivers = {"plain": RolloutFunction(sleepy, "sleepy"), "turns": RolloutFunction(twice, "twice")}
-    worker = mixed_worker(Named(0.0, []), Named(1.0, []), environment=MixedEnvironment(drivers))
-    limits = {"plain": SessionSettings(None, None, 0.3), "turns": SessionSettings(None, None, None)}
-    found = replace(worker, settings=limits).run(mixed_prompts()[:2], 1, SAMPLING, (0,), PhaseClock())
+    driver: Environment = RolloutFunction(sleepy, "sleepy")
+    plain = RunEnvironment(driver, Named(0.0, []), timeout_s=0.3)
+    runner = runner_of(plain, RunEnvironment(TWICE, Named(1.0, [])))
+    found = runner.evaluate(mixed_prompts()[:2], 1, SAMPLING, (0,))
     assert [each.fault for each in found] == [Fault.TIMEOUT, None]
     assert "env.rollout_timeout_s=0.3" in found[0].fault_message
 
@@ -104,11 +121,11 @@ def test_rewards_by_name_are_those_of_the_environment() -> None:
         def score(self, items: Sequence[ScoringItem]) -> list[Score]:
             return [Score.named({"won": 1.0}, is_correct=True) for _ in items]
 
-    worker = mixed_worker(Named(0.5, []), Several())  # type: ignore[arg-type]
-    weights = {"plain": SessionSettings(None, None, None), "turns": SessionSettings({"won": 3.0}, None, None)}
-    found = replace(worker, settings=weights).run(mixed_prompts()[:2], 1, SAMPLING, (0,), PhaseClock())
+    turns = RunEnvironment(TWICE, Several(), reward_weights={"won": 3.0})
+    runner = runner_of(RunEnvironment(SingleTurn(), Named(0.5, [])), turns)
+    found = runner.evaluate(mixed_prompts()[:2], 1, SAMPLING, (0,))
     assert [(each.reward, dict(each.rewards)) for each in found] == [(0.5, {}), (3.0, {"won": 1.0})]
-    metrics = group_metrics(RolloutGroups(found, found, 1, 1, 0), LEAVE_OUT)
+    metrics = group_metrics(RolloutGroups(found, found, 1, 0), LEAVE_OUT)
     assert metrics["rewards/won/mean"] == 1.0, "of those that can have it"
     assert "env/plain/rewards/won/mean" not in metrics
 
@@ -125,13 +142,15 @@ def watch_of(name: str, lines: list[str], max_failed: int = 2) -> FaultWatch:
 
 def test_an_environment_that_fails_alone_is_not_hidden_by_the_others() -> None:
     lines: list[str] = []
-    watch = MixedFaultWatch({name: watch_of(name, lines) for name in ("plain", "turns")})
+    environments = {
+        name: RunEnvironment(SingleTurn(), Named(0.0, []), watch_of(name, lines)) for name in ("plain", "turns")
+    }
     well = replace(trajectory(reward=1.0), environment="plain")
     failed = replace(trajectory(fault=Fault.ERROR), environment="turns")
-    watch.observe([well, failed])
-    watch.observe([well, well])  # a step without the other one says nothing of it
+    watch_trajectories(environments, [well, failed])
+    watch_trajectories(environments, [well, well])  # a step without the other one says nothing of it
     with pytest.raises(RewardWorkersFailedError, match="the environment turns scored no response of a step or valid"):
-        watch.observe([well, failed])
+        watch_trajectories(environments, [well, failed])
 
 
 class TestMetrics:
@@ -148,7 +167,7 @@ class TestMetrics:
 
     def test_are_those_of_its_own_groups(self) -> None:
         found = self.made()
-        metrics = group_metrics(RolloutGroups(found, found, 2, 1, 0), LEAVE_OUT)
+        metrics = group_metrics(RolloutGroups(found, found, 2, 0), LEAVE_OUT)
         own = {key: value for key, value in metrics.items() if key.startswith(("env/plain/", "env/turns/"))}
         assert own["env/plain/reward"] == 0.5
         assert own["env/turns/reward"] == 3.0, "failures count in none"
@@ -168,19 +187,19 @@ class TestMetrics:
 
     def test_of_a_run_with_one_environment_there_are_none(self) -> None:
         found = [replace(each, environment="") for each in self.made()]
-        metrics = group_metrics(RolloutGroups(found, found, 2, 1, 0), LEAVE_OUT)
+        metrics = group_metrics(RolloutGroups(found, found, 2, 0), LEAVE_OUT)
         assert not [key for key in metrics if key.startswith("env//") or key.count("/") > 2]
         assert "env/share" not in metrics
 
     def test_an_environment_whose_groups_were_all_replaced_has_a_share_of_nothing(self) -> None:
         found = self.made()
-        metrics = group_metrics(RolloutGroups(found[:2], found, 2, 2, 0), LEAVE_OUT)
+        metrics = group_metrics(RolloutGroups(found[:2], found, 2, 0), LEAVE_OUT)
         assert (metrics["env/plain/share"], metrics["env/turns/share"]) == (1.0, 0.0)
         assert torch.tensor(metrics["env/turns/reward"]).isfinite()
 
     def test_of_validation_are_by_environment_too(self) -> None:
-        worker = mixed_worker(Named(0.0, []), Named(1.0, []))
-        validate = Validator(small_config().grpo, worker, mixed_prompts(), SAMPLING, LEAVE_OUT)
+        runner = mixed_runner(Named(0.0, []), Named(1.0, []))
+        validate = Validator(small_config().grpo, runner, mixed_prompts(), SAMPLING, LEAVE_OUT)
         metrics = validate()
         assert (metrics["val/env/plain/accuracy"], metrics["val/env/turns/accuracy"]) == (0.0, 1.0)
         assert metrics["val/env/turns/pass_at_2"] == 1.0

@@ -6,7 +6,7 @@ import asyncio
 import json
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.rewards.interface import Fault
 from nemo_rl_moe.rollouts.environment import Session
 from nemo_rl_moe.rollouts.libraries.openenv_environment import OpenEnvRollout
-from nemo_rl_moe.rollouts.libraries.openenv_servers import OpenEnvServer, Places
+from nemo_rl_moe.rollouts.libraries.openenv_servers import OpenEnvServer
 from nemo_rl_moe.rollouts.rollout_function import RolloutFunction
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from tests.support.conversations import ALL
@@ -157,21 +157,3 @@ def test_an_app_that_does_not_start_is_told_before_a_run(app: str, words: str) -
     server.start()
     with pytest.raises(ConfigurationError, match=f"env.driver.server: {app} does not start .*said last: .*{words}"):
         server.wait()
-
-
-def test_a_place_that_is_given_back_is_taken_by_who_waits() -> None:
-    places = Places([0])
-    order: list[str] = []
-
-    async def visit(name: str, then: Callable[[], None]) -> None:
-        taken = await places.wait_for_one()
-        order.append(name)
-        await asyncio.sleep(0)
-        then()
-        places.give_back(taken)
-
-    async def run() -> None:
-        await asyncio.gather(*(visit(name, lambda: order.append("end")) for name in "abc"))
-
-    asyncio.run(run())
-    assert order == ["a", "end", "b", "end", "c", "end"]

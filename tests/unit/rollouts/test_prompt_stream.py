@@ -1,24 +1,32 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts of the synchronous source: the rounds of every epoch, and going on behind those that were taken."""
+"""Prompts of a source: the rounds of every epoch, and going on behind those that were taken."""
 
-from nemo_rl_moe.algorithms.grpo_batch import make_source
+from nemo_rl_moe.checkpoints.state import LoopState
 from nemo_rl_moe.data.prompts import PromptLoader
-from nemo_rl_moe.metrics import PhaseClock
-from nemo_rl_moe.rollouts.source import SynchronousSource
-from tests.support.grpo_fakes import SAMPLING, FakeEngine, FakeRewardFunction, make_worker, prompts, small_config
+from nemo_rl_moe.rollouts.dispatch.source import SampledGroups
+from tests.support.grpo_fakes import (
+    FakeEngine,
+    FakeRewardFunction,
+    groups_of_step,
+    make_runner,
+    make_source,
+    prompts,
+    small_config,
+)
 
 
-def source_of(loader: PromptLoader) -> SynchronousSource:
-    config = small_config("grpo.max_num_epochs=2")
-    return make_source(config, make_worker(FakeEngine(), FakeRewardFunction()), loader, SAMPLING)
+def source_of(loader: PromptLoader, steps_done: int = 0) -> SampledGroups:
+    runner = make_runner(FakeEngine(), FakeRewardFunction())
+    done = LoopState(step=steps_done, batches_taken=steps_done)
+    return make_source(small_config("grpo.max_num_epochs=2"), runner, loader, done)
 
 
-def rounds_of(source: SynchronousSource) -> list[list[str]]:
+def rounds_of(source: SampledGroups, steps_done: int = 0) -> list[list[str]]:
     """The prompts of all steps that are left."""
-    taken = []
+    taken: list[list[str]] = []
     while not source.is_used_up:
-        groups = source.next(len(taken), PhaseClock())
+        groups = groups_of_step(source, steps_done + len(taken))
         taken.append(list(dict.fromkeys(found.sample_id for found in groups.trained)))
     return taken
 
@@ -40,10 +48,10 @@ def test_a_source_goes_on_where_another_stopped() -> None:
     rounds = all_rounds(loader)
     first = source_of(loader)
     for taken in range(len(rounds) + 1):
-        source = source_of(loader)
-        source.load_state(first.state(0).batches_taken)
-        assert rounds_of(source) == rounds[taken:]
+        assert first.state(taken).batches_taken == taken
+        source = source_of(loader, taken)
+        assert rounds_of(source, taken) == rounds[taken:]
         assert source.is_used_up
-        assert source.state(0).batches_taken == len(rounds)
+        assert source.state(len(rounds)).batches_taken == len(rounds)
         if taken < len(rounds):
-            first.next(taken, PhaseClock())
+            groups_of_step(first, taken)

@@ -4,18 +4,28 @@
 
 import asyncio
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 
-from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.rewards.interface import Fault, Score
 from nemo_rl_moe.rollouts.environment import Session
-from nemo_rl_moe.rollouts.limits import RolloutLimits
-from nemo_rl_moe.rollouts.mixture import SessionSettings
-from nemo_rl_moe.rollouts.pool import seed_of_attempt
+from nemo_rl_moe.rollouts.loops import CallersLoop
 from nemo_rl_moe.rollouts.rollout_function import RolloutFunction
+from nemo_rl_moe.rollouts.run_environment import RunEnvironment
+from nemo_rl_moe.rollouts.runner import RolloutRunner
+from nemo_rl_moe.rollouts.running import seed_of_attempt
 from nemo_rl_moe.rollouts.trajectory import RETRIES_METRIC, Trajectory, rollout_metrics
-from tests.support.grpo_fakes import SAMPLING, FakeEngine, FakeRewardFunction, make_worker, prompts
+from tests.support.grpo_fakes import (
+    SAMPLING,
+    FakeEngine,
+    FakeRewardFunction,
+    as_numbers,
+    from_numbers,
+    make_runner,
+    prompts,
+)
+from tests.support.moved_clock import MovedClock
 from tests.support.trajectories import assert_same_trajectories
 
 FAULTY = "train:1"
@@ -33,7 +43,7 @@ class Flaky:
     num_failures: int
     hangs: bool = False
     sessions: list[Session] = field(default_factory=list)
-    seconds: float = 0.0
+    clock: MovedClock = field(default_factory=MovedClock)
 
     async def __call__(self, session: Session) -> Trajectory:
         await session.generate()
@@ -47,20 +57,15 @@ class Flaky:
     async def _fail(self) -> None:
         if not self.hangs:
             raise OSError("the tool is away")
-        asyncio.get_running_loop().call_later(0.02, self._pass_time)
+        self.clock.move_soon(601.0)
         await asyncio.Event().wait()
-
-    def _pass_time(self) -> None:
-        self.seconds += 601.0
 
 
 def run(flaky: Flaky, num_attempts: int) -> list[Trajectory]:
-    worker = make_worker(FakeEngine(), FakeRewardFunction(), RolloutFunction(flaky, "tools:flaky"))
-    limits = RolloutLimits(
-        600.0, "tools:flaky", lambda: None, lambda text: None, lambda text: None, clock=lambda: flaky.seconds
-    )
-    worker = replace(worker, limits=limits, num_attempts=num_attempts)
-    return worker.run(prompts(3), 1, SAMPLING, (3, 1), PhaseClock())
+    driver = RolloutFunction(flaky, "tools:flaky")
+    settings: dict[str, Any] = {"timeout_s": 600.0, "num_attempts": num_attempts}
+    runner = make_runner(FakeEngine(), FakeRewardFunction(), driver, loop=CallersLoop(flaky.clock.loop()), **settings)
+    return runner.evaluate(prompts(3), 1, SAMPLING, (3, 1))
 
 
 @pytest.mark.parametrize("hangs", [False, True])
@@ -104,20 +109,23 @@ def test_a_score_that_fails_is_tried_again_with_another_response() -> None:
         def score(self, items):  # type: ignore[no-untyped-def]
             return [scores.pop(0) for _ in items]
 
-    worker = replace(make_worker(FakeEngine(), OfTurns()), num_attempts=2)
-    (found,) = worker.run(prompts(1), 1, SAMPLING, (3, 1), PhaseClock())
+    runner = make_runner(FakeEngine(), OfTurns(), num_attempts=2)
+    (found,) = runner.evaluate(prompts(1), 1, SAMPLING, (3, 1))
     assert (found.reward, found.fault, found.num_retries) == (1.0, None, 1)
     assert not scores
 
 
 def test_each_environment_has_its_own_number_of_attempts() -> None:
     flaky = Flaky(1)
-    worker = make_worker(FakeEngine(), FakeRewardFunction(), RolloutFunction(flaky, "tools:flaky"))
-    settings = {name: SessionSettings(None, None, None, number) for name, number in (("once", 1), ("twice", 2))}
+    environments = {
+        name: RunEnvironment(RolloutFunction(flaky, "tools:flaky"), FakeRewardFunction(), num_attempts=number)
+        for name, number in (("once", 1), ("twice", 2))
+    }
     for name, number in (("once", 1), ("twice", 2)):
         flaky.sessions.clear()
         mixed = [replace(prompt, environment=name) for prompt in prompts(3)]
-        found = replace(worker, settings=settings).run(mixed, 1, SAMPLING, (3, 1), PhaseClock())
+        runner = RolloutRunner(FakeEngine(), environments, as_numbers, from_numbers, 100, CallersLoop())
+        found = runner.evaluate(mixed, 1, SAMPLING, (3, 1))
         assert len(flaky.sessions) == number
         assert [each.fault for each in found] == [None, Fault.ERROR if number == 1 else None, None]
 

@@ -1,52 +1,27 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rollout functions that hang or block: they cost their trajectory, are reported, and give way to a request to stop."""
+"""Rollout functions that hang: they cost their trajectory, are reported, and give way to a request to stop."""
 
 import asyncio
 import threading
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pytest
 
-from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.rewards.interface import Fault, Score
-from nemo_rl_moe.rollouts import limits as limits_module
 from nemo_rl_moe.rollouts.environment import Session
-from nemo_rl_moe.rollouts.limits import (
-    BLOCKED_S,
-    QUIET_S,
-    STOP_GRACE_S,
-    STUBBORN_S,
-    RolloutLimits,
-    RolloutsGivenUpError,
-)
-from nemo_rl_moe.rollouts.pool import check_s
+from nemo_rl_moe.rollouts.loops import CallersLoop
 from nemo_rl_moe.rollouts.rollout_function import RolloutFunction
+from nemo_rl_moe.rollouts.supervisor import QUIET_S, STOP_GRACE_S, RolloutReports, RolloutsGivenUpError, check_s
 from nemo_rl_moe.rollouts.trajectory import Trajectory
-from tests.support.grpo_fakes import SAMPLING, FakeEngine, FakeRewardFunction, make_worker, prompts
+from tests.support.grpo_fakes import SAMPLING, FakeEngine, FakeRewardFunction, make_runner, prompts
+from tests.support.moved_clock import MovedClock
 
 FOR_EVER_S = 3600.0
 TIMEOUT_S = 600.0
-
-
-@dataclass
-class MovedClock:
-    """A clock that goes forward when a test moves it."""
-
-    seconds: float = 0.0
-
-    def __call__(self) -> float:
-        return self.seconds
-
-    def move(self, seconds: float) -> None:
-        self.seconds += seconds
-
-    def move_soon(self, seconds: float) -> None:
-        """Moves it while everything waits."""
-        asyncio.get_running_loop().call_later(0.02, self.move, seconds)
 
 
 @dataclass
@@ -59,7 +34,6 @@ class Rollouts:
         stop: Request to stop.
         timeout_s: Limit of a trajectory.
         reported: All messages and warnings.
-        ends: Texts with which the process would have been ended.
     """
 
     function: Callable[[Session, MovedClock], Awaitable[Trajectory]]
@@ -68,23 +42,23 @@ class Rollouts:
     timeout_s: float | None = TIMEOUT_S
     clock: MovedClock = field(default_factory=MovedClock)
     reported: list[str] = field(default_factory=list)
-    ends: list[str] = field(default_factory=list)
 
     def run(self, num_prompts: int = 3) -> list[Trajectory]:
         async def rollout(session: Session) -> Trajectory:
             return await self.function(session, self.clock)
 
-        limits = RolloutLimits(
-            self.timeout_s,
-            "tools:use_tools",
-            lambda: self.stop,
-            self.reported.append,
-            self.reported.append,
-            self.clock,
-            self.ends.append,
+        runner = make_runner(
+            self.engine,
+            FakeRewardFunction(),
+            RolloutFunction(rollout, "tools:use_tools"),
+            loop=CallersLoop(self.clock.loop()),
+            reports=RolloutReports(lambda: self.stop, self.reported.append, self.reported.append),
+            timeout_s=self.timeout_s,
         )
-        worker = make_worker(self.engine, FakeRewardFunction(), RolloutFunction(rollout, "tools:use_tools"))
-        return replace(worker, limits=limits).run(prompts(num_prompts), 1, SAMPLING, (3, 1), PhaseClock())
+        try:
+            return runner.evaluate(prompts(num_prompts), 1, SAMPLING, (3, 1))
+        finally:
+            runner.close()
 
 
 def is_faulty(session: Session) -> bool:
@@ -126,44 +100,8 @@ def test_t18_a_tool_that_hangs_costs_its_trajectory_alone() -> None:
     assert cancelled == ["train:1"], "its code hears of it"
 
 
-def test_t18_code_that_blocks_the_thread_of_all_costs_its_trajectory_alone() -> None:
-    def look_up_synchronously(clock: MovedClock) -> None:
-        clock.move(TIMEOUT_S + 1)
-        time.sleep(FOR_EVER_S)
-
-    async def blocks(session: Session, clock: MovedClock) -> Trajectory:
-        await session.generate()
-        if is_faulty(session):
-            with suppress(Exception):  # as careful code does
-                look_up_synchronously(clock)
-        return await two_turns(session)
-
-    rollouts = Rollouts(blocks)
-    assert_faulty_alone(rollouts.run(), "look_up_synchronously")
-    (blocking,) = [text for text in rollouts.reported if "main thread" in text]
-    assert blocking.startswith("env.driver: tools:use_tools has kept the run's main thread for 601 s (train:1,")
-    assert "asyncio.to_thread" in blocking
-    assert "time.sleep(FOR_EVER_S)" in blocking, "its stack"
-    assert "asyncio/" not in blocking, "and nothing above it"
-    assert not rollouts.ends
-
-
-def test_a_task_that_a_function_starts_counts_for_it() -> None:
-    async def blocks_in_a_task(session: Session, clock: MovedClock) -> Trajectory:
-        async def tool() -> None:
-            clock.move(TIMEOUT_S + 1)
-            time.sleep(FOR_EVER_S)
-
-        await session.generate()
-        if is_faulty(session):
-            await asyncio.gather(tool(), asyncio.sleep(0))
-        return await two_turns(session)
-
-    assert_faulty_alone(Rollouts(blocks_in_a_task).run(), "tool")
-
-
 def test_code_that_cannot_be_cancelled_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nemo_rl_moe.rollouts.pool.CLEANUP_S", 0.1)
+    monkeypatch.setattr("nemo_rl_moe.rollouts.loops.CLEANUP_S", 0.1)
 
     async def stubborn(session: Session, clock: MovedClock) -> Trajectory:
         await session.generate()
@@ -181,7 +119,7 @@ def test_code_that_cannot_be_cancelled_is_left_behind(monkeypatch: pytest.Monkey
         over.set()
 
 
-def test_time_of_the_engine_and_of_other_trajectories_does_not_count() -> None:
+def test_time_of_the_engine_does_not_count() -> None:
     clock = MovedClock()
 
     class Slow(FakeEngine):
@@ -192,10 +130,9 @@ def test_time_of_the_engine_and_of_other_trajectories_does_not_count() -> None:
 
     async def uses_a_tool(session: Session, clock: MovedClock) -> Trajectory:
         await session.generate()
-        clock.move(TIMEOUT_S * 0.4)  # its own code keeps the thread, and the others wait
-        await asyncio.sleep(0.03)  # while the engine answers others, too
+        clock.move(TIMEOUT_S * 0.1)
         await session.generate()
-        clock.move(TIMEOUT_S * 0.4)
+        clock.move(TIMEOUT_S * 0.1)
         return session.finish(await session.score())
 
     found = Rollouts(uses_a_tool, Slow(), clock=clock).run()
@@ -223,43 +160,6 @@ def test_null_is_no_limit() -> None:
     assert [found.fault for found in Rollouts(takes_long, timeout_s=None).run()] == [None] * 3
 
 
-def test_code_that_does_not_let_itself_be_interrupted_ends_the_process() -> None:
-    async def takes_no_hint(session: Session, clock: MovedClock) -> Trajectory:
-        clock.move(TIMEOUT_S + STUBBORN_S + 1)
-        deadline = time.monotonic() + 60
-        while not rollouts.ends and time.monotonic() < deadline:
-            with suppress(BaseException):
-                time.sleep(0.05)
-        return await two_turns(session)
-
-    rollouts = Rollouts(takes_no_hint)
-    rollouts.run(num_prompts=1)
-    assert rollouts.ends[0].startswith(
-        "env.driver: tools:use_tools keeps the run's main thread for 631 s and does not let itself be interrupted"
-        " (train:0, response 1 of 1, at test_rollout_limits.py:"
-    )
-
-
-def test_a_request_to_stop_waits_for_no_code_in_a_thread_where_nothing_interrupts_it() -> None:
-    """Of asynchronous rollouts: the process ends `STOP_GRACE_S` after the request."""
-
-    async def blocks(session: Session, clock: MovedClock) -> Trajectory:
-        rollouts.stop = "SIGTERM"
-        deadline = time.monotonic() + 60
-        while not rollouts.ends and time.monotonic() < deadline:
-            time.sleep(1.0)  # the watcher has to see the request before the clock moves
-            if clock.seconds + STOP_GRACE_S + 1 < STUBBORN_S:
-                clock.move(STOP_GRACE_S + 1)
-        rollouts.stop = None
-        return await two_turns(session)
-
-    rollouts = Rollouts(blocks, timeout_s=None)
-    thread = threading.Thread(target=lambda: rollouts.run(num_prompts=1))
-    thread.start()
-    thread.join()
-    assert "tools:use_tools keeps the thread of all rollouts for " in rollouts.ends[0]
-
-
 @pytest.mark.full
 def test_who_is_waited_for_is_reported_again_and_again_but_ever_less_often() -> None:
     async def waits(session: Session, clock: MovedClock) -> Trajectory:
@@ -267,7 +167,7 @@ def test_who_is_waited_for_is_reported_again_and_again_but_ever_less_often() -> 
         if is_faulty(session):
             for _ in range(4):
                 clock.move_soon(QUIET_S + 1)
-                await asyncio.sleep(1.0)
+                await asyncio.to_thread(time.sleep, 0.5)  # of a real clock
         return await two_turns(session)
 
     rollouts = Rollouts(waits)
@@ -280,27 +180,12 @@ def test_who_is_waited_for_is_reported_again_and_again_but_ever_less_often() -> 
     assert rollouts.reported[0].endswith(" in waits)")
 
 
-def test_short_calls_that_block_are_not_reported() -> None:
-    async def blocks_a_little(session: Session, clock: MovedClock) -> Trajectory:
-        clock.move(BLOCKED_S - 1)
-        time.sleep(2 * limits_module.POLL_S)
-        return await two_turns(session)
-
-    rollouts = Rollouts(blocks_a_little)
-    rollouts.run(num_prompts=1)
-    assert rollouts.reported == []
-
-
-@pytest.mark.parametrize("blocks", [False, True])
-def test_a_request_to_stop_gives_up_rollouts_that_make_no_progress(blocks: bool) -> None:
+def test_a_request_to_stop_gives_up_rollouts_that_make_no_progress() -> None:
     async def hangs(session: Session, clock: MovedClock) -> Trajectory:
         await session.generate()
         if is_faulty(session):
             rollouts.stop = "SIGTERM"
             clock.move_soon(STOP_GRACE_S + 1)
-            if blocks:
-                threading.Timer(1.0, clock.move, [STOP_GRACE_S + 1]).start()
-                time.sleep(FOR_EVER_S)
             await look_up_for_ever()
         return await two_turns(session)
 

@@ -24,7 +24,7 @@ from tests.support.grpo_fakes import (
     SAMPLING,
     FakeEngine,
     FakeRewardFunction,
-    make_worker,
+    make_runner,
     prompts,
     trajectory,
 )
@@ -34,8 +34,9 @@ from tests.support.trajectories import only_sequence, sampled_ids
 def test_every_prompt_gets_its_responses_one_after_the_other() -> None:
     engine, reward_function = FakeEngine(), FakeRewardFunction()
     asked = prompts(2)
-    clock = PhaseClock()
-    rollouts = make_worker(engine, reward_function).run(asked, 3, SAMPLING, (1, 2), clock)
+    runner = make_runner(engine, reward_function)
+    runner.clock = clock = PhaseClock()
+    rollouts = runner.evaluate(asked, 3, SAMPLING, (1, 2))
     (request,) = engine.requests
     assert request.prompts == (asked[0].token_ids,) * 3 + (asked[1].token_ids,) * 3
     assert request.sampling is SAMPLING
@@ -59,7 +60,7 @@ def test_every_prompt_gets_its_responses_one_after_the_other() -> None:
 
 def seeds(*key: int, count: int = 4) -> tuple[int, ...]:
     engine = FakeEngine()
-    make_worker(engine, FakeRewardFunction()).run(prompts(count), 1, SAMPLING, key, PhaseClock())
+    make_runner(engine, FakeRewardFunction()).evaluate(prompts(count), 1, SAMPLING, key)
     return engine.requests[0].seeds
 
 
@@ -82,15 +83,15 @@ def test_the_end_token_is_no_part_of_the_text(token_ids: list[int], text: str) -
             return GeneratedSequence(np.array(token_ids, dtype=np.int64), np.zeros(len(token_ids)), False, 0)
 
     reward_function = FakeRewardFunction(reward=lambda _: 0.0)
-    (found,) = make_worker(FixedEngine(), reward_function).run(prompts(1), 1, SAMPLING, (0,), PhaseClock())
+    (found,) = make_runner(FixedEngine(), reward_function).evaluate(prompts(1), 1, SAMPLING, (0,))
     assert found.response_text == reward_function.items[0].response == text
     assert sampled_ids(found) == token_ids, "the tokens stay as they were sampled"
 
 
 def test_whether_it_was_cut_off_reaches_the_environment() -> None:
     reward_function = FakeRewardFunction()
-    worker = make_worker(FakeEngine(truncates=True), reward_function)
-    rollouts = worker.run(prompts(8), 1, SAMPLING, (0,), PhaseClock())
+    worker = make_runner(FakeEngine(truncates=True), reward_function)
+    rollouts = worker.evaluate(prompts(8), 1, SAMPLING, (0,))
     cut = [found.is_truncated for found in rollouts]
     assert [item.is_truncated for item in reward_function.items] == cut
     assert {True, False} == set(cut)

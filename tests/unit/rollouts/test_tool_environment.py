@@ -28,7 +28,7 @@ from tests.support.call_templates import CALL_TEMPLATES
 from tests.support.chat_templates import THINKING_ALWAYS
 from tests.support.conversations import ALL, Family
 from tests.support.environment_sections import tools_section
-from tests.support.scripted_session import scripted_session
+from tests.support.scripted_session import script_of, scripted_session
 from tests.support.trajectories import only_sequence, sampled_ids
 
 TOOLS = load_tools(["tests.support.tool_functions:add", "tests.support.tool_functions:say"], {})
@@ -343,12 +343,12 @@ def test_the_token_that_ends_calls_has_to_end_turns() -> None:
 def test_calls_of_a_turn_that_was_cut_are_not_made() -> None:
     calls = Calls()
     session = scripted_session(QWEN, [QUESTION], [ended(QWEN, called("add", a=1))], inputs=INPUTS, reward=1.0)
-    generate = session.submit_request
+    generate = script_of(session).answer
 
     async def cut(request: GenerationRequest) -> GeneratedSequence:
         return replace(await generate(request), is_truncated=True)
 
-    session.submit_request = cut
+    script_of(session).answer = cut
     environment = ToolConversation(TOOLS, format_of(QWEN.tokenizer, None, NO_INPUTS), calls, DRIVER, print)
     found = asyncio.run(environment.rollout(session))
     assert (calls.made, found.num_turns, found.finish_reason) == ([], 1, "length")

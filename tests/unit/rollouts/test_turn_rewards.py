@@ -8,13 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.rewards.interface import Fault, Score
 from nemo_rl_moe.rollouts.environment import Session
-from nemo_rl_moe.rollouts.limits import RolloutLimits
 from nemo_rl_moe.rollouts.rollout_function import RolloutFunction
 from nemo_rl_moe.rollouts.trajectory import KEPT_MASS, Trajectory, group_turn_rewards, rollout_metrics
-from tests.support.grpo_fakes import SAMPLING, FakeEngine, FakeRewardFunction, make_worker, prompts, trajectory
+from tests.support.grpo_fakes import SAMPLING, FakeEngine, FakeRewardFunction, make_runner, prompts, trajectory
 from tests.support.trajectories import only_sequence, tokens_of, with_tokens
 
 Rollout = Callable[[Session], Awaitable[Trajectory]]
@@ -23,9 +21,9 @@ Rollout = Callable[[Session], Awaitable[Trajectory]]
 def run(
     function: Rollout, weights: Mapping[str, float] | None = None, timeout_s: float | None = None
 ) -> list[Trajectory]:
-    worker = make_worker(FakeEngine(), FakeRewardFunction(), RolloutFunction(function, "mine"), reward_weights=weights)
-    worker = replace(worker, limits=RolloutLimits(timeout_s))
-    return worker.run(prompts(1), 2, SAMPLING, (0,), PhaseClock())
+    driver = RolloutFunction(function, "mine")
+    runner = make_runner(FakeEngine(), FakeRewardFunction(), driver, reward_weights=weights, timeout_s=timeout_s)
+    return runner.evaluate(prompts(1), 2, SAMPLING, (0,))
 
 
 async def three_turns(session: Session) -> Trajectory:

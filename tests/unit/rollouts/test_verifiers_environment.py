@@ -46,7 +46,7 @@ def source(split: str = "train", num_items: int | None = None) -> PromptSourceCo
 def play(arguments: dict[str, Any], *responses: str, max_tokens: int = 10_000) -> tuple[Session, Trajectory]:
     """Return the session and the trajectory of the first prompt, and of responses that are given."""
     config = verifiers_section("sums-env", **arguments)
-    records = list(verifiers_prompts(source(), config).lines)
+    records = list(verifiers_prompts(config, source()).lines)
     record = min(records, key=lambda each: each.sample_id)
     answer = record.record["answer"]
     session = scripted_session(
@@ -70,11 +70,11 @@ def called(**arguments: int) -> str:
 
 def test_its_data_are_prompts_to_train_on_and_others_to_validate_with() -> None:
     config = verifiers_section("sums-env")
-    training, held_out = (list(verifiers_prompts(source(split), config).lines) for split in ("train", "test"))
+    training, held_out = (list(verifiers_prompts(config, source(split)).lines) for split in ("train", "test"))
     assert (len(training), len(held_out)) == (6, 2)
     assert {each.messages[0]["content"] for each in training} == {"Add."}
     assert sorted(each.record["answer"] for each in held_out) == ["11", "42"]
-    assert len(list(verifiers_prompts(source(num_items=3), config).lines)) == 3
+    assert len(list(verifiers_prompts(config, source(num_items=3)).lines)) == 3
 
 
 @pytest.mark.parametrize(("response", "reward"), [("It is ANSWER", 1.0), ("I do not know", 0.0)])

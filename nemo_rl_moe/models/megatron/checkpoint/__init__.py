@@ -6,5 +6,3 @@ from nemo_rl_moe.models.megatron.checkpoint.load import load_checkpoint
 from nemo_rl_moe.models.megatron.checkpoint.save import CheckpointWrite, start_write
 
 __all__ = ["CheckpointWrite", "load_checkpoint", "start_write"]
-
-from nemo_rl_moe.models.megatron.cpu import first_import  # noqa: F401

@@ -15,6 +15,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 
 from nemo_rl_moe.errors import CheckpointError
@@ -34,14 +40,6 @@ from nemo_rl_moe.models.megatron.model.agreement import union_of_ranks
 from nemo_rl_moe.models.megatron.model.value_head import PREFIX as VALUE_HEAD_PREFIX
 from nemo_rl_moe.models.megatron.weights.parameter_layout import plain_norm_name
 from nemo_rl_moe.models.safetensors_folder import listed
-
-# isort: split
-from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 COUNTERS_KEY = "trainer.counters"
 RANDOM_PREFIX = "random."

@@ -14,13 +14,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from jaxtyping import Shaped
-from torch import Tensor
-
-from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
-
-# isort: split
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from torch import Tensor
 
 
 class Box(NamedTuple):

@@ -20,6 +20,7 @@ from typing import IO, Any, TypeVar, cast
 from unittest.mock import patch
 
 import torch
+from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint import metadata as descriptions
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -29,10 +30,6 @@ from torch.futures import Future
 
 from nemo_rl_moe.checked_reading import HashingReader, PartsRead, Place
 from nemo_rl_moe.errors import CheckpointError
-from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
-
-# isort: split
-from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
 
 Result = TypeVar("Result")
 INDEX_FILE, COMMON_FILE, FORMAT_FILE = ".metadata", "common.pt", "metadata.json"

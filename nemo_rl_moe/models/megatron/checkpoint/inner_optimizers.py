@@ -10,13 +10,9 @@ import inspect
 from typing import Any
 
 import torch
-from torch import Tensor
-
-from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
-
-# isort: split
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+from torch import Tensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

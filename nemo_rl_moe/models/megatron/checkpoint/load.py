@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.models.gpt import GPTModel
 from torch.distributed.checkpoint.metadata import Metadata
 
 from nemo_rl_moe.checked_reading import PartsRead
@@ -30,10 +32,6 @@ from nemo_rl_moe.models.megatron.checkpoint.index import check_folder, data_only
 from nemo_rl_moe.models.megatron.lora.adapter import adapters_in
 from nemo_rl_moe.models.megatron.lora.checkpoint_names import PREFIX as ADAPTER_PREFIX
 from nemo_rl_moe.models.megatron.model.agreement import DamageSearch
-
-# isort: split
-from megatron.core import dist_checkpointing
-from megatron.core.models.gpt import GPTModel
 
 
 def load_checkpoint(objects: TrainingObjects, directory: Path, *, with_optimizer: bool) -> TrainerCounters | None:
@@ -116,12 +114,10 @@ def _load(wanted: dict[str, Any], directory: Path, index: Metadata) -> dict[str,
 
 
 def _damage_of_all_ranks(directory: Path, parts: PartsRead | None, *, has_failed: bool) -> list[str]:
-    """Return the list damaged files, a line each, equal on every rank.
-
-    Tensors were compared while they were read. Tensors that no rank has read, such as an optimizer's, do no harm.
-    Everything is compared after a failure, to name all damage, and where a rank has read what `files.json` does not
-    list.
-    """
+    """Return the list damaged files, a line each, equal on every rank."""
+    # Tensors were compared while they were read. Tensors that no rank has read, such as an optimizer's, do no harm.
+    # Everything is compared after a failure, to name all damage, and where a rank has read what `files.json` does not
+    # list.
     mine = parts.problems() if parts is not None else []
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, (mine, has_failed or (parts is not None and parts.has_unlisted)))

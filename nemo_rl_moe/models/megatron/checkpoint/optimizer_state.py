@@ -11,6 +11,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor
 
 from nemo_rl_moe.models.megatron.checkpoint.flat_ranges import sharded_range
@@ -22,14 +27,6 @@ from nemo_rl_moe.models.megatron.checkpoint.inner_optimizers import (
     optimizer_parts,
     step_count,
 )
-from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
-
-# isort: split
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
-from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
 Sharded = Any
 """A `ShardedTensor`, or a `ShardedTensorFactory` that makes some of one tensor."""
@@ -144,11 +141,9 @@ def _ranges_of_distributed(part: Any) -> Iterator[tuple[Tensor, int]]:
 
 
 def _tensors_of_range(part: Any, parameter: Tensor, tensors: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Return moments and master of this rank's range of a parameter, flat, under their names in a checkpoint.
-
-    Names are those without sharding, so that either kind of optimizer reads the other's. Float32 weights have no
-    masters.
-    """
+    """Return moments and master of this rank's range of a parameter, flat, under their names in a checkpoint."""
+    # Names are those without sharding, so that either kind of optimizer reads the other's. Float32 weights have no
+    # masters.
     tensors = part._get_main_param_and_optimizer_states(parameter) if tensors is None else tensors
     found = {kind: tensors[kind] for kind in MOMENTS}
     return found if parameter.dtype == torch.float32 else found | {_MASTER: tensors["param"]}

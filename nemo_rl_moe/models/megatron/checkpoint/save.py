@@ -13,17 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
-from torch.distributed.checkpoint.storage import WriteResult
-
-from nemo_rl_moe.atomic_writes import sync
-from nemo_rl_moe.checksums import INVENTORY_FILE_NAME, ChecksumStream, Part, write_inventory
-from nemo_rl_moe.models.megatron.checkpoint.index import COMMON_FILE, FORMAT, FORMAT_FILE
-from nemo_rl_moe.models.megatron.checkpoint.snapshot import Snapshots
-from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
-
-# isort: split
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
@@ -36,6 +25,14 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
+from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_item
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from nemo_rl_moe.atomic_writes import sync
+from nemo_rl_moe.checksums import INVENTORY_FILE_NAME, ChecksumStream, Part, write_inventory
+from nemo_rl_moe.models.megatron.checkpoint.index import COMMON_FILE, FORMAT, FORMAT_FILE
+from nemo_rl_moe.models.megatron.checkpoint.snapshot import Snapshots
 
 
 class _SnapshotWriter(FileSystemWriterAsync):

@@ -12,16 +12,13 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
+from megatron.core.inference.contexts import StaticInferenceContext
+from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor
 
-from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
 from nemo_rl_moe.models.megatron.cpu.attention import causal_mask
 from nemo_rl_moe.models.megatron.cpu.functions import RMSNorm, rms_normalize
 from nemo_rl_moe.models.megatron.cpu.fused_attention import FastSelfAttention, HeadLayout
-
-# isort: split
-from megatron.core.inference.contexts import StaticInferenceContext
-from megatron.core.transformer.identity_op import IdentityOp
 
 
 class Rotation:

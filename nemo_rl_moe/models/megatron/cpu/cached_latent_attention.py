@@ -8,7 +8,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
 from nemo_rl_moe.models.megatron.cpu.attention import SDPAttention
 from nemo_rl_moe.models.megatron.cpu.cached_attention import PaddedInferenceContext, attend_to_cache
 from nemo_rl_moe.models.megatron.cpu.functions import RMSNorm, rotate

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.attention import SelfAttention
 from torch import Tensor
 
-from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
 from nemo_rl_moe.models.megatron.cpu.attention import (
     PaddedBatch,
     causal_attention,
@@ -18,10 +19,6 @@ from nemo_rl_moe.models.megatron.cpu.attention import (
     worth_padding,
 )
 from nemo_rl_moe.models.megatron.cpu.functions import RMSNorm, RotaryFunction, cosines_and_sines, rotate_back
-
-# isort: split
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.attention import SelfAttention
 
 LONGEST_SEQUENCE = 192
 """Up to here keeping the scores `[queries, keys]` is faster than torch's attention, which computes them again."""

@@ -6,14 +6,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
-from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
-from nemo_rl_moe.models.megatron.cpu.attention import SDPAttention, causal_attention, causal_mask, masked_attention
-
-# isort: split
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
+from torch import Tensor
+
+from nemo_rl_moe.models.megatron.cpu.attention import SDPAttention, causal_attention, causal_mask, masked_attention
 
 
 def sink_attention(

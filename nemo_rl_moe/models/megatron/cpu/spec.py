@@ -9,22 +9,6 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
-from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
-from nemo_rl_moe.models.megatron.cpu.attention import SDPAttention
-from nemo_rl_moe.models.megatron.cpu.functions import (
-    PlainColumnLinear,
-    PlainRowLinear,
-    RMSNorm,
-    ZeroCenteredRMSNorm,
-    cross_entropy,
-)
-from nemo_rl_moe.models.megatron.cpu.fused_attention import FastSelfAttention
-from nemo_rl_moe.models.megatron.cpu.moe import GroupedExperts, IndexTopKRouter, LocalMoELayer
-from nemo_rl_moe.models.megatron.cpu.sink_attention import SinkAttention
-
-# isort: split
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention
@@ -36,6 +20,19 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from nemo_rl_moe.models.megatron.cpu.attention import SDPAttention
+from nemo_rl_moe.models.megatron.cpu.functions import (
+    PlainColumnLinear,
+    PlainRowLinear,
+    RMSNorm,
+    ZeroCenteredRMSNorm,
+    cross_entropy,
+)
+from nemo_rl_moe.models.megatron.cpu.fused_attention import FastSelfAttention
+from nemo_rl_moe.models.megatron.cpu.moe import GroupedExperts, IndexTopKRouter, LocalMoELayer
+from nemo_rl_moe.models.megatron.cpu.sink_attention import SinkAttention
 
 FastModule = Literal[
     "norm",

@@ -5,5 +5,3 @@
 from nemo_rl_moe.models.megatron.generation.engine import MegatronGenerator
 
 __all__ = ["MegatronGenerator"]
-
-from nemo_rl_moe.models.megatron.cpu import first_import  # noqa: F401

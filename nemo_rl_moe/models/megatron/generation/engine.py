@@ -10,11 +10,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from jaxtyping import Float, Int
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from nemo_rl_moe.distributed.stored_rows import StoredRows
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch, SamplingParameters
-from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
 from nemo_rl_moe.models.megatron.generation.forward_passes import ForwardPasses
 from nemo_rl_moe.models.megatron.generation.prompt_images import input_problem
 from nemo_rl_moe.models.megatron.generation.sampling import Responses, StopCondition, plan_slots, sample
@@ -22,12 +25,6 @@ from nemo_rl_moe.models.megatron.model.parallel_state import parallel_coordinate
 from nemo_rl_moe.models.megatron.training.captured_routes import CapturedRoutes, StagesOfLayers
 from nemo_rl_moe.models.megatron.training.chunked_head import hidden_states_only
 from nemo_rl_moe.models.megatron.training.router_hooks import RouterHooks
-
-# isort: split
-from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def check_request(
@@ -120,11 +117,9 @@ def _kept_random_states() -> Iterator[None]:
 
 @contextmanager
 def _without_sequence_parallelism(chunks: Sequence[GPTModel], config: TransformerConfig) -> Iterator[None]:
-    """Switch sequence parallelism off: one token cannot be split among ranks.
-
-    Megatron-Core's own function remembers modules by the address of their model: a later model at that address would
-    get the first one's.
-    """
+    """Switch sequence parallelism off: one token cannot be split among ranks."""
+    # Megatron-Core's own function remembers modules by the address of their model: a later model at that address would
+    # get the first one's.
     modules = [module for chunk in chunks for module in chunk.modules()]
     changed = [
         (owner, name) for owner in (config, *modules) for name in _SEQUENCE_PARALLEL if getattr(owner, name, False)
@@ -250,11 +245,9 @@ class MegatronGenerator:
     def _choose(
         self, logits: Float[Tensor, "rows vocabulary"] | None, uniforms: Float[Tensor, " rows"], how: SamplingParameters
     ) -> tuple[Float[Tensor, "3 rows"], Int[Tensor, "rows k"] | None]:
-        """Sample on one rank, for all that hold a part of the model: token ids, log-probabilities and kept mass.
-
-        Rounding can differ between ranks that compute the same, so that separate samples could diverge. Kept tokens
-        stay on that rank, which returns the sequences.
-        """
+        """Sample on one rank, for all that hold a part of the model: token ids, log-probabilities and kept mass."""
+        # Rounding can differ between ranks that compute the same, so that separate samples could diverge. Kept tokens
+        # stay on that rank, which returns the sequences.
         if logits is not None and self._coordinates.reports_loss:
             # In one tensor, so that one copy to the host and one message will do; float64 holds all exactly.
             found = sample(logits, uniforms, how)

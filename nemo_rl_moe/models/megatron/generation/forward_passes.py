@@ -9,22 +9,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from jaxtyping import Float, Int
+from megatron.core import parallel_state
+from megatron.core.inference.contexts import StaticInferenceContext
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from nemo_rl_moe.distributed.batch import ModelInput
-from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
 from nemo_rl_moe.models.megatron.cpu.attention import causal_mask
 from nemo_rl_moe.models.megatron.cpu.cached_attention import PaddedInferenceContext
 from nemo_rl_moe.models.megatron.cpu.cached_forward import CachedForward, has_cached_forward, rotation_of
 from nemo_rl_moe.models.megatron.generation.prompt_images import PromptImages
 from nemo_rl_moe.models.megatron.layers.gated_delta_net import DeltaNetState
 from nemo_rl_moe.models.megatron.model.vision_model import VisionInput
-
-# isort: split
-from megatron.core import parallel_state
-from megatron.core.inference.contexts import StaticInferenceContext
-from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class StockInferenceContext(StaticInferenceContext):

@@ -10,14 +10,10 @@ import dataclasses
 from typing import Any
 
 from jaxtyping import Float
-from torch import Tensor
-
-from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
-
-# isort: split
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
 
 
 class DeepLayer(TransformerLayer):

@@ -17,18 +17,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
-from torch import Tensor, nn
-
-from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
-from nemo_rl_moe.models.megatron.layers.gated_delta_rule import (
-    causal_convolution,
-    chunked_gated_delta_rule,
-    l2_normalize,
-    recurrent_gated_delta_rule,
-    segments_of,
-)
-
-# isort: split
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
@@ -39,6 +27,15 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor, nn
+
+from nemo_rl_moe.models.megatron.layers.gated_delta_rule import (
+    causal_convolution,
+    chunked_gated_delta_rule,
+    l2_normalize,
+    recurrent_gated_delta_rule,
+    segments_of,
+)
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,10 @@
 from typing import Any
 
 import torch
+from megatron.core.models.gpt import GPTModel
 from torch import nn
 
 from nemo_rl_moe.models.families import family_of
-from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
-
-# isort: split
-from megatron.core.models.gpt import GPTModel
 
 
 class KeptTensors(nn.Module):

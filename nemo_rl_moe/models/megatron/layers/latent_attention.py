@@ -7,12 +7,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
-from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
-from nemo_rl_moe.models.megatron.cpu.attention import SDPAttention
-
-# isort: split
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -20,6 +14,9 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig
+from torch import Tensor
+
+from nemo_rl_moe.models.megatron.cpu.attention import SDPAttention
 
 LATENT_NORM_EPS = 1e-6
 """Epsilon of the norms of the latents, whatever `rms_norm_eps` says: modeling_deepseek_v3.py builds them so."""

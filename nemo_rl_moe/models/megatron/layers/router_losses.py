@@ -12,10 +12,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from nemo_rl_moe.distributed.batch import GlobalBatchShard
-from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
 from nemo_rl_moe.models.megatron.model.releases import record_auxiliary_loss
 from nemo_rl_moe.models.megatron.model.transformer_config import (
     GLOBAL_BATCH_LOSS,
@@ -32,12 +35,6 @@ from nemo_rl_moe.routing.metrics.router_losses import (
 )
 from nemo_rl_moe.routing.replay import experts_as_map
 from nemo_rl_moe.routing.routers import routers_of
-
-# isort: split
-from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 @dataclass(frozen=True)
@@ -172,11 +169,8 @@ class _LossesOfRouter:
         return balancing_sum(scores, tokens.is_token, load)
 
     def _attach(self, values: Tensor, name: str, coefficient: float, share: Tensor) -> Tensor:
-        """Return the values, whose backward pass adds the gradient of a loss.
-
-        Args:
-            share: This rank's sum of the loss over this microbatch.
-        """
+        """Return the values, whose backward pass adds the gradient of a loss."""
+        # share: This rank's sum of the loss over this microbatch.
         update, step = self._losses.update, self._losses.step
         # The schedule divides by the number of microbatches and the gradient reduction by the data-parallel size.
         scale = update.num_microbatches * parallel_state.get_data_parallel_world_size()

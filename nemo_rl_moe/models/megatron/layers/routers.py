@@ -11,15 +11,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from jaxtyping import Float
-from torch import Tensor, nn
-
-from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
-from nemo_rl_moe.models.megatron.layers.indexer import KeptTensors
-from nemo_rl_moe.models.megatron.model import parallel_state as project_parallel_state
-from nemo_rl_moe.models.megatron.model.releases import transformer_config_fields
-from nemo_rl_moe.routing.replay import group_limited_margins
-
-# isort: split
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_data_parallel_rng_tracker_name
@@ -27,6 +18,12 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from nemo_rl_moe.models.megatron.layers.indexer import KeptTensors
+from nemo_rl_moe.models.megatron.model import parallel_state as project_parallel_state
+from nemo_rl_moe.models.megatron.model.releases import transformer_config_fields
+from nemo_rl_moe.routing.replay import group_limited_margins
 
 
 def group_limited_topk(
@@ -182,10 +179,8 @@ def _hot_rank(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
 
 
 def _biased(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
-    """Return a bias of random logits for each expert, the same on all ranks, as Megatron-Core adds it from 0.17 on.
-
-    A negative deviation samples the bias once and keeps it.
-    """
+    """Return a bias of random logits for each expert, the same on all ranks, as Megatron-Core adds it from 0.17 on."""
+    # A negative deviation samples the bias once and keeps it.
     deviation: float = config.moe_router_force_biased
     kept: list[Tensor] = []
 

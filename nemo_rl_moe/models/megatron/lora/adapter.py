@@ -14,16 +14,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
-from nemo_rl_moe.config.schema_lora import LoraConfig
-from nemo_rl_moe.models.families.rules import TensorLayout
-from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
-from nemo_rl_moe.models.megatron.cpu.moe import ExpertProducts
-from nemo_rl_moe.models.megatron.lora.grouped_products import grouped_product
-from nemo_rl_moe.models.megatron.model.parallel_state import OF_RANK, OF_SHARE
-
-# isort: split
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -33,6 +23,13 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from nemo_rl_moe.config.schema_lora import LoraConfig
+from nemo_rl_moe.models.families.rules import TensorLayout
+from nemo_rl_moe.models.megatron.cpu.moe import ExpertProducts
+from nemo_rl_moe.models.megatron.lora.grouped_products import grouped_product
+from nemo_rl_moe.models.megatron.model.parallel_state import OF_RANK, OF_SHARE
 
 OUTPUTS, INPUTS = 0, 1
 """Dimension of a weight that ranks share."""
@@ -125,7 +122,6 @@ class Adapter(nn.Module):
     """The factors beside one linear layer; they begin with zeros.
 
     Args:
-        base: The layer.
         hf_config: For the order of queries, keys and values.
         settings: Rank, scale, dropout; whether each expert has factors of its own.
         switch: Of the model.

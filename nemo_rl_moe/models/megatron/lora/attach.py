@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from nemo_rl_moe.config.schema_lora import LoraConfig
@@ -20,11 +23,6 @@ from nemo_rl_moe.models.families.rules import Rule
 from nemo_rl_moe.models.megatron.cpu.moe import IndexTopKRouter
 from nemo_rl_moe.models.megatron.lora.adapter import INPUTS, OUTPUTS, Adapter, Base, Factor, Switch, adapters_in
 from nemo_rl_moe.models.megatron.lora.experts import attach_to_experts
-
-# isort: split
-from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 _NORM_WEIGHT = "layer_norm_weight"
 
@@ -127,9 +125,8 @@ def _base(
 
 
 def _module_name(tensor: str, *, is_routed: bool) -> str:
-    """Return the module of a tensor; of routed experts with a place for the number, where the tensor holds all of them
-    too.
-    """
+    """Return the module of a tensor."""
+    # Of routed experts with a place for the number, where the tensor holds all of them too.
     module = tensor.removesuffix(".weight")
     if not is_routed:
         return module

@@ -5,14 +5,11 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torch import nn
-
-from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
-from nemo_rl_moe.models.megatron.lora.adapter import Factor, adapters_in
-
-# isort: split
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from torch import nn
+
+from nemo_rl_moe.models.megatron.lora.adapter import Factor, adapters_in
 
 PREFIX = "base_model.model."
 """Prefix of every name in peft's files."""

@@ -7,14 +7,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor, nn
 
 from nemo_rl_moe.models.megatron.cpu.moe import ExpertProducts, GroupedExperts
 from nemo_rl_moe.models.megatron.lora.adapter import Adapter
 from nemo_rl_moe.models.megatron.lora.grouped_products import grouped_product
-
-# isort: split
-from megatron.core.transformer.moe.experts import SequentialMLP
 
 FC1, FC2 = "linear_fc1", "linear_fc2"
 

@@ -5,13 +5,11 @@
 from collections.abc import Sequence
 
 import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_rl_moe.models.megatron.lora.adapter import Adapter, adapters_in
 from nemo_rl_moe.models.megatron.weights.parameter_layout import parameter_pieces
-
-# isort: split
-from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 @torch.no_grad()

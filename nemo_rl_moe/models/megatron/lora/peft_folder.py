@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -33,9 +34,6 @@ from nemo_rl_moe.models.peft_files import (
     read_adapter_config,
 )
 from nemo_rl_moe.models.safetensors_folder import listed, one_line
-
-# isort: split
-from megatron.core.models.gpt import GPTModel
 
 _AT_A_TIME = 64
 
@@ -125,11 +123,7 @@ def _blocks(parts: Sequence[Tensor], halves: Sequence[int | None]) -> Tensor:
 
 
 def load_adapter(chunks: Sequence[GPTModel], folder: Path, rank: int, hf_config: Any) -> None:
-    """Fill this rank's factors from a folder of peft's, or from a run's checkpoint. Every rank calls it.
-
-    Raises:
-        UserError: A factor is missing, has another shape, or one of the folder has no place; on every rank.
-    """
+    """Fill this rank's factors from a folder of peft's, or from a run's checkpoint. Every rank calls it."""
     folder = folder_of_peft(folder)
     if holds_megatron_weights(folder):
         load_model(chunks, folder / MEGATRON_WEIGHTS_FOLDER)

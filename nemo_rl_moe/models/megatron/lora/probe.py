@@ -21,11 +21,7 @@ _SHARE_OF_WEIGHTS = 0.5
 
 
 class AdapterProbe:
-    """Values of a model's adapters that are replaced for a while.
-
-    Args:
-        chunks: The model.
-    """
+    """Values of a model's adapters that are replaced for a while."""
 
     def __init__(self, chunks: Sequence[nn.Module]):
         self._chunks = chunks

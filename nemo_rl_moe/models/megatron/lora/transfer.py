@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from nemo_rl_moe.errors import WeightSyncError
@@ -14,9 +15,6 @@ from nemo_rl_moe.models.megatron.lora.adapter import Factor, adapters_in
 from nemo_rl_moe.models.megatron.lora.checkpoint_names import PREFIX
 from nemo_rl_moe.models.safetensors_folder import listed
 from nemo_rl_moe.weight_sync.transport import NamedTensor
-
-# isort: split
-from megatron.core import parallel_state
 
 
 @dataclass(frozen=True)

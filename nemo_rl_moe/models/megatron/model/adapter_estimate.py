@@ -6,13 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.core.transformer.transformer_config import TransformerConfig
+
 from nemo_rl_moe.config.schema_lora import LoraConfig
 from nemo_rl_moe.models.families import family_of
 from nemo_rl_moe.models.families.linear_targets import PLACES, ROUTED_EXPERTS, chosen_sources
-from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
-
-# isort: split
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 @dataclass(frozen=True)

@@ -97,11 +97,7 @@ class DamageSearch:
 
 
 def agree_on_model(config_json: Mapping[str, Any], folder: Path, *, with_weights: bool) -> None:
-    """Check that all ranks have found the same model. Every rank calls it before the first step that depends on it.
-
-    Raises:
-        ConfigurationError: A rank has found another model than rank 0; raised on every rank.
-    """
+    """Check that all ranks have found the same model. Every rank calls it before the first step that depends on it."""
     digest = hashlib.sha256(json.dumps(config_json, sort_keys=True).encode()).hexdigest()
     form = "Megatron-Core's" if with_weights and holds_megatron_weights(folder) else "Hugging Face's"
     found: list[Any] = [None] * dist.get_world_size()

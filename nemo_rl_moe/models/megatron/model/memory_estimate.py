@@ -5,6 +5,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.core.transformer.transformer_config import TransformerConfig
+
 from nemo_rl_moe.config.algorithm import algorithm_of
 from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.config.schema_grpo import generating
@@ -22,9 +24,6 @@ from nemo_rl_moe.models.megatron.model.transformer_config import (
 )
 from nemo_rl_moe.models.megatron.model.vision_model import vision_parameters
 from nemo_rl_moe.models.megatron.training.optimizer import CHUNK_PARAMETERS
-
-# isort: split
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 _FLOAT32 = 4
 _MASTER_AND_MOMENTS = 3 * _FLOAT32
@@ -402,12 +401,10 @@ def _output_layer(config: MasterConfig, transformer: TransformerConfig, hf_confi
 
 
 def _kept_of_a_token(transformer: TransformerConfig, index: int) -> int:
-    """Count the numbers that a layer keeps of a token for the backward pass besides its input, at least.
-
-    With everything recomputed none; with the MoE layers recomputed those of attention: norm's output, queries, keys,
-    values and what attention makes of them, and the input of the other half. Otherwise also the inputs of matrices
-    behind it, of a routed expert those of each token that it serves.
-    """
+    """Count the numbers that a layer keeps of a token for the backward pass besides its input, at least."""
+    # With everything recomputed none; with the MoE layers recomputed those of attention: norm's output, queries, keys,
+    # values and what attention makes of them, and the input of the other half. Otherwise also the inputs of matrices
+    # behind it, of a routed expert those of each token that it serves.
     if transformer.recompute_granularity == "full":
         return 0
     value_dim = transformer.v_head_dim if transformer.multi_latent_attention else transformer.kv_channels

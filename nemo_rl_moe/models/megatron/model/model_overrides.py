@@ -11,16 +11,13 @@ from enum import Enum
 from typing import Any, get_args, get_type_hints
 
 import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from nemo_rl_moe.config.schema_policy import MegatronConfig
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
 from nemo_rl_moe.errors import ConfigurationError
-from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
 from nemo_rl_moe.models.megatron.model.releases import MEGATRON_VERSION, transformer_config_fields
-
-# isort: split
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 KEY = "policy.megatron_cfg.model_overrides"
 COMPUTING_FIELDS = frozenset(
@@ -127,11 +124,7 @@ _ADAPTER = ConfigDict(strict=True, arbitrary_types_allowed=True)
 
 
 def read_overrides(values: Mapping[str, Any], of_the_model: Collection[str]) -> dict[str, Any]:
-    """Convert fields for the TransformerConfig: names of enumerations become their members.
-
-    Raises:
-        ConfigurationError: A field is unknown, is decided elsewhere, or does not take the value; one line each.
-    """
+    """Convert fields for the TransformerConfig: names of enumerations become their members."""
     if not values:
         return {}
     hints = get_type_hints(TransformerConfig)

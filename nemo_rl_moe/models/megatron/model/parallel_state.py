@@ -10,15 +10,13 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 from torch.distributed import ProcessGroupGloo, Store, TCPStore, distributed_c10d
 
 from nemo_rl_moe.config.schema_policy import MegatronConfig
 from nemo_rl_moe.models.megatron.cpu import cpu_backend
 from nemo_rl_moe.models.rank_results import ParallelCoordinates
-
-# isort: split
-from megatron.core import parallel_state
-from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 
 BACKLOG = 4096
 """Ranks that may knock before the first is let in."""

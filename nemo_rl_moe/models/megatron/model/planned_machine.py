@@ -6,12 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from nemo_rl_moe.models.megatron.model import transformer_config as project_config
-
-# isort: split
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.transformer import transformer_config
 from megatron.core.transformer.moe import moe_utils
+
+from nemo_rl_moe.models.megatron.model import transformer_config as project_config
 
 _RELEASE = (2, 14)
 """Release of Transformer Engine that is taken for granted."""

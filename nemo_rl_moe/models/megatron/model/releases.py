@@ -8,14 +8,10 @@ import importlib.metadata
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-
-from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
-
-# isort: split
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
 
 MEGATRON_VERSION: str = importlib.metadata.version("megatron-core")
 HAS_MOE_METRICS_TRACKER: bool = tuple(int(part) for part in MEGATRON_VERSION.split(".")[:2]) >= (0, 17)

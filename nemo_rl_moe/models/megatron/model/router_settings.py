@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from megatron.core.transformer.transformer_config import TransformerConfig
+
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.models.families import family_of
 from nemo_rl_moe.models.families.vision import decoder_section
@@ -21,9 +23,6 @@ from nemo_rl_moe.models.megatron.model.transformer_config import (
     auxiliary_loss_names,
     effective_moe_configuration,
 )
-
-# isort: split
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 _CONFIG_DICT = Mapping[str, Any]
 # They decide where a token goes, what is computed with it, or which weights there are; all others only how a router

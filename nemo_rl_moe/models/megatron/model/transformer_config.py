@@ -9,23 +9,21 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from nemo_rl_moe.config.schema_policy import PolicyConfig
+from nemo_rl_moe.distributed.install_transformer_engine import problem_with_extension
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.families import family_of
 from nemo_rl_moe.models.families.linear_targets import target_problems
 from nemo_rl_moe.models.megatron.cpu import cpu_backend
-from nemo_rl_moe.models.megatron.install_transformer_engine import problem_with_extension
 from nemo_rl_moe.models.megatron.layers.routers import FORCED_ROUTING_FIELDS, forced_routing_in_force
 from nemo_rl_moe.models.megatron.model.model_overrides import read_overrides
 from nemo_rl_moe.models.megatron.model.releases import MEGATRON_VERSION, transformer_config_fields
 from nemo_rl_moe.routing.routers import moe_layer_indices
-
-# isort: split
-from megatron.core.fusions.fused_bias_geglu import quick_gelu
-from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from megatron.core.transformer.utils import is_layer_window_attention
 
 Z_LOSS = "z_loss"
 GLOBAL_BATCH_LOSS = "global_load_balancing_loss"
@@ -115,9 +113,6 @@ def require_transformer_engine() -> None:
     """Refuse to train on an accelerator without Transformer Engine, or with one compiled for another torch.
 
     Without it Megatron-Core 0.16.1 fails in the first MoE layer with a NameError (`te_general_gemm`).
-
-    Raises:
-        ConfigurationError: There is an accelerator and no Transformer Engine that loads.
     """
     if cpu_backend.ACTIVE:
         return
@@ -193,11 +188,7 @@ def _implementation_fields(policy: PolicyConfig) -> dict[str, Any]:
 
 
 def build_transformer_config(policy: PolicyConfig, hf_config: Any) -> TransformerConfig:
-    """Build the effective TransformerConfig: the model's fields, then the machine's, then the user's `moe_*` fields.
-
-    Raises:
-        ConfigurationError: The family or a field is unsupported, or Megatron-Core refuses the combination.
-    """
+    """Build the effective TransformerConfig: the model's fields, then the machine's, then the user's `moe_*` fields."""
     family = family_of(hf_config)
     fields = family.transformer_fields(hf_config)
     fields["activation_func"] = ACTIVATIONS[fields["activation_func"]]

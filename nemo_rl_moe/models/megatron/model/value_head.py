@@ -7,14 +7,11 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from nemo_rl_moe.models.interfaces import Head
-from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
-
-# isort: split
-from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
 NAME = "value_head"
 PREFIX = f"{NAME}."

@@ -12,18 +12,15 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from nemo_rl_moe.config.schema_policy import FreezeConfig
 from nemo_rl_moe.models.families import VISION_FAMILIES, family_of
 from nemo_rl_moe.models.families.vision import TowerOutput, VisionFamily
 from nemo_rl_moe.models.images import IMAGE_IDS, IMAGE_SIZES, IS_IMAGE, PIXELS, distinct_images
-from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
 from nemo_rl_moe.models.megatron.model.releases import padding_mask_for_stage
-
-# isort: split
-from megatron.core import parallel_state, tensor_parallel
-from megatron.core.models.gpt import GPTModel
 
 PREFIX = "vision."
 """Of the canonical names of tower and projector."""
@@ -137,10 +134,8 @@ class VisionInput:
         return TowerOutput(output.embeddings[rows], tuple(each[rows] for each in output.deep))
 
     def _zero_of_tower(self, device: torch.device) -> Tensor:
-        """Return 0 with a zero gradient for each trained weight of tower and projector.
-
-        With overlapped gradient reduction, each microbatch has to make all gradients.
-        """
+        """Return 0 with a zero gradient for each trained weight of tower and projector."""
+        # With overlapped gradient reduction, each microbatch has to make all gradients.
         tower = self.vision  # type: ignore[attr-defined]
         if not any(parameter.requires_grad for parameter in tower.parameters()):
             return torch.zeros((), device=device)

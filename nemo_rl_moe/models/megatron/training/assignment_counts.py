@@ -8,17 +8,14 @@ from typing import Any
 
 import torch
 from jaxtyping import Int
-from torch import Tensor, nn
-
-from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
-from nemo_rl_moe.models.megatron.model.transformer_config import moe_layer_indices
-from nemo_rl_moe.routing.metrics.routing_advantage import add_sequence_assignments
-from nemo_rl_moe.routing.routers import RouterLayer, routed_experts, routers_of
-
-# isort: split
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from nemo_rl_moe.models.megatron.model.transformer_config import moe_layer_indices
+from nemo_rl_moe.routing.metrics.routing_advantage import add_sequence_assignments
+from nemo_rl_moe.routing.routers import RouterLayer, routed_experts, routers_of
 
 
 class AssignmentCounts:

@@ -11,15 +11,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from jaxtyping import Int
+from megatron.core import parallel_state
 from torch import Tensor
 
-from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
 from nemo_rl_moe.models.megatron.training.microbatch import ModelMicrobatch
 from nemo_rl_moe.models.megatron.training.router_hooks import RouterHooks, SequenceCut
 from nemo_rl_moe.routing.replay import UNKNOWN
-
-# isort: split
-from megatron.core import parallel_state
 
 
 class StagesOfLayers:

@@ -23,23 +23,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from jaxtyping import Float, Int
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from torch import Tensor
 
 from nemo_rl_moe.models.interfaces import Head
-from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
 from nemo_rl_moe.models.megatron.training.token_statistics import (
     LOWEST_LOG_PROBABILITY,
     TokenStatistics,
     VocabularySums,
     local_labels,
     logits_at,
-)
-
-# isort: split
-from megatron.core import parallel_state
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
 )
 
 

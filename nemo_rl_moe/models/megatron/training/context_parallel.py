@@ -14,14 +14,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from jaxtyping import Int, Shaped
+from megatron.core import parallel_state
 from torch import Tensor
 
 from nemo_rl_moe.config.schema_policy import sequence_multiple
 from nemo_rl_moe.distributed.batch import to_device
-from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
-
-# isort: split
-from megatron.core import parallel_state
 
 
 class ContextPlace(NamedTuple):

@@ -11,10 +11,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from jaxtyping import Float, Int
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from nemo_rl_moe.distributed.batch import Axis, GlobalBatchShard, TokenBatch
-from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
 from nemo_rl_moe.models.megatron.training.assignment_counts import AssignmentCounts
 from nemo_rl_moe.models.megatron.training.microbatch import ModelMicrobatch
 from nemo_rl_moe.models.megatron.training.router_hooks import SequenceCut, cut_of_rank, in_router_order
@@ -28,11 +30,6 @@ from nemo_rl_moe.routing.metrics.routing_advantage import (
     joined_by_sample,
 )
 from nemo_rl_moe.runs.folder.artifacts import EXPERTS_BY_ADVANTAGE
-
-# isort: split
-from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 ADVANTAGES = "advantages"
 """Column of a batch that is trained by advantages: one for each sequence or each token."""

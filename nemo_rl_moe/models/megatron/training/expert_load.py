@@ -6,15 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from nemo_rl_moe.models.megatron.model.transformer_config import moe_layer_indices
 from nemo_rl_moe.routing.metrics.expert_load_recorder import ExpertLoadRecorder
 from nemo_rl_moe.routing.routers import RouterLayer, mask_of_call, routed_experts, routers_of
-
-# isort: split
-from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def attach_expert_load_recorder(

@@ -9,10 +9,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from jaxtyping import Int
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from nemo_rl_moe.distributed.batch import GlobalBatchShard
-from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
 from nemo_rl_moe.models.megatron.training.assignment_counts import AssignmentCounts
 from nemo_rl_moe.models.megatron.training.microbatch import ModelMicrobatch
 from nemo_rl_moe.models.megatron.training.router_hooks import SequenceCut, cut_of_rank, in_router_order
@@ -21,10 +22,6 @@ from nemo_rl_moe.routing.metrics.expert_load_recorder import sum_over_ranks
 from nemo_rl_moe.routing.metrics.writers import WriterLoad, writer_metrics
 from nemo_rl_moe.runs.folder.artifacts import EXPERTS_BY_WRITER
 from nemo_rl_moe.token_writers import TOKEN_WRITERS, WRITERS
-
-# isort: split
-from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class ExpertWriterRecorder(StepObserver):

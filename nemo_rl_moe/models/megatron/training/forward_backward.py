@@ -9,6 +9,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 from torch import Tensor
 
 from nemo_rl_moe.distributed.batch import Destination, GlobalBatchShard, TokenBatch
@@ -35,13 +40,6 @@ from nemo_rl_moe.models.megatron.training.microbatch import (
 from nemo_rl_moe.models.megatron.training.router_hooks import RouterHooks, cut_of_rank, sequences_of_tokens
 from nemo_rl_moe.models.megatron.training.step_observer import StepObserver, TrainingForward
 from nemo_rl_moe.models.megatron.training.token_statistics import TokenStatistics
-
-# isort: split
-from megatron.core import parallel_state
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 
 MicrobatchMetrics = dict[str, tuple[Tensor, Reduction]]
 Result = TypeVar("Result")

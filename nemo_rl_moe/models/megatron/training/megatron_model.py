@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.module import MegatronModule
 
 from nemo_rl_moe.config.schema_grpo import generating
 from nemo_rl_moe.config.schema_policy import PolicyConfig
@@ -51,9 +52,6 @@ from nemo_rl_moe.models.rank_results import RankDescription
 from nemo_rl_moe.routing.agreement.statistics import AgreementTotals
 from nemo_rl_moe.weight_sync.fingerprints import fingerprints_of
 from nemo_rl_moe.weight_sync.transport import TransportSpec
-
-# isort: split
-from megatron.core.transformer.module import MegatronModule
 
 
 class MegatronModel:

@@ -9,17 +9,14 @@ from typing import Any
 
 import torch
 from jaxtyping import Bool, Int, Shaped
+from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from nemo_rl_moe.distributed.batch import Axis, Column, Destination, TokenBatch, to_device
 from nemo_rl_moe.distributed.bin_packing import round_up
 from nemo_rl_moe.models.image_positions import image_positions
 from nemo_rl_moe.models.images import IMAGE_IDS, IMAGE_SIZES, IS_IMAGE, ON_HOST, PIXELS, distinct_pixels
-from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
 from nemo_rl_moe.models.megatron.training.context_parallel import ALONE, ContextCut, ContextPlace
-
-# isort: split
-from megatron.core.packed_seq_params import PackedSeqParams
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from nemo_rl_moe.config.schema_grpo import generating
@@ -26,11 +29,6 @@ from nemo_rl_moe.models.megatron.training.shared_expert_gates import SharedExper
 from nemo_rl_moe.models.megatron.training.step_observer import StepObservations, StepObserver, TrainingForward, is_due
 from nemo_rl_moe.routing.metrics.expert_load_recorder import ExpertLoadRecorder
 from nemo_rl_moe.runs.folder.artifacts import EXPERT_LOAD, ROUTING
-
-# isort: split
-from megatron.core.distributed import DistributedDataParallel
-from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def make_observers(

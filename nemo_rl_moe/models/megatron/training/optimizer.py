@@ -7,17 +7,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
-
-from nemo_rl_moe.config.schema_policy import PolicyConfig
-from nemo_rl_moe.errors import ConfigurationError
-from nemo_rl_moe.models.megatron.checkpoint.inner_optimizers import optimizer_parts
-from nemo_rl_moe.models.megatron.cpu import cpu_backend  # before megatron.core
-from nemo_rl_moe.models.megatron.layers.routers import unconverted_state
-from nemo_rl_moe.models.megatron.model.transformer_config import DTYPES
-from nemo_rl_moe.models.megatron.model.vision_model import tower_buffers_in_float32
-
-# isort: split
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import (
@@ -30,6 +19,15 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from nemo_rl_moe.config.schema_policy import PolicyConfig
+from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.models.megatron.checkpoint.inner_optimizers import optimizer_parts
+from nemo_rl_moe.models.megatron.cpu import cpu_backend  # before megatron.core
+from nemo_rl_moe.models.megatron.layers.routers import unconverted_state
+from nemo_rl_moe.models.megatron.model.transformer_config import DTYPES
+from nemo_rl_moe.models.megatron.model.vision_model import tower_buffers_in_float32
 
 CHUNK_PARAMETERS = 2**28
 """Parameters that an Adam with moments in bfloat16 updates at a time: 2 GiB of float32 copies."""
@@ -161,10 +159,8 @@ def _optimizer_config(policy: PolicyConfig, config: TransformerConfig) -> Optimi
 
 
 def _fuse_adam(optimizer: MegatronOptimizer) -> None:
-    """Let torch's AdamW, which Megatron-Core takes where neither Transformer Engine nor Apex is, update in one pass.
-
-    Otherwise it makes a dozen passes over each tensor. Megatron-Core has no setting for it.
-    """
+    """Let torch's AdamW, which Megatron-Core takes where neither Transformer Engine nor Apex is, update in one pass."""
+    # Otherwise it makes a dozen passes over each tensor. Megatron-Core has no setting for it.
     for part in optimizer_parts(optimizer):
         if isinstance(part.optimizer, torch.optim.AdamW):
             for group in part.optimizer.param_groups:

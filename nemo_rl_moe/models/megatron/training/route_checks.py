@@ -5,11 +5,12 @@
 import torch
 import torch.distributed as dist
 from jaxtyping import Int
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from nemo_rl_moe.config.schema_grpo import generating, rollouts_in_float32
 from nemo_rl_moe.config.schema_policy import PolicyConfig
-from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
 from nemo_rl_moe.models.megatron.training.microbatch import ModelMicrobatch
 from nemo_rl_moe.routing.agreement.lag_agreement import LagAgreement
 from nemo_rl_moe.routing.agreement.rank_rows import rows_by_rank
@@ -17,10 +18,6 @@ from nemo_rl_moe.routing.agreement.repeated_rows import RepeatedRows
 from nemo_rl_moe.routing.agreement.report import CheckTotals
 from nemo_rl_moe.routing.agreement.route_identity import RouteSample
 from nemo_rl_moe.routing.metrics.expert_load_recorder import sum_over_ranks
-
-# isort: split
-from megatron.core import parallel_state
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 NUM_SEQUENCES, NUM_TOKENS = 2, 48
 """Of each sampling rank's first microbatch: sequences, and the last tokens of each that were fed to the engine."""

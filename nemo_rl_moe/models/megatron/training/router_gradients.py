@@ -10,12 +10,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from nemo_rl_moe.distributed.batch import GlobalBatchShard
 from nemo_rl_moe.distributed.bin_packing import round_up
 from nemo_rl_moe.models.interfaces import LossFunction, LossInputs, LossOutputs, needs_of
-from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
 from nemo_rl_moe.models.megatron.model.transformer_config import Z_LOSS, auxiliary_loss_names, moe_layer_indices
 from nemo_rl_moe.models.megatron.training.forward_backward import ForwardBackward
 from nemo_rl_moe.models.megatron.training.router_hooks import cut_of_rank
@@ -31,12 +34,6 @@ from nemo_rl_moe.routing.metrics.gradient_sources import (
     inner_products,
 )
 from nemo_rl_moe.routing.routers import routers_of
-
-# isort: split
-from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel
-from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils import unwrap_model
 
 _ROUNDING = {True: 1e-4, False: 0.05}
 """Shortest gradient of balancing losses that is compared, as a share of its uncancelled terms; whether in float32."""
@@ -117,11 +114,8 @@ class RouterGradients(StepObserver):
         return parts.mul_(share_of_rank(config))
 
     def _agreement(self, shard: GlobalBatchShard, found: Tensor) -> dict[str, float]:
-        """Return how the last router's gradients agree with the equations of its losses. Every rank calls it.
-
-        Args:
-            found: Of all ranks, `[router losses, experts, hidden]`.
-        """
+        """Return how the last router's gradients agree with the equations of its losses. Every rank calls it."""
+        # found: Of all ranks, `[router losses, experts, hidden]`.
         microbatches = self._passes.prepare(shard.microbatches[: self._number_of(shard)])
         expected = torch.stack(self._check.gradients(shard, microbatches)) * counts_on_rank(self._config)
         dist.all_reduce(expected)

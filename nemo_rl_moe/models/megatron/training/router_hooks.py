@@ -17,11 +17,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 from jaxtyping import Bool, Int
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from nemo_rl_moe.config.schema_grpo import RolloutMegatronConfig
 from nemo_rl_moe.config.schema_policy import PolicyConfig
-from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
 from nemo_rl_moe.models.megatron.layers.router_losses import SequencesOfTokens
 from nemo_rl_moe.models.megatron.model.transformer_config import moe_layer_indices
 from nemo_rl_moe.models.megatron.training.microbatch import ModelMicrobatch
@@ -40,11 +42,6 @@ from nemo_rl_moe.routing.replay import (
 )
 from nemo_rl_moe.routing.routers import routers_of
 from nemo_rl_moe.token_lag import NO_LAG, TOKEN_LAG
-
-# isort: split
-from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 CountedLoad = Literal["live", "replayed"]
 
@@ -388,10 +385,8 @@ def _layer_of(key: int | str) -> int:
 
 
 def _count_for_bias(router: Any, hook: RouterHook) -> None:
-    """Have the expert bias of a stock router count the experts that its hook names under replay.
-
-    By itself Megatron-Core counts the replayed ones.
-    """
+    """Have the expert bias of a stock router count the experts that its hook names under replay."""
+    # By itself Megatron-Core counts the replayed ones.
     apply_bias = router._apply_expert_bias
 
     def count_for_bias(routing_map: Tensor, padding_mask: Tensor | None = None) -> None:

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from nemo_rl_moe.distributed.batch import GlobalBatchShard
-from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
 from nemo_rl_moe.models.megatron.layers.router_losses import counted_assignments
 from nemo_rl_moe.models.megatron.model.transformer_config import NAME_OF_BALANCING_TYPE
 from nemo_rl_moe.models.megatron.training.microbatch import ModelMicrobatch
@@ -29,10 +30,6 @@ from nemo_rl_moe.routing.metrics.router_losses import (
     z_loss_sum,
 )
 from nemo_rl_moe.routing.replay import experts_as_map
-
-# isort: split
-from megatron.core import parallel_state
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class ExpectedGradients(NamedTuple):

@@ -10,18 +10,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
-
-from nemo_rl_moe.distributed.batch import GlobalBatchShard
-from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
-from nemo_rl_moe.models.megatron.model.transformer_config import moe_layer_indices
-from nemo_rl_moe.models.megatron.training.router_hooks import cut_of_rank, in_router_order
-from nemo_rl_moe.models.megatron.training.step_observer import StepObservations, StepObserver, TrainingForward
-
-# isort: split
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from nemo_rl_moe.distributed.batch import GlobalBatchShard
+from nemo_rl_moe.models.megatron.model.transformer_config import moe_layer_indices
+from nemo_rl_moe.models.megatron.training.router_hooks import cut_of_rank, in_router_order
+from nemo_rl_moe.models.megatron.training.step_observer import StepObservations, StepObserver, TrainingForward
 
 METRIC = "shared_expert_gate"
 

@@ -9,15 +9,13 @@ recorded auxiliary losses, and what the data-parallel wrapper knows of finished 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from nemo_rl_moe.models.megatron.checkpoint.contents import random_states, restore_random_states
 from nemo_rl_moe.models.megatron.model.releases import recorded_auxiliary_losses
-
-# isort: split
-from megatron.core.distributed import DistributedDataParallel
-from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 @contextmanager

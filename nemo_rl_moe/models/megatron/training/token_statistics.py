@@ -8,12 +8,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
-
-from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
-
-# isort: split
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
+from torch import Tensor
 
 LOWEST_LOG_PROBABILITY = -1000.0
 """Its exponential is 0 in float64 too: beyond, as with logits of minus infinity, `p log p` would be no number."""

@@ -265,11 +265,9 @@ def _weighted_sum(weights: Sequence[float], values: Sequence[float]) -> float:
 
 
 def _over_all(updates: Sequence[_Update], kind_of_loss: Reduction) -> dict[str, MetricSeries]:
-    """Return one series for each metric over all global batches of a call.
-
-    A share of a global batch's mean becomes one of the mean over all. A global batch without a trained token has
-    neither means nor extremes, but its sums count.
-    """
+    """Return one series for each metric over all global batches of a call."""
+    # A share of a global batch's mean becomes one of the mean over all. A global batch without a trained token has
+    # neither means nor extremes, but its sums count.
     joined = {}
     for name, first in updates[0].series.items():
         kind = kind_of_loss if name == "loss" else first.reduction

@@ -13,16 +13,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from nemo_rl_moe.models.megatron.model.agreement import SharedFailure
 from nemo_rl_moe.models.megatron.weights.hf_export import raise_problems, whole_tensor
 from nemo_rl_moe.models.megatron.weights.hf_gather import Delivery, plan_deliveries
 from nemo_rl_moe.weight_sync.packing import Packing, Row, packed, row_of
-
-# isort: split
-from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 _NUMBER = re.compile(r"^(.*?\.\d+)\.")
 

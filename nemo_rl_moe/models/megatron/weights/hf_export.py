@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from nemo_rl_moe.atomic_writes import delete, put_in_place
@@ -26,10 +28,6 @@ from nemo_rl_moe.models.safetensors_files import (
     split_into_files,
 )
 from nemo_rl_moe.models.safetensors_folder import INDEX_FILE, one_line
-
-# isort: split
-from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def save_weights(

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_rl_moe.checksums import ACCEPTING
 from nemo_rl_moe.errors import ConfigurationError
@@ -23,10 +25,6 @@ from nemo_rl_moe.models.megatron.weights.hf_sources import SourcePart, rule_of, 
 from nemo_rl_moe.models.megatron.weights.parameter_layout import ParameterPiece, parameter_pieces
 from nemo_rl_moe.models.safetensors_files import MOST_MAPPED_BYTES, TYPES, SliceReader
 from nemo_rl_moe.models.safetensors_folder import SafetensorsFolder, listed, one_line
-
-# isort: split
-from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 _EMBEDDING, _OUTPUT_LAYER = "embedding.word_embeddings.weight", "output_layer.weight"
 CLASSIFIER_HEAD = tensor_rule("score.weight")
@@ -135,10 +133,6 @@ def load_weights(
 
     An expert bias without a tensor in the folder stays zero, and a value head unchanged. The head of a sequence
     classifier is read as the value head, and a model of values alone gets an output layer of zeros.
-
-    Raises:
-        ConfigurationError: The folder is damaged, lacks a tensor, or holds one too many, of another shape or of an
-            unreadable type. Raised on every rank; after damage, the parameters must not be used.
     """
     plan = _plan(chunks, config, hf_config, folder)
     lines = _agreed(plan, hf_config, folder)

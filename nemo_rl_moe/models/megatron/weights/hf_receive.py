@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from nemo_rl_moe.errors import WeightSyncError
@@ -16,10 +18,6 @@ from nemo_rl_moe.models.megatron.weights.hf_sources import SourcePart, rule_of, 
 from nemo_rl_moe.models.megatron.weights.parameter_layout import ParameterPiece, parameter_pieces
 from nemo_rl_moe.models.safetensors_folder import listed
 from nemo_rl_moe.weight_sync.transport import NamedTensor
-
-# isort: split
-from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 @torch.no_grad()

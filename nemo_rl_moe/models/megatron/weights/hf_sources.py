@@ -66,11 +66,8 @@ def _source_part(
     vocabulary_size: int,
     num_experts: int | None,
 ) -> SourcePart:
-    """Return one part.
-
-    Args:
-        section: Where it begins in the rows of the tensor, and their number.
-    """
+    """Return one part."""
+    # section: Where it begins in the rows of the tensor, and their number.
     shape, ranges = list(local_shape), [(0, length) for length in local_shape]
     cut = piece.shard_dimension
     if cut is not None:

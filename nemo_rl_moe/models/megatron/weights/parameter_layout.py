@@ -7,16 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-
-from nemo_rl_moe.models.megatron.cpu import cpu_backend  # noqa: F401  (before megatron.core)
-from nemo_rl_moe.models.megatron.layers.gated_delta_net import DeltaNetSizes
-from nemo_rl_moe.models.megatron.lora.adapter import Adapter, adapters_in
-
-# isort: split
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from nemo_rl_moe.models.megatron.layers.gated_delta_net import DeltaNetSizes
+from nemo_rl_moe.models.megatron.lora.adapter import Adapter, adapters_in
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from nemo_rl_moe.models.hf_files import MEGATRON_WEIGHTS_FOLDER, holds_megatron_weights
@@ -22,10 +24,6 @@ from nemo_rl_moe.models.megatron.model.value_head import PREFIX as VALUE_HEAD_PR
 from nemo_rl_moe.models.megatron.model.vision_model import PREFIX as VISION_PREFIX
 from nemo_rl_moe.models.megatron.weights.hf_import import load_weights
 from nemo_rl_moe.models.megatron.weights.parameter_layout import ParameterPiece, parameter_pieces
-
-# isort: split
-from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 # Projections back into the residual stream start smaller by sqrt(2 x layers), as in GPT-2 (Radford et al. 2019, 2.3).
 _RESIDUAL_OUTPUTS = ("self_attention.linear_proj.weight", "self_attention.out_proj.weight", "linear_fc2.weight")
@@ -97,11 +95,7 @@ def set_starting_weights(
     init_seed: int,
     progress: Callable[[float], None] = lambda share: None,
 ) -> list[str]:
-    """Fill every parameter. Every rank calls it.
-
-    Raises:
-        UserError: The folder's weights cannot be used; raised on every rank.
-    """
+    """Fill every parameter. Every rank calls it."""
     if folder is None:
         initialize_weights(chunks, config, hf_config, init_seed)
         return []

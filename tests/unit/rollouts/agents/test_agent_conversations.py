@@ -120,6 +120,38 @@ def test_t07_t08_a_tool_is_called_and_answered_once_and_its_definition_is_in_the
     assert found.metrics["agent/tool_calls"] == 2
 
 
+def test_a_streamed_reply_is_the_reply_in_one_event() -> None:
+    """Clients put a message together from events, and send it back as their own library has it."""
+    seen: list[Any] = []
+
+    def agent(task: AgentTask) -> float:
+        client, messages = client_of(task), [*task.messages]
+        for _ in range(2):
+            options = {"include_usage": True}
+            with client.chat.completions.stream(
+                model=MODEL, messages=messages, tools=[TOOL], stream_options=options
+            ) as events:
+                reply = events.get_final_completion()
+            seen.append(reply)
+            messages.append(reply.choices[0].message.model_dump(exclude_none=True))
+            calls = reply.choices[0].message.tool_calls or ()
+            messages += [{"role": "tool", "tool_call_id": call.id, "content": "3"} for call in calls]
+        return 0.5
+
+    responses = [ended(QWEN, f"I add.\n{CALL}"), ended(QWEN, "2")]
+    _, found = play(agent, responses, QWEN)
+    assert (found.fault_message, found.reward, found.num_sequences) == ("", 0.5, 1)
+    assert sampled_of(found) == [joined(responses)]
+    [first, second] = [reply.choices[0] for reply in seen]
+    assert (first.message.content, first.finish_reason) == ("I add.", "tool_calls")
+    assert [call.function.arguments for call in first.message.tool_calls] == ['{"a": 1}']
+    assert (second.message.content, second.finish_reason) == ("2", "stop")
+    assert [reply.usage.completion_tokens for reply in seen] == [len(response) for response in responses]
+    pieces: list[Any] = []
+    play(lambda task: pieces.extend(sent(client_of(task), task.messages, stream=True)), [ended(QWEN, "hi")], QWEN)
+    assert [(piece.choices[0].delta.content, piece.usage) for piece in pieces] == [("hi", None)]
+
+
 def test_t09_a_call_that_cannot_be_read_reaches_the_agent_as_text() -> None:
     """T9: nothing is lost or made up."""
     seen: list[Any] = []

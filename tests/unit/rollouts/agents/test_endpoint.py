@@ -96,7 +96,7 @@ def test_the_server_listens_on_loopback_with_a_key_of_the_run_and_a_path_of_the_
         ({"top_p": 0.9}, "top_p: got 0.9, expected the run's policy.generation.top_p (1.0); leave it out"),
         ({"top_k": 5}, "top_k: got 5, expected the run's policy.generation.top_k (-1); leave it out"),
         ({"n": 2}, "n: got 2, expected one response to a request (1); leave it out"),
-        ({"stream": True}, "stream: got true, expected a whole reply: it is not streamed (false); leave it out"),
+        ({"stream": "yes"}, 'stream: got "yes", expected true or false; leave it out'),
         (
             {"stop": ["x"]},
             'stop: got ["x"], expected none: policy.generation.stop_strings ends responses',
@@ -163,13 +163,14 @@ def test_t18_an_agent_that_raises_hangs_or_dies_costs_its_trajectory_alone(
             sessions = [session_of(what, [ended(QWEN, "three")]) for what in whats]
             return list(await asyncio.gather(*map(environment.rollout, sessions)))
 
-        async def hang() -> None:
-            task = asyncio.create_task(environment.rollout(session_of("hang", [ended(QWEN, "three")])))
-            while not children():
+        async def hang(what: str) -> list[psutil.Process]:
+            task = asyncio.create_task(environment.rollout(session_of(what, [ended(QWEN, "three")])))
+            while not (started := children()):
                 await asyncio.sleep(0.05)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
+            return started
 
         def children() -> list[psutil.Process]:
             return [each for each in psutil.Process().children(recursive=True) if MARK in command_of(each)]
@@ -187,9 +188,8 @@ def test_t18_an_agent_that_raises_hangs_or_dies_costs_its_trajectory_alone(
         assert found["none"].fault is Fault.ERROR
         assert (found["array"].fault, found["array"].num_turns) == (Fault.DIED, 1)
         assert (found["environment"].reward, found["environment"].fault) == (0.0, None), "it sees no secrets"
-        asyncio.run(hang())
-        left = children()
-        assert psutil.wait_procs(left, timeout=60)[1] == []
+        for what in ("hang", "hang_apart"):
+            assert psutil.wait_procs(asyncio.run(hang(what)), timeout=60)[1] == []
         # A process that was lost is replaced; one that leaves a child goes on, and the child ends with it.
         assert [each.reward for each in asyncio.run(run(["ask", "child", "ask"]))] == [0.5] * 3
         while len(left := children()) != 1:  # of a process that is starting, the command line is not there at once

@@ -1,0 +1,129 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Child processes for users' code on the driver's machine. They end with the driver, and all they started with them."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import IO
+
+import psutil
+
+END_LIMIT_S = 10.0
+"""Seconds that a killed process may take for its end."""
+
+
+class ChildProcess:
+    """A Python process in a separate session, with a connection to it.
+
+    Args:
+        module: Module that it runs. Its arguments are the file descriptors that `connect` takes, and then `files`.
+        output: Gets its standard output and standard error.
+        files: Further file descriptors that it inherits.
+        environment: Further environment variables.
+
+    Attributes:
+        connection: This end of the connection.
+        is_over: It has been killed.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        output: IO[bytes] | int,
+        files: tuple[int, ...] = (),
+        environment: Mapping[str, str] | None = None,
+    ):
+        self.connection, theirs = Pipe()
+        reading, self._lifeline = os.pipe()
+        inherited = (theirs.fileno(), reading, *files)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", module, *map(str, inherited)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=inherited,
+                start_new_session=True,
+                env={**os.environ, **(environment or {}), "PYTHONPATH": _search_path()},
+            )
+        finally:
+            theirs.close()
+            os.close(reading)
+        self._lock, self.is_over = threading.Lock(), False
+
+    @property
+    def has_ended(self) -> bool:
+        """Return whether the process has ended."""
+        return self._process.poll() is not None
+
+    def end(self, limit_s: float) -> None:
+        """Close the connection, and kill the process if it does not end within a limit."""
+        with suppress(OSError), socket.socket(fileno=os.dup(self.connection.fileno())) as connection:
+            connection.shutdown(socket.SHUT_RDWR)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(limit_s)
+        self.kill()
+        self.reap()
+
+    def kill(self) -> None:
+        """Kill the process with all that it has started. Do nothing the second time."""
+        with self._lock:
+            if self.is_over:
+                return
+            self.is_over = True
+            children = [] if self._process.returncode is not None else _children_of_stopped(self._process.pid)
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            for each in children:
+                with suppress(psutil.NoSuchProcess):
+                    each.kill()
+            os.close(self._lifeline)
+
+    def reap(self) -> None:
+        """Wait for the end of a killed process, and close the connection."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_LIMIT_S)
+        self.connection.close()
+
+    def reason_of_end(self) -> str:
+        """Wait for the end of a process that has closed its connection, and return the reason."""
+        with suppress(subprocess.TimeoutExpired):
+            code = self._process.wait(END_LIMIT_S)
+            return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return "it has closed its connection"
+
+
+def connect() -> Connection:  # pragma: no cover  (runs in other processes)
+    """Return the connection to the parent, in a child. The child ends with its parent."""
+    for file in map(int, sys.argv[1:]):
+        os.set_inheritable(file, False)  # an open copy would hide the end of the child
+    threading.Thread(target=_end_with_parent, args=(int(sys.argv[2]),), daemon=True).start()
+    return Connection(int(sys.argv[1]))
+
+
+def _end_with_parent(lifeline: int) -> None:  # pragma: no cover
+    os.read(lifeline, 1)  # until the parent has closed its end, or has ended
+    os.killpg(0, signal.SIGKILL)
+
+
+def _children_of_stopped(pid: int) -> list[psutil.Process]:
+    """Stop a process. Return all processes that it has started, in any session."""
+    try:
+        os.kill(pid, signal.SIGSTOP)
+        return psutil.Process(pid).children(recursive=True)
+    except (ProcessLookupError, psutil.NoSuchProcess):
+        return []
+
+
+def _search_path() -> str:
+    """Return where this process looks for modules, so that a child finds the code that was checked here."""
+    return os.pathsep.join(str(Path(folder).absolute()) for folder in sys.path)

@@ -1,0 +1,182 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Worker processes beside the ranks, for rewards and tools: Ray actors that take no place, core or GPU from them."""
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Generic, TypeVar, TypeVarTuple
+
+import ray
+from ray import cloudpickle
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError
+
+from nemo_rl_moe.distributed.memory_shortage import memory_shortage
+from nemo_rl_moe.distributed.worker_group import exit_reason, outcome
+from nemo_rl_moe.distributed.worker_process import WorkerFailure, WorkerProcess
+from nemo_rl_moe.errors import WorkerDiedError
+
+Worker = TypeVar("Worker")
+Args = TypeVarTuple("Args")
+Result = TypeVar("Result")
+
+START_TIMEOUT_S = 300.0
+CALL_SLACK_S = 30.0
+"""Seconds that a call may take beyond the limit of its work, before its worker is taken for dead."""
+_ENVIRONMENT = {
+    # The policy workers have the cores and the GPUs.
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "CUDA_VISIBLE_DEVICES": "",
+}
+
+
+@dataclass(frozen=True)
+class Lost:
+    """End of a call whose worker was lost.
+
+    Attributes:
+        reason: In one line.
+        seconds: Time from the call to the loss.
+        was_before: The worker had been lost before the call, such as one that was killed from outside.
+    """
+
+    reason: str
+    seconds: float
+    was_before: bool
+
+
+@dataclass(frozen=True)
+class _Starting:
+    number: int
+    call: Any
+    deadline: float
+
+
+class WorkerPool(Generic[Worker]):
+    """Worker processes that are alike, spread over the nodes of the cluster; a context manager. Ray must be running.
+
+    Each has one call at a time. A worker that is lost, or does not answer in time, is replaced. Ray ends them when the
+    driver is killed, even those that are blocked.
+
+    Args:
+        name: Of one of them, such as `reward worker`.
+        make: Function of a worker's number and their count that makes the worker, in its process.
+        num_workers: Calls that run at the same time; others wait.
+    """
+
+    def __init__(self, name: str, make: Callable[[int, int], Worker], num_workers: int):
+        self._name, self._num_workers = name, num_workers
+        search_path = [str(Path(folder).absolute()) for folder in sys.path]
+        self._arguments = (_ENVIRONMENT, search_path, cloudpickle.dumps(make))
+        self._actors: dict[int, Any] = {}
+        self._idle: SimpleQueue[int] = SimpleQueue()
+        self._lock, self._is_stopped = threading.Lock(), False
+        # A thread for each worker: it waits for the call.
+        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix=name)
+        try:
+            for starting in [self._start(number) for number in range(num_workers)]:
+                self._finish_start(starting)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def submit(
+        self, limit_s: float, method: Callable[[Worker, *Args], Result], *args: *Args
+    ) -> "Future[Result | Lost]":
+        """Call a method of the next worker that is free; return the future result.
+
+        Args:
+            limit_s: Seconds that the work may take; waiting for a worker does not count.
+        """
+        try:
+            return self._threads.submit(lambda: self._call(limit_s, method, *args))
+        except RuntimeError:
+            raise self.stopped() from None
+
+    def stopped(self) -> WorkerDiedError:
+        """Return the error of a call after `shutdown`."""
+        return WorkerDiedError(f"the {self._name}s have been stopped")
+
+    def shutdown(self) -> None:
+        """Stop all workers, and so the calls that run. Does nothing the second time."""
+        with self._lock:
+            self._is_stopped = True
+            actors, self._actors = self._actors, {}
+        for number, actor in actors.items():
+            kill(actor)
+            self._idle.put(number)  # wakes a call that waits for a worker which could not be replaced
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _call(self, limit_s: float, method: Callable[[Worker, *Args], Result], *args: *Args) -> Result | Lost:
+        number = self._idle.get()
+        with self._lock:
+            if self._is_stopped:
+                raise self.stopped()
+            actor = self._actors[number]
+        allowed_s = limit_s + CALL_SLACK_S
+        started_at = time.monotonic()
+        ping, call = actor.place.remote(), actor.call.remote(allowed_s, method, *args)
+        is_over = bool(ray.wait([call], timeout=allowed_s)[0])
+        result: Any = outcome(call) if is_over else None
+        if is_over and not isinstance(result, Exception | WorkerFailure):
+            self._idle.put(number)
+            found: Result = result
+            return found
+        seconds = time.monotonic() - started_at
+        if not is_over:
+            kill(actor)  # a frozen one never answers the ping
+        lost = Lost(_reason_of_end(result), seconds, was_before=isinstance(outcome(ping), RayError))
+        self._finish_start(self._start(number))
+        return lost
+
+    def _start(self, number: int) -> _Starting:
+        """Start a worker, in place of an earlier one with its number."""
+        options = ray.remote(WorkerProcess).options(
+            num_cpus=0, num_gpus=0, max_restarts=0, scheduling_strategy="SPREAD"
+        )
+        with self._lock:
+            if self._is_stopped:
+                raise self.stopped()
+            if number in self._actors:
+                kill(self._actors[number])
+            actor = self._actors[number] = options.remote()
+            call = actor.start.remote(*self._arguments, number, self._num_workers, START_TIMEOUT_S)
+        return _Starting(number, call, time.monotonic() + START_TIMEOUT_S)
+
+    def _finish_start(self, starting: _Starting) -> None:
+        """Wait until a worker has started."""
+        name = f"{self._name} {starting.number}"
+        is_over = ray.wait([starting.call], timeout=max(0.0, starting.deadline - time.monotonic()))[0]
+        if not is_over:
+            raise WorkerDiedError(f"{name} did not start within {START_TIMEOUT_S:g} s")
+        result = outcome(starting.call)
+        if isinstance(result, WorkerFailure):
+            raise WorkerDiedError(f"{name} {result.summary} while starting:\n{result.details}")
+        if result is not None:
+            raise WorkerDiedError(f"{name} died while starting:\n{_reason_of_end(result)}")
+        self._idle.put(starting.number)
+
+
+def kill(actor: Any) -> None:
+    """End a worker's process; does nothing where it has ended already."""
+    # Raised where Ray has been stopped or the actor has died already.
+    with suppress(RayError, ValueError):
+        if ray.is_initialized():
+            ray.kill(actor, no_restart=True)
+
+
+def _reason_of_end(result: object) -> str:
+    """Return why a call has failed, in one line."""
+    if isinstance(result, WorkerFailure):
+        return result.details
+    if isinstance(result, OutOfMemoryError):
+        return memory_shortage(str(result), {})
+    return exit_reason(result) if isinstance(result, RayActorError) else " ".join(str(result).split())

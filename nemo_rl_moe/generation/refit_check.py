@@ -1,0 +1,300 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The refit check: proof, after each refit, that an engine computes with the trainer's weights.
+
+Transports count and compare what arrives; they cannot see an engine that keeps computing with old or half-written
+weights, such as experts in packed kernels (vllm#42821, NeMo-RL#3659). Two proofs follow a refit:
+
+- Fingerprints of the weights that the engine stores, where it gives them, must be the trainer's in every number format.
+- Engine and trainer score the same tokens, and their log-probabilities are compared: what is stored may not be what is
+  computed with. In float32 the bound is 1e-4 nats; faults that move log-probabilities by less pass, such as all weights
+  off by 1e-6 or one step old at a learning rate of 1e-6. In 16 bits rounding hides more. The bound follows the right
+  refits of the run, and a round trip is made at its start: the engine gets other weights, then the first ones again,
+  and must compute what it computed before, to the bit. With adapters a round trip is made in every format: these begin
+  as zero, so that the trainer gives them other values for a while, which the engine has to follow.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import numpy as np
+from jaxtyping import Int
+from numpy.typing import NDArray
+
+from nemo_rl_moe.distributed.batch import ModelInput
+from nemo_rl_moe.errors import GenerationError, WeightSyncError
+from nemo_rl_moe.generation.interface import GenerationEngine, ModuleOutputs, Scores, TokenSequence
+from nemo_rl_moe.weight_sync.fingerprints import Fingerprints, WeightComparison, compare_fingerprints
+
+Answer = TypeVar("Answer")
+
+FLOAT32_BOUND = 1e-4
+"""Largest difference of two log-probs in float32, nats: right refits stay below 2e-5."""
+SMALLEST_COARSE_BOUND, LARGEST_COARSE_BOUND = 0.03, 0.5
+COARSE_FACTOR = 4.0
+"""In 16 bits, of the mean difference: in 400 right refits of ten model shapes it was up to 2.7 times that of the run's
+first one, as tokens go to other experts by rounding."""
+UNMOVED = 0.01
+"""Mean difference, in nats, below which scores count as those of the same weights."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    nats: float
+    of_the_mean: bool
+
+    def holds(self, gap: "Gap") -> bool:
+        """Return whether scores count as equal; never for non-finite ones."""
+        return bool(np.isfinite(gap.largest)) and (gap.mean if self.of_the_mean else gap.largest) <= self.nats
+
+    def __str__(self) -> str:
+        return f"{'a mean' if self.of_the_mean else 'at most'} {self.nats:.2g} nats"
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Difference of two scorings of the same tokens, in nats.
+
+    Attributes:
+        largest: Of one token; infinite where a score is not finite.
+    """
+
+    largest: float
+    mean: float
+    copy: int = 0
+
+
+@dataclass(frozen=True)
+class Finding:
+    gap: Gap
+    weights: Sequence[WeightComparison] = ()
+
+    @property
+    def wrong_copy(self) -> int | None:
+        """First copy with a tensor that is not the trainer's."""
+        return next((copy for copy, each in enumerate(self.weights) if each.different), None)
+
+
+def gap_between(found: Scores, expected: Scores, copy: int = 0) -> Gap:
+    """Return the difference of the log-probs of all tokens; copy: that of `found`."""
+    difference = np.abs(np.concatenate(found).astype(np.float64) - np.concatenate(expected))
+    if not np.isfinite(difference).all():
+        return Gap(np.inf, np.inf, copy)
+    return Gap(float(difference.max()), float(difference.mean()), copy)
+
+
+def coarse_bound(noise: float) -> Bound:
+    nats = float(np.clip(COARSE_FACTOR * noise, SMALLEST_COARSE_BOUND, LARGEST_COARSE_BOUND))
+    return Bound(nats, of_the_mean=True)
+
+
+def probe_sequences(count: int, length: int, vocabulary_size: int) -> list[list[int]]:
+    """Return the tokens to score: uniform and fixed, so that many experts serve them."""
+    tokens: NDArray[np.int64] = np.random.default_rng(20).integers(vocabulary_size, size=(count, length))
+    return [list(map(int, row)) for row in tokens]
+
+
+@dataclass
+class RefitCheck:
+    """The check of one run.
+
+    Attributes:
+        start_trainer: Starts scoring with the trainer's present weights; returns a function that waits for scores.
+        refit: Sends the trainer's weights; with True, weights that differ from them in every tensor.
+        in_float32: Whether engine and trainer hold the weights in float32.
+        refits_again: Send the weights once more before giving up.
+        repeats_bits: The engine computes the same bits twice from the same weights; ranks that add up their parts by
+            NCCL need not, and are only asked to come back within rounding.
+        start_fingerprints: Starts the fingerprints of the trainer's weights; returns a function that waits for them.
+            None: the engine gives none.
+        probe_adapters: Gives the trainer's adapters other values (True), or their own again. None: it has none.
+        refit_whole: Sends all weights, those too that are frozen. None: `refit` does.
+
+    Attributes that change:
+        share_compared: Share of the trainer's tensors whose fingerprints were compared last; None: none were.
+    """
+
+    sequences: Sequence[TokenSequence]
+    temperature: float
+    start_trainer: Callable[[Sequence[TokenSequence]], Callable[[], Scores]]
+    refit: Callable[[bool], object]
+    explain: Callable[[int], str]
+    in_float32: bool
+    bound_nats: float | None
+    refits_again: bool
+    model_inputs: Sequence[Mapping[str, ModelInput]] = ()
+    start_fingerprints: Callable[[str], Callable[[], Fingerprints]] | None = None
+    number_format: str = "float32"
+    probe_adapters: Callable[[bool], object] | None = None
+    repeats_bits: bool = True
+    refit_whole: Callable[[], object] | None = None
+
+    def __post_init__(self) -> None:
+        fixed = FLOAT32_BOUND if self.bound_nats is None and self.in_float32 else self.bound_nats
+        self._fixed_bound = None if fixed is None else Bound(fixed, of_the_mean=False)
+        self._noise = 0.0
+        self._is_first = True
+        self._expected: Callable[[], Scores] | None = None
+        self._expected_weights: Callable[[], Fingerprints] | None = None
+        self.num_failed = 0
+        self.share_compared: float | None = None
+
+    def begin(self) -> None:
+        """Make the trainer begin its half of the next check, which needs no engine yet."""
+        if self.start_fingerprints is not None:
+            self._expected_weights = self.start_fingerprints(self.number_format)
+        self._expected = self.start_trainer(self.sequences)
+
+    def after_refit(self, engine: GenerationEngine) -> Gap:
+        """Check the weights that an engine has now; in 16 bits the first time also by a round trip.
+
+        Raises:
+            WeightSyncError: They are not the trainer's, or something of earlier weights remains.
+        """
+        if self._is_first and not self.in_float32 and self.probe_adapters is None:
+            self._with_copies(lambda: self._make_round_trip(engine))
+        found = self._examine(engine)
+        problem = self._problem(found)
+        if problem is not None:
+            self.num_failed += 1
+            if self.refits_again:
+                if self.refit_whole is None:
+                    self.refit(False)
+                else:
+                    self.refit_whole()
+                found = self._examine(engine)
+                problem = self._problem(found)
+        if problem is not None:
+            raise WeightSyncError(f"{problem}{self._explanation(found)}")
+        self._noise = max(self._noise, found.gap.mean)
+        if self._is_first and self.probe_adapters is not None:
+            self._try_adapters(engine, self.probe_adapters)
+        self._is_first = False
+        return found.gap
+
+    def _try_adapters(self, engine: GenerationEngine, probe: Callable[[bool], object]) -> None:
+        """Have the engine follow other values of the adapters, and then the first ones again."""
+        first = self._score(engine)
+        probe(True)
+        try:
+            self.begin()
+            self.refit(False)
+            found = self._examine(engine)
+        finally:
+            probe(False)
+        if (problem := self._problem(found)) is not None:
+            raise WeightSyncError(
+                f"the adapters do not arrive as they are: with other values, {problem}{self._explanation(found)}"
+            )
+        self.refit(False)
+        self._require_same(first, self._score(engine))
+
+    def _examine(self, engine: GenerationEngine) -> "Finding":
+        if self._expected is None:
+            self.begin()
+        assert self._expected is not None  # begun
+        stored, scores = self._with_copies(lambda: (self._stored(engine), self._score(engine)))
+        weights: list[WeightComparison] = []
+        if self._expected_weights is not None and stored:
+            of_trainer, self._expected_weights = self._expected_weights(), None
+            weights = [compare_fingerprints(of_copy, of_trainer) for of_copy in stored]
+            self.share_compared = min(each.share_compared for each in weights)
+        expected, self._expected = self._expected(), None
+        gaps = [gap_between(found, expected, copy) for copy, found in enumerate(scores)]
+        worst = max(gaps, key=lambda gap: gap.largest)
+        return Finding(replace(worst, mean=max(gap.mean for gap in gaps)), weights)
+
+    def _with_copies(self, ask: Callable[[], Answer]) -> Answer:
+        """Ask an engine; once more where a copy of the weights is lost, as the refit makes another one."""
+        try:
+            return ask()
+        except GenerationError:
+            self.refit(False)
+            return ask()
+
+    def _stored(self, engine: GenerationEngine) -> Sequence[Fingerprints]:
+        return () if self.start_fingerprints is None else engine.weight_fingerprints(self.number_format)
+
+    def _score(self, engine: GenerationEngine) -> Sequence[Scores]:
+        return engine.score(self.sequences, self.temperature, *self.model_inputs)
+
+    def _problem(self, found: "Finding") -> str | None:
+        """Return what is wrong with a copy of the weights, in words; None where nothing is."""
+        gap = found.gap
+        bound = self._fixed_bound or coarse_bound(self._noise or gap.mean)
+        scores = (
+            f"the log-probs of {len(self.sequences)} sequences differ by {gap.largest:.2g} nats (mean {gap.mean:.2g})"
+        )
+        if (copy := found.wrong_copy) is not None:
+            return (
+                f"the generation engine does not hold the trainer's weights: in copy {copy} {found.weights[copy]}"
+                f" (policy.generation.refit_check); {scores}."
+            )
+        if bound.holds(gap):
+            return None
+        return (
+            f"the generation engine does not compute with the trainer's weights: {scores}, expected {bound}"
+            f" (policy.generation.refit_check)."
+        )
+
+    def _explanation(self, found: "Finding") -> str:
+        """Return the tensors that disagree, where the fingerprints have not named them."""
+        if found.wrong_copy is not None:
+            return ""
+        num_right = found.weights[found.gap.copy].num_compared if found.weights else 0
+        stored = f" The {num_right} tensors that it stores are the trainer's." if num_right else ""
+        return f"{stored} {self.explain(found.gap.copy)}"
+
+    def _make_round_trip(self, engine: GenerationEngine) -> None:
+        first = self._score(engine)
+        self.refit(True)
+        other = self._score(engine)
+        self.refit(False)
+        again = self._score(engine)
+        for copy, (before, between) in enumerate(zip(first, other, strict=True)):
+            if gap_between(before, between).mean < UNMOVED:
+                raise WeightSyncError(f"copy {copy} of the generation engine's weights does not follow a refit")
+        self._require_same(first, again)
+
+    def _require_same(self, first: Sequence[Scores], again: Sequence[Scores]) -> None:
+        for copy, (before, after) in enumerate(zip(first, again, strict=True)):
+            gap = gap_between(after, before, copy)
+            is_equal = all(np.array_equal(old, new) for old, new in zip(before, after, strict=True))
+            if not (is_equal or (not self.repeats_bits and gap.mean < UNMOVED)):
+                expected = "0" if self.repeats_bits else f"a mean below {UNMOVED:g}"
+                raise WeightSyncError(
+                    f"the generation engine (copy {copy}) keeps something of earlier weights: after other weights and"
+                    f" the first ones again its log-probs differ by {gap.largest:.2g} nats, expected {expected}."
+                    f" {self.explain(gap.copy)}"
+                )
+
+
+def first_disagreement(
+    found: ModuleOutputs,
+    expected: ModuleOutputs,
+    tolerance: float,
+) -> tuple[str, Int[np.ndarray, " tokens"]] | None:
+    """Find the first module, in forward order, whose output differs from the reference's, and the tokens that do.
+
+    Args:
+        tolerance: Largest difference, as a share of the root mean square of the reference's output.
+    """
+    for name, output in expected.items():
+        theirs = found.get(name)
+        if theirs is None or theirs.shape != output.shape:
+            continue
+        scale = float(np.sqrt(np.mean(np.square(output)))) or 1.0
+        off = ~(np.abs(theirs - output).max(1) <= tolerance * scale)
+        if off.any():
+            return name, np.flatnonzero(off)
+    return None
+
+
+def guilty_experts(
+    routes: Int[np.ndarray, "tokens topk"], wrong_tokens: Int[np.ndarray, " tokens"], num_tokens: int
+) -> Iterator[int]:
+    """Return experts that served a wrong token and no right one: the smallest sets that explain the differences."""
+    right = np.setdiff1d(np.arange(num_tokens), wrong_tokens)
+    suspected = np.setdiff1d(routes[wrong_tokens], routes[right])
+    return (int(expert) for expert in suspected)

@@ -1,2 +1,0 @@
-# Copyright (c) 2026 The nemo_rl_moe authors.
-# SPDX-License-Identifier: Apache-2.0

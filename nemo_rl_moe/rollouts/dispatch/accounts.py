@@ -1,0 +1,61 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics of asynchronous rollouts: the age of what is trained on, who waited, and what was generated in vain."""
+
+from collections.abc import MutableMapping, Sequence
+
+import numpy as np
+
+from nemo_rl_moe.rollouts.dispatch.groups import Batch, Reason
+from nemo_rl_moe.rollouts.trajectory import Trajectory
+
+
+def batch_metrics(batch: Batch) -> dict[str, float]:
+    """Return the metrics of a step's groups.
+
+    - `staleness/mean`, `staleness/max`: optimizer steps since their dispatch; `staleness/in_flight` and
+      `staleness/in_queue` are the parts of the mean in which they were generated and in which they waited
+    - `rollouts/queue_length`: finished groups that wait for later steps
+    - `rollouts/trainer_wait_s`: seconds that training waited for them
+    - `rollouts/pause_s`: seconds until the engine stood still for the weights of this step
+    - `rollouts/num_cancelled/REASON`: groups cancelled since the step before, where there are any
+    - `rollouts/num_given_up`: prompts among them that are not generated again
+    """
+    ages = batch.staleness
+    metrics = {
+        "staleness/mean": float(np.mean([age.total for age in ages])),
+        "staleness/max": float(max(age.total for age in ages)),
+        "staleness/in_flight": float(np.mean([age.in_flight for age in ages])),
+        "staleness/in_queue": float(np.mean([age.in_queue for age in ages])),
+        "rollouts/queue_length": float(batch.num_queued),
+        "rollouts/trainer_wait_s": batch.waited_s,
+        "rollouts/num_given_up": float(sum(each.is_given_up for each in batch.cancelled)),
+    }
+    for reason in Reason:
+        if number := sum(each.reason is reason for each in batch.cancelled):
+            metrics[f"rollouts/num_cancelled/{reason}"] = float(number)
+    return metrics
+
+
+def wasted_tokens(batch: Batch, num_tokens: MutableMapping[tuple[int, int], int]) -> dict[str, float]:
+    """Return `rollouts/wasted_tokens` and, by reason, `rollouts/wasted_tokens/REASON`; they leave the counts.
+
+    Tokens of responses that were not finished are counted where the engine has reported them.
+
+    Args:
+        batch: Groups of a step, and cancelled ones.
+        num_tokens: Tokens sampled for each group, by position and attempt.
+    """
+    wasted = dict.fromkeys([*map(str, Reason), "restart"], 0)
+    for each in batch.cancelled:
+        wasted[str(each.reason)] += num_tokens.pop((each.position, each.attempt), 0)
+    for found in batch.groups:
+        sampled = num_tokens.pop((found.ticket.position, found.ticket.attempt), None)
+        if sampled is not None:  # this run has generated the group
+            wasted["restart"] += sampled - _sampled(found.group)
+    by_reason = {f"rollouts/wasted_tokens/{reason}": float(number) for reason, number in wasted.items() if number}
+    return {"rollouts/wasted_tokens": float(sum(wasted.values()))} | by_reason
+
+
+def _sampled(trajectories: Sequence[Trajectory]) -> int:
+    return sum(each.num_sampled_tokens for each in trajectories)

@@ -1,0 +1,224 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Schedules of asynchronous runs: which groups each step trained on, in a file, and a run that repeats them.
+
+A repeated run generates each group with the weights of the version at which it was dispatched, and finishes it before
+the weights change. It equals every other repetition to the bit, where the engine does; it equals the recorded run where
+no group was generated across an update.
+"""
+
+import json
+from bisect import bisect_left
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+
+from pydantic import NonNegativeInt, TypeAdapter, ValidationError
+
+from nemo_rl_moe.data.prompts import Prompt
+from nemo_rl_moe.errors import DataError, UserError
+from nemo_rl_moe.rollouts.dispatch.admission import Bounds
+from nemo_rl_moe.rollouts.dispatch.groups import Batch, Finished, Reason, Ticket
+from nemo_rl_moe.rollouts.dispatch.prompts import QueueState
+from nemo_rl_moe.rollouts.dispatch.staleness import QueueView, StalenessPolicy
+
+
+@dataclass(frozen=True)
+class ScheduledGroup:
+    """A group of a recorded step.
+
+    Attributes:
+        position: Number of its prompt.
+        sample_id: Where its prompt came from.
+        attempt: Groups of this prompt that were cancelled before.
+        version: Optimizer steps of the weights at its dispatch.
+        finished_version: Optimizer steps of the weights when it was finished.
+    """
+
+    position: NonNegativeInt
+    sample_id: str
+    attempt: NonNegativeInt
+    version: NonNegativeInt
+    finished_version: NonNegativeInt
+
+
+@dataclass(frozen=True)
+class ScheduledStep:
+    """A recorded training step.
+
+    Attributes:
+        version: Optimizer steps of the weights that were trained.
+        groups: What they were trained on.
+    """
+
+    version: NonNegativeInt
+    groups: tuple[ScheduledGroup, ...]
+
+    @staticmethod
+    def of(batch: Batch) -> "ScheduledStep":
+        """Return the record of a batch."""
+        groups = (
+            ScheduledGroup(
+                found.ticket.position,
+                found.ticket.prompt.sample_id,
+                found.ticket.attempt,
+                found.ticket.version,
+                found.version,
+            )
+            for found in batch.groups
+        )
+        return ScheduledStep(batch.version, tuple(groups))
+
+
+_STEP = TypeAdapter(ScheduledStep)
+
+
+def line_of(step: ScheduledStep, number: int) -> str:
+    """Return a step as the line of a schedule's file, with the number of the step in the run."""
+    return json.dumps({"step": number} | asdict(step))
+
+
+def read_schedule(path: Path) -> list[ScheduledStep]:
+    """Read the steps of a schedule's file. One of an earlier release may have steps twice, of a run that went on from a
+    checkpoint: the later ones count.
+    """
+    if path.exists() and not path.is_file():  # a device or a pipe may have no end
+        raise DataError(f"{path}: is no plain file; expected schedule.jsonl of an asynchronous run")
+    steps: list[ScheduledStep] = []
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig", errors="replace").splitlines(), start=1):
+        try:
+            step = _STEP.validate_json(line, strict=True)
+        except ValidationError:
+            raise DataError(
+                f"{path}:{number}: not a step of a schedule; expected schedule.jsonl of an asynchronous run"
+            ) from None
+        while steps and steps[-1].version >= step.version:
+            steps.pop()
+        steps.append(step)
+    if not steps:
+        raise DataError(f"{path}: has no steps")
+    return steps
+
+
+def replay_policy(schedule: Sequence[ScheduledStep], bounds: Bounds) -> StalenessPolicy:
+    """Return the policy that trains on the groups of a schedule, and waits until all that were dispatched are finished.
+
+    Args:
+        schedule: The recorded steps.
+        bounds: Those of the run, whose staleness becomes the largest one of the schedule.
+    """
+    _check_steps(schedule, bounds)
+    lags = [step.version - group.version for step in schedule for group in step.groups]
+    consumed = {step.version: [group.position for group in step.groups] for step in schedule}
+    live = defaultdict[int, set[int]](set)
+    versions = [step.version for step in schedule]
+    for number, step in enumerate(schedule):
+        for group in step.groups:
+            for version in versions[bisect_left(versions, group.version) : number + 1]:
+                live[version].add(group.position)
+
+    def choose(view: QueueView) -> Sequence[int]:
+        """Choose the groups of the recorded step, when all that were live then are finished."""
+        ready = {group.position for group in view.ready}
+        return consumed[view.version] if live[view.version].issubset(ready) else []
+
+    limits = Bounds(
+        bounds.groups_per_step, max(lags, default=0), bounds.concurrency, updates_per_step=bounds.updates_per_step
+    )
+    return StalenessPolicy(choose, limits, on_stale="drop", name="replay of a schedule")
+
+
+def _check_steps(schedule: Sequence[ScheduledStep], bounds: Bounds) -> None:
+    if any(len(step.groups) != bounds.groups_per_step for step in schedule):
+        raise DataError(f"the schedule has steps of another size than the {bounds.groups_per_step} groups of this run")
+    for before, step in pairwise(schedule):
+        if step.version != (expected := before.version + bounds.updates_per_step):
+            raise DataError(
+                f"the schedule trains version {step.version} after {before.version}, expected {expected}: steps are"
+                " missing, or have another number of updates than those of this run"
+            )
+    seen = set[int]()
+    for step in schedule:
+        for group in step.groups:
+            if group.version > step.version or group.position in seen:
+                what = "is trained on twice" if group.position in seen else f"begins at version {group.version}"
+                raise DataError(
+                    f"the schedule's prompt {group.position} {what}, in the step that trains version {step.version}"
+                )
+            seen.add(group.position)
+
+
+class ReplayedFeed:
+    """A ticket source that dispatches the groups of a schedule, each at its version.
+
+    Args:
+        schedule: The recorded steps, from version 0 on.
+        prompts: The prompts of all epochs, from the first one on.
+        max_faults: Groups of a prompt that may fail or take too long; then the run ends.
+    """
+
+    def __init__(self, schedule: Sequence[ScheduledStep], prompts: Iterator[Prompt], max_faults: int = 2):
+        self._schedule, self._max_faults = schedule, max_faults
+        self._waiting = deque(_in_order_of_dispatch(schedule))
+        needed = {group.position: group.sample_id for group in self._waiting}
+        found = zip(range(max(needed, default=-1) + 1), prompts, strict=False)
+        self._prompts = {position: prompt for position, prompt in found if position in needed}
+        for position, sample_id in needed.items():
+            got = self._prompts[position].sample_id if position in self._prompts else "missing"
+            if got != sample_id:
+                raise DataError(f"the schedule's prompt {position} is {sample_id}; in this run's data it is {got}")
+        self._returned: list[Ticket] = []
+
+    @property
+    def num_left(self) -> int:
+        """Return the prompts that have no ticket now, and may have one later."""
+        return len(self._waiting) + len(self._returned)
+
+    def next(self, version: int) -> Ticket | None:
+        """Return the next ticket of a version; None: all of it have been dispatched."""
+        if self._returned:
+            return self._returned.pop(0)
+        if not self._waiting or self._waiting[0].version > version:
+            return None
+        group = self._waiting.popleft()
+        return Ticket(self._prompts[group.position], group.position, version, version, group.attempt)
+
+    def give_back(self, ticket: Ticket, reason: Reason) -> bool:
+        """Take back the prompt of a cancelled group, which is generated once more as the same attempt."""
+        num_faults = ticket.num_faults + reason.is_own_fault
+        if num_faults >= self._max_faults:
+            raise UserError(
+                f"the schedule cannot be repeated: the group of {ticket.prompt.sample_id} fails, its prompt"
+                f" number {ticket.position}"
+            )
+        self._returned.append(replace(ticket, num_faults=num_faults))
+        return False
+
+    def state(self, version: int, running: Sequence[Ticket], queue: Sequence[Finished]) -> QueueState:
+        """Return what a checkpoint keeps: the finished groups. Which prompts are left, the schedule says."""
+        return QueueState(version, num_taken=0, open=(), given_up=(), queue=tuple(queue))
+
+    def restore(self, state: QueueState) -> None:
+        """Go on behind the steps before a version; what is in the queue is not dispatched again."""
+        left = _steps_from(self._schedule, state.version)
+        if left and left[0].version > state.version:
+            raise DataError(f"the schedule begins at version {left[0].version}, and this run at {state.version}")
+        queued = {found.ticket.position for found in state.queue}
+        self._waiting = deque(group for group in _in_order_of_dispatch(left) if group.position not in queued)
+
+
+def needed_of(schedule: Sequence[ScheduledStep], state: QueueState) -> QueueState:
+    """Return a state whose queue has only the groups that the rest of a schedule trains on."""
+    needed = {group.position for step in _steps_from(schedule, state.version) for group in step.groups}
+    return replace(state, queue=tuple(found for found in state.queue if found.ticket.position in needed))
+
+
+def _steps_from(schedule: Sequence[ScheduledStep], version: int) -> list[ScheduledStep]:
+    return [step for step in schedule if step.version >= version]
+
+
+def _in_order_of_dispatch(schedule: Sequence[ScheduledStep]) -> list[ScheduledGroup]:
+    groups = (group for step in schedule for group in step.groups)
+    return sorted(groups, key=lambda group: (group.version, group.position))

@@ -1,0 +1,183 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Policies of staleness: which finished groups make the next training step, and which are too old.
+
+A policy only orders groups. The rules hold for all policies, custom ones included: a group that is too old is never
+trained on, and with `on_stale: wait` no group is overtaken so often that it gets too old: groups of one age get too old
+at the same time, and the steps before that must have room for all of them. One number decides on both: the age of a
+group since its admission.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from nemo_rl_moe.config.schema_rollouts import OnStale
+from nemo_rl_moe.config.user_code import described, import_function, is_custom, named_in_errors
+from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.rollouts.dispatch.admission import Bounds
+
+
+@dataclass(frozen=True)
+class LiveGroup:
+    """A group that runs or waits in the queue.
+
+    Attributes:
+        position: Number of its prompt.
+        version: Optimizer steps of the weights at its dispatch.
+        admitted_version: Optimizer steps of the weights at its admission; its age begins there.
+        finish_number: Its number in the order of finishing; None: it still runs.
+    """
+
+    position: int
+    version: int
+    admitted_version: int
+    finish_number: int | None
+
+    @property
+    def is_ready(self) -> bool:
+        """Return whether it is finished."""
+        return self.finish_number is not None
+
+
+@dataclass(frozen=True)
+class QueueView:
+    """Groups among which a policy chooses.
+
+    Attributes:
+        groups: Groups that run or wait, in the order of their prompts.
+        num_needed: Groups to choose.
+        version: Optimizer steps of the weights that are trained.
+    """
+
+    groups: tuple[LiveGroup, ...]
+    num_needed: int
+    version: int
+
+    @property
+    def ready(self) -> list[LiveGroup]:
+        """Return the finished groups, in the order of their prompts."""
+        return [group for group in self.groups if group.is_ready]
+
+
+Choose = Callable[[QueueView], Sequence[int]]
+"""Returns the positions of `num_needed` finished groups; fewer: training waits."""
+
+
+def in_order(view: QueueView) -> Sequence[int]:
+    """Choose groups in the order of their prompts: what is trained on does not depend on time."""
+    return [group.position for group in _until_one_runs(view.groups)[: view.num_needed]]
+
+
+def windowed(view: QueueView) -> Sequence[int]:
+    """Choose finished groups, the oldest version first; groups that run are overtaken."""
+    oldest_first = sorted(view.ready, key=lambda group: (group.version, group.position))
+    return [group.position for group in oldest_first[: view.num_needed]]
+
+
+def ready_first(view: QueueView) -> Sequence[int]:
+    """Choose finished groups in the order in which they finished."""
+    numbered = sorted((group.finish_number, group.position) for group in view.groups if group.finish_number is not None)
+    return [position for _, position in numbered[: view.num_needed]]
+
+
+def _until_one_runs(groups: Sequence[LiveGroup]) -> Sequence[LiveGroup]:
+    first = next((index for index, group in enumerate(groups) if not group.is_ready), len(groups))
+    return groups[:first]
+
+
+POLICIES: Mapping[str, Choose] = {"in_order": in_order, "windowed": windowed, "ready_first": ready_first}
+"""By name."""
+
+
+@dataclass(frozen=True)
+class StalenessPolicy:
+    """All that decides on the age of what is trained on.
+
+    Attributes:
+        choose: Orders finished groups.
+        bounds: Limits.
+        on_stale: Treatment of groups that get too old.
+        name: Name in the configuration.
+    """
+
+    choose: Choose
+    bounds: Bounds
+    on_stale: OnStale = "wait"
+    name: str = ""
+
+    def stale(self, groups: Sequence[LiveGroup], version: int) -> list[int]:
+        """Return the positions of groups that are too old to be trained on at a version.
+
+        With `wait` there are none, unless a run goes on with a smaller bound.
+        """
+        return [group.position for group in groups if self.bounds.is_stale(group.admitted_version, version)]
+
+    def select(self, groups: Sequence[LiveGroup], version: int) -> list[int]:
+        """Return the positions of the groups of the next training step, in order; empty: training waits.
+
+        Args:
+            groups: Groups that run or wait, in the order of their prompts; none is too old.
+            version: Optimizer steps of the weights that are trained.
+        """
+        chosen: list[int] = []
+        for candidates, num_needed in self._claims(groups, version):
+            left = tuple(group for group in candidates if group.position not in chosen)
+            view = QueueView(left, num_needed - len(chosen), version)
+            found = self._chosen(view)
+            if len(found) < view.num_needed:
+                return []
+            chosen += found
+        return sorted(chosen)
+
+    def _claims(self, groups: Sequence[LiveGroup], version: int) -> Iterator[tuple[Sequence[LiveGroup], int]]:
+        """Yield groups, and how many of them this step needs at least: those that get too old first, at last all."""
+        # Of groups that are too old after `n` further steps, those steps take `n * groups_per_step`, and this one the
+        # rest.
+        size = self.bounds.groups_per_step
+        if self.on_stale == "wait":
+            steps_left = {group.position: self.bounds.steps_left(group.admitted_version, version) for group in groups}
+            for num_steps in sorted(set(steps_left.values())):
+                urgent = [group for group in groups if steps_left[group.position] <= num_steps]
+                yield urgent, min(size, len(urgent) - num_steps * size)
+        yield groups, size
+
+    def _chosen(self, view: QueueView) -> Sequence[int]:
+        if view.num_needed <= 0:
+            return []
+        if self.on_stale == "wait" and view.num_needed == len(view.groups):  # nothing to choose
+            return [group.position for group in view.ready]
+        found = list(self.choose(view))
+        self._check(found, view)
+        return found
+
+    def _check(self, chosen: Sequence[int], view: QueueView) -> None:
+        ready = {group.position for group in view.ready}
+        if len(chosen) > view.num_needed or len(set(chosen)) < len(chosen) or not ready.issuperset(chosen):
+            raise ConfigurationError(
+                f"{self.name} chose {described(chosen)}, expected at most {view.num_needed} different positions of"
+                f" finished groups, {sorted(ready)}"
+            )
+
+
+def make_policy(key: str, name: str, bounds: Bounds, on_stale: OnStale) -> StalenessPolicy:
+    """Return the policy that a configuration names: one of `POLICIES`, or a custom function of a `QueueView`.
+
+    Args:
+        key: Key of the configuration, for error messages.
+        name: Name in `POLICIES`, or `package.module:function`.
+        bounds: Limits.
+        on_stale: Treatment of groups that get too old.
+    """
+    if is_custom(name):
+        choose: Choose = partial(_chosen_in_run, key, name, import_function(key, name, "a QueueView"))
+    elif name in POLICIES:
+        choose = POLICIES[name]
+    else:
+        raise ConfigurationError(f"{key}: got {name!r}, expected {', '.join(POLICIES)} or package.module:function")
+    return StalenessPolicy(choose, bounds, on_stale, f"{key}: {name}")
+
+
+def _chosen_in_run(key: str, name: str, choose: Choose, view: QueueView) -> Sequence[int]:
+    with named_in_errors(key, name):
+        return choose(view)

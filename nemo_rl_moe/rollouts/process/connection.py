@@ -1,0 +1,253 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The connection to the process of an environment: has trajectories made there, and watches whether it answers."""
+
+import asyncio
+import itertools
+import os
+import re
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import IO, Any
+
+from nemo_rl_moe.distributed.child_process import ChildProcess
+from nemo_rl_moe.errors import one_line
+from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
+from nemo_rl_moe.rewards.interface import Fault, Score, ScoringItem
+from nemo_rl_moe.rollouts.environment import Session
+from nemo_rl_moe.rollouts.process.messages import (
+    NO_TRAJECTORY,
+    Answer,
+    Asked,
+    Begin,
+    Cancel,
+    Ended,
+    FromProcess,
+    GoesOn,
+    KeptValues,
+    Look,
+    Seen,
+    ToProcess,
+    WaitsAside,
+    read,
+    write,
+)
+from nemo_rl_moe.rollouts.process.serve import EnteredTrajectory
+from nemo_rl_moe.rollouts.running import innermost
+from nemo_rl_moe.rollouts.trajectory import Trajectory
+
+LOOK_S = 1.0
+"""Seconds between two looks at the process."""
+BLOCKED_S = 5.0
+"""Seconds without an answer after which the user hears of code that blocks the process."""
+LONGEST_BLOCKED_S = 600.0
+"""Seconds without an answer after which the process is replaced, if trajectories have no time limit."""
+_FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)')
+Remembered = dict[tuple[Any, ...], GeneratedSequence]
+"""Responses of a trajectory by tokens, seed and sampling of their requests."""
+
+
+@dataclass(frozen=True)
+class Lost:
+    """The process of a trajectory has ended.
+
+    Attributes:
+        fault: Of the trajectory that ended it. None for other trajectories.
+    """
+
+    fault: Fault | None
+    reason: str
+
+
+@dataclass
+class RemoteTrajectory:
+    """A trajectory that the process makes.
+
+    Attributes:
+        session: Its session in the run, which makes its requests.
+        is_waiting: It waits for an answer of the run.
+    """
+
+    session: Session
+    kept: KeptValues
+    messages: "asyncio.Queue[FromProcess | Lost]" = field(default_factory=asyncio.Queue)
+    is_waiting: bool = False
+
+
+class ServerConnection:
+    """A process that has started, in the event loop of the runner.
+
+    Args:
+        child: The process.
+        entered: The trajectory whose code runs.
+        stack: File with the stack of code that blocks the process.
+        timeout_s: Limit of one trajectory's code.
+        warn: Receives a line on code that blocks the process.
+
+    Attributes:
+        has_ended: The process ends or has ended.
+        num_ended: Trajectories that have ended in it or have ended it.
+    """
+
+    def __init__(
+        self,
+        child: ChildProcess,
+        entered: EnteredTrajectory,
+        stack: IO[bytes],
+        timeout_s: float | None,
+        warn: Callable[[str], None],
+    ):
+        self._child, self._entered, self._stack, self._warn = child, entered, stack, warn
+        self._longest_s = LONGEST_BLOCKED_S if timeout_s is None else timeout_s
+        self._remotes: dict[int, RemoteTrajectory] = {}
+        self._numbers = itertools.count(NO_TRAJECTORY + 1)
+        self._looks_unanswered = 0
+        self.has_ended, self.num_ended = False, 0
+
+    async def start(self) -> None:
+        """Begin to read its messages."""
+        connection = socket.socket(fileno=os.dup(self._child.connection.fileno()))
+        reader, self._writer = await asyncio.open_connection(sock=connection)
+        self._tasks = [asyncio.create_task(self._receive(reader)), asyncio.create_task(self._look())]
+
+    async def make(self, session: Session, remembered: Remembered) -> Trajectory | Lost:
+        """Return a trajectory that the process makes, or the reason why it cannot.
+
+        Args:
+            session: Makes the requests of the trajectory in the run.
+            remembered: Answers that an earlier process got for this trajectory.
+        """
+        number = next(self._numbers)
+        remote = self._remotes[number] = RemoteTrajectory(session, KeptValues(dict(session.model_inputs)))
+        try:
+            begin = Begin(session.prompt, session.group_id, session.sampling, session.seed, session.model_inputs)
+            self._send(number, begin)
+            return await self._served(number, remote, remembered)
+        except asyncio.CancelledError:
+            self._send(number, Cancel())
+            raise
+        finally:
+            del self._remotes[number]
+
+    async def _served(self, number: int, remote: RemoteTrajectory, remembered: Remembered) -> Trajectory | Lost:
+        """Answer a trajectory until it ends."""
+        trajectory = remote.session.trajectory
+        message = await remote.messages.get()
+        while True:
+            match message:
+                case Asked():
+                    remote.is_waiting = True
+                    answer = await _answer(remote.session, message.request, remembered)
+                    remote.is_waiting = False
+                    self._send(number, Answer(message.number, answer))
+                case WaitsAside():
+                    remote.is_waiting = True
+                    message = await trajectory.wait_aside(remote.messages.get())
+                    remote.is_waiting = False
+                    continue
+                case Ended():
+                    self.num_ended += 1
+                    if isinstance(message.result, Exception):
+                        raise message.result
+                    return message.result
+                case Lost():
+                    return message
+                case GoesOn():
+                    pass
+            message = await remote.messages.get()
+
+    def _send(self, number: int, message: ToProcess) -> None:
+        if not self.has_ended:
+            kept = self._remotes[number].kept if number in self._remotes else KeptValues()
+            write(self._writer, number, kept.dumps(message))
+
+    async def _receive(self, reader: asyncio.StreamReader) -> None:
+        """Hand messages to their trajectories until the process has ended."""
+        try:
+            while True:
+                number, data = await read(reader)
+                if number == NO_TRAJECTORY:
+                    self._see(KeptValues().loads(data))
+                elif (remote := self._remotes.get(number)) is not None:
+                    remote.messages.put_nowait(_loaded(remote, data))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            await self._lose_ended()
+        finally:
+            self._writer.close()
+
+    def _see(self, message: FromProcess) -> None:
+        assert isinstance(message, Seen)
+        self._looks_unanswered = 0
+        for number, remote in self._remotes.items():
+            remote.session.trajectory.seen_at = message.places.get(number, "its start")
+
+    async def _lose_ended(self) -> None:
+        if not self.has_ended:
+            self._lose(Lost(Fault.DIED, await asyncio.to_thread(self._child.reason_of_end)))
+
+    def _lose(self, lost: Lost) -> None:
+        """Tell trajectories that the process has ended, the first time that this is noticed."""
+        if self.has_ended:
+            return
+        self.has_ended, entered = True, self._entered.number
+        for number, each in self._remotes.items():
+            has_ended_it = number == entered or (entered not in self._remotes and not each.is_waiting)
+            self.num_ended += has_ended_it
+            each.messages.put_nowait(lost if has_ended_it else replace(lost, fault=None))
+
+    async def _look(self) -> None:
+        """Look at the process while trajectories run, and kill it if its code blocks it for too long."""
+        while not self.has_ended:
+            await asyncio.sleep(LOOK_S)
+            if self._child.has_ended:  # another process may keep the connection open
+                await self._lose_ended()
+            if not any(not each.is_waiting for each in self._remotes.values()):
+                self._looks_unanswered = 0
+                continue
+            self._looks_unanswered += 1
+            if self._looks_unanswered == 1:
+                self._send(NO_TRAJECTORY, Look())
+            # Looks and not seconds are counted: this loop may rest, while the trainer has the engine.
+            blocked_s = LOOK_S * (self._looks_unanswered - 1)
+            if blocked_s == BLOCKED_S:
+                self._warn(
+                    f"has blocked the process of its trajectories for {blocked_s:.0f} s ({self._name_of_entered()}"
+                    f"{self._where()}), and all others wait meanwhile: await something that does not block, or await"
+                    " asyncio.to_thread(...)"
+                )
+            if blocked_s > self._longest_s:
+                what = f"its code blocked the process for more than {self._longest_s:g} s{self._where()}"
+                self._lose(Lost(Fault.TIMEOUT, what))
+                await asyncio.to_thread(self._child.kill)
+
+    def _name_of_entered(self) -> str:
+        remote = self._remotes.get(self._entered.number)
+        return "code that a trajectory has started" if remote is None else remote.session.trajectory.label
+
+    def _where(self) -> str:
+        """Return the line that blocks the process, of the main thread, which comes last in its file."""
+        self._stack.seek(0)
+        *_, last = self._stack.read().decode(errors="replace").split("(most recent call first):")
+        frames = _FRAME.findall(last)
+        return f", at {innermost(frames)}" if frames else ""
+
+
+def _loaded(remote: RemoteTrajectory, data: bytes) -> FromProcess | Lost:
+    """Return a message of a trajectory. One that cannot be read is its fault."""
+    try:
+        return remote.kept.loads(data)
+    except Exception as error:
+        return Lost(Fault.ERROR, f"it sent a message that cannot be read: {one_line(error)}")
+
+
+async def _answer(
+    session: Session, request: GenerationRequest | ScoringItem, remembered: Remembered
+) -> GeneratedSequence | Score:
+    """Return the answer to a request, which an earlier attempt may have got."""
+    if isinstance(request, ScoringItem):
+        return await session.trajectory.score(request)
+    key = (request.token_ids, request.seed, request.sampling)
+    if key not in remembered:
+        remembered[key] = await session.trajectory.generate(request)
+    return remembered[key]

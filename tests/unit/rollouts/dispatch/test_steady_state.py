@@ -1,0 +1,122 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Steady state with lognormal lengths: no length is favoured (A23), and nobody waits beyond a deadline (A8)."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nemo_rl_moe.rollouts.dispatch.dispatcher import Dispatcher
+from nemo_rl_moe.rollouts.dispatch.staleness import POLICIES, QueueView, StalenessPolicy
+from tests.support.quick_list import some_of
+from tests.support.scripted_rollouts import ScriptedRun, red_on
+from tests.support.virtual_clock import run_virtually
+
+NUM_STEPS, WARM_UP, GROUPS_PER_STEP = 220, 20, 4
+MOST_STANDARD_ERRORS = 4.0
+DEADLINE_S = 12.0
+"""About one group in seventy takes longer."""
+
+
+def seconds_of(position: int, attempt: int, seed: int) -> float:
+    """Return the seconds of a group: lognormal, of median 1 and mean 1.65; each attempt draws its own."""
+    return float(np.random.default_rng([seed, position, attempt]).lognormal(sigma=1.0))
+
+
+def standard_errors(consumed: set[tuple[int, int]], generated: set[tuple[int, int]], seed: int) -> float:
+    """Return the distance of two samples' mean lengths in its standard errors; groups in both cancel out."""
+    lengths = {key: seconds_of(*key, seed) for key in consumed | generated}
+    means = [np.mean([lengths[key] for key in keys]) for keys in (consumed, generated)]
+    in_both = len(consumed & generated) / (len(consumed) * len(generated))
+    variance = np.var(list(lengths.values())) * (1 / len(consumed) + 1 / len(generated) - 2 * in_both)
+    return float(abs(means[0] - means[1]) / np.sqrt(variance))
+
+
+async def distance_at_steady_state(seed: int, **options: Any) -> float:
+    """Return the distance between what was trained on and what was begun in the same steps."""
+    num_prompts = GROUPS_PER_STEP * (NUM_STEPS + 10)
+    run = ScriptedRun(
+        lambda ticket: seconds_of(ticket.position, ticket.attempt, seed),
+        groups_per_step=GROUPS_PER_STEP,
+        max_staleness=3,
+        num_prompts=num_prompts,
+        **options,
+    )
+    run.dispatcher.start()
+    await run.train(WARM_UP)
+    num_begun = len(run.dispatched)
+    await run.train(NUM_STEPS - WARM_UP)
+    found = [group.ticket for batch in run.batches[WARM_UP:] for group in batch.groups]
+    consumed = {(ticket.position, ticket.attempt) for ticket in found}
+    generated = {(ticket.position, ticket.attempt) for ticket in run.dispatched[num_begun:]}
+    assert len(consumed) == GROUPS_PER_STEP * (NUM_STEPS - WARM_UP)
+    return standard_errors(consumed, generated, seed)
+
+
+@pytest.mark.parametrize("target_lag", some_of([1, 3], 1))
+@pytest.mark.parametrize("policy", ["in_order", "windowed", "ready_first"])
+def test_a23_what_is_trained_on_is_as_long_as_what_is_generated(policy: str, target_lag: int) -> None:
+    """With a target below the bound, short groups overtake long ones."""
+    distance = run_virtually(distance_at_steady_state(0, policy=policy, target_lag=target_lag))
+    assert distance < MOST_STANDARD_ERRORS
+
+
+def trains_on_the_shortest(patch: pytest.MonkeyPatch) -> None:
+    """Take the shortest of what is finished, and cancel what gets too old."""
+
+    def shortest_first(view: QueueView) -> list[int]:
+        lengths = {each.position: seconds_of(each.position, 0, 0) for each in view.ready}
+        return sorted(lengths, key=lengths.__getitem__)[: view.num_needed]
+
+    patch.setitem(POLICIES, "windowed", shortest_first)  # type: ignore[arg-type]
+    patch.setattr(StalenessPolicy, "_claims", lambda self, groups, version: [(groups, self.bounds.groups_per_step)])
+
+
+def cancels_what_runs(patch: pytest.MonkeyPatch) -> None:
+    right = Dispatcher.update_pending
+
+    async def update_pending(self: Any, version: int) -> None:
+        self._partial = "discard"
+        await right(self, version)
+
+    patch.setattr(Dispatcher, "update_pending", update_pending)
+
+
+@red_on(trains_on_the_shortest, cancels_what_runs)
+async def test_a23_short_groups_that_are_favoured_are_seen() -> None:
+    assert await distance_at_steady_state(0, policy="windowed") < MOST_STANDARD_ERRORS
+
+
+async def train_with_deadline(**options: Any) -> ScriptedRun:
+    run = ScriptedRun(
+        lambda ticket: 2 * seconds_of(ticket.position, 0, 0),
+        groups_per_step=GROUPS_PER_STEP,
+        num_prompts=400,
+        deadline_s=DEADLINE_S,
+        **options,
+    )
+    run.dispatcher.start()
+    await run.train()
+    await run.stop()
+    run.check_each_group_ended_once()
+    return run
+
+
+def has_no_deadline(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Dispatcher, "_expire", lambda self, live: None)
+
+
+@red_on(has_no_deadline)
+async def test_a08_nobody_waits_for_the_slowest_longer_than_the_deadline() -> None:
+    """A prompt comes again once, and where it is given up, the step waits for another one."""
+    for policy, max_staleness in (("in_order", 0), ("in_order", 2), ("windowed", 2)):
+        run = await train_with_deadline(policy=policy, max_staleness=max_staleness)
+        late = [each for each in run.cancelled if each.reason == "deadline"]
+        given_up = {each.position for each in run.cancelled if each.is_given_up}
+        assert given_up
+        assert [each.lost_s for each in late] == pytest.approx([DEADLINE_S] * len(late))
+        for batch in run.batches:
+            num_groups = 1 + sum(each.is_given_up for each in batch.cancelled)
+            assert batch.waited_s <= 2 * DEADLINE_S * num_groups
+        assert len(run.positions) + len(given_up) > 400 - GROUPS_PER_STEP
