@@ -167,7 +167,7 @@ def test_three_loggers_hold_plots_of_the_load(run: FinishedRun) -> None:
 
 
 def test_a_healthy_run_has_no_alert(run: FinishedRun) -> None:
-    assert "warning" not in run.output
+    assert "warning: step " not in run.output
     (file,) = wandb_files(run.run_folder / "wandb")
     assert list(wandb_records(file, "alert")) == []
 
