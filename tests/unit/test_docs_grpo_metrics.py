@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of metrics in `docs/grpo.md` and `docs/gpu.md` against what the code can produce."""
+"""The tables of metrics in `docs/grpo-reference.md` and `docs/gpu.md` against what the code can produce."""
 
 import re
 from dataclasses import replace
@@ -25,7 +25,9 @@ from nemo_rl_moe.rollouts.trajectory import KEPT_MASS
 from tests.support.grpo_fakes import LEAVE_OUT, PAD_TOKEN, trajectory
 from tests.support.trajectories import tokens_of, with_tokens
 from tests.unit.algorithms.policy_loss_reference import config_of, random_inputs
-from tests.unit.test_docs_examples import DOCS, GRPO_PAGE, documented_keys
+from tests.unit.test_docs_examples import DOCS, documented_keys
+
+METRICS_OF_GRPO = DOCS / "grpo-reference.md"
 
 
 def unfolded(key: str) -> set[str]:
@@ -73,7 +75,7 @@ def step_metrics(environment: str = "") -> dict[str, float]:
 
 
 def test_table_has_every_training_metric_and_no_other() -> None:
-    table = {key for cell in documented_keys(GRPO_PAGE) for key in unfolded(cell)}
+    table = {key for cell in documented_keys(METRICS_OF_GRPO) for key in unfolded(cell)}
     elsewhere = {"train/moe/...", "train/by_lag/...", "train/env/NAME/..."}
     assert {key for key in table if key.startswith("train/")} - elsewhere == training_keys()
 

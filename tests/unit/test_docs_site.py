@@ -131,7 +131,7 @@ def test_key_without_words_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         ("docs/sft.md", "../examples/configs/sft.yaml", "examples/configs/sft.yaml"),
         ("docs/sft.md", "https://example.org/docs/sft.md", "https://example.org/docs/sft.md"),
         ("README.md", "docs/sft.md#data", "sft.md#data"),
-        ("README.md", "docs/images/grpo.png", "images/grpo.png"),
+        ("README.md", "docs/images/demo.png", "images/demo.png"),
         ("README.md", "LICENSE", "LICENSE"),
         ("CONTRIBUTING.md", "README.md", "index.md"),
     ],
