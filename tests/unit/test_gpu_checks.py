@@ -83,7 +83,7 @@ def test_checks_end_by_the_limit_of_all(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_the_page_says_how_long_all_checks_may_take(repository_root: Path) -> None:
     minutes = -(-sum(check.limit_s for check in CHECKS) // 60)
-    assert f"Their limits add up to {minutes:.0f} minutes" in (repository_root / "docs/gpu.md").read_text()
+    assert f"It takes at most {minutes:.0f} minutes" in (repository_root / "docs/gpu.md").read_text()
 
 
 def test_memory_that_plan_reports_wrongly() -> None:
