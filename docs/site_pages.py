@@ -1,14 +1,19 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Where the repository's files stand in the site, and what else of a page changes on the way there."""
+"""Paths of the repository's files in the site, and what else changes on a page."""
 
 import html
 import posixpath
 import re
 from collections.abc import Callable, Iterator
 
-PAGES_FROM_ROOT = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
-"""Pages that stand outside of `docs/`, to their place in the site."""
+PAGES_FROM_ROOT = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "DECISIONS.md": "decisions.md",
+    "CHANGELOG.md": "changelog.md",
+}
+"""Pages outside of `docs/`, with their path in the site."""
 _LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 _MATHEMATICS = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 _SHALLOW_LIST = re.compile(r"^ {1,3}(?:[-*]|\d+\.) .*", re.MULTILINE)

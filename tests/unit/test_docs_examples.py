@@ -43,7 +43,10 @@ from tests.support.tiny_model import layout, tiny_policy
 from tests.support.training_run import RunSettings, train_run
 
 DOCS = REPOSITORY_ROOT / "docs"
-PAGES = [REPOSITORY_ROOT / "README.md", REPOSITORY_ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+PAGES = [
+    *(REPOSITORY_ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "DECISIONS")),
+    *sorted(DOCS.rglob("*.md")),
+]
 METRICS_PAGE = DOCS / "moe-metrics.md"
 GRPO_PAGE = DOCS / "grpo.md"
 EXAMPLE_AGENT = REPOSITORY_ROOT / "examples/agents/add_with_a_tool.yaml"
