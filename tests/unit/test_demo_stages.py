@@ -33,7 +33,14 @@ with (folder / "started").open("a") as file:
     file.write(f"{{os.getpid()}}\\n")
 time.sleep(60)
 """
-DEMO = "import sys; sys.executable = sys.argv[1]; from {module} import main; sys.exit(main(sys.argv[2:]))"
+# A hangup is not ignored, as it is if the tests run under nohup.
+DEMO = """\
+import signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+sys.executable = sys.argv[1]
+from {module} import main
+sys.exit(main(sys.argv[2:]))
+"""
 DEMOS = ("real_demo", "tools_demo")
 
 

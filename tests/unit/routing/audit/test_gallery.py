@@ -18,7 +18,7 @@ from tests.conftest import REPOSITORY_ROOT
 FAULTS = REPOSITORY_ROOT / "examples" / "audit" / "faults"
 PAGE = (REPOSITORY_ROOT / "docs" / "gallery.md").read_text(encoding="utf-8")
 SHOWN = dict(re.findall(r"^```\nnemo-rl-moe audit (\S+)\n((?:error: .*\n)*)```$", PAGE, re.MULTILINE))
-IN_NUMBERS = dict(re.findall(r"\| `nemo-rl-moe audit (\S+)` \| `([^`]+)`", PAGE))
+IN_NUMBERS = dict(re.findall(r"`nemo-rl-moe audit (\S+)` shows it in the row `([^`]+)`", PAGE))
 
 
 def script() -> ModuleType:
@@ -50,7 +50,7 @@ def test_the_page_shows_what_is_printed(
 
 
 @pytest.mark.parametrize("path", IN_NUMBERS)
-def test_the_table_shows_the_fault(
+def test_the_numbers_show_the_fault(
     path: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(REPOSITORY_ROOT)
