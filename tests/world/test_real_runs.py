@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of a released model with experts: a separate engine, replayed, each refit checked; a resume; the quickstart."""
+"""Runs of a released model with experts: a separate engine, replayed, each refit checked; a resume; a reward of its page."""
 
 import re
 import shutil
@@ -63,8 +63,8 @@ def test_a_resumed_run_goes_on_to_the_bit(own_engine: MetricHistory, tmp_path: P
     assert {key: history[key] for key in shared} == shared
 
 
-def test_the_quickstart_teaches_opposites(tmp_path: Path) -> None:
-    page = sft_runs.REPOSITORY_ROOT / "docs/quickstart.md"
+def test_the_page_teaches_opposites(tmp_path: Path) -> None:
+    page = sft_runs.REPOSITORY_ROOT / "docs/real-model.md"
     files = re.findall(r"^```\w+\n# (\w+\.(?:py|yaml))\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
     for name, text in files:
         (tmp_path / name).write_text(text)
