@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of a released model with experts: a separate engine, replayed, each refit checked; a resume; a reward of its page."""
+"""Runs of a released model with experts: a separate engine, replayed, each refit checked; a resume; its page's task."""
 
 import re
 import shutil
