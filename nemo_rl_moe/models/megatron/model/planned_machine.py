@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A machine with GPUs and Transformer Engine, for planning configurations on another one."""
+"""A pretended machine with GPUs and Transformer Engine, to plan a configuration on a machine without."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from megatron.core.transformer.moe import moe_utils
 from nemo_rl_moe.models.megatron.model import transformer_config as project_config
 
 _RELEASE = (2, 14)
-"""Release of Transformer Engine that is taken for granted."""
+"""Assumed release of Transformer Engine."""
 _KERNELS = (
     (rope_utils, "fused_apply_rotary_pos_emb"),
     (moe_utils, "fused_permute"),
@@ -22,7 +22,7 @@ _KERNELS = (
     (moe_utils, "fused_sort_chunks_by_index_with_probs"),
     (moe_utils, "fused_unpermute"),
 )
-"""Names that Megatron-Core does not bind, or binds to None, without Transformer Engine, and looks at when it checks."""
+"""Names that Megatron-Core's checks look up, and that are unbound or None without Transformer Engine."""
 _MISSING = object()
 
 
@@ -33,7 +33,7 @@ def _has_release(wanted: str, check_equality: bool = True) -> bool:
 
 @contextmanager
 def planned_with_gpus() -> Iterator[None]:
-    """Make TransformerConfigs as on a machine with GPUs; nothing may be built from them here."""
+    """Make TransformerConfigs as on a machine with GPUs. No model can be built from them here."""
     replaced: list[tuple[Any, str, Any]] = [
         (project_config, "has_transformer_engine", lambda: True),
         (project_config, "_transformer_engine_version", lambda: _RELEASE),
