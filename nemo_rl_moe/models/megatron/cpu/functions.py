@@ -44,26 +44,29 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return losses.view(sequence, batch).t()
 
 
+def _multiply(
+    layer: ColumnParallelLinear | RowParallelLinear, inputs: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Multiply `[..., input_size]` by the weight. Return the product, and the bias if the caller adds it."""
+    if layer.skip_bias_add:
+        return F.linear(inputs, weight), layer.bias
+    return F.linear(inputs, weight, layer.bias), None
+
+
 class PlainColumnLinear(ColumnParallelLinear):
     """`ColumnParallelLinear` for a tensor-parallel group of one rank."""
 
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Multiply `[..., input_size]` by the weight. Return the product, and a bias if the caller adds it."""
-        chosen = self.weight if weight is None else weight
-        if self.skip_bias_add:
-            return F.linear(input_, chosen), self.bias
-        return F.linear(input_, chosen, self.bias), None
+        return _multiply(self, input_, self.weight if weight is None else weight)
 
 
 class PlainRowLinear(RowParallelLinear):
     """`RowParallelLinear` for a tensor-parallel group of one rank."""
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        if self.skip_bias_add:
-            return F.linear(input_, self.weight), self.bias
-        return F.linear(input_, self.weight, self.bias), None
+        return _multiply(self, input_, self.weight)
 
 
 def rms_normalize(inputs: Tensor, eps: float) -> Tensor:

@@ -140,15 +140,6 @@ _REQUIRED: Mapping[FastModule, Mapping[str, Any]] = {
 }
 
 
-def _divides_query_groups(config: TransformerConfig) -> bool:
-    return config.num_query_groups % config.tensor_model_parallel_size == 0
-
-
-def _balances_by_losses(config: TransformerConfig) -> bool:
-    # A list of several losses is supported.
-    return config.moe_router_load_balancing_type not in ("sinkhorn", "quantile_balancing")
-
-
 def _looks_back_only(config: TransformerConfig) -> bool:
     window = config.window_size
     return config.softmax_type in ("vanilla", "learnable") and (window is None or (window[0] >= 0 and window[1] == 0))
@@ -156,8 +147,9 @@ def _looks_back_only(config: TransformerConfig) -> bool:
 
 _FURTHER: Mapping[FastModule, Callable[[TransformerConfig], bool]] = {
     "sink_attention": _looks_back_only,
-    "self_attention": _divides_query_groups,
-    "local_routing": _balances_by_losses,
+    "self_attention": lambda config: config.num_query_groups % config.tensor_model_parallel_size == 0,
+    # A list of several losses is supported.
+    "local_routing": lambda config: config.moe_router_load_balancing_type not in ("sinkhorn", "quantile_balancing"),
 }
 
 

@@ -3,8 +3,9 @@
 """A pretended machine with GPUs and Transformer Engine, to plan a configuration on a machine without."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.transformer import transformer_config
@@ -23,7 +24,6 @@ _KERNELS = (
     (moe_utils, "fused_unpermute"),
 )
 """Names that Megatron-Core's checks look up, and that are unbound or None without Transformer Engine."""
-_MISSING = object()
 
 
 def _has_release(wanted: str, check_equality: bool = True) -> bool:
@@ -40,17 +40,10 @@ def planned_with_gpus() -> Iterator[None]:
         (transformer_config, "is_te_min_version", _has_release),
         *((module, name, _not_here) for module, name in _KERNELS if getattr(module, name, None) is None),
     ]
-    before = [(module, name, getattr(module, name, _MISSING)) for module, name, _ in replaced]
-    for module, name, value in replaced:
-        setattr(module, name, value)
-    try:
+    with ExitStack() as stack:
+        for module, name, value in replaced:
+            stack.enter_context(patch.object(module, name, value, create=True))
         yield
-    finally:
-        for module, name, value in before:
-            if value is _MISSING:
-                delattr(module, name)
-            else:
-                setattr(module, name, value)
 
 
 def _not_here(*arguments: Any, **keywords: Any) -> Any:

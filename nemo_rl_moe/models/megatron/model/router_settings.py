@@ -1,6 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Origin of each router setting in force, and the `config.json` of exported weights with these settings."""
+"""Origin of each router setting in force, and the `config.json` of exported weights with these settings.
+
+Weights do not show with which settings they were trained.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -54,16 +57,18 @@ def setting_sources(
     family = family_of(hf_config)
     own = family.transformer_fields(hf_config)
     chosen = policy.megatron_cfg.moe_transformer_fields
+    freezing = {
+        "policy.freeze.language_model": policy.freeze.language_model,
+        "policy.lora": policy.lora is not None,
+        "policy.megatron_cfg.freeze_moe_router": policy.megatron_cfg.freeze_moe_router,
+    }
+    frozen_by = next((key for key, freezes in freezing.items() if freezes), None)
     sources = {}
     for name in effective_moe_configuration(config):
         if name in FORCED_ROUTING_FIELDS or name in chosen:
             sources[name] = f"policy.megatron_cfg{_what_it_replaces(name, own, chosen)}"
-        elif name == BIAS_RATE and policy.freeze.language_model:
-            sources[name] = "follows from policy.freeze.language_model"
-        elif name == BIAS_RATE and policy.lora is not None:
-            sources[name] = "follows from policy.lora"
-        elif name == BIAS_RATE and policy.megatron_cfg.freeze_moe_router:
-            sources[name] = "follows from policy.megatron_cfg.freeze_moe_router"
+        elif name == BIAS_RATE and frozen_by is not None:
+            sources[name] = f"follows from {frozen_by}"
         elif name == "moe_router_load_balancing_type" and own.get(name) != getattr(config, name):
             sources[name] = "follows from policy.megatron_cfg.moe_aux_loss_coeff"
         elif name in family.router_fields:
