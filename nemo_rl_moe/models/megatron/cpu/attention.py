@@ -15,12 +15,12 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-# Padding packed sequences to the longest saves calls; with more rows than this share a call each is faster.
+# Up to this share of rows, one call with packed sequences padded to the longest is faster than a call for each.
 _LARGEST_PADDED_SHARE = 1.5
 
 
 def packed_lengths(packed: PackedSeqParams, total: int) -> list[int]:
-    """Return the lengths of the packed sequences, including their own padding."""
+    """Return the lengths of the packed sequences, with the padding of each."""
     if packed.qkv_format != "thd":
         raise ValueError(f"packed sequences: qkv_format must be 'thd', got {packed.qkv_format!r}")
     padded = packed.cu_seqlens_q_padded
@@ -39,46 +39,43 @@ def worth_padding(lengths: list[int]) -> bool:
 class PaddedBatch:
     """Padded batch `[longest, sequences]` of packed sequences.
 
-    Padding follows each sequence, where causal attention of real tokens never looks.
+    Padding follows each sequence, so that causal attention of real tokens does not see it.
 
     Attributes:
-        places: `[tokens]`, index of each token in the flattened batch.
+        positions: `[tokens]`, index of each token in the flattened batch.
     """
 
     longest: int
     sequences: int
-    places: Tensor
+    positions: Tensor
 
     @classmethod
     def of(cls, lengths: list[int]) -> "PaddedBatch":
-        # The same few tensors for every layer of a microbatch are cheaper to make than to keep.
-        places = [torch.arange(length).mul_(len(lengths)).add_(index) for index, length in enumerate(lengths)]
-        return cls(max(lengths), len(lengths), torch.cat(places))
+        # Cheap enough to repeat for every layer of a microbatch.
+        positions = [torch.arange(length).mul_(len(lengths)).add_(index) for index, length in enumerate(lengths)]
+        return cls(max(lengths), len(lengths), torch.cat(positions))
 
     def pad(self, packed: Tensor) -> Tensor:
-        """Pad `[tokens, ...]` to `[longest, sequences, ...]`, zero where there is no token."""
+        """Pad `[tokens, ...]` to `[longest, sequences, ...]` with zeros."""
         rows = packed.new_zeros(self.longest * self.sequences, *packed.shape[1:])
-        return rows.index_copy(0, self.places, packed).view(self.longest, self.sequences, *packed.shape[1:])
+        return rows.index_copy(0, self.positions, packed).view(self.longest, self.sequences, *packed.shape[1:])
 
     def unpad(self, padded: Tensor) -> Tensor:
         """Join `[longest, sequences, ...]` to `[tokens, ...]`."""
-        return padded.flatten(0, 1).index_select(0, self.places)
+        return padded.flatten(0, 1).index_select(0, self.positions)
 
 
 def causal_mask(queries: int, keys: int, device: torch.device | None = None, window: int | None = None) -> Tensor:
-    """Return a mask `[queries, keys]`, True where a query may look; the last query belongs to the last key."""
+    """Return a mask `[queries, keys]`, True if a query sees a key. The last query belongs to the last key."""
     allowed = torch.ones(queries, keys, dtype=torch.bool, device=device).tril_(keys - queries)
     return allowed if window is None else allowed.triu_(keys - queries - window + 1)
 
 
 def require_causal(attention_mask: Tensor | None, queries: int, keys: int) -> None:
-    """Refuse every attention mask except the causal one, or None, which means causal.
+    """Raise a ValueError unless the attention mask is causal or None, which means causal.
 
     Args:
-        attention_mask: As in Megatron-Core: True where a query must not look; broadcasts to `[..., queries, keys]`.
-
-    Raises:
-        ValueError: The mask is not causal.
+        attention_mask: Megatron-Core's, True if a query must not see a key. It broadcasts to `[..., queries, keys]`.
     """
     if attention_mask is None:
         return
@@ -95,14 +92,14 @@ def causal_attention(
 ) -> Tensor:
     """Compute causal attention in Megatron's layout.
 
-    With more keys than queries the queries are the last positions, as when decoding with cached keys.
+    With more keys than queries, the queries are the last positions, as in decoding with cached keys.
 
     Args:
         query: `[queries, batch, heads, dim]`.
         key: `[keys, batch, groups, dim]`, heads a multiple of groups.
         value: `[keys, batch, groups, value_dim]`.
-        scale: Factor of the scores; None means `dim ** -0.5`.
-        window: Number of keys that a query sees, its own included; None: all up to its own.
+        scale: Factor of the scores, `dim ** -0.5` by default.
+        window: Number of keys that a query sees including its own, all by default.
 
     Returns:
         `[queries, batch, heads * value_dim]`.
@@ -113,11 +110,11 @@ def causal_attention(
         key, value = key[-window:], value[-window:]
     keys, groups = key.shape[0], key.shape[2]
     if queries == 1:
-        # Nothing is hidden from the last position, and the heads of one group can share a product.
+        # The last position sees all keys, and the heads of one group can share a product.
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         query = query.reshape(batch, groups, heads // groups, dim)
         return F.scaled_dot_product_attention(query, key, value, scale=scale).reshape(1, batch, width)
-    # torch aligns its causal mask to the first key, which is right only for as many keys as queries.
+    # torch aligns its causal mask to the first key, which is wrong with more keys than queries.
     plain = queries == keys and window is None
     mask = None if plain else causal_mask(queries, keys, query.device, window)
     return masked_attention(query, key, value, mask, scale).reshape(queries, batch, width)
@@ -126,17 +123,10 @@ def causal_attention(
 def masked_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None = None
 ) -> Tensor:
-    """Compute attention in Megatron's layout under a mask.
+    """Compute attention under a mask, with the shapes of `causal_attention`, to `[queries, batch, heads, value_dim]`.
 
     Args:
-        query: `[queries, batch, heads, dim]`.
-        key: `[keys, batch, groups, dim]`, heads a multiple of groups.
-        value: `[keys, batch, groups, value_dim]`.
-        mask: `[queries, keys]`, True where a query may look at a key; None: causal, with as many keys as queries.
-        scale: Factor of the scores; None means `dim ** -0.5`.
-
-    Returns:
-        `[queries, batch, heads, value_dim]`.
+        mask: `[queries, keys]`, True if a query sees a key. None is causal, with the same number of keys and queries.
     """
     shares_keys = query.shape[2] != key.shape[2]
     query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
@@ -155,7 +145,7 @@ def packed_attention(
         query: `[tokens, heads, dim]`.
         key: `[tokens, groups, dim]`.
         value: `[tokens, groups, value_dim]`.
-        lengths: Of the sequences, adding up to `tokens`.
+        lengths: Lengths of the sequences, with sum `tokens`.
 
     Returns:
         `[tokens, heads * value_dim]`.
@@ -170,11 +160,7 @@ def packed_attention(
 
 
 class SDPAttention(MegatronModule):
-    """Core attention for Megatron-Core's `SelfAttention` and `MLASelfAttention`: causal only, no dropout.
-
-    Raises:
-        ValueError: Another `attn_mask_type`.
-    """
+    """Core attention for Megatron-Core's `SelfAttention` and `MLASelfAttention`: causal only, no dropout."""
 
     def __init__(
         self,
@@ -197,12 +183,12 @@ class SDPAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Attend to whole sequences or, with `packed_seq_params`, inside each sequence of a pack."""
+        """Attend to full sequences or, with `packed_seq_params`, inside each sequence of a pack."""
         if attention_bias is not None:
             raise ValueError("attention_bias is not supported here; choose Megatron-Core's own layer spec")
         queries, keys = query.shape[0], key.shape[0]
         if queries > 1:
-            # Nothing is hidden from one query: Megatron then says that there is no mask.
+            # A single query sees all keys, and Megatron's type for it is "no mask".
             _require_causal_type(attn_mask_type)
         require_causal(attention_mask, queries, keys)
         if packed_seq_params is not None:

@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Attention with a key-value cache in evaluation: keys are cached after rotation, and prompts may be left-padded.
+"""Attention with a key-value cache in evaluation. Prompts may be left-padded.
 
-Megatron-Core caches unrotated keys and rotates all of them at every token.
+Keys are cached after rotation. Megatron-Core caches unrotated keys, and rotates all of them at every token.
 """
 
 from collections.abc import Callable
@@ -25,22 +25,22 @@ class Rotation:
     """Cosines and sines of a batch's rotary angles, shared by all layers.
 
     Args:
-        factor: Of cosines and sines.
+        factor: Factor of cosines and sines.
 
     Attributes:
-        rotated: Entries of a head that are rotated, its first ones.
+        rotated: Number of a head's first entries that are rotated.
     """
 
     def __init__(self, angles: Float[Tensor, "slots rows_or_1 1 rotated"], head_dim: int, factor: float = 1.0):
         self.rotated = angles.shape[-1]
-        # Those behind it are turned by nothing.
+        # The other entries have angle 0.
         angles = F.pad(angles, (0, head_dim - self.rotated))[:, :, :, None]
         self.cosines: Float[Tensor, "slots rows_or_1 1 1 dim"] = angles.cos() * factor
         self.sines: Float[Tensor, "slots rows_or_1 1 1 dim"] = angles.sin() * factor
 
     @property
     def of_rows(self) -> bool:
-        """Return whether each row has its own angles."""
+        """Whether angles differ between rows."""
         return self.cosines.shape[1] > 1
 
     def swap_halves(self, heads: Float[Tensor, "*batch dim"]) -> Float[Tensor, "*batch dim"]:
@@ -59,11 +59,11 @@ class Rotation:
 class PaddedInferenceContext(StaticInferenceContext):
     """A key-value cache for `CachedForward` with optional padding at the beginning of rows.
 
-    As rotary embedding is relative, the padding shifts a row's positions and changes nothing else.
+    Padding shifts a row's positions, which changes no result because rotary embedding is relative.
 
     Args:
-        num_slots: Tokens of each row, padding included.
-        num_pads: Padding before each row; None where there is none.
+        num_slots: Number of tokens of each row, with padding.
+        num_pads: Number of padding tokens before each row, none by default.
     """
 
     def __init__(self, num_rows: int, num_slots: int, rotation: Rotation, num_pads: Int[Tensor, " rows"] | None = None):
@@ -83,14 +83,17 @@ class PaddedInferenceContext(StaticInferenceContext):
         self._mask = None
 
     def padding(self, queries: int) -> Bool[Tensor, "queries rows 1"] | None:
-        """Return which of the next slots are padding; None: none is, as after the prompts."""
+        """Return which of the next slots are padding, or None without padding, as after the prompts."""
         if self._hidden_slots is None or queries == 1:
             return None
         first = self.sequence_len_offset
         return self._hidden_slots[:, 0, 0, first : first + queries].t().unsqueeze(-1)
 
     def added_mask(self, queries: int, dtype: torch.dtype) -> Float[Tensor, "rows 1 queries keys"] | None:
-        """Return an additive mask of the next slots: minus infinity for padding and later slots; None: no padding."""
+        """Return an additive mask of the next slots, minus infinity for padding and later slots. None without padding.
+
+        All layers share it.
+        """
         if self._hidden_slots is None:
             return None
         first = self.sequence_len_offset
@@ -98,11 +101,10 @@ class PaddedInferenceContext(StaticInferenceContext):
             keys = first + queries
             hidden = self._hidden_slots[..., :keys]
             if queries > 1:
-                # Padding itself must look at something: of no keys at all the softmax is not a number.
+                # Padding sees padding: the softmax of no keys at all is not a number.
                 hidden = hidden & ~self._hidden_slots[..., first:keys].transpose(2, 3)
                 hidden = hidden | ~causal_mask(queries, keys, hidden.device)
             mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
-            # The same for all layers.
             self._mask = ((first, queries), mask)
         return self._mask[1]
 
@@ -114,11 +116,11 @@ def attend_to_cache(
     context: PaddedInferenceContext,
     scale: float,
 ) -> Float[Tensor, "queries rows heads_value_dim"]:
-    """Attend to the whole cache; several queries only where it holds nothing else."""
+    """Attend to the full cache. Several queries must be all that it holds."""
     queries, rows, _, heads, _ = query.shape
     mask = context.added_mask(queries, query.dtype)
     if queries == 1:
-        # The heads of a group share its keys: together they are a list of queries.
+        # The heads of a group share its keys, and form a list of queries.
         attended = F.scaled_dot_product_attention(query[0], keys, values, attn_mask=mask, scale=scale)
         return attended.reshape(1, rows, -1)
     attended = F.scaled_dot_product_attention(
@@ -138,7 +140,7 @@ class HeadNorm:
     """Norm of the query heads of a group and of its key.
 
     Attributes:
-        normalize: Without the factors of `weight`; may overwrite its input.
+        normalize: Normalises without the factors `weight`. It may overwrite its input.
     """
 
     normalize: Callable[[Float[Tensor, "queries rows groups heads dim"]], Tensor]
@@ -168,25 +170,21 @@ class HeadNorm:
 
 
 class SelfAttentionCache:
-    """Keys and values of one layer, and attention to them.
-
-    Attributes:
-        keys_and_values: Keys normalised and rotated.
-    """
+    """Cache of one layer's keys, normalised and rotated, and values, and attention to them."""
 
     def __init__(self, context: PaddedInferenceContext, layout: HeadLayout, norm: HeadNorm, scale: float):
         self._context, self._layout, self._scale = context, layout, scale
         self._normalize, self._weight = norm.normalize, norm.weight
-        # The other half of each weight, the first half negative.
+        # Weights with swapped halves, the first half negative.
         self._swapped = context.rotation.swap_halves(norm.weight).clone()
         self._swapped[..., : context.rotation.rotated // 2] *= -1
         shape = (context.max_batch_size, layout.groups, 2, context.max_sequence_length, layout.dim)
         self.keys_and_values: Float[Tensor, "rows groups 2 slots dim"] = norm.weight.new_empty(shape)
-        # Where rows differ, the products of all slots would take more memory than the keys and values.
+        # If rows differ, the products of all slots would take more memory than the keys and values.
         self._products = None if context.rotation.of_rows else self._products_of(slice(None))
 
     def _factors(self, slots: slice) -> tuple[Float[Tensor, "some rows_or_1 1 heads dim"], ...]:
-        """Return cosines and sines times the norms' weights, for heads and for their swapped halves."""
+        """Return cosines times the norms' weights, and sines times the swapped weights."""
         if self._products is None:
             return self._products_of(slots)
         return tuple(product[slots] for product in self._products)
@@ -196,15 +194,15 @@ class SelfAttentionCache:
         return rotation.cosines[slots] * self._weight, rotation.sines[slots] * self._swapped
 
     def keep_rows(self, rows: Int[Tensor, " kept"]) -> None:
-        """Keep some rows, except in the rotation, which layers share."""
+        """Drop all other rows, except in the rotation, which layers share."""
         self.keys_and_values = self.keys_and_values.index_select(0, rows)
 
     def attend(self, mixed: Float[Tensor, "queries rows mixed"]) -> Float[Tensor, "queries rows heads_dim"]:
-        """Normalise and rotate new queries and keys, cache keys and values, and attend to the whole cache.
+        """Normalise and rotate new queries and keys, cache keys and values, and attend to the full cache.
 
         Args:
-            mixed: Queries, keys and values in Megatron-Core's layout; overwritten. Several slots only into an empty
-                cache.
+            mixed: Queries, keys and values in Megatron-Core's layout, which are overwritten. Several slots need an
+                empty cache.
         """
         queries, rows, _ = mixed.shape
         heads, first = self._layout.heads_per_group, self._context.sequence_len_offset

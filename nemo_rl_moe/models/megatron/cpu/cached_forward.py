@@ -30,7 +30,7 @@ Apply = Callable[[Tensor], Tensor]
 
 
 def has_cached_forward(chunk: Any) -> bool:
-    """Return True for a GPTModel chunk whose modules `CachedForward` supports."""
+    """Return whether `CachedForward` supports the modules of a chunk."""
     return (
         isinstance(chunk, FastGPTModel)
         and eligible("cached_forward", chunk.config)
@@ -50,17 +50,17 @@ def _is_known(layer: Any) -> bool:
 
 
 def rotation_of(chunk: Any, num_slots: int, positions: Tensor | None = None) -> Rotation:
-    """Return the rotation of a batch's slots, or of image positions.
+    """Return the rotation of a batch's slots.
 
     Args:
-        positions: `[3, rows, slots]`, of a model whose positions have three coordinates.
+        positions: `[3, rows, slots]`, if the model's positions have three coordinates.
     """
     config = chunk.config
-    # Megatron keeps the angles of each length: made in inference mode, no training could use them.
+    # Megatron caches the angles of each length. Training could not use tensors from inference mode.
     with torch.inference_mode(False), torch.no_grad():
         if config.multi_latent_attention:
             angles = chunk.decoder.layers[0].self_attention.rotary_pos_emb(num_slots, packed_seq=False)
-            # YaRN's come with a factor.
+            # YaRN also returns a factor.
             angles, factor = angles if isinstance(angles, tuple) else (angles, 1.0)
             return Rotation(angles, config.qk_pos_emb_head_dim, factor)
         if positions is not None:
@@ -69,12 +69,12 @@ def rotation_of(chunk: Any, num_slots: int, positions: Tensor | None = None) -> 
 
 
 PlaceImages = Callable[[Tensor, int], tuple[Tensor, Sequence[Tensor]]]
-"""Places image features among the word embeddings `[columns, rows, hidden]` of the slots from a first one on; returns
-the decoder's input, and what is added to the hidden states after each of its first layers."""
+"""Puts image features among the word embeddings `[columns, rows, hidden]` of the slots that begin at an index. Returns
+the decoder's input, and the features that are added to the hidden states after each of its first layers."""
 
 
 class CachedForward:
-    """Run one batch through one chunk as its modules would, without keeping state in them."""
+    """Forward pass of one batch through one chunk, without state in the chunk's modules."""
 
     def __init__(self, chunk: Any, context: PaddedInferenceContext, place_images: PlaceImages | None = None):
         self._context, self._place_images = context, place_images
@@ -88,11 +88,7 @@ class CachedForward:
     def __call__(
         self, token_ids: Int[Tensor, "rows columns"], received: Float[Tensor, "columns rows hidden"] | None
     ) -> Float[Tensor, "columns rows hidden"]:
-        """Run the next tokens, and cache their keys and values.
-
-        Returns:
-            Hidden states; only of the last column where they go into the output layer.
-        """
+        """Run the next tokens, and cache their keys and values. The last stage returns only the last column."""
         deep: Sequence[Tensor] = ()
         if self._embedding is None:
             assert received is not None
@@ -104,7 +100,7 @@ class CachedForward:
         for layer, added in zip_longest(self._layers, deep):
             hidden_states = layer(hidden_states)
             if added is not None:
-                # The last layer of all computes the last column alone.
+                # The model's last layer computes only the last column.
                 hidden_states += added[-len(hidden_states) :]
         return hidden_states if self._final_norm is None else self._final_norm(hidden_states)
 
@@ -125,7 +121,7 @@ class _CachedLayer:
         context = self._attend(self._attention_norm(hidden_states))
         if self.last_column_only:
             if self._shows_routes() and len(context) > 1:
-                # For the eye alone: the numbers that follow stay those of a pass that nobody watches.
+                # Only to record routes. The last column is then computed as without.
                 self._route(self._mlp_norm(self._project(context).add_(hidden_states)))
             context, hidden_states = context[-1:], hidden_states[-1:]
         attended = self._project(context)
@@ -136,17 +132,16 @@ class _CachedLayer:
         return bool(getattr(getattr(self._router, "router_replay", None), "shows", False))
 
     def _route(self, inputs: Tensor) -> None:
-        """Route all columns of a layer of which only the last one is computed."""
+        """Route all columns of a layer that computes only the last one."""
         router: Any = self._router
-        route = getattr(router, "evaluate", None)
-        if route is None:
-            router(inputs)
+        if hasattr(router, "evaluate"):
+            router.evaluate(inputs.view(-1, inputs.shape[-1]))
         else:
-            route(inputs.view(-1, inputs.shape[-1]))
+            router(inputs)
 
 
 def _attention(attention: Any, layer_number: int, context: PaddedInferenceContext) -> Apply:
-    """Return attention up to its output projection, with a new cache in the context."""
+    """Return the function of an attention before its output projection, with a new cache in the context."""
     caches = context.key_value_memory_dict
     if isinstance(attention, LatentSelfAttention):
         latents = caches[layer_number] = LatentAttentionCache(attention, context, _linear)
@@ -168,14 +163,14 @@ def _attention(attention: Any, layer_number: int, context: PaddedInferenceContex
 def _pass_state(
     net: GatedDeltaNet, project: Apply, state: DeltaNetState, context: PaddedInferenceContext, inputs: Tensor
 ) -> Tensor:
-    """Mix the next tokens with the state of those before; padding in front of a row leaves it empty."""
+    """Mix the next tokens with the state of earlier ones. Padding before a row leaves the state empty."""
     mixed, padding = project(inputs), context.padding(len(inputs))
     return net.mix(mixed if padding is None else mixed.masked_fill(padding, 0), state=state)
 
 
 def _norm(norm: RMSNorm) -> Apply:
     weight, eps = norm.factors, norm.eps
-    # The formula of training; torch's own function takes twice as long for a few rows.
+    # Same formula as in training. torch's function takes twice as long for a few rows.
     return lambda inputs: rms_normalize(inputs, eps).mul_(weight)
 
 
@@ -194,7 +189,7 @@ def _linear(linear: Any) -> Apply:
 
 
 def _mlp(mlp: Any) -> Callable[[Tensor, Tensor], Tensor]:
-    """Add an MLP's output for the second tensor to the first."""
+    """Return a function that adds the MLP's output for its second argument to its first."""
     if isinstance(mlp, LocalMoELayer) and type(mlp.experts) is GroupedExperts:
         return partial(_add_experts, mlp)
     return lambda residual, inputs: residual.add_(mlp(inputs)[0])
@@ -216,13 +211,9 @@ def add_experts(
     weights_1: Float[Tensor, "experts two_ffn hidden"],
     weights_2: Float[Tensor, "experts hidden ffn"],
 ) -> None:
-    """Add the routed experts' output to a tensor: dispatch, `GroupedExperts` and combination in one.
-
-    Args:
-        residual: Overwritten with the sum.
-    """
+    """Add the routed experts' output to `residual` in place: dispatch, `GroupedExperts` and combination in one."""
     numbers = torch.arange(weights_1.shape[0], device=tokens.device)
-    # Stable, so that an expert sees its tokens in their order, as in training.
+    # Stable, so that each expert sees its tokens in order, as in training.
     expert_of_row, order = experts.view(-1).sort(stable=True)
     source = order // experts.shape[1]
     ends = torch.searchsorted(expert_of_row, numbers, right=True, out_int32=True)
@@ -233,5 +224,5 @@ def add_experts(
     if made.device.type == "cpu":
         residual.index_add_(0, source, made)
     else:
-        # Elsewhere that adds in another order each time.
+        # On GPUs, index_add_ is not deterministic.
         residual += gather_sum(made, order.argsort().view_as(experts))

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Latent attention with a cache of its keys and values in evaluation, computed from their latent once."""
+"""Latent attention in evaluation with a cache of keys and values, each computed from its latent once."""
 
 from collections.abc import Callable
 
@@ -17,16 +17,16 @@ Apply = Callable[[Tensor], Tensor]
 
 
 def has_cached_latents(attention: LatentSelfAttention) -> bool:
-    """Return whether the attention consists of modules that `LatentAttentionCache` supports."""
+    """Return whether `LatentAttentionCache` supports the modules of an attention."""
     norms = [module for name, module in attention.named_children() if name in ("q_layernorm", "kv_layernorm")]
     return isinstance(attention.core_attention, SDPAttention) and all(isinstance(norm, RMSNorm) for norm in norms)
 
 
 class LatentAttentionCache:
-    """Keys and values of one layer with latent attention, and attention to them.
+    """Cache of the keys and values of a layer with latent attention, and attention to them.
 
     Args:
-        apply: Makes a function of a linear layer.
+        apply: Turns a linear layer into a function.
     """
 
     def __init__(
@@ -37,7 +37,8 @@ class LatentAttentionCache:
     ):
         config = attention.config
         self._context, self._scale = context, attention.softmax_scale
-        self._latent, self._whole, self._rotated = config.kv_lora_rank, config.qk_head_dim, config.qk_pos_emb_head_dim
+        self._latent, self._unrotated = config.kv_lora_rank, config.qk_head_dim
+        self._rotated = config.qk_pos_emb_head_dim
         self._heads, self._value = attention.num_attention_heads_per_partition, config.v_head_dim
         self._queries = _queries(attention, apply)
         self._down, self._up = apply(attention.linear_kv_down_proj), apply(attention.linear_kv_up_proj)
@@ -45,44 +46,44 @@ class LatentAttentionCache:
         rows, slots = context.max_batch_size, context.max_sequence_length
         like = attention.kv_layernorm.weight
         self._keys: Float[Tensor, "rows heads slots dim"] = like.new_empty(
-            rows, self._heads, slots, self._whole + self._rotated
+            rows, self._heads, slots, self._unrotated + self._rotated
         )
         self._values: Float[Tensor, "rows heads slots value_dim"] = like.new_empty(
             rows, self._heads, slots, self._value
         )
 
     def keep_rows(self, rows: Int[Tensor, " kept"]) -> None:
-        """Keep some rows, except in the rotation, which layers share."""
+        """Drop all other rows, except in the rotation, which layers share."""
         self._keys, self._values = self._keys.index_select(0, rows), self._values.index_select(0, rows)
 
     def attend(self, inputs: Float[Tensor, "queries rows hidden"]) -> Float[Tensor, "queries rows heads_value_dim"]:
-        """Cache keys and values of the next tokens, and attend to the whole cache; several only into an empty one."""
+        """Cache keys and values of the next tokens, and attend to the full cache. Several tokens need an empty one."""
         queries, rows, _ = inputs.shape
         first = self._context.sequence_len_offset
         last = first + queries
-        query = self._queries(inputs).view(queries, rows, self._heads, self._whole + self._rotated)
-        query[..., self._whole :] = self._rotate(query[..., self._whole :], slice(first, last))
+        query = self._queries(inputs).view(queries, rows, self._heads, self._unrotated + self._rotated)
+        query[..., self._unrotated :] = self._rotate(query[..., self._unrotated :], slice(first, last))
         latent, rotated_key = self._down(inputs).split([self._latent, self._rotated], -1)
-        made = self._up(self._norm(latent)).view(queries, rows, self._heads, self._whole + self._value)
+        made = self._up(self._norm(latent)).view(queries, rows, self._heads, self._unrotated + self._value)
         # [queries, rows, heads, ...] to [rows, heads, queries, ...]
         order = (1, 2, 0, 3)
-        self._keys[:, :, first:last, : self._whole] = made[..., : self._whole].permute(order)
-        self._keys[:, :, first:last, self._whole :] = self._rotate(
+        self._keys[:, :, first:last, : self._unrotated] = made[..., : self._unrotated].permute(order)
+        self._keys[:, :, first:last, self._unrotated :] = self._rotate(
             rotated_key.unsqueeze(2), slice(first, last)
         ).permute(order)
-        self._values[:, :, first:last] = made[..., self._whole :].permute(order)
+        self._values[:, :, first:last] = made[..., self._unrotated :].permute(order)
         keys, values = self._keys[:, :, :last], self._values[:, :, :last]
         return attend_to_cache(query.unsqueeze(3), keys, values, self._context, self._scale)
 
     def _rotate(self, heads: Float[Tensor, "queries rows heads dim"], slots: slice) -> Tensor:
-        """Rotate neighbouring entries against each other, as the weights have them; they end in two halves."""
+        """Rotate neighbouring entries against each other, and order them as two halves."""
         rotation = self._context.rotation
         halves = torch.cat([heads[..., 0::2], heads[..., 1::2]], -1)
         return rotate(halves, rotation.cosines[slots].squeeze(2), rotation.sines[slots].squeeze(2))
 
 
 def _queries(attention: LatentSelfAttention, apply: Callable[[torch.nn.Module], Apply]) -> Apply:
-    """Return the function of queries, which have a latent of their own in some models."""
+    """Return the function that computes queries, in some models from a separate latent."""
     if attention.config.q_lora_rank is None:
         return apply(attention.linear_q_proj)
     down, norm, up = apply(attention.linear_q_down_proj), attention.q_layernorm, apply(attention.linear_q_up_proj)

@@ -1,15 +1,14 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Runs Megatron-Core on a machine without an accelerator: import this module before `megatron.core`.
+"""Makes Megatron-Core run on a machine without an accelerator. Import this module before `megatron.core`.
 
-Megatron-Core names the CUDA device in about thirty places and uses collectives that gloo does not have. Three things
-cure that, all only where `torch.cuda.is_available()` is False:
+Megatron-Core names the CUDA device in about thirty lines, and uses collectives that gloo lacks. If
+`torch.cuda.is_available()` is False, this module changes three things:
 
-1. `torch.cuda`'s current device, streams, events and random state are answered by CPU stand-ins.
-2. While a Megatron module is imported, the places in `_source_edits` are rewritten in its source text. Each edit says
-   how many places it must find; any other number means an untried version of Megatron-Core and ends in an ImportError
-   instead of a silently wrong number.
-3. Transformer Engine, where it is installed, is hidden: its kernels and its optimizer exist on GPUs alone.
+1. `torch.cuda`'s current device, streams, events and random state are replaced by the CPU's.
+2. When a Megatron module is imported, `_source_edits` are applied to its source text. Each edit has an expected number
+   of matches. Any other number means an untried version of Megatron-Core, and raises an ImportError.
+3. Transformer Engine is hidden, because its kernels and its optimizer need GPUs.
 """
 
 import contextlib
@@ -32,26 +31,26 @@ SUPPORTED_VERSIONS = ("0.16.1", "0.19.2")
 
 @dataclass(frozen=True)
 class SourceEdit:
-    """A regular expression, its replacement, and the number of places where it must match."""
+    """A regular expression, its replacement, and the number of matches that it must have."""
 
     pattern: str
     replacement: str
     expected_matches: int
 
 
-def _on_cpu(places: int) -> SourceEdit:
-    # Which is the CPU, unless a test pretends that there is a GPU.
-    return SourceEdit(r"""device=(['"])cuda\1""", "device=torch.cuda.current_device()", places)
+def _on_cpu(matches: int) -> SourceEdit:
+    # The current device is the CPU, unless a test pretends that there is a GPU.
+    return SourceEdit(r"""device=(['"])cuda\1""", "device=torch.cuda.current_device()", matches)
 
 
-def _cpu_tensor_types(places: int) -> SourceEdit:
-    return SourceEdit(r"'torch\.cuda\.(Float|Half|BFloat16)Tensor'", r"'torch.\1Tensor'", places)
+def _cpu_tensor_types(matches: int) -> SourceEdit:
+    return SourceEdit(r"'torch\.cuda\.(Float|Half|BFloat16)Tensor'", r"'torch.\1Tensor'", matches)
 
 
 def _source_edits(version: str) -> dict[str, tuple[SourceEdit, ...]]:
-    """Return the module name to the edits that it needs on a CPU, for one supported version of megatron-core."""
+    """Return the edits of each module, by its name, for a supported version of megatron-core."""
     old = version == "0.16.1"
-    # The host copy of a count must be numpy (callers use it as split sizes), also when it already lies on the host.
+    # The host copy of a count must be numpy, because callers use it as split sizes, even if it is on the host already.
     numpy_copy = SourceEdit(
         r"^    if torch\.is_tensor\(tensor\) and tensor\.is_cuda:",
         "    if as_numpy and torch.is_tensor(tensor) and not tensor.is_cuda:\n"
@@ -59,20 +58,20 @@ def _source_edits(version: str) -> dict[str, tuple[SourceEdit, ...]]:
         "    if torch.is_tensor(tensor) and tensor.is_cuda:",
         1,
     )
-    # 0.16.1 tests a name that it only binds when Transformer Engine is there.
+    # 0.16.1 reads a name that it binds only with Transformer Engine.
     no_te_gemm = SourceEdit(r"^    HAVE_TE = False$", "    HAVE_TE = False\n    te_general_gemm = None", 1)
     return {
-        # torch.compile costs 19 s of start for its first function, seconds for its imports, and gains nothing on a CPU.
+        # torch.compile takes 19 s for its first function, and gains nothing on a CPU.
         "megatron.core.jit": (SourceEdit(r"^enable_jit_fuser\(\)$", "disable_jit_fuser()", 1),),
         "megatron.core.optimizer.clip_grads": (_on_cpu(5), _cpu_tensor_types(1)),
         "megatron.core.optimizer.optimizer": (_on_cpu(4 if old else 5), _cpu_tensor_types(3)),
         "megatron.core.optimizer.distrib_optimizer": (
             _cpu_tensor_types(5),
             SourceEdit(r"send_tensor = send_tensor\.cuda\(\)", "pass", 1),
-            # torch's AdamW keeps "step" in its state, which a checkpoint does not carry for each parameter.
+            # The state of torch's AdamW has a "step" for each parameter, which a checkpoint lacks.
             SourceEdit(r"for key in dst_tensors:", "for key in dst_tensors.keys() & tensors.keys():", 1),
         ),
-        # Everything lies on the host: what is offloaded is what would be, and the rest plays the device's part.
+        # All parameters are on the host. The same ones are offloaded as on a GPU, and the others act as the device's.
         "megatron.core.optimizer.cpu_offloading.hybrid_optimizer": (
             SourceEdit(r" if param\.is_cuda\]\)", "])", 1),
             SourceEdit(r"(offload_params_numel < offload_threshold) and param\.is_cuda:", r"\1:", 1),
@@ -85,7 +84,7 @@ def _source_edits(version: str) -> dict[str, tuple[SourceEdit, ...]]:
         "megatron.core.tensor_parallel.random": (
             SourceEdit(r"\n    _lazy_call\(cb\)", "\n    torch.set_rng_state(new_state)", 1),
         ),
-        # gloo refuses pieces of different sizes in all_gather and reduce_scatter (experts with tensor parallelism).
+        # gloo refuses different sizes in all_gather and reduce_scatter (experts with tensor parallelism).
         "megatron.core.tensor_parallel.mappings": (
             SourceEdit(
                 r"torch\.distributed\.all_gather\(output_tensor_list, input_, group=group\)",
@@ -107,11 +106,11 @@ def _source_edits(version: str) -> dict[str, tuple[SourceEdit, ...]]:
                 """dtype=torch.float, device=torch.cuda.current_device())\n    return l2_cuda""",
                 1,
             ),
-            # No release of Transformer Engine is no lowest one: None cannot be compared.
+            # Without Transformer Engine the version is None, which cannot be compared.
             SourceEdit(r"return get_te_version\(\) >=", "return (get_te_version() or PkgVersion('0')) >=", 1),
         ),
         "megatron.core.transformer.utils": (_on_cpu(2),),
-        # torch refuses to change in place what a function of one rank handed on as it is: the output of an expert.
+        # On one rank, an autograd function returns the expert's output unchanged, and torch refuses an in-place change.
         "megatron.core.transformer.mlp": (
             SourceEdit(
                 r"output \+= (output_bias\.unsqueeze\(0\) \* per_token_scale\.unsqueeze\(-1\))",
@@ -126,12 +125,12 @@ def _source_edits(version: str) -> dict[str, tuple[SourceEdit, ...]]:
     }
 
 
-# Imports triton without a condition, in 0.19; a CPU never runs anything in it.
+# In 0.19 it imports triton unconditionally. A CPU runs nothing in it.
 _TRITON_MODULE = "megatron.core.transformer.moe.ops.paged_stash"
 
 
 class _EditingLoader(importlib.machinery.SourceFileLoader):
-    """Loader of a module from its edited source, never from a cached bytecode file."""
+    """Loader of a module from its edited source, without cached bytecode."""
 
     def __init__(self, fullname: str, path: str, edits: Sequence[SourceEdit]):
         super().__init__(fullname, path)
@@ -150,7 +149,7 @@ class _EditingLoader(importlib.machinery.SourceFileLoader):
 
 
 class _EmptyModuleLoader(importlib.abc.Loader):
-    """Stand-in for a module that only an accelerator uses: every name in it is missing until used."""
+    """Loader of an empty module instead of one that only an accelerator uses: all of its names are None."""
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
         return None
@@ -181,7 +180,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _HostStream:
-    """A CUDA stream on a machine where everything runs in program order: nothing to wait for."""
+    """A CUDA stream on a machine where everything runs in program order."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         pass
@@ -200,7 +199,7 @@ class _HostStream:
 
 
 class _HostEvent:
-    """A CUDA event that has always happened."""
+    """A CUDA event that has already happened."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         pass
@@ -228,18 +227,12 @@ def _replace_torch_cuda() -> None:
     cuda.synchronize = lambda *args, **kwargs: None
     cuda.empty_cache = lambda: None
     cuda.is_current_stream_capturing = lambda: False
-    # The CPU's random generator plays the device's: dropout and recomputation draw from it.
+    # Dropout and recomputation use the CPU's random generator as the device's.
     for module in (cuda, cuda.random):
         module.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
         module.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed) and None
     cuda.nvtx.range_push = cuda.nvtx.range_pop = lambda *args, **kwargs: 0
-
-
-def _hide_transformer_engine() -> None:
-    """Make this process look as if Transformer Engine were not installed."""
-    for name in ("transformer_engine", "transformer_engine_torch"):
-        sys.modules.setdefault(name, None)  # type: ignore[arg-type]
 
 
 def _activate() -> bool:
@@ -252,14 +245,15 @@ def _activate() -> bool:
         raise ImportError(
             f"megatron-core {version} was not tried on a CPU; install one of {', '.join(SUPPORTED_VERSIONS)}"
         )
-    # Megatron warns of what a CPU cannot have, and of a default of its own, each time that it is imported or used.
+    # Megatron would warn at each import or use, of a library for GPUs and of its default.
     for message in (".*Apex (is|are) not installed", "full scope is deprecated"):
         warnings.filterwarnings("ignore", message=message, category=UserWarning)
     _replace_torch_cuda()
-    _hide_transformer_engine()
+    for name in ("transformer_engine", "transformer_engine_torch"):
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # as if it were not installed
     sys.meta_path.insert(0, _Finder(_source_edits(version)))
     return True
 
 
 ACTIVE: bool = _activate()
-"""True where this process runs Megatron-Core on the CPU; False, and nothing changed, where there is an accelerator."""
+"""Whether this process runs Megatron-Core on the CPU. With an accelerator it is False, and nothing is changed."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class CrossEntropyFunction(torch.autograd.Function):
-    """Token losses of `[tokens, vocabulary]` logits; keeps the logits, builds the gradient in one buffer."""
+    """Token losses of `[tokens, vocabulary]` logits, with one buffer for the gradient."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
@@ -27,7 +27,7 @@ class CrossEntropyFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """Return softmax minus one at the target, times the gradient of each loss."""
+        """Return `(softmax - one_hot(target)) * grad`."""
         logits, log_total, rows, outside = ctx.saved_tensors
         grad_logits = (logits - log_total).exp_()
         grad_logits.scatter_add_(-1, rows, torch.full_like(log_total, -1.0))
@@ -44,27 +44,29 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return losses.view(sequence, batch).t()
 
 
+def _multiply(
+    layer: ColumnParallelLinear | RowParallelLinear, inputs: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Multiply `[..., input_size]` by the weight. Return the product, and the bias if the caller adds it."""
+    if layer.skip_bias_add:
+        return F.linear(inputs, weight), layer.bias
+    return F.linear(inputs, weight, layer.bias), None
+
+
 class PlainColumnLinear(ColumnParallelLinear):
     """`ColumnParallelLinear` for a tensor-parallel group of one rank."""
 
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Multiply `[..., input_size]` by the weight; return the product and a bias that the caller adds."""
-        chosen = self.weight if weight is None else weight
-        if self.skip_bias_add:
-            return F.linear(input_, chosen), self.bias
-        return F.linear(input_, chosen, self.bias), None
+        return _multiply(self, input_, self.weight if weight is None else weight)
 
 
 class PlainRowLinear(RowParallelLinear):
     """`RowParallelLinear` for a tensor-parallel group of one rank."""
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Multiply `[..., input_size]` by the weight; return the product and a bias that the caller adds."""
-        if self.skip_bias_add:
-            return F.linear(input_, self.weight), self.bias
-        return F.linear(input_, self.weight, self.bias), None
+        return _multiply(self, input_, self.weight)
 
 
 def rms_normalize(inputs: Tensor, eps: float) -> Tensor:
@@ -73,11 +75,10 @@ def rms_normalize(inputs: Tensor, eps: float) -> Tensor:
 
 
 class RMSNormFunction(torch.autograd.Function):
-    """RMS normalisation over the last dimension as one node of the graph, for float32."""
+    """`inputs / rms(inputs) * weight` over the last dimension of `[..., hidden]`, as one autograd node, for float32."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Return `inputs / rms(inputs) * weight`; any shape `[..., hidden]`."""
         inverse_rms = inputs.pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()
         normalized = inputs * inverse_rms
         ctx.save_for_backward(normalized, inverse_rms, weight)
@@ -94,18 +95,18 @@ class RMSNormFunction(torch.autograd.Function):
 
 
 class RMSNorm(torch.nn.Module):
-    """RMSNorm with sequence parallelism, which Megatron's wrapper of the torch norm refuses."""
+    """RMSNorm with sequence parallelism, which Megatron's wrapper of torch's norm refuses."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_others: Any):
         super().__init__()
         self.eps = eps
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        # Each rank sees a part of the sequence, so the gradient must be summed over the tensor-parallel group.
+        # Each rank sees a part of the sequence, so that tensor-parallel ranks must sum their gradients.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     @property
     def factors(self) -> Tensor:
-        """Return what normalised entries are multiplied by."""
+        """Factors of the normalised entries, `[hidden]`."""
         return self.weight
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -115,7 +116,7 @@ class RMSNorm(torch.nn.Module):
 
 
 class ZeroCenteredRMSNorm(RMSNorm):
-    """RMSNorm whose factors are 1 more than its weights, in float32 whatever the inputs are."""
+    """RMSNorm with the factors `1 + weight`, computed in float32."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **others: Any):
         super().__init__(config, hidden_size, eps, **others)
@@ -139,14 +140,14 @@ _cache_of_microbatches: _Cache = OrderedDict()
 
 
 def cosines_and_sines(angles: Tensor, dtype: torch.dtype, *, of_microbatch: bool = False) -> tuple[Tensor, Tensor]:
-    """Compute cosines and sines of Megatron's rotary angles once for all layers and microbatches."""
+    """Return cosines and sines of Megatron's rotary angles, computed once for all layers and microbatches."""
     key = (angles.data_ptr(), tuple(angles.shape), angles.stride(), dtype)
     cache, most = (_cache_of_microbatches, _CACHED_MICROBATCHES) if of_microbatch else (_cache, _CACHED_LENGTHS)
     entry = cache.get(key)
     if entry is None:
         # Tensors made in inference mode could not be saved for a later backward pass.
         with torch.inference_mode(False), torch.no_grad():
-            # The angles are kept as well: while they live, no other tensor has their address.
+            # The cache keeps the angles alive, so that no other tensor gets their address.
             entry = (angles.cos().to(dtype), angles.sin().to(dtype), angles)
         cache[key] = entry
         if len(cache) > most:
@@ -155,8 +156,10 @@ def cosines_and_sines(angles: Tensor, dtype: torch.dtype, *, of_microbatch: bool
 
 
 def rotate(inputs: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Rotate the halves of the last dimension against each other, into a new tensor; of its first entries, where there
-    are fewer cosines."""
+    """Rotate the halves of the last dimension against each other, into a new tensor.
+
+    With fewer cosines, only as many first entries are rotated.
+    """
     rotated_part = cosines.size(-1)
     if rotated_part < inputs.size(-1):
         return torch.cat([rotate(inputs[..., :rotated_part], cosines, sines), inputs[..., rotated_part:]], -1)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Query and key norm, rotary embedding and causal attention as one autograd node, for short float32 sequences."""
+"""Query and key norms, rotary embedding and causal attention as one autograd node, for short float32 sequences."""
 
 import functools
 from dataclasses import dataclass
@@ -21,12 +21,12 @@ from nemo_rl_moe.models.megatron.cpu.attention import (
 from nemo_rl_moe.models.megatron.cpu.functions import RMSNorm, RotaryFunction, cosines_and_sines, rotate_back
 
 LONGEST_SEQUENCE = 192
-"""Up to here keeping the scores `[queries, keys]` is faster than torch's attention, which computes them again."""
+"""Up to this length, keeping the scores `[queries, keys]` is faster than torch's attention, which recomputes them."""
 
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """Layout of Megatron-Core's fused queries, keys and values: for each group its query heads, its key, its value."""
+    """Layout of Megatron-Core's fused queries, keys and values: each group has query heads, then a key and a value."""
 
     groups: int
     heads_per_group: int
@@ -35,14 +35,14 @@ class HeadLayout:
 
 @functools.lru_cache(maxsize=32)
 def _added_mask(sequence: int, heads_per_group: int) -> Tensor:
-    """Make a mask `[heads_per_group * sequence, sequence]`, minus infinity where a query must not look."""
+    """Return an additive causal mask `[heads_per_group * sequence, sequence]`."""
     # A tensor made in inference mode could not be saved for a later backward pass.
     with torch.inference_mode(False):
         return torch.full((sequence, sequence), float("-inf")).triu_(1).repeat(heads_per_group, 1)
 
 
 class FusedAttentionFunction(torch.autograd.Function):
-    """Attention from mixed queries, keys and values, by the formulas of the separate modules."""
+    """Attention from mixed queries, keys and values, with the formulas of the separate modules."""
 
     @staticmethod
     def forward(
@@ -60,10 +60,9 @@ class FusedAttentionFunction(torch.autograd.Function):
 
         Args:
             mixed: `[sequence, batch, groups * (heads_per_group + 2) * dim]`.
-            query_weight: `[dim]`, of the RMS norm of each query head.
-            key_weight: As `query_weight`, of the keys.
-            cosines: `[sequence, 1 or batch, 1, dim]`.
-            sines: As `cosines`.
+            query_weight: `[dim]`, RMS norm of each query head.
+            key_weight: `[dim]`, RMS norm of each key.
+            cosines: `[sequence, 1 or batch, 1, dim]`, like `sines`.
 
         Returns:
             `[sequence, batch, groups * heads_per_group * dim]`.
@@ -72,7 +71,7 @@ class FusedAttentionFunction(torch.autograd.Function):
         groups, heads, dim = layout.groups, layout.heads_per_group, layout.dim
         half = dim // 2
         split = mixed.view(sequence, batch, groups, heads + 2, dim)
-        # Queries and keys are normalised and rotated together; their weights differ.
+        # Queries and keys are normalised and rotated together, with different weights.
         queries_and_keys = split[..., : heads + 1, :]
         inverse_rms = queries_and_keys.pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()
         normalized = queries_and_keys * inverse_rms
@@ -82,7 +81,7 @@ class FusedAttentionFunction(torch.autograd.Function):
         swapped = sines * torch.cat([-weight[:, half:], weight[:, :half]], -1)
         rotated[..., :half].addcmul_(normalized[..., half:], swapped[..., :half])
         rotated[..., half:].addcmul_(normalized[..., :half], swapped[..., half:])
-        # The heads of a group share its key: together they are one long list of queries.
+        # The heads of a group share its key, and form one long list of queries.
         query = rotated[..., :heads, :].permute(1, 2, 3, 0, 4).reshape(batch * groups, heads * sequence, dim)
         key = rotated[..., heads, :].permute(1, 2, 0, 3).reshape(batch * groups, sequence, dim)
         value = split[..., heads + 1, :].permute(1, 2, 0, 3).reshape(batch * groups, sequence, dim)
@@ -122,17 +121,12 @@ class FusedAttentionFunction(torch.autograd.Function):
 
 
 def gated(context: Tensor, gates: Tensor | None) -> Tensor:
-    """Scale what attention returns, `[..., heads * dim]`, by the sigmoid of its gates, where there are some."""
+    """Multiply attention's output `[..., heads * dim]` by the sigmoid of its gates, if it has any."""
     return context if gates is None else context * torch.sigmoid(gates.float()).to(context.dtype)
 
 
 class FastSelfAttention(SelfAttention):
     """`SelfAttention` with a short forward pass for causal sequences, packed or not."""
-
-    @property
-    def has_own_norms(self) -> bool:
-        """True where queries and keys have this project's norm, which fused attention needs."""
-        return isinstance(self.q_layernorm, RMSNorm) and isinstance(self.k_layernorm, RMSNorm)
 
     @property
     def head_layout(self) -> HeadLayout:
@@ -169,7 +163,7 @@ class FastSelfAttention(SelfAttention):
         mixed, gates = self.split_gates(self.linear_qkv(hidden_states)[0])
         sequence = mixed.size(0)
         require_causal(attention_mask, sequence, sequence)
-        # With images each token has angles of its own; otherwise every sequence begins with the first ones.
+        # With images the angles are per token. Otherwise every sequence begins with the first ones.
         own_angles = self.config.mrope_section is not None
         cosines, sines = cosines_and_sines(rotary_pos_emb, mixed.dtype, of_microbatch=own_angles)
         if packed_seq_params is None:
@@ -188,7 +182,7 @@ class FastSelfAttention(SelfAttention):
         return self.linear_proj(gated(context, gates))
 
     def split_gates(self, mixed: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return queries, keys and values without the gates of the output, and these, `[..., heads * dim]`."""
+        """Split off the output gates, `[..., heads * dim]`, from queries, keys and values."""
         if not self.config.attention_output_gate:
             return mixed, None
         layout = self.head_layout
@@ -202,12 +196,12 @@ class FastSelfAttention(SelfAttention):
         return known_angles and not recomputed and all(value is None for value in others.values())
 
     def _attend(self, mixed: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-        """Attend with mixed queries, keys and values `[sequence, batch, ...]`; angles of these positions or more."""
+        """Attend with mixed queries, keys and values `[sequence, batch, ...]`. Further angles are ignored."""
         sequence, batch, _ = mixed.shape
         layout, scale = self.head_layout, self.softmax_scale
         cosines, sines = cosines[:sequence], sines[:sequence]
         norms = self.q_layernorm, self.k_layernorm
-        is_fused = self.has_own_norms and cosines.shape[-1] == layout.dim
+        is_fused = all(isinstance(norm, RMSNorm) for norm in norms) and cosines.shape[-1] == layout.dim
         if is_fused and mixed.dtype == torch.float32 and sequence <= LONGEST_SEQUENCE:
             weights = (norm.factors for norm in norms)
             return FusedAttentionFunction.apply(mixed, *weights, cosines, sines, norms[0].eps, scale, layout)

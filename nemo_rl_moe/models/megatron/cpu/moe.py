@@ -22,23 +22,21 @@ from nemo_rl_moe.routing.replay import experts_as_map
 
 
 class IndexTopKRouter(TopKRouter):
-    """`TopKRouter` for one rank with softmax scores.
-
-    Probabilities and gradients are the stock router's; see `eligible` for the limits.
+    """`TopKRouter` for one rank with softmax scores, with the same probabilities and gradients.
 
     Attributes:
-        last_topk_indices: `[tokens, k]`, experts of the last forward pass, best first; None before it.
-        is_plain: Logits are the product with the weight and nothing else.
+        last_topk_indices: Experts of the last forward pass, best first, `[tokens, k]`.
+        is_plain: Whether logits are only the product with the weight.
     """
 
     last_topk_indices: Tensor | None = None
     is_plain = True
 
     def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return probabilities and expert indices, both `[sequence * batch, k]`; padding is routed too."""
+        """Return probabilities and expert indices, both `[sequence * batch, k]`, for padding too."""
         logits = self.apply_z_loss(self.gating(input).view(-1, self.num_experts), padding_mask)
         probs, indices = self._choose(logits)
-        # Not when a checkpointed segment runs without gradients: its second pass counts.
+        # A recomputed segment first runs without gradients. Only its second pass adds the loss.
         if self.training and torch.is_grad_enabled() and self.is_aux_loss_enabled():
             scores = logits.softmax(-1, dtype=torch.float32)
             probs = self._apply_aux_loss(probs, scores, experts_as_map(indices, self.num_experts))
@@ -46,7 +44,7 @@ class IndexTopKRouter(TopKRouter):
         return probs, indices
 
     def evaluate(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the route `[tokens, hidden]` as `forward` does, without side effects."""
+        """Route `[tokens, hidden]` like `forward`, without side effects."""
         weight = self.weight
         as_it_is = self.is_plain and (
             self.config.moe_router_dtype is None
@@ -68,7 +66,7 @@ class IndexTopKRouter(TopKRouter):
     def _top_experts(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         if self.router_replay is None:
             return scores.topk(self.topk, dim=-1)
-        # Asked as the stock router asks it: a router that did not would take its own experts without a word.
+        # Same call as in the stock router. Without it, replay would silently have no effect.
         return self.router_replay.get_replay_topk(scores, self.topk, None, None, _plain_topk)
 
 
@@ -80,43 +78,49 @@ class DispatchFunction(torch.autograd.Function):
     """`[tokens, hidden]` to `[tokens * k, hidden]`, sorted by expert."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, source: Tensor, place: Tensor) -> Tensor:
-        """Gather tokens: row `i` of the result is token `source[i]`, `place` `[tokens, k]` where each token went."""
-        ctx.save_for_backward(place)
+    def forward(ctx: Any, tokens: Tensor, source: Tensor, rows_of_tokens: Tensor) -> Tensor:
+        """Gather tokens.
+
+        Args:
+            source: `[tokens * k]`, token of each row.
+            rows_of_tokens: `[tokens, k]`, rows of each token.
+        """
+        ctx.save_for_backward(rows_of_tokens)
         return tokens.index_select(0, source)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """Add up the gradients of each token's k rows: a gather, which is faster than scattered additions."""
-        (place,) = ctx.saved_tensors
-        return gather_sum(grad, place), None, None
+        """Add up the gradients of each token's k rows. Gathering is faster than scattering."""
+        (rows_of_tokens,) = ctx.saved_tensors
+        return gather_sum(grad, rows_of_tokens), None, None
 
 
 class CombineFunction(torch.autograd.Function):
-    """`[tokens * k, hidden]`, sorted by expert, to the sum of each token's k rows."""
+    """`[tokens * k, hidden]`, sorted by expert, to the sum of each token's k rows.
+
+    It takes the same index tensors as `DispatchFunction`.
+    """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, source: Tensor, place: Tensor) -> Tensor:
-        """Return the reverse of `DispatchFunction`, with the same two index tensors."""
+    def forward(ctx: Any, rows: Tensor, source: Tensor, rows_of_tokens: Tensor) -> Tensor:
         ctx.save_for_backward(source)
-        return gather_sum(rows, place)
+        return gather_sum(rows, rows_of_tokens)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """Give every row its token's gradient."""
         (source,) = ctx.saved_tensors
         return grad.index_select(0, source), None, None
 
 
-def gather_sum(rows: Tensor, place: Tensor) -> Tensor:
-    """Return the sum of each token's rows; `place` `[tokens, k]` says which they are."""
-    return rows.index_select(0, place.reshape(-1)).view(*place.shape, rows.size(-1)).sum(1)
+def gather_sum(rows: Tensor, rows_of_tokens: Tensor) -> Tensor:
+    """Return the sum of each token's rows, which have the indices `rows_of_tokens`, `[tokens, k]`."""
+    return rows.index_select(0, rows_of_tokens.reshape(-1)).view(*rows_of_tokens.shape, rows.size(-1)).sum(1)
 
 
 class LocalTokenDispatcher(MoETokenDispatcher):
     """Token dispatcher for one expert-parallel and one expert-tensor-parallel rank.
 
-    Takes the experts as indices `[tokens, k]` (`IndexTopKRouter`), where stock dispatchers take a map over experts.
+    Takes the indices of `IndexTopKRouter`, `[tokens, k]`. Stock dispatchers take a map over experts.
     """
 
     def __init__(self, config: TransformerConfig, pg_collection: Any):
@@ -127,15 +131,15 @@ class LocalTokenDispatcher(MoETokenDispatcher):
         """Sort copies of the tokens by expert: `[tokens * k, hidden]`, with their probabilities `[tokens * k]`."""
         self._hidden_shape = hidden_states.shape
         experts = routing_map.reshape(-1)
-        # Stable, so that each expert sees its tokens in their order, as with the stock dispatcher.
+        # Stable, so that each expert sees its tokens in order, as with the stock dispatcher.
         order = experts.argsort(stable=True)
         self._source = order // routing_map.size(1)
-        place = torch.empty_like(order)
-        place[order] = torch.arange(order.numel(), device=order.device)
-        self._place = place.view_as(routing_map)
+        rows = torch.empty_like(order)
+        rows[order] = torch.arange(order.numel(), device=order.device)
+        self._rows = rows.view_as(routing_map)
         self._tokens_per_expert = experts.bincount(minlength=self._num_experts)
         tokens = hidden_states.reshape(-1, hidden_states.size(-1))
-        return DispatchFunction.apply(tokens, self._source, self._place), probs.reshape(-1).index_select(0, order)
+        return DispatchFunction.apply(tokens, self._source, self._rows), probs.reshape(-1).index_select(0, order)
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         return hidden_states, probs
@@ -151,12 +155,12 @@ class LocalTokenDispatcher(MoETokenDispatcher):
         return hidden_states
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
-        """Add up each token's rows; back to `[sequence, batch, hidden]`."""
-        return CombineFunction.apply(hidden_states, self._source, self._place).view(self._hidden_shape)
+        """Return the sum of each token's rows, `[sequence, batch, hidden]`."""
+        return CombineFunction.apply(hidden_states, self._source, self._rows).view(self._hidden_shape)
 
 
 class LocalMoELayer(MoELayer):
-    """`MoELayer` with `LocalTokenDispatcher`; its router must be an `IndexTopKRouter`."""
+    """`MoELayer` with an `IndexTopKRouter` and a `LocalTokenDispatcher`."""
 
     def __init__(
         self,
@@ -166,7 +170,7 @@ class LocalMoELayer(MoELayer):
         pg_collection: Any = None,
         **others: Any,
     ):
-        # Older versions of TransformerLayer pass the process groups only to the classes that they know.
+        # TransformerLayer of 0.16.1 passes process groups only to known classes.
         groups = get_default_pg_collection() if pg_collection is None else pg_collection
         super().__init__(config, submodules, layer_number, groups, **others)
         self.token_dispatcher = LocalTokenDispatcher(config, groups)
@@ -179,7 +183,7 @@ class ExpertProducts:
     """Products of each expert's contiguous rows, which end at `ends`."""
 
     def __init__(self, ends: Tensor, rows: Tensor, widths: tuple[int, ...]):
-        # torch's grouped product wants every line of a matrix to be a multiple of 16 bytes, and some rows.
+        # torch's grouped product needs some rows, and rows of multiples of 16 bytes in every matrix.
         aligned = all(width * rows.element_size() % 16 == 0 for width in widths)
         self._offsets = None
         if rows.size(0) and aligned and rows.dtype in _GROUPED_TYPES:
@@ -188,14 +192,14 @@ class ExpertProducts:
             self._counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
 
     def with_weights(self, rows: Tensor, weights: Tensor) -> Tensor:
-        """Multiply `[rows, inner]` by its expert's matrix of `[experts, inner, outer]`."""
+        """Multiply each row of `[rows, inner]` by its expert's matrix of `[experts, inner, outer]`."""
         if self._offsets is not None:
             return F.grouped_mm(rows, weights, offs=self._offsets)
         parts = zip(rows.split(self._counts), weights, strict=True)
         return torch.cat([part @ weight for part, weight in parts])
 
     def of_rows(self, left: Tensor, right: Tensor) -> Tensor:
-        """Compute `left.T @ right` of each expert's rows: `[experts, left width, right width]`, zero without rows."""
+        """Compute `left.T @ right` of each expert's rows, `[experts, left width, right width]`."""
         if self._offsets is not None:
             return F.grouped_mm(left.t(), right, offs=self._offsets)
         parts = zip(left.split(self._counts), right.split(self._counts), strict=True)
@@ -212,7 +216,7 @@ class SwigluExpertsFunction(torch.autograd.Function):
     def forward(
         ctx: Any, tokens: Tensor, probs: Tensor, weights_1: Tensor, weights_2: Tensor, tokens_per_expert: Tensor
     ) -> Tensor:
-        """Return `probs * silu(gate) * up` through the second weight, `[tokens, hidden]`."""
+        """Return `(probs * silu(gate) * up) @ weights_2.T`, `[tokens, hidden]`."""
         widths = (tokens.size(1), weights_1.size(1), weights_2.size(2))
         products = ExpertProducts(tokens_per_expert.cumsum(0).to(torch.int32), tokens, widths)
         gate_up = products.with_weights(tokens, weights_1.transpose(1, 2))
@@ -226,9 +230,7 @@ class SwigluExpertsFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, None]:
-        """Return the gradients of tokens, probabilities and both weights unless these are frozen; those of unused
-        experts are zero.
-        """
+        """Return the gradients of tokens, probabilities and weights that are not frozen, 0 for unused experts."""
         tokens, probs, weights_1, weights_2, gate_up, activated, product, scaled = ctx.saved_tensors
         products: ExpertProducts = ctx.products
         grad = grad.contiguous()
@@ -246,10 +248,10 @@ class SwigluExpertsFunction(torch.autograd.Function):
 
 
 class GroupedExperts(MegatronModule):
-    """The routed experts of one rank, in place of Megatron's `SequentialMLP`; no expert-tensor parallelism.
+    """The routed experts of one rank, instead of Megatron's `SequentialMLP`, without expert-tensor parallelism.
 
     Attributes:
-        linear_fc1_weights: `[local experts, 2 * expert_ffn, hidden]`, gate rows before up rows.
+        linear_fc1_weights: `[local experts, 2 * expert_ffn, hidden]`, first gate rows, then up rows.
         linear_fc2_weights: `[local experts, hidden, expert_ffn]`.
     """
 
@@ -259,30 +261,28 @@ class GroupedExperts(MegatronModule):
         hidden, ffn = config.hidden_size, config.moe_ffn_hidden_size
         self.linear_fc1_weights = self._parameter(num_local_experts, 2 * ffn, hidden)
         self.linear_fc2_weights = self._parameter(num_local_experts, hidden, ffn)
-        if config.perform_initialization:
-            self._initialize()
+        if not config.perform_initialization:
+            return
+        # One call per expert, like Megatron, with the random state that differs between expert-parallel ranks.
+        with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
+            for expert in range(num_local_experts):
+                config.init_method(self.linear_fc1_weights.data[expert])
+                config.output_layer_init_method(self.linear_fc2_weights.data[expert])
 
     def _parameter(self, *shape: int) -> torch.nn.Parameter:
         device = "cpu" if self.config.use_cpu_initialization else torch.cuda.current_device()
         parameter = torch.nn.Parameter(torch.empty(*shape, dtype=self.config.params_dtype, device=device))
-        # Reduced over the expert data-parallel group in every layout; otherwise replicas of experts would drift
+        # Reduced over the expert data-parallel group in every layout. Otherwise replicas of experts would drift
         # apart under tensor parallelism without expert parallelism.
         parameter.allreduce = False  # type: ignore[attr-defined]
-        # As Megatron marks every expert weight: each tensor-parallel rank counts its own in the gradient norm.
+        # Megatron's mark of expert weights: each tensor-parallel rank counts its own in the gradient norm.
         set_tensor_model_parallel_attributes(parameter, True, 1, 1)
         return parameter
-
-    def _initialize(self) -> None:
-        # One draw an expert, as in Megatron, from the random state that differs between expert-parallel ranks.
-        with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
-            for expert in range(self.num_local_experts):
-                self.config.init_method(self.linear_fc1_weights.data[expert])
-                self.config.output_layer_init_method(self.linear_fc2_weights.data[expert])
 
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
     ) -> tuple[Tensor, None]:
-        """Apply each expert to its rows of `[tokens, hidden]`, which are sorted by local expert."""
+        """Apply each expert to its rows of `[rows, hidden]`, which are sorted by local expert."""
         output = SwigluExpertsFunction.apply(
             permuted_local_hidden_states,
             permuted_probs,
@@ -297,7 +297,7 @@ class GroupedExperts(MegatronModule):
     ) -> dict[str, ShardedTensor]:
         """Return the weights as pieces of all experts' weights, under `SequentialMLP`'s names and shapes.
 
-        So checkpoints are interchangeable with Megatron-Core's own experts, including Transformer Engine's.
+        Checkpoints are interchangeable with Megatron-Core's experts, including Transformer Engine's.
         """
         offset = (len(sharded_offsets), parallel_state.get_expert_model_parallel_rank())
         size = parallel_state.get_expert_model_parallel_world_size()
@@ -314,4 +314,4 @@ class GroupedExperts(MegatronModule):
         }
 
     def backward_dw(self) -> None:
-        """Do nothing: weight gradients are never delayed here."""
+        """Do nothing, because weight gradients are never delayed here."""

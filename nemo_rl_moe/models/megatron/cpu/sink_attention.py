@@ -16,17 +16,17 @@ from nemo_rl_moe.models.megatron.cpu.attention import SDPAttention, causal_atten
 def sink_attention(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, scale: float | None = None, window: int | None = None
 ) -> Tensor:
-    """Compute causal attention with one more score in each head's softmax, of a key without a value.
+    """Compute causal attention with one more score in each head's softmax, for a key without a value.
 
     These are the learnt sinks of Xiao et al. 2023, Efficient Streaming Language Models with Attention Sinks
-    (arXiv:2309.17453), as in gpt-oss: each query's weights add up to less than 1.
+    (arXiv:2309.17453), as in gpt-oss. The weights of a query add up to less than 1.
     """
     queries, batch, heads, dim = query.shape
     scale = dim**-0.5 if scale is None else scale
     if queries == 1 and window is not None:
         key, value = key[-window:], value[-window:]
-    # The sink is a key before all others, zero but for one more dimension, in which each query has its head's sink.
-    # As a mask with a gradient it would rule out torch's fused product.
+    # The sink is a first key. It is zero except in an extra dimension, in which each query holds its head's sink.
+    # A mask with a gradient would rule out torch's fused kernel.
     sink = sinks.to(query.dtype).view(heads, 1).expand(queries, batch, heads, 1)
     query = torch.cat([query, sink], dim=-1)
     key, value = (F.pad(tensor, (0, 1, 0, 0, 0, 0, 1, 0)) for tensor in (key, value))
@@ -40,14 +40,14 @@ class SinkAttention(SDPAttention):
     """Core attention under `window_size`, `window_attn_skip_freq` and `softmax_type` of the configuration.
 
     Attributes:
-        softmax_offset: `[heads of this rank]`, the sinks, under Megatron-Core's name; None without.
-        window: Number of keys that a query of this layer sees, its own included; None: all up to its own.
+        softmax_offset: The sinks, `[heads of this rank]`, under Megatron-Core's name, or None.
+        window: Number of keys that a query of this layer sees including its own, or None if it sees all.
     """
 
     def __init__(self, config: TransformerConfig, layer_number: int, **others: Any):
         super().__init__(config, **others)
         has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
-        # Megatron-Core counts the keys before a query's own.
+        # Megatron-Core does not count a query's own key.
         self.window = config.window_size[0] + 1 if has_window else None
         self.softmax_offset = self._new_sinks() if config.softmax_type == "learnable" else None
 
@@ -70,7 +70,6 @@ class SinkAttention(SDPAttention):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return the sinks as this rank's piece of those of all heads."""
         state: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True), prefix, {"softmax_offset": 0}, sharded_offsets
         )

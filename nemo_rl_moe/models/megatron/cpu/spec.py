@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Layer spec with fast modules for CPUs where they support the configuration; else Megatron-Core's own."""
+"""Layer spec with the fast modules for CPUs that support the configuration, and Megatron-Core's modules otherwise."""
 
 import dataclasses
 import functools
@@ -46,7 +46,7 @@ FastModule = Literal[
     "cached_forward",
 ]
 
-# Field to the one value that is supported. A field that a version of Megatron-Core lacks counts as having that value.
+# The supported value of each field. A field that a version of Megatron-Core lacks counts as supported.
 _EVERYWHERE: Mapping[str, Any] = {
     "fp8": None,
     "fp4": None,
@@ -128,26 +128,16 @@ _REQUIRED: Mapping[FastModule, Mapping[str, Any]] = {
     "cached_forward": {
         "add_bias_linear": False,
         "apply_residual_connection_post_layernorm": False,
-        # Padding would take the places of real tokens at experts that take only so many.
+        # Padding would use up the capacity of experts.
         "moe_expert_capacity_factor": None,
         "cache_mla_latents": False,
         "fp32_residual_connection": False,
         "rotary_interleaved": False,
-        # In other types every rounding would have to be that of training: a near tie in a router can flip.
+        # In other types, rounding differs from training, and can flip near ties in routers.
         "params_dtype": torch.float32,
         "use_mup": False,
     },
 }
-
-
-def _divides_query_groups(config: TransformerConfig) -> bool:
-    return config.num_query_groups % config.tensor_model_parallel_size == 0
-
-
-def _balances_by_losses(config: TransformerConfig) -> bool:
-    # Not `in`: the field can be a list, of several losses.
-    types = config.moe_router_load_balancing_type
-    return types != "sinkhorn" and types != "quantile_balancing"
 
 
 def _looks_back_only(config: TransformerConfig) -> bool:
@@ -157,15 +147,16 @@ def _looks_back_only(config: TransformerConfig) -> bool:
 
 _FURTHER: Mapping[FastModule, Callable[[TransformerConfig], bool]] = {
     "sink_attention": _looks_back_only,
-    "self_attention": _divides_query_groups,
-    "local_routing": _balances_by_losses,
+    "self_attention": lambda config: config.num_query_groups % config.tensor_model_parallel_size == 0,
+    # A list of several losses is supported.
+    "local_routing": lambda config: config.moe_router_load_balancing_type not in ("sinkhorn", "quantile_balancing"),
 }
 
 
 def eligible(module: FastModule, config: TransformerConfig) -> bool:
-    """Return whether a fast module computes what the stock one does under this configuration.
+    """Return whether a fast module supports this configuration.
 
-    `local_routing` is the index router together with the local dispatcher.
+    `local_routing` is the index router with the local dispatcher.
     """
     required = {**_EVERYWHERE, **_REQUIRED[module]}
     if any(getattr(config, field, value) != value for field, value in required.items()):
@@ -175,7 +166,7 @@ def eligible(module: FastModule, config: TransformerConfig) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class BuildableSpec:
-    """Stand-in for a `ModuleSpec`, with the same content."""
+    """A `ModuleSpec` by another name: TransformerLayer of 0.16.1 warns if a `ModuleSpec` has an unknown class."""
 
     module: type
     submodules: Any
@@ -187,8 +178,7 @@ def _norm(config: TransformerConfig) -> type[RMSNorm]:
 
 
 def replace_norms(config: TransformerConfig, layer_spec: ModuleSpec) -> ModuleSpec:
-    """Copy a layer spec with this project's norms in place of torch's, which refuses sequence parallelism and knows no
-    zero-centred weights."""
+    """Copy a layer spec with this project's norms instead of torch's."""
     if not eligible("norm", config):
         return layer_spec
     layer, replacements = layer_spec.submodules, {WrappedTorchNorm: _norm(config)}
@@ -223,7 +213,7 @@ def fast_layer_spec(config: TransformerConfig, layer_spec: ModuleSpec) -> Module
 def block_spec(
     config: TransformerConfig, block: TransformerBlockSubmodules, *, fast: bool
 ) -> TransformerBlockSubmodules:
-    """Copy a block with replaced layers and final norm."""
+    """Copy a block's spec with replaced layers and final norm."""
     change = fast_layer_spec if fast else replace_norms
     layers = [change(config, layer_spec) for layer_spec in block.layer_specs]
     own_norm = block.layer_norm is WrappedTorchNorm and eligible("norm", config)
@@ -231,17 +221,17 @@ def block_spec(
 
 
 class FastGPTModel(GPTModel):
-    """`GPTModel` with a plain output layer and cross entropy where the configuration allows."""
+    """`GPTModel` with a plain output layer and cross entropy if the configuration allows."""
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
         output_layer = getattr(self, "output_layer", None)
         if type(output_layer) is ColumnParallelLinear and eligible("linear", config):
-            # GPTModel takes no spec for it. Same parameters and attributes, only another forward pass.
+            # GPTModel takes no spec for it. Parameters and attributes are the same.
             output_layer.__class__ = PlainColumnLinear
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """Return the loss of each token, `[batch, sequence]`, of logits `[sequence, batch, vocabulary]`."""
+        """Return the loss of each token, `[batch, sequence]`, from logits `[sequence, batch, vocabulary]`."""
         if eligible("cross_entropy", self.config):
             return cross_entropy(logits, labels)
         return super().compute_language_model_loss(labels, logits)
@@ -254,7 +244,7 @@ def _fast_linears(config: TransformerConfig) -> dict[type, type]:
 
 
 def _replaced(submodules: Any, replacements: dict[type, type]) -> Any:
-    """Return a copy of a dataclass of submodules; classes among its values are replaced, everything else is kept."""
+    """Copy a dataclass of submodules with some classes replaced."""
     values = {field.name: getattr(submodules, field.name) for field in dataclasses.fields(submodules)}
     classes = {name: value for name, value in values.items() if isinstance(value, type)}
     changes = {name: replacements[value] for name, value in classes.items() if value in replacements}
@@ -280,7 +270,7 @@ def _fast_mlp(config: TransformerConfig, mlp: Any, linears: dict[type, type]) ->
     return BuildableSpec(LocalMoELayer, submodules, mlp.params)
 
 
-# Megatron-Core 0.16 describes an MLP with a ModuleSpec, 0.19 with functools.partial; each holds `submodules`.
+# Megatron-Core 0.16 describes an MLP with a ModuleSpec, 0.19 with functools.partial. Both hold `submodules`.
 
 
 def _submodules(spec: Any) -> Any:

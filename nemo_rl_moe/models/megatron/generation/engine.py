@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Generation engine on the training workers' own weights, with Megatron-Core's modules and a key-value cache."""
+"""Generation engine on the weights of the training ranks, with Megatron-Core's modules and a key-value cache."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -30,11 +30,7 @@ from nemo_rl_moe.models.megatron.training.router_hooks import RouterHooks
 def check_request(
     request: GenerationBatch, chunk: GPTModel, config: TransformerConfig, max_batch_size: int | None
 ) -> None:
-    """Check a request against the engine's limits, before any rank has begun.
-
-    Raises:
-        ValueError: With what was got and what is allowed.
-    """
+    """Raise a ValueError, before any rank begins, if a request exceeds the engine's limits."""
     if config.context_parallel_size > 1:
         raise ValueError(f"generation needs context_parallel_size 1, got {config.context_parallel_size}")
     if max_batch_size is not None and max_batch_size < 1:
@@ -81,7 +77,7 @@ def _check_prompts(request: GenerationBatch, chunk: GPTModel) -> None:
             )
 
 
-# Names of the setting in modules of Megatron-Core.
+# Attributes of Megatron-Core's modules that switch on sequence parallelism.
 _SEQUENCE_PARALLEL = ("sequence_parallel", "scatter_to_sequence_parallel", "reduce_scatter_embeddings")
 
 
@@ -91,7 +87,7 @@ def inference(
 ) -> Iterator[None]:
     """Put the chunks into inference mode: evaluation, hidden states as output, no sequence parallelism.
 
-    They stay in evaluation mode; everything else is restored, including random states.
+    Afterwards everything is restored, including random states, except that the chunks stay in evaluation mode.
     """
     for chunk in chunks:
         chunk.eval()
@@ -106,7 +102,7 @@ def inference(
 
 @contextmanager
 def _kept_random_states() -> Iterator[None]:
-    """Restore Megatron-Core's random states, from which, for example, a router's input noise is sampled."""
+    """Restore Megatron-Core's random states, which a router's input noise uses, for example."""
     tracker = get_cuda_rng_tracker()
     states = {name: state.clone() for name, state in tracker.get_states().items()}
     try:
@@ -117,9 +113,9 @@ def _kept_random_states() -> Iterator[None]:
 
 @contextmanager
 def _without_sequence_parallelism(chunks: Sequence[GPTModel], config: TransformerConfig) -> Iterator[None]:
-    """Switch sequence parallelism off: one token cannot be split among ranks."""
-    # Megatron-Core's own function remembers modules by the address of their model: a later model at that address would
-    # get the first one's.
+    """Switch off sequence parallelism, because a single token cannot be split among ranks."""
+    # Megatron-Core's function for this caches modules by the address of their model, so that a later model at the same
+    # address would get the modules of the first.
     modules = [module for chunk in chunks for module in chunk.modules()]
     changed = [
         (owner, name) for owner in (config, *modules) for name in _SEQUENCE_PARALLEL if getattr(owner, name, False)
@@ -134,11 +130,11 @@ def _without_sequence_parallelism(chunks: Sequence[GPTModel], config: Transforme
 
 
 LEAVE_SHARE = 0.1
-"""Share of a batch's rows that must have ended before they are dropped; each time the cache is copied."""
+"""Share of a batch's rows that must have ended before they are dropped, which copies the cache."""
 
 
 class MegatronGenerator:
-    """Generation engine of one rank, together with the ranks that hold the other parts of the model."""
+    """Generation engine of a rank, together with the ranks that hold the other parts of the model."""
 
     def __init__(
         self,
@@ -163,11 +159,14 @@ class MegatronGenerator:
     ) -> list[GeneratedSequence]:
         """Generate one response for each prompt, in the order of the prompts.
 
-        Every rank of the job calls it: those of one data-parallel rank with the same request, which may be empty. It
-        leaves the model in evaluation mode, and everything else as it was.
+        Every rank of the job calls it. Ranks with the same data-parallel rank pass the same request, which may be
+        empty. The model is left in evaluation mode.
+
+        Returns:
+            The responses on the tensor-parallel rank 0 of the last pipeline stage, an empty list on other ranks.
 
         Raises:
-            ValueError: The request is invalid; nothing has been done.
+            ValueError: The request is invalid. Nothing has been done.
         """
         check_request(request, self._chunks[0], self._config, max_batch_size)
         stop = StopCondition(request.sampling, self._tokenizer)
@@ -181,14 +180,14 @@ class MegatronGenerator:
                     prompt_lengths = [len(request.prompts[index]) for index in batch]
                     found = responses.sequences(weight_version, prompt_lengths, routed_experts)
                     sequences |= zip(batch, found, strict=True)
-            # Nobody takes what routers choose meanwhile.
+            # Outside of `shown`, so that no hook records these routes.
             self._passes.wait_for_peers()
         return [sequences[index] for index in range(len(sequences))] if self._coordinates.reports_loss else []
 
     def _run(
         self, request: GenerationBatch, batch: Sequence[int], stop: StopCondition
     ) -> tuple[Responses, CapturedRoutes | None]:
-        """Generate responses to some prompts together, with the routed experts where they are captured."""
+        """Generate responses to a batch of prompts, and capture routes if there are hooks."""
         parameters = request.sampling
         plan = plan_slots(
             [request.prompts[index] for index in batch],
@@ -235,8 +234,8 @@ class MegatronGenerator:
     def _routed_experts(
         self, request: GenerationBatch, batch: Sequence[int], responses: Responses, routes: CapturedRoutes
     ) -> list[StoredRows]:
-        """Return routed experts of each sequence's tokens but the last one, which was never an input."""
-        assert self._stages is not None  # there are hooks
+        """Return the routes of each sequence's tokens, except the last one, which was never an input."""
+        assert self._stages is not None  # hooks and stages come together
         prompts = np.array([len(request.prompts[index]) for index in batch])
         first_slots = prompts.max() - prompts if self._passes.padded else np.zeros_like(prompts)
         num_fed = prompts + responses.lengths - 1
@@ -245,11 +244,11 @@ class MegatronGenerator:
     def _choose(
         self, logits: Float[Tensor, "rows vocabulary"] | None, uniforms: Float[Tensor, " rows"], how: SamplingParameters
     ) -> tuple[Float[Tensor, "3 rows"], Int[Tensor, "rows k"] | None]:
-        """Sample on one rank, for all that hold a part of the model: token ids, log-probabilities and kept mass."""
-        # Rounding can differ between ranks that compute the same, so that separate samples could diverge. Kept tokens
-        # stay on that rank, which returns the sequences.
+        """Sample on one rank for all ranks: token ids, log-probabilities and kept mass, then kept tokens."""
+        # Separate samples could diverge, because rounding can differ between ranks. Kept tokens stay on the sampling
+        # rank, which returns the sequences.
         if logits is not None and self._coordinates.reports_loss:
-            # In one tensor, so that one copy to the host and one message will do; float64 holds all exactly.
+            # In one tensor for one copy to the host and one broadcast. float64 holds all numbers exactly.
             found = sample(logits, uniforms, how)
             kept_tokens = found.kept_tokens
             chosen = torch.stack([each.double() for each in (found.token_ids, found.logprobs, found.kept_mass)])
@@ -262,7 +261,7 @@ class MegatronGenerator:
 
 
 def _batches(request: GenerationBatch, max_batch_size: int | None) -> list[list[int]]:
-    """Return the batches of prompts of similar length, the longest first."""
+    """Return the indices of prompts of similar length, the longest first, batch by batch."""
     order = sorted(range(len(request.prompts)), key=lambda index: -len(request.prompts[index]))
     size = max_batch_size or max(len(order), 1)
     return [order[first : first + size] for first in range(0, len(order), size)]

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Forward passes with a key-value cache, through a chunk's own modules or those for CPUs."""
+"""Forward passes with a key-value cache, through a chunk's modules or the fast modules for CPUs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -38,6 +38,8 @@ class StockInferenceContext(StaticInferenceContext):
 
 
 class StockForward:
+    """Forward pass of one batch through the modules of one chunk."""
+
     def __init__(self, chunk: Any, context: StockInferenceContext, images: PromptImages | None):
         self._chunk, self._context, self._images = chunk, context, images
 
@@ -46,7 +48,8 @@ class StockForward:
     ) -> Float[Tensor, "columns rows hidden"]:
         columns, mask = token_ids.shape[1], None
         if columns > 1:
-            # Without one Megatron-Core keeps a mask of each length: made in inference mode, no training could use it.
+            # Otherwise Megatron-Core would cache a mask for each length, which training could not use if it was made in
+            # inference mode.
             mask = ~causal_mask(columns, columns, token_ids.device)[None, None]
         self._chunk.set_input_tensor(received)
         positions: Tensor | None = None
@@ -66,12 +69,15 @@ class StockForward:
 
 @dataclass(frozen=True)
 class CachedBatch:
+    """A batch in the cache, with the forward pass of each chunk."""
+
     context: PaddedInferenceContext | StockInferenceContext
     forwards: Sequence[CachedForward | StockForward]
     images: PromptImages | None = None
 
     @property
     def num_filled(self) -> int:
+        """Number of slots that hold a token."""
         filled: int = self.context.sequence_len_offset
         return filled
 
@@ -82,11 +88,17 @@ class CachedBatch:
 
 
 class ForwardPasses:
+    """Forward passes through all pipeline stages of the model.
+
+    Attributes:
+        padded: Whether prompts are left-padded, for the fast modules.
+    """
+
     def __init__(self, chunks: Sequence[GPTModel], config: TransformerConfig, device: torch.device):
         self._chunks, self._config, self._device = chunks, config, device
         self.padded = all(map(has_cached_forward, chunks))
         self._pipeline = parallel_state.get_pipeline_model_parallel_group()
-        # Ranks whose tokens go to the same experts enter the same collectives, whatever each of them is working at.
+        # Ranks that share experts enter the same collectives, even if some have finished their requests.
         experts = parallel_state.get_expert_tensor_and_model_parallel_group()
         self._peers = experts if experts.size() > 1 else None
 
@@ -112,13 +124,13 @@ class ForwardPasses:
     def logits(
         self, token_ids: Int[Tensor, "rows columns"], batch: CachedBatch
     ) -> Float[Tensor, "rows vocabulary"] | None:
-        """Put the next tokens into the cache; return the last column's logits on the last pipeline stage, else None."""
+        """Run the next tokens. Return the last column's logits on the last pipeline stage, None on others."""
         self._any_peer_works(True)
         return self._through_all_stages(token_ids, batch)
 
     def wait_for_peers(self) -> None:
-        """Take part in the collectives of the ranks that share experts until they are done as well."""
-        # Waiting ranks with the same token would send all of it to the same few experts.
+        """Take part in the collectives of ranks that share experts until all are done."""
+        # With the same token, all waiting ranks would use the same few experts.
         token_id = dist.get_rank() % self._chunks[0].vocab_size
         while self._any_peer_works(False):
             token_ids = torch.full((1, 1), token_id, dtype=torch.int64, device=self._device)

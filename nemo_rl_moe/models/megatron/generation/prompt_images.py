@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Images of prompts in generation: checked, run through the tower once a batch, placed slot by slot."""
+"""Images of prompts in generation. The tower runs once for a batch, and the features go into the slots of the cache."""
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ _OF_IMAGES = frozenset({PIXELS, IMAGE_SIZES, IMAGE_IDS, IS_IMAGE})
 
 
 def input_problem(inputs: Inputs, chunk: Any, num_tokens: int) -> str | None:
-    """Describe the problem of a prompt's further inputs, to follow the prompt's name; None: they are valid."""
+    """Return the problem of a prompt's model inputs, as the rest of a sentence, or None if they are valid."""
     if not inputs:
         return None
     if not isinstance(chunk, VisionInput):
@@ -48,9 +48,12 @@ def input_problem(inputs: Inputs, chunk: Any, num_tokens: int) -> str | None:
 
 
 class PromptImages:
-    """Images of a batch's prompts, as one pipeline stage needs them during generation.
+    """Images of a batch's prompts on one pipeline stage.
 
-    The tower's output is kept once for each distinct image, and for each slot the index of its row there.
+    The tower's output is kept once for each distinct image, with the index of its row for each slot.
+
+    Attributes:
+        positions: `[3, rows or 1, slots]`, or None for a family without 3D positions.
     """
 
     def __init__(
@@ -67,7 +70,7 @@ class PromptImages:
         self._features: TowerOutput | None = None
         self._end = 0
         if first.pre_process and images.sizes:
-            # What the tower keeps for later must be fit for training.
+            # Training could not use tensors that the tower caches in inference mode.
             with torch.inference_mode(False), torch.no_grad():
                 self._features = first.image_features(images.distinct(device))
             self._numbers = images.feature_numbers().to(device)
@@ -76,9 +79,9 @@ class PromptImages:
     def place(
         self, hidden: Float[Tensor, "columns rows hidden"], first_slot: int
     ) -> tuple[Float[Tensor, "columns rows hidden"], list[Float[Tensor, "columns rows hidden"]]]:
-        """Replace the word embeddings of image tokens by features; also return what is added after each first layer."""
+        """Replace the word embeddings of image tokens by features, and return the features that first layers add."""
         if self._features is None or first_slot >= self._end:
-            self._features = None
+            self._features = None  # no later slot needs them
             return hidden, []
         numbers = self._numbers[first_slot : first_slot + len(hidden)]
         is_image, rows = (numbers != _WORD)[..., None], numbers.clamp(min=0)
@@ -99,6 +102,13 @@ _WORD = -1
 
 
 class _ImagesOfPrompts:
+    """Distinct images of a batch's prompts, and the slots of their tokens.
+
+    Attributes:
+        sizes: Height and width in pixels of each distinct image, by its digest.
+        end: First slot after all image tokens.
+    """
+
     def __init__(self, inputs: Sequence[Inputs], first_slots: Sequence[int], num_slots: int, chunk: Any):
         self._chunk, self._num_slots = chunk, num_slots
         self._pixels: dict[int, np.ndarray] = {}
@@ -128,14 +138,11 @@ class _ImagesOfPrompts:
         }
 
     def feature_numbers(self) -> Int[Tensor, "slots rows"]:
-        """Return the row of the tower's output for each slot; `_WORD` where it is no image."""
+        """Return the row of the tower's output for each slot, `_WORD` for slots without an image token."""
         family, hf_config = self._chunk.family, self._chunk.hf_config
         counts = [family.num_image_tokens(hf_config, *size) for size in self.sizes.values()]
-        ends = dict(zip(self.sizes, accumulate(counts), strict=True))
-        of_image = {
-            digest: np.arange(ends[digest] - count, ends[digest])
-            for digest, count in zip(self.sizes, counts, strict=True)
-        }
+        bounds = pairwise(accumulate(counts, initial=0))
+        of_image = {digest: np.arange(*ends) for digest, ends in zip(self.sizes, bounds, strict=True)}
         numbers = np.full((self._num_slots, len(self._digests)), _WORD)
         for row, digests in enumerate(self._digests):
             if digests:
@@ -144,10 +151,10 @@ class _ImagesOfPrompts:
         return torch.from_numpy(numbers)
 
     def positions(self) -> Int[Tensor, "3 rows_or_1 slots"]:
-        """Return positions of all slots; those of padding before a prompt do not matter."""
+        """Return positions of all slots. Positions of padding before a prompt do not matter."""
         slots = torch.arange(self._num_slots)
         if not self.sizes:
-            # Rotary embedding is relative: where a row of text begins changes nothing.
+            # Padding before text only shifts its positions, and rotary embedding is relative.
             return slots.expand(3, 1, -1)
         side = self._chunk.family.pixels_per_token(self._chunk.hf_config)
         grids = [
@@ -156,5 +163,5 @@ class _ImagesOfPrompts:
             for digest in of_row
         ]
         from_first_token = image_positions(torch.from_numpy(self._is_image), grids)
-        places = (slots - torch.from_numpy(self._starts)[:, None]).clamp(min=0)
-        return from_first_token.gather(2, places.expand(3, -1, -1))
+        indices = (slots - torch.from_numpy(self._starts)[:, None]).clamp(min=0)
+        return from_first_token.gather(2, indices.expand(3, -1, -1))

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling of responses: tokens from logits, cache slots of a batch, stop conditions, responses as they grow."""
+"""Sampling of responses: tokens from logits, cache slots of a batch, stop conditions, and growing responses."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from nemo_rl_moe.models.kept_tokens import NONE_KEPT
 class SampledTokens(NamedTuple):
     """One token for each row, its log-probability in nats before top-k and top-p, and the mass that they keep.
 
-    Where the kept tokens are asked for, `[rows, top_k]` with -1 behind the last, the log-probability is over these.
+    With kept tokens, `[rows, top_k]` padded with -1, the log-probability is over these tokens.
     """
 
     token_ids: Int[Tensor, " rows"]
@@ -29,14 +29,17 @@ class SampledTokens(NamedTuple):
 
 
 def uniform_numbers(seed: int, count: int) -> Float[np.ndarray, " count"]:
-    """Return numbers in [0, 1) keyed by the seed (Philox); a longer list begins with a shorter one."""
+    """Return random numbers in [0, 1) from a seed (Philox). A longer list begins with the shorter one."""
     return np.random.Generator(np.random.Philox(key=seed)).random(count)
 
 
 def truncate(
     probs: Float[Tensor, "rows vocabulary"], top_k: int | None, top_p: float
 ) -> Float[Tensor, "rows vocabulary"]:
-    """Zero what top-k leaves out, then what top-p leaves out of the rest, not normalised; ties keep the lower id."""
+    """Zero probabilities outside of top-k, then outside of top-p of the rest, without normalising.
+
+    Ties keep the lower id.
+    """
     vocabulary = probs.shape[-1]
     if (top_k is None or top_k >= vocabulary) and top_p >= 1:
         return probs
@@ -50,19 +53,19 @@ def truncate(
 
 
 def draw(weights: Float[Tensor, "rows vocabulary"], uniforms: Float[Tensor, " rows"]) -> Int[Tensor, " rows"]:
-    """Invert the cumulative distribution at one number for each row; never returns a token of weight zero."""
-    # In float32 the sum over a large vocabulary would lose its rare tokens.
+    """Invert the cumulative distribution at one number for each row. Tokens of weight zero are never returned."""
+    # A float32 sum over a large vocabulary would lose rare tokens.
     cumulative = weights.cumsum(-1, dtype=torch.float64)
     target = cumulative[:, -1:] * uniforms[:, None]
-    # The first token whose sum lies above the target: it has added something. The clamp is for parallel sums, which
-    # can round differently from one entry to the next.
+    # The first token whose sum is above the target has a weight. Parallel sums can round differently from one entry to
+    # the next, which needs the clamp.
     return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_(max=weights.shape[-1] - 1)
 
 
 def sample(
     logits: Float[Tensor, "rows vocabulary"], uniforms: Float[Tensor, " rows"], parameters: SamplingParameters
 ) -> SampledTokens:
-    """Sample one token for each row: temperature, then top-k, then top-p; greedy at temperature 0."""
+    """Sample one token for each row with temperature, then top-k, then top-p. Temperature 0 is greedy."""
     logits = logits.float()
     greedy = parameters.temperature == 0
     if not greedy and parameters.temperature != 1:
@@ -71,7 +74,7 @@ def sample(
     weights = probs if greedy else truncate(probs, parameters.top_k, parameters.top_p)
     token_ids = logits.argmax(-1) if greedy else draw(weights, uniforms)
     kept_mass = probs.new_ones(len(probs)) if weights is probs else weights.sum(-1)
-    # A token that is sampled has a probability above zero: nothing is lost by taking the logarithm last.
+    # A sampled token has a probability above zero, so that its logarithm is finite.
     logprobs = probs.gather(-1, token_ids[:, None])[:, 0].log()
     if not parameters.returns_kept_tokens:
         return SampledTokens(token_ids, logprobs, kept_mass)
@@ -80,7 +83,7 @@ def sample(
 
 
 def kept_tokens(weights: Float[Tensor, "rows vocabulary"], top_k: int) -> Int[Tensor, "rows k"]:
-    """Return the ids of weight above zero, at most `top_k`, and -1 behind them."""
+    """Return the ids of weight above zero, padded with -1 to `top_k`."""
     largest, ids = weights.topk(min(top_k, weights.shape[-1]))
     ids = ids.where(largest > 0, NONE_KEPT).int()
     return torch.nn.functional.pad(ids, (0, top_k - ids.shape[-1]), value=NONE_KEPT)
@@ -90,12 +93,13 @@ def kept_tokens(weights: Float[Tensor, "rows vocabulary"], top_k: int) -> Int[Te
 class SlotPlan:
     """A batch of prompts in slots of the cache.
 
-    Prompts either end at one slot, with padding before the shorter ones, or begin at the first slot; then the rest of
-    the longer prompts goes in token by token while the others are being answered.
+    With padding before shorter prompts, all prompts end at the same slot. Otherwise all begin at the first slot, and
+    the rest of longer prompts is fed token by token while responses to the others are sampled.
 
     Attributes:
-        uniforms: Random number for the token of each slot; 0 on prompts.
+        uniforms: Random number for the token of each slot, 0 for prompts.
         first_sampled: Slot of each row's first sampled token.
+        prefill: Number of slots of the first forward pass.
     """
 
     prompt_tokens: Int[Tensor, "slots rows"]
@@ -105,7 +109,7 @@ class SlotPlan:
     prefill: int
 
     def keep(self, rows: Int[Tensor, " kept"]) -> "SlotPlan":
-        """Return the plan of some of the rows."""
+        """Return the plan of the kept rows."""
         return SlotPlan(
             prompt_tokens=self.prompt_tokens.index_select(1, rows),
             uniforms=self.uniforms.index_select(1, rows),
@@ -137,16 +141,12 @@ def plan_slots(
     )
 
 
-# Decoding from the middle can garble what the first tokens stand for: half a character, a space that is left out.
+# Decoding from the middle can garble the first tokens: half a character, or a missing space.
 _MARGIN = 8
 
 
 class StopCondition:
-    """End of responses: end-of-sequence tokens and stop strings.
-
-    Raises:
-        ValueError: Stop strings without a tokenizer, or an empty one.
-    """
+    """End of responses: end-of-sequence tokens and stop strings."""
 
     def __init__(self, parameters: SamplingParameters, tokenizer: Any):
         if parameters.stop_strings and tokenizer is None:
@@ -156,15 +156,15 @@ class StopCondition:
         self._token_ids = np.asarray(parameters.stop_token_ids, dtype=np.int64)
         self._strings = parameters.stop_strings
         self._tokenizer = tokenizer
-        # A token stands for at least one byte.
+        # A token has at least one byte.
         self._window = max((len(string.encode()) for string in self._strings), default=0) + _MARGIN
 
     def ended(
         self, responses: Int[np.ndarray, "rows columns"], lengths: Int[np.ndarray, " rows"]
     ) -> Bool[np.ndarray, " rows"]:
-        """Return True for each response that its last token ends; call it after every token."""
+        """Return whether its last token ends each response. Call it after every token."""
         last = responses[np.arange(len(lengths)), np.maximum(lengths, 1) - 1]
-        # For so few numbers faster than numpy's isin.
+        # Faster than numpy's isin for a few numbers.
         found = (last[:, None] == self._token_ids).any(1) & (lengths > 0)
         if self._strings:
             for row in np.flatnonzero(~found & (lengths > 0)):
@@ -178,6 +178,8 @@ class StopCondition:
 
 
 class Responses:
+    """Growing responses of a batch, with the number of tokens of each in `lengths`."""
+
     def __init__(
         self, num_responses: int, max_new_tokens: int, stop: StopCondition, *, reports_kept_mass: bool = False
     ):
@@ -185,7 +187,7 @@ class Responses:
         self._token_ids = np.zeros((num_responses, max_new_tokens), dtype=np.int64)
         self._kept_tokens: list[list[Int[np.ndarray, " k"]]] = [[] for _ in range(num_responses)]
         self._logprobs = np.zeros((num_responses, max_new_tokens), dtype=np.float32)
-        self._lengths = np.zeros(num_responses, dtype=np.int64)
+        self.lengths: Int[np.ndarray, " responses"] = np.zeros(num_responses, dtype=np.int64)
         self._stopped = np.zeros(num_responses, dtype=np.bool_)
         self._max_new_tokens = max_new_tokens
         self._stop = stop
@@ -199,10 +201,15 @@ class Responses:
         kept_mass: Float[np.ndarray, " rows"] | None = None,
         kept_tokens: Int[np.ndarray, "rows k"] | None = None,
     ) -> Bool[np.ndarray, " rows"]:
-        """Add a token to each response that has not ended."""
+        """Add a sampled token to each response that has not ended, and return which have ended.
+
+        Args:
+            responses: Index of the response of each row.
+            sampled: Whether a row's token is sampled, not of its prompt.
+        """
         open_rows = sampled & ~self._ended(responses)
         growing = responses[open_rows]
-        column = self._lengths[growing]
+        column = self.lengths[growing]
         self._token_ids[growing, column] = token_ids[open_rows]
         self._logprobs[growing, column] = logprobs[open_rows]
         if self._kept_mass is not None and kept_mass is not None:
@@ -210,12 +217,12 @@ class Responses:
         if kept_tokens is not None:
             for response, ids in zip(growing.tolist(), kept_tokens[open_rows], strict=True):
                 self._kept_tokens[response].append(ids)
-        self._lengths[growing] = column + 1
+        self.lengths[growing] = column + 1
         self._stopped[growing] = self._stop.ended(self._token_ids[growing], column + 1)
         return self._ended(responses)
 
     def _ended(self, responses: Int[np.ndarray, " rows"]) -> Bool[np.ndarray, " rows"]:
-        ended: Bool[np.ndarray, " rows"] = self._stopped[responses] | (self._lengths[responses] >= self._max_new_tokens)
+        ended: Bool[np.ndarray, " rows"] = self._stopped[responses] | (self.lengths[responses] >= self._max_new_tokens)
         return ended
 
     def sequences(
@@ -227,15 +234,15 @@ class Responses:
         """Return the finished responses in order.
 
         Args:
-            prompt_lengths: Where each response begins; for kept tokens alone.
+            prompt_lengths: Length of each response's prompt, which only kept tokens need.
 
         Raises:
-            RuntimeError: A log-probability is not finite: the weights are not, or the forward pass failed.
+            RuntimeError: A log-probability is not finite, because of the weights or the forward pass.
         """
         if not np.isfinite(self._logprobs).all():
             broken = int((~np.isfinite(self._logprobs)).any(axis=1).sum())
             raise RuntimeError(
-                f"{broken} of {len(self._lengths)} responses have tokens whose log-probability is NaN or infinite, made"
+                f"{broken} of {len(self.lengths)} responses have tokens whose log-probability is NaN or infinite, made"
                 f" with the weights after {weight_version} optimizer steps: the model's output is not finite"
             )
         return [
@@ -248,9 +255,5 @@ class Responses:
                 kept_mass=None if self._kept_mass is None else self._kept_mass[index, :length].copy(),
                 kept_tokens=StoredRows.of(np.stack(kept)).moved(prompt_lengths[index]) if kept else None,
             )
-            for index, (length, kept) in enumerate(zip(self._lengths, self._kept_tokens, strict=True))
+            for index, (length, kept) in enumerate(zip(self.lengths, self._kept_tokens, strict=True))
         ]
-
-    @property
-    def lengths(self) -> Int[np.ndarray, " responses"]:
-        return self._lengths

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers of an adapter's parameters on each worker by arithmetic, without building a model."""
+"""Number of adapter parameters on each worker, by arithmetic, without building a model."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,12 +15,10 @@ from nemo_rl_moe.models.families.linear_targets import PLACES, ROUTED_EXPERTS, c
 
 @dataclass(frozen=True)
 class _Linear:
-    """Sizes of the Hugging Face tensors of a place; how ranks share them.
+    """Sizes of a linear layer: inputs, and outputs of each of its Hugging Face tensors.
 
     Attributes:
-        inputs: Of all of them.
-        outputs: Of each.
-        cut: Whether ranks share the inputs or the outputs; None: each has all.
+        cut: Dimension that ranks share, `"inputs"` or `"outputs"`, or None if every rank holds all of it.
     """
 
     inputs: int
@@ -31,10 +29,10 @@ class _Linear:
 def adapter_parameters(
     config: TransformerConfig, hf_config: Any, lora: LoraConfig, layers: Iterable[tuple[int, bool]]
 ) -> tuple[int, int]:
-    """Count the parameters of a rank's adapters: of all but experts' own, and of those.
+    """Return a rank's numbers of adapter parameters: outside of single routed experts, and of single routed experts.
 
     Args:
-        layers: Of the rank: their indices, and whether they have experts.
+        layers: Index of each of the rank's layers, and whether it has experts.
     """
     dense = experts = 0
     for index, has_experts in layers:
@@ -57,7 +55,7 @@ def adapter_parameters(
 def _count(place: str, linear: _Linear, lora: LoraConfig, layer: int, hf_config: Any, ranks: int) -> int:
     name = place.replace(ROUTED_EXPERTS, f"{ROUTED_EXPERTS}.0")
     rule = family_of(hf_config).rules.find(f"decoder.layers.{layer}.{name}.weight")
-    assert rule is not None  # the place has sizes
+    assert rule is not None  # each place with sizes has a rule
     names = chosen_sources(place, len(rule.sources), lora.targets)
     outputs = linear.outputs if len(names) == len(linear.outputs) else (sum(linear.outputs),)
     inputs = linear.inputs // ranks if linear.cut == "inputs" else linear.inputs
@@ -66,18 +64,17 @@ def _count(place: str, linear: _Linear, lora: LoraConfig, layer: int, hf_config:
 
 
 def _linear(config: TransformerConfig, place: str, *, has_experts: bool) -> _Linear | None:
-    """Return the sizes of a place; None where such a layer has none."""
+    """Return the sizes of a linear layer by its place, or None if such a decoder layer lacks it."""
     if place.startswith("self_attention."):
         return _latent_attention(config).get(place) if config.multi_latent_attention else _attention(config).get(place)
     if place == "mlp.router":
         return _Linear(config.hidden_size, (config.num_moe_experts,), None) if has_experts else None
     kind, _, linear = place.rpartition(".")
-    widths = {
+    width = {
         "mlp": None if has_experts else config.ffn_hidden_size,
         "mlp.shared_experts": config.moe_shared_expert_intermediate_size if has_experts else None,
         ROUTED_EXPERTS: config.moe_ffn_hidden_size if has_experts else None,
-    }
-    width = widths[kind]
+    }[kind]
     if width is None:
         return None
     hidden = config.hidden_size

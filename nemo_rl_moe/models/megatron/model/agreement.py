@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Agreement of ranks: failures and findings that all must know of before the next collective."""
+"""Failures and findings of one rank that all ranks must know before the next collective."""
 
 import hashlib
 import json
@@ -22,30 +22,29 @@ from nemo_rl_moe.models.safetensors_folder import one_line
 def union_of_ranks(mine: Mapping[str, Any]) -> dict[str, Any]:
     """Merge the entries of all ranks, equal on every rank. Every rank calls it.
 
-    The ranks take turns, and each adds what is new: ranks that hold the same model would fill the memory of all, if
-    each sent its names to each.
+    The ranks broadcast in turn, and each sends only new entries. An all-gather would give every rank a copy of each
+    rank's names, which are mostly the same.
     """
     union: dict[str, Any] = {}
     for rank in range(dist.get_world_size()):
         new = {name: value for name, value in mine.items() if name not in union} if rank == dist.get_rank() else None
         message = [new]
         dist.broadcast_object_list(message, src=rank)
-        assert message[0] is not None  # it is the speaker's
+        assert message[0] is not None  # the sender's entries
         union |= message[0]
     return union
 
 
 class SharedFailure:
-    """A failure of one rank that all ranks of a group learn of before their next collective.
+    """A failure of one rank that all ranks of a group learn before their next collective.
 
-    An error on one rank alone, such as running out of memory or disk, would leave its peers waiting in the next
-    collective. So whatever can fail runs under `caught`, apart from collectives, and before each collective the ranks
-    ask each other with `none_failed`. After a failure, ranks only go on answering until all have come to the end, where
-    the first is raised.
+    An error on a single rank, such as a full disk, would leave its peers waiting in the next collective. Code that can
+    fail therefore runs under `caught`, without collectives, and before each collective the ranks ask each other with
+    `none_failed`. After a failure, ranks only keep answering until all reach the end, where the first error is raised.
 
     Attributes:
         text: First error on this rank, on one line.
-        has_failed: This or another rank is known to have failed.
+        has_failed: Whether this or another rank is known to have failed.
     """
 
     def __init__(self) -> None:
@@ -54,7 +53,7 @@ class SharedFailure:
 
     @contextmanager
     def caught(self) -> Iterator[None]:
-        """Catch the error that ends a block, which must not contain a collective."""
+        """Record an error that ends the block, which must not contain a collective."""
         try:
             yield
         except Exception as error:
@@ -62,7 +61,7 @@ class SharedFailure:
             self.has_failed = True
 
     def none_failed(self, group: Any, device: torch.device) -> bool:
-        """Return whether no rank of a group has failed; a collective of all of them."""
+        """Return whether no rank of a group has failed. Every rank of the group calls it."""
         failed = torch.tensor([self.has_failed], dtype=torch.uint8, device=device)
         dist.all_reduce(failed, dist.ReduceOp.MAX, group=group)
         self.has_failed = bool(failed.item())
@@ -70,10 +69,10 @@ class SharedFailure:
 
 
 class DamageSearch:
-    """Compare a folder's files with their checksums in a thread beside the rank that reads them.
+    """Comparison of a folder's files with their checksums, in a thread, while the rank reads the same files.
 
-    Each side finds in memory what the other has read: the disk is read once. A rank must ask for the damage before it
-    uses what it has read. A folder without `files.json` has none.
+    Both find the other's blocks in the page cache, so that the disk is read once. A rank must ask for the damage before
+    it uses the tensors. Without `files.json` no damage is found.
     """
 
     def __init__(self, folder: Path, *, in_parts: bool | None = None):
@@ -83,7 +82,7 @@ class DamageSearch:
         self._thread.start()
 
     def of_all_ranks(self) -> list[str]:
-        """List damaged files, a line each, equal on every rank. Every rank calls it, and waits."""
+        """Wait for the comparison, and return a line for each damaged file of any rank. Every rank calls it."""
         self._thread.join()
         found: list[Any] = [None] * self._num_shares
         dist.all_gather_object(found, self._found)
@@ -92,12 +91,12 @@ class DamageSearch:
     def _compare(self, folder: Path, in_parts: bool | None) -> None:
         try:
             self._found = find_damage(folder, share=self._share, num_shares=self._num_shares, in_parts=in_parts)
-        except Exception as error:  # what was not compared is not whole
+        except Exception as error:  # a file that was not compared counts as damaged
             self._found = [f"{folder}: cannot be compared with its checksums: {one_line(error)}"]
 
 
 def agree_on_model(config_json: Mapping[str, Any], folder: Path, *, with_weights: bool) -> None:
-    """Check that all ranks have found the same model. Every rank calls it before the first step that depends on it."""
+    """Check that all ranks read the same model. Every rank calls it before the first step that depends on it."""
     digest = hashlib.sha256(json.dumps(config_json, sort_keys=True).encode()).hexdigest()
     form = "Megatron-Core's" if with_weights and holds_megatron_weights(folder) else "Hugging Face's"
     found: list[Any] = [None] * dist.get_world_size()

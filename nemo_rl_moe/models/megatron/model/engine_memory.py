@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of a generation engine with a copy of the weights, by arithmetic: on each rank, and in transit."""
+"""Memory of a generation engine with a copy of the weights, by arithmetic: of each rank, and of weights in transit."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +15,14 @@ from nemo_rl_moe.weight_sync.folder import BUCKET_BYTES, MAX_UNACKNOWLEDGED
 from nemo_rl_moe.weight_sync.transport_backends import DEVICE_BUCKET_BYTES
 
 ON_DEVICE = ("cuda_ipc", "nccl")
-"""Transports of weights that use no memory of the host."""
+"""Weight transports that need no host memory."""
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
 class EngineMemory:
+    """Bytes of one rank of an engine."""
+
     weights: int
     cache_of_a_token: int
 
@@ -28,7 +30,7 @@ class EngineMemory:
         return max(0, int(total * utilization) - self.weights)
 
     def fits_from(self, held_beside: int, utilization: float) -> float:
-        """Return the bytes of the smallest device that holds the share and other content; infinite for none."""
+        """Return the bytes of the smallest device that holds the engine's share and other content, or infinity."""
         rest = 1 - utilization
         beside = 0.0 if held_beside == 0 else float("inf") if rest == 0 else held_beside / rest
         return max(beside, self.weights / utilization)
@@ -37,8 +39,8 @@ class EngineMemory:
 def engine_memory(size: EngineSize, transformer: TransformerConfig, hf_config: Any) -> EngineMemory:
     """Compute the memory of each rank of an engine.
 
-    Every tensor-parallel rank has its part of each matrix; norms and routers are whole, and so are key and value heads
-    where there are more ranks than heads. Experts come to the same, cut or divided among the ranks.
+    Tensor parallelism splits every matrix and replicates norms and routers. With more ranks than key and value heads,
+    each rank holds one full head. Experts need the same memory whether they are split or distributed.
     """
     ranks, itemsize, multiple = size.ranks, _BYTES[size.dtype], size.vocabulary_multiple
     vocabulary = -(-hf_config.vocab_size // multiple) * multiple // ranks
@@ -47,7 +49,7 @@ def engine_memory(size: EngineSize, transformer: TransformerConfig, hf_config: A
     parameters += (num_ends * vocabulary + 1) * transformer.hidden_size
     groups, layers = transformer.num_query_groups, transformer.num_layers
     if transformer.multi_latent_attention:
-        # Latents, the same on every rank.
+        # Every rank caches all latents.
         of_a_token = layers * (transformer.kv_lora_rank + transformer.qk_pos_emb_head_dim)
     else:
         held = max(1, groups // ranks)
@@ -60,8 +62,8 @@ def engine_memory(size: EngineSize, transformer: TransformerConfig, hf_config: A
 def bytes_on_the_way(config: GRPOMasterConfig, transformer: TransformerConfig, hf_config: Any) -> int:
     """Return the maximum bytes of buckets between trainer and engines while weights are sent.
 
-    Each trainer rank has `MAX_UNACKNOWLEDGED` buckets there, of a layer's largest matrix where that exceeds a bucket;
-    embedding and output layer, which are larger still, count once.
+    Each trainer rank has `MAX_UNACKNOWLEDGED` buckets in transit. A bucket is at least as large as a layer's largest
+    matrix. Embedding and output layer are larger still, and count once.
     """
     itemsize = transformer.params_dtype.itemsize
     widths = [transformer.num_attention_heads * transformer.kv_channels, transformer.moe_ffn_hidden_size or 0]
@@ -76,8 +78,8 @@ def bytes_on_the_way(config: GRPOMasterConfig, transformer: TransformerConfig, h
 def refit_bytes(config: GRPOMasterConfig, transformer: TransformerConfig, memory: EngineMemory) -> int:
     """Return the bytes on a GPU that trainer and engine share while weights arrive, besides the weights themselves.
 
-    The engine keeps what arrives of a layer until it is complete. On the device the trainer's rank has, for each
-    bucket of `MAX_UNACKNOWLEDGED`, its copy, and one that it fills.
+    The engine buffers a layer until it is complete. With a transport on the device, the trainer's rank holds
+    `MAX_UNACKNOWLEDGED` sent buckets, and one that it fills.
     """
     on_device = config.policy.generation.weight_transport in ON_DEVICE
     buckets = (MAX_UNACKNOWLEDGED + 1) * DEVICE_BUCKET_BYTES if on_device else 0

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Builds this rank's model chunks: Megatron-Core's GPTModel with the layer spec for the machine."""
+"""This rank's model chunks: Megatron-Core's GPTModel with the layer spec for the machine."""
 
 from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
@@ -44,30 +44,26 @@ from nemo_rl_moe.models.megatron.training.token_statistics import vocabulary_ent
 
 
 def padded_vocabulary_size(vocabulary_size: int, tensor_parallel_size: int) -> int:
-    """Return the vocabulary size rounded up so that every tensor-parallel rank holds as many rows."""
+    """Return the vocabulary size, rounded up so that all tensor-parallel ranks hold the same number of rows."""
     return -(-vocabulary_size // tensor_parallel_size) * tensor_parallel_size
 
 
 class _PolicyOutput:
-    """Output of a policy model, as a mixin of GPTModel:
+    """Mixin of GPTModel with the outputs of a policy model:
 
-    - Padded rows of the vocabulary are left out of every softmax, so that tensor parallelism changes no number.
-    - Logits are divided by the sampling temperature: the trained policy is the one that responses were sampled from.
-    - A forward pass can end before the output layer, so that logits can be computed in pieces.
-    - The batch's columns for the model are available during its forward pass, on every pipeline stage.
-    - Other heads are computed on request: the entropy from the same logits, values by a value head, also in place of
-    logits.
+    - Every softmax excludes padded rows of the vocabulary, so that tensor parallelism changes no number.
+    - Logits are divided by the sampling temperature, because the trained policy is the sampled one.
+    - Entropies and values are computed on request, values also instead of logits.
     - With `logprob_chunk_size`, logits exist for one chunk of tokens at a time.
 
     Attributes:
-        returns_hidden_states: End with the final norm's output, [sequence, batch, hidden].
-        entropy: Last result, [batch, sequence], with its graph; cleared by its reader.
-        candidate_column: Column of ids whose log-probabilities the training pass computes beside the targets'; None: of
-            none.
-        candidates: Likewise the log-probabilities of the ids in `candidate_column`, [batch, sequence, k].
-        model_columns: Columns of the microbatch in its forward pass, by name: `[rows, columns, ...]` on the token axis,
-            whole also under sequence parallelism. Empty afterwards, and so in activation recomputation: read them
-            before the layers, or pass them to the layers.
+        returns_hidden_states: Whether to return the final norm's output, [sequence, batch, hidden], without logits.
+        entropy: Last result, [batch, sequence], with its graph. Its reader clears it.
+        candidate_column: Column of token ids whose log-probabilities the training pass also computes, or None.
+        candidates: Log-probabilities of the ids in `candidate_column`, [batch, sequence, k], like `entropy`.
+        model_columns: Columns of the microbatch during its forward pass, on every pipeline stage, by name:
+            `[rows, columns, ...]` on the token axis, not split by sequence parallelism. They are empty during
+            activation recomputation: read them before the layers, or pass them to the layers.
     """
 
     real_vocabulary_size: int
@@ -85,7 +81,7 @@ class _PolicyOutput:
     model_columns: Mapping[str, Tensor] = MappingProxyType({})
 
     def forward(self, *args: Any, model_columns: Mapping[str, Tensor] | None = None, **kwargs: Any) -> Any:
-        """Run the chunk with the columns of its microbatch at hand."""
+        """Run the chunk, with `model_columns` set meanwhile."""
         if not model_columns:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         self.model_columns = model_columns
@@ -98,10 +94,10 @@ class _PolicyOutput:
         """Return the negative log-probability of each label, [batch, sequence]."""
         logits = self.mask_logits(logits)
         if self.temperature != 1.0:
-            # In float32, as generation does it: in bfloat16 the division alone is off by 0.02 nats a token.
+            # In float32, like generation: in bfloat16 the division alone is off by 0.02 nats per token.
             logits = logits.float() / self.temperature
         if self.needs_entropy:
-            # Before the loss, whose backward pass may reuse the memory of the logits.
+            # Before the loss, whose backward pass may overwrite the logits.
             group = parallel_state.get_tensor_model_parallel_group()
             self.entropy = vocabulary_entropy(logits, group).transpose(0, 1)
         return super().compute_language_model_loss(labels, logits)  # type: ignore[misc]
@@ -131,7 +127,7 @@ class _PolicyOutput:
         return self.candidate_column is not None or (most is not None and labels.numel() > most)
 
     def mask_logits(self, logits: Tensor) -> Tensor:
-        """Set the logits of padded rows to the lowest number of their type; [..., local vocabulary]."""
+        """Set the logits of padded rows, [..., local vocabulary], to the lowest number of their type."""
         first = parallel_state.get_tensor_model_parallel_rank() * logits.shape[-1]
         real_columns = self.real_vocabulary_size - first
         if real_columns >= logits.shape[-1]:
@@ -141,7 +137,7 @@ class _PolicyOutput:
 
 
 class PolicyGPTModel(_PolicyOutput, GPTModel):
-    """Megatron-Core's GPTModel with what this project changes at its end."""
+    """Megatron-Core's GPTModel with a policy model's outputs."""
 
 
 class FastPolicyGPTModel(_PolicyOutput, FastGPTModel):
@@ -181,7 +177,7 @@ def build_model_chunks(
 
 
 def freeze_routers(model: torch.nn.Module) -> None:
-    """Take the routers' weights out of training."""
+    """Freeze the routers' weights."""
     for name, parameter in model.named_parameters():
         if ".router." in name:
             parameter.requires_grad_(False)
@@ -190,7 +186,7 @@ def freeze_routers(model: torch.nn.Module) -> None:
 def _build_chunk(policy: PolicyConfig, config: TransformerConfig, hf_config: Any, vp_stage: int | None) -> GPTModel:
     fast = policy.megatron_cfg.layer_spec == "auto" and not use_transformer_engine(policy)
     family = family_of(hf_config)
-    has_vision, has_mrope = family.vision is not None, family.vision is not None and family.vision.has_mrope
+    has_vision = family.vision is not None
     classes = (VisionGPTModel, FastVisionGPTModel) if has_vision else (PolicyGPTModel, FastPolicyGPTModel)
     model_class: Callable[..., GPTModel] = classes[fast]
     chunk = model_class(
@@ -202,10 +198,10 @@ def _build_chunk(policy: PolicyConfig, config: TransformerConfig, hf_config: Any
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
         parallel_output=True,
         share_embeddings_and_output_weights=bool(hf_config.tie_word_embeddings),
-        position_embedding_type="mrope" if has_mrope else "rope",
+        position_embedding_type="mrope" if family.vision is not None and family.vision.has_mrope else "rope",
         rotary_base=family.rotary_base(hf_config),
         rotary_percent=family.rotary_percent(hf_config),
-        # Images take their places among all tokens, which are cut afterwards.
+        # Image features replace embeddings of all tokens, which are split afterwards.
         scatter_embedding_sequence_parallel=not has_vision,
         vp_stage=vp_stage,
     )
@@ -219,7 +215,7 @@ def _build_chunk(policy: PolicyConfig, config: TransformerConfig, hf_config: Any
 
 
 def _stretch_positions(chunk: GPTModel, hf_config: Any) -> None:
-    """Set the rotary frequencies of models with scaled positions; multi-latent attention has its own."""
+    """Set the rotary frequencies of a model with scaled positions, unless multi-latent attention sets them."""
     if chunk.config.multi_latent_attention:
         return
     frequencies = inverse_frequencies(hf_config)
@@ -233,23 +229,19 @@ def _block_spec(
     block: TransformerBlockSubmodules = get_gpt_decoder_block_spec(
         config, use_transformer_engine=use_transformer_engine(policy), normalization="RMSNorm", vp_stage=vp_stage
     )
-    # Those of torch refuse sequence parallelism, and have no zero-centred weights.
+    # torch's norms refuse sequence parallelism, and have no zero-centred weights.
     needs_own_norms = config.sequence_parallel or config.layernorm_zero_centered_gamma
-    if fast:
-        block = block_spec(config, block, fast=True)
-    elif needs_own_norms and not use_transformer_engine(policy):
-        # Everything else stays Megatron's own.
-        block = block_spec(config, block, fast=False)
+    if fast or (needs_own_norms and not use_transformer_engine(policy)):
+        block = block_spec(config, block, fast=fast)
     if config.multi_latent_attention:
         block = use_latent_attention(block)
     if linear := linear_layer_indices(config):
         rank = parallel_state.get_pipeline_model_parallel_rank()
         layers = layers_of_chunks(config, rank)[vp_stage or 0]
-        block = use_gated_delta_nets(block, [place for place, layer in enumerate(layers) if layer in linear])
+        block = use_gated_delta_nets(block, [position for position, layer in enumerate(layers) if layer in linear])
     family = family_of(hf_config)
-    vision = family.vision
     if family.normalizes_all_heads:
         block = normalize_all_heads(block)
-    if vision is not None and parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage):
-        block = use_deep_layers(block, vision.deep_layers(hf_config))
+    if family.vision is not None and parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage):
+        block = use_deep_layers(block, family.vision.deep_layers(hf_config))
     return block

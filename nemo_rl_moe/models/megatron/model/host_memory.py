@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of the host for tensors of a device: pinned, and many tensors to an allocation."""
+"""Host memory for tensors of a device, with several tensors in one allocation."""
 
 from collections.abc import Sequence
 
@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 SLAB_BYTES = 2**30
-"""Pinned memory is asked for in pieces of so many bytes: torch rounds each up to a power of two."""
+"""Size of an allocation. torch rounds pinned allocations up to a power of two."""
 _ALIGNMENT = 64
 
 
 def host_tensors(tensors: Sequence[Tensor], *, pinned: bool) -> list[Tensor]:
-    """Return tensors of the same shapes and formats in the host's memory, with any numbers."""
+    """Return uninitialized tensors of the same shapes and types in host memory."""
     sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
     left = sum(sizes)
     slab, offset = torch.empty(0, dtype=torch.uint8), 0
@@ -27,5 +27,5 @@ def host_tensors(tensors: Sequence[Tensor], *, pinned: bool) -> list[Tensor]:
 
 
 def fit(kept: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
-    """Return whether tensors have the shapes and formats of those that are kept."""
+    """Return whether two lists of tensors have the same shapes and types."""
     return [(t.shape, t.dtype) for t in kept] == [(t.shape, t.dtype) for t in tensors]

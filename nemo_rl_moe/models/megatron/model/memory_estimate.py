@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters and memory of each worker by arithmetic, without building a model or process groups."""
+"""Parameters and memory of each worker, by arithmetic, without a model or process groups."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -26,8 +26,6 @@ from nemo_rl_moe.models.megatron.model.vision_model import vision_parameters
 from nemo_rl_moe.models.megatron.training.optimizer import CHUNK_PARAMETERS
 
 _FLOAT32 = 4
-_MASTER_AND_MOMENTS = 3 * _FLOAT32
-_MOMENTS = 2 * _FLOAT32
 _MOMENT_BYTES = {"float32": _FLOAT32, "bfloat16": 2}
 
 
@@ -36,8 +34,8 @@ class Parameters:
     """Numbers of parameters, by how their gradients and optimizer state are sharded.
 
     Attributes:
-        dense: All but routed experts; over data-parallel ranks.
-        experts: Routed experts; over expert-data-parallel ranks.
+        dense: Sharded over data-parallel ranks: all but routed experts.
+        experts: Sharded over expert-data-parallel ranks: routed experts.
         frozen: Without gradients.
     """
 
@@ -59,7 +57,7 @@ class Parameters:
 
 @dataclass(frozen=True)
 class _Cut:
-    """Numbers of ranks that share a dense matrix, the experts of a layer, and an expert's matrix."""
+    """Numbers of ranks that share a dense matrix, the experts of a layer, and the matrix of an expert."""
 
     tensor: int = 1
     expert: int = 1
@@ -67,20 +65,20 @@ class _Cut:
 
 
 def whole_model_parameters(config: TransformerConfig, hf_config: Any) -> int:
-    """Return the parameters of the whole model, without padding of the vocabulary; tied embeddings count once."""
+    """Count the parameters of the full model, without padding of the vocabulary. Tied embeddings count once."""
     layers = sum(_layer(config, hf_config, index, _Cut(), False).total for index in range(config.num_layers))
     embeddings = hf_config.vocab_size * config.hidden_size * (1 if hf_config.tie_word_embeddings else 2)
     return int(layers + embeddings + config.hidden_size + sum(vision_parameters(hf_config)))
 
 
 def parameters_of_layers(config: TransformerConfig, hf_config: Any, tensor: int) -> int:
-    """Count the parameters of all layers on each of `tensor` tensor-parallel ranks, which also split the experts."""
+    """Count the parameters of all layers on each of `tensor` tensor-parallel ranks, which split the experts too."""
     cut = _Cut(tensor=tensor, expert_tensor=tensor)
     return sum(_layer(config, hf_config, index, cut, False).total for index in range(config.num_layers))
 
 
 def active_parameters(config: TransformerConfig, hf_config: Any) -> int:
-    """Count the parameters that one token passes through: of the routed experts, only its own."""
+    """Count the parameters that one token passes through, with `topk` routed experts per layer."""
     total = whole_model_parameters(config, hf_config)
     if config.num_moe_experts is None:
         return total
@@ -97,34 +95,37 @@ def rank_parameters(
     freeze: FreezeConfig | None = None,
     lora: LoraConfig | None = None,
 ) -> Parameters:
-    """Count the parameters of each rank of a pipeline stage, which is equal on all of its ranks."""
+    """Count the parameters of a rank of a pipeline stage. All ranks of a stage hold the same number."""
     cut = _Cut(
         config.tensor_model_parallel_size, config.expert_model_parallel_size, config.expert_tensor_parallel_size or 1
     )
     stages = config.pipeline_model_parallel_size
     is_first, is_last = stage == 0, stage == stages - 1
     vocabulary = padded_vocabulary_size(hf_config.vocab_size, cut.tensor) // cut.tensor * config.hidden_size
-    # Tied embeddings are one tensor where one rank holds both ends, else the last stage has a copy.
+    # With one stage, tied embeddings are one tensor. With several, the last stage has a copy.
     shared = is_first and is_last and hf_config.tie_word_embeddings
     ends = vocabulary * (is_first + is_last - shared) + config.hidden_size * is_last
-    layers = (
-        _layer(config, hf_config, index, cut, routers_frozen)
-        for chunk in layers_of_chunks(config, stage)
-        for index in chunk
+    layers = _layers_of_stage(config, stage)
+    decoder = sum(
+        (_layer(config, hf_config, index, cut, routers_frozen) for index in layers), start=Parameters(dense=ends)
     )
-    whole = sum(layers, start=Parameters(dense=ends))
     if freeze is not None and freeze.language_model:
-        whole = Parameters(frozen=whole.total)
+        decoder = Parameters(frozen=decoder.total)
     if lora is not None:
         with_experts = moe_layer_indices(config)
-        own = [(index, index in with_experts) for chunk in layers_of_chunks(config, stage) for index in chunk]
-        dense, experts = adapter_parameters(config, hf_config, lora, own)
-        whole = Parameters(dense, experts, whole.total)
-    return whole + _vision(hf_config, freeze) if is_first else whole
+        dense, experts = adapter_parameters(
+            config, hf_config, lora, [(index, index in with_experts) for index in layers]
+        )
+        decoder = Parameters(dense, experts, decoder.total)
+    return decoder + _vision(hf_config, freeze) if is_first else decoder
+
+
+def _layers_of_stage(config: TransformerConfig, stage: int) -> list[int]:
+    return [index for chunk in layers_of_chunks(config, stage) for index in chunk]
 
 
 def _vision(hf_config: Any, freeze: FreezeConfig | None) -> Parameters:
-    """Count tower and projector, whole on every rank of the first stage."""
+    """Count tower and projector, which every rank of the first stage holds in full."""
     are_frozen = (False, False) if freeze is None else (freeze.vision_tower, freeze.projector)
     parts = zip(vision_parameters(hf_config), are_frozen, strict=True)
     found = [Parameters(frozen=size) if is_frozen else Parameters(dense=size) for size, is_frozen in parts]
@@ -147,7 +148,7 @@ def _layer(config: TransformerConfig, hf_config: Any, index: int, cut: _Cut, rou
         biases = 2 * config.ffn_hidden_size // cut.tensor + config.hidden_size if biased else 0
         return attention + Parameters(dense=matrices + biases)
     router = config.num_moe_experts * (config.hidden_size + (1 if biased else 0))
-    # Experts with biases are not cut.
+    # Experts with biases are not split.
     expert = _routed_expert(config) // cut.expert_tensor
     return attention + Parameters(
         dense=_shared_experts(config, cut.tensor) + (0 if routers_frozen else router),
@@ -157,7 +158,7 @@ def _layer(config: TransformerConfig, hf_config: Any, index: int, cut: _Cut, rou
 
 
 def _attention(config: TransformerConfig, tensor: int) -> int:
-    """Return the query, key, value and output matrices and norms, of latent attention its latents' too."""
+    """Count the query, key, value and output matrices and the layer's norms."""
     if config.multi_latent_attention:
         return _latent_attention(config, tensor)
     queries = config.num_attention_heads * config.kv_channels
@@ -167,7 +168,7 @@ def _attention(config: TransformerConfig, tensor: int) -> int:
 
 
 def _query_and_key_norms(config: TransformerConfig, hf_config: Any) -> int:
-    """Return the weights of the query and key norms, whole on every rank."""
+    """Count the weights of the query and key norms, which every rank holds in full."""
     if not config.qk_layernorm or config.multi_latent_attention:
         return 0
     of_all_heads = family_of(hf_config).normalizes_all_heads
@@ -186,20 +187,20 @@ def _attention_vectors(config: TransformerConfig, tensor: int) -> int:
 
 
 def _latent_attention(config: TransformerConfig, tensor: int) -> int:
-    """Return the parameters of latent attention; the projections down to the latents are whole on every rank."""
+    """Count latent attention. Every rank holds the projections down to the latents in full."""
     hidden, heads = config.hidden_size, config.num_attention_heads
     head_dim = config.qk_head_dim + config.qk_pos_emb_head_dim
-    whole = hidden * (config.kv_lora_rank + config.qk_pos_emb_head_dim) + config.kv_lora_rank + 2 * hidden
+    replicated = hidden * (config.kv_lora_rank + config.qk_pos_emb_head_dim) + config.kv_lora_rank + 2 * hidden
     up_from = hidden
     if config.q_lora_rank is not None:
-        whole += hidden * config.q_lora_rank + config.q_lora_rank
+        replicated += hidden * config.q_lora_rank + config.q_lora_rank
         up_from = config.q_lora_rank
     of_a_head = up_from * head_dim + config.kv_lora_rank * (config.qk_head_dim + config.v_head_dim)
-    return int(whole + heads * (of_a_head + config.v_head_dim * hidden) // tensor)
+    return int(replicated + heads * (of_a_head + config.v_head_dim * hidden) // tensor)
 
 
 def _shared_experts(config: TransformerConfig, tensor: int) -> int:
-    """Count what all tokens pass besides the router: shared experts, latent projections."""
+    """Count the shared experts and the projections to and from latents, through which all tokens pass."""
     projections = 2 * config.hidden_size * (config.moe_latent_size or 0)
     if config.moe_shared_expert_intermediate_size is None:
         return int(projections)
@@ -220,12 +221,14 @@ def _gated_mlp(size: int, intermediate_size: int) -> int:
 
 @dataclass(frozen=True)
 class OptimizerMemory:
-    """Bytes of one rank's share of the optimizer, by arithmetic.
+    """Bytes of one rank's share of the optimizer.
 
     Attributes:
-        state: On the device: Adam's two moments and, unless the weights are float32, a float32 master copy; with
-            updates on the host, also float32 gradients of the rest.
+        state: On the device: Adam's two moments, and a float32 master copy unless the weights are float32. If some
+            parameters are updated on the host, also float32 gradients of the others.
         on_the_host: Masters, moments and float32 gradients of the parameters that are updated on the host.
+        float32_gradients: Copies during a step, if gradients are reduced in another type.
+        float32_moments: Copies during a step, if moments are stored in another type.
     """
 
     state: int
@@ -236,18 +239,19 @@ class OptimizerMemory:
 
 @dataclass(frozen=True)
 class WorkerMemory:
-    """Bytes of one worker, by arithmetic.
+    """Bytes of one worker.
 
     Attributes:
-        gradients: Megatron-Core's buffers: float32 where they are reduced in it, else as the weights.
+        gradients: Megatron-Core's buffers: float32 with `grad_reduce_in_fp32`, else in the type of the weights.
         optimizer: Sharded over (expert-)data-parallel and context-parallel ranks by the distributed optimizer.
-        activations_at_least: A lower bound of what one microbatch keeps for the backward pass: the input of every
-            layer, what is not recomputed and, on the last stage, float32 logits and, in chunks, gradients of the output
-            layer.
-        tower_activations: The same bound for the vision tower with the maximum number of patches, which few
-            microbatches have: it is in no sum.
-        snapshot: Of a checkpoint, on the host: this rank's share of the weights, and the state unless it is there.
-        is_moved: Gradients are freed and the optimizer's state moves to the host during generation.
+        activations_at_least: Lower bound of the activations that one microbatch keeps for the backward pass: the input
+            of every layer, all that is not recomputed, float32 logits on the last stage and, if these are computed in
+            chunks, gradients of the output layer.
+        tower_activations: Lower bound for the vision tower with the maximum number of patches. No sum includes it,
+            because few microbatches have as many.
+        snapshot: Copy for a checkpoint in host memory: this rank's share of the weights, and of the optimizer's state
+            unless that moves to the host anyway.
+        is_moved: Whether gradients are freed and the optimizer's state moves to the host during generation.
     """
 
     weights: int
@@ -262,7 +266,7 @@ class WorkerMemory:
 
     @property
     def always(self) -> int:
-        """Bytes held all the time, or while training where the rest is moved for generation."""
+        """Bytes held all the time or, if state is moved for generation, while training."""
         return self.weights + self.gradients + self.optimizer.state
 
     @property
@@ -272,18 +276,18 @@ class WorkerMemory:
 
     @property
     def moved(self) -> int:
-        """Return bytes that move from the device to the host."""
+        """Bytes that move from the device to the host for generation."""
         return self.optimizer.state if self.is_moved else 0
 
     @property
     def while_training_at_least(self) -> int:
-        """Lower bound of the peak of training: in a backward pass, or in the optimizer step."""
+        """Lower bound of the peak of training, which is in a backward pass or in the optimizer step."""
         in_a_step = self.optimizer.float32_gradients + self.optimizer.float32_moments
         return self.always + max(self.activations_at_least, in_a_step)
 
     @property
     def peak_at_least(self) -> int:
-        """Lower bound of the peak of tensors: while training, or while generating."""
+        """Lower bound of the peak of training and generation."""
         return max(self.while_training_at_least, self.while_generating + self.key_value_cache)
 
 
@@ -326,12 +330,12 @@ def worker_memory(config: MasterConfig, transformer: TransformerConfig, hf_confi
 def _optimizer_memory(chosen: OptimizerConfig, updated: int, weight_bytes: int, gradient_bytes: int) -> OptimizerMemory:
     if chosen.optimizer_cpu_offload:
         on_the_host = round(updated * chosen.optimizer_offload_fraction)
-        each = _MASTER_AND_MOMENTS + _FLOAT32  # float32 gradients stay beside them
+        each = 4 * _FLOAT32  # master, two moments and gradient
         return OptimizerMemory((updated - on_the_host) * each, on_the_host * each, 0, 0)
     master = 0 if weight_bytes == _FLOAT32 else _FLOAT32
     if not chosen.use_precision_aware_optimizer:
         copies = 0 if gradient_bytes == _FLOAT32 else updated * _FLOAT32
-        return OptimizerMemory(updated * (master + _MOMENTS), 0, copies, 0)
+        return OptimizerMemory(updated * (master + 2 * _FLOAT32), 0, copies, 0)
     moments = [_MOMENT_BYTES[name] for name in (chosen.exp_avg_dtype, chosen.exp_avg_sq_dtype)]
     copied = min(updated, CHUNK_PARAMETERS) * _FLOAT32 * sum(each != _FLOAT32 for each in moments)
     return OptimizerMemory(updated * (master + sum(moments)), 0, 0, copied)
@@ -344,7 +348,7 @@ def expert_data_parallel_size(config: MasterConfig) -> int:
 
 
 def microbatch_tokens(config: MasterConfig) -> int:
-    """Return a microbatch's maximum tokens, padding included; with context parallelism of all ranks that share it."""
+    """Return the maximum number of tokens of a microbatch, with padding, over all its context-parallel ranks."""
     policy = config.policy
     for budget in (policy.sequence_packing, policy.dynamic_batching):
         if budget.enabled:
@@ -353,8 +357,10 @@ def microbatch_tokens(config: MasterConfig) -> int:
 
 
 def microbatch_patches(config: MasterConfig, hf_config: Any) -> int:
-    """Return the maximum number of patches of a microbatch: its limit, or the patches of as many image tokens as it has
-    tokens; 0 for a model of text. A single sample may have more."""
+    """Return the maximum number of patches of a microbatch, 0 for a text model. A single sample may have more.
+
+    Without a limit in the configuration, all tokens could be image tokens.
+    """
     vision = family_of(hf_config).vision
     if vision is None:
         return 0
@@ -366,7 +372,7 @@ def microbatch_patches(config: MasterConfig, hf_config: Any) -> int:
 
 
 def generation_batch_size(config: MasterConfig) -> int:
-    """Return the maximum number of sequences that a rank generates at a time; 0 without generation, or with an engine.
+    """Return the maximum number of sequences that a rank generates at a time, 0 if the ranks do not generate.
 
     Without a limit it is the rank's share of the responses that the algorithm asks for at a time.
     """
@@ -380,10 +386,9 @@ def generation_batch_size(config: MasterConfig) -> int:
 def _activations_at_least(config: MasterConfig, transformer: TransformerConfig, hf_config: Any, stage: int) -> int:
     tokens = -(-microbatch_tokens(config) // transformer.context_parallel_size)
     tensor = transformer.tensor_model_parallel_size
-    num_layers = sum(len(chunk) for chunk in layers_of_chunks(transformer, stage))
-    # Sequence parallelism cuts the inputs, the cut vocabulary the logits.
-    inputs = num_layers * tokens * transformer.hidden_size * transformer.params_dtype.itemsize // tensor
-    layers = [index for chunk in layers_of_chunks(transformer, stage) for index in chunk]
+    layers = _layers_of_stage(transformer, stage)
+    # Sequence parallelism splits the layers' inputs, and the split vocabulary the logits.
+    inputs = len(layers) * tokens * transformer.hidden_size * transformer.params_dtype.itemsize // tensor
     kept = sum(_kept_of_a_token(transformer, index) for index in layers)
     kept = tokens * kept * transformer.params_dtype.itemsize // tensor
     is_last = stage == transformer.pipeline_model_parallel_size - 1
@@ -391,7 +396,7 @@ def _activations_at_least(config: MasterConfig, transformer: TransformerConfig, 
 
 
 def _output_layer(config: MasterConfig, transformer: TransformerConfig, hf_config: Any, tokens: int) -> int:
-    """Return the bytes of the float32 logits of a chunk and, in chunks, of the sum of the weight's gradients."""
+    """Return the bytes of float32 logits or, in chunks, of a chunk's logits and the sum of the weight's gradients."""
     tensor = transformer.tensor_model_parallel_size
     vocabulary = padded_vocabulary_size(hf_config.vocab_size, tensor) // tensor
     chunk = config.policy.logprob_chunk_size
@@ -401,17 +406,15 @@ def _output_layer(config: MasterConfig, transformer: TransformerConfig, hf_confi
 
 
 def _kept_of_a_token(transformer: TransformerConfig, index: int) -> int:
-    """Count the numbers that a layer keeps of a token for the backward pass besides its input, at least."""
-    # With everything recomputed none; with the MoE layers recomputed those of attention: norm's output, queries, keys,
-    # values and what attention makes of them, and the input of the other half. Otherwise also the inputs of matrices
-    # behind it, of a routed expert those of each token that it serves.
+    """Return a lower bound of the numbers that a layer keeps of a token for the backward pass, besides its input."""
     if transformer.recompute_granularity == "full":
         return 0
+    # Queries, keys, values and output of attention, then the output of its norm and the input of the MLP half.
     value_dim = transformer.v_head_dim if transformer.multi_latent_attention else transformer.kv_channels
     heads, groups = transformer.num_attention_heads, transformer.num_query_groups
-    attention = heads * (transformer.kv_channels + value_dim) + groups * (transformer.kv_channels + value_dim)
+    attention = (heads + groups) * (transformer.kv_channels + value_dim)
     if index in linear_layer_indices(transformer):
-        # Inputs of the convolution and of the rule, output gates, and what the rule makes of them.
+        # Inputs of the convolution and of the rule, output gates, and the rule's output.
         sizes = DeltaNetSizes.of(transformer, tensor=1)
         attention = 2 * sum(sizes.convolved) + 2 * sizes.values
     kept = attention + 2 * transformer.hidden_size
@@ -419,12 +422,13 @@ def _kept_of_a_token(transformer: TransformerConfig, index: int) -> int:
         return int(kept + transformer.hidden_size + 3 * transformer.ffn_hidden_size)
     if transformer.recompute_granularity == "selective":
         return int(kept)
+    # Inputs of the matrices of each expert that serves the token.
     of_experts = transformer.moe_router_topk * (transformer.hidden_size + 3 * transformer.moe_ffn_hidden_size)
     return int(kept + of_experts)
 
 
 def _tower_activations(config: MasterConfig, transformer: TransformerConfig, hf_config: Any, stage: int) -> int:
-    """Return the bytes on first-stage ranks, each of which runs the whole tower; 0 where it is frozen."""
+    """Return the bytes on each first-stage rank, 0 if the tower is frozen."""
     vision = family_of(hf_config).vision
     if vision is None or stage > 0 or config.policy.freeze.vision_tower:
         return 0
@@ -433,16 +437,14 @@ def _tower_activations(config: MasterConfig, transformer: TransformerConfig, hf_
 
 
 def _key_value_cache(config: MasterConfig, transformer: TransformerConfig, stage: int) -> int:
-    """Return the keys and values of every layer, for as many tokens as a sequence can have; of a gated delta net its
-    state, whatever the tokens."""
-    layers = [index for chunk in layers_of_chunks(transformer, stage) for index in chunk]
+    """Return the bytes of the cache: keys and values up to the maximum length, and states of gated delta nets."""
+    layers = _layers_of_stage(transformer, stage)
     num_linear = len({*layers} & {*linear_layer_indices(transformer)})
-    num_layers = len(layers) - num_linear
     groups = transformer.num_query_groups // transformer.tensor_model_parallel_size
-    # Latents are not what is kept, but the keys and values made of them.
-    latent = transformer.multi_latent_attention
-    value_dim = transformer.v_head_dim if latent else transformer.kv_channels
-    a_token = num_layers * groups * (transformer.kv_channels + value_dim) * transformer.params_dtype.itemsize
+    # Latent attention caches keys and values, not latents.
+    value_dim = transformer.v_head_dim if transformer.multi_latent_attention else transformer.kv_channels
+    of_a_layer = groups * (transformer.kv_channels + value_dim) * transformer.params_dtype.itemsize
+    a_token = (len(layers) - num_linear) * of_a_layer
     a_row = a_token * config.policy.max_total_sequence_length
     if num_linear:
         a_row += num_linear * DeltaNetSizes.of(transformer).state_bytes(transformer.params_dtype.itemsize)

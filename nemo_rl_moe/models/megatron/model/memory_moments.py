@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of one GPU at each moment of a run, by arithmetic: of the trainer, an engine beside it, and both processes.
+"""Memory of one GPU in each phase of a run, by arithmetic: of the trainer, an engine on the same GPU, and processes.
 
-The order is a run's: workers start and load a checkpoint; the trainer's movable state goes to the host; engines start
-with their whole share free, and sleep; weights arrive; responses are generated; engines sleep while the trainer works.
+The phases of a run: Workers start and load a checkpoint. The trainer's movable state goes to the host. Engines start
+with their full share free, and sleep. Weights arrive. Responses are generated. Engines sleep while the trainer works.
 """
 
 from collections.abc import Sequence
@@ -14,9 +14,9 @@ from nemo_rl_moe.models.megatron.model.engine_memory import EngineMemory
 from nemo_rl_moe.models.megatron.model.memory_estimate import WorkerMemory
 
 PROCESS_BYTES = 1_500_000_000
-"""Estimate for a process with a GPU: CUDA's context (0.5 GB) and the buffers of NCCL's groups."""
+"""Estimate for a process: CUDA's context (0.5 GB) and the buffers of NCCL's groups."""
 KEPT_BYTES = 1_500_000_000
-"""Estimate for what an engine keeps while it sleeps, besides its process: graphs, workspaces, small buffers."""
+"""Estimate for a sleeping engine, besides its process: graphs, workspaces, small buffers."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class EngineShare:
 
     Attributes:
         share: Bytes that it takes while it is awake.
-        refit: Bytes of buckets and of a layer while weights arrive.
+        refit: Bytes of buckets and of a buffered layer while weights arrive.
     """
 
     memory: EngineMemory
@@ -34,7 +34,7 @@ class EngineShare:
 
 
 def moments(worker: WorkerMemory, engine: EngineShare | None) -> list[Entry]:
-    """Return the fullest state of a GPU in each phase, in the order in which a run comes to them."""
+    """Return the peak of each phase, in the order of a run."""
     gpu = SharedGpu(
         moves_training_state=worker.is_moved,
         sizes=GpuBytes(
@@ -60,7 +60,7 @@ def moments(worker: WorkerMemory, engine: EngineShare | None) -> list[Entry]:
     gpu.sleep_engine()
     gpu.receive_weights()
     gpu.wake_cache("while responses are generated")
-    # The round trip of the refit check; the cache is awake too where an engine that died is replaced.
+    # The round trip of the refit check. The cache is awake then, as it is when a dead engine is replaced.
     gpu.receive_weights()
     gpu.sleep_engine()
     gpu.train()
@@ -68,12 +68,12 @@ def moments(worker: WorkerMemory, engine: EngineShare | None) -> list[Entry]:
 
 
 def fullest(of_a_run: Sequence[Entry]) -> Entry:
-    """Return the phase with the most bytes, of several the first."""
+    """Return the first phase with the most bytes."""
     return max(of_a_run, key=lambda entry: entry.total)
 
 
 def smallest_device(worker: WorkerMemory, engine: EngineShare, utilization: float) -> float:
-    """Return the bytes of the smallest GPU that holds trainer and engine in each phase; infinite where none does."""
+    """Return the bytes of the smallest GPU that holds trainer and engine in each phase, or infinity."""
     held = worker.while_generating + 2 * PROCESS_BYTES + engine.refit
     others = max(entry.total for entry in moments(worker, replace(engine, share=0)))
     return max(engine.memory.fits_from(held, utilization), others)

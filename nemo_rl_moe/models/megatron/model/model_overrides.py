@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`policy.megatron_cfg.model_overrides`: fields of Megatron-Core's TransformerConfig without a key of their own.
+"""`policy.megatron_cfg.model_overrides`: fields of Megatron-Core's TransformerConfig that have no key.
 
-Only fields that change how a model is computed: what it computes is said by its config.json, which is exported with its
-weights, and an engine that gets the weights reads nothing else.
+Only fields that change how a model is computed are allowed. A field that changes the result must be in config.json: it
+is exported with the weights, and an engine reads nothing else.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -70,7 +70,7 @@ COMPUTING_FIELDS = frozenset(
         "offload_modules",
     }
 )
-"""Fields of 0.16.1 and 0.19.2 that change how a model is computed, and nothing else."""
+"""Fields of Megatron-Core 0.16.1 and 0.19.2 that only change how a model is computed."""
 _MODEL = (
     "is none of the fields that change only how a model is computed: it may make another model than the exported"
     " config.json says"
@@ -98,7 +98,7 @@ _NEED_MORE = {
     "quant_recipe": "is not supported: weights are exported in 16 bits",
     "use_kitchen": "is not supported: weights are exported in 16 bits",
 }
-"""Why a field or a group of fields, named by its beginning, that makes no other model cannot be set either."""
+"""Why other fields that change no result cannot be set, by the beginning of their names."""
 _KEYS = {
     "enable_autocast": "policy.precision",
     "autocast_dtype": "policy.precision",
@@ -116,7 +116,7 @@ _KEYS = {
     "calculate_per_token_loss": "loss_fn, which weighs tokens by itself",
     "pipeline_model_parallel_layout": "policy.megatron_cfg.num_layers_in_first_pipeline_stage and _last_",
 }
-"""Fields that follow from keys of other names, which the rest of the program reads."""
+"""Fields that follow from keys with other names."""
 _CUDA_GRAPHS = ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph")
 _NARROW_FORMATS = ("fp8", "fp4")
 _PAGE = "docs/sft.md#fields-without-a-key"
@@ -124,7 +124,7 @@ _ADAPTER = ConfigDict(strict=True, arbitrary_types_allowed=True)
 
 
 def read_overrides(values: Mapping[str, Any], of_the_model: Collection[str]) -> dict[str, Any]:
-    """Convert fields for the TransformerConfig: names of enumerations become their members."""
+    """Check fields and convert them for the TransformerConfig: names of enumerations become their members."""
     if not values:
         return {}
     hints = get_type_hints(TransformerConfig)
@@ -168,7 +168,7 @@ def _problems_with_name(name: str, of_the_model: Collection[str], hints: Mapping
 
 
 def _fits_in_yaml(hint: Any) -> bool:
-    """Return False for functions, number formats and other objects."""
+    """Return whether YAML can express values of a type, unlike functions and torch's types."""
     kinds = [kind for kind in get_args(hint) if kind is not type(None)] or [hint]
     return not any(
         kind is torch.dtype or (not isinstance(kind, type) and "Callable" in str(kind)) or "ContextManager" in str(kind)

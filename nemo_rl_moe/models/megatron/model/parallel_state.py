@@ -19,21 +19,21 @@ from nemo_rl_moe.models.megatron.cpu import cpu_backend
 from nemo_rl_moe.models.rank_results import ParallelCoordinates
 
 BACKLOG = 4096
-"""Ranks that may knock before the first is let in."""
+"""Connections that may wait to be accepted."""
 
 
 def rendezvous_store(rank: int, world_size: int, timeout: timedelta) -> TCPStore:
     """Open the key-value store by which the ranks find each other, at MASTER_ADDR and MASTER_PORT.
 
-    Rank 0 serves it on that address alone: torch's own listens on all interfaces without credentials, so that strangers
-    could read and write its keys. Under a launcher such as torchrun, the launcher's store is used.
+    Rank 0 serves it on that address alone. torch's default listens on all interfaces without credentials, so that
+    strangers could read and write its keys. Under a launcher such as torchrun, the launcher's store is used.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if rank != 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
         return TCPStore(address, port, world_size, is_master=False, timeout=timeout)
-    family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-    # The store takes the socket over, and closes it in the end.
-    listener = socket.create_server(place[:2], family=family, backlog=BACKLOG)
+    family, _, _, _, found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    # The store takes over the socket, and closes it.
+    listener = socket.create_server(found[:2], family=family, backlog=BACKLOG)
     return TCPStore(
         address,
         listener.getsockname()[1],
@@ -49,15 +49,16 @@ def rendezvous_store(rank: int, world_size: int, timeout: timedelta) -> TCPStore
 def shared_gloo_device() -> Iterator[None]:
     """Use one network device, and so one thread, for all gloo process groups that are created inside.
 
-    A device's thread wakes up a hundred times a second: those of Megatron-Core's twenty groups take 4% of a worker's
-    core. torch.distributed has no option for it.
+    A device's thread wakes up a hundred times a second. The threads of Megatron-Core's twenty groups would take 4% of a
+    worker's core. torch.distributed has no option for sharing.
     """
-    # As torch chooses them for a single group.
+    # torch's choice for a single group.
     names = os.environ.get("GLOO_SOCKET_IFNAME", "")
     devices = [ProcessGroupGloo.create_device(interface=name) for name in names.split(",") if name]
-    if not devices and _is_loopback(os.environ.get("MASTER_ADDR", "")):
-        # The default is the interface of the machine's own name, which others may reach.
-        devices = [ProcessGroupGloo.create_device(hostname=os.environ["MASTER_ADDR"])]
+    address = os.environ.get("MASTER_ADDR", "")
+    if not devices and (address == "localhost" or address.startswith("127.")):
+        # The default is the interface of the machine's host name, which other machines may reach.
+        devices = [ProcessGroupGloo.create_device(hostname=address)]
     devices = devices or [ProcessGroupGloo.create_default_device()]
 
     class SharedDeviceGloo(ProcessGroupGloo):
@@ -66,7 +67,7 @@ def shared_gloo_device() -> Iterator[None]:
             options._devices, options._threads, options._timeout = devices, 2 * len(devices), timeout
             super().__init__(store, rank, size, options)
 
-    # A subclass and no function: torch also asks whether a group is an instance of this name.
+    # Not a function, because torch also uses this name in isinstance().
     distributed_c10d.ProcessGroupGloo = SharedDeviceGloo  # type: ignore[misc]
     try:
         yield
@@ -74,13 +75,9 @@ def shared_gloo_device() -> Iterator[None]:
         distributed_c10d.ProcessGroupGloo = ProcessGroupGloo  # type: ignore[misc]
 
 
-def _is_loopback(address: str) -> bool:
-    return address == "localhost" or address.startswith("127.")
-
-
 OF_SHARE, OF_RANK = "nemo-rl-moe-share", "nemo-rl-moe-rank"
-"""Random states: one differs between the shares of a batch, and is equal on the tensor-parallel ranks of each; the
-other differs on all ranks."""
+"""Random states: `OF_SHARE` differs between the shares of a batch, and is equal on tensor-parallel ranks. `OF_RANK`
+differs on all ranks."""
 
 
 def initialize_parallel_state(megatron: MegatronConfig, rank: int, world_size: int, local_rank: int, seed: int) -> None:
@@ -102,13 +99,13 @@ def initialize_parallel_state(megatron: MegatronConfig, rank: int, world_size: i
         context_parallel_size=megatron.context_parallel_size,
         expert_model_parallel_size=megatron.expert_model_parallel_size,
         expert_tensor_parallel_size=megatron.expert_tensor_parallel_size,
-        # Nothing gathers over gloo beside the backend's own groups: a wrong host name would break a run of NCCL.
+        # Unused here, and a wrong host name would break them in a run over NCCL.
         create_gloo_process_groups=False,
         distributed_timeout_minutes=minutes,
     )
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
-    # Megatron-Core's own states, and torch's, are equal on all data-parallel ranks.
+    # The random states of Megatron-Core and torch are equal on all data-parallel ranks.
     tracker, share = get_cuda_rng_tracker(), rank // megatron.tensor_model_parallel_size
     tracker.add(OF_SHARE, seed + 10_000 + share)
     tracker.add(OF_RANK, seed + 1_000_000 + rank)

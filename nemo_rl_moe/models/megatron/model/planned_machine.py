@@ -1,10 +1,11 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A machine with GPUs and Transformer Engine, for planning configurations on another one."""
+"""A pretended machine with GPUs and Transformer Engine, to plan a configuration on a machine without."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 from megatron.core.models.common.embeddings import rope_utils
 from megatron.core.transformer import transformer_config
@@ -13,7 +14,7 @@ from megatron.core.transformer.moe import moe_utils
 from nemo_rl_moe.models.megatron.model import transformer_config as project_config
 
 _RELEASE = (2, 14)
-"""Release of Transformer Engine that is taken for granted."""
+"""Assumed release of Transformer Engine."""
 _KERNELS = (
     (rope_utils, "fused_apply_rotary_pos_emb"),
     (moe_utils, "fused_permute"),
@@ -22,8 +23,7 @@ _KERNELS = (
     (moe_utils, "fused_sort_chunks_by_index_with_probs"),
     (moe_utils, "fused_unpermute"),
 )
-"""Names that Megatron-Core does not bind, or binds to None, without Transformer Engine, and looks at when it checks."""
-_MISSING = object()
+"""Names that Megatron-Core's checks look up, and that are unbound or None without Transformer Engine."""
 
 
 def _has_release(wanted: str, check_equality: bool = True) -> bool:
@@ -33,24 +33,17 @@ def _has_release(wanted: str, check_equality: bool = True) -> bool:
 
 @contextmanager
 def planned_with_gpus() -> Iterator[None]:
-    """Make TransformerConfigs as on a machine with GPUs; nothing may be built from them here."""
+    """Make TransformerConfigs as on a machine with GPUs. No model can be built from them here."""
     replaced: list[tuple[Any, str, Any]] = [
         (project_config, "has_transformer_engine", lambda: True),
         (project_config, "_transformer_engine_version", lambda: _RELEASE),
         (transformer_config, "is_te_min_version", _has_release),
         *((module, name, _not_here) for module, name in _KERNELS if getattr(module, name, None) is None),
     ]
-    before = [(module, name, getattr(module, name, _MISSING)) for module, name, _ in replaced]
-    for module, name, value in replaced:
-        setattr(module, name, value)
-    try:
+    with ExitStack() as stack:
+        for module, name, value in replaced:
+            stack.enter_context(patch.object(module, name, value, create=True))
         yield
-    finally:
-        for module, name, value in before:
-            if value is _MISSING:
-                delattr(module, name)
-            else:
-                setattr(module, name, value)
 
 
 def _not_here(*arguments: Any, **keywords: Any) -> Any:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Differences between the supported releases of Megatron-Core, and corrections of their errors."""
+"""Differences between the supported releases of Megatron-Core, and workarounds for their bugs."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ HAS_MOE_METRICS_TRACKER: bool = tuple(int(part) for part in MEGATRON_VERSION.spl
 
 
 def recorded_auxiliary_losses() -> dict[str, Tensor]:
-    """Return the losses that routers recorded since the last clear: name to a value for each decoder layer."""
+    """Return the losses that routers recorded since the last clear, by name: a value for each decoder layer."""
     if HAS_MOE_METRICS_TRACKER:
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
@@ -29,18 +29,14 @@ def recorded_auxiliary_losses() -> dict[str, Tensor]:
 
 
 def clear_auxiliary_losses() -> None:
-    """Set every recorded auxiliary loss of this rank back to zero."""
-    # 0.19 returns copies from its old functions, so the sums are cleared where they live.
+    """Reset the recorded auxiliary losses of this rank to zero."""
+    # 0.19's old functions return copies, so the sums are cleared in place.
     for values in recorded_auxiliary_losses().values():
         values.zero_()
 
 
 def record_auxiliary_loss(name: str, value: Tensor, layer_number: int, config: TransformerConfig) -> None:
-    """Add to a layer's loss, as a router does.
-
-    Args:
-        layer_number: From 1.
-    """
+    """Add to the loss of a layer (counted from 1), like a router."""
     if HAS_MOE_METRICS_TRACKER:
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
@@ -57,18 +53,18 @@ def transformer_config_fields() -> frozenset[str]:
 
 
 def is_routed_expert(parameter_name: str) -> bool:
-    """Return True for the weights of routed experts, False for shared experts and everything else."""
+    """Return whether a parameter belongs to a routed expert (not a shared one)."""
     return ".mlp.experts." in f".{parameter_name}"
 
 
 def mark_expert_parameters(model: nn.Module) -> None:
-    """Put every routed expert's gradient into the expert buffers, whatever the layout.
+    """Put every routed expert's gradient into the expert buffers, in every layout.
 
     Megatron decides by `allreduce`, which it sets only with expert parallelism. With tensor parallel 2, expert parallel
-    1 and expert-tensor parallel 1 the expert gradients are then never reduced (up to 0.18). Marking them always also
-    lets an optimizer checkpoint move between expert-parallel sizes.
+    1 and expert-tensor parallel 1 the expert gradients are then never reduced (up to 0.18). With the mark in every
+    layout, an optimizer checkpoint can also move between expert-parallel sizes.
 
-    Megatron takes the bias of an expert's second product for that of a tensor-parallel layer: under sequence
+    Megatron treats the bias of an expert's second product like that of a tensor-parallel layer: under sequence
     parallelism it sums the ranks' gradients, even of different experts (0.16.1 to 0.19.2), and only the first rank
     counts them in the gradient norm (0.16.1).
     """
@@ -81,15 +77,15 @@ def mark_expert_parameters(model: nn.Module) -> None:
 
 
 def mark_duplicated_weights(model: nn.Module) -> None:
-    """Unmark weights of Transformer Engine's linear layers that every tensor-parallel rank holds whole.
+    """Unmark weights of Transformer Engine's linear layers that every tensor-parallel rank holds in full.
 
-    Transformer Engine marks all weights of its linear layers as split, also those that Megatron duplicates, such as the
-    down-projections of latent attention: import and export would take a whole weight for a part, and the gradient norm
-    would count it once a rank.
+    Transformer Engine marks all weights of its linear layers as split, even duplicated ones such as the
+    down-projections of latent attention. Import and export would take a full weight for a part, and the gradient norm
+    would count it once per rank.
     """
     for name, module in model.named_modules():
-        is_whole = hasattr(module, "parallel_mode") and module.parallel_mode is None
-        if is_whole and not is_routed_expert(f"{name}."):
+        is_duplicated = hasattr(module, "parallel_mode") and module.parallel_mode is None
+        if is_duplicated and not is_routed_expert(f"{name}."):
             for parameter in module.parameters(recurse=False):
                 parameter.tensor_model_parallel = False
 
@@ -97,8 +93,8 @@ def mark_duplicated_weights(model: nn.Module) -> None:
 def mark_attention_sinks(model: nn.Module) -> None:
     """Mark attention sinks, one number for each head, as split along the heads by tensor parallelism.
 
-    Megatron splits them without marking: they would count as replicas, with only the first rank's in the gradient norm
-    (0.16.1 to 0.19.2).
+    Megatron splits them without a mark. They would count as replicas, and the gradient norm would include only the
+    first rank's (0.16.1 to 0.19.2).
     """
     for name, parameter in model.named_parameters():
         if name.endswith("core_attention.softmax_offset"):
@@ -115,16 +111,16 @@ def _count_tokens_for_expert_bias(self: Any, routing_map: Tensor, padding_mask: 
 
 
 def correct_expert_bias_with_padding() -> None:
-    """Make an expert bias work together with a padding mask (0.16.1 to 0.19.2 raise an error)."""
+    """Make an expert bias work with a padding mask (0.16.1 to 0.19.2 raise an error)."""
     TopKRouter._apply_expert_bias = _count_tokens_for_expert_bias
 
 
 def padding_mask_for_stage(
     padding_mask: Tensor | None, *, is_first_stage: bool, tensor_rank: int, tensor_size: int
 ) -> Tensor | None:
-    """Return the padding mask `[batch, sequence]` as this pipeline stage needs it: whole on the first, else its block.
+    """Return this pipeline stage's part of the padding mask `[batch, sequence]`: all on the first, else its block.
 
-    Megatron splits the mask for sequence parallelism in the embedding: later stages get it whole, and would fail.
+    Megatron splits the mask for sequence parallelism in the embedding. Later stages would fail on a full one.
     """
     if padding_mask is None or is_first_stage or tensor_size == 1:
         return padding_mask

@@ -2,8 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Origin of each router setting in force, and the `config.json` of exported weights with these settings.
 
-Another top-k, score function or normalisation changes what a model computes, and another auxiliary loss how it trains;
-weights do not show which setting came from where.
+Weights do not show with which settings they were trained.
 """
 
 from collections.abc import Mapping
@@ -25,8 +24,8 @@ from nemo_rl_moe.models.megatron.model.transformer_config import (
 )
 
 _CONFIG_DICT = Mapping[str, Any]
-# They decide where a token goes, what is computed with it, or which weights there are; all others only how a router
-# learns, or how the same is computed.
+# Settings that decide about routes, results or weights. All others only change how a router learns, or how the same
+# result is computed.
 _OF_THE_MODEL = frozenset(
     {
         "moe_apply_probs_on_input",
@@ -47,27 +46,29 @@ _OF_THE_MODEL = frozenset(
     }
 )
 SIZES_OF_THE_MODEL = frozenset({"moe_ffn_hidden_size", "moe_layer_freq"})
-"""Settings that decide which weights there are, and that config.json has under names of its own."""
+"""Settings that decide about weights, and that config.json has under other names."""
 _KEY = "policy.megatron_cfg."
 
 
 def setting_sources(
     policy: PolicyConfig, hf_config: Any, config_json: _CONFIG_DICT, config: TransformerConfig
 ) -> dict[str, str]:
-    """Return the origin of each entry of `effective_moe_configuration`: user, model or this project; no defaults."""
+    """Return the origin of each entry of `effective_moe_configuration` that is not Megatron-Core's default."""
     family = family_of(hf_config)
     own = family.transformer_fields(hf_config)
     chosen = policy.megatron_cfg.moe_transformer_fields
+    freezing = {
+        "policy.freeze.language_model": policy.freeze.language_model,
+        "policy.lora": policy.lora is not None,
+        "policy.megatron_cfg.freeze_moe_router": policy.megatron_cfg.freeze_moe_router,
+    }
+    frozen_by = next((key for key, freezes in freezing.items() if freezes), None)
     sources = {}
     for name in effective_moe_configuration(config):
         if name in FORCED_ROUTING_FIELDS or name in chosen:
             sources[name] = f"policy.megatron_cfg{_what_it_replaces(name, own, chosen)}"
-        elif name == BIAS_RATE and policy.freeze.language_model:
-            sources[name] = "follows from policy.freeze.language_model"
-        elif name == BIAS_RATE and policy.lora is not None:
-            sources[name] = "follows from policy.lora"
-        elif name == BIAS_RATE and policy.megatron_cfg.freeze_moe_router:
-            sources[name] = "follows from policy.megatron_cfg.freeze_moe_router"
+        elif name == BIAS_RATE and frozen_by is not None:
+            sources[name] = f"follows from {frozen_by}"
         elif name == "moe_router_load_balancing_type" and own.get(name) != getattr(config, name):
             sources[name] = "follows from policy.megatron_cfg.moe_aux_loss_coeff"
         elif name in family.router_fields:
@@ -92,7 +93,7 @@ def _source_in_model(field: str | None, family: str, hf_config: Any, config_json
 
 
 def _is_in_file(field: str, hf_config: Any, config_json: _CONFIG_DICT) -> bool:
-    """Return True where the file has a field, also under another name that transformers knows for it."""
+    """Return whether the file has a field, under this or another name that transformers knows for it."""
     other_names: Mapping[str, str] = hf_config.attribute_map
     names = {field, other_names.get(field), *(new for new, old in other_names.items() if old == field)}
     return any(name in config_json for name in names if name is not None)
@@ -101,7 +102,7 @@ def _is_in_file(field: str, hf_config: Any, config_json: _CONFIG_DICT) -> bool:
 def setting_warnings(
     policy: PolicyConfig, hf_config: Any, config_json: _CONFIG_DICT, config: TransformerConfig
 ) -> list[str]:
-    """Return warnings about a run's router settings, a line each; the arguments are those of `setting_sources`."""
+    """Return warnings about a run's router settings, a line each."""
     if config.num_moe_experts is None:
         return []
     family, chosen = family_of(hf_config), policy.megatron_cfg.moe_transformer_fields
@@ -125,11 +126,11 @@ def setting_warnings(
 
 @dataclass(frozen=True)
 class ExportedConfig:
-    """The `config.json` beside exported weights.
+    """The `config.json` of exported weights.
 
     Attributes:
         content: The model's file, with the type of the weights and the changed settings.
-        not_expressed: Settings in force that transformers' model cannot have, by name.
+        not_expressed: Names of the settings in force that transformers' model cannot have.
     """
 
     content: dict[str, Any]
@@ -139,10 +140,9 @@ class ExportedConfig:
 def exported_config(
     policy: PolicyConfig, hf_config: Any, config_json: _CONFIG_DICT, config: TransformerConfig
 ) -> ExportedConfig:
-    """Return the `config.json` of exported weights, with the settings in force; the arguments are those of
-    `setting_sources`."""
+    """Return the `config.json` of exported weights, with the settings in force."""
     family = family_of(hf_config)
-    # Files with code of the model's own are not copied, and are not needed: transformers knows the family.
+    # The model's code files are not copied, and not needed: transformers knows the family.
     content = {name: value for name, value in config_json.items() if name != "auto_map"}
     content |= {name: value for name, value in family.exported_fields.items() if name in content}
     content["torch_dtype" if "torch_dtype" in content else "dtype"] = policy.precision
@@ -157,10 +157,10 @@ def exported_config(
 def _with_settings(
     policy: PolicyConfig, hf_config: Any, content: _CONFIG_DICT, config: TransformerConfig
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the decoder's fields with the settings in force, and those settings that they cannot express."""
+    """Return the decoder's fields with the settings in force, and the names of settings that they cannot express."""
     family, content = family_of(hf_config), dict(content)
     not_expressed = []
-    # In the order of the fields: the kind of a loss follows from its coefficient in many families.
+    # The coefficient comes first: the kind of a loss follows from it in many families.
     chosen = policy.megatron_cfg.moe_transformer_fields.keys()
     for name in sorted(chosen & (family.router_fields.keys() | _OF_THE_MODEL)):
         in_force = getattr(config, name)
@@ -177,12 +177,12 @@ def _with_settings(
 
 
 def _candidates(fields: Mapping[str, str | None], name: str, value: Any) -> list[dict[str, Any]]:
-    """Return the values of a `config.json` field that could express this setting."""
+    """Return values of a `config.json` field that could express this setting."""
     field = fields.get(name)
     if field is None:
         return []
     if name == "moe_router_load_balancing_type":
-        # Where it has a field of its own, that is a switch; otherwise the coefficient says it too.
+        # A separate field is a switch. Otherwise the coefficient expresses the kind too.
         return [] if field == fields.get("moe_aux_loss_coeff") else [{field: True}, {field: False}]
     if isinstance(value, bool):
         # Some families state the opposite of Megatron-Core's field.
@@ -191,18 +191,18 @@ def _candidates(fields: Mapping[str, str | None], name: str, value: Any) -> list
 
 
 def _as_transformers_has_it(hf_config: Any, content: _CONFIG_DICT, name: str) -> Any:
-    """Return transformers' setting for this `config.json`, or an object equal to nothing where there is none."""
+    """Return transformers' setting for this `config.json`, or an object equal to nothing if transformers refuses it."""
     try:
         found = type(hf_config).from_dict(dict(content))
         if family_of(hf_config).vision is not None:
-            # Flattened: what the whole model adds to its decoder's fields changes no router.
+            # Flattened: the fields outside of the decoder's change no router.
             found = SimpleNamespace(**{**vars(hf_config), **vars(found), "model_type": hf_config.model_type})
         return _own(found, name)
-    except Exception:  # transformers and the family refuse values with types of their own
+    except Exception:  # transformers and the family raise errors of several types
         return object()
 
 
 def _own(hf_config: Any, name: str) -> Any:
-    """Return the model's own value of a setting."""
+    """Return the model's value of a setting."""
     fields = family_of(hf_config).transformer_fields(hf_config)
     return fields[name] if name in fields else getattr(TransformerConfig, name, None)

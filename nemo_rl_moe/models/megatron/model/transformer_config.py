@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The effective TransformerConfig, and what follows from it: MoE layers, their stages, auxiliary losses."""
+"""The effective TransformerConfig, and its consequences: layers of the stages, auxiliary losses, problems."""
 
 import importlib.metadata
 import importlib.util
@@ -34,11 +34,12 @@ NAME_OF_BALANCING_TYPE = {
 }
 """Name of each balancing loss in Megatron-Core's tracker, in a fixed order."""
 AUXILIARY_LOSSES = (*NAME_OF_BALANCING_TYPE.values(), Z_LOSS)
-"""All auxiliary losses of Megatron-Core's routers, by their names in its tracker."""
+"""Names of all auxiliary losses in Megatron-Core's tracker."""
+_KEY = "policy.megatron_cfg."
 
 
 def auxiliary_loss_names(config: TransformerConfig) -> list[str]:
-    """Return the losses that this model's routers record, in a fixed order, equal on all ranks."""
+    """Return the names of the losses that this model's routers record, in the same order on all ranks."""
     types, coefficients = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
     if isinstance(types, str):
         types, coefficients = [types], [coefficients]
@@ -48,7 +49,7 @@ def auxiliary_loss_names(config: TransformerConfig) -> list[str]:
 
 
 def layers_of_stages(config: TransformerConfig) -> list[int]:
-    """Return the number of decoder layers of each pipeline stage, as Megatron-Core deals them out."""
+    """Return the number of decoder layers of each pipeline stage, by Megatron-Core's rule."""
     stages = config.pipeline_model_parallel_size
     ends = {0: config.num_layers_in_first_pipeline_stage, stages - 1: config.num_layers_in_last_pipeline_stage}
     given = {stage: layers for stage, layers in ends.items() if layers is not None}
@@ -58,8 +59,7 @@ def layers_of_stages(config: TransformerConfig) -> list[int]:
 
 
 def attention_windows(config: TransformerConfig) -> list[int | None]:
-    """Return the number of keys that a query of each layer with attention sees, its own included; None: all up to its
-    own."""
+    """Return, for each layer with attention, how many keys a query sees including its own, or None if it sees all."""
     size, frequency = config.window_size, config.window_attn_skip_freq
     linear = linear_layer_indices(config)
     numbers = [index + 1 for index in range(config.num_layers) if index not in linear]
@@ -67,9 +67,9 @@ def attention_windows(config: TransformerConfig) -> list[int | None]:
 
 
 def linear_layer_indices(config: TransformerConfig) -> list[int]:
-    """Return the layers with a gated delta net in place of attention.
+    """Return the layers with a gated delta net instead of attention.
 
-    They are not what Megatron-Core's `experimental_attention_variant` means, with whose layers it does not generate.
+    They do not use Megatron-Core's `experimental_attention_variant`, whose layers cannot generate.
     """
     return [index for index, is_linear in enumerate(config.linear_attention_freq or ()) if is_linear]
 
@@ -79,7 +79,7 @@ def layers_of_chunks(config: TransformerConfig, pipeline_rank: int) -> list[rang
     chunks = config.virtual_pipeline_model_parallel_size or 1
     layers_of_chunk = [layers // chunks for layers in layers_of_stages(config)]
     before = sum(layers_of_chunk[:pipeline_rank])
-    # Interleaved: the first chunks of all stages hold the first layers, then come the second chunks.
+    # Interleaved: the first chunks of all stages hold the first layers, and so on.
     starts = [chunk * sum(layers_of_chunk) + before for chunk in range(chunks)]
     return [range(start, start + layers_of_chunk[pipeline_rank]) for start in starts]
 
@@ -91,7 +91,7 @@ def moe_positions_of_chunks(config: TransformerConfig, pipeline_rank: int) -> li
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": torch.nn.functional.silu, "quick_gelu": quick_gelu}
-"""Functions by the names that model families give them."""
+"""Activation functions by the names that model families use."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 BIAS_RATE = "moe_router_bias_update_rate"
@@ -105,14 +105,14 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
 
 
 def has_transformer_engine() -> bool:
-    """Return True where Transformer Engine is installed and there is an accelerator to run it on."""
+    """Return whether Transformer Engine is installed, on a machine with an accelerator."""
     return not cpu_backend.ACTIVE and importlib.util.find_spec("transformer_engine") is not None
 
 
 def require_transformer_engine() -> None:
-    """Refuse to train on an accelerator without Transformer Engine, or with one compiled for another torch.
+    """Refuse an accelerator without Transformer Engine, or with one that was compiled for another torch.
 
-    Without it Megatron-Core 0.16.1 fails in the first MoE layer with a NameError (`te_general_gemm`).
+    Without it, Megatron-Core 0.16.1 fails in the first MoE layer with a NameError (`te_general_gemm`).
     """
     if cpu_backend.ACTIVE:
         return
@@ -126,7 +126,7 @@ def require_transformer_engine() -> None:
 
 
 def _transformer_engine_version() -> tuple[int, ...]:
-    """Return the first two numbers of the release of Transformer Engine; zeros where its package does not say."""
+    """Return the first two numbers of Transformer Engine's release, or zeros if they are unknown."""
     try:
         found = re.match(r"(\d+)\.(\d+)", importlib.metadata.version("transformer-engine"))
     except importlib.metadata.PackageNotFoundError:  # built from its sources, without a package
@@ -135,7 +135,7 @@ def _transformer_engine_version() -> tuple[int, ...]:
 
 
 FIRST_ENGINE_WITH_PACKED_SINKS = (2, 12)
-"""First release of Transformer Engine with a kernel for packed sequences and attention sinks (cuDNN 9.18 and newer)."""
+"""First release of Transformer Engine with a kernel for packed sequences with attention sinks (from cuDNN 9.18)."""
 
 
 def use_transformer_engine(policy: PolicyConfig) -> bool:
@@ -158,15 +158,15 @@ def _layout_fields(policy: PolicyConfig) -> dict[str, Any]:
 
 
 def _implementation_fields(policy: PolicyConfig) -> dict[str, Any]:
-    """Return the fields that choose implementations, by what this machine has."""
+    """Return the fields that choose implementations on this machine."""
     dtype = DTYPES[policy.precision]
     fused = use_transformer_engine(policy)
     return {
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype is torch.bfloat16,
-        # Weights are set by this project afterwards, the same in every layout; but it is Megatron's initialisation that
-        # marks parameters as tensor-parallel, and the gradient norm counts by that mark.
+        # This project sets the weights afterwards, the same in every layout. But Megatron's initialisation marks
+        # parameters as tensor-parallel, and the gradient norm depends on that mark.
         "perform_initialization": True,
         "use_cpu_initialization": cpu_backend.ACTIVE,
         "gradient_accumulation_fusion": False,
@@ -176,13 +176,13 @@ def _implementation_fields(policy: PolicyConfig) -> dict[str, Any]:
         "apply_rope_fusion": fused,
         "persist_layer_norm": fused,
         "moe_grouped_gemm": fused,
-        # Without it each MoE layer waits for its counts on the host.
+        # Without it, the host waits for the counts of each MoE layer.
         "moe_permute_fusion": fused and _transformer_engine_version() >= (2, 1),
-        # Both give another loss under gloo with interleaved stages, without an error, so both stay off there.
+        # Each changes the loss under gloo with interleaved stages, without an error.
         "batch_p2p_comm": not cpu_backend.ACTIVE,
         "overlap_p2p_comm": False,
         "deallocate_pipeline_outputs": True,
-        # Microbatches of a pipeline are padded to one length instead.
+        # Microbatches of a pipeline are padded to one length.
         "variable_seq_lengths": False,
     }
 
@@ -192,16 +192,15 @@ def build_transformer_config(policy: PolicyConfig, hf_config: Any) -> Transforme
     family = family_of(hf_config)
     fields = family.transformer_fields(hf_config)
     fields["activation_func"] = ACTIVATIONS[fields["activation_func"]]
-    of_the_model = fields.keys() - _implementation_fields(policy).keys()
-    fields |= _implementation_fields(policy) | _layout_fields(policy)
-    if fields.get("multi_latent_attention"):
-        # Refused by Transformer Engine, or its kernel dies at the first prefill.
-        fields["apply_rope_fusion"] = False
-    if fields.get("mrope_section"):
-        # Its kernel for packed sequences takes the first angles for each of them.
+    of_the_machine = _implementation_fields(policy)
+    of_the_model = fields.keys() - of_the_machine.keys()
+    fields |= of_the_machine | _layout_fields(policy)
+    if fields.get("multi_latent_attention") or fields.get("mrope_section"):
+        # With latent attention, Transformer Engine refuses it, or its kernel dies at the first prefill. With 3D
+        # positions, its kernel rotates all packed sequences by the first one's angles.
         fields["apply_rope_fusion"] = False
     if fields["add_bias_linear"]:
-        # Transformer Engine's experts refuse it with biases.
+        # Transformer Engine's experts refuse it if they have biases.
         fields["bias_dropout_fusion"] = False
     fields |= _RECOMPUTE[policy.megatron_cfg.activation_checkpointing]
     overrides = read_overrides(policy.megatron_cfg.model_overrides, of_the_model)
@@ -209,7 +208,7 @@ def build_transformer_config(policy: PolicyConfig, hf_config: Any) -> Transforme
     fields |= overrides
     chosen = policy.megatron_cfg.moe_transformer_fields
     problems += [
-        f"policy.megatron_cfg.{name}: megatron-core {MEGATRON_VERSION} has no such field"
+        f"{_KEY}{name}: megatron-core {MEGATRON_VERSION} has no such field"
         for name in chosen
         if name not in transformer_config_fields() and name not in FORCED_ROUTING_FIELDS
     ]
@@ -223,11 +222,11 @@ def build_transformer_config(policy: PolicyConfig, hf_config: Any) -> Transforme
         problems += _problems_with_packed_sinks(policy)
     if "num_moe_experts" in fields:
         if chosen.get("moe_aux_loss_coeff") and fields["moe_router_load_balancing_type"] == "none":
-            # The model trains without; who asks for a coefficient asks for a loss.
+            # The model was trained without a loss, but a coefficient asks for one.
             fields["moe_router_load_balancing_type"] = "aux_loss"
         fields |= chosen | {"moe_router_force_hot_rank": policy.megatron_cfg.moe_router_force_hot_rank}
         if policy.freeze.language_model or policy.lora is not None or policy.megatron_cfg.freeze_moe_router:
-            # The bias is no parameter: Megatron-Core moves it by counts of tokens, whatever trains.
+            # Not a parameter: Megatron-Core would move the bias by counts of tokens, even if routers are frozen.
             fields[BIAS_RATE] = 0.0
         problems += _problems_with_experts(fields, grouped_kernels=use_transformer_engine(policy))
         if "moe_router_group_topk" in family.router_fields:
@@ -240,7 +239,7 @@ def build_transformer_config(policy: PolicyConfig, hf_config: Any) -> Transforme
         name: fields.pop(name) for name in FORCED_ROUTING_FIELDS if name in fields.keys() - transformer_config_fields()
     }
     if fields.get("moe_z_loss_coeff") == 0:
-        # The router divides the loss by its coefficient when it records it: off means None.
+        # The router divides the recorded loss by its coefficient, so that only None turns it off.
         fields["moe_z_loss_coeff"] = None
     try:
         config = (MLATransformerConfig if fields.get("multi_latent_attention") else TransformerConfig)(**fields)
@@ -255,7 +254,7 @@ def build_transformer_config(policy: PolicyConfig, hf_config: Any) -> Transforme
 
 
 def _problems_with_overrides(overrides: Mapping[str, Any], fields: Mapping[str, Any]) -> list[str]:
-    """Return the problems of overrides that undo what is set because the other value computes wrong numbers."""
+    """Return the problems of overrides that compute wrong numbers."""
     wrong = {}
     if fields.get("multi_latent_attention") or fields.get("mrope_section"):
         wrong["apply_rope_fusion"] = "the fused kernel takes wrong angles for this model"
@@ -263,36 +262,36 @@ def _problems_with_overrides(overrides: Mapping[str, Any], fields: Mapping[str, 
         why = "with interleaved stages, gloo then swaps what stages send each other, without an error"
         wrong |= {"batch_p2p_comm": why, "overlap_p2p_comm": why}
     return [
-        f"policy.megatron_cfg.model_overrides.{name}: got true, expected false: {why}"
+        f"{_KEY}model_overrides.{name}: got true, expected false: {why}"
         for name, why in wrong.items()
         if overrides.get(name)
     ]
 
 
 def _problem_with_deep_layers(config: TransformerConfig, num_deep: int) -> str | None:
-    """Return the problem of layers that take the tower's features but are not all on its stage; None: there is none."""
+    """Return the problem of layers that take the tower's features on another stage than the tower's, or None."""
     first = len(layers_of_chunks(config, 0)[0])
     if first >= num_deep:
         return None
-    key, stages = "policy.megatron_cfg.", config.pipeline_model_parallel_size
+    stages = config.pipeline_model_parallel_size
     name, got = "pipeline_model_parallel_size", str(stages)
     if virtual := config.virtual_pipeline_model_parallel_size:
         name, got = "virtual_pipeline_model_parallel_size", f"{virtual} on {stages} stages"
     elif config.num_layers_in_first_pipeline_stage is not None:
         name, got = "num_layers_in_first_pipeline_stage", str(first)
     return (
-        f"{key}{name}: got {got}, which leaves {first} of the model's {config.num_layers} layers beside the vision "
-        f"tower, expected {num_deep} or more: the tower adds to so many"
+        f"{_KEY}{name}: got {got}, which leaves {first} of the model's {config.num_layers} layers on the stage of the "
+        f"vision tower, expected {num_deep} or more: the tower adds features to the first {num_deep}"
     )
 
 
 def _problems_with_vision(policy: PolicyConfig, *, has_vision: bool) -> list[str]:
-    """Return problems of missing vision parts, and of models or pipeline stages without any trained weight."""
+    """Return the problems of settings for images, and of models or pipeline stages without any trained weight."""
     freeze, key = policy.freeze, "policy.freeze."
     shared = policy.megatron_cfg.context_parallel_size
     if has_vision and shared > 1:
         return [
-            f"policy.megatron_cfg.context_parallel_size: got {shared}, expected 1 for a vision-language model: images"
+            f"{_KEY}context_parallel_size: got {shared}, expected 1 for a vision-language model: images"
             " are not cut among ranks"
         ]
     if not has_vision:
@@ -307,27 +306,23 @@ def _problems_with_vision(policy: PolicyConfig, *, has_vision: bool) -> list[str
         return []
     if freeze.vision_tower and freeze.projector:
         return [f"{key}vision_tower, projector and language_model: got true for each, which leaves nothing to train"]
-    rate, stages = (
-        policy.megatron_cfg.moe_transformer_fields.get(BIAS_RATE),
-        policy.megatron_cfg.pipeline_model_parallel_size,
-    )
-    if rate:
+    if rate := policy.megatron_cfg.moe_transformer_fields.get(BIAS_RATE):
         return [
-            f"policy.megatron_cfg.{BIAS_RATE}: got {rate}, expected 0.0 or nothing with {key}language_model true, which"
+            f"{_KEY}{BIAS_RATE}: got {rate}, expected 0.0 or nothing with {key}language_model true, which"
             " leaves the expert bias as it is"
         ]
-    if stages > 1:
+    if (stages := policy.megatron_cfg.pipeline_model_parallel_size) > 1:
         return [
-            f"{key}language_model: got true, expected false with policy.megatron_cfg.pipeline_model_parallel_size "
+            f"{key}language_model: got true, expected false with {_KEY}pipeline_model_parallel_size "
             f"{stages}: nothing would train on the stages behind the first"
         ]
     return []
 
 
 def _problems_with_packed_sinks(policy: PolicyConfig) -> list[str]:
-    """Refuse packed sequences with attention sinks where Transformer Engine has no kernel for them."""
+    """Return the problem of packed sequences with attention sinks if Transformer Engine has no kernel for them."""
     found, first = _transformer_engine_version(), FIRST_ENGINE_WITH_PACKED_SINKS
-    # A release that does not say its number may be any.
+    # Zeros are an unknown release.
     is_too_old = use_transformer_engine(policy) and (0, 0) < found < first
     if not policy.sequence_packing.enabled or not is_too_old:
         return []
@@ -339,47 +334,49 @@ def _problems_with_packed_sinks(policy: PolicyConfig) -> list[str]:
 
 
 def _problems_with_shared_sequences(fields: dict[str, Any]) -> list[str]:
-    """Return the problems of context parallelism with attention that Transformer Engine does not compute in a ring, and
-    alternatives, which are untested here."""
-    ranks, key = fields["context_parallel_size"], "policy.megatron_cfg"
+    """Return the problems of context parallelism with attention that Transformer Engine does not compute in a ring.
+
+    Other ways than a ring are untested here.
+    """
+    ranks = fields["context_parallel_size"]
     if ranks == 1:
         return []
     of_model = {"windows": fields.get("window_size") is not None, "sinks": fields.get("softmax_type") == "learnable"}
     problems = []
     if any(fields.get("linear_attention_freq") or ()):
         problems.append(
-            f"{key}.context_parallel_size: got {ranks}, expected 1: ranks cannot share sequences of a model with gated"
+            f"{_KEY}context_parallel_size: got {ranks}, expected 1: ranks cannot share sequences of a model with gated"
             " delta nets, whose state passes from token to token"
         )
     if names := " and ".join(name for name, has_some in of_model.items() if has_some):
         problems.append(
-            f"{key}.context_parallel_size: got {ranks}, expected 1: ranks cannot share sequences of a model with"
+            f"{_KEY}context_parallel_size: got {ranks}, expected 1: ranks cannot share sequences of a model with"
             f" attention {names}"
         )
     if (way := fields.get("cp_comm_type")) not in (None, "p2p"):
         problems.append(
-            f"{key}.model_overrides.cp_comm_type: got {way!r}, expected 'p2p' with {key}.context_parallel_size {ranks}"
+            f"{_KEY}model_overrides.cp_comm_type: got {way!r}, expected 'p2p' with {_KEY}context_parallel_size {ranks}"
         )
     return problems
 
 
 def _problems_with_fused_gradients(fields: dict[str, Any]) -> list[str]:
-    """Refuse weight gradients that kernels add up where Megatron-Core has none for the output layer."""
+    """Return the problem of fused accumulation of weight gradients without a kernel for the output layer."""
     if not fields["gradient_accumulation_fusion"] or importlib.util.find_spec("fused_weight_gradient_mlp_cuda"):
         return []
     return [
-        "policy.megatron_cfg.model_overrides.gradient_accumulation_fusion: got true, which needs Apex's extension"
+        f"{_KEY}model_overrides.gradient_accumulation_fusion: got true, which needs Apex's extension"
         " fused_weight_gradient_mlp_cuda, which is not installed; expected false"
     ]
 
 
 def _problems_with_fused_cross_entropy(fields: dict[str, Any]) -> list[str]:
-    """Megatron-Core's own kernel rounds gradients of logits to bfloat16, whatever type they have."""
+    """Return the problem of Megatron-Core's native kernel, which rounds all gradients of logits to bfloat16."""
     is_native = fields.get("cross_entropy_fusion_impl", "native") == "native"
     if not fields.get("cross_entropy_loss_fusion") or not is_native or fields["params_dtype"] is torch.bfloat16:
         return []
     return [
-        "policy.megatron_cfg.model_overrides.cross_entropy_loss_fusion: got true with policy.precision float32, whose "
+        f"{_KEY}model_overrides.cross_entropy_loss_fusion: got true with policy.precision float32, whose "
         "gradients it rounds to bfloat16; expected false"
     ]
 
@@ -387,45 +384,41 @@ def _problems_with_fused_cross_entropy(fields: dict[str, Any]) -> list[str]:
 def _problems_with_layers(fields: dict[str, Any]) -> list[str]:
     """Return the problems of sizes that do not divide by the layout."""
     tensor = fields["tensor_model_parallel_size"]
-    key = "policy.megatron_cfg."
-    problems = _problems_with_stages(fields)
     sizes = {"query heads": fields["num_attention_heads"], "key and value heads": fields["num_query_groups"]}
     if any(fields.get("linear_attention_freq") or ()):
         sizes["linear key heads"] = fields["linear_num_key_heads"]
     if fields.get("multi_latent_attention"):
-        # Megatron-Core cuts the projections to them before they are replaced by whole ones.
+        # Megatron-Core splits the projections to them, before they are replaced by full ones.
         sizes["query latents (q_lora_rank)"] = fields["q_lora_rank"] or 0
         latents = fields["kv_lora_rank"] + fields["qk_pos_emb_head_dim"]
         sizes["key and value latents (kv_lora_rank + qk_rope_head_dim)"] = latents
-    problems += [
-        f"{key}tensor_model_parallel_size: got {tensor}, which does not divide the model's {number} {kind}"
+    return _problems_with_stages(fields) + [
+        f"{_KEY}tensor_model_parallel_size: got {tensor}, which does not divide the model's {number} {kind}"
         for kind, number in sizes.items()
         if number % tensor
     ]
-    return problems
 
 
 def _problems_with_stages(fields: dict[str, Any]) -> list[str]:
-    """Return the problem of layers that do not divide among pipeline stages, with the nearest division."""
+    """Return the problems of layers that cannot be divided among pipeline stages, with a division that is possible."""
     layers, stages = fields["num_layers"], fields["pipeline_model_parallel_size"]
     pieces = fields["virtual_pipeline_model_parallel_size"] or 1
-    key = "policy.megatron_cfg."
     names = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
     given = {name: fields[name] for name in names if fields[name] is not None}
     if not given:
         if layers % (stages * pieces) == 0:
             return []
         return [
-            f"{key}pipeline_model_parallel_size: got {stages} (x {pieces} virtual stages), which does not divide "
+            f"{_KEY}pipeline_model_parallel_size: got {stages} (x {pieces} virtual stages), which does not divide "
             f"the model's {layers} layers{_uneven_stages(layers, stages, pieces)}"
         ]
     if stages < 2:
         return [
-            f"{key}{name}: got {value}, which needs {key}pipeline_model_parallel_size above 1"
+            f"{_KEY}{name}: got {value}, which needs {_KEY}pipeline_model_parallel_size above 1"
             for name, value in given.items()
         ]
     problems = [
-        f"{key}{name}: got {value}, which does not divide by {key}virtual_pipeline_model_parallel_size {pieces}"
+        f"{_KEY}{name}: got {value}, which does not divide by {_KEY}virtual_pipeline_model_parallel_size {pieces}"
         for name, value in given.items()
         if value % pieces
     ]
@@ -434,15 +427,17 @@ def _problems_with_stages(fields: dict[str, Any]) -> list[str]:
         reported = " and ".join(f"{name} {value}" for name, value in given.items())
         rest = f"the rest cannot be dealt out evenly to {others} other stages (x {pieces} virtual stages)"
         problems.append(
-            f"{key}{reported}: the model has {layers} layers, and {rest if others else 'there are no other stages'}"
+            f"{_KEY}{reported}: the model has {layers} layers, and {rest if others else 'there are no other stages'}"
             f"{_uneven_stages(layers, stages, pieces)}"
         )
     return problems
 
 
 def _uneven_stages(layers: int, stages: int, pieces: int) -> str:
-    """Return advice on the layers of the first and the last stage: at most as many as each stage between, and fewest in
-    the last one, with the output layer; empty where there is none."""
+    """Return advice on the layers of the first and the last stage, or an empty string if none is possible.
+
+    Neither gets more than a stage in between. The last one, which has the output layer, gets the fewest.
+    """
     if stages < 2 or layers % pieces:
         return ""
     rounds = layers // pieces
@@ -458,89 +453,87 @@ def _uneven_stages(layers: int, stages: int, pieces: int) -> str:
 
 
 def _problems_with_experts(fields: dict[str, Any], *, grouped_kernels: bool) -> list[str]:
-    """Return the problems of experts that do not divide evenly, are too few, or lack the kernels."""
+    """Return the problems of experts that do not divide evenly, are too few, or lack kernels."""
     expert, experts = fields["expert_model_parallel_size"], fields["num_moe_experts"]
     topk = fields["moe_router_topk"]
-    key = "policy.megatron_cfg."
     problems = []
     if experts % expert:
         problems.append(
-            f"{key}expert_model_parallel_size: got {expert}, which does not divide the model's {experts} experts"
+            f"{_KEY}expert_model_parallel_size: got {expert}, which does not divide the model's {experts} experts"
         )
     capacity = fields.get("moe_expert_capacity_factor") or 0.0
     if fields.get("moe_pad_expert_input_to_capacity") and capacity * topk > experts:
         problems.append(
-            f"{key}moe_expert_capacity_factor: got {capacity:g}, expected at most {experts / topk:g} with"
-            f" {key}moe_pad_expert_input_to_capacity true: an expert cannot be padded to more tokens than there are"
+            f"{_KEY}moe_expert_capacity_factor: got {capacity:g}, expected at most {experts / topk:g} with"
+            f" {_KEY}moe_pad_expert_input_to_capacity true: an expert cannot be padded to more tokens than there are"
         )
     if fields.get("moe_latent_size") and cpu_backend.ACTIVE:
         problems.append(
-            f"{key}moe_latent_size: got {fields['moe_latent_size']}, expected null on CPUs: its projections are layers"
+            f"{_KEY}moe_latent_size: got {fields['moe_latent_size']}, expected null on CPUs: its projections are layers"
             " of Transformer Engine"
         )
     if fields["moe_router_load_balancing_type"] == "sinkhorn" and fields["moe_aux_loss_coeff"]:
         problems.append(
-            f"{key}moe_aux_loss_coeff: got {fields['moe_aux_loss_coeff']}, expected 0 with"
-            f" {key}moe_router_load_balancing_type sinkhorn, which has no loss"
+            f"{_KEY}moe_aux_loss_coeff: got {fields['moe_aux_loss_coeff']}, expected 0 with"
+            f" {_KEY}moe_router_load_balancing_type sinkhorn, which has no loss"
         )
     if topk > experts:
-        problems.append(f"{key}moe_router_topk: got {topk}, expected at most the model's {experts} experts")
-    # A token that goes to k experts needs k of them on the hot rank.
+        problems.append(f"{_KEY}moe_router_topk: got {topk}, expected at most the model's {experts} experts")
+    # All experts of a token must be on the hot rank.
     if fields["moe_router_force_hot_rank"] is not None and topk > experts // expert:
         problems.append(
-            f"{key}moe_router_force_hot_rank: each rank holds {experts // expert} experts of a layer, fewer "
+            f"{_KEY}moe_router_force_hot_rank: each rank holds {experts // expert} experts of a layer, fewer "
             f"than the {topk} that each token goes to; use a smaller expert_model_parallel_size"
         )
     if topk == 1 and fields["moe_router_score_function"] == "softmax" and not fields["moe_router_pre_softmax"]:
         problems.append(
-            f"{key}moe_router_topk: got 1, with weights that add up to 1 over a token's experts: nothing would train "
-            f"the router; expected 2 or more, or {key}moe_router_pre_softmax=true"
+            f"{_KEY}moe_router_topk: got 1, with weights that add up to 1 over a token's experts: nothing would train "
+            f"the router; expected 2 or more, or {_KEY}moe_router_pre_softmax=true"
         )
     if fields["moe_grouped_gemm"] and not grouped_kernels:
-        problems.append(f"{key}moe_grouped_gemm: got true, which needs Transformer Engine; leave it out")
+        problems.append(f"{_KEY}moe_grouped_gemm: got true, which needs Transformer Engine; leave it out")
     return problems + _problems_with_dispatcher(fields, on_gpus=not cpu_backend.ACTIVE)
 
 
 def _problems_with_dispatcher(fields: dict[str, Any], *, on_gpus: bool) -> list[str]:
-    """Return the problem of a dispatcher whose library is missing: Megatron-Core raises in the first MoE layer."""
+    """Return the problem of a dispatcher without its library. Megatron-Core would raise in the first MoE layer."""
     backend = fields.get("moe_flex_dispatcher_backend", "deepep")
     if not on_gpus or fields["moe_token_dispatcher_type"] != "flex" or backend not in _NEEDING_DEEP_EP:
         return []
     if importlib.util.find_spec("deep_ep") is not None:
         return []
     return [
-        f"policy.megatron_cfg.moe_token_dispatcher_type: got flex with moe_flex_dispatcher_backend {backend}, which"
+        f"{_KEY}moe_token_dispatcher_type: got flex with moe_flex_dispatcher_backend {backend}, which"
         " needs the package deep_ep, which is not installed; expected alltoall"
     ]
 
 
 def _problems_with_groups(fields: dict[str, Any]) -> list[str]:
-    """Return the kernels that choose groups of experts as Megatron-Core does, where the model means another choice."""
+    """Return the problem of a kernel that chooses groups of experts by another rule than the model."""
     if not fields.get("moe_router_fusion") or not fields["moe_router_group_topk"]:
         return []
     return [
-        "policy.megatron_cfg.moe_router_fusion: got true, which chooses groups of experts otherwise than the model; "
-        "leave it out"
+        f"{_KEY}moe_router_fusion: got true, which chooses groups of experts otherwise than the model; leave it out"
     ]
 
 
 def _problems_without_experts(policy: PolicyConfig) -> list[str]:
-    """Return settings that need experts. A `moe_*` field of a dense model is none: it has no effect."""
+    """Return the problems of settings that need experts. `moe_*` fields have no effect without, and are allowed."""
     megatron = policy.megatron_cfg
     expert, hot_rank = megatron.expert_model_parallel_size, megatron.moe_router_force_hot_rank
-    key, why = "policy.megatron_cfg.", "the model has no experts"
+    why = "the model has no experts"
     problems = []
     if expert > 1:
-        problems.append(f"{key}expert_model_parallel_size: got {expert}, expected 1: {why}")
+        problems.append(f"{_KEY}expert_model_parallel_size: got {expert}, expected 1: {why}")
     if hot_rank is not None:
-        problems.append(f"{key}moe_router_force_hot_rank: got {hot_rank}, expected null: {why}")
+        problems.append(f"{_KEY}moe_router_force_hot_rank: got {hot_rank}, expected null: {why}")
     if megatron.activation_checkpointing == "moe":
-        problems.append(f"{key}activation_checkpointing: got 'moe', expected none or full: {why}")
+        problems.append(f"{_KEY}activation_checkpointing: got 'moe', expected none or full: {why}")
     return problems
 
 
 def effective_moe_configuration(config: TransformerConfig) -> dict[str, Any]:
-    """Return the router and expert settings in force, whoever set them; empty for a model without experts."""
+    """Return all router and expert settings in force, or an empty dictionary for a model without experts."""
     if config.num_moe_experts is None:
         return {}
     names = [

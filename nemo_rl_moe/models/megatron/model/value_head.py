@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Value head: one number a token, linear in the last hidden state, beside or instead of the vocabulary."""
+"""Value head: one number per token, linear in the last hidden state, besides or instead of logits."""
 
 from collections.abc import Collection
 from typing import Any
@@ -15,33 +15,33 @@ from nemo_rl_moe.models.interfaces import Head
 
 NAME = "value_head"
 PREFIX = f"{NAME}."
-"""Prefix of the parameters' names, which no published model has."""
+"""Prefix of the parameters' names. No published model has it."""
 
 
 class ValueHead(torch.nn.Module):
-    """Value of each token's state: `w . h` in float32, with the final norm's output `h`.
+    """Value of each token: `w . h` in float32, with the final norm's output `h`.
 
-    Every tensor-parallel rank holds all of `w` and computes all values, so that its gradient is equal on each of them.
+    Every tensor-parallel rank holds all of `w` and computes all values, so that its gradient is equal on all of them.
     """
 
     def __init__(self, config: Any):
         super().__init__()
         self._config = config
-        # Starting weights are set by name, later: random numbers that were sampled here would move the run's own.
+        # Starting weights are set later, by name. Sampling them here would shift the run's random numbers.
         self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
 
     def forward(self, hidden_states: Float[Tensor, "local_columns rows hidden"]) -> Float[Tensor, "rows columns"]:
-        """Compute the values; with sequence parallelism out of all tensor-parallel ranks' columns."""
+        """Compute the values. Under sequence parallelism, ranks gather the columns first."""
         if self._config.sequence_parallel:
-            # Every rank has the whole gradient: it keeps that of its own columns.
+            # Every rank computes the full gradient, and keeps the part of its columns.
             hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
         return torch.nn.functional.linear(hidden_states.float(), self.weight.float())[..., 0].T
 
 
 def add_value_head(chunk: GPTModel, heads: Collection[Head]) -> None:
-    """Give the last stage's chunk a value head where one is asked for.
+    """Give the last stage's chunk a value head if `heads` has one.
 
-    Where the model predicts no tokens, its output layer is frozen: only weight decay would move it, and a wrapper that
+    If the model predicts no tokens, its output layer is frozen: only weight decay would move it, and a wrapper that
     overlaps gradient reduction would wait for its gradient.
     """
     if Head.VALUE not in heads or not chunk.post_process:

@@ -1,8 +1,7 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Images in a decoder: tower and projector on the first pipeline stage, their output among the word embeddings."""
+"""Images in a decoder: tower and projector on the first pipeline stage put features among the word embeddings."""
 
-import functools
 import itertools
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,20 +16,21 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from nemo_rl_moe.config.schema_policy import FreezeConfig
-from nemo_rl_moe.models.families import VISION_FAMILIES, family_of
+from nemo_rl_moe.models.families import family_of
 from nemo_rl_moe.models.families.vision import TowerOutput, VisionFamily
 from nemo_rl_moe.models.images import IMAGE_IDS, IMAGE_SIZES, IS_IMAGE, PIXELS, distinct_images
 from nemo_rl_moe.models.megatron.model.releases import padding_mask_for_stage
 
 PREFIX = "vision."
-"""Of the canonical names of tower and projector."""
+"""Beginning of the canonical names of tower and projector."""
 
 
 class MultimodalRotary(torch.nn.Module):
-    """Angles of positions in time, height and width, in place of Megatron-Core's, which cannot interleave.
+    """Rotary angles of positions in time, height and width. Megatron-Core's cannot interleave them.
 
     Args:
-        rotated: Entries of a head that are rotated, its first ones.
+        rotated: Number of a head's first entries that are rotated.
+        section: Number of frequencies of each axis.
     """
 
     def __init__(self, rotated: int, base: float, section: Sequence[int], *, interleaved: bool):
@@ -41,13 +41,13 @@ class MultimodalRotary(torch.nn.Module):
             axis = torch.zeros(rotated // 2, dtype=torch.long)
             for number in (1, 2):
                 axis[number : 3 * section[number] : 3] = number
-        # No buffers: half precision would round the frequencies.
+        # Not buffers, which half precision would round.
         self.inv_freq, self._axis = 1.0 / base**exponents, axis
 
     def forward(
         self, position_ids: Int[Tensor, "3 rows columns"], mrope_section: Any = None, **others: Any
     ) -> Float[Tensor, "columns rows 1 rotated"]:
-        """Return the angles, as Megatron-Core's attention takes them."""
+        """Return the angles in the layout of Megatron-Core's attention."""
         del mrope_section, others
         if self.inv_freq.device != position_ids.device:
             self.inv_freq, self._axis = (
@@ -59,9 +59,9 @@ class MultimodalRotary(torch.nn.Module):
 
 
 class VisionInput:
-    """Input of a vision-language model, as a mixin of GPTModel: image features among word embeddings.
+    """Mixin of GPTModel with the input of a vision-language model: image features among word embeddings.
 
-    The registered module `vision`, tower and projector, exists on the first stage alone.
+    Only the first stage has the module `vision`, with tower and projector.
     """
 
     hf_config: Any
@@ -81,23 +81,26 @@ class VisionInput:
         """Run the chunk's forward pass.
 
         Args:
-            position_ids: `[3, rows, columns]` where the family has such positions; `[rows, columns]` is for text.
-            deep: With `decoder_input`: features added after each of the first layers, whole as well.
+            position_ids: `[rows, columns]` or, with images and a family that has 3D positions, `[3, rows, columns]`.
+            decoder_input: Embeddings, if the caller computed them. Sequence parallelism has not split them.
+            deep: With `decoder_input`: features added after each of the first layers, not split either.
         """
         if self.family.has_mrope and position_ids is not None and position_ids.ndim == 2:
             position_ids = position_ids.expand(3, *position_ids.shape)
         if self.pre_process:  # type: ignore[attr-defined]
             if decoder_input is None:
                 features = self.image_features(self.model_columns)
-                decoder_input = self.embed(input_ids, self.model_columns, features)
+                decoder_input = self.embedding(input_ids=input_ids, position_ids=None)  # type: ignore[attr-defined]
                 if features is not None:
-                    deep = deep_input(decoder_input, self.model_columns[IS_IMAGE], features)
-                if features is None and torch.is_grad_enabled():
+                    is_image, zeros = self.model_columns[IS_IMAGE], torch.zeros_like(decoder_input)
+                    decoder_input = placed(decoder_input, is_image, features.embeddings)
+                    deep = [placed(zeros, is_image, each) for each in features.deep]
+                elif torch.is_grad_enabled():
                     decoder_input = decoder_input + self._zero_of_tower(input_ids.device).to(decoder_input.dtype)
             if self.config.sequence_parallel:  # type: ignore[attr-defined]
                 decoder_input = tensor_parallel.scatter_to_sequence_parallel_region(decoder_input)
                 deep = [tensor_parallel.scatter_to_sequence_parallel_region(each) for each in deep]
-                # GPTModel cuts it only where it looks up the words by itself.
+                # GPTModel splits the mask only if it looks up the embeddings.
                 padding_mask = padding_mask_for_stage(
                     padding_mask,
                     is_first_stage=False,
@@ -117,7 +120,7 @@ class VisionInput:
         return found
 
     def image_features(self, columns: Mapping[str, Tensor]) -> TowerOutput | None:
-        """Compute tower and projector, one row for each image token; repeated images run once. None without images."""
+        """Run tower and projector once for each distinct image. Return a row for each image token, or None."""
         tower, family = self.vision, self.family  # type: ignore[attr-defined]
         if IMAGE_SIZES not in columns or not len(columns[IMAGE_SIZES]):
             return None
@@ -135,7 +138,7 @@ class VisionInput:
 
     def _zero_of_tower(self, device: torch.device) -> Tensor:
         """Return 0 with a zero gradient for each trained weight of tower and projector."""
-        # With overlapped gradient reduction, each microbatch has to make all gradients.
+        # Overlapped gradient reduction waits for all gradients in each microbatch.
         tower = self.vision  # type: ignore[attr-defined]
         if not any(parameter.requires_grad for parameter in tower.parameters()):
             return torch.zeros((), device=device)
@@ -144,68 +147,48 @@ class VisionInput:
         found = self.family.embed(tower, blank, [(side, side)], self.hf_config)
         return 0.0 * sum((each.sum() for each in found.deep), start=found.embeddings.sum())
 
-    def embed(
-        self, input_ids: Int[Tensor, "rows columns"], columns: Mapping[str, Tensor], features: TowerOutput | None
-    ) -> Float[Tensor, "columns rows hidden"]:
-        """Return word embeddings with image features in the place of the prompt's image tokens."""
-        hidden: Tensor = self.embedding(input_ids=input_ids, position_ids=None)  # type: ignore[attr-defined]
-        if features is None:
-            return hidden
-        return placed(hidden, columns[IS_IMAGE], features.embeddings)
-
 
 def placed(
     hidden: Float[Tensor, "columns rows hidden"], is_image: Tensor, features: Float[Tensor, "tokens hidden"]
 ) -> Float[Tensor, "columns rows hidden"]:
-    """Replace the hidden states of image tokens by features, row after row.
-
-    No host sync: what is chosen depends on no number on the device.
-    """
+    """Replace the hidden states of image tokens by features, row after row, without a host sync."""
     number = is_image.flatten().long().cumsum(0).sub_(1).clamp_(0, len(features) - 1)
     by_token = torch.nn.functional.embedding(number.view(is_image.shape).T, features.to(hidden.dtype))
-    # The next pipeline stage gets it as it lies.
+    # It may be sent to the next pipeline stage.
     return torch.where(is_image.T[..., None], by_token, hidden).contiguous()
-
-
-def deep_input(
-    hidden: Float[Tensor, "columns rows hidden"], is_image: Tensor, features: TowerOutput
-) -> list[Float[Tensor, "columns rows hidden"]]:
-    """Return what is added to the hidden states after each of the first layers: 0 except for image tokens."""
-    zeros = torch.zeros_like(hidden)
-    return [placed(zeros, is_image, each) for each in features.deep]
 
 
 def add_vision(chunk: GPTModel, hf_config: Any, init_seed: int) -> None:
     """Give a chunk its family's tower and projector, and the positions of image tokens."""
-    whole = family_of(hf_config)
-    family = whole.vision
-    assert family is not None
+    family = family_of(hf_config)
+    vision = family.vision
+    assert vision is not None
     chunk.hf_config = hf_config
-    if family.has_mrope:
+    if vision.has_mrope:
         chunk.rotary_pos_emb = MultimodalRotary(
-            int(chunk.config.kv_channels * whole.rotary_percent(hf_config)),
-            whole.rotary_base(hf_config),
+            int(chunk.config.kv_channels * family.rotary_percent(hf_config)),
+            family.rotary_base(hf_config),
             hf_config.mrope_section,
             interleaved=hf_config.mrope_interleaved,
         )
     if chunk.pre_process:
-        # What is sampled here must not move the run's own random numbers.
+        # Sampling here must not shift the run's random numbers.
         with torch.random.fork_rng(devices=[]):
-            chunk.vision = family.build(hf_config)
+            chunk.vision = vision.build(hf_config)
             draw_weights(chunk.vision, hf_config, init_seed)
 
 
 def draw_weights(tower: torch.nn.Module, hf_config: Any, seed: int) -> None:
-    """Fill tower and projector with random weights by transformers' rule, from seed and module names alone."""
+    """Initialize tower and projector by transformers' rule, from the seed and the names of modules alone."""
     from transformers import PreTrainedModel
 
     owners: dict[str, Any] = {}
     for name, module in tower.named_modules():
         above = owners.get(name.rpartition(".")[0]) if name else None
         owners[name] = module if isinstance(module, PreTrainedModel) else above
-        # torch's generator on the host takes 32 bits; those of devices stay as they are.
+        # Only the host's generator is seeded, which takes 32 bits.
         torch.default_generator.manual_seed(zlib.crc32(f"{seed} {PREFIX}{name}".encode()))
-        if owners[name] is None:  # a projector is transformers' model's own part, with the decoder's deviation
+        if owners[name] is None:  # a projector outside of the tower, with the decoder's standard deviation
             PreTrainedModel._init_weights(SimpleNamespace(config=hf_config), module)
         else:
             owners[name]._init_weights(module)
@@ -239,29 +222,27 @@ def freeze_parts(chunk: GPTModel, freeze: FreezeConfig, hf_config: Any) -> None:
             parameter.requires_grad_(False)
 
 
-@functools.cache
-def _count(model_type: str, config: str) -> tuple[int, int]:
-    family, hf_config = VISION_FAMILIES[model_type], _counted[config]
-    with torch.device("meta"):
-        tower = family.build(hf_config)
-    sizes = {f"{PREFIX}{name}": parameter.numel() for name, parameter in tower.named_parameters()}
-    of_projector = sum(size for name, size in sizes.items() if family.is_projector(name))
-    return sum(sizes.values()) - of_projector, of_projector
-
-
-_counted: dict[str, Any] = {}
+_counted: dict[str, tuple[int, int]] = {}
+"""Results of `vision_parameters`, which builds a tower to count them."""
 
 
 def vision_parameters(hf_config: Any) -> tuple[int, int]:
-    """Return the parameters of tower and projector, which every first-stage rank holds; 0 for text alone."""
-    if family_of(hf_config).vision is None:
+    """Count the parameters of tower and of projector, which every first-stage rank holds, or 0 for a text model."""
+    family = family_of(hf_config).vision
+    if family is None:
         return 0, 0
-    key = repr((sorted(vars(hf_config.vision_config).items(), key=str), hf_config.hidden_size))
-    _counted[key] = hf_config
-    return _count(hf_config.model_type, key)
+    sections = sorted(vars(hf_config.vision_config).items(), key=str)
+    key = repr((hf_config.model_type, sections, hf_config.hidden_size))
+    if key not in _counted:
+        with torch.device("meta"):
+            tower = family.build(hf_config)
+        sizes = {f"{PREFIX}{name}": parameter.numel() for name, parameter in tower.named_parameters()}
+        of_projector = sum(size for name, size in sizes.items() if family.is_projector(name))
+        _counted[key] = sum(sizes.values()) - of_projector, of_projector
+    return _counted[key]
 
 
 def pixels_per_token_of_positions(hf_config: Any) -> int | None:
-    """Return height and width in pixels of an image token with 3D positions; None otherwise."""
+    """Return the side of an image token in pixels if the family has 3D positions, else None."""
     family = family_of(hf_config).vision
     return family.pixels_per_token(hf_config) if family is not None and family.has_mrope else None

@@ -1,11 +1,12 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""All Hugging Face tensors on every rank's device, for engines that take them there.
+"""All Hugging Face tensors on every rank's device, for engines that take them from there.
 
-Nothing passes the host. The ranks agree once on who has what; then they go through the layers together. Those that
-share a tensor bring it together where it belongs, and each broadcasts what it has of the layer in one buffer.
+Nothing passes through the host. The ranks first agree on the rank that gathers each tensor. Then, layer by layer, they
+gather the tensors, and each rank broadcasts its tensors of the layer in one buffer.
 """
 
+import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ _NUMBER = re.compile(r"^(.*?\.\d+)\.")
 
 
 def round_of(name: str) -> str:
-    """Return the round in which a tensor is sent: its layer's, such as `model.layers.3`, or its own."""
+    """Return the round that sends a tensor: its layer, such as `model.layers.3`, or else its name."""
     found = _NUMBER.match(name)
     return name if found is None else found[1]
 
@@ -41,7 +42,7 @@ class Broadcast:
 
 
 def plan_broadcasts(rows_of_ranks: Sequence[Sequence[Row]]) -> list[Broadcast]:
-    """Return the broadcasts in the order in which all ranks take part in them.
+    """Return the broadcasts in their order on all ranks, round by round.
 
     Args:
         rows_of_ranks: Tensors that each rank gathers, in the order of its plan.
@@ -67,15 +68,15 @@ def tensors_on_every_rank(
     hf_config: Any,
     is_wanted: Callable[[str], bool] = lambda name: True,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield Hugging Face names and full tensors on this rank's device, the same on every rank, layer by layer.
+    """Yield all Hugging Face names and full tensors on every rank's device, layer by layer.
 
     Every rank runs it to its end.
 
     Args:
-        is_wanted: Whether a tensor is handed out, by its name.
+        is_wanted: Whether to yield a tensor, by its name.
 
     Raises:
-        RuntimeError: A rank failed, for example without memory; at the end, on every rank.
+        RuntimeError: At the end, on every rank, if any rank failed, for example without memory.
     """
     deliveries, _ = plan_deliveries(chunks, config, hf_config, is_wanted)
     of_ranks: list[Any] = [None] * dist.get_world_size()
@@ -84,35 +85,33 @@ def tensors_on_every_rank(
     for delivery in deliveries:
         of_rounds.setdefault(round_of(delivery.header.name), []).append(delivery)
     broadcasts, failure, device = plan_broadcasts(of_ranks), SharedFailure(), next(chunks[0].parameters()).device
-    names = dict.fromkeys(broadcast.round for broadcast in broadcasts)
-    by_round = {name: [each for each in broadcasts if each.round == name] for name in names}
-    for name, in_round in by_round.items():
-        own = _gathered_whole(of_rounds.get(name, []), hf_config, failure)
+    for name, in_round in itertools.groupby(broadcasts, key=lambda broadcast: broadcast.round):
+        gathered = _gathered(of_rounds.get(name, []), hf_config, failure)
         for broadcast in in_round:
-            yield from _taken_part(broadcast, own, failure, device)
+            yield from _taken_part(broadcast, gathered, failure, device)
     raise_problems(failure)
 
 
-def _gathered_whole(deliveries: Sequence[Delivery], hf_config: Any, failure: SharedFailure) -> dict[str, Tensor]:
-    """Return the tensors of a round that are this rank's; views of parameters where it holds them whole."""
+def _gathered(deliveries: Sequence[Delivery], hf_config: Any, failure: SharedFailure) -> dict[str, Tensor]:
+    """Return the tensors of a round that this rank gathers. They may be views of parameters."""
     found: dict[str, Tensor] = {}
     for delivery in deliveries:
-        whole = whole_tensor(delivery, hf_config, failure, place=lambda entry: entry)
-        if whole is not None:
-            found[delivery.header.name] = whole
+        full = whole_tensor(delivery, hf_config, failure, move=lambda entry: entry)
+        if full is not None:
+            found[delivery.header.name] = full
     return found
 
 
 def _taken_part(
-    broadcast: Broadcast, own: Mapping[str, Tensor], failure: SharedFailure, device: torch.device
+    broadcast: Broadcast, gathered: Mapping[str, Tensor], failure: SharedFailure, device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
-    """Take part in a broadcast, in memory that lives as long as its tensors."""
+    """Take part in a broadcast, in a buffer that lives as long as its tensors."""
     buffer: Tensor | None = None
     with failure.caught():
         if failure.has_failed:
-            pass  # what is missing here is missing because of it
+            pass  # tensors may be missing after a failure
         elif broadcast.root == dist.get_rank():
-            buffer = packed([own[name] for name, *_ in broadcast.packing.rows], device)
+            buffer = packed([gathered[name] for name, *_ in broadcast.packing.rows], device)
         else:
             buffer = torch.empty(broadcast.packing.num_bytes, dtype=torch.uint8, device=device)
     if not failure.none_failed(None, device) or buffer is None:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Export of the weights under Hugging Face names, tensor by tensor: to a folder, or to engines with copies."""
+"""Export of the weights as Hugging Face tensors, one at a time, to a folder or to engines."""
 
 import json
 import shutil
@@ -42,11 +42,17 @@ def save_weights(
 ) -> list[str]:
     """Write a Hugging Face folder that `AutoModelForCausalLM.from_pretrained` loads. Every rank calls it.
 
-    The folder appears complete or not at all, replacing an older one; until then all goes to `FOLDER.incomplete`. All
-    ranks must share the file system.
+    All ranks must share the file system. They write to `FOLDER.incomplete`, which replaces an older folder once it is
+    complete.
+
+    Args:
+        write_beside: Writes all files but the weights into the folder, on rank 0.
+
+    Returns:
+        The names of parameters that the family has no tensor for.
 
     Raises:
-        CheckpointError: A rank could not write its part; nothing of it remains. Raised on every rank.
+        CheckpointError: On every rank, if a rank could not write its part. Nothing remains of the folder.
     """
     staging = folder.with_name(folder.name + ".incomplete")
     deliveries, without_rule = plan_deliveries(chunks, config, hf_config)
@@ -76,49 +82,48 @@ def tensors_of_this_rank(
     hf_config: Any,
     is_wanted: Callable[[str], bool] = lambda name: True,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield Hugging Face names and full tensors on the host, each on one rank; every rank runs it to its end.
+    """Yield Hugging Face names and full tensors on the host, each on one rank. Every rank runs it to its end.
 
     Args:
-        is_wanted: Whether a tensor is handed out, by its name.
+        is_wanted: Whether to yield a tensor, by its name.
 
     Raises:
-        RuntimeError: A rank failed, for example without memory; at the end, on every rank.
+        RuntimeError: At the end, on every rank, if any rank failed, for example without memory.
     """
     deliveries, _ = plan_deliveries(chunks, config, hf_config, is_wanted)
     failure = SharedFailure()
     for delivery in deliveries:
-        whole = whole_tensor(delivery, hf_config, failure, place=_host_copy)
-        if whole is not None:
-            yield delivery.header.name, whole
+        full = whole_tensor(delivery, hf_config, failure, move=_host_copy)
+        if full is not None:
+            yield delivery.header.name, full
     raise_problems(failure)
 
 
 def whole_tensor(
-    delivery: Delivery, hf_config: Any, failure: SharedFailure, place: Callable[[Tensor], Tensor]
+    delivery: Delivery, hf_config: Any, failure: SharedFailure, move: Callable[[Tensor], Tensor]
 ) -> Tensor | None:
-    """Return a tensor on the rank that gathers it, elsewhere None; every rank calls it.
+    """Return a tensor on the rank that gathers it, None on others. Every rank calls it.
 
     Args:
-        place: Moves the tensor, of a stacked one each expert, to where it is wanted.
+        move: Moves the tensor, or each expert of a stacked one, to the device of the result.
     """
     entries: list[Tensor] = []
     for entry in gather_tensors(delivery, hf_config, failure):
         with failure.caught():
-            entries.append(place(entry))
-    whole = None
+            entries.append(move(entry))
     with failure.caught():
         if delivery.is_mine and not failure.has_failed:
-            whole = torch.stack(entries) if delivery.is_stacked else entries[0]
-    return whole
+            return torch.stack(entries) if delivery.is_stacked else entries[0]
+    return None
 
 
 def _host_copy(tensor: Tensor) -> Tensor:
-    """Return a copy also where the tensor is on the host: the model goes on learning."""
+    """Copy a tensor even if it is on the host, because training continues."""
     return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def raise_problems(failure: SharedFailure) -> None:
-    """Raise what has gone wrong on any rank, on all of them."""
+    """Raise a RuntimeError on all ranks if any has failed."""
     if problems := _problems_of_all(failure.text):
         raise RuntimeError(f"the weights cannot be handed out: {problems}")
 
@@ -126,7 +131,7 @@ def raise_problems(failure: SharedFailure) -> None:
 def _begin(
     staging: Path, files: dict[str, tuple[int, list[TensorHeader]]], write_beside: Callable[[Path], None]
 ) -> None:
-    """Write everything but the weights, so that a fault shows before hours of writing."""
+    """Write all files but the weights first, so that problems show before hours of writing."""
     delete(staging)
     staging.mkdir(parents=True)
     write_beside(staging)
@@ -144,7 +149,7 @@ def _write(
     has_files: bool,
     progress: Callable[[float], None],
 ) -> str | None:
-    """Write this rank's files; return the problem. Goes on taking part in the others' collectives."""
+    """Write this rank's files, and return the problem. After a failure, only take part in collectives."""
     failure = SharedFailure()
     with failure.caught():
         if has_files and not staging.is_dir():
@@ -156,25 +161,22 @@ def _write(
         progress(number / len(deliveries))
     with failure.caught():
         writer.close()
-    # The failure of another rank is reported by that one.
+    # Another rank reports its failure itself.
     return failure.text or (None if writer.is_complete or failure.has_failed else "its files are not complete")
 
 
 def _on_rank_0(function: Callable[[], None]) -> str | None:
-    return _problem_of(function) if dist.get_rank() == 0 else None
-
-
-def _problem_of(function: Callable[[], None]) -> str | None:
-    """Run a function; return what it raises, on one line. A rank that left alone would keep the others waiting."""
-    try:
-        function()
-    except Exception as error:
-        return one_line(error)
+    """Run a function on rank 0, and return its error on one line, because the other ranks wait for it."""
+    if dist.get_rank() == 0:
+        try:
+            function()
+        except Exception as error:
+            return one_line(error)
     return None
 
 
 def _agree(folder: Path, staging: Path, problem: str | None) -> None:
-    """Raise the problems of all ranks on all of them, after rank 0 has removed what was written."""
+    """Raise the problems of all ranks on all of them, after rank 0 has removed the incomplete folder."""
     problems = _problems_of_all(problem)
     if not problems:
         return
@@ -185,7 +187,7 @@ def _agree(folder: Path, staging: Path, problem: str | None) -> None:
 
 
 def _problems_of_all(problem: str | None) -> str:
-    """Join the problems of all ranks on one line, equal on each of them; empty where none has any."""
+    """Join the problems of all ranks on one line, equal on all of them. It is empty without a problem."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, problem)
     return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(found) if text is not None)

@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gathering of Hugging Face tensors, one at a time, from the ranks with their pieces to the rank that writes them.
 
-All ranks of a pipeline stage make one plan from names and sizes. Each tensor goes to the rank with the least to write
-so far; data-parallel replicas hold the same weights, and share the work.
+All ranks of a pipeline stage make the same plan from names and sizes. Each tensor goes to the rank with the fewest
+bytes so far. Data-parallel replicas hold the same weights, and share the work.
 """
 
-import math
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,11 +30,12 @@ class Delivery:
     """A Hugging Face tensor, and the rank that gathers it.
 
     Attributes:
-        items: This rank's pieces of its parameters, with their rules; for a stacked tensor one for each local expert.
-        is_stacked: It holds all experts.
-        takes_part: Whether it is taken from this rank's replica of the weights.
-        shard: Tensor-parallel (for experts: expert-tensor-parallel) rank that gathers it.
-        owner: Expert-parallel rank that gathers a stacked one.
+        items: This rank's pieces of the tensor's parameters, with their rules. A stacked tensor has one for each local
+            expert.
+        is_stacked: Whether it holds all experts of a layer.
+        takes_part: Whether it is gathered from this rank's replica of the weights.
+        shard: Tensor-parallel (of experts: expert-tensor-parallel) rank that gathers it.
+        owner: Expert-parallel rank that gathers it, if it is stacked.
     """
 
     header: TensorHeader
@@ -52,24 +53,20 @@ class Delivery:
 
 
 class _Spread:
-    """Greedy balance of bytes: each tensor goes to the place with the fewest so far."""
+    """Greedy balance of bytes over ranks, which have a coordinate for each size."""
 
     def __init__(self, *sizes: int):
-        self._sizes, self._bytes = sizes, [0] * math.prod(sizes)
+        self._bytes: dict[tuple[int, ...], int] = dict.fromkeys(itertools.product(*map(range, sizes)), 0)
 
-    def place(self, num_bytes: int) -> list[int]:
-        """Return the coordinates of the place, one for each size."""
-        index = self._bytes.index(min(self._bytes))
-        self._bytes[index] += num_bytes
-        coordinates: list[int] = []
-        for size in reversed(self._sizes):
-            index, coordinate = divmod(index, size)
-            coordinates.insert(0, coordinate)
+    def assign(self, num_bytes: int) -> tuple[int, ...]:
+        """Add to the first rank with the fewest bytes, and return its coordinates."""
+        coordinates = min(self._bytes, key=self._bytes.__getitem__)
+        self._bytes[coordinates] += num_bytes
         return coordinates
 
 
 def _shards(is_expert: bool) -> tuple[int, int]:
-    """Return this rank's index among those that share a parameter, and their number."""
+    """Return this rank's index among the ranks that share a parameter, and their number."""
     if is_expert:
         return (
             parallel_state.get_expert_tensor_parallel_rank(),
@@ -79,7 +76,7 @@ def _shards(is_expert: bool) -> tuple[int, int]:
 
 
 def _replicas(is_expert: bool) -> tuple[int, int]:
-    """Return the index of the replica of a parameter that this rank holds a part of, and the number of replicas."""
+    """Return the index of this rank's replica of a parameter, and the number of replicas."""
     if is_expert:
         return parallel_state.get_expert_data_parallel_rank(), parallel_state.get_expert_data_parallel_world_size()
     return (
@@ -94,10 +91,10 @@ def plan_deliveries(
     hf_config: Any,
     is_wanted: Callable[[str], bool] = lambda name: True,
 ) -> tuple[list[Delivery], list[str]]:
-    """List the tensors that this rank has a part of, in the order in which all ranks gather them.
+    """List the tensors that this rank has a part of, in the order of gathering, and parameters without a rule.
 
     Args:
-        is_wanted: Whether a tensor is gathered; the same on all ranks with a part of it.
+        is_wanted: Whether to gather a tensor, with the same answer on all ranks.
     """
     items: dict[str, list[tuple[ParameterPiece, Rule]]] = {}
     headers: dict[str, tuple[TensorHeader, bool]] = {}
@@ -114,14 +111,14 @@ def plan_deliveries(
             name = part.source.name
             items.setdefault(name, []).append((piece, rule))
             headers[name] = TensorHeader(name, part.shape, piece.exported_type), part.source.is_stacked
-    # In a file the larger types come first.
+    # Files begin with the larger types.
     names = sorted(filter(is_wanted, items), key=lambda name: -headers[name][0].dtype.itemsize)
     by_expert = {name: tuple(sorted(items[name], key=lambda item: item[1].expert or 0)) for name in names}
     return _assigned([(*headers[name], by_expert[name]) for name in names]), without_rule
 
 
 def _assigned(tensors: Sequence[tuple[TensorHeader, bool, tuple[tuple[ParameterPiece, Rule], ...]]]) -> list[Delivery]:
-    """Choose who writes what, with the same outcome on all ranks that have a part in a tensor."""
+    """Choose the rank for each tensor, equally on all ranks that have a part of it."""
     (_, experts_copies), (_, expert_shards) = _replicas(True), _shards(True)
     (_, copies), (_, shards) = _replicas(False), _shards(False)
     stacked = _Spread(experts_copies, parallel_state.get_expert_model_parallel_world_size(), expert_shards)
@@ -130,13 +127,13 @@ def _assigned(tensors: Sequence[tuple[TensorHeader, bool, tuple[tuple[ParameterP
     for header, is_stacked, items in tensors:
         is_expert = items[0][0].is_expert
         spread = (stacked if is_stacked else single) if is_expert else dense
-        replica, owner, shard = spread.place(header.num_bytes)
+        replica, owner, shard = spread.assign(header.num_bytes)
         deliveries.append(Delivery(header, items, is_stacked, replica == _replicas(is_expert)[0], shard, owner))
     return deliveries
 
 
 def gather_tensors(delivery: Delivery, hf_config: Any, failure: SharedFailure) -> Iterator[Tensor]:
-    """Yield the tensor on the device of the gathering rank, a stacked one expert by expert; elsewhere nothing.
+    """Yield the tensor, or each expert of a stacked one, on the gathering rank's device, and nothing on other ranks.
 
     It may be a view of a parameter. Every rank must run through all deliveries in order, each to its end.
     """
@@ -144,9 +141,9 @@ def gather_tensors(delivery: Delivery, hf_config: Any, failure: SharedFailure) -
         return
     if not delivery.is_stacked:
         ((piece, rule),) = delivery.items
-        whole = _gathered(delivery, piece, rule, hf_config, failure)
-        if whole is not None:
-            yield whole
+        entry = _gathered(delivery, piece, rule, hf_config, failure)
+        if entry is not None:
+            yield entry
         return
     rank = parallel_state.get_expert_model_parallel_rank()
     for expert in range(delivery.header.shape[0]):
@@ -181,7 +178,7 @@ def _handed_over(delivery: Delivery, holder: int, entry: Tensor | None, failure:
 def _gathered(
     delivery: Delivery, piece: ParameterPiece, rule: Rule, hf_config: Any, failure: SharedFailure
 ) -> Tensor | None:
-    """Return a parameter's part of a tensor, in file order, on the receiving rank of the group; else None."""
+    """Return a parameter's part of a tensor, in file order, on the gathering rank, None on others."""
     rank, _ = _shards(piece.is_expert)
     is_cut = piece.shard_dimension is not None and piece.num_shards > 1
     if is_cut and failure.has_failed:
@@ -205,31 +202,30 @@ def _gathered(
         return None
     entry: Tensor | None = None
     with failure.caught():
-        whole = [_joined(piece, shard) for shard in shards] if is_cut else parts
-        entry = torch.cat(whole) if len(whole) > 1 else whole[0]
+        full = [_joined(piece, shard) for shard in shards] if is_cut else parts
+        entry = torch.cat(full) if len(full) > 1 else full[0]
         if piece.is_vocabulary:
             entry = entry[: hf_config.vocab_size]
         entry = entry.transpose(0, 1) if mine[0][0].is_transposed else entry
-        entry = entry.to(delivery.header.dtype)  # copies only what has a narrower type in files
+        entry = entry.to(delivery.header.dtype)  # a view, unless files have a narrower type
     return None if failure.has_failed else entry
 
 
 def _shard_group(is_expert: bool) -> Any:
-    """Return the ranks that share a parameter."""
     if is_expert:
         return parallel_state.get_expert_tensor_parallel_group()
     return parallel_state.get_tensor_model_parallel_group()
 
 
 def _gather(is_expert: bool, part: Tensor, shards: Tensor | None, shard: int) -> None:
-    """Gather the contiguous parts of all ranks that share a parameter on one of them, which provides the memory."""
+    """Gather contiguous parts from all ranks that share a parameter, into the memory of one of them."""
     group = _shard_group(is_expert)
     into = None if shards is None else [_as_bytes(one) for one in shards]
     dist.gather(_as_bytes(part), into, dst=dist.get_global_rank(group, shard), group=group)
 
 
 def _joined(piece: ParameterPiece, shards: Tensor) -> Tensor:
-    # Along the rows the shards lie one behind another already.
+    # Shards of rows are consecutive in memory.
     return shards.flatten(0, 1) if piece.shard_dimension == 0 else torch.cat(list(shards), piece.shard_dimension or 0)
 
 

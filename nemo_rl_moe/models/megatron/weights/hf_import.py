@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Import of Hugging Face weights: every rank reads its slices, once all ranks know that the folder fits the model."""
+"""Import of Hugging Face weights. Every rank reads its slices after all ranks know that the folder fits the model."""
 
 import math
 import re
@@ -32,31 +32,18 @@ CLASSIFIER_HEAD = tensor_rule("score.weight")
 _TIED = "the output layer is the embedding (tie_word_embeddings)"
 
 
-@dataclass(frozen=True)
-class LeftOut:
-    """Tensors of a folder that the model ignores, and the reason."""
-
-    names: Sequence[str]
-    why: str
-
-    def line(self, folder: Any) -> str:
-        return f"{folder}: {_count(self.names)} left out: {listed(list(self.names))}: {self.why}"
-
-
 def unused_patterns(hf_config: Any) -> dict[str, str]:
-    """Return regular expressions of tensors that such a model does not use, each with the reason."""
+    """Return the reasons why such a model ignores some tensors, by regular expressions of their names."""
     family = family_of(hf_config)
-    output = family.rules.find("output_layer.weight")
-    if output is None or not hf_config.tie_word_embeddings:
-        return {**ROTARY_BUFFERS, **family.unused_tensors(hf_config)}
-    tied = {re.escape(source.name): _TIED for source in output.sources}
+    output = family.rules.find(_OUTPUT_LAYER) if hf_config.tie_word_embeddings else None
+    tied = {} if output is None else {re.escape(source.name): _TIED for source in output.sources}
     return {**ROTARY_BUFFERS, **tied, **family.unused_tensors(hf_config)}
 
 
 def sort_out(
     folder: SafetensorsFolder, wanted: Mapping[str, tuple[int, ...]], unused: Mapping[str, str]
-) -> tuple[list[str], list[LeftOut]]:
-    """Compare a folder's tensors with those that the ranks need; return problems, and what is left out."""
+) -> tuple[list[str], list[str]]:
+    """Compare a folder's tensors with the ranks' needs. Return problems, and lines on ignored tensors."""
     problems = []
     missing = sorted(wanted.keys() - folder.tensors.keys())
     if missing:
@@ -66,18 +53,18 @@ def sort_out(
             file = folder.without_entry[unindexed[0]]
             text += f"; the index has no entry for {listed(unindexed)}, though {file} holds {unindexed[0]}"
         problems.append(text)
-    left_out: dict[str, list[str]] = {}
+    ignored: dict[str, list[str]] = {}
     extra = []
     for name in sorted(folder.tensors.keys() - wanted.keys()):
         why = next((why for pattern, why in unused.items() if re.fullmatch(pattern, name)), None)
         if why is None:
             extra.append(name)
         else:
-            left_out.setdefault(why, []).append(name)
+            ignored.setdefault(why, []).append(name)
     if extra:
         problems.append(f"{_count(extra)} that the model has no place for: {listed(extra)}")
     problems += _other_shapes_and_types(folder, wanted)
-    return problems, [LeftOut(names, why) for why, names in left_out.items()]
+    return problems, [f"{_count(names)} left out: {listed(names)}: {why}" for why, names in ignored.items()]
 
 
 def _other_shapes_and_types(folder: SafetensorsFolder, wanted: Mapping[str, tuple[int, ...]]) -> list[str]:
@@ -118,7 +105,7 @@ class _Plan:
 
     @property
     def wanted(self) -> dict[str, tuple[int, ...]]:
-        """Whole shapes of the tensors that are needed at least in part."""
+        """Full shapes of the tensors that this rank needs a part of, by name."""
         return {part.source.name: part.shape for reading in self.readings for part in reading.parts}
 
 
@@ -129,32 +116,29 @@ def load_weights(
     folder: Path,
     progress: Callable[[float], None] = lambda share: None,
 ) -> list[str]:
-    """Fill every parameter. Every rank calls it; nothing is read before all ranks know that all can be read.
+    """Fill every parameter, and return lines on ignored and rounded tensors. Every rank calls it.
 
-    An expert bias without a tensor in the folder stays zero, and a value head unchanged. The head of a sequence
-    classifier is read as the value head, and a model of values alone gets an output layer of zeros.
+    Reading begins after all ranks know that they can read. Without a tensor in the folder, an expert bias stays zero,
+    and a value head unchanged. The head of a sequence classifier is read as the value head, and a model of values alone
+    then gets an output layer of zeros.
     """
     plan = _plan(chunks, config, hf_config, folder)
     lines = _agreed(plan, hf_config, folder)
-    assert plan.folder is not None  # all have agreed
-    search = DamageSearch(folder)  # beside the reading: each finds in memory what the other has read
-    problem = None
+    assert plan.folder is not None  # otherwise _agreed has raised
+    search = DamageSearch(folder)
+    problems = []
     try:
         with SliceReader(plan.folder) as reader, torch.no_grad():
             for number, reading in enumerate(plan.readings, start=1):
                 _read(reading, reader, hf_config)
                 progress(number / len(plan.readings))
-    except Exception as error:  # the others would wait for this rank for ever
-        problem = f"policy.model_name: {folder}: cannot be read: {one_line(error)}"
-    _raise_damage(search.of_all_ranks(), folder)
-    _raise_together([] if problem is None else [problem])
-    return lines
-
-
-def _raise_damage(lines: Sequence[str], folder: Path) -> None:
-    if lines:
+    except Exception as error:  # the other ranks wait for this one
+        problems = [f"policy.model_name: {folder}: cannot be read: {one_line(error)}"]
+    if damage := search.of_all_ranks():
         hint = ACCEPTING.format(folder=folder)
-        raise ConfigurationError([f"policy.model_name: {line}; {hint}" for line in lines])
+        raise ConfigurationError([f"policy.model_name: {line}; {hint}" for line in damage])
+    _raise_together(problems)
+    return lines
 
 
 def _plan(chunks: Sequence[GPTModel], config: TransformerConfig, hf_config: Any, folder: Path) -> _Plan:
@@ -173,13 +157,13 @@ def _plan(chunks: Sequence[GPTModel], config: TransformerConfig, hf_config: Any,
         rule = CLASSIFIER_HEAD if of_value_head and is_classifier else rule_of(piece, hf_config)
         if is_classifier and values_alone and piece.name == _OUTPUT_LAYER and not hf_config.tie_word_embeddings:
             with torch.no_grad():
-                piece.local.zero_()  # a classifier has none, and nothing computes with it
+                piece.local.zero_()  # a classifier has none, and nothing uses it
         elif rule is not None:
             forms = _forms_in(plan.folder, piece, rule, hf_config, config.num_moe_experts)
             found.append((piece, rule, forms, _fitting(plan.folder, forms)))
         elif not piece.is_expert_bias and not of_value_head:
             without_rule.append(piece.name)
-    # A square matrix fits in both orientations: it lies as those do that fit in one alone.
+    # A square matrix fits in both orientations. Matrices that fit in only one decide.
     decided = {fitting[0] for _, _, forms, fitting in found if len(forms) > 1 and len(fitting) == 1}
     for piece, rule, forms, fitting in found:
         chosen = next((form for form in fitting if form in decided), fitting[0] if fitting else 0)
@@ -188,16 +172,15 @@ def _plan(chunks: Sequence[GPTModel], config: TransformerConfig, hf_config: Any,
         plan.problems.append(
             f"policy.model_name: {folder}: no tensor is known for {listed(without_rule)} of a {hf_config.model_type}"
         )
-    place_of = {name: (tensor.file, name) for name, tensor in plan.folder.tensors.items()}
-    plan.readings.sort(key=lambda reading: place_of.get(reading.parts[0].source.name, ("", "")))
+    order = {name: (tensor.file, name) for name, tensor in plan.folder.tensors.items()}
+    plan.readings.sort(key=lambda reading: order.get(reading.parts[0].source.name, ("", "")))
     return plan
 
 
 def _forms_in(
     folder: SafetensorsFolder, piece: ParameterPiece, rule: Rule, hf_config: Any, num_experts: int | None
 ) -> list[list[SourcePart]]:
-    """Return the parts of a piece in each form of its tensors that the folder holds; in the rule's own where it holds
-    none, for the message."""
+    """Return the parts of a piece in each form of its tensors that the folder holds, or else in the rule's form."""
     forms = [
         source_parts(piece, rule, sources, hf_config, num_experts)
         for sources in (rule.sources, *rule.alternatives)
@@ -207,19 +190,19 @@ def _forms_in(
 
 
 def _fitting(folder: SafetensorsFolder, forms: Sequence[Sequence[SourcePart]]) -> list[int]:
-    """Return the forms whose tensors have the folder's shapes."""
+    """Return the indices of the forms whose tensors have the folder's shapes."""
     tensors = folder.tensors
     return [
-        place
-        for place, parts in enumerate(forms)
+        index
+        for index, parts in enumerate(forms)
         if all(part.source.name in tensors and tensors[part.source.name].shape == part.shape for part in parts)
     ]
 
 
 def _agreed(plan: _Plan, hf_config: Any, folder: Path) -> list[str]:
-    """Raise what any rank has found wrong, on all of them; otherwise return what will be left out."""
+    """Raise the problems of any rank on all of them, or return lines on ignored and rounded tensors."""
     _raise_together(plan.problems)
-    assert plan.folder is not None  # it would be a problem
+    assert plan.folder is not None  # otherwise there is a problem
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, plan.folder.fingerprint)
     for rank, fingerprint in enumerate(found):
@@ -228,16 +211,18 @@ def _agreed(plan: _Plan, hf_config: Any, folder: Path) -> list[str]:
                 f"policy.model_name: {folder}: rank {rank} finds other tensors than rank 0; all ranks must share the "
                 "folder"
             )
-    problems, left_out = sort_out(plan.folder, union_of_ranks(plan.wanted), unused_patterns(hf_config))
+    problems, ignored = sort_out(plan.folder, union_of_ranks(plan.wanted), unused_patterns(hf_config))
     problems += _other_head(plan.folder, hf_config)
     if problems:
         raise ConfigurationError([f"policy.model_name: {folder}: {problem}" for problem in problems])
-    return [tensors.line(folder) for tensors in left_out] + _rounded(plan, plan.folder, folder)
+    return [f"{folder}: {line}" for line in (*ignored, *_rounded(plan, plan.folder))]
 
 
 def _other_head(folder: SafetensorsFolder, hf_config: Any) -> list[str]:
-    """Return the problem of an output layer that is not the embedding though the configuration ties them; rank 0 reads
-    both."""
+    """Return the problem of an output layer that differs from the embedding, though the configuration ties them.
+
+    Rank 0 reads both.
+    """
     if not hf_config.tie_word_embeddings:
         return []
     names = [
@@ -273,8 +258,8 @@ def _are_equal(folder: SafetensorsFolder, first: str, second: str) -> bool:
     return True
 
 
-def _rounded(plan: _Plan, stored: SafetensorsFolder, folder: Path) -> list[str]:
-    """Return a line about tensors that a folder of mixed types holds more precisely than the model does."""
+def _rounded(plan: _Plan, stored: SafetensorsFolder) -> list[str]:
+    """Return a line on tensors that a folder of mixed types holds more precisely than the model."""
     names = {
         part.source.name: part.shape
         for reading in plan.readings
@@ -286,13 +271,13 @@ def _rounded(plan: _Plan, stored: SafetensorsFolder, folder: Path) -> list[str]:
         return []
     types = sorted({stored.tensors[name].dtype for name in rounded})
     return [
-        f"{folder}: {_count(rounded)} of type {', '.join(types)} rounded to policy.precision, which the folder's other"
+        f"{_count(rounded)} of type {', '.join(types)} rounded to policy.precision, which the folder's other"
         f" tensors have: {listed(rounded)}"
     ]
 
 
 def _raise_together(problems: Sequence[str]) -> None:
-    """Raise the problems of the first rank that has any, on all of them; every rank must take part."""
+    """Raise the problems of the first rank with problems on all ranks. Every rank calls it."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, list(problems))
     ranks = [rank for rank, lines in enumerate(found) if lines]
@@ -307,7 +292,7 @@ def _raise_together(problems: Sequence[str]) -> None:
 def _read(reading: _Reading, reader: SliceReader, hf_config: Any) -> None:
     local = reading.piece.local
     if reading.piece.is_vocabulary:
-        local.zero_()  # the padding stays so
+        local.zero_()  # for the padding
     if len(reading.parts) == 1 and isinstance(reading.rule.layout, Rows):
         (part,) = reading.parts
         reader.read_into(part.in_file_order(local), part.source.name, part.ranges)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Weights from a stream of full Hugging Face tensors: a rank copies its slices into its parameters as they come."""
+"""Weights from a stream of full Hugging Face tensors. A rank copies its slices into its parameters as they arrive."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -32,16 +32,15 @@ def load_tensors(
     """Fill every parameter of this rank.
 
     Args:
-        tensors: Names and full tensors as a trainer exports them, each once and in any order; one is valid until the
-            next is taken.
-        keeps_others: Leave parameters as they are of which nothing comes.
+        tensors: Names and full tensors from a trainer, each once, in any order, and valid until the next one.
+        keeps_others: Whether parameters keep their values if no part of them arrives.
 
     Raises:
-        WeightSyncError: A tensor is missing or has another shape; the weights are a mixture then.
+        WeightSyncError: A tensor is missing or has another shape. The weights are then a mixture of old and new.
     """
     awaited = _awaited(chunks, config, hf_config)
     for name, tensor in tensors:
-        for filling, number in awaited.pop(name, ()):  # of others this rank needs nothing
+        for filling, number in awaited.pop(name, ()):  # tensors of other ranks are ignored
             filling.take(number, tensor, hf_config)
     missing = {
         name: fillings
@@ -54,10 +53,10 @@ def load_tensors(
 
 @dataclass
 class _Filling:
-    """A piece of a parameter on its way.
+    """A piece of a parameter that is filled when all of its parts have arrived.
 
     Attributes:
-        arrived: Parts of it by their numbers; filled in when all are there.
+        arrived: Parts by their numbers.
     """
 
     piece: ParameterPiece
@@ -81,7 +80,7 @@ class _Filling:
 def _awaited(
     chunks: Sequence[GPTModel], config: TransformerConfig, hf_config: Any
 ) -> dict[str, list[tuple[_Filling, int]]]:
-    """Return the tensors that this rank needs, each with the pieces that it is a part of."""
+    """Return, for each tensor that this rank needs, the pieces that need it, and the numbers of its parts."""
     awaited: dict[str, list[tuple[_Filling, int]]] = defaultdict(list)
     for piece in parameter_pieces(chunks, config):
         rule = rule_of(piece, hf_config)
@@ -90,4 +89,4 @@ def _awaited(
         filling = _Filling(piece, rule, source_parts(piece, rule, rule.sources, hf_config, config.num_moe_experts))
         for number, part in enumerate(filling.parts):
             awaited[part.source.name].append((filling, number))
-    return dict(awaited)
+    return awaited

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of Hugging Face tensors that form a rank's piece of a parameter: shapes and index ranges, no data."""
+"""Parts of Hugging Face tensors that form a rank's piece of a parameter: shapes and index ranges without data."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,13 @@ from nemo_rl_moe.models.megatron.weights.parameter_layout import ParameterPiece
 
 @dataclass(frozen=True)
 class SourcePart:
-    """Slice of a source tensor that a rank's piece needs."""
+    """Slice of a source tensor that a rank's piece needs.
+
+    Attributes:
+        shape: Shape of the full tensor.
+        ranges: Begin and end of the slice in each dimension.
+        local_shape: Shape of the slice in the piece, with padding of the vocabulary.
+    """
 
     source: Source
     shape: tuple[int, ...]
@@ -24,17 +30,17 @@ class SourcePart:
     local_shape: tuple[int, ...]
 
     def in_file_order(self, part: Tensor) -> Tensor:
-        """View a part as in the file, without padding."""
+        """View a part of `local_shape` in the layout of the file, without padding."""
         if self.source.is_transposed:
             part = part.transpose(0, 1)
         if self.source.is_stacked:
             part = part.unsqueeze(0)
-        # Only the vocabulary has padding, at the end of the rows.
+        # Only the vocabulary has padding, after its rows.
         return part[tuple(slice(stop - start) for start, stop in self.ranges)]
 
 
 def rule_of(piece: ParameterPiece, hf_config: Any) -> Rule | None:
-    """Return the rule of a parameter; None where the family has no tensor for it."""
+    """Return the rule of a parameter, or None if the family has no tensor for it."""
     tied = piece.name == "output_layer.weight" and hf_config.tie_word_embeddings
     return family_of(hf_config).rules.find("embedding.word_embeddings.weight" if tied else piece.name)
 
@@ -49,7 +55,7 @@ def source_parts(
     starts = []
     for source, shape in zip(sources, shapes, strict=True):
         starts.append(rows.get(source.name, 0))
-        # Of a vocabulary, which is not in sections, the file has fewer.
+        # With a vocabulary's padding, which the file lacks. A vocabulary has one section.
         rows[source.name] = starts[-1] + shape[0] * (piece.num_shards if piece.shard_dimension == 0 else 1)
     return [
         _source_part(piece, rule.expert, source, shape, (start, rows[source.name]), hf_config.vocab_size, num_experts)
@@ -66,8 +72,7 @@ def _source_part(
     vocabulary_size: int,
     num_experts: int | None,
 ) -> SourcePart:
-    """Return one part."""
-    # section: Where it begins in the rows of the tensor, and their number.
+    """Return one part. `section` is its first row in the tensor, and the tensor's number of rows."""
     shape, ranges = list(local_shape), [(0, length) for length in local_shape]
     cut = piece.shard_dimension
     if cut is not None:
@@ -82,7 +87,7 @@ def _source_part(
     if source.is_transposed:
         shape[:2], ranges[:2] = shape[1::-1], ranges[1::-1]
     if source.is_stacked:
-        assert expert is not None  # a rule with stacked sources names one
-        assert num_experts is not None  # a model that has experts says how many
+        assert expert is not None  # rules with stacked sources are of an expert
+        assert num_experts is not None  # the model has experts
         shape, ranges = [num_experts, *shape], [(expert, expert + 1), *ranges]
     return SourcePart(source, tuple(shape), tuple(ranges), local_shape)

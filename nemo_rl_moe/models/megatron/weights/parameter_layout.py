@@ -18,14 +18,14 @@ from nemo_rl_moe.models.megatron.lora.adapter import Adapter, adapters_in
 
 @dataclass(frozen=True)
 class ParameterPiece:
-    """A local tensor with (a slice of) one full canonical parameter, of a router's expert bias or of an indexer.
+    """A local tensor with (a slice of) a parameter, a router's expert bias or an indexer's weight.
 
     Attributes:
-        name: Canonical name, see `families/rules.py`: global layer and expert numbers, no wrapper prefixes.
-        shard_dimension: Dimension that tensor parallelism splits; None: whole.
-        sections: Relative sizes of the parts of the dimension that are each split, such as gate and up.
-        adapter: What stands beside it, with the index of the rank's expert.
-        narrower_type: Type in files of what the model computes with in float32, if no number is lost; None: its own.
+        name: Canonical name (see `families/rules.py`), with global layer and expert numbers, without wrapper prefixes.
+        shard_dimension: Dimension that tensor parallelism splits, or None.
+        sections: Relative sizes of the sections of this dimension that are split separately, such as gate and up.
+        adapter: Adapter of the weight, with the index of the rank's expert.
+        narrower_type: Type in files of a float32 tensor if it holds every number, or None.
     """
 
     name: str
@@ -39,29 +39,25 @@ class ParameterPiece:
     narrower_type: torch.dtype | None = None
 
     def merged(self) -> Tensor:
-        """Return the local tensor with its adapter merged: added in float32, and rounded once; of one that is switched
-        off as it is.
-        """
-        if self.adapter is None:
+        """Return the local tensor plus its adapter if that is switched on, added in float32 and rounded once."""
+        if self.adapter is None or not self.adapter[0].switch.is_on:
             return self.local
         adapter, expert = self.adapter
-        if not adapter.switch.is_on:
-            return self.local
         return (self.local.float() + adapter.delta(expert)).to(self.local.dtype)
 
     @property
     def is_vocabulary(self) -> bool:
-        """True where the rows are vocabulary entries, with padding rows at the end."""
+        """Whether rows are vocabulary entries, with padding rows at the end."""
         return self.name in ("embedding.word_embeddings.weight", "output_layer.weight")
 
     @property
     def is_expert_bias(self) -> bool:
-        """Return whether it is a router's selection bias, which has no gradient."""
+        """Whether it is a router's selection bias, which has no gradient."""
         return self.name.endswith(_EXPERT_BIAS)
 
     @property
     def exported_type(self) -> torch.dtype:
-        """Return the type in files: `narrower_type` if that holds every number of it."""
+        """Type in files: `narrower_type` if it holds every number, else the tensor's."""
         narrow = self.narrower_type
         if narrow is None or not torch.equal(self.local.to(narrow).float(), self.local):
             return self.local.dtype
@@ -72,7 +68,7 @@ class ParameterPiece:
         return torch.nn.functional.pad(rows, (0, 0, 0, missing)) if self.is_vocabulary and missing else rows
 
     def full_shape(self) -> tuple[int, ...]:
-        """Return the shape of the full tensor (of a padded vocabulary: with its padding)."""
+        """Return the shape of the full tensor, with the padding of a vocabulary."""
         shape = list(self.local.shape)
         if self.shard_dimension is not None:
             shape[self.shard_dimension] *= self.num_shards
@@ -87,7 +83,7 @@ class ParameterPiece:
         return torch.cat(mine, self.shard_dimension)
 
     def join(self, shards: Sequence[Tensor]) -> Tensor:
-        """Return the full tensor from all ranks' pieces, in rank order."""
+        """Return the full tensor from the pieces of all ranks in order."""
         if self.shard_dimension is None or self.num_shards == 1:
             return shards[0]
         parts = zip(*map(self._in_sections, shards), strict=True)
@@ -103,7 +99,7 @@ _LOCAL_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _SEQUENTIAL_EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)$")
 _GROUPED_EXPERT = re.compile(r"\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$")
 _STACKED_EXPERTS = re.compile(r"\.experts\.(linear_fc[12])_(weights|biases)$")
-# Transformer Engine keeps a norm's weight in the linear layer behind it.
+# Transformer Engine keeps a norm's weight in the linear layer after it.
 _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "self_attention.in_proj.layer_norm_weight": "input_layernorm.weight",
@@ -111,40 +107,40 @@ _FUSED_NORMS = {
     "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
-_WHOLE, _GATE_AND_UP = (1,), (1, 1)
+_ONE_SECTION, _GATE_AND_UP = (1,), (1, 1)
 _EXPERT_BIAS = ".router.expert_bias"
 _INDEXER = ".self_attention.indexer."
 
 
 def parameter_pieces(chunks: Sequence[GPTModel], config: TransformerConfig) -> Iterator[ParameterPiece]:
-    """Yield every parameter of this rank's unwrapped model chunks, stacked experts one by one, the expert bias, and
-    the weights of indexers.
+    """Yield all parameters of this rank's unwrapped model chunks, stacked experts one by one, except adapters' factors.
 
-    The latter two have no gradient and are no parameters to torch. Adapters are no pieces: the piece that one
-    stands beside names it.
+    Expert biases and weights of indexers follow, which are buffers because they have no gradient.
     """
     adapters = adapters_in(chunks)
     factors = {id(parameter) for adapter in adapters for parameter in adapter.parameters()}
-    beside = {id(weight): (adapter, index) for adapter in adapters for index, weight in enumerate(adapter.base.weights)}
+    adapter_of = {
+        id(weight): (adapter, index) for adapter in adapters for index, weight in enumerate(adapter.base.weights)
+    }
     for chunk in chunks:
         for local_name, parameter in chunk.named_parameters():
             if id(parameter) not in factors:
-                found = beside.get(id(parameter))
-                yield from _pieces_of(_canonical_layer(chunk, local_name), parameter, config, found)
+                adapter = adapter_of.get(id(parameter))
+                yield from _pieces_of(_canonical_layer(chunk, local_name), parameter, config, adapter)
         for local_name, buffer in chunk.named_buffers():
             if local_name.endswith(_EXPERT_BIAS) or _INDEXER in f".{local_name}":
                 yield from _pieces_of(_canonical_layer(chunk, local_name), buffer, config)
 
 
 def _canonical_layer(chunk: GPTModel, local_name: str) -> str:
-    """Return the name with the layer's number counted over the whole model."""
+    """Return the name with the layer's number in the full model."""
     return _LOCAL_LAYER.sub(
         lambda match: f"decoder.layers.{chunk.decoder.layers[int(match.group(1))].layer_number - 1}.", local_name
     )
 
 
 def plain_norm_name(name: str) -> str:
-    """Return the name of a norm's weight in a separate norm module; other names pass through."""
+    """Return the name of a norm's weight in a separate norm module. Other names are returned unchanged."""
     for fused, plain in _FUSED_NORMS.items():
         if name.endswith(fused):
             return name.removesuffix(fused) + plain
@@ -156,15 +152,15 @@ def _sections(name: str, config: TransformerConfig) -> tuple[int, ...]:
         return DeltaNetSizes.of(config).projected
     if ".self_attention.conv1d." in name:
         return DeltaNetSizes.of(config).convolved
-    return _GATE_AND_UP if ".linear_fc1." in name else _WHOLE
+    return _GATE_AND_UP if ".linear_fc1." in name else _ONE_SECTION
 
 
 def _pieces_of(
-    name: str, parameter: Tensor, config: TransformerConfig, beside: tuple[Adapter, int] | None = None
+    name: str, parameter: Tensor, config: TransformerConfig, adapter: tuple[Adapter, int] | None = None
 ) -> Iterator[ParameterPiece]:
     name = plain_norm_name(name)
     if ".experts." in name:
-        yield from _expert_pieces(name, parameter, config, beside)
+        yield from _expert_pieces(name, parameter, config, adapter)
         return
     sharded = bool(getattr(parameter, "tensor_model_parallel", False))
     is_precise = _INDEXER in name or getattr(parameter, "stays_in_float32", False)
@@ -176,13 +172,13 @@ def _pieces_of(
         shard_rank=parallel_state.get_tensor_model_parallel_rank() if sharded else 0,
         sections=_sections(name, config),
         is_expert=False,
-        adapter=beside,
+        adapter=adapter,
         narrower_type=config.params_dtype if is_precise and parameter.dtype is torch.float32 else None,
     )
 
 
 def _expert_pieces(
-    name: str, parameter: Tensor, config: TransformerConfig, beside: tuple[Adapter, int] | None
+    name: str, parameter: Tensor, config: TransformerConfig, adapter: tuple[Adapter, int] | None
 ) -> Iterator[ParameterPiece]:
     num_local = config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
     first = parallel_state.get_expert_model_parallel_rank() * num_local
@@ -199,7 +195,7 @@ def _expert_pieces(
         raise ValueError(f"no rule for the expert parameter {name}")
     prefix = name[: match.start()]
     num_shards = parallel_state.get_expert_tensor_parallel_world_size()
-    # The first product is cut along its outputs, the second along its inputs, where its bias is whole.
+    # The first product is split along its outputs, the second along its inputs, which does not split its bias.
     cut = {"linear_fc1": 0, "linear_fc2": 1 if kind == "weight" else None}[linear]
     if num_shards == 1 or cut is None:
         cut, num_shards = None, 1
@@ -210,7 +206,7 @@ def _expert_pieces(
             shard_dimension=cut,
             num_shards=num_shards,
             shard_rank=parallel_state.get_expert_tensor_parallel_rank(),
-            sections=_GATE_AND_UP if linear == "linear_fc1" else _WHOLE,
+            sections=_GATE_AND_UP if linear == "linear_fc1" else _ONE_SECTION,
             is_expert=True,
-            adapter=None if beside is None else (beside[0], expert - first),
+            adapter=None if adapter is None else (adapter[0], expert - first),
         )

@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Starting weights: random, from a checkpoint or from a Hugging Face folder; and the copy kept as reference.
+"""Starting weights, random or from a folder, and the copy of the reference model.
 
-Random weights depend on the seed and the parameter's name alone, never on the layout.
+Random weights depend on the seed and the parameter's name, never on the layout.
 """
 
 import math
@@ -25,39 +25,40 @@ from nemo_rl_moe.models.megatron.model.vision_model import PREFIX as VISION_PREF
 from nemo_rl_moe.models.megatron.weights.hf_import import load_weights
 from nemo_rl_moe.models.megatron.weights.parameter_layout import ParameterPiece, parameter_pieces
 
-# Projections back into the residual stream start smaller by sqrt(2 x layers), as in GPT-2 (Radford et al. 2019, 2.3).
+# Projections into the residual stream start smaller by sqrt(2 x layers), as in GPT-2 (Radford et al. 2019, 2.3).
 _RESIDUAL_OUTPUTS = ("self_attention.linear_proj.weight", "self_attention.out_proj.weight", "linear_fc2.weight")
-
-
 _DECAYS = (0.01, 16.0)
 """Range of the first decays of a gated delta net's heads, as in transformers."""
 
 
 def initialize_weights(chunks: Sequence[GPTModel], config: TransformerConfig, hf_config: Any, seed: int) -> None:
-    """Initialise every parameter except vision ones (see `add_vision`): norms with factors of 1, biases with 0, decays
-    and convolutions of gated delta nets as transformers and torch do, the rest from a normal distribution of
-    `init_method_std`."""
-    with torch.no_grad():
-        for piece in parameter_pieces(chunks, config):
-            if piece.name.startswith(VISION_PREFIX):
-                continue  # sampled when it was built
-            piece.local.copy_(piece.slice_of(_full_tensor(piece, config, hf_config, seed)))
+    """Initialise every parameter except vision ones (see `add_vision`).
+
+    Norms get factors of 1 and biases 0. Decays of gated delta nets follow transformers, and convolutions torch. The
+    other weights are normally distributed with the standard deviation `init_method_std`.
+    """
+    _initialize(chunks, config, hf_config, seed, lambda name: not name.startswith(VISION_PREFIX))
 
 
 @torch.no_grad()
-def _draw_value_heads(chunks: Sequence[GPTModel], config: TransformerConfig, hf_config: Any, seed: int) -> None:
-    """Fill the value heads, which few folders have a tensor for, with random weights."""
+def _initialize(
+    chunks: Sequence[GPTModel],
+    config: TransformerConfig,
+    hf_config: Any,
+    seed: int,
+    is_wanted: Callable[[str], bool],
+) -> None:
     for piece in parameter_pieces(chunks, config):
-        if piece.name.startswith(VALUE_HEAD_PREFIX):
-            piece.local.copy_(_full_tensor(piece, config, hf_config, seed))
+        if is_wanted(piece.name):
+            piece.local.copy_(piece.slice_of(_full_tensor(piece, config, hf_config, seed)))
 
 
-# What sampled the weights of earlier releases for every seed; the default of `policy.init_seed`.
+# Default of `policy.init_seed`. It samples the same weights as releases without the key.
 _FIRST_SEED = 1234
 
 
 def _seed_of(name: str, seed: int) -> int:
-    """Return the seed of one parameter's random numbers, in the 32 bits that torch's CPU generator reads."""
+    """Return the seed of one parameter's random numbers, of 32 bits, because torch's CPU generator uses no more."""
     mixed = 0 if seed == _FIRST_SEED else zlib.crc32(str(seed).encode())
     return zlib.crc32(name.encode()) ^ mixed
 
@@ -71,7 +72,7 @@ def _full_tensor(piece: ParameterPiece, config: TransformerConfig, hf_config: An
     if piece.name.endswith("bias"):
         return torch.zeros(piece.full_shape())
     scale = 1 / math.sqrt(2 * config.num_layers) if piece.name.endswith(_RESIDUAL_OUTPUTS) else 1.0
-    # Of tied embeddings the last pipeline stage has a copy, which must start as the first stage's.
+    # The last pipeline stage has a copy of tied embeddings, which must equal the first stage's.
     tied = hf_config.tie_word_embeddings and piece.is_vocabulary
     name = "embedding.word_embeddings.weight" if tied else piece.name
     generator = torch.Generator().manual_seed(_seed_of(name, seed))
@@ -81,7 +82,7 @@ def _full_tensor(piece: ParameterPiece, config: TransformerConfig, hf_config: An
     if piece.name.endswith("self_attention.conv1d.weight"):
         return torch.empty(shape).uniform_(-1, 1, generator=generator) * shape[-1] ** -0.5
     if piece.is_vocabulary:
-        # Padding depends on the layout, so it is added after the draw.
+        # Padding depends on the layout, so it is added after sampling.
         shape[0] = hf_config.vocab_size
     sampled = torch.randn(shape, generator=generator) * (config.init_method_std * scale)
     return piece.pad_vocabulary(sampled)
@@ -95,23 +96,24 @@ def set_starting_weights(
     init_seed: int,
     progress: Callable[[float], None] = lambda share: None,
 ) -> list[str]:
-    """Fill every parameter. Every rank calls it."""
+    """Fill every parameter, and return lines on ignored and rounded tensors. Every rank calls it."""
     if folder is None:
         initialize_weights(chunks, config, hf_config, init_seed)
         return []
-    _draw_value_heads(chunks, config, hf_config, init_seed)
+    # Few folders have a tensor for the value head.
+    _initialize(chunks, config, hf_config, init_seed, lambda name: name.startswith(VALUE_HEAD_PREFIX))
     if holds_megatron_weights(folder):
-        left_out = load_model(chunks, folder / MEGATRON_WEIGHTS_FOLDER)
-        return [f"{folder}: {name} left out: the model has no value head" for name in left_out]
-    return list(load_weights(chunks, config, hf_config, folder, progress))
+        ignored = load_model(chunks, folder / MEGATRON_WEIGHTS_FOLDER)
+        return [f"{folder}: {name} left out: the model has no value head" for name in ignored]
+    return load_weights(chunks, config, hf_config, folder, progress)
 
 
 class ReferenceWeights:
-    """A copy on the host of a model's present weights."""
+    """A copy of a model's current weights on the host."""
 
     def __init__(self, chunks: Sequence[nn.Module]):
         self._live = [tensor for chunk in chunks for tensor in _weights(chunk)]
-        # Pinned memory is copied to a GPU several times faster.
+        # Copies from pinned memory to a GPU are several times faster.
         self._kept = host_tensors(self._live, pinned=any(tensor.is_cuda for tensor in self._live))
         with torch.no_grad():
             for kept, live in zip(self._kept, self._live, strict=True):
@@ -119,7 +121,7 @@ class ReferenceWeights:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Give the model the reference's weights while open, and then its own again, to the last bit."""
+        """Give the model the reference's weights inside the context, and then its own again, bit for bit."""
         self._exchange()
         try:
             yield
@@ -128,16 +130,15 @@ class ReferenceWeights:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        # One tensor at a time: nothing but the largest of them is ever held a third time, and that where the model is,
-        # so that a GPU's copies are all from and to pinned memory, in the order of its stream; the host waits for none.
+        # Only one tensor at a time exists three times. The third copy is on the model's device, so that all copies of a
+        # GPU are from and to pinned memory, in the order of its stream, and the host does not wait.
         for live, kept in zip(self._live, self._kept, strict=True):
             incoming = kept.to(live.device, copy=True, non_blocking=True)
             kept.copy_(live, non_blocking=True)
             live.copy_(incoming)
 
 
-def _weights(chunk: nn.Module) -> Iterator[Tensor]:
-    """Yield the parameters, and the buffers that belong to the weights (a router's expert bias)."""
-    persistent = chunk.state_dict(keep_vars=True)
-    tensors = {id(value): value for value in persistent.values() if isinstance(value, Tensor)}
-    yield from tensors.values()
+def _weights(chunk: nn.Module) -> list[Tensor]:
+    """Return the parameters, and the buffers that belong to the weights (a router's expert bias), each once."""
+    persistent = chunk.state_dict(keep_vars=True).values()
+    return list({id(value): value for value in persistent if isinstance(value, Tensor)}.values())
