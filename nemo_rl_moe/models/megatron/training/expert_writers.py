@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Experts that tokens go to by who wrote them, in training forward passes of conversations with an environment."""
+"""Load of experts by the tokens' writer, in training forward passes of conversations with an environment."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -25,7 +25,7 @@ from nemo_rl_moe.token_writers import TOKEN_WRITERS, WRITERS
 
 
 class ExpertWriterRecorder(StepObserver):
-    """Load of experts by who wrote the tokens; of steps alone in which an environment wrote some."""
+    """Load of experts by the tokens' writer, in steps with tokens that an environment wrote."""
 
     def __init__(self, chunks: Sequence[GPTModel], config: TransformerConfig, device: torch.device, *, per_layer: bool):
         self._config, self._device, self._per_layer = config, device, per_layer
@@ -33,20 +33,20 @@ class ExpertWriterRecorder(StepObserver):
         self._counts_step = False
 
     def start_step(self, number: int, shards: Sequence[GlobalBatchShard]) -> None:
-        # A batch has its columns on every rank.
+        # All ranks of a batch have the same columns.
         self._counts_step = TOKEN_WRITERS in shards[0].microbatches[0].columns
         if self._counts_step:
             self._counter.start(len(WRITERS))
 
     def training_forward(self, forward: TrainingForward) -> AbstractContextManager[None]:
-        """Count what the routers choose for the tokens of this microbatch while open."""
+        """Count the experts that the routers choose for this microbatch while open."""
         if not self._counts_step:
             return nullcontext()
         rows = _writers_of_tokens(forward.microbatch, self._counter.other_row, cut_of_rank(self._config))
         return self._counter.counting(rows)
 
     def end_step(self) -> StepObservations:
-        """Return metrics and loads on rank 0 alone. A collective where there are writers: all ranks call it."""
+        """Return metrics and loads, on rank 0. A collective if the step has writers."""
         if not self._counts_step:
             return StepObservations()
         (counts,) = sum_over_ranks([self._counter.own_counts], self._device)
@@ -58,7 +58,7 @@ class ExpertWriterRecorder(StepObserver):
 
 
 def _writers_of_tokens(microbatch: ModelMicrobatch, other_row: int, cut: SequenceCut) -> Int[Tensor, " tokens"]:
-    """Return the writer of each token in the routers' order; the other row for padding."""
+    """Return the writer of each token in the routers' order, and `other_row` on padding."""
     batch = microbatch.batch
     writers = batch.columns[TOKEN_WRITERS].values.long()
     is_token = torch.arange(writers.shape[1], device=writers.device) < batch.counted_lengths[:, None]
