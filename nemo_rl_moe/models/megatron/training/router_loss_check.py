@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from nemo_rl_moe.distributed.batch import GlobalBatchShard
-from nemo_rl_moe.models.megatron.layers.router_losses import counted_assignments
+from nemo_rl_moe.models.megatron.layers.router_losses import counted_assignments, sum_over_group
 from nemo_rl_moe.models.megatron.model.transformer_config import NAME_OF_BALANCING_TYPE
 from nemo_rl_moe.models.megatron.training.microbatch import ModelMicrobatch
 from nemo_rl_moe.models.megatron.training.router_hooks import SequenceCut, in_router_order, sequences_of_tokens
@@ -112,7 +112,7 @@ class RouterLossCheck:
                 if kind == "seq_aux_loss":
                     of_tokens = sequences_of_tokens(microbatch, self._cut)
                     sequence = of_tokens.sequence.where(is_token > 0, -1)
-                    rows = _added_up(
+                    rows = sum_over_group(
                         load_of_sequences(assignments, sequence, of_tokens.num_sequences), self._router.tp_cp_group
                     )
                     sums = [sequence_balancing_sum(each, sequence, rows, self._topk) for each in (scores, alone)]
@@ -120,7 +120,7 @@ class RouterLossCheck:
                 else:
                     is_global = kind == "global_aux_loss"
                     group = self._router.tp_dp_cp_group if is_global else self._router.tp_cp_group
-                    load = _added_up(load_of_tokens(assignments, is_token), group)
+                    load = sum_over_group(load_of_tokens(assignments, is_token), group)
                     if is_global:
                         so_far = load = load if so_far is None else load + so_far
                     sums = [balancing_sum(each, is_token, load) for each in (scores, alone)]
@@ -144,12 +144,6 @@ class RouterLossCheck:
         dist.all_reduce(totals, group=parallel_state.get_data_parallel_group())
         tokens, sequences = totals.clamp(min=1).tolist()
         return tokens, sequences
-
-
-def _added_up(load: Tensor, group: Any) -> Tensor:
-    if group.size() > 1:
-        dist.all_reduce(load, group=group)
-    return load
 
 
 def _gradient(loss: Tensor, weight: Tensor) -> Tensor:
