@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters beside the routed experts of a rank, whichever module computes these."""
+"""Adapters of a rank's routed experts, for each kind of experts module."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +18,7 @@ FC1, FC2 = "linear_fc1", "linear_fc2"
 
 
 class AdaptedExperts(GroupedExperts):
-    """`GroupedExperts` with an adapter beside one of its products or both."""
+    """`GroupedExperts` with an adapter on one or both of its products."""
 
     adapters: Mapping[str, Adapter]
 
@@ -41,11 +41,7 @@ class AdaptedExperts(GroupedExperts):
 
 
 def attach_to_experts(experts: Any, adapters: dict[str, Adapter]) -> None:
-    """Put adapters beside a layer's routed experts, by the name of their product.
-
-    Raises:
-        TypeError: The experts are of a kind that no adapter is built for.
-    """
+    """Attach adapters to a layer's routed experts, by the name of their linear layer."""
     experts.adapters = nn.ModuleDict(adapters)
     if isinstance(experts, GroupedExperts):
         experts.__class__ = AdaptedExperts

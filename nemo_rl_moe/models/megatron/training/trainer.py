@@ -3,7 +3,8 @@
 """One rank's model with its optimizer and schedule, and its training step. Does not depend on Ray."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
@@ -23,7 +24,6 @@ from nemo_rl_moe.models.megatron.checkpoint import CheckpointWrite, load_checkpo
 from nemo_rl_moe.models.megatron.checkpoint.contents import TrainerCounters, TrainingObjects, sharded_contents
 from nemo_rl_moe.models.megatron.checkpoint.snapshot import Snapshots
 from nemo_rl_moe.models.megatron.layers.routers import ExpertBias, force_routing
-from nemo_rl_moe.models.megatron.lora.reference import BaseAsReference
 from nemo_rl_moe.models.megatron.training.host_state import HostState
 from nemo_rl_moe.models.megatron.training.megatron_model import MegatronModel
 from nemo_rl_moe.models.megatron.training.observers import make_observers
@@ -95,9 +95,10 @@ class MegatronTrainer(MegatronModel):
         self._expert_bias = ExpertBias(self.chunks, self.config)
         self.observers = make_observers(policy, self._forward_backward, self.chunks, self.ddp_chunks, self._expert_bias)
         self._forward_backward = replace(self._forward_backward, observers=self.observers)
-        self._reference: ReferenceWeights | BaseAsReference | None = None
+        self._as_reference: Callable[[], AbstractContextManager[None]] | None = None
         if keep_reference:
-            self._reference = ReferenceWeights(self.chunks) if self.adapters is None else BaseAsReference(self.adapters)
+            # The reference of a model with adapters is its base, so it needs no copy.
+            self._as_reference = ReferenceWeights(self.chunks).in_place if self.adapters is None else self.adapters.off
         self.host_state = HostState(self.optimizer, self.ddp_chunks, self.device)
         self._snapshots = Snapshots(self.device, self.host_state.is_frozen)
         self.reports_moe_metrics = True
@@ -171,16 +172,16 @@ class MegatronTrainer(MegatronModel):
 
     def reference_logprobs(self, microbatches: Sequence[TokenBatch]) -> list[torch.Tensor]:
         """Compute `logprobs` with the weights from the start of the run."""
-        assert self._reference is not None  # the run keeps a reference if its loss needs one
-        with self._reference.in_place():
+        assert self._as_reference is not None  # the run keeps a reference if its loss needs one
+        with self._as_reference():
             return self.logprobs(microbatches)
 
     def compare_reference_routes(
         self, microbatches: Sequence[TokenBatch]
     ) -> tuple[list[torch.Tensor], AgreementTotals]:
         """Compute `compare_routes` with the weights from the start of the run."""
-        assert self._reference is not None  # only called in a run with a reference
-        with self._reference.in_place():
+        assert self._as_reference is not None  # only called in a run with a reference
+        with self._as_reference():
             return self.compare_routes(microbatches)
 
     def offload_optimizer(self) -> int:
