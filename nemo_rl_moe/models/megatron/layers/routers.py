@@ -103,8 +103,7 @@ def noise_in_training_only(model: nn.Module) -> None:
 
 
 def _in_training(router: TopKRouter, jitter: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
-    jittered: Tensor = jitter(inputs) if router.training else inputs
-    return jittered
+    return jitter(inputs) if router.training else inputs
 
 
 def _without_capacity_in_evaluation(layer: MoELayer, forward: Callable[..., Any], *args: Any, **options: Any) -> Any:

@@ -155,7 +155,7 @@ class Adapter(nn.Module):
 
     @property
     def _pairs(self) -> list[Pair]:
-        return [pair for pair in self.pairs.values() if isinstance(pair, Pair)]
+        return [pair for pair in self.pairs.values() if isinstance(pair, Pair)]  # narrows the type
 
     def _mark(self, factor: Factor) -> None:
         """Mark how ranks share a factor, for Megatron-Core's reduction and norm of gradients."""
@@ -174,7 +174,7 @@ class Adapter(nn.Module):
     def down(self) -> Tensor:
         """Concatenate all `A`: `[n * rank, inputs]` or `[experts, n * rank, inputs]`."""
         parts: list[Tensor] = [pair.lora_A for pair in self._pairs]
-        return torch.cat(parts, -2) if len(parts) > 1 else parts[0]
+        return torch.cat(parts, -2) if len(parts) > 1 else parts[0]  # without a copy
 
     def up(self) -> Tensor:
         """Join all `B` in the order of the weight's rows: `[outputs, n * rank]` or `[experts, outputs, n * rank]`."""

@@ -23,7 +23,7 @@ from nemo_rl_moe.models.families.rules import Rule
 from nemo_rl_moe.models.megatron.cpu.moe import IndexTopKRouter
 from nemo_rl_moe.models.megatron.lora.adapter import INPUTS, OUTPUTS, Adapter, Base, Switch, adapters_in
 from nemo_rl_moe.models.megatron.lora.checkpoint_names import PREFIX
-from nemo_rl_moe.models.megatron.lora.experts import attach_to_experts
+from nemo_rl_moe.models.megatron.lora.experts import add_to_output, attach_to_experts
 from nemo_rl_moe.models.megatron.lora.transfer import FactorPart, factor_parts
 
 _NORM_WEIGHT = "layer_norm_weight"
@@ -169,15 +169,12 @@ def _attach_to_linear(linear: Any, adapter: Adapter) -> None:
     linear.adapter = adapter
     norm_weight, eps = dict(linear.named_parameters(recurse=False)).get(_NORM_WEIGHT), getattr(linear, "eps", None)
 
-    def add(module: nn.Module, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any] | None:
-        if not adapter.switch.is_on:
-            return None
-        rows = inputs[0]
+    def term(rows: Tensor, *_others: Any) -> Tensor:
         if norm_weight is not None:  # Transformer Engine has the norm inside the linear layer after it
             rows = nn.functional.rms_norm(rows, norm_weight.shape, norm_weight, eps)
-        return output[0] + adapter.of_linear(rows), output[1]
+        return adapter.of_linear(rows)
 
-    linear.register_forward_hook(add)
+    add_to_output(linear, adapter, term)
 
 
 def _attach_to_router(router: Any, adapter: Adapter) -> None:

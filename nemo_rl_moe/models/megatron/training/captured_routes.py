@@ -98,22 +98,13 @@ class CapturedRoutes:
                 routes.index_copy_(0, own, torch.cat(self._joined, 1))
         self._joined.clear()
         stages.gather(routes.transpose(0, 1))
-        on_host = _in_order(routes.cpu().numpy(), self._order(rows, first_slots, num_fed))
-        ends = num_fed.cumsum().tolist()
-        return [on_host[start:end] for start, end in pairwise((0, *ends))]
-
-    def _order(
-        self,
-        rows: Int[np.ndarray, " captured"],
-        first_slots: Int[np.ndarray, " rows"],
-        num_fed: Int[np.ndarray, " rows"],
-    ) -> Int[np.ndarray, " tokens"]:
-        """Return the indices of the sequences' tokens in the captured ones, sequence after sequence."""
         sizes = [len(each) for each in self._rows_of_slots]
         position = np.repeat(np.arange(len(sizes)), sizes) - first_slots[rows]
         fed = np.flatnonzero((position >= 0) & (position < num_fed[rows]))
-        order: Int[np.ndarray, " tokens"] = fed[rows[fed].argsort(kind="stable")]  # stable: in order of position
-        return order
+        # A stable sort keeps each sequence's tokens in the order of their positions.
+        on_host = _in_order(routes.cpu().numpy(), fed[rows[fed].argsort(kind="stable")])
+        ends = num_fed.cumsum().tolist()
+        return [on_host[start:end] for start, end in pairwise((0, *ends))]
 
 
 def _in_order(

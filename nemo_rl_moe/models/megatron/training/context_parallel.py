@@ -47,13 +47,10 @@ def zigzag_columns(segments: Sequence[int], num_ranks: int) -> Int[Tensor, "rank
     num_chunks = 2 * num_ranks
     if wrong := [length for length in segments if length % num_chunks]:
         raise ValueError(f"a segment of {wrong[0]} columns cannot be cut into {num_chunks} equal chunks")
-    first, start = torch.arange(num_ranks), 0
+    first = torch.arange(num_ranks)
     chunks_of_ranks = torch.stack([first, num_chunks - 1 - first], 1)
-    held = []
-    for length in segments:
-        held.append(torch.arange(start, start + length).view(num_chunks, -1)[chunks_of_ranks].flatten(1))
-        start += length
-    return torch.cat(held, 1)
+    columns = torch.arange(sum(segments)).split(list(segments))
+    return torch.cat([each.view(num_chunks, -1)[chunks_of_ranks].flatten(1) for each in columns], 1)
 
 
 @dataclass(frozen=True)

@@ -46,23 +46,19 @@ class ExpertAdvantageRecorder(StepObserver):
         self._first_rows: list[int] = []
 
     def start_step(self, number: int, shards: Sequence[GlobalBatchShard]) -> None:
-        """Clear the counts, and allocate them for these sequences if they have advantages."""
         microbatches = [microbatch for shard in shards for microbatch in shard.microbatches]
         has_advantages = all(ADVANTAGES in microbatch.columns for microbatch in microbatches)
         self._shards = shards if has_advantages else ()
-        if not has_advantages:
-            return
-        *self._first_rows, num_rows = accumulate(map(len, microbatches), initial=0)
-        self._counter.start(num_rows)
+        if has_advantages:
+            *self._first_rows, num_rows = accumulate(map(len, microbatches), initial=0)
+            self._counter.start(num_rows)
 
     def training_forward(self, forward: TrainingForward) -> AbstractContextManager[None]:
-        """Count the experts that the routers choose for this microbatch while open."""
         if not self._shards:
             return nullcontext()
         first_row, other_row = self._first_rows[forward.number], self._counter.other_row
-        return self._counter.counting(
-            rows_of_tokens(forward.microbatch, first_row, other_row, cut_of_rank(self._config))
-        )
+        rows = rows_of_tokens(forward.microbatch, first_row, other_row, cut_of_rank(self._config))
+        return self._counter.counting(rows)
 
     def end_step(self) -> StepObservations:
         """Return metrics and scores, on rank 0. A collective if the batch has advantages."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nemo_rl_moe.distributed.batch import GlobalBatchShard
 from nemo_rl_moe.models.megatron.training.assignment_counts import AssignmentCounts
-from nemo_rl_moe.models.megatron.training.microbatch import ModelMicrobatch
+from nemo_rl_moe.models.megatron.training.microbatch import ModelMicrobatch, first_tokens
 from nemo_rl_moe.models.megatron.training.router_hooks import SequenceCut, cut_of_rank, in_router_order
 from nemo_rl_moe.models.megatron.training.step_observer import StepObservations, StepObserver, TrainingForward
 from nemo_rl_moe.routing.metrics.expert_load_recorder import sum_over_ranks
@@ -39,7 +39,6 @@ class ExpertWriterRecorder(StepObserver):
             self._counter.start(len(WRITERS))
 
     def training_forward(self, forward: TrainingForward) -> AbstractContextManager[None]:
-        """Count the experts that the routers choose for this microbatch while open."""
         if not self._counts_step:
             return nullcontext()
         rows = _writers_of_tokens(forward.microbatch, self._counter.other_row, cut_of_rank(self._config))
@@ -61,5 +60,5 @@ def _writers_of_tokens(microbatch: ModelMicrobatch, other_row: int, cut: Sequenc
     """Return the writer of each token in the routers' order, and `other_row` on padding."""
     batch = microbatch.batch
     writers = batch.columns[TOKEN_WRITERS].values.long()
-    is_token = torch.arange(writers.shape[1], device=writers.device) < batch.counted_lengths[:, None]
+    is_token = first_tokens(batch.counted_lengths, writers.shape[1])
     return in_router_order(microbatch.at_tokens(writers, is_token, other_row), cut)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Runs microbatches through Megatron-Core's schedule: to train, to measure, or for log-probabilities alone."""
+"""Passes of microbatches through Megatron-Core's schedule, for training, evaluation and log-probabilities."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext

@@ -3,6 +3,7 @@
 """Offload of the optimizer's state to the host and of gradient buffers while nothing trains."""
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -79,17 +80,16 @@ class HostState:
     def _tensors(self) -> Iterator[Tensor]:
         """Yield each of the masters and moments on the device once, without weights that are updated in place."""
         seen = {tensor.untyped_storage().data_ptr() for tensor in self._model}
-        for part in optimizer_parts(self._optimizer):
-            for inner in device_optimizers(part):
-                masters = [parameter for group in inner.param_groups for parameter in group["params"]]
-                of_states = [
-                    value
-                    for state in inner.state.values()
-                    for name, value in state.items()
-                    if isinstance(value, Tensor) and name != "step"
-                ]
-                for tensor in (*masters, *of_states):
-                    address = tensor.untyped_storage().data_ptr()
-                    if tensor.device == self._device and tensor.numel() and address not in seen:
-                        seen.add(address)
-                        yield tensor
+        for inner in chain.from_iterable(map(device_optimizers, optimizer_parts(self._optimizer))):
+            masters = [parameter for group in inner.param_groups for parameter in group["params"]]
+            of_states = [
+                value
+                for state in inner.state.values()
+                for name, value in state.items()
+                if isinstance(value, Tensor) and name != "step"
+            ]
+            for tensor in (*masters, *of_states):
+                address = tensor.untyped_storage().data_ptr()
+                if tensor.device == self._device and tensor.numel() and address not in seen:
+                    seen.add(address)
+                    yield tensor

@@ -101,6 +101,11 @@ class ModelMicrobatch:
         return self.whole(values).flatten(0, 1)[self.sequence_start + self.batch.lengths - 1]
 
 
+def first_tokens(lengths: Int[Tensor, " batch"], columns: int) -> Bool[Tensor, "batch columns"]:
+    """Return True for the first `lengths` of `columns` tokens."""
+    return torch.arange(columns, device=lengths.device) < lengths[:, None]
+
+
 @dataclass(frozen=True)
 class MicrobatchShape:
     """Padded shape of the microbatches of one step.

@@ -83,7 +83,6 @@ class ExpertLoadReports(StepObserver):
         self.recorder.start(self._num_microbatches, counts_images=counts_images)
 
     def training_forward(self, forward: TrainingForward) -> AbstractContextManager[None]:
-        """Count the experts that the routers choose while open."""
         is_image = forward.microbatch.model_columns.get(IS_IMAGE)
         if is_image is not None:
             is_image = in_router_order(is_image, cut_of_rank(self._config))

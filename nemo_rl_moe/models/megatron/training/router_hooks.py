@@ -24,7 +24,7 @@ from nemo_rl_moe.config.schema_grpo import RolloutMegatronConfig
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.models.megatron.layers.router_losses import SequencesOfTokens
 from nemo_rl_moe.models.megatron.model.transformer_config import moe_layer_indices
-from nemo_rl_moe.models.megatron.training.microbatch import ModelMicrobatch
+from nemo_rl_moe.models.megatron.training.microbatch import ModelMicrobatch, first_tokens
 from nemo_rl_moe.models.megatron.training.route_checks import RouteChecks, RouteProbe, computes_in_float32
 from nemo_rl_moe.routing.agreement.replayed_passes import MOST_ENTRIES, ReplayedPass, join_passes
 from nemo_rl_moe.routing.agreement.report import routing_report
@@ -130,7 +130,8 @@ class RouterHooks:
     ) -> Iterator[None]:
         """Set up the hooks for the forward pass of a chunk over one microbatch.
 
-        A training pass replays the microbatch's capture if the configuration asks for it, other passes always.
+        A training pass replays the microbatch's capture if the configuration asks for it, another pass unless it is
+        compared.
         """
         routes = self._routes(chunk, microbatch)
         statistics = self.statistics if counts else self._compared
@@ -344,7 +345,7 @@ def in_router_order(values: Int[Tensor, "rows columns ..."], cut: SequenceCut) -
 def fed_tokens(microbatch: ModelMicrobatch, cut: SequenceCut) -> Bool[Tensor, " tokens"]:
     """Return True for tokens that an engine feeds to its model: all except padding and each sequence's last token."""
     batch = microbatch.batch
-    fed = torch.arange(batch.input_ids.shape[1], device=batch.lengths.device) < (batch.counted_lengths - 1)[:, None]
+    fed = first_tokens(batch.counted_lengths - 1, batch.input_ids.shape[1])
     return in_router_order(microbatch.at_tokens(fed, fed, False), cut)
 
 
@@ -352,9 +353,8 @@ def sequences_of_tokens(microbatch: ModelMicrobatch, cut: SequenceCut) -> Sequen
     """Return the sequence of each token that a rank's routers see."""
     batch = microbatch.batch
     rows, longest = batch.input_ids.shape
-    device = batch.lengths.device
-    is_token = torch.arange(longest, device=device) < batch.counted_lengths[:, None]
-    rows_of_tokens = torch.arange(rows, device=device)[:, None].expand(rows, longest)
+    is_token = first_tokens(batch.counted_lengths, longest)
+    rows_of_tokens = torch.arange(rows, device=is_token.device)[:, None].expand(rows, longest)
     return SequencesOfTokens.of(in_router_order(microbatch.at_tokens(rows_of_tokens, is_token, -1), cut), rows)
 
 
@@ -364,7 +364,7 @@ def row_lags(microbatch: ModelMicrobatch, cut: SequenceCut) -> Int[Tensor, " tok
     if TOKEN_LAG not in batch.columns:
         return None
     lags = batch.columns[TOKEN_LAG].of_targets().values
-    has_next = torch.arange(lags.shape[1], device=lags.device) < (batch.counted_lengths - 1)[:, None]
+    has_next = first_tokens(batch.counted_lengths - 1, lags.shape[1])
     return in_router_order(microbatch.at_tokens(lags, has_next, NO_LAG), cut)
 
 

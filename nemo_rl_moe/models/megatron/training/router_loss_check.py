@@ -133,9 +133,10 @@ class RouterLossCheck:
         return found
 
     def _is_token(self, microbatch: ModelMicrobatch) -> Tensor:
-        mask = microbatch.padding_mask
-        padding = torch.zeros(microbatch.input_ids.shape, device=self._device) if mask is None else mask
-        return in_router_order(padding, self._cut) == 0
+        padding = microbatch.padding_mask
+        if padding is None:
+            padding = torch.zeros_like(microbatch.input_ids, dtype=torch.bool)
+        return ~in_router_order(padding, self._cut)
 
     def _totals(self, shard: GlobalBatchShard) -> tuple[float, float]:
         """Return the number of tokens and of sequences with a token, counted on all data-parallel ranks."""

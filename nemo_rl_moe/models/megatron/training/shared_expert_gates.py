@@ -47,7 +47,6 @@ class SharedExpertGates(StepObserver):
 
     @contextmanager
     def training_forward(self, forward: TrainingForward) -> Iterator[None]:
-        """Measure the real tokens of this microbatch while open."""
         padding = forward.microbatch.padding_mask
         self._is_real = None if padding is None else in_router_order(~padding, cut_of_rank(self._config))
         self._is_open = True

@@ -237,8 +237,8 @@ class MegatronTrainer(MegatronModel):
 def peak_memory_metrics(device: torch.device) -> dict[str, MetricSeries]:
     """Return the peaks of GPU memory allocated and reserved by torch since the last call, in GB. Empty on CPUs.
 
-    The caller calls it once at the end of each step's training, so that a peak includes log-probability passes and
-    generation. It reads the allocator's counts and does not wait for the GPU.
+    Called once at the end of each step's training, so that a peak includes log-probability passes and generation. Reads
+    the allocator's counts and does not wait for the GPU.
     """
     if device.type != "cuda":
         return {}
