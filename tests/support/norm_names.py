@@ -77,7 +77,7 @@ def save_under_each_name(
                     stack.enter_context(patch.object(contents, "plain_norm_name", lambda name: name))
                 trainer.start_checkpoint(directory, with_optimizer=True)
                 assert trainer.finish_checkpoint() is None
-            index = check_folder(directory).index
+            index, _ = check_folder(directory)
             names[way] = {name for name in index.state_dict_metadata if "norm" in name}
         train(1)
         steps[""] = train(2)

@@ -1,10 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that imports Megatron-Core.
+"""All code that imports Megatron-Core.
 
-This file imports it before any module here does: after `cpu_backend`, and without W&B, which Megatron-Core imports for
-logging of its own that nothing here uses. That would take a third of a second of each process, and make two temporary
-folders, which a kill leaves behind.
+This file imports it first: after `cpu_backend`, and without W&B, which Megatron-Core imports for its unused logging.
+W&B would take a third of a second in each process, and create two temporary folders that stay after a kill.
 """
 
 import sys

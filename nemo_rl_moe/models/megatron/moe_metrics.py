@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""MoE metrics of a training step with Megatron-Core: reduced over all ranks, then arithmetic on the host.
+"""MoE metrics of a training step with Megatron-Core, reduced over all ranks and computed on the host.
 
-In any Megatron-Core training loop, once a step and on every rank:
+In any Megatron-Core training loop, once per step and on every rank:
 
     metrics = get_moe_metrics(1 / num_microbatches, total_loss_dict)
 """
@@ -39,7 +39,7 @@ from nemo_rl_moe.routing.metrics.overload_factor import (
 )
 
 MAX_TRACKED_LAYERS = 1024
-"""Decoder layers that the reduction has room for where no configuration gives their number."""
+"""Maximum number of decoder layers in a reduction without a configuration."""
 
 
 def get_moe_metrics(
@@ -55,40 +55,39 @@ def get_moe_metrics(
     overload: bool = True,
     what_if_expert_parallel_sizes: Sequence[int] = (),
 ) -> dict[str, float]:
-    """Return the MoE metrics since the last call, reduced over all ranks. A collective operation: every rank calls it.
+    """Return the MoE metrics since the last call, reduced over all ranks, and clear Megatron-Core's tracker. Every rank
+    calls it.
 
-    `get_moe_metrics(loss_scale)` needs nothing but Megatron-Core's tracker and its parallel state. All ranks then
-    enter one all-reduce of a fixed shape, a row for each auxiliary loss that Megatron-Core knows, so a pipeline stage
-    without MoE layers, which recorded nothing, takes part like the others. A layer carries a loss where a rank recorded
-    a value other than 0.
+    `get_moe_metrics(loss_scale)` only needs Megatron-Core's tracker and parallel state. All ranks enter one all-reduce
+    of a fixed shape with a row for each of Megatron-Core's auxiliary losses, so a pipeline stage without MoE layers
+    takes part too. A layer has a loss if a rank recorded a value other than 0.
 
-    With a configuration, names and layers follow from it, and a loss that is enabled and was not recorded is 0. Also
-    with a recorder, load balance travels in the same all-reduce, that of image tokens too where the recorder
-    distinguishes them. Overload factors are worked out among the ranks that exchange tokens; their sums travel in it
-    too, and their maxima in a second one. What goes over the whole job grows neither with ranks nor with microbatches.
+    A configuration determines names and layers, and an enabled loss without a record is 0. With a recorder, the same
+    all-reduce includes the load, also of image tokens if the recorder distinguishes them. Overload factors are computed
+    in the group of ranks that exchange tokens. The all-reduce includes their sums, and a second one has their maxima.
+    The size of both is independent of the number of ranks and microbatches.
 
     Args:
-        loss_scale: `1 / num_microbatches`, with the microbatches of the whole step on each data-parallel rank.
-        total_loss_dict: When given, each auxiliary loss is added to its entry, as in Megatron-LM's training loop.
-        per_layer_logging: Adds `{name}_layer_{i}` for each MoE layer, and the overload factors of each; `i` is the
-            global decoder layer index, 0-based. Without a configuration, layers of multi-token prediction follow the
-            decoder's.
-        config: The model's effective configuration, the same on every rank, as `recorder` and what follows it.
-        device: Device of the reduction; by default that of the tracker, or the one that this rank computes on.
-        recorder: Counts of this rank's routers; adds load balance and overload factors, and gets the load matrix of
+        loss_scale: `1 / num_microbatches`, with the number of microbatches per step and data-parallel rank.
+        total_loss_dict: If given, each auxiliary loss is added to its entry, as in Megatron-LM's training loop.
+        per_layer_logging: Adds `{name}_layer_{i}` and the overload factors of each MoE layer. `i` is the global decoder
+            layer index, 0-based. Without a configuration, layers of multi-token prediction follow the decoder's.
+        config: The model's effective configuration. It and the later arguments are the same on every rank.
+        device: Device of the reduction, by default the tracker's or this rank's.
+        recorder: Counts of this rank's routers. Adds load balance and overload factors, and gets the load matrix of
             all ranks as its `expert_load`. Needs `config`.
         detailed: Adds the load balance of each layer.
         top_k_experts: Number of the most and of the least loaded experts to report.
         overload: Adds the overload factors.
-        what_if_expert_parallel_sizes: Expert-parallel sizes whose overload is predicted from the same counts.
+        what_if_expert_parallel_sizes: Expert-parallel sizes for which the overload is predicted from the same counts.
 
     Returns:
-        The same dictionary on every rank, keys without the `moe/` prefix. Auxiliary losses are those before their
-        coefficients; `{name}` is the mean over the MoE layers that carry the loss (their number, not the tracker's
-        length). A loss that is not enabled has no key. Megatron-Core's tracker is cleared.
+        The same dictionary on every rank, with keys without the `moe/` prefix. Auxiliary losses are before their
+        coefficients, and `{name}` is the mean over the MoE layers with the loss (not over the tracker's length). A loss
+        that is not enabled has no key.
 
     Raises:
-        ValueError: A recorder without a configuration; or, on every rank, a tracker of more than `MAX_TRACKED_LAYERS`
+        ValueError: A recorder without a configuration, or, on every rank, a tracker of more than `MAX_TRACKED_LAYERS`
             layers without one.
     """
     if config is None:
@@ -136,7 +135,7 @@ def get_moe_metrics(
 
 
 def _auxiliary_loss_metrics(losses: Mapping[str, Mapping[int, float]], per_layer: bool) -> dict[str, float]:
-    """Return the mean of each loss over the layers that carry it, from name and layer to value."""
+    """Return the mean of each loss over its layers, from values by name and layer."""
     metrics = {}
     for name, by_layer in losses.items():
         metrics[name] = sum(by_layer.values()) / len(by_layer)
@@ -153,7 +152,7 @@ def _add_to_totals(
             totals[name] = totals.get(name, 0.0) + metrics[name]
 
 
-# What the tracker alone knows
+# Metrics from the tracker only
 
 
 def _device_of_tracker() -> torch.device:
@@ -162,10 +161,10 @@ def _device_of_tracker() -> torch.device:
 
 
 def _reduce_tracker(loss_scale: float, device: torch.device) -> dict[str, dict[int, float]]:
-    """Return the scaled losses of all ranks by name and layer, of the layers that some rank recorded."""
-    # The shape is fixed because a stage without MoE layers knows neither the losses nor the number of layers; asking
-    # first would be a second collective. A tracker that is too long is counted and not raised at once, for the other
-    # ranks are in the collective.
+    """Return the scaled losses of all ranks by name and layer, for the recorded layers."""
+    # The shape is fixed, because a stage without MoE layers knows neither the losses nor the number of layers, and
+    # asking first would be a second collective. A tracker that is too long raises an error only after the collective,
+    # which the other ranks have entered.
     recorded = recorded_auxiliary_losses()
     losses = torch.zeros(len(AUXILIARY_LOSSES), MAX_TRACKED_LAYERS, dtype=torch.float64, device=device)
     for row, name in enumerate(AUXILIARY_LOSSES):
@@ -187,7 +186,7 @@ def _reduce_tracker(loss_scale: float, device: torch.device) -> dict[str, dict[i
     return {name: by_layer for name, by_layer in found.items() if by_layer}
 
 
-# What a configuration and a recorder add
+# Metrics with a configuration and a recorder
 
 
 @dataclass(frozen=True)
@@ -229,7 +228,7 @@ def _reduce(
 
 
 def _own_losses(names: Sequence[str], config: TransformerConfig, device: torch.device) -> Tensor:
-    """Return [names, decoder layers]; zeros for layers of other stages and for a loss that this rank did not record."""
+    """Return `[names, decoder layers]`, with zeros for layers of other stages and losses that were not recorded."""
     recorded = recorded_auxiliary_losses()
     shares = torch.zeros(len(names), config.num_layers, dtype=torch.float64, device=device)
     for row, name in enumerate(names):

@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Contents of a checkpoint: names of a model's tensors, optimizer, counters and random states.
 
-The names do not depend on the model's modules. Transformer Engine keeps a norm's weight in the linear layer behind it,
-but not in front of experts; Megatron-Core's own modules keep it separate, and their layer specs name it as Transformer
-Engine does for a dense layer, in front of experts too, but not with multi-latent attention. Here a norm has the name of
-a separate module everywhere.
+The names do not depend on the model's modules. Transformer Engine has a norm's weight in the linear layer after it,
+except before experts. Megatron-Core's modules have separate norms, and their layer specs name them as in Transformer
+Engine's dense layers, also before experts, but not with multi-latent attention. Here every norm has the name of a
+separate module.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -48,20 +48,17 @@ _EXPERT_BIAS = ".router.expert_bias"
 
 
 def model_names(saved: Iterable[str]) -> dict[str, str]:
-    """Map this project's names of a model's tensors to their names in a checkpoint.
-
-    This reads checkpoints with Megatron-Core's own names.
-    """
+    """Map this project's names of a model's tensors to the names in a checkpoint, which may be Megatron-Core's."""
     return {plain_norm_name(name): name for name in saved if _is_the_model_s(name)}
 
 
 def may_be_missing(name: str) -> bool:
-    """Return whether a model may begin without a tensor: an expert bias begins with zeros, a value head randomly."""
+    """Return whether a model may start without a tensor: an expert bias starts at zero, a value head at random."""
     return name.endswith(_EXPERT_BIAS) or is_of_value_head(name)
 
 
 def is_of_value_head(name: str) -> bool:
-    """Return whether a tensor belongs to the value head, which a model has in some roles alone."""
+    """Return whether a tensor belongs to a value head, which a model only has in some roles."""
     return name.startswith(VALUE_HEAD_PREFIX)
 
 
@@ -70,35 +67,35 @@ def check_names(
     wanted: Iterable[str],
     saved: Iterable[str],
     *,
-    may_be_left_out: Callable[[str], bool] = lambda name: False,
+    may_be_skipped: Callable[[str], bool] = lambda name: False,
 ) -> list[str]:
-    """Compare the names that the ranks ask a checkpoint for with those that it has. Every rank calls it.
+    """Compare the names that the ranks need with the names in a checkpoint. Every rank calls it.
 
     Args:
         directory: For the message.
-        wanted: Of this rank.
-        may_be_left_out: Whether the model may do without a name in the checkpoint.
+        wanted: Names that this rank needs.
+        may_be_skipped: Whether a name in the checkpoint may be unused.
 
     Returns:
-        Names in the checkpoint that the model does without.
+        Unused names in the checkpoint.
 
     Raises:
-        CheckpointError: A tensor is missing, or no rank has a place for one; raised on every rank.
+        CheckpointError: A tensor is missing, or no rank uses one. Raised on every rank.
     """
     asked_for = union_of_ranks(dict.fromkeys(wanted)).keys()
     held = {name for name in saved if _is_the_model_s(name)}
     problems = []
     if missing := sorted(asked_for - held):
         problems.append(f"lacks tensors of the model ({len(missing)}): {listed(missing)}")
-    left_out = sorted(name for name in held - asked_for if may_be_left_out(name))
-    if extra := sorted(held - asked_for - {*left_out}):
+    skipped = sorted(name for name in held - asked_for if may_be_skipped(name))
+    if extra := sorted(held - asked_for - {*skipped}):
         problems.append(f"holds tensors that the model has no place for ({len(extra)}): {listed(extra)}")
     if problems:
         raise CheckpointError(
             f"{directory}: {'; '.join(problems)}; config.json and policy.megatron_cfg must describe the model that was "
             "saved"
         )
-    return left_out
+    return skipped
 
 
 def _is_the_model_s(name: str) -> bool:
@@ -109,7 +106,7 @@ _TRACKED = "tracked."
 
 
 def random_states() -> dict[str, Tensor]:
-    """Copy the states: torch's own, the GPU's where there is one, and those that Megatron-Core keeps by name."""
+    """Copy the random states of torch, of the GPU if there is one, and of Megatron-Core's named generators."""
     states = {"torch": torch.get_rng_state()}
     if not cpu_backend.ACTIVE:
         states["cuda"] = torch.cuda.get_rng_state()
@@ -119,7 +116,7 @@ def random_states() -> dict[str, Tensor]:
 
 
 def restore_random_states(states: Mapping[str, Tensor]) -> None:
-    """Restore random states of `random_states`, or some of them."""
+    """Restore all or some of the random states of `random_states`."""
     if "torch" in states:
         torch.set_rng_state(states["torch"])
     if "cuda" in states and not cpu_backend.ACTIVE:
@@ -132,7 +129,7 @@ def restore_random_states(states: Mapping[str, Tensor]) -> None:
 
 @dataclass(frozen=True)
 class TrainingObjects:
-    """Objects of one rank that training changes; the chunks are unwrapped."""
+    """Objects of one rank that training changes. The chunks are unwrapped."""
 
     chunks: Sequence[GPTModel]
     optimizer: MegatronOptimizer
@@ -141,13 +138,7 @@ class TrainingObjects:
 
 @dataclass(frozen=True)
 class TrainerCounters:
-    """Counters of the trainer.
-
-    Attributes:
-        num_updates: Optimizer steps that changed the weights.
-        num_calls: Calls of `train`.
-        scheduler_ticks: Position of the learning-rate schedule.
-    """
+    """Numbers of optimizer steps that changed the weights, of `train` calls, and of ticks of the schedule."""
 
     num_updates: int
     num_calls: int
@@ -155,7 +146,7 @@ class TrainerCounters:
 
 
 def layout_name() -> str:
-    """Return the name of the layout, to whose ranks the random states belong."""
+    """Return the name of the parallel layout. Random states belong to the ranks of one layout."""
     sizes = {
         "world": dist.get_world_size(),
         "tp": parallel_state.get_tensor_model_parallel_world_size(),
@@ -170,25 +161,23 @@ def layout_name() -> str:
 
 
 def random_key(name: str) -> str:
-    """Return the name of one of this rank's random states in a checkpoint."""
     return f"{RANDOM_PREFIX}{layout_name()}.rank{dist.get_rank()}.{name}"
 
 
 def sharded_model(chunks: Sequence[GPTModel], *, saved: Collection[str] = ()) -> dict[str, Sharded]:
-    """Return parameters and buffers that belong to the weights, as the model's own tensors; of a model with adapters
-    these alone.
+    """Return the parameters and buffers of the weights, without copies, or only the adapters of a model with adapters.
 
     Names contain layer numbers, so that another pipeline layout finds them.
 
     Args:
-        saved: On loading, the names in the checkpoint.
+        saved: For loading, the names in the checkpoint.
     """
     tensors: dict[str, Sharded] = {**sharded_adapters(chunks)}
     if tensors:
         return tensors
     for index, chunk in enumerate(chunks):
         found = chunk.sharded_state_dict(metadata={"non_homogeneous_layers": True})
-        # Transformer Engine's extra state, which only its 8-bit formats fill, is no tensor.
+        # Transformer Engine's extra state is not a tensor, and only its 8-bit formats use it.
         tensors |= {f"{index}.{name}": s for name, s in found.items() if isinstance(s, SHARDED_TYPES)}
     names = model_names(saved)
     for sharded in tensors.values():
@@ -200,13 +189,13 @@ def sharded_model(chunks: Sequence[GPTModel], *, saved: Collection[str] = ()) ->
 def sharded_contents(
     objects: TrainingObjects, counters: TrainerCounters | None, *, saved: Collection[str] | None = None
 ) -> dict[str, Any]:
-    """Return everything that a checkpoint holds of this rank. All ranks call it.
+    """Return this rank's part of a checkpoint. All ranks call it.
 
     Args:
-        objects: Their tensors are read, or on loading filled.
-        counters: Saved with optimizer, schedule and random states; None: the model's weights alone.
-        saved: On loading, the names in the checkpoint. Of the random states only those of this rank are asked for: in
-            the layout that wrote them, and not a GPU's from a host's.
+        objects: Their tensors are saved, or filled when loading.
+        counters: Included with optimizer, schedule and random states. None for the model's weights only.
+        saved: For loading, the names in the checkpoint. Random states are only loaded if the checkpoint has them for
+            this layout, rank and device type.
     """
     contents: dict[str, Any] = {"model": sharded_model(objects.chunks, saved=saved or ())}
     if counters is None:
@@ -225,7 +214,7 @@ def sharded_contents(
 
 @torch.no_grad()
 def restore_model(chunks: Sequence[GPTModel], loaded: dict[str, Tensor]) -> None:
-    """Fill the model with tensors that were read under the names of `sharded_model`."""
+    """Fill the model with loaded tensors, by the names of `sharded_model`."""
     live = sharded_model(chunks)
     for name, tensor in loaded.items():
         live[name].data.copy_(tensor)
@@ -233,14 +222,10 @@ def restore_model(chunks: Sequence[GPTModel], loaded: dict[str, Tensor]) -> None
 
 @torch.no_grad()
 def restore_contents(objects: TrainingObjects, loaded: dict[str, Any]) -> TrainerCounters | None:
-    """Fill the objects with tensors that were read under the names of `sharded_contents`.
-
-    Returns:
-        None where the weights alone were read.
-    """
+    """Fill the objects with loaded tensors, by the names of `sharded_contents`. Returns None for weights only."""
     restore_model(objects.chunks, loaded["model"])
     if "counters" not in loaded:
-        reset_state(objects.optimizer)  # a checkpoint that was found damaged may have left some
+        reset_state(objects.optimizer)  # a damaged checkpoint may have filled it before
         masters_from_weights(objects.optimizer)
         return None
     num_updates, num_calls, scheduler_ticks = loaded["counters"].tolist()

@@ -3,9 +3,9 @@
 """Ranges of flattened parameters as boxes of full tensors.
 
 The distributed optimizer splits the flattened parameters into equal ranges for the data-parallel ranks, without regard
-to rows. A range of a tensor in row-major order is the end of a row, whole rows, and the beginning of a row, recursively
-in one dimension less: at most `2 n - 1` boxes in `n` dimensions. torch's distributed format stores and reads arbitrary
-boxes, so each rank writes and reads its own range and nothing else, whatever the layout on the other side.
+to rows. A range of a tensor in row-major order is the end of a row, complete rows, and the beginning of a row,
+recursively in one dimension less: at most `2 n - 1` boxes in `n` dimensions. torch's distributed format stores and
+reads arbitrary boxes, so each rank writes and reads only its range, in any combination of layouts.
 """
 
 import math
@@ -20,29 +20,29 @@ from torch import Tensor
 
 
 class Box(NamedTuple):
-    """A box of a tensor: where it begins, and its size, in each dimension."""
+    """A box of a tensor, by its offset and size in each dimension."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
 
 def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Yield boxes of a tensor that form its flattened entries `start` to `stop`, in order."""
+    """Yield the boxes of a tensor's flattened entries `start` to `stop`, in order."""
     if start >= stop:
         return
     if len(shape) < 2:
         yield Box((start,)[: len(shape)], (stop - start,)[: len(shape)])
         return
     row = math.prod(shape[1:])
-    first_whole, end_whole = -(-start // row), stop // row
-    if first_whole > end_whole:  # within one row
-        yield from _in_row(shape, end_whole, start - end_whole * row, stop - end_whole * row)
+    first_full, end_full = -(-start // row), stop // row
+    if first_full > end_full:  # within one row
+        yield from _in_row(shape, end_full, start - end_full * row, stop - end_full * row)
         return
-    if start < first_whole * row:
-        yield from _in_row(shape, first_whole - 1, start - (first_whole - 1) * row, row)
-    if first_whole < end_whole:
-        yield Box((first_whole, *(0 for _ in shape[1:])), (end_whole - first_whole, *shape[1:]))
-    yield from _in_row(shape, end_whole, 0, stop - end_whole * row)
+    if start < first_full * row:
+        yield from _in_row(shape, first_full - 1, start - (first_full - 1) * row, row)
+    if first_full < end_full:
+        yield Box((first_full, *(0 for _ in shape[1:])), (end_full - first_full, *shape[1:]))
+    yield from _in_row(shape, end_full, 0, stop - end_full * row)
 
 
 def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[Box]:
@@ -58,20 +58,17 @@ def sharded_range(
     prefix: str,
     replica: int,
 ) -> list[ShardedTensor]:
-    """Return the pieces of full tensors that form a range of a flattened parameter, as views of its values.
+    """Return the pieces of full tensors for a range of a flattened parameter, as views of its values.
 
     Args:
         start: Beginning of the range in the flattened parameter.
-        values: One for each entry of the range, such as a moment.
-        replica: Index of this copy among ranks with the same parameters; the first is written.
-
-    Raises:
-        ValueError: A piece of the parameter is not one block of it.
+        values: One value for each entry of the range, such as a moment.
+        replica: Replica index among the ranks with the same parameters. The first replica is written.
     """
     pieces = []
     stop = start + values.numel()
     for part in [parameter] if isinstance(parameter, ShardedTensor) else nested_values(parameter.build()):
-        begin = _place_in(part.data, parameter.data, part.key)
+        begin = _offset_in(part.data, parameter.data, part.key)
         inside = max(start, begin), min(stop, begin + part.data.numel())
         for box in boxes_of_range(part.local_shape, inside[0] - begin, inside[1] - begin):
             size = math.prod(box.shape)
@@ -80,13 +77,12 @@ def sharded_range(
     return pieces
 
 
-def _place_in(part: Tensor, whole: Tensor, name: str) -> int:
-    """Return the offset of a part of a parameter in it flattened."""
-    begin = int(part.storage_offset() - whole.storage_offset())
-    shared = part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
-    if not (shared and part.is_contiguous() and whole.is_contiguous()):
+def _offset_in(part: Tensor, parameter: Tensor, name: str) -> int:
+    """Return the offset of a part in the flattened parameter."""
+    shared = part.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
+    if not (shared and part.is_contiguous() and parameter.is_contiguous()):
         raise ValueError(f"{name}: its tensors in a checkpoint are no blocks of the parameter, and cannot be cut")
-    return begin
+    return int(part.storage_offset() - parameter.storage_offset())
 
 
 def _piece(part: ShardedTensor, box: Box, values: Tensor, prefix: str, replica: int) -> ShardedTensor:
@@ -96,7 +92,7 @@ def _piece(part: ShardedTensor, box: Box, values: Tensor, prefix: str, replica: 
         *(at + inner for at, inner in zip(part.global_offset[axes:], box.offset, strict=True)),
     )
     shape = (*(1 for _ in range(axes)), *box.shape)
-    replica_id: Any = (*part.replica_id[:2], replica)  # of pipeline, tensor and data
+    replica_id: Any = (*part.replica_id[:2], replica)  # pipeline, tensor, data
     return replace(
         part,
         key=f"{prefix}.{part.key}",
@@ -104,8 +100,7 @@ def _piece(part: ShardedTensor, box: Box, values: Tensor, prefix: str, replica: 
         dtype=values.dtype,
         local_shape=shape,
         global_offset=offsets,
-        # None: boxes of all sizes.
-        axis_fragmentations=None,
+        axis_fragmentations=None,  # boxes differ in size
         prepend_axis_num=0,
         replica_id=replica_id,
     )

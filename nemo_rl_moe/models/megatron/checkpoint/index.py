@@ -1,11 +1,10 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The index of a distributed checkpoint, read without executing anything in it.
+"""Safe reading of a distributed checkpoint's index.
 
-torch and Megatron-Core unpickle the index `.metadata`, and objects in the data files, without restriction, so that a
-foreign checkpoint can run code in every worker. Here the index may name only the classes that an index consists of, and
-a checkpoint holds tensors alone. (torch's `weights_only` reader supports pickle protocol 2 alone; the index is written
-in 4.)
+torch and Megatron-Core unpickle the index `.metadata` and objects in the data files without restriction, so a foreign
+checkpoint can run code in every worker. Here the index may name only the classes of an index, and a checkpoint may
+contain only tensors. (torch's `weights_only` reader only supports pickle protocol 2, and the index has protocol 4.)
 """
 
 import hashlib
@@ -14,7 +13,6 @@ import json
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeVar, cast
 from unittest.mock import patch
@@ -38,25 +36,12 @@ _FORMAT_KEYS = dict(zip(("sharded_backend", "sharded_backend_version"), FORMAT, 
 _COMMON_KEYS = {"common_backend": "torch", "common_backend_version": 1}  # written by some releases of Megatron-Core
 
 
-@dataclass(frozen=True)
-class CheckedFolder:
-    """A checkpoint folder that holds tensors alone.
-
-    Attributes:
-        index: Names, shapes and places of its tensors.
-        fingerprint: Hash of the small files; differs between two checkpoints.
-    """
-
-    index: Metadata
-    fingerprint: str
-
-
 class DataOnlyReader(FileSystemReader):
-    """Read a checkpoint's tensors by a checked index.
+    """Reader of a checkpoint's tensors with a checked index.
 
     Args:
-        index: From `check_folder`; it is not read again.
-        parts: Receives checksums of what was read; None: nothing is compared.
+        index: From `check_folder`. It is not read again.
+        parts: Receives the checksums of tensors. None skips their comparison.
     """
 
     def __init__(self, folder: str | Path, index: Metadata, parts: PartsRead | None):
@@ -68,7 +53,6 @@ class DataOnlyReader(FileSystemReader):
         return self._index
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the tensors of a plan one after the other, and compare each."""
         try:
             return super().read_data(plan, planner)
         finally:
@@ -77,29 +61,30 @@ class DataOnlyReader(FileSystemReader):
     def _slice_file(self, file: Any, sinfo: _StorageInfo) -> IO[bytes]:
         self._compare()
         place = (sinfo.relative_path, sinfo.offset, sinfo.length)
-        if self._parts is None or place not in self._parts:
-            if self._parts is not None:
-                self._parts.has_unlisted = True
+        if self._parts is None:
+            return super()._slice_file(file, sinfo)
+        if place not in self._parts:
+            self._parts.has_unlisted = True
             return super()._slice_file(file, sinfo)
         reader = HashingReader(file, sinfo.offset, sinfo.length)
         self._being_read = place, reader
         return cast(IO[bytes], reader)
 
     def _compare(self) -> None:
-        """Compare the tensor that was read last, as a whole, also after its reading has failed."""
+        """Compare the checksum of the complete tensor that was read last, even if reading it failed."""
         if self._being_read is None:
             return
-        assert self._parts is not None  # or there would be no reader
+        assert self._parts is not None  # otherwise there is no HashingReader
         (place, reader), self._being_read = self._being_read, None
         with reader:
             self._parts.compare(place, reader.checksum())
 
 
-def check_folder(folder: Path) -> CheckedFolder:
-    """Read a checkpoint's small files without executing them, and check the sizes of the large ones.
+def check_folder(folder: Path) -> tuple[Metadata, str]:
+    """Return the index of a checkpoint and a hash of its small files, after safety checks and checks of file sizes.
 
     Raises:
-        CheckpointError: A file is missing, damaged or truncated, or holds anything but tensors.
+        CheckpointError: A file is missing, damaged or truncated, or contains anything but tensors.
     """
     content = {name: _readable(folder / name, Path.read_bytes) for name in (INDEX_FILE, COMMON_FILE, FORMAT_FILE)}
     try:
@@ -117,12 +102,12 @@ def check_folder(folder: Path) -> CheckedFolder:
         size = _readable(folder / name, Path.stat).st_size
         if size < end:
             raise CheckpointError(f"{folder / name}: damaged: {size} bytes, expected at least {end}")
-    return CheckedFolder(index, hashlib.sha256(b"".join(content.values())).hexdigest())
+    return index, hashlib.sha256(b"".join(content.values())).hexdigest()
 
 
 @contextmanager
 def data_only(index: Metadata, parts: PartsRead | None) -> Iterator[None]:
-    """Have Megatron-Core read the checkpoint of this index as data; `parts` gets damaged tensors."""
+    """Let Megatron-Core read with `DataOnlyReader` while open."""
     with patch.object(
         torch_strategies, "_get_filesystem_reader", lambda folder, *_, **__: DataOnlyReader(folder, index, parts)
     ):
@@ -137,7 +122,7 @@ def _readable(path: Path, read: Callable[[Path], Result]) -> Result:
 
 
 def _check_common(path: Path, content: bytes) -> None:
-    """Check that Megatron-Core's file of objects, which are merged into the restored state, is empty."""
+    """Check that Megatron-Core's file of objects for the restored state is empty."""
     try:
         found: Any = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
     except Exception:  # a torn file can fail in any way
@@ -147,7 +132,7 @@ def _check_common(path: Path, content: bytes) -> None:
 
 
 def _check_format(path: Path, content: bytes) -> None:
-    """Check the name of the format, by which Megatron-Core imports the code that reads it."""
+    """Check the name of the format, which chooses the code that Megatron-Core imports."""
     try:
         found = json.loads(content)
     except ValueError:
@@ -163,20 +148,19 @@ _CLASSES = {
         *(descriptions.ChunkStorageMetadata, descriptions.TensorProperties, descriptions.BytesStorageMetadata),
     )
 }
-"""Classes that an index is made of; the last one is read in order to refuse its entry by name."""
+"""Classes of an index. `BytesStorageMetadata` is only read so that its entry can be refused by name."""
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "torch.Size": torch.Size,
     "torch.serialization._get_layout": torch.serialization._get_layout,
     f"{descriptions.__name__}._MEM_FORMAT_ENCODING": descriptions._MEM_FORMAT_ENCODING,
-    "pathlib.PosixPath": lambda *parts: "/".join(map(str, parts)),  # where the index was written, which nobody asks for
+    "pathlib.PosixPath": lambda *parts: "/".join(map(str, parts)),  # an unused record of the original folder
 }
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Unpickler of known classes."""
+    """Unpickler that refuses all but the known classes and functions."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the class or function of a name; most names are refused."""
         found = _CLASSES.get(f"{module}.{name}") or _FUNCTIONS.get(f"{module}.{name}")
         if found is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             found = getattr(torch, name)
@@ -186,11 +170,11 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def parse_index(content: bytes) -> Metadata:
-    """Parse the index: descriptions of tensors, and their places in the folder's files.
+    """Parse the index: descriptions of tensors, and their positions in the folder's files.
 
     Raises:
-        pickle.UnpicklingError: It names or holds anything else.
-        Exception: It is damaged: of any kind.
+        pickle.UnpicklingError: It names or contains anything else.
+        Exception: It is damaged, with an error of any type.
     """
     index = _IndexUnpickler(io.BytesIO(content)).load()
     if type(index) is not Metadata:

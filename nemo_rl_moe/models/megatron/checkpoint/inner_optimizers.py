@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizers inside Megatron-Core's: torch's or Transformer Engine's Adam, or several with updates on the host.
+"""The optimizers inside Megatron-Core's: torch's or Transformer Engine's Adam, or a `HybridDeviceOptimizer`.
 
-The latter is Megatron-Core's `HybridDeviceOptimizer`. It copies parameters and state from its inner optimizers after
-each step, and hands them on only after a whole state was loaded.
+`HybridDeviceOptimizer` has several optimizers, for updates on the host. It copies their parameters and state after each
+step, and passes its own to them only after a full state has been loaded.
 """
 
 import inspect
@@ -18,19 +18,19 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def optimizer_parts(optimizer: MegatronOptimizer) -> list[Any]:
-    """Return the optimizers that a chained one is made of, without those that hold no parameters."""
+    """Return the parts of a chained optimizer, without stubs that have no parameters."""
     parts: list[Any] = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part for part in parts if not getattr(part, "is_stub_optimizer", False)]
 
 
 def inner_optimizers(part: Any) -> list[Any]:
-    """Return the optimizers that really update the parameters of a part."""
+    """Return the optimizers that update the parameters of a part."""
     outer = part.optimizer
     return list(outer.sub_optimizers) if isinstance(outer, HybridDeviceOptimizer) else [outer]
 
 
 def device_optimizers(part: Any) -> list[Any]:
-    """List the optimizers whose tensors are on the device."""
+    """Return the optimizers of a part with tensors on the device."""
     outer = part.optimizer
     if not isinstance(outer, HybridDeviceOptimizer):
         return [outer]
@@ -38,12 +38,12 @@ def device_optimizers(part: Any) -> list[Any]:
 
 
 def counts_for_each_parameter(inner: Any) -> bool:
-    """Return True of torch's Adam, which counts updates for each parameter; others count them for each group."""
+    """Return True for torch's Adam, which counts updates by parameter. Other optimizers count them by group."""
     return isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
 
 
 def make_state(part: Any) -> None:
-    """Make the state of a part that has not taken a step; keep that of one that has."""
+    """Create the state of a part that has not taken a step. Existing state stays."""
     is_hybrid = isinstance(part.optimizer, HybridDeviceOptimizer)
     for inner in inner_optimizers(part):
         if hasattr(inner, "initialize_state"):
@@ -58,7 +58,7 @@ def make_state(part: Any) -> None:
 
 
 def _make_state_of_fused_adam(inner: Any) -> None:
-    """Make Transformer Engine's Adam state; Megatron-Core leaves out what newer releases want besides the parameter."""
+    """Create Transformer Engine's Adam state. Megatron-Core omits an argument that newer releases require."""
     wants_remainders = len(inspect.signature(inner.initialize_state).parameters) > 1
     for group in inner.param_groups:
         for parameter in group["params"]:
@@ -74,19 +74,18 @@ def _make_moments(inner: Any) -> None:
 
 
 def masters_from_weights(optimizer: MegatronOptimizer) -> None:
-    """Set float32 masters to the model's weights, those too that Megatron-Core leaves to Transformer Engine."""
+    """Set float32 masters to the model's weights, including the masters inside Transformer Engine's optimizer."""
     optimizer.reload_model_params()
     for part in optimizer_parts(optimizer):
-        for inner in inner_optimizers(part):
-            if isinstance(part.optimizer, HybridDeviceOptimizer) or not hasattr(inner, "set_scaled_state"):
-                continue
-            for parameter, state in inner.state.items():
-                if "master_param" in state:
-                    inner.set_scaled_state(parameter, "master_param", parameter.detach().float())
+        if not hasattr(part.optimizer, "set_scaled_state"):
+            continue
+        for parameter, state in part.optimizer.state.items():
+            if "master_param" in state:
+                part.optimizer.set_scaled_state(parameter, "master_param", parameter.detach().float())
 
 
 def _count_from_zero(inner: Any) -> None:
-    """Make torch's count of updates, which Adam misses when it finds moments."""
+    """Create torch's counts of updates, which Adam does not create if it finds moments."""
     if counts_for_each_parameter(inner):
         for parameter, state in inner.state.items():
             if "step" not in state:
@@ -94,6 +93,6 @@ def _count_from_zero(inner: Any) -> None:
 
 
 def step_count(parameter: Tensor, num_updates: int) -> Tensor:
-    """Return the number of updates as torch's Adam keeps it: fused, it counts where the parameter is."""
+    """Return the number of updates as torch's Adam stores it: on the parameter's GPU, for the fused kernel."""
     device = parameter.device if parameter.is_cuda else torch.device("cpu")
     return torch.tensor(float(num_updates), dtype=torch.float32, device=device)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Loading of a checkpoint into a rank's training objects or its model, in the layout that wrote it or another one."""
+"""Loading of a checkpoint into a rank's training objects or its model, in the same or another layout."""
 
 import pickle
 import re
@@ -37,20 +37,17 @@ from nemo_rl_moe.models.megatron.model.agreement import DamageSearch
 def load_checkpoint(objects: TrainingObjects, directory: Path, *, with_optimizer: bool) -> TrainerCounters | None:
     """Fill model, optimizer, schedule and random states. Every rank calls it.
 
-    In another layout than the checkpoint's the random states stay: they belong to ranks.
+    In another layout than the checkpoint's, random states stay unchanged, because they belong to ranks.
 
     Args:
-        directory: Written by `start_write`.
-        with_optimizer: False reads the weights alone.
-
-    Returns:
-        None with the weights alone.
+        directory: Folder written by `start_write`.
+        with_optimizer: False reads the weights only, and returns None.
 
     Raises:
-        CheckpointError: The checkpoint holds anything but tensors, lacks a tensor of the model or holds one too many,
-            lacks the optimizer, or is not where every rank can reach it. Raised on every rank.
-        DamagedCheckpointError: Its files are not what was written. Raised on every rank; the objects must not be used
-            before another checkpoint has been loaded.
+        CheckpointError: The checkpoint contains anything but tensors, lacks a tensor of the model or has an additional
+            one, lacks the optimizer, or is not reachable for every rank. Raised on every rank.
+        DamagedCheckpointError: Its files have changed since they were written. Raised on every rank. The objects must
+            not be used until another checkpoint has been loaded.
     """
     index = _index_of_all_ranks(directory, with_optimizer=with_optimizer)
     counters = TrainerCounters(0, 0, 0) if with_optimizer else None
@@ -61,12 +58,12 @@ def load_checkpoint(objects: TrainingObjects, directory: Path, *, with_optimizer
 
 
 def load_model(chunks: Sequence[GPTModel], directory: Path) -> list[str]:
-    """Fill a model alone, before it has an optimizer. Every rank calls it.
+    """Fill a model without an optimizer. Every rank calls it.
 
-    An expert bias without a tensor in the checkpoint stays zero, and a value head unchanged.
+    An expert bias or a value head without a tensor in the checkpoint stays unchanged.
 
     Returns:
-        Tensors of a value head in the checkpoint, which the model has not and which are left out.
+        Names of a value head's tensors in the checkpoint, which a model without one skips.
 
     Raises:
         CheckpointError: See `load_checkpoint`.
@@ -84,9 +81,9 @@ def load_model(chunks: Sequence[GPTModel], directory: Path) -> list[str]:
         if sharded.key in saved or not may_be_missing(sharded.key)
     }
     keys = [sharded.key for sharded in wanted.values()]
-    left_out = check_names(directory, keys, saved, may_be_left_out=is_of_value_head)
+    skipped = check_names(directory, keys, saved, may_be_skipped=is_of_value_head)
     restore_model(chunks, _load({"model": wanted}, directory, index)["model"])
-    return left_out
+    return skipped
 
 
 def _load(wanted: dict[str, Any], directory: Path, index: Metadata) -> dict[str, Any]:
@@ -95,12 +92,12 @@ def _load(wanted: dict[str, Any], directory: Path, index: Metadata) -> dict[str,
     problem: CheckpointError | None = None
     try:
         with data_only(index, parts), warnings.catch_warnings():
-            # Megatron-Core's own call of torch.
+            # Megatron-Core calls it.
             warnings.filterwarnings("ignore", message="`load_state_dict` is deprecated", category=FutureWarning)
             loaded = dist_checkpointing.load(wanted, str(directory))
     except CheckpointError as error:
         problem = error
-    # CheckpointException of torch is a BaseException; a damaged file can fail in any way.
+    # torch's CheckpointException is a BaseException, and a damaged file can fail in any way.
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
@@ -114,9 +111,9 @@ def _load(wanted: dict[str, Any], directory: Path, index: Metadata) -> dict[str,
 
 
 def _damage_of_all_ranks(directory: Path, parts: PartsRead | None, *, has_failed: bool) -> list[str]:
-    """Return the list damaged files, a line each, equal on every rank."""
-    # Tensors were compared while they were read. Tensors that no rank has read, such as an optimizer's, do no harm.
-    # Everything is compared after a failure, to name all damage, and where a rank has read what `files.json` does not
+    """Return a line for each damaged file, the same on every rank."""
+    # Tensors were compared while they were read. Damage in unread tensors, such as an optimizer's, does no harm. All
+    # files are compared after a failure, to name all damage, and if a rank has read a tensor that `files.json` does not
     # list.
     mine = parts.problems() if parts is not None else []
     found: list[Any] = [None] * dist.get_world_size()
@@ -124,17 +121,16 @@ def _damage_of_all_ranks(directory: Path, parts: PartsRead | None, *, has_failed
     if not any(problems or is_unclear for problems, is_unclear in found):
         return []
     while_reading = [problem for problems, _ in found for problem in problems]
-    # What was damaged on its way alone, and is whole now, was used nonetheless.
+    # A tensor may have been damaged during reading only, with a correct file, and the damaged one was used.
     return DamageSearch(directory, in_parts=True).of_all_ranks() or list(dict.fromkeys(while_reading))
 
 
 def _index_of_all_ranks(directory: Path, *, with_optimizer: bool) -> Metadata:
-    """Return the index once every rank has checked the folder: a missing rank would block the others."""
+    """Return the index after every rank has checked the folder, because a missing rank would block the others."""
     index: Metadata | None = None
     problem, fingerprint = None, None
     try:
-        checked = check_folder(directory)
-        index, fingerprint = checked.index, checked.fingerprint
+        index, fingerprint = check_folder(directory)
         if with_optimizer and COUNTERS_KEY not in index.state_dict_metadata:
             problem = f"{directory}: was saved without the optimizer (checkpointing.save_optimizer: false)"
     except CheckpointError as error:
@@ -154,16 +150,15 @@ def _index_of_all_ranks(directory: Path, *, with_optimizer: bool) -> Metadata:
             f"{directory}: rank {strangers[0]} finds another checkpoint than rank 0; all ranks must share the folder"
         )
     assert index is not None  # no rank has a problem
-    # The index is used at once; tensors are compared while they are read.
+    # The index is needed now. Tensors are compared while they are read.
     if damage := DamageSearch(directory, in_parts=False).of_all_ranks():
         raise DamagedCheckpointError(damage)
     return index
 
 
 def _reason(error: BaseException) -> str:
-    """Return one line from what may be the tracebacks of all ranks."""
-    failures = getattr(error, "failures", None)
-    if failures:
+    """Return one line about an error, which may contain the tracebacks of all ranks."""
+    if failures := getattr(error, "failures", None):
         error = next(iter(failures.values()))[0]
     if isinstance(error, pickle.UnpicklingError):
         return "a data file holds something else than tensors"

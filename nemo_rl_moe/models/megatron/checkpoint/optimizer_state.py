@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optimizer's tensors as pieces of layout-independent full tensors.
 
-Only tensors are kept: the two moments and, beside bfloat16 weights, the float32 masters. Groups and settings come from
-the configuration and the schedule; the caller keeps the number of updates, which all parameters share.
+A checkpoint contains the two moments and, for bfloat16 weights, the float32 masters. Groups and settings come from the
+configuration and the schedule. The caller saves the number of updates, which all parameters share.
 """
 
 import itertools
@@ -29,20 +29,20 @@ from nemo_rl_moe.models.megatron.checkpoint.inner_optimizers import (
 )
 
 Sharded = Any
-"""A `ShardedTensor`, or a `ShardedTensorFactory` that makes some of one tensor."""
+"""A `ShardedTensor`, or a `ShardedTensorFactory` that makes several from one tensor."""
 SHARDED_TYPES = (ShardedTensor, ShardedTensorFactory)
 
 _MASTER = "fp32_param"
 
 
 def ensure_state(optimizer: MegatronOptimizer) -> None:
-    """Make the state of an optimizer that has not taken a step: moments of zero, and torch's count of updates."""
+    """Create the state of an optimizer before its first step: zero moments and torch's counts of updates."""
     for part in optimizer_parts(optimizer):
         make_state(part)
 
 
 def reset_state(optimizer: MegatronOptimizer) -> None:
-    """Reset existing state to that of an optimizer which has not taken a step."""
+    """Reset existing state to its values before the first step."""
     for part in optimizer_parts(optimizer):
         for state in part.optimizer.state.values():
             for kind in MOMENTS:
@@ -52,40 +52,42 @@ def reset_state(optimizer: MegatronOptimizer) -> None:
 
 
 def set_num_updates(optimizer: MegatronOptimizer, num_updates: int) -> None:
-    """Set the optimizer's number of updates, which Adam's bias correction needs.
+    """Set the optimizer's number of updates for Adam's bias correction.
 
-    Every parameter gets a tensor of its own: torch adds to it in each step, so a shared one would count as many updates
-    as it has owners. (Megatron-Core's own loading shares one, or restores 0.)
+    Every parameter gets a separate tensor, because torch increments it in each step, and a shared one would be
+    incremented once per parameter. (Megatron-Core's loading shares one, or restores 0.)
     """
     for part in optimizer_parts(optimizer):
         for inner in inner_optimizers(part):
             if counts_for_each_parameter(inner):
                 for parameter, state in inner.state.items():
                     state["step"] = step_count(parameter, num_updates)
-            else:  # Transformer Engine and Apex count by group, from the first step on
+            else:  # Transformer Engine and Apex count by group, beginning with the first step
                 for group in inner.param_groups:
                     group["step"] = num_updates
 
 
 def sharded_optimizer_state(optimizer: MegatronOptimizer, model_state: Mapping[str, Sharded]) -> list[dict[str, Any]]:
-    """Return every tensor of the optimizer that this rank updates, a dictionary for each of its parts.
+    """Return every tensor of the optimizer that this rank updates, with a dictionary for each part of the optimizer.
 
-    Nothing is copied or sent: a distributed optimizer's rank has its own range of the flattened parameters.
+    Tensors are neither copied nor sent: each rank of a distributed optimizer saves its range of the flattened
+    parameters.
     """
+    by_parameter = {id(sharded.data): sharded for sharded in model_state.values()}
     return [
-        _sharded_of_distributed(part, model_state)
+        _sharded_of_distributed(part, by_parameter)
         if isinstance(part, DistributedOptimizer)
-        else _sharded_of_plain(part, model_state)
+        else _sharded_of_plain(part, by_parameter)
         for part in optimizer_parts(optimizer)
     ]
 
 
 def put_back(optimizer: MegatronOptimizer, loaded: Mapping[int, Mapping[str, Tensor]]) -> None:
-    """Fill the optimizer with tensors that were read under the names of `sharded_optimizer_state`.
+    """Fill the optimizer with loaded tensors, by the names of `sharded_optimizer_state`.
 
     Args:
-        loaded: By the number of the part; one without parameters, such as that of experts in a pipeline stage of dense
-            layers, is not read.
+        loaded: Tensors by the index of the part. A part without parameters is missing, such as the experts' part in a
+            pipeline stage of dense layers.
     """
     for number, part in enumerate(optimizer_parts(optimizer)):
         state = loaded.get(number, {})
@@ -96,13 +98,12 @@ def put_back(optimizer: MegatronOptimizer, loaded: Mapping[int, Mapping[str, Ten
                 tensor.data.copy_(state[name])
 
 
-def _sharded_of_distributed(part: Any, model_state: Mapping[str, Sharded]) -> dict[str, Any]:
-    """Return the keys are `{index of the parameter}.{kind of tensor}.{number of the piece}`."""
-    by_parameter = {id(sharded.data): sharded for sharded in model_state.values()}
+def _sharded_of_distributed(part: Any, by_parameter: Mapping[int, Sharded]) -> dict[str, Any]:
+    """Return pieces by `{index of the parameter}.{kind of tensor}.{number of the piece}`."""
     return {
         f"{index}.{kind}.{number}": piece
         for index, (parameter, start) in enumerate(_ranges_of_distributed(part))
-        for kind, values in _tensors_of_range(part, parameter).items()
+        for kind, values in _saved_tensors(parameter, part._get_main_param_and_optimizer_states(parameter)).items()
         for number, piece in enumerate(
             sharded_range(
                 by_parameter[id(parameter)],
@@ -118,21 +119,15 @@ def _sharded_of_distributed(part: Any, model_state: Mapping[str, Sharded]) -> di
 def _put_back_distributed(part: Any, loaded: Mapping[str, Tensor]) -> None:
     for index, (parameter, _) in enumerate(_ranges_of_distributed(part)):
         tensors = part._get_main_param_and_optimizer_states(parameter)
-        for kind, values in _tensors_of_range(part, parameter, tensors).items():
-            pieces = [loaded[name] for name in _numbered(f"{index}.{kind}", loaded)]
-            values.copy_(torch.cat([piece.flatten() for piece in pieces]))
+        for kind, values in _saved_tensors(parameter, tensors).items():
+            names = (f"{index}.{kind}.{number}" for number in itertools.count())
+            pieces = [loaded[name].flatten() for name in itertools.takewhile(loaded.__contains__, names)]
+            values.copy_(torch.cat(pieces))
         part._set_main_param_and_optimizer_states(parameter, tensors)
 
 
-def _numbered(name: str, among: Mapping[str, Tensor]) -> Iterator[str]:
-    for number in itertools.count():
-        if (numbered := f"{name}.{number}") not in among:
-            return
-        yield numbered
-
-
 def _ranges_of_distributed(part: Any) -> Iterator[tuple[Tensor, int]]:
-    """Yield the parameters that this rank updates a range of, with its beginning in Megatron-Core's count."""
+    """Yield each parameter with a range that this rank updates, and the beginning of the range in it."""
     for dtypes in part.gbuf_ranges:
         for buckets in dtypes.values():
             for bucket in buckets:
@@ -140,17 +135,15 @@ def _ranges_of_distributed(part: Any) -> Iterator[tuple[Tensor, int]]:
                     yield parameter, ranges["param"].start
 
 
-def _tensors_of_range(part: Any, parameter: Tensor, tensors: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Return moments and master of this rank's range of a parameter, flat, under their names in a checkpoint."""
-    # Names are those without sharding, so that either kind of optimizer reads the other's. Float32 weights have no
+def _saved_tensors(parameter: Tensor, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return flat moments and master of this rank's range of a parameter, by their names in a checkpoint."""
+    # The same names as without sharding, so that either kind of optimizer reads the other's. Float32 weights have no
     # masters.
-    tensors = part._get_main_param_and_optimizer_states(parameter) if tensors is None else tensors
     found = {kind: tensors[kind] for kind in MOMENTS}
     return found if parameter.dtype == torch.float32 else found | {_MASTER: tensors["param"]}
 
 
-def _sharded_of_plain(part: Any, model_state: Mapping[str, Sharded]) -> dict[str, Any]:
-    by_parameter = {id(sharded.data): sharded for sharded in model_state.values()}
+def _sharded_of_plain(part: Any, by_parameter: Mapping[int, Sharded]) -> dict[str, Any]:
     return {
         name: make_sharded_optimizer_tensor(by_parameter[id(parameter)], tensor, prefix=f"optimizer.state.{kind}")
         for name, parameter, kind, tensor in _tensors_of_plain(part)
@@ -158,7 +151,7 @@ def _sharded_of_plain(part: Any, model_state: Mapping[str, Sharded]) -> dict[str
 
 
 def _tensors_of_plain(part: Any) -> Iterator[tuple[str, Tensor, str, Tensor]]:
-    """Yield a name, the model's parameter, the kind of tensor, and the tensor itself."""
+    """Yield the name of a tensor, the model's parameter, the kind of tensor, and the tensor."""
     for index, (parameter, main) in enumerate(_main_parameters(part)):
         state = part.optimizer.state[main]
         for kind in MOMENTS:
@@ -168,7 +161,7 @@ def _tensors_of_plain(part: Any) -> Iterator[tuple[str, Tensor, str, Tensor]]:
 
 
 def _main_parameters(part: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each parameter of the model with the one that the optimizer updates in its place."""
+    """Yield each parameter of the model with its master, or with itself if it has none."""
     if not isinstance(part, Float16OptimizerWithFloat16Params):
         for group in part.optimizer.param_groups:
             yield from ((parameter, parameter) for parameter in group["params"])

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saving of a checkpoint in Megatron-Core's `torch_dist` format, in a background thread.
 
-Format, plan of who writes what, and final index are Megatron-Core's and torch's; the writing is a thread here:
+The format, the plan of each rank's writes, and the index come from Megatron-Core and torch. Only the writing differs:
 Megatron-Core's asynchronous writers fork a process with this one's sockets, start a server process for each save, and
-leave the other ranks waiting when one's disk is full.
+leave the other ranks waiting if one's disk is full.
 """
 
 import threading
@@ -36,13 +36,13 @@ from nemo_rl_moe.models.megatron.checkpoint.snapshot import Snapshots
 
 
 class _SnapshotWriter(FileSystemWriterAsync):
-    """Write one rank's part: take a snapshot of its tensors when they are planned, and write that later.
+    """Writer of one rank's part, which takes a snapshot of the planned tensors and writes it later.
 
     Args:
-        snapshots: None copies each tensor when it is written, for a model that nothing changes meanwhile.
+        snapshots: None copies each tensor when it is written, if the model does not change before.
 
     Attributes:
-        parts: By finished file: the bytes of each tensor with their checksum.
+        parts: The parts of each finished file, with their checksums.
     """
 
     def __init__(self, directory: Path, snapshots: Snapshots | None):
@@ -52,12 +52,11 @@ class _SnapshotWriter(FileSystemWriterAsync):
         self.parts: dict[str, list[Part]] = {}
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Skip the original, which makes a missing folder and writes there what no other rank will find."""
+        """Skip the original, which creates a missing folder, where no other rank would find the file."""
         return plan
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
-        """Take the snapshot."""
-        assert all(item.type != WriteItemType.BYTE_IO for item in plan.items)  # tensors alone, never pickled objects
+        assert all(item.type != WriteItemType.BYTE_IO for item in plan.items)  # only tensors, no pickled objects
         self._file_name = f"{plan.storage_data.prefix}0.distcp"
         tensors: list[Any] = [planner.resolve_data(item) for item in plan.items]
         if self._snapshots is not None:
@@ -65,7 +64,6 @@ class _SnapshotWriter(FileSystemWriterAsync):
         self._snapshot = list(zip(plan.items, tensors, strict=True))
 
     def write(self) -> list[WriteResult]:
-        """Write this rank's file, and release the copies."""
         snapshot, self._snapshot = self._snapshot, []
         if self._snapshots is not None:
             self._snapshots.wait()
@@ -77,11 +75,12 @@ class _SnapshotWriter(FileSystemWriterAsync):
             for item, tensor in snapshot:
                 if self.is_cancelled:
                     raise RuntimeError("cancelled")
-                # A view would be written with all that it is a view of.
+                # A view would be written with its entire storage.
                 is_view = tensor.untyped_storage().nbytes() != tensor.nbytes
-                whole = _copy(tensor) if self._snapshots is None or is_view else tensor
+                if self._snapshots is None or is_view:
+                    tensor = tensor.detach().to("cpu", copy=True)
                 results.append(
-                    _write_item(self.transforms, stream, whole, item, self._file_name, SerializationFormat.TORCH_SAVE)
+                    _write_item(self.transforms, stream, tensor, item, self._file_name, SerializationFormat.TORCH_SAVE)
                 )
                 stream.end_part(item.index.fqn)
             stream.to_disk()
@@ -90,10 +89,10 @@ class _SnapshotWriter(FileSystemWriterAsync):
 
 
 class CheckpointWrite:
-    """One rank's part of a checkpoint in writing.
+    """Write of one rank's part of a checkpoint in progress.
 
     Args:
-        plan: Plan of all ranks, on the first one; None on others.
+        plan: Plan of all ranks, on rank 0. None on others.
     """
 
     def __init__(self, writer: _SnapshotWriter, plan: Any):
@@ -101,31 +100,31 @@ class CheckpointWrite:
         self._directory = Path(writer.checkpoint_dir)
         self._results: list[WriteResult] = []
         self._problem: str | None = None
-        # A daemon: what dies with the process was never part of a whole checkpoint.
+        # A daemon thread may end with the process, because an unfinished checkpoint is not used.
         self._thread = threading.Thread(target=self._write, name="checkpoint-writer", daemon=True)
         self._thread.start()
 
     @property
     def is_written(self) -> bool:
-        """True when writing of this rank's part has ended, with or without success."""
+        """True if the write of this rank's part has ended, with or without success."""
         return not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Wait until the writing of this rank's part has ended."""
+        """Wait for the end of this rank's write."""
         self._thread.join()
 
     def cancel(self) -> None:
-        """End the writing after the present tensor: a running thread would disturb the end of the process."""
+        """End the write after the current tensor, because a running thread would disturb the end of the process."""
         self._writer.is_cancelled = True
-        self._thread.join()
+        self.wait()
 
     def finish(self) -> str | None:
-        """Write the index of all parts, on the first rank, waiting for all. Every rank calls it.
+        """Wait for all ranks, and write the index on rank 0. Every rank calls it.
 
         Returns:
-            Problems of any rank, equal on all; None when the checkpoint is complete.
+            Problems of any rank, the same on all ranks, or None if the checkpoint is complete.
         """
-        self._thread.join()
+        self.wait()
         parts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(parts, (self._problem, self._results, self._writer.parts))
         problems = [f"rank {rank}: {problem}" for rank, (problem, _, _) in enumerate(parts) if problem is not None]
@@ -133,15 +132,15 @@ class CheckpointWrite:
         if dist.get_rank() == 0 and not problems:
             files = {name: checked for _, _, of_rank in parts for name, checked in of_rank.items()}
             outcome = [self._complete([results for _, results, _ in parts], files)]
-        dist.broadcast_object_list(outcome)  # the others wait for it whatever happened
+        dist.broadcast_object_list(outcome)  # also after a failure, because the other ranks wait
         return outcome[0]
 
     def _complete(self, results: list[list[WriteResult]], files: dict[str, list[Part]]) -> str | None:
-        """Write index and checksums if rank 0 finds the parts of all ranks; return the problem, or None."""
+        """Write index and checksums if rank 0 finds the parts of all ranks. Returns the problem, or None."""
         try:
             problem = _torn_part(self._directory, results)
             if problem is None:
-                # Megatron-Core adds the plans of all ranks, for saving once more; reading needs none of them.
+                # Megatron-Core adds the plans of all ranks for the next save. A reader does not need them.
                 vars(self._plan).pop("all_local_plans", None)
                 self._writer.finish(self._plan, results)
                 save_config(CheckpointingConfig(*FORMAT), str(self._directory))
@@ -157,20 +156,20 @@ class CheckpointWrite:
             if not self._directory.is_dir():
                 raise FileNotFoundError(f"there is no folder {self._directory}; all ranks must share it")
             if dist.get_rank() == 0:
-                # What Megatron-Core keeps beside tensors; here nothing. Both releases can read it.
+                # Megatron-Core's file for objects, which is empty here. Both releases can read it.
                 torch.save({}, self._directory / COMMON_FILE)
                 sync(self._directory / COMMON_FILE)
             self._results = self._writer.write()
-        # An end that nobody catches would look like a part that is written. torch's own errors are no Exception.
+        # After an uncaught error the part would look complete. torch's errors are not all of type Exception.
         except BaseException as error:
             self._problem = _text(error)
 
 
 def _torn_part(directory: Path, results: list[list[WriteResult]]) -> str | None:
-    """Return the problem of a part that this rank does not find though another has written it: no shared folder."""
+    """Return a problem if this rank does not find a part that another rank has written."""
     for rank, parts in enumerate(results):
-        places = [part.storage_data for part in parts]
-        ends = {place.relative_path: place.offset + place.length for place in places}  # the last one lies last
+        written = [part.storage_data for part in parts]
+        ends = {info.relative_path: info.offset + info.length for info in written}  # in the order of offsets
         for name, end in ends.items():
             path = directory / name
             size = path.stat().st_size if path.exists() else 0
@@ -181,13 +180,8 @@ def _torn_part(directory: Path, results: list[list[WriteResult]]) -> str | None:
     return None
 
 
-def _copy(tensor: Any) -> Any:
-    """Return a copy on the host."""
-    return tensor.detach().to("cpu", copy=True)
-
-
 def _text(error: BaseException) -> str:
-    # torch's writer fails once more when it closes what the disk did not take; the reason stands behind that.
+    # If the disk is full, torch's writer fails again when it closes the file. The reason is in the error's context.
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError):
@@ -197,15 +191,16 @@ def _text(error: BaseException) -> str:
 
 
 def start_write(contents: dict[str, Any], directory: Path, snapshots: Snapshots | None) -> CheckpointWrite:
-    """Take the snapshot and begin to write it. Every rank calls it; training may go on when it returns.
+    """Take a snapshot and begin to write it. Every rank calls it, and training may continue when it returns.
 
     Args:
         contents: From `sharded_contents`.
-        directory: Existing and empty, reachable for every rank.
-        snapshots: Memory of this rank's; None saves it: nothing may change the contents until they are written.
+        directory: An empty folder that every rank can reach.
+        snapshots: Memory for this rank's snapshot. None needs no memory, but the contents must not change until they
+            are written.
     """
     sharded, _ = save_preprocess(contents)
-    # What data-parallel ranks hold in common is written by all of them in parts, and not by the first alone.
+    # Data-parallel ranks divide the tensors that they share. Otherwise the first one would write all of them.
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy(*FORMAT), group).apply_saving_parallelization(sharded)
     sharded, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Snapshots of a model's tensors on the host, for a checkpoint that is written while training goes on."""
+"""Snapshots of a model's tensors on the host, for a checkpoint that is written during training."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,11 +14,10 @@ from nemo_rl_moe.models.megatron.model.host_memory import fit, host_tensors
 class Snapshots:
     """Snapshots of one rank, one at a time.
 
-    On a GPU a stream of its own copies into pinned memory, which the next snapshot uses again; the host waits for
-    nothing. Tensors that stay as they are until the snapshot is written need no copy.
+    On a GPU a separate stream copies into pinned memory, which the next snapshot reuses, and the host does not wait.
 
     Args:
-        is_frozen: Tells such tensors.
+        is_frozen: Whether a tensor stays the same until the snapshot is written, so that it needs no copy.
     """
 
     def __init__(self, device: torch.device, is_frozen: Callable[[Tensor], bool] = lambda tensor: False):
@@ -30,7 +29,7 @@ class Snapshots:
 
     @torch.no_grad()
     def take(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return tensors on the host which have the present numbers when `wait` has returned."""
+        """Return tensors on the host, which have the current values after `wait`."""
         frozen = [self._is_frozen(tensor) for tensor in tensors]
         self.has_frozen = any(frozen)
         copied = [tensor.detach() for tensor, stays in zip(tensors, frozen, strict=True) if not stays]
@@ -51,11 +50,11 @@ class Snapshots:
         return self._kept
 
     def before_changes(self) -> None:
-        """Have the device wait for the copies; called before anything changes the tensors."""
+        """Let the device wait for the copies. Call it before the tensors change."""
         if self._copied is not None:
             torch.cuda.current_stream().wait_event(self._copied)
 
     def wait(self) -> None:
-        """Wait for the copies; any thread may."""
+        """Wait for the copies, from any thread."""
         if self._copied is not None:
             self._copied.synchronize()

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""RMSNorm over all query heads together, and over all key heads together, under tensor parallelism too (OLMoE)."""
+"""RMSNorm over all query heads together and over all key heads together (OLMoE), also with tensor parallelism."""
 
 import dataclasses
 from typing import Any
@@ -21,8 +21,8 @@ from torch import Tensor
 class AllHeadsNorm(torch.nn.Module):
     """RMSNorm over the heads of all tensor-parallel ranks.
 
-    Every rank holds the weights of all heads and uses its own: Megatron-Core treats query and key norms as replicas,
-    and sums their gradients over the ranks.
+    Every rank has all weights, and uses its heads' part: Megatron-Core treats query and key norms as replicas, and sums
+    their gradients over the ranks.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, *, num_heads: int, **_others: Any):
@@ -35,7 +35,7 @@ class AllHeadsNorm(torch.nn.Module):
         values, weight = heads.flatten(2).float(), self.weight
         squares = values.pow(2).sum(-1, keepdim=True)
         if self.num_shards > 1:
-            # The sum over all ranks goes into every rank's heads: each of them sends a gradient back to it.
+            # All ranks' heads use the sum, so its gradient is summed over the ranks too.
             squares = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(squares))
             weight = weight.chunk(self.num_shards)[parallel_state.get_tensor_model_parallel_rank()]
         normalized = values * torch.rsqrt(squares / len(self.weight) + self.eps)
@@ -43,21 +43,21 @@ class AllHeadsNorm(torch.nn.Module):
 
 
 class AllQueriesNorm(AllHeadsNorm):
-    """Norm of all query heads; arguments as Megatron-Core passes them."""
+    """Norm of all query heads, with Megatron-Core's arguments."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **others: Any):
         super().__init__(config, hidden_size, eps, num_heads=config.num_attention_heads, **others)
 
 
 class AllKeysNorm(AllHeadsNorm):
-    """Norm of all key heads; arguments as Megatron-Core passes them."""
+    """Norm of all key heads, with Megatron-Core's arguments."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **others: Any):
         super().__init__(config, hidden_size, eps, num_heads=config.num_query_groups, **others)
 
 
 def normalize_all_heads(block: TransformerBlockSubmodules) -> TransformerBlockSubmodules:
-    """Copy a block's layer specs with these norms in place of those of each head."""
+    """Copy a block's layer specs with these norms instead of a norm for each head."""
     return dataclasses.replace(block, layer_specs=[_with_norms(layer) for layer in block.layer_specs])
 
 

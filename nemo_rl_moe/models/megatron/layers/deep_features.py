@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Decoder layers to whose output a vision tower adds features.
+"""Decoder layers that add a vision tower's features to their output.
 
-The features come as the block's unused `context`, which activation checkpointing treats as an input: recomputation gets
-them again, and their gradients flow to the tower.
+The features are the block's otherwise unused `context`. Activation checkpointing treats it as an input, so recomputed
+passes get the features again, and their gradients flow to the tower.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class DeepLayer(TransformerLayer):
-    """A layer of a decoder without cross-attention that adds its share of the features to its output."""
+    """A layer of a decoder without cross-attention that adds its features `context[layer]` to its output."""
 
     def forward(
         self, *args: Any, context: Float[Tensor, "layers columns rows hidden"] | None = None, **kwargs: Any
@@ -30,7 +30,7 @@ class DeepLayer(TransformerLayer):
 
 
 def use_deep_layers(block: TransformerBlockSubmodules, num_layers: int) -> TransformerBlockSubmodules:
-    """Return a copy of the layer specs of a model's first block with so many deep layers at its beginning."""
+    """Copy the layer specs of a model's first block with `num_layers` deep layers at the beginning."""
     first, others = block.layer_specs[:num_layers], block.layer_specs[num_layers:]
     return dataclasses.replace(block, layer_specs=[*map(_deep, first), *others])
 

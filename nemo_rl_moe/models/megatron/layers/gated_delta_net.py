@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Linear attention by gated delta nets (Qwen3-Next, Qwen3.5), under Megatron-Core's names of parameters.
+"""Linear attention by gated delta nets (Qwen3-Next, Qwen3.5), with Megatron-Core's parameter names.
 
-Megatron-Core's own layer needs flash-linear-attention, generates nothing, and up to 0.18 packs no sequences. Here the
-kernel of flash-linear-attention runs where it is installed and tensors are on a GPU; elsewhere torch does the same.
+Megatron-Core's layer needs flash-linear-attention, does not support generation, and up to 0.18 no packed sequences.
+This one uses the kernel of flash-linear-attention on a GPU if it is installed, and torch otherwise.
 """
 
 import dataclasses
@@ -40,11 +40,11 @@ from nemo_rl_moe.models.megatron.layers.gated_delta_rule import (
 
 @dataclass(frozen=True)
 class DeltaNetSizes:
-    """Sizes of all gated delta nets of a model, on each tensor-parallel rank.
+    """Sizes of a model's gated delta nets on each tensor-parallel rank.
 
     Attributes:
         key_heads: Heads of queries and keys, each shared by `value_heads / key_heads` value heads.
-        taps: Tokens that the convolution sees, its own included.
+        taps: Tokens that the convolution sees, including the current one.
     """
 
     key_heads: int
@@ -55,7 +55,7 @@ class DeltaNetSizes:
 
     @classmethod
     def of(cls, config: TransformerConfig, tensor: int | None = None) -> "DeltaNetSizes":
-        """Return the sizes on each of `tensor` ranks; None: as many as the configuration says."""
+        """Return the sizes on each of `tensor` ranks, by default the configuration's tensor-parallel size."""
         tensor = config.tensor_model_parallel_size if tensor is None else tensor
         return cls(
             config.linear_num_key_heads // tensor,
@@ -67,7 +67,7 @@ class DeltaNetSizes:
 
     @property
     def convolved(self) -> tuple[int, int, int]:
-        """Return the channels of queries, keys and values."""
+        """Channels of queries, keys and values."""
         keys = self.key_heads * self.key_dim
         return keys, keys, self.values
 
@@ -77,7 +77,7 @@ class DeltaNetSizes:
 
     @property
     def projected(self) -> tuple[int, int, int, int, int, int]:
-        """Return the rows of the input projection: queries, keys, values, output gates, rates and decays."""
+        """Rows of the input projection: queries, keys, values, output gates, rates and decays."""
         return *self.convolved, self.values, self.value_heads, self.value_heads
 
     def parameters(self, hidden_size: int) -> int:
@@ -86,14 +86,14 @@ class DeltaNetSizes:
         return matrices + sum(self.convolved) * self.taps + 2 * self.value_heads + self.value_dim
 
     def state_bytes(self, itemsize: int) -> int:
-        """Return the bytes of a layer's state for one row: float32, and inputs of the convolution."""
+        """Return the bytes of a layer's state for one row: its float32 memory and the convolution's inputs."""
         memory = self.value_heads * self.key_dim * self.value_dim * torch.float32.itemsize
         return memory + sum(self.convolved) * (self.taps - 1) * itemsize
 
 
 @functools.cache
 def _kernel() -> Callable[..., tuple[Tensor, Tensor | None]] | None:
-    """Return flash-linear-attention's kernel of the rule; None where it is not installed."""
+    """Return flash-linear-attention's kernel of the rule, or None if it is not installed."""
     if importlib.util.find_spec("fla") is None:
         return None
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
@@ -104,12 +104,8 @@ def _kernel() -> Callable[..., tuple[Tensor, Tensor | None]] | None:
 
 @dataclass
 class DeltaNetState:
-    """State of a layer after the tokens so far of a batch of rows.
-
-    Attributes:
-        inputs: The last inputs of the convolution.
-        memory: State of the rule.
-    """
+    """State of a layer after the tokens so far of a batch of rows: the last inputs of the convolution, and the state of
+    the rule."""
 
     inputs: Float[Tensor, "rows taps_minus_1 channels"] | None = None
     memory: Float[Tensor, "rows heads key_dim value_dim"] | None = None
@@ -121,7 +117,7 @@ class DeltaNetState:
 
 
 class _Weight(nn.Module):
-    """A parameter `weight`, of which tensor-parallel ranks hold rows of their own."""
+    """A parameter `weight`, sharded by rows over the tensor-parallel ranks."""
 
     def __init__(self, weight: Tensor):
         super().__init__()
@@ -135,16 +131,16 @@ def _cut_parameter(values: Tensor) -> nn.Parameter:
 
 
 def in_float32(parameter: nn.Parameter) -> nn.Parameter:
-    """Mark a parameter that stays in float32 where the model's weights are converted to another type."""
+    """Mark a parameter that stays in float32 when the model's weights are converted."""
     parameter.stays_in_float32 = True  # type: ignore[attr-defined]
     return parameter
 
 
 class GatedNorm(nn.Module):
-    """RMSNorm of each head, whose output a gate scales.
+    """RMSNorm of each head, with its output scaled by a gate.
 
-    Every tensor-parallel rank holds the weights whole and normalises heads of its own, so that their gradient is the
-    sum of all ranks'; Megatron-Core would not add it up.
+    Every tensor-parallel rank has all weights and normalises different heads, so their gradients must be summed over
+    the ranks. Megatron-Core would not do it.
     """
 
     def __init__(self, weight: Tensor, eps: float, *, is_shared: bool):
@@ -161,14 +157,14 @@ class GatedNorm(nn.Module):
 
 @dataclass
 class GatedDeltaNetSubmodules:
-    """Linear layers before and behind the rule; the first one with the norm of its inputs, or without."""
+    """Linear layers before and after the rule. The first one may contain the norm of its inputs."""
 
     in_proj: ModuleSpec | type = IdentityOp
     out_proj: ModuleSpec | type = IdentityOp
 
 
 class GatedDeltaNet(MegatronModule):
-    """Layer in the place of self-attention, causal by its nature."""
+    """Causal layer that replaces self-attention."""
 
     def __init__(
         self,
@@ -180,11 +176,11 @@ class GatedDeltaNet(MegatronModule):
     ):
         super().__init__(config)
         self.layer_number = layer_number
-        self.sizes, whole = DeltaNetSizes.of(config), DeltaNetSizes.of(config, tensor=1)
+        self.sizes, full = DeltaNetSizes.of(config), DeltaNetSizes.of(config, tensor=1)
         self.in_proj = build_module(
             submodules.in_proj,
             config.hidden_size,
-            sum(whole.projected),
+            sum(full.projected),
             config=config,
             init_method=config.init_method,
             gather_output=False,
@@ -194,15 +190,15 @@ class GatedDeltaNet(MegatronModule):
             tp_comm_buffer_name="fc1",
             tp_group=pg_collection.tp,
         )
-        place: dict[str, Any] = {
+        options: dict[str, Any] = {
             "dtype": config.params_dtype,
             "device": "cpu" if config.use_cpu_initialization else torch.cuda.current_device(),
         }
         heads = self.sizes.value_heads
-        self.conv1d = _Weight(torch.zeros(sum(self.sizes.convolved), 1, self.sizes.taps, **place))
-        self.dt_bias = _cut_parameter(torch.zeros(heads, **place))
-        # Released files hold these two in float32 beside bfloat16 matrices.
-        precise = {**place, "dtype": torch.float32}
+        self.conv1d = _Weight(torch.zeros(sum(self.sizes.convolved), 1, self.sizes.taps, **options))
+        self.dt_bias = _cut_parameter(torch.zeros(heads, **options))
+        # Published checkpoints have the next two in float32, with bfloat16 matrices.
+        precise = {**options, "dtype": torch.float32}
         self.A_log = in_float32(_cut_parameter(torch.zeros(heads, **precise)))
         is_shared = config.tensor_model_parallel_size > 1
         self.out_norm = GatedNorm(
@@ -210,7 +206,7 @@ class GatedDeltaNet(MegatronModule):
         )
         self.out_proj = build_module(
             submodules.out_proj,
-            whole.values,
+            full.values,
             config.hidden_size,
             config=config,
             init_method=config.output_layer_init_method,
@@ -230,11 +226,11 @@ class GatedDeltaNet(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
         **_others: Any,
     ) -> tuple[Float[Tensor, "tokens rows hidden"], None]:
-        """Mix the tokens of each row, or of each packed sequence; there is no bias.
+        """Mix the tokens of each row or packed sequence. The returned bias is None.
 
         Args:
-            attention_mask: Not read: nothing looks ahead, and padding comes last.
-            inference_context: Keeps a `DeltaNetState` of this layer.
+            attention_mask: Unused, because the layer is causal and padding comes last.
+            inference_context: Stores the `DeltaNetState` of this layer.
         """
         mixed, _ = self.in_proj(hidden_states)
         boundaries = None if packed_seq_params is None else packed_seq_params.cu_seqlens_q
@@ -250,11 +246,11 @@ class GatedDeltaNet(MegatronModule):
         boundaries: Int[Tensor, " sequences_plus_1"] | None = None,
         state: DeltaNetState | None = None,
     ) -> Float[Tensor, "tokens rows values"]:
-        """Do what lies between the two projections.
+        """Compute the layer between its two projections.
 
         Args:
-            boundaries: Of packed sequences.
-            state: Of the tokens before; moves on. Tokens of zeros leave an empty one empty.
+            boundaries: Boundaries of packed sequences.
+            state: State after the previous tokens, which is updated. Tokens of zeros leave an empty state empty.
         """
         sizes = self.sizes
         convolved, gate, rate, decay = mixed.transpose(0, 1).split(
@@ -280,8 +276,8 @@ class GatedDeltaNet(MegatronModule):
         outputs = causal_convolution(inputs, self.conv1d.weight.squeeze(1), segments=segments, before=before)
         if state is not None:
             kept = self.sizes.taps - 1
-            whole = F.pad(inputs, (0, 0, kept, 0)) if before is None else torch.cat([before, inputs], dim=1)
-            state.inputs = whole[:, whole.shape[1] - kept :].clone()
+            padded = F.pad(inputs, (0, 0, kept, 0)) if before is None else torch.cat([before, inputs], dim=1)
+            state.inputs = padded[:, padded.shape[1] - kept :].clone()
         return F.silu(outputs)
 
     def _rule(
@@ -317,7 +313,6 @@ class GatedDeltaNet(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return this rank's pieces of the weights."""
         own = {
             "A_log": self.A_log,
             "dt_bias": self.dt_bias,
@@ -333,44 +328,39 @@ class GatedDeltaNet(MegatronModule):
         return found
 
 
-def _in_sections(whole: ShardedTensor, sizes: Sequence[int]) -> ShardedTensorFactory:
-    """Return a rank's rows of a parameter as blocks of one tensor that holds whole sections, whatever the ranks."""
-    rows = whole.local_shape[0]
-    rank, ranks = whole.global_offset[0] // rows, whole.global_shape[0] // rows
+def _in_sections(sharded: ShardedTensor, sizes: Sequence[int]) -> ShardedTensorFactory:
+    """Return a rank's rows of a parameter as blocks of a tensor with contiguous sections in any layout."""
+    rows = sharded.local_shape[0]
+    rank, ranks = sharded.global_offset[0] // rows, sharded.global_shape[0] // rows
     starts = [0, *itertools.accumulate(size * ranks for size in sizes)]
 
     def build(key: str, values: Tensor, replica_id: Any, flattened_range: slice | None) -> list[ShardedTensor]:
         assert flattened_range is None
         return [
             dataclasses.replace(
-                whole,
+                sharded,
                 key=key,
                 data=part,
                 dtype=part.dtype,
                 local_shape=tuple(part.shape),
-                global_offset=(start + rank * size, *whole.global_offset[1:]),
-                # None: blocks of all sizes.
-                axis_fragmentations=None,
+                global_offset=(start + rank * size, *sharded.global_offset[1:]),
+                axis_fragmentations=None,  # blocks differ in size
                 replica_id=replica_id,
             )
             for part, start, size in zip(values.split(list(sizes)), starts, sizes, strict=False)
         ]
 
-    return ShardedTensorFactory(whole.key, whole.data, build, torch.cat, whole.replica_id)
+    return ShardedTensorFactory(sharded.key, sharded.data, build, torch.cat, sharded.replica_id)
 
 
 def use_gated_delta_nets(block: TransformerBlockSubmodules, linear: Collection[int]) -> TransformerBlockSubmodules:
-    """Copy a block's layer specs with gated delta nets in place of attention in some layers.
-
-    Args:
-        linear: Places of these in the block.
-    """
-    layers = [_with_net(layer) if place in linear else layer for place, layer in enumerate(block.layer_specs)]
+    """Copy a block's layer specs with gated delta nets instead of attention in the layers with indices `linear`."""
+    layers = [_with_net(layer) if index in linear else layer for index, layer in enumerate(block.layer_specs)]
     return dataclasses.replace(block, layer_specs=layers)
 
 
 def _with_net(layer_spec: ModuleSpec) -> ModuleSpec:
-    """Take the linear layers of attention: also one of Transformer Engine with the norm in front of it."""
+    """Use the linear layers of attention, which include Transformer Engine's with the norm inside."""
     layer = layer_spec.submodules
     attention = layer.self_attention.submodules
     net = ModuleSpec(

@@ -1,16 +1,16 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The gated delta rule in torch: token by token, and in chunks; and the causal convolution in front of it.
+"""The gated delta rule in torch, token by token and in chunks, and the causal convolution before it.
 
 Yang, Kautz and Hatamizadeh 2024, Gated Delta Networks (arXiv:2412.06464), eq. 10. The state of a head is a matrix
-`[key_dim, value_dim]`, empty at first. A token lets it decay, corrects what it returns for the token's key, reads it:
+`[key_dim, value_dim]`, zero at first. A token lets it decay, corrects its value for the token's key, and reads it:
 
     S <- exp(log_decay) S
     S <- S + key (beta (value - S^T key))^T
     output = S^T query / sqrt(key_dim)
 
-Packed sequences are told apart by `segments`, the number of each token's sequence, which never falls: nothing here
-waits for the host.
+`segments`, the ascending sequence number of each token, separates packed sequences without a synchronisation with the
+host.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ CHUNK_SIZE = 64
 
 
 def segments_of(boundaries: Int[Tensor, " sequences_plus_1"], num_tokens: int) -> Int[Tensor, " tokens"]:
-    """Return the number of the sequence of each token of a pack."""
+    """Return the sequence number of each packed token."""
     tokens = torch.arange(num_tokens, dtype=boundaries.dtype, device=boundaries.device)
     return torch.searchsorted(boundaries[1:].contiguous(), tokens, right=True)
 
@@ -36,10 +36,10 @@ def causal_convolution(
     segments: Int[Tensor, " tokens"] | None = None,
     before: Float[Tensor, "rows taps_minus_1 channels"] | None = None,
 ) -> Float[Tensor, "rows tokens channels"]:
-    """Weigh each channel's last inputs, the last tap the token's own.
+    """Return the weighted sum of each channel's last inputs. The last tap weighs the current token.
 
     Args:
-        before: Inputs in front of the first ones; None: zeros.
+        before: Inputs before the first token, by default zeros.
     """
     tokens, taps = inputs.shape[1], weight.shape[1]
     padded = F.pad(inputs, (0, 0, taps - 1, 0)) if before is None else torch.cat([before, inputs], dim=1)
@@ -67,7 +67,7 @@ def recurrent_gated_delta_rule(
     *,
     state: Float[Tensor, "rows heads key_dim value_dim"] | None = None,
 ) -> tuple[Float[Tensor, "rows tokens heads value_dim"], Float[Tensor, "rows heads key_dim value_dim"]]:
-    """Compute the rule token by token, in float32 or wider; return the outputs and the state behind the last token."""
+    """Compute the rule token by token in float32 or wider. Returns the outputs and the state after the last token."""
     kind = torch.promote_types(query.dtype, torch.float32)
     queries, keys, values = (each.to(kind).unbind(1) for each in (query * query.shape[-1] ** -0.5, key, value))
     decays, betas = log_decay.to(kind).exp().unbind(1), beta.to(kind).unbind(1)
@@ -84,13 +84,13 @@ def recurrent_gated_delta_rule(
 
 @dataclass(frozen=True)
 class _Decays:
-    """Decays of a sequence in chunks of `size` tokens, 0 where a token does not reach.
+    """Decays of a sequence in chunks of `size` tokens, 0 before a token and between sequences.
 
     Attributes:
         between: From a token to a later one of its chunk.
-        from_state: From the state in front of the chunk to a token.
-        to_state: From a token to the state behind its chunk.
-        of_chunk: From the state in front of the chunk to that behind it.
+        from_state: From the state before the chunk to a token.
+        to_state: From a token to the state after its chunk.
+        of_chunk: From the state before the chunk to the state after it.
     """
 
     between: Float[Tensor, "rows heads chunks size size"]
@@ -103,7 +103,7 @@ class _Decays:
         cls, log_decay: Float[Tensor, "rows heads chunks size"], segments: Int[Tensor, "chunks size"] | None
     ) -> "_Decays":
         kind, size = log_decay.dtype, log_decay.shape[-1]
-        # Differences of sums over other sequences: in float32 these would leave their rounding.
+        # The differences below cancel sums over other sequences, which would leave rounding errors in float32.
         sums = log_decay.double().cumsum(-1)
         reaches: Bool[Tensor, "*chunks size size"] = torch.ones(
             size, size, dtype=torch.bool, device=log_decay.device
@@ -131,12 +131,12 @@ def chunked_gated_delta_rule(
     state: Float[Tensor, "rows heads key_dim value_dim"] | None = None,
     chunk_size: int = CHUNK_SIZE,
 ) -> tuple[Float[Tensor, "rows tokens heads value_dim"], Float[Tensor, "rows heads key_dim value_dim"]]:
-    """Compute the rule with products of matrices for each chunk of tokens, in float32 or wider.
+    """Compute the rule with matrix products for each chunk of tokens, in float32 or wider.
 
-    A chunk's corrections depend on each other by a unit lower triangular system (section 3.3 of the paper).
+    A chunk's corrections solve a unit lower triangular system (section 3.3 of the paper).
 
     Returns:
-        Outputs, and the state behind the last token (of its sequence, where there are several).
+        Outputs, and the state after the last token (of the last sequence, if packed).
     """
     tokens, key_dim = query.shape[1], query.shape[3]
     kind, size = torch.promote_types(query.dtype, torch.float32), min(chunk_size, tokens)
@@ -148,7 +148,7 @@ def chunked_gated_delta_rule(
 
     if segments is not None:
         segments = torch.cat([segments, segments[-1:].expand(missing)]).view(-1, size)
-    # A token that is missing corrects nothing, and lets nothing decay.
+    # Padding tokens have no correction and no decay.
     query, key, values, rate = in_chunks(query * key_dim**-0.5), in_chunks(key), in_chunks(value), in_chunks(beta)
     decays = _Decays.of(in_chunks(log_decay), segments)
     rated_key = key * rate.unsqueeze(-1)
@@ -167,5 +167,5 @@ def chunked_gated_delta_rule(
         corrected = corrections[:, :, chunk] - of_state[:, :, chunk] @ state
         outputs.append(reading[:, :, chunk] @ state + within[:, :, chunk] @ corrected)
         state = state * decays.of_chunk[:, :, chunk] + writing[:, :, chunk] @ corrected
-    whole = torch.stack(outputs, dim=2).flatten(2, 3)[:, :, :tokens]
-    return whole.transpose(1, 2).to(value.dtype), state
+    joined = torch.stack(outputs, dim=2).flatten(2, 3)[:, :, :tokens]
+    return joined.transpose(1, 2).to(value.dtype), state

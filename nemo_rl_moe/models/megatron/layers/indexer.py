@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of indexers of sparse attention, which are read, kept in checkpoints and written, but not computed with."""
+"""Weights of sparse attention's indexers, which are loaded, saved and exported, but unused in the forward pass."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from nemo_rl_moe.models.families import family_of
 
 
 class KeptTensors(nn.Module):
-    """Tensors that are no parameters, under the names of a layer's."""
+    """Buffers with the names of a layer's parameters."""
 
     def __init__(self, dtype: torch.dtype, **shapes: tuple[int, ...]):
         super().__init__()
@@ -21,9 +21,9 @@ class KeptTensors(nn.Module):
 
 
 class Indexer(nn.Module):
-    """Weights of one layer's indexer, whole on every rank.
+    """Weights of one layer's indexer, replicated on every rank.
 
-    Its norm and the weights of its heads are in float32, as the published code computes with them.
+    The norm and the weights of the heads are in float32, as in the published code.
     """
 
     def __init__(self, hf_config: Any, dtype: torch.dtype):
@@ -42,7 +42,7 @@ def indexer_parameters(hf_config: Any) -> int:
 
 
 def add_indexers(chunk: GPTModel, hf_config: Any) -> None:
-    """Give the layers of a chunk that have one the weights of an indexer."""
+    """Add the weights of an indexer to each layer of a chunk that has one."""
     indexed = family_of(hf_config).indexed_layers(hf_config)
     for layer in chunk.decoder.layers:
         if layer.layer_number - 1 in indexed:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Multi-head latent attention (DeepSeek-V2) as DeepSeek's checkpoints need it, also without Transformer Engine."""
+"""Multi-head latent attention (DeepSeek-V2) for DeepSeek's checkpoints, also without Transformer Engine."""
 
 import dataclasses
 from typing import Any
@@ -19,14 +19,14 @@ from torch import Tensor
 from nemo_rl_moe.models.megatron.cpu.attention import SDPAttention
 
 LATENT_NORM_EPS = 1e-6
-"""Epsilon of the norms of the latents, whatever `rms_norm_eps` says: modeling_deepseek_v3.py builds them so."""
+"""Epsilon of the latents' norms. `modeling_deepseek_v3.py` ignores `rms_norm_eps` for them."""
 
-# Whole norms, or linear layers of Transformer Engine with a norm inside.
+# Norms, or Transformer Engine's linear layers with a norm inside.
 _MODULES_WITH_LATENT_NORM = ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj")
 _DOWN_PROJECTIONS = ("linear_q_down_proj", "linear_kv_down_proj")
 
 if not isinstance(multi_latent_attention.TELinear, type):
-    # Without Transformer Engine 0.16.1 takes a mock of it for the real one, and asks what is an instance of the mock.
+    # Without Transformer Engine, Megatron-Core 0.16.1 uses a mock of it in `isinstance`, which fails.
     multi_latent_attention.HAVE_TE = False
 
 
@@ -39,16 +39,15 @@ class DuplicatedLinear(torch.nn.Module):
         self.weight.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, inputs: Tensor) -> tuple[Tensor, None]:
-        """Multiply `[..., inputs]` by the weight; there is no bias."""
         return F.linear(inputs, self.weight), None
 
 
 class LatentSelfAttention(MLASelfAttention):
     """`MLASelfAttention` with two differences.
 
-    - The norms of the latents have the epsilon of the checkpoints.
-    - Down-projections to the latents are whole on every tensor-parallel rank, as Transformer Engine's are. With
-      Megatron-Core's own column split, the gradient of the keys' rotary part lacks the heads of all other ranks.
+    - The latents' norms have the epsilon of the checkpoints.
+    - Down-projections to the latents are replicated on every tensor-parallel rank, as with Transformer Engine. With
+      Megatron-Core's column split, the gradient of the keys' rotary part lacks the heads of all other ranks.
     """
 
     def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any):
@@ -64,7 +63,7 @@ class LatentSelfAttention(MLASelfAttention):
                 setattr(self, name, DuplicatedLinear(weight, sequence_parallel=config.sequence_parallel))
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
-        """Return the modules around the norms of the latents from the layer spec, as in 0.16."""
+        """Return the modules around the latents' norms from the layer spec, as in 0.16."""
         names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
         return {name: getattr(submodules, name) for name in names}
 
@@ -77,10 +76,10 @@ def use_latent_attention(block: TransformerBlockSubmodules) -> TransformerBlockS
 def _with_latent_attention(layer_spec: ModuleSpec) -> ModuleSpec:
     layer = layer_spec.submodules
     submodules = layer.self_attention.submodules
-    # Megatron-Core builds no other class of this kind.
+    # MLASelfAttention accepts ColumnParallelLinear itself, and no subclass of it.
     changes: dict[str, type] = {name: ColumnParallelLinear for name in _DOWN_PROJECTIONS if _is_cut(submodules, name)}
     if submodules.core_attention is DotProductAttention:
-        # It knows one size of a head, where keys are longer than values.
+        # DotProductAttention supports one head size, but keys are longer than values.
         changes["core_attention"] = SDPAttention
     attention = dataclasses.replace(
         layer.self_attention, module=LatentSelfAttention, submodules=dataclasses.replace(submodules, **changes)

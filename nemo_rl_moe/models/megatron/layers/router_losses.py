@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Router losses of a rank's routers, in place of Megatron-Core's: shares of the mean over the global batch.
+"""Router losses as shares of the mean over the global batch, instead of Megatron-Core's.
 
 A share is this rank's part of a sum over the tokens or sequences of the global batch. Shares add up over microbatches
-and ranks, as those of the algorithm's loss do, so that padding, packing and layout change nothing.
+and ranks, as in the algorithm's loss, so that padding, packing and layout do not change the result.
 """
 
 from collections.abc import Sequence
@@ -42,9 +42,9 @@ class BatchSize:
     """Size of one global batch or of several.
 
     Attributes:
-        tokens: Without padding, over all ranks.
-        sequences: With at least one token, over all ranks.
-        num_microbatches: Of each data-parallel rank.
+        tokens: Tokens without padding, over all ranks.
+        sequences: Sequences with at least one token, over all ranks.
+        num_microbatches: Microbatches of each data-parallel rank.
     """
 
     tokens: int
@@ -60,7 +60,7 @@ class BatchSize:
         )
 
     def terms(self, name: str) -> int:
-        """Return the number of terms that a loss is the mean of."""
+        """Return the number of terms in the mean of a loss."""
         return max(self.sequences if name == NAME_OF_BALANCING_TYPE["seq_aux_loss"] else self.tokens, 1)
 
 
@@ -69,7 +69,7 @@ class SequencesOfTokens:
     """Sequence of each token that a rank's routers see in a microbatch.
 
     Attributes:
-        sequence: `[tokens]`, in the routers' order; -1 on padding.
+        sequence: `[tokens]`, in the routers' order. -1 on padding.
         is_token: `[tokens]`, 1 for tokens, 0 for padding.
     """
 
@@ -86,13 +86,16 @@ class RouterLosses:
     """The router losses of a rank's chunks.
 
     Attributes:
-        is_on: A loss is enabled.
+        is_on: Whether a loss is enabled.
+        update: Size of the current global batch. Training losses are means over it.
+        step: Size of all global batches of a step. Logged losses are means over them.
+        tokens: By chunk, the tokens of the microbatch that runs through it.
     """
 
     def __init__(self, chunks: Sequence[GPTModel], config: TransformerConfig):
         self.is_on = bool(config.num_moe_experts) and bool(auxiliary_loss_names(config))
         self.update = self.step = BatchSize(0, 0, 1)
-        self._of_chunks: dict[int, SequencesOfTokens] = {}
+        self.tokens: dict[int, SequencesOfTokens] = {}
         self._of_routers = [
             _LossesOfRouter(self, number, router)
             for number, chunk in enumerate(chunks if self.is_on else ())
@@ -100,25 +103,20 @@ class RouterLosses:
         ]
 
     def start_step(self, shards: Sequence[GlobalBatchShard]) -> None:
-        """Take the size of all global batches of a step, over which logged losses are means."""
         self.step = BatchSize.of(shards)
 
     def start_update(self, shard: GlobalBatchShard) -> None:
-        """Take the size of the next global batch, over which the losses that train are means."""
         self.update = BatchSize.of([shard])
         for losses in self._of_routers:
             losses.load_so_far = None
 
     def set_tokens(self, chunk: int, tokens: SequencesOfTokens) -> None:
-        """Set the microbatch that runs through a chunk next, forward or again in the backward pass."""
-        self._of_chunks[chunk] = tokens
-
-    def tokens(self, chunk: int) -> SequencesOfTokens:
-        return self._of_chunks[chunk]
+        """Set the microbatch that runs through a chunk next, in its forward pass or when it is recomputed."""
+        self.tokens[chunk] = tokens
 
 
 class _LossesOfRouter:
-    """The losses of one router, called by its `routing`."""
+    """The losses of one router, which its `routing` calls."""
 
     def __init__(self, losses: RouterLosses, chunk: int, router: Any):
         self._losses, self._chunk, self._router = losses, chunk, router
@@ -128,17 +126,17 @@ class _LossesOfRouter:
         router._apply_seq_aux_loss = router._apply_global_aux_loss = _unchanged
 
     def attach_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        """Return the logits `[tokens, experts]`, whose backward pass adds the gradient of the z-loss."""
+        """Return the logits `[tokens, experts]` with the z-loss attached to their backward pass."""
         coefficient = self._router.config.moe_z_loss_coeff
         if coefficient is None or not self._router.training or not torch.is_grad_enabled():
             return logits
         return self._attach(logits, Z_LOSS, coefficient, z_loss_sum(logits, self._tokens.is_token))
 
     def attach_balancing_losses(self, probs: Tensor, scores: Tensor, top_experts: Tensor, **_mask: Any) -> Tensor:
-        """Return the probabilities, whose backward pass adds the gradients of all balancing losses.
+        """Return the probabilities with all balancing losses attached to their backward pass.
 
         Args:
-            scores: `[tokens, experts]`, of all experts.
+            scores: `[tokens, experts]`.
             top_experts: `[tokens, experts]`, True for the experts of highest score.
         """
         assignments = counted_assignments(self._router, top_experts)
@@ -150,29 +148,29 @@ class _LossesOfRouter:
 
     @property
     def _tokens(self) -> SequencesOfTokens:
-        return self._losses.tokens(self._chunk)
+        return self._losses.tokens[self._chunk]
 
     def _balancing_sum(self, name: str, scores: Tensor, assignments: Tensor) -> Tensor:
         router, tokens = self._router, self._tokens
         if name == NAME_OF_BALANCING_TYPE["seq_aux_loss"]:
             load = load_of_sequences(assignments, tokens.sequence, tokens.num_sequences)
-            _add_up(load, router.tp_cp_group)
+            load = sum_over_group(load, router.tp_cp_group)
             return sequence_balancing_sum(scores, tokens.sequence, load, router.topk)
         load = load_of_tokens(assignments, tokens.is_token)
         if name != GLOBAL_BATCH_LOSS:
-            _add_up(load, router.tp_cp_group)
+            load = sum_over_group(load, router.tp_cp_group)
         else:
-            _add_up(load, router.tp_dp_cp_group)
+            load = sum_over_group(load, router.tp_dp_cp_group)
             if self.load_so_far is not None:
                 load += self.load_so_far
             self.load_so_far = load
         return balancing_sum(scores, tokens.is_token, load)
 
     def _attach(self, values: Tensor, name: str, coefficient: float, share: Tensor) -> Tensor:
-        """Return the values, whose backward pass adds the gradient of a loss."""
-        # share: This rank's sum of the loss over this microbatch.
+        """Attach a loss, given as this rank's sum over the microbatch, to the backward pass of the values."""
         update, step = self._losses.update, self._losses.step
-        # The schedule divides by the number of microbatches and the gradient reduction by the data-parallel size.
+        # Undoes the schedule's division by the number of microbatches and the gradient reduction's by the data-parallel
+        # size.
         scale = update.num_microbatches * parallel_state.get_data_parallel_world_size()
         logged = step.num_microbatches / (step.terms(name) * recorded_share(name))
         record_auxiliary_loss(name, share.detach() * logged, self._router.layer_number, self._router.config)
@@ -182,9 +180,9 @@ class _LossesOfRouter:
 def counted_assignments(router: Any, top_experts: Tensor) -> Tensor:
     """Return `[tokens, experts]`, 1 if a token of a router's last pass counts for an expert in its balancing losses.
 
-    A token counts for the experts that it goes to. With an expert bias it counts for the experts of highest score
-    without the bias (DeepSeek-V3, equation 18): a bias that balances the load would otherwise leave no gradient. Of
-    replayed experts, the configuration says whether they count.
+    A token counts for its chosen experts. With an expert bias it counts for the experts of highest score without the
+    bias (DeepSeek-V3, equation 18), because a bias that balances the load would leave no gradient. The configuration
+    decides whether replayed experts count.
 
     Args:
         top_experts: `[tokens, experts]`, True for the experts of highest score.
@@ -197,22 +195,23 @@ def counted_assignments(router: Any, top_experts: Tensor) -> Tensor:
 
 
 def _unchanged(probs: Tensor, *_arguments: Any, **_options: Any) -> Tensor:
-    """Replace the further balancing losses of `TopKRouter`, which `attach_balancing_losses` has attached."""
+    """Replace `TopKRouter`'s other balancing losses, which `attach_balancing_losses` includes."""
     return probs
 
 
-def _add_up(load: Tensor, group: Any) -> None:
+def sum_over_group(load: Tensor, group: Any) -> Tensor:
+    """Sum a load over the ranks of a group, in place."""
     if group.size() > 1:
         dist.all_reduce(load, group=group)
+    return load
 
 
 def recorded_share(name: str) -> float:
-    """Return the weight of one rank's recorded loss in the sum over all ranks.
+    """Return the weight of one rank's recorded loss in the sum over all ranks, for the mean over data-parallel ranks.
 
-    `RouterLosses` records what Megatron-Core's own routers do in other loops. For the micro-batch and sequence losses
-    it is this rank's part of a sum over the tensor and context ranks, for the global-batch loss its part of a sum over
-    the data-parallel ranks too, for the z-loss the mean over its own tokens. Reported is the mean over data-parallel
-    ranks.
+    `RouterLosses` records the same values as Megatron-Core's routers do in other loops: for the micro-batch and
+    sequence losses this rank's part of a sum over the tensor and context ranks, for the global-batch loss its part of a
+    sum over these and the data-parallel ranks, for the z-loss the mean over its own tokens.
     """
     if name == GLOBAL_BATCH_LOSS:
         return 1.0

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Routers beyond Megatron-Core's own: groups of experts, forced routing, expert bias."""
+"""Additions to Megatron-Core's routers: groups of experts, forced routing, expert bias."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,7 +29,7 @@ from nemo_rl_moe.routing.replay import group_limited_margins
 def group_limited_topk(
     scores: Tensor, topk: int, num_groups: int, group_topk: int, best_of_group: int
 ) -> tuple[Tensor, Tensor]:
-    """Compute group-limited top-k (DeepSeek-V2 and V3): the best groups of experts, then their best experts."""
+    """Return the scores and indices of the top experts in the best groups (DeepSeek-V2 and V3)."""
     of_groups = scores.unflatten(1, (num_groups, -1))
     group_scores = of_groups.topk(best_of_group, dim=-1).values.sum(-1)
     usable = torch.zeros_like(group_scores, dtype=torch.bool)
@@ -38,10 +38,10 @@ def group_limited_topk(
 
 
 class GroupLimitedChoice:
-    """Group-limited top-k in the place of a `RouterReplay`, where a router selects its experts.
+    """Group-limited top-k with the interface of `RouterReplay`, which selects a router's experts.
 
     Attributes:
-        counted: `[tokens, topk]`, the last choice, which the balancing losses count.
+        counted: `[tokens, topk]`, the last choice, for the balancing losses.
     """
 
     def __init__(self, best_of_group: int):
@@ -56,44 +56,43 @@ class GroupLimitedChoice:
         group_topk: int,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the top experts of each token, in place of `RouterReplay`'s: twice `[tokens, topk]`."""
+        """Return scores and indices of each token's top experts, both `[tokens, topk]`."""
         values, self.counted = group_limited_topk(scores, topk, num_groups, group_topk, self._best_of_group)
         return values, self.counted
 
     def margins(self, scores: Tensor, topk: int, num_groups: int, group_topk: int) -> Tensor:
-        """Return how narrowly experts, or the last usable group, were chosen; `[tokens]`."""
+        """Return the margin of each token's choice of experts or groups, `[tokens]`."""
         return group_limited_margins(scores, topk, num_groups, group_topk, self._best_of_group)
 
 
 def limit_groups(model: nn.Module, *, as_deepseek: bool) -> None:
-    """Give every router with groups its group-limited top-k; replayed routing stays as recorded.
+    """Give every router with groups its group-limited top-k. Replayed routing stays as recorded.
 
     Args:
-        as_deepseek: A group's score is that of its best expert (DeepSeek-V2) or of its two best (V3), which the score
-            function distinguishes; otherwise that of as many experts as a token takes of a group, as Megatron-Core has
-            it.
+        as_deepseek: A group's score is its best expert's (DeepSeek-V2, softmax scores) or the sum of its two best
+            (DeepSeek-V3, sigmoid scores). False sums `topk / group_topk` experts, as Megatron-Core does.
     """
     for router in model.modules():
         if not isinstance(router, TopKRouter) or not router.config.moe_router_group_topk:
             continue
         of_deepseek = 1 if router.config.moe_router_score_function == "softmax" else 2
         choice = GroupLimitedChoice(of_deepseek if as_deepseek else router.topk // router.config.moe_router_group_topk)
-        if router.router_replay is None:
+        replay = router.router_replay
+        if replay is None:
             router.router_replay = choice
         else:
-            replay = router.router_replay
             replay.get_replay_topk = partial(_replay_or_choose, replay.get_replay_topk, choice)
 
 
 def _replay_or_choose(replay: Callable[..., Any], choice: GroupLimitedChoice, *arguments: Any) -> Any:
-    """Call a `RouterReplay` with group-limited top-k as its default, which is the last of its arguments."""
+    """Call a `RouterReplay` with group-limited top-k as its default choice, the last argument."""
     return replay(*arguments[:-1], choice.get_replay_topk)
 
 
 def noise_in_training_only(model: nn.Module) -> None:
-    """Keep noise on the routers' input, and the capacity of experts, out of passes that do not train.
+    """Apply the routers' input noise and the experts' capacity in training passes only.
 
-    Megatron-Core applies both in every pass. A loss of validation would depend on chance, and on how its batch is cut.
+    Megatron-Core applies both in every pass. A validation loss would depend on chance and on the microbatches.
     """
     for module in model.modules():
         config: Any = getattr(module, "config", None)
@@ -104,8 +103,7 @@ def noise_in_training_only(model: nn.Module) -> None:
 
 
 def _in_training(router: TopKRouter, jitter: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
-    jittered: Tensor = jitter(inputs) if router.training else inputs
-    return jittered
+    return jitter(inputs) if router.training else inputs
 
 
 def _without_capacity_in_evaluation(layer: MoELayer, forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -121,22 +119,22 @@ def _without_capacity_in_evaluation(layer: MoELayer, forward: Callable[..., Any]
 
 
 FORCED_ROUTING_FIELDS = ("moe_router_force_load_balancing", "moe_router_force_biased", "moe_router_force_hot_rank")
-"""Each is a field of TransformerConfig or, where this version has none, an attribute set on it."""
+"""Fields of TransformerConfig, or attributes set on it if the release lacks the field."""
 
-# Added to a logit; far above any real one, far below where float32 or bfloat16 lose the others to infinity.
+# Added to a logit: far above real logits, and far from overflow in float32 and bfloat16.
 _HOT = 1.0e4
 
 
 def forced_routing_in_force(config: TransformerConfig) -> dict[str, Any]:
-    """Return the forced-routing settings that are on; empty in a real run."""
+    """Return the forced-routing settings that are on. Empty in a real run."""
     values = {name: getattr(config, name, None) for name in FORCED_ROUTING_FIELDS}
     return {name: value for name, value in values.items() if value is not None and value is not False}
 
 
 def force_routing(chunks: Sequence[GPTModel], config: TransformerConfig) -> None:
-    """Change the routers' logits as the configuration says; do nothing in a real run."""
+    """Change the routers' logits if the configuration forces routing."""
     if hasattr(moe_utils, "RandomSTEShared"):
-        # Megatron keeps the biases by layer number on a class, so that a second model would inherit the first one's.
+        # Megatron-Core keeps the biases by layer number on a class, so a second model would inherit the first one's.
         moe_utils.RandomSTEShared._cache.clear()
     change = _change_of_logits(config)
     if change is None:
@@ -150,8 +148,8 @@ def force_routing(chunks: Sequence[GPTModel], config: TransformerConfig) -> None
 def _change_of_logits(config: TransformerConfig) -> Callable[[TransformerConfig], Callable[[Tensor], Tensor]] | None:
     if getattr(config, "moe_router_force_hot_rank", None) is not None:
         return _hot_rank
-    own_flag = "moe_router_force_biased" in transformer_config_fields()
-    if not own_flag and getattr(config, "moe_router_force_biased", None) is not None:
+    is_supported = "moe_router_force_biased" in transformer_config_fields()  # then Megatron-Core does it
+    if not is_supported and getattr(config, "moe_router_force_biased", None) is not None:
         return _biased
     return None
 
@@ -166,7 +164,7 @@ def _change_logits(router: Any, change: Callable[[Tensor], Tensor]) -> None:
 
 
 def _hot_rank(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
-    """Raise the logits of one expert-parallel rank's experts above all others."""
+    """Return a function that raises the logits of one expert-parallel rank's experts above all others."""
     experts_of_rank = config.num_moe_experts // config.expert_model_parallel_size
     first = config.moe_router_force_hot_rank * experts_of_rank
 
@@ -179,8 +177,8 @@ def _hot_rank(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
 
 
 def _biased(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
-    """Return a bias of random logits for each expert, the same on all ranks, as Megatron-Core adds it from 0.17 on."""
-    # A negative deviation samples the bias once and keeps it.
+    """Return random logits with a random bias per expert, the same on all ranks, as in Megatron-Core 0.17."""
+    # With a negative deviation the bias is sampled only once.
     deviation: float = config.moe_router_force_biased
     kept: list[Tensor] = []
 
@@ -200,10 +198,10 @@ def _biased(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
 @contextmanager
 def unconverted_state(chunks: Sequence[GPTModel]) -> Iterator[None]:
     """Keep the buffers of routers and indexers, and parameters that stay in float32, while the chunks are converted to
-    another type.
+    another number format.
 
-    Megatron-Core converts routers' with the weights, and restores only the bias to float32, rounded by then. Its token
-    counts stay in bfloat16, which has no odd number above 256.
+    Megatron-Core converts the routers' buffers with the weights, and only returns the bias to float32 after it has been
+    rounded. Its token counts stay in bfloat16, which cannot represent odd numbers above 256.
     """
     kept = [
         (module, name, buffer)
@@ -226,12 +224,10 @@ def unconverted_state(chunks: Sequence[GPTModel]) -> Iterator[None]:
 
 
 class ExpertBias:
-    """Saved expert bias, to undo its update where an optimizer step is skipped, and to measure its changes.
+    """Expert bias before the last update, to undo the update if an optimizer step is skipped, and to measure changes.
 
-    What is saved stands before the last update; nothing is where that was skipped.
-
-    With every update, Megatron-Core zeroes the token counts and moves every expert whose load is not the mean, so that
-    an unchanged layer has not been updated.
+    With every update, Megatron-Core zeroes the token counts and moves the bias of every expert whose load is not the
+    mean, so a layer with an unchanged bias has not been updated.
     """
 
     def __init__(self, chunks: Sequence[GPTModel], config: TransformerConfig):
@@ -262,9 +258,9 @@ class ExpertBias:
 
     @torch.no_grad()
     def around_last_update(self) -> dict[int, Float[np.ndarray, "2 experts"]]:
-        """Return the bias of this rank's layers before the last update and now, by index in the whole model.
+        """Return the bias of this rank's layers before the last update and now, by layer index in the model.
 
-        Empty where that update was skipped, or does not move the bias.
+        Empty if the update was skipped or does not move the bias.
         """
         return {
             router.layer_number - 1: torch.stack([kept, router.expert_bias]).float().cpu().numpy()
@@ -273,11 +269,11 @@ class ExpertBias:
 
     @torch.no_grad()
     def metrics(self) -> dict[str, float]:
-        """Return the changes of the bias in this step; empty without a bias. Every rank calls it.
+        """Return the changes of the bias in this step. Empty without a bias. Every rank calls it.
 
-        `expert_bias/max_abs_change` and `expert_bias/max_abs`: largest change of an expert's bias, and largest bias.
-        `expert_bias_frozen_layers`: layers of all stages whose bias the last update left unchanged; absent where none,
-        or where that update was skipped.
+        `expert_bias/max_abs_change` and `expert_bias/max_abs` are the largest change of an expert's bias and the
+        largest bias. `expert_bias_frozen_layers` is the number of layers of all stages that the last update left
+        unchanged, absent if that is 0 or the update was skipped.
         """
         if not self._is_on:
             return {}
@@ -288,7 +284,7 @@ class ExpertBias:
             largest = largest.maximum(found)
         for router, kept in self._kept:
             frozen += (router.expert_bias == kept).all()
-        dist.all_reduce(largest, dist.ReduceOp.MAX)  # stages hold other layers
+        dist.all_reduce(largest, dist.ReduceOp.MAX)  # stages have different layers
         metrics = dict(zip(("expert_bias/max_abs_change", "expert_bias/max_abs"), largest.tolist(), strict=True))
         if self._moves:
             if parallel_state.get_pipeline_model_parallel_world_size() > 1:

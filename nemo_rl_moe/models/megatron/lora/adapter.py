@@ -1,15 +1,15 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Low-rank factors beside one linear layer, as tensor-parallel ranks share them (Hu et al. 2021, LoRA).
+"""Low-rank adapter of one linear layer on tensor-parallel ranks (Hu et al. 2021, LoRA).
 
-Each Hugging Face tensor that the layer's weight consists of can have a pair of factors: `lora_A` `[rank, inputs]` and
-`lora_B` `[its outputs, rank]`. Where ranks share the layer's outputs, `A` is whole on each of them and `B` is cut as
-the weight is; where they share its inputs, `A` is cut and `B` is whole. A whole factor that sees only a rank's part of
-the sequence, or of an expert's width, is marked so that Megatron-Core sums its gradient over the tensor-parallel ranks.
+Each Hugging Face tensor in the layer's weight can have a pair of factors, `lora_A` `[rank, inputs]` and `lora_B`
+`[outputs, rank]`. If the layer is sharded by outputs, `A` is replicated and `B` is sharded like the weight. If it is
+sharded by inputs, `A` is sharded and `B` is replicated. A replicated factor that only sees a rank's part of the
+sequence, or of an expert's width, is marked so that Megatron-Core sums its gradient over the tensor-parallel ranks.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -32,18 +32,18 @@ from nemo_rl_moe.models.megatron.lora.grouped_products import grouped_product
 from nemo_rl_moe.models.megatron.model.parallel_state import OF_RANK, OF_SHARE
 
 OUTPUTS, INPUTS = 0, 1
-"""Dimension of a weight that ranks share."""
+"""Dimension in which a weight is sharded."""
 
 
 class Switch:
-    """Switch that turns all adapters of a model on or off: without them the model is its base."""
+    """Switch that turns all adapters of a model on or off."""
 
     def __init__(self) -> None:
         self.is_on = True
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Compute with the base alone while open."""
+        """Compute with the base model while open."""
         before, self.is_on = self.is_on, False
         try:
             yield
@@ -56,17 +56,18 @@ class Base:
     """A frozen linear layer of this rank, or the layers of its experts.
 
     Attributes:
-        weights: One matrix `[outputs, inputs]`; of experts one each, or one tensor with all of them.
+        weights: One matrix `[outputs, inputs]`. For experts one matrix each, or one tensor with all of them.
         shape: Outputs and inputs of a matrix on this rank.
-        modules: Hugging Face name of each module that the weight consists of, in order, with `{expert}` for an expert's
-            number; None where it gets no adapter.
-        names: The modules' names within their layer, such as q_proj; as many.
-        layout: How the modules' outputs lie in the weight.
-        cut: Dimension that ranks share: OUTPUTS, INPUTS; None: whole on each of them.
-        num_shards: Ranks that share it.
-        shard_rank: This rank's place among them.
-        experts: Of routed experts: the number of this rank's first one, of its experts, and of all; None: no experts.
-        config: Megatron-Core's. Generation switches sequence parallelism off in it, so it is read in each pass.
+        modules: Hugging Face names of the modules in the weight, in order, with `{expert}` for an expert's number. None
+            for a module without an adapter.
+        names: The modules' names within their layer, such as q_proj.
+        layout: Order of the modules' outputs in the weight.
+        cut: Dimension in which the weight is sharded, OUTPUTS or INPUTS. None if it is replicated.
+        num_shards: Number of ranks with a shard.
+        shard_rank: Index of this rank's shard.
+        experts: For routed experts, the index of this rank's first expert, the number of its experts, and the number of
+            all experts. Otherwise None.
+        config: Megatron-Core's. Generation switches sequence parallelism off in it, so each pass reads it again.
     """
 
     weights: tuple[Tensor, ...]
@@ -82,7 +83,6 @@ class Base:
 
     @property
     def sequence_is_cut(self) -> bool:
-        """Whether the layer's inputs or outputs are a part of the sequence on each tensor-parallel rank now."""
         return bool(self.config.sequence_parallel)
 
 
@@ -91,9 +91,9 @@ class Factor:
     """One factor of this rank, as a piece of a full tensor.
 
     Attributes:
-        name: That of the full tensor in `peft`, without its prefix; of experts with `{expert}` for a number.
-        parameter: `[rows, columns]`; of experts with a factor each `[experts, rows, columns]`.
-        cut: Dimension of the matrix that ranks share; None: whole.
+        name: Name of the full tensor in `peft`, without its prefix, with `{expert}` for an expert's number.
+        parameter: `[rows, columns]`, or `[experts, rows, columns]` if each expert has a factor.
+        cut: Dimension in which the matrix is sharded. None if it is replicated.
     """
 
     name: str
@@ -103,7 +103,7 @@ class Factor:
 
     @property
     def is_stacked(self) -> bool:
-        """Return whether there is a matrix for each expert."""
+        """Whether the factor has a matrix for each expert."""
         return self.parameter.dim() == 3
 
 
@@ -119,13 +119,11 @@ class Pair(nn.Module):
 
 
 class Adapter(nn.Module):
-    """The factors beside one linear layer; they begin with zeros.
+    """The factors of one linear layer, which begin with zeros.
 
     Args:
         hf_config: For the order of queries, keys and values.
-        settings: Rank, scale, dropout; whether each expert has factors of its own.
-        switch: Of the model.
-        dtype: Number format of the factors.
+        switch: The model's switch.
     """
 
     def __init__(self, base: Base, hf_config: object, settings: LoraConfig, switch: Switch, dtype: torch.dtype):
@@ -138,82 +136,77 @@ class Adapter(nn.Module):
         self._outputs = [len(part) for part in of_sources]
         first = (base.experts[1],) if self.is_per_expert and base.experts is not None else ()
         device = base.weights[0].device
-        self._places = [place for place, module in enumerate(base.modules) if module is not None]
+        self._adapted = [index for index, module in enumerate(base.modules) if module is not None]
         self.pairs = nn.ModuleDict()
-        for place in self._places:
+        for index in self._adapted:
             lora_a = torch.zeros(*first, settings.rank, inputs, dtype=dtype, device=device)
-            lora_b = torch.zeros(*first, self._outputs[place], settings.rank, dtype=dtype, device=device)
-            self.pairs[str(base.names[place])] = Pair(lora_a, lora_b)
+            lora_b = torch.zeros(*first, self._outputs[index], settings.rank, dtype=dtype, device=device)
+            self.pairs[str(base.names[index])] = Pair(lora_a, lora_b)
         for factor in self.factors():
             self._mark(factor)
 
     def factors(self) -> Iterator[Factor]:
         """Yield both factors of every tensor."""
-        for place, pair in zip(self._places, self._pairs, strict=True):
-            module = self.base.modules[place]
-            for name, parameter, whole_where in (("lora_A", pair.lora_A, OUTPUTS), ("lora_B", pair.lora_B, INPUTS)):
-                cut = None if self.base.cut in (None, whole_where) or self.base.num_shards == 1 else self.base.cut
+        for index, pair in zip(self._adapted, self._pairs, strict=True):
+            module = self.base.modules[index]
+            for name, parameter, replicated in (("lora_A", pair.lora_A, OUTPUTS), ("lora_B", pair.lora_B, INPUTS)):
+                cut = None if self.base.cut in (None, replicated) or self.base.num_shards == 1 else self.base.cut
                 yield Factor(f"{module}.{name}", parameter, cut, self.base)
 
     @property
     def _pairs(self) -> list[Pair]:
-        return [pair for pair in self.pairs.values() if isinstance(pair, Pair)]
+        return [pair for pair in self.pairs.values() if isinstance(pair, Pair)]  # narrows the type
 
     def _mark(self, factor: Factor) -> None:
-        """Tell Megatron-Core who shares a factor: for its gradient's reduction, and for the gradient's norm."""
+        """Mark how ranks share a factor, for Megatron-Core's reduction and norm of gradients."""
         base, parameter = self.base, factor.parameter
         if factor.cut is not None:
             set_tensor_model_parallel_attributes(parameter, True, factor.cut + parameter.dim() - 2, 1)
         elif self.is_per_expert and base.num_shards == 1:
-            # Tensor-parallel ranks hold other experts.
+            # Tensor-parallel ranks have different experts.
             set_tensor_model_parallel_attributes(parameter, True, 1, 1)
-        # What is whole sees a part of the tokens, or of an expert's width.
+        # A replicated factor sees only a part of the tokens, or of an expert's width.
         is_summed = factor.cut is None and (not self.is_per_expert or base.num_shards > 1) and base.sequence_is_cut
         parameter.sequence_parallel = is_summed  # type: ignore[attr-defined]
         if self.is_per_expert:
             parameter.allreduce = False  # type: ignore[attr-defined]
 
     def down(self) -> Tensor:
-        """Return all `A`, one below the other: `[n * rank, inputs]`, of experts `[experts, n * rank, inputs]`."""
+        """Concatenate all `A`: `[n * rank, inputs]` or `[experts, n * rank, inputs]`."""
         parts: list[Tensor] = [pair.lora_A for pair in self._pairs]
-        return torch.cat(parts, -2) if len(parts) > 1 else parts[0]
+        return torch.cat(parts, -2) if len(parts) > 1 else parts[0]  # without a copy
 
     def up(self) -> Tensor:
-        """Return all `B` in the order of the weight's rows: `[outputs, n * rank]`, of experts with these first."""
+        """Join all `B` in the order of the weight's rows: `[outputs, n * rank]` or `[experts, outputs, n * rank]`."""
         pairs = self._pairs
         first = pairs[0].lora_B
         rank, count = first.shape[-1], len(pairs)
         parts = [first.new_zeros(*first.shape[:-2], length, count * rank) for length in self._outputs]
-        for number, (place, pair) in enumerate(zip(self._places, pairs, strict=True)):
-            parts[place] = F.pad(pair.lora_B, (number * rank, (count - 1 - number) * rank))
+        for number, (index, pair) in enumerate(zip(self._adapted, pairs, strict=True)):
+            parts[index] = F.pad(pair.lora_B, (number * rank, (count - 1 - number) * rank))
         if not self.is_per_expert:
             return self.base.layout.join(parts, self._hf_config)
-        # The layout joins rows, which have to come first; grouped products want a matrix behind the other.
-        whole = self.base.layout.join([part.movedim(0, -1) for part in parts], self._hf_config)
-        return whole.movedim(-1, 0).contiguous()
+        # The layout joins along the first dimension. Grouped products need contiguous matrices.
+        joined = self.base.layout.join([part.movedim(0, -1) for part in parts], self._hf_config)
+        return joined.movedim(-1, 0).contiguous()
 
     @torch.no_grad()
     def delta(self, expert: int = 0) -> Tensor:
-        """Return what is added to a weight where the adapter is merged, in float32: `[outputs, inputs]`.
-
-        Args:
-            expert: Index of one of this rank's experts.
-        """
+        """Return the term that merging adds to a weight or one of this rank's experts, float32 `[outputs, inputs]`."""
         up, down = self.up().float(), self.down().float()
         if self.is_per_expert:
             up, down = up[expert], down[expert]
         return self.scale * (up @ down)
 
     def of_linear(self, inputs: Tensor) -> Tensor:
-        """Return what is added to the layer's output for its inputs `[..., inputs]`."""
-        base = self.base
+        """Return the term for the layer's output from its inputs `[..., inputs]`."""
         hidden = F.linear(self._dropped(inputs), self.down())
-        if base.num_shards > 1 and base.experts is None:
+        if self.base.num_shards > 1 and self.base.experts is None:
             hidden = self._shared(hidden)
         return F.linear(hidden, self.up()) * self.scale
 
     def _shared(self, hidden: Tensor) -> Tensor:
-        """Bring `A`'s products to the ranks that need them for their part of `B`'s."""
+        """Exchange the products with `A` that each rank needs for its part of `B`."""
         if self.base.cut == OUTPUTS:
             if self.base.sequence_is_cut:
                 return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
@@ -225,23 +218,23 @@ class Adapter(nn.Module):
         return hidden
 
     def of_router(self, inputs: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return what is added to the logits `[..., experts]` of a router, which computes in a format of its own."""
+        """Return the term for a router's logits `[..., experts]`, in their number format."""
         hidden = F.linear(self._dropped(inputs).to(dtype), self.down().to(dtype))
         return F.linear(hidden, self.up().to(dtype)) * self.scale
 
     def of_expert(self, inputs: Tensor, expert: int) -> Tensor:
-        """Return what is added to one of this rank's experts' output, for its rows alone."""
+        """Return the term for the output of one of this rank's experts."""
         if not self.is_per_expert:
             return self.of_linear(inputs)
         inputs = self._dropped(inputs)
         return F.linear(F.linear(inputs, self.down()[expert]), self.up()[expert]) * self.scale
 
     def of_experts(self, rows: Tensor, ends: Tensor) -> Tensor:
-        """Return what is added to all experts' outputs.
+        """Return the term for the outputs of all this rank's experts.
 
         Args:
-            rows: `[rows, inputs]`, sorted by this rank's experts.
-            ends: Where each expert's rows end, int32 `[experts]`.
+            rows: `[rows, inputs]`, sorted by expert.
+            ends: End of each expert's rows, int32 `[experts]`.
         """
         if not self.is_per_expert:
             return self.of_linear(rows)
@@ -253,17 +246,13 @@ class Adapter(nn.Module):
     def _dropped(self, inputs: Tensor) -> Tensor:
         if not self._dropout or not self.training:
             return inputs
-        # Ranks with the same inputs drop the same ones of them, others their own.
-        with self._random_state():
-            return F.dropout(inputs, self._dropout)
-
-    def _random_state(self) -> AbstractContextManager[None]:
+        # Ranks with the same inputs must drop the same ones.
         base = self.base
         has_own_inputs = base.experts is not None or base.cut == INPUTS or base.sequence_is_cut
-        state: AbstractContextManager[None] = get_cuda_rng_tracker().fork(OF_RANK if has_own_inputs else OF_SHARE)
-        return state
+        with get_cuda_rng_tracker().fork(OF_RANK if has_own_inputs else OF_SHARE):
+            return F.dropout(inputs, self._dropout)
 
 
 def adapters_in(chunks: Sequence[nn.Module]) -> list[Adapter]:
-    """Return the adapters of a model's chunks, in the order of its layers."""
+    """Return the adapters of a model's chunks in the order of their layers."""
     return [module for chunk in chunks for module in chunk.modules() if isinstance(module, Adapter)]

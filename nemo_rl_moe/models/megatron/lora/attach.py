@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters of a model: which layers get one, their starting values, and the frozen base beneath them."""
+"""Adapters of a model: choice of layers, initial values, and the frozen base."""
 
 import math
 import re
@@ -21,8 +21,10 @@ from nemo_rl_moe.models.families import family_of
 from nemo_rl_moe.models.families.linear_targets import PLACES, ROUTED_EXPERTS, chosen_sources
 from nemo_rl_moe.models.families.rules import Rule
 from nemo_rl_moe.models.megatron.cpu.moe import IndexTopKRouter
-from nemo_rl_moe.models.megatron.lora.adapter import INPUTS, OUTPUTS, Adapter, Base, Factor, Switch, adapters_in
-from nemo_rl_moe.models.megatron.lora.experts import attach_to_experts
+from nemo_rl_moe.models.megatron.lora.adapter import INPUTS, OUTPUTS, Adapter, Base, Switch, adapters_in
+from nemo_rl_moe.models.megatron.lora.checkpoint_names import PREFIX
+from nemo_rl_moe.models.megatron.lora.experts import add_to_output, attach_to_experts
+from nemo_rl_moe.models.megatron.lora.transfer import FactorPart, factor_parts
 
 _NORM_WEIGHT = "layer_norm_weight"
 
@@ -30,13 +32,10 @@ _NORM_WEIGHT = "layer_norm_weight"
 def add_adapters(
     chunks: Sequence[GPTModel], config: TransformerConfig, hf_config: Any, lora: LoraConfig, seed: int
 ) -> Switch:
-    """Freeze the model, and put trainable adapters beside its layers. The weights must have been read.
+    """Freeze a model with loaded weights, attach trainable adapters to its layers, and return their switch.
 
     Args:
-        seed: Of the adapters' random values, which depend on it and on names alone, not on the layout.
-
-    Returns:
-        Switches the adapters of all chunks off and on.
+        seed: Seed of the adapters' random values, which also depend on names, but not on the layout.
     """
     switch = Switch()
     for chunk in chunks:
@@ -44,18 +43,17 @@ def add_adapters(
         for layer in chunk.decoder.layers:
             _adapt_layer(layer, config, hf_config, lora, switch)
         if chunk.pre_process:
-            # Recomputation asks its inputs whether a gradient is wanted.
+            # Activation checkpointing computes gradients only if its inputs require one.
             chunk.embedding.register_forward_hook(_want_gradient)
-    adapters = adapters_in(chunks)
-    _require_adapters_everywhere(len(adapters))
-    for adapter in adapters:
-        for factor in adapter.factors():
-            _initialize(factor, lora, seed)
+    _require_adapters_everywhere(len(adapters_in(chunks)))
+    for part in factor_parts(chunks):
+        if part.factor.name.endswith("lora_A"):  # `B` stays zero
+            part.local.copy_(part.slice_of(_sampled(part, lora, seed)))
     return switch
 
 
 def _require_adapters_everywhere(num_adapters: int) -> None:
-    """Raise an error on every rank where one has nothing to train."""
+    """Raise an error on every rank if one has nothing to train."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, num_adapters)
     if 0 in found:
@@ -97,7 +95,7 @@ def _adapt_layer(layer: Any, config: TransformerConfig, hf_config: Any, lora: Lo
 def _base(
     place: str, module: Any, layer: int, config: TransformerConfig, hf_config: Any, lora: LoraConfig
 ) -> Base | None:
-    """Describe the layer at a place; None where no adapter is asked for."""
+    """Describe a layer, or return None if the configuration does not ask for its adapter."""
     is_routed = place.startswith(f"{ROUTED_EXPERTS}.")
     rule = _rule(place, layer, hf_config)
     names = chosen_sources(place, len(rule.sources), lora.targets)
@@ -125,8 +123,7 @@ def _base(
 
 
 def _module_name(tensor: str, *, is_routed: bool) -> str:
-    """Return the module of a tensor."""
-    # Of routed experts with a place for the number, where the tensor holds all of them too.
+    """Return the module of a tensor, with `{expert}` for routed experts even if the tensor contains all of them."""
     module = tensor.removesuffix(".weight")
     if not is_routed:
         return module
@@ -141,7 +138,7 @@ def _rule(place: str, layer: int, hf_config: Any) -> Rule:
 
 
 def _weights_of_experts(experts: Any, linear: str) -> tuple[Tensor, ...]:
-    """Return the weights of this rank's experts: one tensor for all, or one for each."""
+    """Return the weights of this rank's experts, as one tensor or one for each expert."""
     parameters = dict(experts.named_parameters())
     if f"{linear}_weights" in parameters:
         return (parameters[f"{linear}_weights"],)
@@ -157,7 +154,7 @@ def _experts(config: TransformerConfig) -> tuple[int, int, int]:
 
 
 def _cut(weight: Any, place: str) -> tuple[int | None, int, int]:
-    """Return the dimension of a matrix that ranks share, the number of these, and this rank's place among them."""
+    """Return the sharded dimension of a matrix, the number of shards, and the index of this rank's shard."""
     if place.startswith(f"{ROUTED_EXPERTS}."):
         size = parallel_state.get_expert_tensor_parallel_world_size()
         cut = OUTPUTS if place.endswith("linear_fc1") else INPUTS
@@ -172,15 +169,12 @@ def _attach_to_linear(linear: Any, adapter: Adapter) -> None:
     linear.adapter = adapter
     norm_weight, eps = dict(linear.named_parameters(recurse=False)).get(_NORM_WEIGHT), getattr(linear, "eps", None)
 
-    def add(module: nn.Module, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any] | None:
-        if not adapter.switch.is_on:
-            return None
-        rows = inputs[0]
-        if norm_weight is not None:  # Transformer Engine keeps the norm in the linear layer behind it
+    def term(rows: Tensor, *_others: Any) -> Tensor:
+        if norm_weight is not None:  # Transformer Engine has the norm inside the linear layer after it
             rows = nn.functional.rms_norm(rows, norm_weight.shape, norm_weight, eps)
-        return output[0] + adapter.of_linear(rows), output[1]
+        return adapter.of_linear(rows)
 
-    linear.register_forward_hook(add)
+    add_to_output(linear, adapter, term)
 
 
 def _attach_to_router(router: Any, adapter: Adapter) -> None:
@@ -198,34 +192,14 @@ def _attach_to_router(router: Any, adapter: Adapter) -> None:
         router.is_plain = False
 
 
-@torch.no_grad()
-def _initialize(factor: Factor, lora: LoraConfig, seed: int) -> None:
-    """Sample this rank's piece of a factor `A`; `B` stays zero."""
-    if not factor.name.endswith("lora_A"):
-        return
-    base, parameter = factor.base, factor.parameter
-    if not factor.is_stacked:
-        parameter.copy_(_own_columns(_sampled(factor, factor.name, lora, seed), factor))
-        return
-    assert base.experts is not None
-    first, count, _ = base.experts
-    for index in range(count):
-        name = factor.name.format(expert=first + index)
-        parameter[index].copy_(_own_columns(_sampled(factor, name, lora, seed), factor))
-
-
-def _sampled(factor: Factor, name: str, lora: LoraConfig, seed: int) -> Tensor:
-    """Return the whole factor `[rank, inputs]`."""
-    columns = factor.parameter.shape[-1] * (factor.base.num_shards if factor.cut is not None else 1)
+def _sampled(part: FactorPart, lora: LoraConfig, seed: int) -> Tensor:
+    """Return the full factor `A`, `[rank, inputs]`."""
+    # The seed of a factor that experts share depends on its name with `{expert}` in it.
+    name = part.name.removeprefix(PREFIX).removesuffix(".weight") if part.factor.is_stacked else part.factor.name
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) ^ zlib.crc32(str(seed).encode()))
+    rank, inputs = part.shape
     if lora.init == "gaussian":
-        return torch.randn(lora.rank, columns, generator=generator) / lora.rank
-    # As torch's linear layers begin, and peft's: kaiming_uniform_ with a = sqrt(5).
-    bound = 1 / math.sqrt(columns)
-    return torch.empty(lora.rank, columns).uniform_(-bound, bound, generator=generator)
-
-
-def _own_columns(whole: Tensor, factor: Factor) -> Tensor:
-    if factor.cut is None:
-        return whole
-    return whole.chunk(factor.base.num_shards, -1)[factor.base.shard_rank]
+        return torch.randn(rank, inputs, generator=generator) / rank
+    # As in torch's linear layers and peft: kaiming_uniform_ with a = sqrt(5).
+    bound = 1 / math.sqrt(inputs)
+    return torch.empty(rank, inputs).uniform_(-bound, bound, generator=generator)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters in a checkpoint: the factors under peft's names, as pieces of full tensors that no layout changes."""
+"""Adapters in a checkpoint: the factors with peft's names, as pieces of full tensors in any layout."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,9 +16,9 @@ PREFIX = "base_model.model."
 
 
 def sharded_adapters(chunks: Sequence[nn.Module]) -> dict[str, ShardedTensor]:
-    """Return every factor of this rank; empty without adapters.
+    """Return every factor of this rank, empty without adapters.
 
-    Factors of a layer's experts are one tensor `[experts, rows, columns]` without an expert's number in its name.
+    Factors of a layer's experts are one tensor `[experts, rows, columns]`, and its name has no expert's number.
     """
     found = (_sharded(factor) for adapter in adapters_in(chunks) for factor in adapter.factors())
     return {sharded.key: sharded for sharded in found}
@@ -43,7 +43,7 @@ def _offsets(factor: Factor) -> Iterator[tuple[int, int, int]]:
 
 
 def _replica(factor: Factor) -> Any:
-    """Return which copy of its piece this rank holds, among the ranks of pipelines, of tensors and of data."""
+    """Return the replica index of this rank's piece in the pipeline, tensor and data dimensions."""
     if factor.is_stacked:
         same = factor.cut is None and factor.base.num_shards > 1
         copy = parallel_state.get_expert_tensor_parallel_rank() if same else 0

@@ -1,8 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters beside the routed experts of a rank, whichever module computes these."""
+"""Adapters of a rank's routed experts, for each kind of experts module."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ FC1, FC2 = "linear_fc1", "linear_fc2"
 
 
 class AdaptedExperts(GroupedExperts):
-    """`GroupedExperts` with an adapter beside one of its products or both."""
+    """`GroupedExperts` with an adapter on one or both of its products."""
 
     adapters: Mapping[str, Adapter]
 
@@ -41,40 +42,30 @@ class AdaptedExperts(GroupedExperts):
 
 
 def attach_to_experts(experts: Any, adapters: dict[str, Adapter]) -> None:
-    """Put adapters beside a layer's routed experts, by the name of their product.
-
-    Raises:
-        TypeError: The experts are of a kind that no adapter is built for.
-    """
+    """Attach adapters to a layer's routed experts, by the name of their linear layer."""
     experts.adapters = nn.ModuleDict(adapters)
     if isinstance(experts, GroupedExperts):
         experts.__class__ = AdaptedExperts
     elif isinstance(experts, SequentialMLP):
         for name, adapter in adapters.items():
             for index, expert in enumerate(experts.local_experts):
-                expert.get_submodule(name).register_forward_hook(_add_of_expert(adapter, index))
+                add_to_output(expert.get_submodule(name), adapter, partial(adapter.of_expert, expert=index))
     elif hasattr(experts, FC1):  # Transformer Engine's grouped layers
         for name, adapter in adapters.items():
-            experts.get_submodule(name).register_forward_hook(_add_of_experts(adapter))
+            add_to_output(experts.get_submodule(name), adapter, partial(_term_of_counts, adapter))
     else:
         raise TypeError(f"no adapter is built for experts of {type(experts).__name__}")
 
 
-def _add_of_expert(adapter: Adapter, index: int) -> Any:
-    def add(module: nn.Module, inputs: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any] | None:
-        if not adapter.switch.is_on:
-            return None
-        return output[0] + adapter.of_expert(inputs[0], index), output[1]
-
-    return add
+def _term_of_counts(adapter: Adapter, rows: Tensor, counts: Any, *_others: Any) -> Tensor:
+    ends = torch.as_tensor(counts, device=rows.device).cumsum(0).to(torch.int32)
+    return adapter.of_experts(rows, ends)
 
 
-def _add_of_experts(adapter: Adapter) -> Any:
+def add_to_output(linear: nn.Module, adapter: Adapter, term: Callable[..., Tensor]) -> None:
+    """Add `term(*inputs)` to the output of a linear layer while the adapter's switch is on."""
+
     def add(module: nn.Module, inputs: tuple[Any, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any] | None:
-        if not adapter.switch.is_on:
-            return None
-        rows, counts = inputs[:2]
-        ends = torch.as_tensor(counts, device=rows.device).cumsum(0).to(torch.int32)
-        return output[0] + adapter.of_experts(rows, ends), output[1]
+        return (output[0] + term(*inputs), output[1]) if adapter.switch.is_on else None
 
-    return add
+    linear.register_forward_hook(add)

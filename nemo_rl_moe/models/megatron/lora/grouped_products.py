@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Products of each expert's rows with its own matrix, with gradients for what asks for one."""
+"""Differentiable products of each expert's rows with its matrix."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from nemo_rl_moe.models.megatron.cpu.moe import ExpertProducts
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """Under plain autograd, torch's grouped product refuses expanded or empty gradients."""
+    """Torch's grouped product with a backward pass that accepts expanded or empty gradients."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor, products: ExpertProducts) -> Tensor:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A model without its adapters: their products added to the weights that they stood beside."""
+"""Merging of a model's adapters into its weights."""
 
 from collections.abc import Sequence
 
@@ -14,12 +14,12 @@ from nemo_rl_moe.models.megatron.weights.parameter_layout import parameter_piece
 
 @torch.no_grad()
 def merge_adapters(chunks: Sequence[GPTModel], config: TransformerConfig) -> None:
-    """Add the adapters to the weights, rounding once, and take them out of the model."""
+    """Add the adapters to the weights, rounding once, and remove them from the model."""
     for piece in parameter_pieces(chunks, config):
         if piece.adapter is not None:
             piece.local.copy_(piece.merged())
     for adapter in adapters_in(chunks):
-        adapter.switch.is_on = False  # hooks stay, and do nothing
+        adapter.switch.is_on = False  # the hooks stay but do nothing
     for chunk in chunks:
         for module in list(chunk.modules()):
             for name, child in list(module.named_children()):

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters written to and read from peft's folders, in either form of the experts."""
+"""Writing and reading of adapters as peft folders, in both forms of the experts."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -39,28 +39,27 @@ _AT_A_TIME = 64
 
 
 def factors_on_first_rank(chunks: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """Return all whole factors on rank 0, on the host; nothing elsewhere. Every rank calls it."""
+    """Return all full factors on rank 0, on the host, and nothing on other ranks. Every rank calls it."""
     own = list(factors_of_this_rank(chunks))
-    most = torch.tensor([len(own)])
     counts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(counts, int(most))
-    is_first, whole = dist.get_rank() == 0, dict[str, Tensor]()
+    dist.all_gather_object(counts, len(own))
+    is_first, found = dist.get_rank() == 0, dict[str, Tensor]()
     for start in range(0, max(counts), _AT_A_TIME):
         parts: list[Any] | None = [None] * dist.get_world_size() if is_first else None
         dist.gather_object(own[start : start + _AT_A_TIME], parts)
-        whole |= {name: tensor for of_rank in parts or () for name, tensor in of_rank}
-    return whole
+        found |= {name: tensor for of_rank in parts or () for name, tensor in of_rank}
+    return found
 
 
 def write_adapter(
     folder: Path, factors: Mapping[str, Tensor], lora: LoraConfig, hf_config: Any, base: str, form: ExpertForm
 ) -> None:
-    """Write a folder that peft's `PeftModel.from_pretrained` reads, with checksums of its own.
+    """Write a folder with checksums for peft's `PeftModel.from_pretrained`.
 
     Args:
-        factors: Of `factors_on_first_rank`.
-        base: Name or folder of the base.
-        form: Of the experts.
+        factors: From `factors_on_first_rank`.
+        base: Name or folder of the base model.
+        form: Form of the experts.
     """
     folder.mkdir(parents=True, exist_ok=True)
     content = adapter_config(lora, hf_config, base, factors, form)
@@ -76,7 +75,7 @@ def _num_experts(hf_config: Any) -> int:
 
 
 def _of_each_expert(factors: Mapping[str, Tensor], hf_config: Any) -> dict[str, Tensor]:
-    """Give each expert a copy of what a layer's experts share."""
+    """Replace factors that a layer's experts share by a copy for each expert."""
     found = {}
     for name, tensor in factors.items():
         parts = expert_factor(name)
@@ -89,7 +88,7 @@ def _of_each_expert(factors: Mapping[str, Tensor], hf_config: Any) -> dict[str, 
 
 
 def _fused(factors: Mapping[str, Tensor], hf_config: Any) -> dict[str, Tensor]:
-    """Return the factors with a layer's experts in two tensors of each kind."""
+    """Fuse the factors of a layer's experts to an `A` and a `B` for each fused parameter."""
     found: dict[str, Tensor] = {}
     of_experts: dict[tuple[str, str], dict[tuple[int, int | None, bool], Tensor]] = {}
     for name, tensor in _of_each_expert(factors, hf_config).items():
@@ -112,24 +111,24 @@ def _fused(factors: Mapping[str, Tensor], hf_config: Any) -> dict[str, Tensor]:
 
 
 def _blocks(parts: Sequence[Tensor], halves: Sequence[int | None]) -> Tensor:
-    """Return the `B` of a fused parameter: a block for each of its halves, zero for one without a factor."""
+    """Return the `B` of a fused parameter: a block for each half, and zeros for a half without a factor."""
     if halves == [None]:
         return parts[0]
-    whole = torch.block_diag(*parts)
+    blocks = torch.block_diag(*parts)
     if len(halves) == 2:
-        return whole
-    zeros = torch.zeros_like(whole)
-    return torch.cat([whole, zeros] if halves == [0] else [zeros, whole])
+        return blocks
+    zeros = torch.zeros_like(blocks)
+    return torch.cat([blocks, zeros] if halves == [0] else [zeros, blocks])
 
 
 def load_adapter(chunks: Sequence[GPTModel], folder: Path, rank: int, hf_config: Any) -> None:
-    """Fill this rank's factors from a folder of peft's, or from a run's checkpoint. Every rank calls it."""
+    """Fill this rank's factors from a peft folder or a run's checkpoint. Every rank calls it."""
     folder = folder_of_peft(folder)
     if holds_megatron_weights(folder):
         load_model(chunks, folder / MEGATRON_WEIGHTS_FOLDER)
         return
     problems: list[str] = []
-    used: set[str] = set()
+    names, used = set[str](), set[str]()
     try:
         with safe_open(folder / WEIGHTS_FILE, "pt") as file:
             parameters = read_adapter_config(folder).get("target_parameters") or ()
@@ -140,7 +139,6 @@ def load_adapter(chunks: Sequence[GPTModel], folder: Path, rank: int, hf_config:
             names = set(file.keys())
     except (OSError, SafetensorError) as error:
         problems.append(f"cannot be read: {one_line(error)}")
-        names = set()
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, problems[:8])
     all_used = union_of_ranks(dict.fromkeys(used)).keys()
@@ -153,22 +151,22 @@ def load_adapter(chunks: Sequence[GPTModel], folder: Path, rank: int, hf_config:
 
 @torch.no_grad()
 def _load(part: FactorPart, reader: "_Reader", problems: list[str]) -> None:
-    whole = reader.find(part.name)
-    if whole is None:
+    found = reader.find(part.name)
+    if found is None:
         problems.append(f"lacks {part.name}")
-    elif isinstance(whole, str):
-        problems.append(whole)
-    elif tuple(whole.shape) != part.shape:
-        problems.append(f"{part.name}: got the shape {list(whole.shape)}, expected {list(part.shape)}")
+    elif isinstance(found, str):
+        problems.append(found)
+    elif tuple(found.shape) != part.shape:
+        problems.append(f"{part.name}: got the shape {list(found.shape)}, expected {list(part.shape)}")
     else:
-        part.local.copy_(part.slice_of(whole))
+        part.local.copy_(part.slice_of(found))
 
 
 class _Reader:
-    """Whole factors of a peft file by this project's names, whichever form it has.
+    """Reader of full factors by this project's names from a peft file in either form.
 
     Attributes:
-        used: Names in the file that were asked for.
+        used: Names in the file that have been read.
     """
 
     def __init__(self, file: Any, rank: int, hf_config: Any, fused: Collection[str]):
@@ -178,7 +176,7 @@ class _Reader:
         self._read = lru_cache(maxsize=4)(file.get_tensor)
 
     def find(self, name: str) -> Tensor | str | None:
-        """Return a factor; what is wrong with it; or None: it is not there."""
+        """Return a factor, a description of its problem, or None if it is missing."""
         plain = name if name in self._names else name.replace(".block_sparse_moe.", ".mlp.")
         if plain in self._names:
             self.used.add(plain)
@@ -192,7 +190,7 @@ class _Reader:
         return self._of_fused(parts, parts.expert)
 
     def _shared(self, name: str, parts: ExpertFactor) -> Tensor | str | None:
-        """Return what all experts of a layer have alike."""
+        """Return the factor that a layer's experts share, if they are equal in the file."""
         numbered = [name.replace(".experts.", f".experts.{e}.") for e in range(_num_experts(self._hf_config))]
         found = [self.find(each) for each in numbered]
         first = found[0]
@@ -215,13 +213,13 @@ class _Reader:
 
 
 def _half(parts: ExpertFactor, down: Tensor, up: Tensor, rank: int) -> Tensor | str:
-    """Return an expert's factor of a half of a fused parameter, whose factors have the rank or twice of it."""
+    """Return an expert's factor for a half of a fused parameter, whose factors have once or twice the rank."""
     if parts.half is None:
         return down if parts.is_a else up
     length = up.shape[0] // 2
     rows = slice(parts.half * length, (parts.half + 1) * length)
     if len(down) == rank:
-        # One factor A for both, as peft makes them.
+        # Both halves share `A`, as peft creates them.
         return down if parts.is_a else up[rows]
     ranks = slice(parts.half * rank, (parts.half + 1) * rank)
     others = torch.ones(up.shape[1], dtype=torch.bool)

@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Other values in a model's adapters for a while, to see that an engine follows them.
+"""Temporary values in a model's adapters, to check that an engine uses them.
 
-An adapter begins as zero, so that at first an engine without it computes the same. Values that show make the difference
-before a run depends on it.
+An adapter begins as zero, so that an engine without it would compute the same at first. Visible values reveal a missing
+adapter before the run depends on it.
 """
 
 import math
@@ -17,11 +17,11 @@ from nemo_rl_moe.models.megatron.lora.adapter import adapters_in
 from nemo_rl_moe.models.megatron.lora.transfer import factor_parts
 
 _SHARE_OF_WEIGHTS = 0.5
-"""Size of what an adapter adds, against a matrix that keeps the size of its inputs."""
+"""Size of an adapter's term, relative to a matrix that preserves the norm of its inputs."""
 
 
 class AdapterProbe:
-    """Values of a model's adapters that are replaced for a while."""
+    """Temporary replacement of the values in a model's adapters."""
 
     def __init__(self, chunks: Sequence[nn.Module]):
         self._chunks = chunks
@@ -29,7 +29,7 @@ class AdapterProbe:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Give every factor random values that no layout changes, and keep its own on the host."""
+        """Give every factor random values, the same in every layout, and keep the original ones on the host."""
         assert not self._kept
         scale = max(adapter.scale for adapter in adapters_in(self._chunks))
         for part in factor_parts(self._chunks):
@@ -43,7 +43,7 @@ class AdapterProbe:
 
     @torch.no_grad()
     def end(self) -> None:
-        """Put the kept values back, to the last bit."""
+        """Restore the original values bit by bit."""
         for part, kept in zip(factor_parts(self._chunks), self._kept, strict=True):
             part.local.copy_(kept)
         self._kept = []

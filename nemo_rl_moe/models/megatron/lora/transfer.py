@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Adapters as a stream of whole factors under peft's names: to engines that take them, to and from peft's folders."""
+"""Adapters as a stream of full factors with peft's names, for engines and peft folders."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,10 +19,10 @@ from nemo_rl_moe.weight_sync.transport import NamedTensor
 
 @dataclass(frozen=True)
 class FactorPart:
-    """This rank's part of one whole factor: `[rows, columns]`, of an expert its own.
+    """This rank's part of one full factor, `[rows, columns]`.
 
     Attributes:
-        name: In peft, with the number of the expert; without one where the layer's experts share it.
+        name: Name in peft, with an expert's number unless the layer's experts share the factor.
         local: A view of the parameter.
     """
 
@@ -32,21 +32,21 @@ class FactorPart:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Return the shape of the whole factor."""
+        """Shape of the full factor."""
         rows, columns = self.local.shape
         times = self.factor.base.num_shards
         cut = self.factor.cut
         return (rows * times if cut == 0 else rows), (columns * times if cut == 1 else columns)
 
-    def slice_of(self, whole: Tensor) -> Tensor:
-        """Return this rank's part of the whole factor."""
+    def slice_of(self, full: Tensor) -> Tensor:
+        """Return this rank's part of the full factor."""
         if self.factor.cut is None:
-            return whole
-        return whole.chunk(self.factor.base.num_shards, self.factor.cut)[self.factor.base.shard_rank]
+            return full
+        return full.chunk(self.factor.base.num_shards, self.factor.cut)[self.factor.base.shard_rank]
 
 
 def factor_parts(chunks: Sequence[nn.Module]) -> Iterator[FactorPart]:
-    """Yield the parts of this rank, in the same order on all ranks of a pipeline stage."""
+    """Yield this rank's parts, in the same order on all ranks of a pipeline stage."""
     for adapter in adapters_in(chunks):
         for factor in adapter.factors():
             name = f"{PREFIX}{factor.name}.weight"
@@ -60,15 +60,15 @@ def factor_parts(chunks: Sequence[nn.Module]) -> Iterator[FactorPart]:
 
 
 def factors_of_this_rank(chunks: Sequence[nn.Module]) -> Iterator[NamedTensor]:
-    """Yield names and whole factors on the host, each on one rank; every rank runs it to its end."""
+    """Yield names and full factors on the host, each on one rank. Every rank must exhaust it."""
     for part in factor_parts(chunks):
-        whole = _whole(part)
-        if whole is not None:
-            yield part.name, whole
+        gathered = _gathered(part)
+        if gathered is not None:
+            yield part.name, gathered
 
 
-def _whole(part: FactorPart) -> Tensor | None:
-    """Return the factor on the first of the ranks that share it and of its copies."""
+def _gathered(part: FactorPart) -> Tensor | None:
+    """Return the full factor on the first rank of the first replica."""
     factor = part.factor
     if factor.is_stacked:
         is_first_copy = parallel_state.get_expert_data_parallel_rank() == 0
@@ -86,14 +86,13 @@ def _whole(part: FactorPart) -> Tensor | None:
 
 @torch.no_grad()
 def load_factors(chunks: Sequence[nn.Module], tensors: Iterable[NamedTensor]) -> None:
-    """Fill every factor of this rank, which holds the whole model.
+    """Fill every factor of this rank from full factors.
 
     Args:
-        tensors: Each name once and in any order; one is valid until the next is taken.
+        tensors: Each name once, in any order. A tensor is valid until the next one.
 
     Raises:
-        WeightSyncError: A factor is missing, comes twice, has another shape or belongs to no layer; the adapters are a
-            mixture then.
+        WeightSyncError: A factor is missing, repeated, unknown or has another shape. The adapters are a mixture then.
     """
     awaited = {part.name: part for part in factor_parts(chunks)}
     arrived: set[str] = set()

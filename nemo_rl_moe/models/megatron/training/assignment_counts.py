@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Counts of experts by rows of tokens, of training forward passes alone: rows are sequences, or kinds of tokens."""
+"""Counts of experts by row in training forward passes. A row is a sequence or a kind of token."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,13 +19,12 @@ from nemo_rl_moe.routing.routers import RouterLayer, routed_experts, routers_of
 
 
 class AssignmentCounts:
-    """The counts `n[r,i,e]`: tokens of row `r` that layer `i` sends to expert `e`.
+    """Counts `n[r,i,e]` of this rank: tokens of row `r` that layer `i` sends to expert `e`.
 
-    The last row takes tokens that do not count. It watches the decoder's own routers, as on a capture.
+    The last row has the tokens that do not count. Only the decoder's routers are counted, as in a capture.
 
     Attributes:
-        layers: Numbers of the MoE layers, on all pipeline stages.
-        counts: Of this rank.
+        layers: Numbers of the MoE layers on all pipeline stages.
     """
 
     def __init__(self, chunks: Sequence[GPTModel], config: TransformerConfig, device: torch.device):
@@ -38,23 +37,24 @@ class AssignmentCounts:
         positions = {layer: position for position, layer in enumerate(self.layers)}
         for chunk in chunks:
             for layer, router in routers_of(chunk.decoder):
-                hook = self._hook(positions[layer.key], layer)  # type: ignore[index]  # Megatron-Core numbers its layers
+                assert isinstance(layer.key, int)  # Megatron-Core numbers its layers
+                hook = self._hook(positions[layer.key], layer)
                 router.register_forward_hook(hook)
 
     @property
     def other_row(self) -> int:
-        """Return the row of tokens that do not count."""
+        """Row of the tokens that do not count."""
         return len(self.counts) - 1
 
     @property
     def own_counts(self) -> Int[Tensor, "rows layers experts"]:
-        """Return the counts for a sum over all ranks: 0 where another rank has seen the same tokens."""
+        """Counts for a sum over all ranks: 0 if another rank counts the same tokens."""
         tensor_rank = parallel_state.get_tensor_model_parallel_rank()
         counts = self.counts[:-1]
         return counts if self._config.sequence_parallel or tensor_rank == 0 else torch.zeros_like(counts)
 
     def start(self, num_rows: int) -> None:
-        """Clear what was counted, and make room for so many rows."""
+        """Clear the counts, and resize them to `num_rows` rows and the last one."""
         if len(self.counts) == num_rows + 1:
             self.counts.zero_()
         else:
@@ -62,11 +62,7 @@ class AssignmentCounts:
 
     @contextmanager
     def counting(self, rows: Int[Tensor, " tokens"]) -> Iterator[None]:
-        """Count what the routers choose while open.
-
-        Args:
-            rows: Of each token, in the routers' order.
-        """
+        """Count the experts that the routers choose while open, by the row of each token in the routers' order."""
         self._rows = rows
         try:
             yield
@@ -80,7 +76,7 @@ class AssignmentCounts:
         return torch.zeros(shape, dtype=torch.int32, device=self._device)
 
     def _add_indices(self, rows: Int[Tensor, " tokens"]) -> None:
-        """Add the calls of all layers at once: on small models each operation takes its time."""
+        """Add the calls of all layers at once, because launches dominate on small models."""
         positions = tuple(self._indices)
         if not positions:
             return

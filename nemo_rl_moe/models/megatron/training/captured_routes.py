@@ -1,9 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Routed experts of whole passes, and their way from all pipeline stages to the rank that reports.
-
-They are captured while a batch is generated, by slot of its key-value cache, and in log-probability passes.
-"""
+"""Routed experts of generation and log-probability passes, collected from all pipeline stages on the reporting rank."""
 
 from itertools import pairwise
 
@@ -20,7 +17,7 @@ from nemo_rl_moe.routing.replay import UNKNOWN
 
 
 class StagesOfLayers:
-    """The pipeline stage of each MoE layer, agreed on once by the ranks of each pipeline."""
+    """The pipeline stage of each MoE layer, exchanged once between the ranks of each pipeline."""
 
     def __init__(self, hooks: RouterHooks, device: torch.device):
         self._group = parallel_state.get_pipeline_model_parallel_group()
@@ -31,11 +28,11 @@ class StagesOfLayers:
         if self._group.size() > 1:
             dist.all_reduce(stages, group=self._group)
         self._layers = [(stages == stage).nonzero()[:, 0].to(device) for stage in range(self._group.size())]
-        # The ranks of one stage that share each layer all know the routes of the same tokens: one of them is enough.
+        # The ranks of a stage that share its layers know the same routes, so one of them reports.
         self._reports = parallel_state.get_tensor_and_context_parallel_group().rank() == 0
 
     def gather(self, routes: Int[Tensor, "... moe_layers topk"]) -> None:
-        """Fill in, on the last stage's reporting rank, the layers of all stages. Every rank calls it."""
+        """Fill in the layers of all stages on the last stage's reporting rank. Every rank calls it."""
         last = self._group.size() - 1
         if last == 0 or not self._reports:
             return
@@ -59,71 +56,62 @@ _MOST_PASSES_KEPT = 64
 class CapturedRoutes:
     """Routed experts of the tokens of one batch, by slot of the key-value cache.
 
-    What many passes have chosen is brought together at once: a pass over one token of each sequence is short, and on
-    small models each operation costs its start rather than its tokens.
+    The routes of many passes are concatenated at once: on small models, a pass over one token of each sequence costs
+    its kernel launches rather than its tokens.
     """
 
     def __init__(self, hooks: RouterHooks, topk: int, device: torch.device):
         self._hooks, self._topk, self._device = hooks, topk, device
         self._own = sorted(position for positions in hooks.positions for position in positions)
         self._rows_of_slots: list[Int[np.ndarray, " rows"]] = []
-        self._num_kept = 0  # passes whose choice the hooks keep
-        self._brought: list[Int[Tensor, "own_layers tokens topk"]] = []
+        self._num_kept = 0  # passes whose routes are still in the hooks
+        self._joined: list[Int[Tensor, "own_layers tokens topk"]] = []
         hooks.take()
 
     def add(self, num_slots: int, rows: Int[np.ndarray, " rows"]) -> None:
         self._rows_of_slots += [rows] * num_slots
         self._num_kept += 1
-        # Over several columns a layer may run twice, at last over the last one alone: what it chose then is left out.
+        # Over several columns a layer may run twice, the second time over the last column only. That run is skipped.
         if num_slots > 1 or self._num_kept == _MOST_PASSES_KEPT:
-            self._bring_together()
+            self._join()
 
-    def _bring_together(self) -> None:
+    def _join(self) -> None:
         taken = self._hooks.take()
         chosen = [each.taken for position in self._own for each in taken[position][: self._num_kept]]
         self._num_kept = 0
         if chosen:  # none on a stage without MoE layers
-            self._brought.append(torch.cat(chosen).to(torch.int16).view(len(self._own), -1, self._topk))
+            self._joined.append(torch.cat(chosen).to(torch.int16).view(len(self._own), -1, self._topk))
 
     def sequences(
         self, stages: StagesOfLayers, first_slots: Int[np.ndarray, " rows"], num_fed: Int[np.ndarray, " rows"]
     ) -> list[Int[np.ndarray, "tokens moe_layers topk"]]:
-        """Return each sequence's routes in all layers, on the rank that reports. Every rank calls it."""
-        self._bring_together()
+        """Return each sequence's routes in all layers, on the reporting rank. Every rank calls it."""
+        self._join()
         rows = np.concatenate(self._rows_of_slots)
         if len(self._own) == len(self._hooks.layers):
-            routes = torch.cat(self._brought, 1)
+            routes = torch.cat(self._joined, 1)
         else:
             shape = (len(self._hooks.layers), len(rows), self._topk)
             routes = torch.full(shape, UNKNOWN, dtype=torch.int16, device=self._device)
-            if self._brought:
+            if self._joined:
                 own = torch.tensor(self._own, dtype=torch.long, device=self._device)
-                routes.index_copy_(0, own, torch.cat(self._brought, 1))
-        self._brought.clear()
+                routes.index_copy_(0, own, torch.cat(self._joined, 1))
+        self._joined.clear()
         stages.gather(routes.transpose(0, 1))
-        on_host = _in_order(routes.cpu().numpy(), self._order(rows, first_slots, num_fed))
-        ends = num_fed.cumsum().tolist()
-        return [on_host[start:end] for start, end in pairwise((0, *ends))]
-
-    def _order(
-        self,
-        rows: Int[np.ndarray, " captured"],
-        first_slots: Int[np.ndarray, " rows"],
-        num_fed: Int[np.ndarray, " rows"],
-    ) -> Int[np.ndarray, " tokens"]:
-        """Return the places of the sequences' tokens, one sequence after another, among all that were captured."""
         sizes = [len(each) for each in self._rows_of_slots]
         position = np.repeat(np.arange(len(sizes)), sizes) - first_slots[rows]
         fed = np.flatnonzero((position >= 0) & (position < num_fed[rows]))
-        order: Int[np.ndarray, " tokens"] = fed[rows[fed].argsort(kind="stable")]  # of a sequence as they came
-        return order
+        # A stable sort keeps each sequence's tokens in the order of their positions.
+        on_host = _in_order(routes.cpu().numpy(), fed[rows[fed].argsort(kind="stable")])
+        ends = num_fed.cumsum().tolist()
+        return [on_host[start:end] for start, end in pairwise((0, *ends))]
 
 
 def _in_order(
     routes: Int[np.ndarray, "moe_layers captured topk"], order: Int[np.ndarray, " tokens"]
 ) -> Int[np.ndarray, "tokens moe_layers topk"]:
-    """Return the routes of some tokens, token by token. By numpy and as one item for each token in a layer: experts
-    one by one, or a tensor for each of hundreds of short sequences, take several times as long."""
+    """Return the routes of some tokens, token by token. numpy with one item per token and layer is several times as
+    fast as indexing single experts, or a tensor for each of hundreds of short sequences."""
     layers, _, topk = routes.shape
     items = routes.view(np.dtype((np.void, topk * routes.itemsize)))[..., 0]
     return items.T[order].view(routes.dtype).reshape(len(order), layers, topk)
@@ -135,7 +123,7 @@ def routes_of_microbatch(
     stages: StagesOfLayers,
     cut: SequenceCut,
 ) -> list[Int[np.ndarray, "tokens moe_layers topk"]]:
-    """Return each sequence's routes except its last token's, which no engine feeds; every rank calls it."""
+    """Return each sequence's routes except its last token's, which no engine feeds. Every rank calls it."""
     if cut.size > 1:
         blocks = [torch.empty_like(captured).view(torch.uint8) for _ in range(cut.size)]
         group = parallel_state.get_tensor_model_parallel_group()

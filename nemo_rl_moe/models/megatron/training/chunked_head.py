@@ -1,18 +1,18 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities and entropies straight from hidden states: logits exist for a chunk of tokens at a time.
+"""Log-probabilities and entropies from hidden states, with logits for one chunk of tokens at a time.
 
-The logits of a microbatch are the largest tensor of a step: 4,096 tokens of a vocabulary of 151,936 are 2.5 GB in
-float32, and softmax and gradient take as much again. Here the output layer and what is made of its logits are one node
-of the graph. Its forward pass keeps a few numbers a token; its backward pass computes each chunk's logits again, one
-more product with the output layer's weight. Of a rank's columns of the vocabulary (tensor parallelism) the sums are
-brought together once, for all tokens.
+The logits of a microbatch are the largest tensor of a step: 4,096 tokens with a vocabulary of 151,936 are 2.5 GB in
+float32, and softmax and gradient need as much again. Here the output layer, softmax and entropy are one node of the
+graph. Its forward pass keeps a few numbers per token. Its backward pass recomputes each chunk's logits, which costs one
+more product with the output layer's weight. With tensor parallelism, the sums over a rank's columns of the vocabulary
+are reduced once for all tokens.
 
 With logits `x` divided by the temperature, probabilities `p`, target `y` and entropy `H`:
 
     d log p_y / dx_v = [v = y] - p_v        dH / dx_v = -p_v (log p_v + H)
 
-Candidates of a position are further targets there, `k` of them.
+The `k` candidates of a position are additional targets.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -42,7 +42,7 @@ from nemo_rl_moe.models.megatron.training.token_statistics import (
 
 @contextmanager
 def hidden_states_only(chunks: Sequence[Any]) -> Iterator[None]:
-    """Make the model chunks end before the output layer while open."""
+    """Let the model chunks return hidden states, without the output layer, while open."""
     for chunk in chunks:
         chunk.returns_hidden_states = True
     try:
@@ -60,10 +60,10 @@ def statistics_of_heads(
     heads: Collection[Head],
     candidate_ids: Int[Tensor, "rows columns k"] | None = None,
 ) -> TokenStatistics:
-    """Compute the heads that are asked for from the final norm's output.
+    """Compute the requested heads from the final norm's output.
 
     Args:
-        candidate_ids: Those of the token that is predicted at each place; -1: none, with a log-probability of any size.
+        candidate_ids: Candidates of the predicted token. -1 is no candidate, and its log-probability is arbitrary.
     """
     values = model.value_head(hidden_states) if Head.VALUE in heads else None
     if values is not None and Head.LOGPROBS not in heads:
@@ -83,7 +83,7 @@ def chunked_token_statistics(
     with_entropy: bool = False,
     candidate_ids: Int[Tensor, "rows columns k"] | None = None,
 ) -> TokenStatistics:
-    """Return the statistics of each target, differentiable in hidden states and the output layer's weight."""
+    """Return the statistics of each target, differentiable with respect to hidden states and output weight."""
     hidden, weight, head = _inputs_of_head(model, hidden_states, temperature, with_entropy=with_entropy)
     rows, columns = labels.shape
     ids = None if candidate_ids is None else candidate_ids.transpose(0, 1).flatten(0, 1).long()
@@ -102,10 +102,8 @@ def chunked_top_candidates(
     k: int,
     vocabulary_size: int,
 ) -> tuple[Int[Tensor, "rows columns k"], Float[Tensor, "rows columns k"]]:
-    """Find the likeliest tokens at each place among the first ids of the vocabulary; no gradient.
-
-    Returns:
-        Their ids, and their log-probabilities over the whole vocabulary in nats, the likeliest first.
+    """Return the likeliest `k` of the first `vocabulary_size` tokens at each position, likeliest first, and their
+    log-probabilities in nats over the full vocabulary. No gradient.
     """
     hidden, weight, head = _inputs_of_head(model, hidden_states, temperature)
     rows = hidden_states.shape[1]
@@ -115,7 +113,7 @@ def chunked_top_candidates(
         logits = head.logits(hidden[chunk], weight)
         named = logits[:, : max(vocabulary_size - first, 0)]
         values, local = named.topk(min(k, named.shape[1]))
-        # Every rank gives as many: what lacks ranks last.
+        # The gather needs `k` columns from each rank. Padded ones rank last.
         lacking = (0, k - values.shape[1])
         values = torch.nn.functional.pad(values, lacking, value=torch.finfo(values.dtype).min)
         pieces.append((values, torch.nn.functional.pad(local + first, lacking)))
@@ -123,16 +121,16 @@ def chunked_top_candidates(
     values, ids = (torch.cat(parts) for parts in zip(*pieces, strict=True))
     if head.group.size() > 1:
         values, ids = (_of_all_ranks(each, head.group) for each in (values, ids))
-        values, places = values.topk(k)
-        ids = ids.gather(-1, places)
+        values, columns = values.topk(k)
+        ids = ids.gather(-1, columns)
     sums = VocabularySums.joined(of_chunks).of_group(head.group)
     logprobs = values - (sums.highest + sums.exponentials.log())[:, None]
-    found = (each.unflatten(0, (-1, rows)).transpose(0, 1) for each in (ids, logprobs))
-    return next(found), next(found)
+    ids, logprobs = (each.unflatten(0, (-1, rows)).transpose(0, 1) for each in (ids, logprobs))
+    return ids, logprobs
 
 
 def _of_all_ranks(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the columns of all ranks beside one another."""
+    """Concatenate the columns of all ranks."""
     found = [torch.empty_like(values) for _ in range(group.size())]
     dist.all_gather(found, values.contiguous(), group=group)
     return torch.cat(found, -1)
@@ -145,9 +143,9 @@ def _inputs_of_head(
     *,
     with_entropy: bool = False,
 ) -> tuple[Float[Tensor, "tokens hidden"], Float[Tensor, "local_vocabulary hidden"], "_Head"]:
-    """Return all tokens' hidden states, the output layer's weight, and how logits are made of them."""
+    """Return all tokens' hidden states, the output layer's weight, and the settings of the head."""
     if model.config.sequence_parallel:
-        # Each rank's gradient is a part of the sum, that of its columns of the vocabulary.
+        # Each rank has only the gradient from its columns of the vocabulary, so gradients are summed.
         hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True)
     else:
         hidden_states = copy_to_tensor_model_parallel_region(hidden_states)
@@ -161,7 +159,7 @@ def _inputs_of_head(
         tokens_at_once=model.logprob_chunk_size or columns * rows,
         with_entropy=with_entropy,
     )
-    # Around a bfloat16 model, Megatron-Core turns whatever comes out of it into float32.
+    # Megatron-Core converts the outputs of a bfloat16 model to float32.
     return hidden_states.to(weight.dtype).flatten(0, 1), weight, head
 
 
@@ -174,12 +172,11 @@ class _Head:
     with_entropy: bool
 
     def chunks(self, num_tokens: int) -> Iterator[slice]:
-        """Yield the chunks of so many tokens."""
         for start in range(0, num_tokens, self.tokens_at_once):
             yield slice(start, start + self.tokens_at_once)
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """Return the logits of a chunk, in float32 at least; nobody else has them."""
+        """Return new logits of a chunk, in float32 or wider, that the caller may overwrite."""
         logits = self.mask_logits(torch.nn.functional.linear(hidden, weight))
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return logits if self.temperature == 1.0 else logits.div_(self.temperature)
@@ -192,9 +189,7 @@ class _ChunkedHead(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, candidates: Tensor | None, head: _Head
     ) -> tuple[Tensor | None, ...]:
-        """Return for each token the log-probability, whether it ranks first, and the entropy and the candidates'
-        log-probabilities or None.
-        """
+        """Return the fields of `TokenStatistics` without values."""
         of_chunks, of_candidates = [], []
         for chunk in head.chunks(len(labels)):
             logits = head.logits(hidden[chunk], weight)
@@ -222,7 +217,7 @@ class _ChunkedHead(torch.autograd.Function):
     def backward(
         ctx: Any, of_logprobs: Tensor | None, _: None, of_entropy: Tensor | None, of_candidates: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of hidden states, this rank's part of them, and of the weight."""
+        """Return the gradients of the hidden states (this rank's part of the sum) and of the weight."""
         head: _Head = ctx.head
         hidden, weight, labels, log_totals, entropy, candidates = ctx.saved_tensors
         of_logprobs = torch.zeros_like(log_totals) if of_logprobs is None else of_logprobs
@@ -231,7 +226,7 @@ class _ChunkedHead(torch.autograd.Function):
             targets, of_targets = torch.cat([targets, candidates], -1), torch.cat([of_targets, of_candidates], -1)
         for_hidden, for_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if for_hidden else None
-        # In bfloat16 the sum over the chunks would be rounded at each.
+        # A sum in bfloat16 would be rounded after each chunk.
         grad_weight = torch.zeros_like(weight, dtype=log_totals.dtype) if for_weight else None
         for chunk in head.chunks(len(labels)):
             of_logits = _gradient_of_logits(
@@ -259,7 +254,7 @@ def _gradient_of_logits(
     of_entropy: Float[Tensor, " tokens"] | None,
     entropy: Float[Tensor, " tokens"] | None,
 ) -> Float[Tensor, "tokens local_vocabulary"]:
-    """Return the gradient of the undivided logits; the log-probabilities are used up."""
+    """Return the gradient of the logits before the division by the temperature. Overwrites the log-probabilities."""
     of_targets = of_targets / head.temperature
     total = of_targets.sum(-1, keepdim=True)
     if of_entropy is None or entropy is None:

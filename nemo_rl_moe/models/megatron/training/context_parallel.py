@@ -1,10 +1,10 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Columns of each context-parallel rank, and rows that are brought together again.
+"""Columns of each context-parallel rank, and the gather that joins them to full rows.
 
-Each sequence is cut into twice as many chunks as there are ranks; rank `r` of `n` holds chunks `r` and `2 n - 1 - r`.
-Under a causal mask early tokens have little to attend to and late ones much, so that every rank has as much work. It is
-the order that Transformer Engine's attention expects, of whole rows and of each packed sequence by itself.
+Each sequence is cut into `2 n` chunks for `n` ranks, and rank `r` holds chunks `r` and `2 n - 1 - r`. Under a causal
+mask early tokens attend to little and late ones to much, so this gives all ranks equal work. Transformer Engine's
+attention expects this order, in padded rows and in each packed sequence separately.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from nemo_rl_moe.distributed.batch import to_device
 
 
 class ContextPlace(NamedTuple):
-    """Place of a rank among those that share each sequence."""
+    """Position of a rank in the group that shares each sequence."""
 
     rank: int = 0
     size: int = 1
@@ -34,7 +34,7 @@ class ContextPlace(NamedTuple):
 
 
 ALONE = ContextPlace()
-"""Place of a rank that holds whole sequences."""
+"""The position of a rank that holds entire sequences."""
 
 
 def place_of_rank() -> ContextPlace:
@@ -43,27 +43,24 @@ def place_of_rank() -> ContextPlace:
 
 
 def zigzag_columns(segments: Sequence[int], num_ranks: int) -> Int[Tensor, "ranks local_columns"]:
-    """Return the columns that each rank holds; each segment (a row, or a packed sequence) is split by itself."""
+    """Return the columns that each rank holds. Each segment (a row, or a packed sequence) is split separately."""
     num_chunks = 2 * num_ranks
     if wrong := [length for length in segments if length % num_chunks]:
         raise ValueError(f"a segment of {wrong[0]} columns cannot be cut into {num_chunks} equal chunks")
-    first, start = torch.arange(num_ranks), 0
+    first = torch.arange(num_ranks)
     chunks_of_ranks = torch.stack([first, num_chunks - 1 - first], 1)
-    held = []
-    for length in segments:
-        held.append(torch.arange(start, start + length).view(num_chunks, -1)[chunks_of_ranks].flatten(1))
-        start += length
-    return torch.cat(held, 1)
+    columns = torch.arange(sum(segments)).split(list(segments))
+    return torch.cat([each.view(num_chunks, -1)[chunks_of_ranks].flatten(1) for each in columns], 1)
 
 
 @dataclass(frozen=True)
 class ContextCut:
-    """Columns of a microbatch's rows that one rank holds, and how those of all ranks are brought together.
+    """Columns of a microbatch's rows that one rank holds, and the order to join the columns of all ranks.
 
     Attributes:
         held: Columns of this rank.
-        local: For each column of the whole rows its place among those of this rank; -1 where another rank has it.
-        order: For each column of the whole rows its place in all ranks' columns, one rank behind the other.
+        local: For each column of the full rows, its index in this rank's columns, or -1 if another rank has it.
+        order: For each column of the full rows, its index in the concatenated columns of all ranks.
     """
 
     held: Int[Tensor, " local_columns"]
@@ -73,7 +70,7 @@ class ContextCut:
 
     @staticmethod
     def of(segments: Sequence[int], place: ContextPlace) -> "ContextCut | None":
-        """Return the cut of a row that consists of these segments, on the host; None where one rank holds all of it."""
+        """Return the cut of a row that consists of these segments, on the host, or None if one rank holds the row."""
         if place.size == 1:
             return None
         columns = zigzag_columns(segments, place.size)
@@ -90,10 +87,10 @@ class ContextCut:
         return values.index_select(1, self.held)
 
     def whole(self, values: Shaped[Tensor, "rows local_columns ..."]) -> Shaped[Tensor, "rows columns ..."]:
-        """Join the columns of all ranks, every one of which calls it, into whole rows.
+        """Join the columns of all ranks to full rows. All ranks of the group call it.
 
-        All ranks go on with the same rows, so that each has the whole gradient of its own columns: in the backward pass
-        it takes these, and nothing is sent.
+        All ranks continue with the same rows, so each has the full gradient of its columns already: the backward pass
+        selects them without a collective.
         """
         gathered: Tensor = _BroughtTogether.apply(values, self)
         return gathered
@@ -104,7 +101,7 @@ class _BroughtTogether(torch.autograd.Function):
     def forward(ctx: Any, values: Tensor, cut: ContextCut) -> Tensor:
         ctx.cut = cut
         assert cut.group is not None
-        # As bytes: collectives do not know every type.
+        # Sent as bytes, because collectives do not support every type.
         own = values.detach().contiguous()
         gathered = own.new_empty((cut.group.size() * len(own), *own.shape[1:]))
         dist.all_gather_into_tensor(gathered.view(torch.uint8), own.view(torch.uint8), group=cut.group)

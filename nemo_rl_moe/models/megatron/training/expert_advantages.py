@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Experts that each sequence's trained tokens go to, counted in training forward passes, beside its advantage."""
+"""Experts of each sequence's trained tokens, counted in training forward passes, with the sequence's advantage."""
 
 import zlib
 from collections.abc import Sequence
@@ -32,12 +32,12 @@ from nemo_rl_moe.routing.metrics.routing_advantage import (
 from nemo_rl_moe.runs.folder.artifacts import EXPERTS_BY_ADVANTAGE
 
 ADVANTAGES = "advantages"
-"""Column of a batch that is trained by advantages: one for each sequence or each token."""
+"""Column with the advantage of each sequence or each token."""
 
 
 class ExpertAdvantageRecorder(StepObserver):
-    """The counts `n[s,i,e]` of one `train` call: tokens of sequence `s` from which a trained token is predicted, and
-    that layer `i` sends to expert `e`."""
+    """Counts `n[s,i,e]` of one `train` call: tokens of sequence `s` that predict a trained token and that layer `i`
+    sends to expert `e`."""
 
     def __init__(self, chunks: Sequence[GPTModel], config: TransformerConfig, device: torch.device, *, per_layer: bool):
         self._config, self._device, self._per_layer = config, device, per_layer
@@ -46,26 +46,22 @@ class ExpertAdvantageRecorder(StepObserver):
         self._first_rows: list[int] = []
 
     def start_step(self, number: int, shards: Sequence[GlobalBatchShard]) -> None:
-        """Clear what was counted and make room for these sequences; for none where they have no advantages."""
         microbatches = [microbatch for shard in shards for microbatch in shard.microbatches]
         has_advantages = all(ADVANTAGES in microbatch.columns for microbatch in microbatches)
         self._shards = shards if has_advantages else ()
-        if not has_advantages:
-            return
-        *self._first_rows, num_rows = accumulate(map(len, microbatches), initial=0)
-        self._counter.start(num_rows)
+        if has_advantages:
+            *self._first_rows, num_rows = accumulate(map(len, microbatches), initial=0)
+            self._counter.start(num_rows)
 
     def training_forward(self, forward: TrainingForward) -> AbstractContextManager[None]:
-        """Count what the routers choose for the sequences of this microbatch while open."""
         if not self._shards:
             return nullcontext()
         first_row, other_row = self._first_rows[forward.number], self._counter.other_row
-        return self._counter.counting(
-            rows_of_tokens(forward.microbatch, first_row, other_row, cut_of_rank(self._config))
-        )
+        rows = rows_of_tokens(forward.microbatch, first_row, other_row, cut_of_rank(self._config))
+        return self._counter.counting(rows)
 
     def end_step(self) -> StepObservations:
-        """Return metrics and scores on rank 0 alone. A collective where there are advantages: all ranks call it."""
+        """Return metrics and scores, on rank 0. A collective if the batch has advantages."""
         if not self._shards:
             return StepObservations()
         counts, facts = sum_over_ranks(self._of_whole_batch(), self._device)
@@ -81,12 +77,12 @@ class ExpertAdvantageRecorder(StepObserver):
         of_both = advantage_scores(*joined_by_sample(of_sequences, num_tokens, samples))
         for of_shares, scores in enumerate(of_both):
             metrics |= advantage_metrics(scores, layers, per_layer=self._per_layer, of_shares=bool(of_shares))
-        # Of numbers of tokens every expert has a preference where long responses are good ones.
+        # The last scores are of shares. By counts, every expert prefers good responses if the good ones are long.
         found = AdvantageScores(tuple(layers), scores.cpu())
         return StepObservations(metrics, {EXPERTS_BY_ADVANTAGE.name: found})
 
     def _of_whole_batch(self) -> list[Tensor]:
-        """Return this rank's counts, and the facts of its sequences, at their places."""
+        """Return this rank's counts and the facts of its sequences, at the sequences' positions in the batch."""
         batches = [microbatch for shard in self._shards for microbatch in shard.microbatches]
         places = np.array([place for shard in self._shards for place in shard.places])
         num_sequences = self._shards[0].num_batch_sequences
@@ -104,7 +100,7 @@ class ExpertAdvantageRecorder(StepObserver):
 def rows_of_tokens(
     microbatch: ModelMicrobatch, first_row: int, other_row: int, cut: SequenceCut
 ) -> Int[Tensor, " tokens"]:
-    """Return each token's row in the routers' order: its sequence's where a trained token is predicted from it."""
+    """Return each token's row in the routers' order: its sequence if it predicts a trained token, else `other_row`."""
     trained = microbatch.batch.token_mask[:, 1:]
     rows = torch.arange(first_row, first_row + len(trained), device=trained.device)[:, None].expand_as(trained)
     return in_router_order(microbatch.at_tokens(rows, trained, other_row), cut)
@@ -113,11 +109,9 @@ def rows_of_tokens(
 def _facts_of(batch: TokenBatch) -> Float[np.ndarray, "3 sequences"]:
     """Return mean advantage over trained tokens, number of the group, and number of trained tokens."""
     column, trained = batch.columns[ADVANTAGES], batch.token_mask[:, 1:].numpy()
-    facts = np.empty((3, len(batch)))
-    values = column.of_targets().values.double().numpy()
+    num_trained = trained.sum(1)
+    advantages = column.of_targets().values.double().numpy()
     if column.axis is Axis.TOKEN:
-        values = values.sum(1, where=trained) / np.maximum(trained.sum(1), 1)
-    facts[0] = values
-    facts[1] = [zlib.crc32(sample_id.encode()) for sample_id in batch.sample_ids]
-    facts[2] = trained.sum(1)
-    return facts
+        advantages = advantages.sum(1, where=trained) / np.maximum(num_trained, 1)
+    groups = [zlib.crc32(sample_id.encode()) for sample_id in batch.sample_ids]
+    return np.array([advantages, groups, num_trained], dtype=np.float64)

@@ -18,7 +18,7 @@ from nemo_rl_moe.routing.routers import RouterLayer, mask_of_call, routed_expert
 def attach_expert_load_recorder(
     chunks: Sequence[GPTModel], config: TransformerConfig, device: torch.device
 ) -> ExpertLoadRecorder | None:
-    """Return the recorder of every router call of a model; None for a model without MoE layers."""
+    """Return a recorder that sees every router call, or None for a model without MoE layers."""
     positions = {layer: position for position, layer in enumerate(moe_layer_indices(config))}
     if not positions:
         return None

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Experts that tokens go to by who wrote them, in training forward passes of conversations with an environment."""
+"""Load of experts by the tokens' writer, in training forward passes of conversations with an environment."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nemo_rl_moe.distributed.batch import GlobalBatchShard
 from nemo_rl_moe.models.megatron.training.assignment_counts import AssignmentCounts
-from nemo_rl_moe.models.megatron.training.microbatch import ModelMicrobatch
+from nemo_rl_moe.models.megatron.training.microbatch import ModelMicrobatch, first_tokens
 from nemo_rl_moe.models.megatron.training.router_hooks import SequenceCut, cut_of_rank, in_router_order
 from nemo_rl_moe.models.megatron.training.step_observer import StepObservations, StepObserver, TrainingForward
 from nemo_rl_moe.routing.metrics.expert_load_recorder import sum_over_ranks
@@ -25,7 +25,7 @@ from nemo_rl_moe.token_writers import TOKEN_WRITERS, WRITERS
 
 
 class ExpertWriterRecorder(StepObserver):
-    """Load of experts by who wrote the tokens; of steps alone in which an environment wrote some."""
+    """Load of experts by the tokens' writer, in steps with tokens that an environment wrote."""
 
     def __init__(self, chunks: Sequence[GPTModel], config: TransformerConfig, device: torch.device, *, per_layer: bool):
         self._config, self._device, self._per_layer = config, device, per_layer
@@ -33,20 +33,19 @@ class ExpertWriterRecorder(StepObserver):
         self._counts_step = False
 
     def start_step(self, number: int, shards: Sequence[GlobalBatchShard]) -> None:
-        # A batch has its columns on every rank.
+        # All ranks of a batch have the same columns.
         self._counts_step = TOKEN_WRITERS in shards[0].microbatches[0].columns
         if self._counts_step:
             self._counter.start(len(WRITERS))
 
     def training_forward(self, forward: TrainingForward) -> AbstractContextManager[None]:
-        """Count what the routers choose for the tokens of this microbatch while open."""
         if not self._counts_step:
             return nullcontext()
         rows = _writers_of_tokens(forward.microbatch, self._counter.other_row, cut_of_rank(self._config))
         return self._counter.counting(rows)
 
     def end_step(self) -> StepObservations:
-        """Return metrics and loads on rank 0 alone. A collective where there are writers: all ranks call it."""
+        """Return metrics and loads, on rank 0. A collective if the step has writers."""
         if not self._counts_step:
             return StepObservations()
         (counts,) = sum_over_ranks([self._counter.own_counts], self._device)
@@ -58,8 +57,8 @@ class ExpertWriterRecorder(StepObserver):
 
 
 def _writers_of_tokens(microbatch: ModelMicrobatch, other_row: int, cut: SequenceCut) -> Int[Tensor, " tokens"]:
-    """Return the writer of each token in the routers' order; the other row for padding."""
+    """Return the writer of each token in the routers' order, and `other_row` on padding."""
     batch = microbatch.batch
     writers = batch.columns[TOKEN_WRITERS].values.long()
-    is_token = torch.arange(writers.shape[1], device=writers.device) < batch.counted_lengths[:, None]
+    is_token = first_tokens(batch.counted_lengths, writers.shape[1])
     return in_router_order(microbatch.at_tokens(writers, is_token, other_row), cut)

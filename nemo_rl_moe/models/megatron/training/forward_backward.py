@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Runs microbatches through Megatron-Core's schedule: to train, to measure, or for log-probabilities alone."""
+"""Passes of microbatches through Megatron-Core's schedule, for training, evaluation and log-probabilities."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -51,9 +51,8 @@ class ForwardBackward:
 
     Attributes:
         packed: Sequences are packed, not padded.
-        explicit_mask: The core attention wants its causal mask as a tensor (Megatron's own does).
-        router_losses: Get the tokens of each training pass.
-        counts: Training passes count in the agreement statistics; False for passes beside the step's own.
+        explicit_mask: The core attention needs its causal mask as a tensor, as Megatron-Core's does.
+        counts: Training passes count in the agreement statistics. False for passes that are not part of the step.
     """
 
     config: TransformerConfig
@@ -75,12 +74,12 @@ class ForwardBackward:
         first_microbatch: int = 0,
         num_microbatches: int | None = None,
     ) -> list[MicrobatchMetrics]:
-        """Run one forward and backward pass over all microbatches.
+        """Run one forward and backward pass over the first `num_microbatches`, by default all.
 
-        Where only the first few run, gradients are scaled to the size that those of all would have.
+        If only some run, their gradients are scaled up to the size of a full global batch.
 
         Returns:
-            The loss function's metrics and its `loss`, for each microbatch; empty but on the last pipeline stage.
+            For each microbatch, the loss function's metrics and `loss`. Empty before the last pipeline stage.
         """
         self.router_losses.start_update(shard)
         step = partial(self._training_step, shard, loss_function)
@@ -93,7 +92,7 @@ class ForwardBackward:
     def evaluate(
         self, chunks: Sequence[MegatronModule], shard: GlobalBatchShard, loss_function: LossFunction
     ) -> list[MicrobatchMetrics]:
-        """Run forward passes only, as `train`; the loss function gets greedy matches besides."""
+        """Return the results of `train` from forward passes only. The loss function also gets greedy matches."""
 
         def measure(microbatch: ModelMicrobatch, statistics: TokenStatistics) -> MicrobatchMetrics:
             outputs = outputs_of(loss_function, _loss_inputs(shard, microbatch, statistics))
@@ -102,11 +101,9 @@ class ForwardBackward:
         return self._run_forward(chunks, shard.microbatches, measure, needs_of(loss_function))
 
     def logprobs(self, chunks: Sequence[MegatronModule], microbatches: Sequence[TokenBatch]) -> list[Tensor]:
-        """Run forward passes only.
+        """Return for each microbatch the log-probability of every token given its prefix, `[sequences, longest]`.
 
-        Returns:
-            For each microbatch, the log-probability of every token given those before it, `[sequences, longest]`; 0 for
-            a sequence's first token, any number on padding. Empty but on the last pipeline stage.
+        The first token of a sequence has 0, padding any number. Empty before the last pipeline stage.
         """
 
         def collect(microbatch: ModelMicrobatch, statistics: TokenStatistics) -> Tensor:
@@ -115,7 +112,7 @@ class ForwardBackward:
         return self._run_forward(chunks, microbatches, collect, {Head.LOGPROBS})
 
     def values(self, chunks: Sequence[MegatronModule], microbatches: Sequence[TokenBatch]) -> list[Tensor]:
-        """Run forward passes only, of a model with a value head; entries as of `logprobs`."""
+        """Return the values of a model with a value head, in the layout of `logprobs`."""
 
         def collect(microbatch: ModelMicrobatch, statistics: TokenStatistics) -> Tensor:
             assert statistics.values is not None
@@ -124,9 +121,7 @@ class ForwardBackward:
         return self._run_forward(chunks, microbatches, collect, {Head.VALUE})
 
     def scores(self, chunks: Sequence[MegatronModule], microbatches: Sequence[TokenBatch]) -> list[Tensor]:
-        """Run forward passes only, of a model with a value head; its value behind each sequence's last token,
-        `[sequences, 1]`.
-        """
+        """Return for each microbatch the value head's output at each sequence's last token, `[sequences, 1]`."""
 
         def collect(microbatch: ModelMicrobatch, statistics: TokenStatistics) -> Tensor:
             assert statistics.values is not None
@@ -135,7 +130,7 @@ class ForwardBackward:
         return self._run_forward(chunks, microbatches, collect, {Head.VALUE})
 
     def candidate_logprobs(self, chunks: Sequence[MegatronModule], microbatches: Sequence[TokenBatch]) -> list[Tensor]:
-        """Run forward passes only; log-probabilities of the candidates of each token, `[sequences, longest, k]`."""
+        """Return for each microbatch the log-probabilities of each token's candidates, `[sequences, longest, k]`."""
 
         def collect(microbatch: ModelMicrobatch, statistics: TokenStatistics) -> Tensor:
             assert statistics.candidates is not None
@@ -146,10 +141,8 @@ class ForwardBackward:
     def top_candidates(
         self, chunks: Sequence[MegatronModule], microbatches: Sequence[TokenBatch], k: int, vocabulary_size: int
     ) -> list[tuple[Tensor, Tensor]]:
-        """Run forward passes only; the likeliest tokens in each token's place, and their log-probabilities.
-
-        Returns:
-            For each microbatch ids and log-probabilities, `[sequences, longest, k]`.
+        """Return for each microbatch the likeliest tokens at each token's position and their log-probabilities, both
+        `[sequences, longest, k]`.
         """
 
         def step(
@@ -160,13 +153,12 @@ class ForwardBackward:
             def finish(hidden_states: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
                 bare = unwrap_model(model)
                 ids, logprobs = chunked_top_candidates(bare, hidden_states, self.temperature, k, vocabulary_size)
-                found = (_of_tokens(microbatch.per_sequence(each)) for each in (ids.to(torch.int32), logprobs))
-                return hidden_states.new_zeros(()), (next(found), next(found))
+                ids, logprobs = (_of_tokens(microbatch.per_sequence(each)) for each in (ids.to(torch.int32), logprobs))
+                return hidden_states.new_zeros(()), (ids, logprobs)
 
             return self._run_model(model, microbatch, number, labels=None), finish
 
-        with hidden_states_only([unwrap_model(chunk) for chunk in chunks]):
-            return self._run(chunks, microbatches, step, first_microbatch=0, forward_only=True)
+        return self._run_without_head(chunks, microbatches, step)
 
     def _run_forward(
         self,
@@ -175,9 +167,12 @@ class ForwardBackward:
         measure: Callable[[ModelMicrobatch, TokenStatistics], Result],
         heads: Collection[Head],
     ) -> list[Result]:
-        bare = [unwrap_model(chunk) for chunk in chunks]
-        with hidden_states_only(bare):
-            step = partial(self._forward_step, measure, heads)
+        return self._run_without_head(chunks, microbatches, partial(self._forward_step, measure, heads))
+
+    def _run_without_head(
+        self, chunks: Sequence[MegatronModule], microbatches: Sequence[TokenBatch], step: Callable[..., Any]
+    ) -> list[Any]:
+        with hidden_states_only([unwrap_model(chunk) for chunk in chunks]):
             return self._run(chunks, microbatches, step, first_microbatch=0, forward_only=True)
 
     def _run(
@@ -203,7 +198,7 @@ class ForwardBackward:
         return results
 
     def prepare(self, token_batches: Sequence[TokenBatch]) -> list[ModelMicrobatch]:
-        """Return the microbatches as the model takes them."""
+        """Return the microbatches in the model's layout."""
         place = place_of_rank()
         multiple = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
         multiple *= place.sequence_multiple
@@ -241,12 +236,12 @@ class ForwardBackward:
         entropy, bare.entropy = bare.entropy, None
         values, bare.values = bare.values, None
         candidates, bare.candidates = bare.candidates, None
-        if not bare.predicts_tokens:  # then these are the output
+        if not bare.predicts_tokens:  # then the values are the output
             return output, partial(_value_loss, shard, loss_function, microbatch)
         return output, partial(_training_loss, shard, loss_function, microbatch, entropy, values, candidates)
 
     def _give_tokens(self, chunk: int, microbatch: ModelMicrobatch) -> Callable[[], None]:
-        """Return a function that tells the router losses of a chunk which tokens its routers see."""
+        """Return a function that gives the tokens of a microbatch to the router losses of a chunk."""
         if not self.router_losses.is_on:
             return lambda: None
         tokens = sequences_of_tokens(microbatch, cut_of_rank(self.config))
@@ -269,7 +264,7 @@ class ForwardBackward:
             )
             if column == KEPT_TOKENS:
                 statistics = statistics.over_kept(microbatch.model_columns[KEPT_TOKENS])
-            # The schedule divides the loss that it is given in place, and does nothing else with this one.
+            # The schedule divides the loss in place, and does nothing else with this one.
             return hidden_states.new_zeros(()), measure(microbatch, statistics)
 
         return self._run_model(model, microbatch, number, labels=None), finish
@@ -277,31 +272,25 @@ class ForwardBackward:
     def _run_model(
         self, model: MegatronModule, microbatch: ModelMicrobatch, number: int, labels: Tensor | None
     ) -> Tensor:
-        chunk = get_attr_wrapped_model(model, "vp_stage") or 0
-        hooks = self.hooks
-        trains = labels is not None
-        with (
-            nullcontext()
-            if hooks is None
-            else hooks.forward(chunk, microbatch, number, trains=trains, counts=trains and self.counts)
-        ):
-            return self._run_chunk(model, microbatch, labels)
-
-    def _run_chunk(self, model: MegatronModule, microbatch: ModelMicrobatch, labels: Tensor | None) -> Tensor:
-        output: Tensor = model(
-            microbatch.input_ids,
-            microbatch.position_ids,
-            self._attention_mask(microbatch),
-            labels=labels,
-            model_columns=microbatch.model_columns,
-            packed_seq_params=microbatch.packed_seq_params,
-            padding_mask=padding_mask_for_stage(
-                microbatch.padding_mask,
-                is_first_stage=get_attr_wrapped_model(model, "pre_process"),
-                tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
-                tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
-            ),
-        )
+        hooked: AbstractContextManager[None] = nullcontext()
+        if self.hooks is not None:
+            chunk, trains = get_attr_wrapped_model(model, "vp_stage") or 0, labels is not None
+            hooked = self.hooks.forward(chunk, microbatch, number, trains=trains, counts=trains and self.counts)
+        with hooked:
+            output: Tensor = model(
+                microbatch.input_ids,
+                microbatch.position_ids,
+                self._attention_mask(microbatch),
+                labels=labels,
+                model_columns=microbatch.model_columns,
+                packed_seq_params=microbatch.packed_seq_params,
+                padding_mask=padding_mask_for_stage(
+                    microbatch.padding_mask,
+                    is_first_stage=get_attr_wrapped_model(model, "pre_process"),
+                    tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+                    tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
+                ),
+            )
         return output
 
     def _attention_mask(self, microbatch: ModelMicrobatch) -> Tensor | None:
@@ -312,14 +301,14 @@ class ForwardBackward:
 
 
 def _candidate_column(microbatch: ModelMicrobatch, heads: Collection[Head]) -> str | None:
-    """Return the column of ids whose log-probabilities are needed: kept tokens, or candidates that a loss asks for."""
+    """Return the column of ids whose log-probabilities are needed: kept tokens, or candidates of the loss."""
     if Head.LOGPROBS in heads and KEPT_TOKENS in microbatch.model_columns:
         return KEPT_TOKENS
     return CANDIDATE_IDS if Head.CANDIDATES in heads else None
 
 
 def _of_tokens(values: Tensor) -> Tensor:
-    """Return `[sequences, targets, k]` with a first token, which nothing predicts."""
+    """Add the first token, which has no prediction, to `[sequences, targets, k]`."""
     return torch.nn.functional.pad(values, (0, 0, 1, 0))
 
 
@@ -348,33 +337,34 @@ def _scaled_loss(
     shard: GlobalBatchShard, loss_function: LossFunction, microbatch: ModelMicrobatch, statistics: TokenStatistics
 ) -> tuple[Tensor, MicrobatchMetrics]:
     outputs = outputs_of(loss_function, _loss_inputs(shard, microbatch, statistics))
-    # The schedule divides by the number of microbatches and the gradient reduction by the data-parallel size; the loss
-    # is a share of the global sum already. Auxiliary losses keep the mean that both make of them. Of context-parallel
-    # ranks, by whose number the schedule multiplies and the reduction divides, each has the loss of whole rows, and its
-    # gradient at its own columns.
+    # The schedule divides by the number of microbatches, and the gradient reduction by the data-parallel size. The loss
+    # is a share of the global sum already, so this multiplies by both. Auxiliary losses keep the mean. Context
+    # parallelism cancels: the schedule multiplies by its size and the reduction divides by it, and each rank has the
+    # loss of full rows, with the gradient at its own columns.
     scale = len(shard.microbatches) * parallel_state.get_data_parallel_world_size()
     return outputs.loss * scale, outputs.metrics | {"loss": (outputs.loss.detach(), Reduction.SHARE)}
 
 
 def _loss_inputs(shard: GlobalBatchShard, microbatch: ModelMicrobatch, statistics: TokenStatistics) -> LossInputs:
-    greedy_matches, entropy, values = statistics.greedy_matches, statistics.entropy, statistics.values
-    candidates = statistics.candidates
+    def by_sequence(values: Tensor | None) -> Tensor | None:
+        return None if values is None else microbatch.per_sequence(values)
+
     columns = microbatch.batch.columns_for(Destination.LOSS)
     return LossInputs(
         logprobs=microbatch.per_sequence(statistics.logprobs),
         token_mask=microbatch.batch.token_mask[:, 1:],
         global_valid_tokens=shard.global_valid_tokens,
         global_sequences=shard.global_sequences,
-        greedy_matches=None if greedy_matches is None else microbatch.per_sequence(greedy_matches),
+        greedy_matches=by_sequence(statistics.greedy_matches),
         columns={name: column.of_targets() for name, column in columns.items()},
-        entropy=None if entropy is None else microbatch.per_sequence(entropy),
-        values=None if values is None else microbatch.per_sequence(values),
-        candidates=None if candidates is None else microbatch.per_sequence(candidates),
+        entropy=by_sequence(statistics.entropy),
+        values=by_sequence(statistics.values),
+        candidates=by_sequence(statistics.candidates),
     )
 
 
 def metrics_to_host(results: Sequence[MicrobatchMetrics]) -> dict[str, tuple[list[float], Reduction]]:
-    """Copy the metrics of all microbatches to the host, in one copy."""
+    """Return each metric's values over the microbatches, copied to the host at once."""
     if not results:
         return {}
     names = list(results[0])

@@ -1,8 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizer's state on the host while nothing trains, and back; gradients' buffers freed meanwhile."""
+"""Offload of the optimizer's state to the host and of gradient buffers while nothing trains."""
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -14,10 +15,10 @@ from nemo_rl_moe.models.megatron.model.host_memory import fit, host_tensors
 
 
 class HostState:
-    """State that training alone needs on the device: it leaves, and comes back to the bit.
+    """State that only training needs on the device. It moves to the host and back bit by bit.
 
-    Tensors stay the objects that they are, so that optimizers and checkpoints find them wherever their values lie.
-    Gradients are not kept: each global batch begins with buffers of zeros.
+    The tensor objects stay the same, so that optimizers and checkpoints find them on either side. Gradients are not
+    kept, because each global batch begins with zeros.
     """
 
     def __init__(self, optimizer: MegatronOptimizer, chunks: Sequence[DistributedDataParallel], device: torch.device):
@@ -35,7 +36,7 @@ class HostState:
 
     @torch.no_grad()
     def leave(self) -> int:
-        """Move the state to the host and free the gradients' buffers; return the freed bytes of the device."""
+        """Move the state to the host, free the gradient buffers, and return the freed bytes of the device."""
         if self.is_away:
             return 0
         self._moved = list(self._tensors())
@@ -45,7 +46,7 @@ class HostState:
             self._slabs = {host.untyped_storage().data_ptr() for host in self._on_host}
         for tensor, host in zip(self._moved, self._on_host, strict=True):
             host.copy_(tensor, non_blocking=True)
-        torch.cuda.synchronize()  # a host tensor is whole only then
+        torch.cuda.synchronize()  # the copies are complete only now
         for tensor, host in zip(self._moved, self._on_host, strict=True):
             tensor.data, tensor.grad = host, None
         self._gradient_bytes = [gradients.untyped_storage().nbytes() for gradients in self._gradients]
@@ -57,7 +58,7 @@ class HostState:
 
     @torch.no_grad()
     def come_back(self) -> None:
-        """Move the state back to the device, and make gradients' buffers of zeros; do nothing where it is there."""
+        """Move the state back to the device and allocate zeroed gradient buffers, if the state is away."""
         if not self.is_away:
             return
         for tensor, host in zip(self._moved, self._on_host, strict=True):
@@ -69,27 +70,26 @@ class HostState:
         self.is_away = False
 
     def is_frozen(self, tensor: Tensor) -> bool:
-        """Return whether a tensor lies in the host's memory of a state that is away, which the next `leave` changes."""
+        """Return whether a tensor is in the host memory of an offloaded state, which the next `leave` overwrites."""
         return self.is_away and tensor.untyped_storage().data_ptr() in self._slabs
 
     def hold(self, wait: Callable[[], object]) -> None:
-        """Have the next `leave` wait for who still reads that memory."""
+        """Let the next `leave` first call `wait`, for a reader of that memory."""
         self._wait_for_readers = wait
 
     def _tensors(self) -> Iterator[Tensor]:
-        """Yield the masters and moments on the device, each once; weights that the optimizer updates in place stay."""
+        """Yield each of the masters and moments on the device once, without weights that are updated in place."""
         seen = {tensor.untyped_storage().data_ptr() for tensor in self._model}
-        for part in optimizer_parts(self._optimizer):
-            for inner in device_optimizers(part):
-                masters = [parameter for group in inner.param_groups for parameter in group["params"]]
-                of_states = [
-                    value
-                    for state in inner.state.values()
-                    for name, value in state.items()
-                    if isinstance(value, Tensor) and name != "step"
-                ]
-                for tensor in (*masters, *of_states):
-                    place = tensor.untyped_storage().data_ptr()
-                    if tensor.device == self._device and tensor.numel() and place not in seen:
-                        seen.add(place)
-                        yield tensor
+        for inner in chain.from_iterable(map(device_optimizers, optimizer_parts(self._optimizer))):
+            masters = [parameter for group in inner.param_groups for parameter in group["params"]]
+            of_states = [
+                value
+                for state in inner.state.values()
+                for name, value in state.items()
+                if isinstance(value, Tensor) and name != "step"
+            ]
+            for tensor in (*masters, *of_states):
+                address = tensor.untyped_storage().data_ptr()
+                if tensor.device == self._device and tensor.numel() and address not in seen:
+                    seen.add(address)
+                    yield tensor

@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's model for forward passes: it measures, generates, and sends or saves its weights. Knows nothing of Ray."""
+"""One rank's model for forward passes, with generation, refits and saved weights. Does not depend on Ray."""
 
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -55,18 +55,16 @@ from nemo_rl_moe.weight_sync.transport import TransportSpec
 
 
 class MegatronModel:
-    """One rank's part of a model, for forward passes alone: it generates, measures and sends its weights.
-
-    No gradients, no optimizer state.
+    """One rank's part of a model without gradients and optimizer state.
 
     Args:
-        weights_folder: Folder to read weights from; None for random ones.
-        tokenizer: Needed where responses end with stop strings.
-        store: Store of rows that batches refer to and results leave behind.
+        weights_folder: Folder to read weights from, or None for random weights.
+        tokenizer: Needed for stop strings.
+        store: Store for the rows that batches refer to and that results contain.
 
     Attributes:
-        adapters: Switches the model's adapters off and on; None: it has none.
-        num_updates: Optimizer steps that changed the weights: their version.
+        adapters: Switch of the model's adapters, or None without adapters.
+        num_updates: Number of optimizer steps that changed the weights: the weights' version.
     """
 
     def __init__(
@@ -116,15 +114,11 @@ class MegatronModel:
 
     @property
     def has_tower(self) -> bool:
-        """True where this rank runs a vision tower: others read no pixels."""
+        """True if this rank has a vision tower. Other ranks do not read pixels."""
         return any(hasattr(chunk, "vision") for chunk in self.chunks)
 
     def describe(self, config_json: Mapping[str, Any]) -> RankDescription:
-        """Describe the model as it has started.
-
-        Args:
-            config_json: Its Hugging Face configuration as it is in the file.
-        """
+        """Describe the model at its start, given its Hugging Face configuration as in the file."""
         return RankDescription(
             coordinates=self.coordinates,
             moe_configuration=effective_moe_configuration(self.config),
@@ -135,7 +129,7 @@ class MegatronModel:
         )
 
     def evaluate(self, shard: GlobalBatchShard, loss_function: LossFunction) -> dict[str, MetricSeries]:
-        """Run forward passes only; return the loss function's metrics of this rank's microbatches."""
+        """Return the loss function's metrics of this rank's microbatches, from forward passes only."""
         shard = replace(shard, microbatches=self._fetched(shard.microbatches))
         self._evaluation_mode()
         with torch.no_grad():
@@ -143,49 +137,43 @@ class MegatronModel:
         return self._series(results)
 
     def logprobs(self, microbatches: Sequence[TokenBatch]) -> list[torch.Tensor]:
-        """Return `ForwardBackward.logprobs` on the host."""
-        self._evaluation_mode()
-        with torch.no_grad():
-            found = self._forward_backward.logprobs(self.modules, self._fetched(microbatches))
-        return [logprobs.cpu() for logprobs in found] if self.coordinates.reports_loss else []
+        """Return `ForwardBackward.logprobs` on the host, on the ranks that report."""
+        return self._on_host(self._forward_backward.logprobs, microbatches)
 
     def values(self, microbatches: Sequence[TokenBatch]) -> list[torch.Tensor]:
-        """Return `ForwardBackward.values` on the host."""
-        self._evaluation_mode()
-        with torch.no_grad():
-            found = self._forward_backward.values(self.modules, self._fetched(microbatches))
-        return [values.cpu() for values in found] if self.coordinates.reports_loss else []
+        """Return `ForwardBackward.values` on the host, on the ranks that report."""
+        return self._on_host(self._forward_backward.values, microbatches)
 
     def scores(self, microbatches: Sequence[TokenBatch]) -> list[torch.Tensor]:
-        """Return `ForwardBackward.scores` on the host."""
-        self._evaluation_mode()
-        with torch.no_grad():
-            found = self._forward_backward.scores(self.modules, self._fetched(microbatches))
-        return [scores.cpu() for scores in found] if self.coordinates.reports_loss else []
+        """Return `ForwardBackward.scores` on the host, on the ranks that report."""
+        return self._on_host(self._forward_backward.scores, microbatches)
 
     def candidate_logprobs(self, microbatches: Sequence[TokenBatch]) -> list[torch.Tensor]:
-        """Return `ForwardBackward.candidate_logprobs` on the host."""
+        """Return `ForwardBackward.candidate_logprobs` on the host, on the ranks that report."""
+        return self._on_host(self._forward_backward.candidate_logprobs, microbatches)
+
+    def _on_host(
+        self,
+        measure: Callable[[Sequence[MegatronModule], Sequence[TokenBatch]], list[torch.Tensor]],
+        microbatches: Sequence[TokenBatch],
+    ) -> list[torch.Tensor]:
         self._evaluation_mode()
         with torch.no_grad():
-            found = self._forward_backward.candidate_logprobs(self.modules, self._fetched(microbatches))
-        return [logprobs.cpu() for logprobs in found] if self.coordinates.reports_loss else []
+            found = measure(self.modules, self._fetched(microbatches))
+        return [values.cpu() for values in found] if self.coordinates.reports_loss else []
 
     def top_candidates(
         self, microbatches: Sequence[TokenBatch], k: int, vocabulary_size: int
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return `ForwardBackward.top_candidates` on the host."""
+        """Return `ForwardBackward.top_candidates` on the host, on the ranks that report."""
         self._evaluation_mode()
         with torch.no_grad():
             found = self._forward_backward.top_candidates(self.modules, self._fetched(microbatches), k, vocabulary_size)
         return [(ids.cpu(), logprobs.cpu()) for ids, logprobs in found] if self.coordinates.reports_loss else []
 
     def logprobs_and_routes(self, microbatches: Sequence[TokenBatch]) -> tuple[list[torch.Tensor], list[StoredRows]]:
-        """Compute `logprobs`, and the stored routed experts of each sequence, microbatch after microbatch; of the
-        ranks that report.
-
-        The model has MoE layers, and the configuration asks for a capture.
-        """
-        assert self._hooks is not None
+        """Compute `logprobs`, and store each sequence's routed experts, in the order of the microbatches."""
+        assert self._hooks is not None  # the configuration asks for a capture
         assert self._stages is not None
         with self._hooks.capturing() as captured:
             found = self.logprobs(microbatches)
@@ -197,14 +185,14 @@ class MegatronModel:
         return found, self._store.keep(routes) if self.coordinates.reports_loss else []
 
     def compare_routes(self, microbatches: Sequence[TokenBatch]) -> tuple[list[torch.Tensor], AgreementTotals]:
-        """Compute `logprobs` with the routers' own experts, and compare these with the capture; every rank calls it."""
+        """Compute `logprobs` with live routers, and compare their experts with the capture. Every rank calls it."""
         assert self._hooks is not None
         with self._hooks.comparing() as totals:
             return self.logprobs(microbatches), totals()
 
     def generate(self, request: GenerationBatch, max_batch_size: int | None) -> list[GeneratedSequence]:
-        """Return the responses to this data-parallel rank's prompts, with their routed experts in the store; empty
-        where no loss is computed. Every rank calls it.
+        """Return the responses to this data-parallel rank's prompts, with their routed experts in the store. Every rank
+        calls it, and those that do not report a loss get an empty list.
         """
         if self.has_tower:
             request = request.fetched(self._store.fetch)
@@ -216,26 +204,26 @@ class MegatronModel:
         """Send this rank's part of the weights to the workers of a generation engine. Every rank calls it.
 
         Raises:
-            WeightSyncError: A receiver or another rank could not go on; the model is as it was.
-            RuntimeError: A rank ran out of memory, say. The same on every rank.
+            WeightSyncError: A receiver or another rank failed. The model is unchanged.
+            RuntimeError: A rank failed, for example out of memory. The same on every rank.
         """
         tensors = self._sent_tensors(on_device=transfer.backend.on_device, changed_only=transfer.changed_only)
         try:
             if dist.get_rank() >= transfer.num_senders:
                 return 0
-            # A norm's weights are often all alike, so that moving them is not enough.
+            # A norm's weights are often all equal, so rolling alone would not change them.
             sent = ((name, 1.5 * tensor.roll(1, -1)) for name, tensor in tensors) if altered else tensors
             return transfer.send(sent, dist.get_rank(), self.num_updates)
         finally:
-            # The ranks bring each tensor together: one that stopped early would keep the others waiting.
+            # Each tensor is gathered in collectives: a rank that stops early would leave the others waiting.
             deque(tensors, maxlen=0)
-            torch.cuda.empty_cache()  # of the tensors that were brought together: the engine's cache comes next
+            torch.cuda.empty_cache()  # frees the gathered tensors before the engine allocates its cache
 
     def receive_weights(self, transfer: TransportSpec, receiver: int, version: int) -> int:
-        """Replace this rank's weights by those of a trainer's ranks, and return the bytes. Every rank receives.
+        """Receive the weights of a trainer's ranks, and return the number of bytes. Every rank calls it.
 
         Raises:
-            WeightSyncError: Not every tensor arrived once; the weights are a mixture.
+            WeightSyncError: Not every tensor arrived once, and the weights are a mixture.
         """
         load = partial(load_tensors, self.chunks, self.config, self.hf_config, keeps_others=transfer.changed_only)
         if self._sends_adapters:
@@ -245,32 +233,31 @@ class MegatronModel:
         return num_bytes
 
     def weight_fingerprints(self, number_format: str) -> dict[str, str]:
-        """Return the fingerprints of this rank's part of the weights. Every rank calls it.
-
-        They are those of base and adapters where an engine gets these, otherwise of the merged weights.
+        """Return the fingerprints of this rank's part of the merged weights, or of base and adapters if the engine gets
+        the adapters. Every rank calls it.
         """
-        whole = partial(tensors_of_this_rank, self.chunks, self.config, self.hf_config)
+        merged = partial(tensors_of_this_rank, self.chunks, self.config, self.hf_config)
         if self.adapters is None or not self._sends_adapters:
-            return self._fingerprints(whole(), number_format)
+            return self._fingerprints(merged(), number_format)
         found = self._fingerprints(factors_of_this_rank(self.chunks), number_format)
         with self.adapters.off():
-            return found | self._fingerprints(whole(), number_format)
+            return found | self._fingerprints(merged(), number_format)
 
     def _fingerprints(self, tensors: Iterator[tuple[str, torch.Tensor]], number_format: str) -> dict[str, str]:
         try:
             return fingerprints_of(tensors, number_format)
         finally:
-            deque(tensors, maxlen=0)  # the others wait in its collectives
-            torch.cuda.empty_cache()  # the engine's cache comes next
+            deque(tensors, maxlen=0)  # after a failure too, as the other ranks wait in its collectives
+            torch.cuda.empty_cache()  # before the engine allocates its cache
 
     @property
     def _sends_adapters(self) -> bool:
-        """True where an engine gets the adapters beside a base of its own."""
+        """True if the engine has a base and gets the adapters, False if it gets merged weights."""
         generates = generating(self.policy)
         return self.adapters is not None and generates is not None and generates.generation.lora_refit == "adapter"
 
     def _sent_tensors(self, *, on_device: bool, changed_only: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield what an engine with a copy of the weights gets of this rank."""
+        """Return the tensors that this rank sends to an engine."""
         if self._sends_adapters:
             return factors_of_this_rank(self.chunks)
         gather = tensors_on_every_rank if on_device else tensors_of_this_rank
@@ -278,40 +265,39 @@ class MegatronModel:
         return gather(self.chunks, self.config, self.hf_config, is_wanted)
 
     def begin_probe(self) -> None:
-        """Give the adapters other values until `end_probe`."""
+        """Change the adapters' values until `end_probe`."""
         self._probe.begin()
 
     def end_probe(self) -> None:
-        """Give the adapters their own values again, to the last bit."""
+        """Restore the adapters' values bit by bit."""
         self._probe.end()
 
     def empty_cache(self) -> None:
-        """Give the device's memory back that torch's allocator keeps for later."""
+        """Return the unused memory of torch's allocator to the device."""
         torch.cuda.empty_cache()
 
     def save_weights(self, folder: Path, model_files: Mapping[str, bytes]) -> list[str]:
-        """Write the weights as a Hugging Face folder, adapters merged and in a folder beside them. Every rank calls it.
+        """Write the weights as a Hugging Face folder, with adapters merged and in a subfolder. Every rank calls it.
 
         Returns:
-            Names of parameters that the family has no tensor for, which are left out.
+            Names of parameters without a tensor in the family's format, which are not written.
 
         Raises:
             CheckpointError: A rank could not write its part. The same on every rank.
         """
-
         lora = self.policy.lora
         factors = {} if lora is None else factors_on_first_rank(self.chunks)
 
-        def write_beside(staging: Path) -> None:
+        def write_other_files(staging: Path) -> None:
             write_model_files(model_files, staging)
             if lora is not None:
                 base = self.policy.model_name
                 write_adapter(staging / ADAPTER_FOLDER, factors, lora, self.hf_config, base, "fused")
 
-        return save_weights(self.chunks, self.config, self.hf_config, folder, write_beside)
+        return save_weights(self.chunks, self.config, self.hf_config, folder, write_other_files)
 
     def _fetched(self, microbatches: Sequence[TokenBatch]) -> tuple[TokenBatch, ...]:
-        """Fetch the microbatches' stored columns, and images where they are read."""
+        """Fetch the microbatches' stored columns, and images if the rank reads them."""
         found = tuple(batch.fetched(self._store.fetch, with_shared=self.has_tower) for batch in microbatches)
         for batch in found:
             check_kept_tokens(batch)
@@ -319,7 +305,7 @@ class MegatronModel:
 
     def _evaluation_mode(self) -> None:
         for chunk in self.modules:
-            if chunk.training:  # it takes milliseconds to switch all modules
+            if chunk.training:  # switching all modules takes milliseconds
                 chunk.eval()
 
     def _series(self, results: Sequence[Any]) -> dict[str, MetricSeries]:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""From a microbatch of sequences to the tensors that Megatron-Core's GPTModel takes, padded or packed."""
+"""Conversion of a microbatch of sequences to the inputs of Megatron-Core's GPTModel, padded or packed."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,23 +21,23 @@ from nemo_rl_moe.models.megatron.training.context_parallel import ALONE, Context
 
 @dataclass(frozen=True)
 class ModelMicrobatch:
-    """One microbatch as the model takes it. `rows x columns` is `batch x sequence` or, packed, `1 x all tokens`.
+    """One microbatch in the model's layout. `rows x columns` is `batch x sequence` or, if packed, `1 x all tokens`.
 
-    With context parallelism the tensors for the model hold this rank's columns alone (`context`); everything else, such
-    as `sequence_start`, speaks of whole rows.
+    With context parallelism the model's tensors have only this rank's columns (`context`). Other attributes, such as
+    `sequence_start`, refer to full rows.
 
     Attributes:
-        labels: The token after each position, 0 where there is none.
-        position_ids: What the rotary embedding turns by: the position within the sequence or, of a model with positions
-            in time, height and width, all three of them, `[3, rows, columns]`.
+        labels: The token after each position, 0 if there is none.
+        position_ids: Positions for the rotary embedding: within the sequence or, for a model with positions in time,
+            height and width, all three, `[3, rows, columns]`.
         offsets: Position within the sequence.
-        padding_mask: True on padding; None where there is none.
-        packed_seq_params: Where each packed sequence begins; None when padded.
+        padding_mask: True on padding. None without padding.
+        packed_seq_params: Boundaries of packed sequences. None if padded.
         sequence_start: Flat position of each sequence's first token.
-        batch: The sequences themselves, with the columns for the loss, on the device.
-        model_columns: The batch's columns for the model: `[rows, columns, ...]` on the token axis, with the column's
-            fill value on padding; `[rows, ...]` or, packed, `[sequences, ...]` on the sequence axis; where ragged, all
-            sequences' values behind one another; pixels as `models.images` says.
+        batch: The sequences with the columns for the loss, on the device.
+        model_columns: The batch's columns for the model. On the token axis `[rows, columns, ...]`, with the column's
+            fill value on padding. On the sequence axis `[rows, ...]` or, if packed, `[sequences, ...]`. A ragged column
+            has all sequences' values in order. `models.images` describes the pixels.
     """
 
     input_ids: Int[Tensor, "rows columns"]
@@ -55,38 +55,38 @@ class ModelMicrobatch:
     def num_columns(self) -> int:
         return self.input_ids.shape[1] if self.context is None else len(self.context.order)
 
-    def part(self, values: Shaped[Tensor, "rows whole_columns ..."]) -> Shaped[Tensor, "rows columns ..."]:
-        """Return the columns of whole rows that the model on this rank sees."""
+    def part(self, values: Shaped[Tensor, "rows all_columns ..."]) -> Shaped[Tensor, "rows columns ..."]:
+        """Select this rank's columns of full rows."""
         return values if self.context is None else self.context.part(values)
 
-    def whole(self, values: Shaped[Tensor, "rows columns ..."]) -> Shaped[Tensor, "rows whole_columns ..."]:
-        """Return the whole rows; with context parallelism all ranks that share them call it."""
+    def whole(self, values: Shaped[Tensor, "rows columns ..."]) -> Shaped[Tensor, "rows all_columns ..."]:
+        """Return full rows. With context parallelism a collective of the ranks that share them."""
         return values if self.context is None else self.context.whole(values)
 
     def local_columns(self, columns: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
-        """Return where this rank's model holds columns of the whole rows; -1: nowhere."""
+        """Return this rank's indices of columns of the full rows, or -1 if it does not have them."""
         return columns if self.context is None else self.context.local[columns]
 
     def at_tokens(
         self, values: Shaped[Tensor, "batch tokens"], counts: Bool[Tensor, "batch tokens"], other: Any
     ) -> Shaped[Tensor, "rows columns"]:
-        """Return values of the sequences' first tokens at their places in what the model on this rank sees."""
+        """Return values of the sequences' first tokens in the layout of `input_ids`, and `other` at the remaining
+        positions and if `counts` is False."""
         rows, columns = self.input_ids.shape[0], self.num_columns
         if self.packed_seq_params is None:  # sequences are rows: fewer operations
             found = torch.full((rows, columns), other, dtype=values.dtype, device=values.device)
             found[: len(values), : values.shape[1]] = values.where(counts, other)
             return self.part(found)
-        # The place behind the last one takes what does not count.
+        # One additional position at the end receives the values that do not count.
         flat = torch.full((rows * columns + 1,), other, dtype=values.dtype, device=values.device)
-        places = self.sequence_start[:, None] + torch.arange(values.shape[1], device=values.device)
-        flat.scatter_(0, places.where(counts, len(flat) - 1).reshape(-1), values.reshape(-1))
+        index = self.sequence_start[:, None] + torch.arange(values.shape[1], device=values.device)
+        flat.scatter_(0, index.where(counts, len(flat) - 1).reshape(-1), values.reshape(-1))
         return self.part(flat[:-1].view(rows, columns))
 
     def per_sequence(self, values: Tensor) -> Tensor:
-        """Bring values of flat positions back to one row a sequence; a collective of `whole`.
+        """Return the values of each sequence's targets in one row, `[batch, longest - 1, ...]`. Calls `whole`.
 
-        Returns:
-            [batch, longest - 1, ...]; entries beyond a sequence's length are those of other positions: mask them.
+        Entries beyond a sequence's length belong to other positions and must be masked.
         """
         values = self.whole(values)
         longest = self.batch.input_ids.shape[1]
@@ -97,11 +97,13 @@ class ModelMicrobatch:
         return values.flatten(0, 1)[index]
 
     def at_last_tokens(self, values: Tensor) -> Tensor:
-        """Return the value of each sequence's last token, `[batch]`, of values of flat positions; a collective of
-        `whole`.
-        """
-        values = self.whole(values)
-        return values.flatten(0, 1)[self.sequence_start + self.batch.lengths - 1]
+        """Return the value of each sequence's last token, `[batch]`. Calls `whole`."""
+        return self.whole(values).flatten(0, 1)[self.sequence_start + self.batch.lengths - 1]
+
+
+def first_tokens(lengths: Int[Tensor, " batch"], columns: int) -> Bool[Tensor, "batch columns"]:
+    """Return True for the first `lengths` of `columns` tokens."""
+    return torch.arange(columns, device=lengths.device) < lengths[:, None]
 
 
 @dataclass(frozen=True)
@@ -109,12 +111,12 @@ class MicrobatchShape:
     """Padded shape of the microbatches of one step.
 
     Attributes:
-        column_multiple: Columns of whole rows are a multiple of this: of the sequence-parallel size, and of the chunks
-            that context parallelism cuts them into.
-        rows: Rows of every microbatch; 0: as many as it has sequences.
-        columns: Columns of every microbatch's whole rows; 0: as many as it needs.
-        pixels_per_token: Of a model whose image tokens have positions in time, height and width: height and width of
-            the pixels of one; None: positions are those of text.
+        column_multiple: Columns of full rows are a multiple of this: of the sequence-parallel size and of the number of
+            context-parallel chunks.
+        rows: Minimum number of rows.
+        columns: Minimum number of columns of full rows.
+        pixels_per_token: Height and width in pixels of an image token, if image tokens have positions in time, height
+            and width. Otherwise None.
     """
 
     column_multiple: int
@@ -125,7 +127,7 @@ class MicrobatchShape:
 
 
 def common_shape(microbatches: Sequence[TokenBatch], shape: MicrobatchShape, *, packed: bool) -> MicrobatchShape:
-    """Return the one shape that fits all: pipeline stages exchange tensors of a fixed shape."""
+    """Return one shape for all microbatches, because pipeline stages exchange tensors of a fixed shape."""
     if packed:
         columns = max(sum(_segments(batch, shape.place)) for batch in microbatches)
         return replace(shape, rows=1, columns=columns)
@@ -137,7 +139,7 @@ def common_shape(microbatches: Sequence[TokenBatch], shape: MicrobatchShape, *, 
 
 
 def pad_microbatch(batch: TokenBatch, shape: MicrobatchShape, device: torch.device) -> ModelMicrobatch:
-    """Return one row a sequence, padded on the right."""
+    """Return one row per sequence, padded on the right."""
     rows = max(shape.rows, len(batch))
     columns = round_up(max(shape.columns, batch.input_ids.shape[1]), shape.column_multiple)
     input_ids = torch.zeros(rows, columns, dtype=torch.long)
@@ -148,7 +150,7 @@ def pad_microbatch(batch: TokenBatch, shape: MicrobatchShape, device: torch.devi
     cut = _CutTo(ContextCut.of([columns], shape.place), device)
     return ModelMicrobatch(
         input_ids=cut(input_ids),
-        labels=cut(_next_tokens(input_ids)),
+        labels=cut(torch.nn.functional.pad(input_ids[:, 1:], (0, 1))),
         position_ids=cut(_position_ids(batch, positions, shape.pixels_per_token)),
         offsets=cut(positions),
         padding_mask=cut.mask(positions >= lengths[:, None]),
@@ -165,7 +167,7 @@ def pad_microbatch(batch: TokenBatch, shape: MicrobatchShape, device: torch.devi
 
 
 def pack_microbatch(batch: TokenBatch, shape: MicrobatchShape, device: torch.device) -> ModelMicrobatch:
-    """Return all sequences behind one another in one row; what pads the row is one more, unused sequence."""
+    """Return all sequences concatenated in one row. Padding at its end is an additional, unused sequence."""
     lengths, segments = batch.lengths.tolist(), _segments(batch, shape.place)
     total = sum(segments)
     columns = round_up(max(shape.columns, total), shape.column_multiple)
@@ -215,19 +217,18 @@ def pack_microbatch(batch: TokenBatch, shape: MicrobatchShape, device: torch.dev
 
 
 def _segments(batch: TokenBatch, place: ContextPlace) -> list[int]:
-    """Return the columns of each packed sequence, with the padding that context parallelism needs."""
+    """Return the number of columns of each packed sequence, with its padding for context parallelism."""
     return [round_up(length, place.sequence_multiple) for length in batch.lengths.tolist()]
 
 
 class _CutTo:
-    """Cut of whole rows on the host to this rank's columns, which alone go to the device."""
+    """Selection of this rank's columns of full rows on the host, and their copy to the device."""
 
     def __init__(self, cut: ContextCut | None, device: torch.device):
         self._cut, self._device = cut, device
 
     def __call__(self, values: Tensor) -> Tensor:
-        mine = values if self._cut is None else self._cut.part(values)
-        return to_device(mine, self._device)
+        return to_device(values if self._cut is None else self._cut.part(values), self._device)
 
     def mask(self, mask: Tensor) -> Tensor | None:
         return self(mask) if bool(mask.any()) else None
@@ -242,7 +243,7 @@ class _CutTo:
 
 
 def _position_ids(batch: TokenBatch, positions: Tensor, pixels_per_token: int | None) -> Tensor:
-    """Return the positions that a rotary embedding turns by, one row a sequence."""
+    """Return the positions for the rotary embedding, one row per sequence."""
     if pixels_per_token is None:
         return positions
     found = positions.expand(3, *positions.shape)
@@ -257,32 +258,27 @@ def _position_ids(batch: TokenBatch, positions: Tensor, pixels_per_token: int | 
 
 
 def _pixels(batch: TokenBatch, device: torch.device) -> dict[str, Tensor]:
-    """Return the pixels of the distinct images, where they are at hand."""
+    """Return the pixels of the distinct images, if the batch has pixels."""
     if PIXELS not in batch.shared:
         return {}
     ids = batch.columns[IMAGE_IDS].values.tolist()
     return {PIXELS: to_device(torch.from_numpy(distinct_pixels(batch.shared[PIXELS], ids)), device)}
 
 
-def _next_tokens(input_ids: Tensor) -> Tensor:
-    return torch.nn.functional.pad(input_ids[:, 1:], (0, 1))
-
-
 def _padded(column: Column, rows: int, columns: int) -> Tensor:
     values = column.values
     if column.axis is Axis.RAGGED:
         return values
-    shape = (rows, columns, *values.shape[2:]) if column.axis is Axis.TOKEN else (rows, *values.shape[1:])
-    padded = values.new_full(shape, column.fill)
     if column.axis is Axis.TOKEN:
+        padded = values.new_full((rows, columns, *values.shape[2:]), column.fill)
         padded[: values.shape[0], : values.shape[1]] = values
     else:
+        padded = values.new_full((rows, *values.shape[1:]), column.fill)
         padded[: values.shape[0]] = values
     return padded
 
 
 def _packed(column: Column, lengths: Sequence[int], starts: Sequence[int], columns: int) -> Tensor:
-    """Return a column for the model, all sequences behind one another in one row."""
     values = column.values
     if column.axis is not Axis.TOKEN:
         return values

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from nemo_rl_moe.config.schema_grpo import generating
@@ -22,7 +21,6 @@ from nemo_rl_moe.models.megatron.training.expert_advantages import ExpertAdvanta
 from nemo_rl_moe.models.megatron.training.expert_load import attach_expert_load_recorder
 from nemo_rl_moe.models.megatron.training.expert_writers import ExpertWriterRecorder
 from nemo_rl_moe.models.megatron.training.forward_backward import ForwardBackward
-from nemo_rl_moe.models.megatron.training.microbatch import ModelMicrobatch
 from nemo_rl_moe.models.megatron.training.router_gradients import RouterGradients
 from nemo_rl_moe.models.megatron.training.router_hooks import RouterHooks, cut_of_rank, in_router_order
 from nemo_rl_moe.models.megatron.training.shared_expert_gates import SharedExpertGates
@@ -38,10 +36,10 @@ def make_observers(
     ddp_chunks: Sequence[DistributedDataParallel],
     expert_bias: ExpertBias,
 ) -> list[StepObserver]:
-    """Attach the observers that a configuration asks for; none to a model without MoE layers.
+    """Attach the observers that a configuration asks for, and none to a model without MoE layers.
 
-    Their order is that of their collectives, the same on every rank. Passes that an observer runs itself must not be
-    seen by those behind it: router gradients come first.
+    All ranks have the same order, because observers enter collectives. Router gradients come first: the other observers
+    must not see the passes that they run.
     """
     megatron, config, device = policy.megatron_cfg, passes.config, passes.device
     if not moe_layer_indices(config):
@@ -66,7 +64,7 @@ def make_observers(
 
 
 class ExpertLoadReports(StepObserver):
-    """Load of every expert, overload factors and auxiliary losses, of training forward passes alone."""
+    """Load of every expert, overload factors and auxiliary losses in training forward passes."""
 
     def __init__(
         self, chunks: Sequence[GPTModel], passes: ForwardBackward, settings: MegatronConfig, *, per_layer: bool
@@ -80,21 +78,21 @@ class ExpertLoadReports(StepObserver):
 
     def start_step(self, number: int, shards: Sequence[GlobalBatchShard]) -> None:
         self._number, self._num_microbatches = number, sum(len(shard.microbatches) for shard in shards)
-        # A batch has its columns on every rank.
+        # All ranks of a batch have the same columns.
         counts_images = IS_IMAGE in shards[0].microbatches[0].columns
         self.recorder.start(self._num_microbatches, counts_images=counts_images)
 
     def training_forward(self, forward: TrainingForward) -> AbstractContextManager[None]:
-        """Count what the routers choose while open."""
-        is_image = _image_tokens(forward.microbatch, self._config)
+        is_image = forward.microbatch.model_columns.get(IS_IMAGE)
+        if is_image is not None:
+            is_image = in_router_order(is_image, cut_of_rank(self._config))
         return self.recorder.training_forward(forward.chunk, forward.number, is_image)
 
     def after_forward(self, forward: TrainingForward, output: Tensor) -> None:
-        """Note when the backward pass begins."""
         self.recorder.watch_backward(output, forward.chunk, forward.number)
 
     def end_step(self) -> StepObservations:
-        """Return the metrics of `get_moe_metrics`, the same on every rank, and the load matrix."""
+        """Return the metrics of `get_moe_metrics`, the same on every rank, and the load matrix on rank 0."""
         chosen = self._settings.moe_metrics
         metrics = get_moe_metrics(
             loss_scale=1 / self._num_microbatches,
@@ -113,10 +111,7 @@ class ExpertLoadReports(StepObserver):
 
 
 class RoutingReports(StepObserver):
-    """Content of the rollouts' routed experts in a step, and how far the routers agree with them.
-
-    The hooks themselves belong to the model, which replays and captures routes with them.
-    """
+    """Report on the captured routes of a step, and on the routers' agreement with them."""
 
     def __init__(self, hooks: RouterHooks, *, per_layer: bool):
         self._hooks, self._per_layer = hooks, per_layer
@@ -125,7 +120,7 @@ class RoutingReports(StepObserver):
         self._hooks.start_step(len(shards))
 
     def end_step(self) -> StepObservations:
-        """Return the report on rank 0; empty where the batch has no routes."""
+        """Return the report on rank 0. Empty if the batch has no routes."""
         report = self._hooks.report(per_layer=self._per_layer)
         return StepObservations() if report is None else StepObservations(report.metrics, {ROUTING.name: report})
 
@@ -139,9 +134,3 @@ class ExpertBiasReports(StepObserver):
 
     def end_step(self) -> StepObservations:
         return StepObservations(self._expert_bias.metrics())
-
-
-def _image_tokens(microbatch: ModelMicrobatch, config: TransformerConfig) -> Tensor | None:
-    """Return True on image tokens, in the order of this rank's routers; None of a model of text."""
-    is_image = microbatch.model_columns.get(IS_IMAGE)
-    return None if is_image is None else in_router_order(is_image, cut_of_rank(config))

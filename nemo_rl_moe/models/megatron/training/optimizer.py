@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron-Core's data-parallel wrapper, optimizer and learning-rate schedule from the user's configuration."""
+"""Megatron-Core's data-parallel wrapper, optimizer and learning-rate schedule, built from the configuration."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -34,10 +34,10 @@ CHUNK_PARAMETERS = 2**28
 
 
 def step_in_chunks(adam: Any, most_parameters: int) -> None:
-    """Have Transformer Engine's Adam update at most so many parameters at a time, with the same result.
+    """Let Transformer Engine's Adam update at most `most_parameters` at a time, with the same result.
 
-    It makes float32 copies of moments in other formats, of a whole group at once: for the experts' group that is more
-    than bfloat16 moments save.
+    Adam makes float32 copies of the bfloat16 moments of an entire parameter group. For the experts' group that is more
+    memory than bfloat16 moments save.
     """
     step_of_groups = adam.step
 
@@ -70,8 +70,8 @@ def _chunks(tensors: Sequence[Tensor], most: int) -> Iterator[list[Tensor]]:
 
 
 def half_precision_modules(config: TransformerConfig, chunks: Sequence[GPTModel]) -> list[MegatronModule]:
-    """Return the model chunks with their weights in the configuration's number format; the state of routers and
-    indexers stays as it is, and so do the frequencies of a vision tower."""
+    """Return the chunks with weights in the configuration's number format, except for the state of routers and indexers
+    and the frequencies of a vision tower."""
     with unconverted_state(chunks), tower_buffers_in_float32(chunks):
         return [Float16Module(config, chunk) if config.bf16 else chunk for chunk in chunks]
 
@@ -79,7 +79,7 @@ def half_precision_modules(config: TransformerConfig, chunks: Sequence[GPTModel]
 def wrap_data_parallel(
     policy: PolicyConfig, config: TransformerConfig, modules: Sequence[MegatronModule]
 ) -> list[DistributedDataParallel]:
-    """Wrap each model chunk for gradient reduction, and set how the schedule finishes a step's gradients."""
+    """Wrap each model chunk for gradient reduction, and set the schedule's gradient functions in `config`."""
     chosen = policy.megatron_cfg.distributed_data_parallel_config
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=chosen.grad_reduce_in_fp32,
@@ -90,7 +90,7 @@ def wrap_data_parallel(
         check_for_nan_in_grad=False,
     )
     wrapped = [
-        # Buckets are for overlapping; the later chunks' gradients are complete first, so they need none.
+        # Buckets are for overlap. The later chunks' gradients are complete first, so only the first chunk needs them.
         DistributedDataParallel(config=config, ddp_config=ddp_config, module=module, disable_bucketing=index > 0)
         for index, module in enumerate(modules)
     ]
@@ -104,12 +104,12 @@ def wrap_data_parallel(
 def build_optimizer(
     policy: PolicyConfig, config: TransformerConfig, chunks: Sequence[DistributedDataParallel]
 ) -> MegatronOptimizer:
-    """Build Adam with float32 master weights for bfloat16 training; weight decay on matrices only."""
+    """Build Adam, with float32 master weights for bfloat16 training, and weight decay on matrices only."""
     try:
         optimizer_config = _optimizer_config(policy, config)
     except (AssertionError, RuntimeError, ValueError) as error:
         raise ConfigurationError(f"policy.megatron_cfg.optimizer: Megatron-Core refuses it: {error}") from error
-    # Without the overrides norms and biases are decayed too.
+    # Without the overrides, norms and biases would decay too.
     optimizer: MegatronOptimizer = get_megatron_optimizer(
         optimizer_config,
         list(chunks),
@@ -127,7 +127,7 @@ def build_optimizer(
 
 def _optimizer_config(policy: PolicyConfig, config: TransformerConfig) -> OptimizerConfig:
     chosen, parallel = policy.megatron_cfg.optimizer, policy.megatron_cfg.distributed_data_parallel_config
-    # Its main gradients are those of the buffers.
+    # A precision-aware optimizer uses the buffers' gradients as main gradients.
     precision_aware = chosen.use_precision_aware_optimizer
     gradients = torch.bfloat16 if precision_aware and not parallel.grad_reduce_in_fp32 else torch.float32
     return OptimizerConfig(
@@ -138,7 +138,7 @@ def _optimizer_config(policy: PolicyConfig, config: TransformerConfig) -> Optimi
         adam_beta1=chosen.adam_beta1,
         adam_beta2=chosen.adam_beta2,
         adam_eps=chosen.adam_eps,
-        # Without clipping the norm is still wanted: no norm exceeds infinity.
+        # No norm exceeds infinity: it is measured, and nothing is clipped.
         clip_grad=math.inf if policy.max_grad_norm is None else policy.max_grad_norm,
         bf16=config.bf16,
         params_dtype=DTYPES[policy.precision],
@@ -148,7 +148,7 @@ def _optimizer_config(policy: PolicyConfig, config: TransformerConfig) -> Optimi
         main_grads_dtype=gradients,
         exp_avg_dtype=DTYPES[chosen.exp_avg_dtype],
         exp_avg_sq_dtype=DTYPES[chosen.exp_avg_sq_dtype],
-        # Masters are kept whole: checkpoints hold them for optimizers of any kind.
+        # Checkpoints contain full masters, so that any kind of optimizer can load them.
         store_param_remainders=False,
         optimizer_cpu_offload=chosen.optimizer_cpu_offload,
         optimizer_offload_fraction=chosen.optimizer_offload_fraction,
@@ -159,8 +159,8 @@ def _optimizer_config(policy: PolicyConfig, config: TransformerConfig) -> Optimi
 
 
 def _fuse_adam(optimizer: MegatronOptimizer) -> None:
-    """Let torch's AdamW, which Megatron-Core takes where neither Transformer Engine nor Apex is, update in one pass."""
-    # Otherwise it makes a dozen passes over each tensor. Megatron-Core has no setting for it.
+    """Let torch's AdamW (Megatron-Core's choice without Transformer Engine and Apex) update in one pass."""
+    # Otherwise it makes a dozen passes over each tensor. Megatron-Core has no setting for this.
     for part in optimizer_parts(optimizer):
         if isinstance(part.optimizer, torch.optim.AdamW):
             for group in part.optimizer.param_groups:
@@ -168,9 +168,9 @@ def _fuse_adam(optimizer: MegatronOptimizer) -> None:
 
 
 def gather_weights(chunks: Sequence[DistributedDataParallel]) -> None:
-    """Wait for all weights that an update has changed, where ranks gather them late; every rank calls it.
+    """Wait for the updated weights if parameter gathers overlap. Every rank calls it.
 
-    Whoever reads them besides forward passes would find old ones: refits, checkpoints, exports.
+    Otherwise refits, checkpoints and exports would read old weights. Forward passes wait by themselves.
     """
     for chunk in chunks:
         if chunk.ddp_config.overlap_param_gather:
@@ -178,11 +178,11 @@ def gather_weights(chunks: Sequence[DistributedDataParallel]) -> None:
 
 
 def step_if_finite(optimizer: MegatronOptimizer, *, may_update: bool) -> tuple[float, bool]:
-    """Take one optimizer step unless `may_update` is false or the gradient is not finite; return its norm and whether.
+    """Take one optimizer step if `may_update` and the gradient is finite. Return its norm and whether it updated.
 
     Clipping multiplies by the norm's inverse, so a gradient with one NaN would make every weight NaN.
     """
-    assert isinstance(optimizer, ChainedOptimizer)  # measures the norm over all ranks, then clips, then updates
+    assert isinstance(optimizer, ChainedOptimizer)  # its step measures the norm over all ranks, clips, then updates
     norm = math.nan
 
     def measure_and_keep() -> float:
@@ -203,15 +203,13 @@ def step_if_finite(optimizer: MegatronOptimizer, *, may_update: bool) -> tuple[f
 
 
 def build_scheduler(policy: PolicyConfig, optimizer: MegatronOptimizer, num_steps: int) -> OptimizerParamScheduler:
-    """Return the learning-rate schedule: linear warm-up, then the decay that the user chose. One tick an optimizer
-    step.
+    """Return the schedule with linear warm-up and the configured decay, at the tick of the first step.
 
-    It stands at the tick that the first step trains at. With a warm-up of `w` steps, that is tick 1: step `k` of the
-    warm-up trains at `lr * k / w`, and at tick 0 the first one would train at 0. Without a warm-up it is tick 0, at
-    `lr`. A run that is shorter than its warm-up sees the beginning of it, whatever the decay.
+    One tick per optimizer step. With a warm-up of `w` steps, the first step trains at tick 1: step `k` of the warm-up
+    trains at `lr * k / w`, and tick 0 would have a rate of 0. Without a warm-up it trains at tick 0, at `lr`.
     """
     chosen, rates = policy.megatron_cfg.scheduler, policy.megatron_cfg.optimizer
-    # Megatron-Core wants a warm-up to end before the decay does.
+    # Megatron-Core requires that the warm-up ends before the decay does, even if the run is shorter.
     decay_steps = max(chosen.lr_decay_iters or num_steps, chosen.lr_warmup_iters + 1)
     scheduler = OptimizerParamScheduler(
         optimizer,

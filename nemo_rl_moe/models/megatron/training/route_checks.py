@@ -20,26 +20,26 @@ from nemo_rl_moe.routing.agreement.route_identity import RouteSample
 from nemo_rl_moe.routing.metrics.expert_load_recorder import sum_over_ranks
 
 NUM_SEQUENCES, NUM_TOKENS = 2, 48
-"""Of each sampling rank's first microbatch: sequences, and the last tokens of each that were fed to the engine."""
+"""Sequences of each sampling rank's first microbatch, and the last tokens of each that were fed to the engine."""
 MOST_RANKS = 8
-"""Data-parallel ranks that sample; the sample must not grow with the job."""
+"""Data-parallel ranks that sample. The sample must not grow with the job."""
 _CAPTURE, _LIVE = 0, 1
 
 
 class RouteProbe:
-    """The sample of one step; every (token, layer) of it lies on one rank, so that a sum brings all of it together."""
+    """The sample of one step. Each (token, layer) is on one rank, so a sum over ranks collects the sample."""
 
     def __init__(self, num_layers: int, topk: int, device: torch.device):
         ranks = min(parallel_state.get_data_parallel_world_size(), MOST_RANKS)
         self._rank: int = parallel_state.get_data_parallel_rank()
         self._samples = self._rank < ranks
-        # One is added to every number: 0 is what no rank knows.
+        # Expert numbers are stored plus one: 0 means that no rank knows the value.
         shape = (2, ranks * NUM_SEQUENCES, NUM_TOKENS, num_layers, topk)
         self._values = torch.zeros(shape, dtype=torch.int32, device=device)
 
     @property
     def names(self) -> list[str]:
-        """Names of the sampled sequences: their places in the first microbatch of their rank."""
+        """Names of the sampled sequences: their indices in the first microbatch of their rank."""
         count = self._values.shape[1]
         return [f"{number % NUM_SEQUENCES} (data-parallel rank {number // NUM_SEQUENCES})" for number in range(count)]
 
@@ -61,19 +61,19 @@ class RouteProbe:
         positions = first + torch.arange(NUM_TOKENS, device=lengths.device)
         flat = positions + microbatch.sequence_start[: len(lengths), None]
         rows, columns = flat // microbatch.num_columns, microbatch.local_columns(flat % microbatch.num_columns)
-        places = columns * microbatch.input_ids.shape[0] + rows - first_token
+        tokens = columns * microbatch.input_ids.shape[0] + rows - first_token
         num_tokens = routes.shape[-1]
-        known = (positions < lengths[:, None] - 1) & (places >= 0) & (places < num_tokens)
-        index = places.clamp(0, num_tokens - 1).reshape(-1)
+        known = (positions < lengths[:, None] - 1) & (tokens >= 0) & (tokens < num_tokens)
+        index = tokens.clamp(0, num_tokens - 1).reshape(-1)
         start = self._rank * NUM_SEQUENCES
         for kind, values in ((_CAPTURE, routes), (_LIVE, live)):
-            # In 8 bits, too, what is unknown becomes 0.
-            chosen = (values.index_select(2, index) + 1).permute(2, 1, 0).unflatten(0, places.shape).int()
+            # The sum turns an unknown expert into 0, in 8 bits too.
+            chosen = (values.index_select(2, index) + 1).permute(2, 1, 0).unflatten(0, tokens.shape).int()
             target = self._values[kind, start : start + len(lengths)]
             target.index_copy_(2, layers, chosen.where(known[..., None, None], 0))
 
     def reduced(self) -> RouteSample:
-        """Return the sample of all ranks, in one collective; every rank calls it."""
+        """Return the sample of all ranks, in one collective. Every rank calls it."""
         values = self._values.clone()
         if dist.get_world_size() > 1:
             dist.all_reduce(values)
@@ -88,13 +88,13 @@ class RouteChecks:
         self._in_float32, self._num_updates = in_float32, 1
 
     def start(self, num_updates: int) -> None:
-        """Start anew. In a step of several updates the weights of the capture are those before the first."""
+        """Start a step. If it has several updates, only the first has the weights of the capture."""
         self.repeats.counts.zero_()
         self.by_lag.counts.zero_()
         self._num_updates = num_updates
 
     def reduced(self, rows: Int[Tensor, "layers kinds"]) -> CheckTotals:
-        """Return the sums over all ranks, in one collective; every rank calls it."""
+        """Return the sums over all ranks, in one collective. Every rank calls it."""
         by_slot = rows_by_rank(rows, parallel_state.get_data_parallel_rank())
         counts = [self.repeats.counts, by_slot, self.by_lag.counts]
         repeats, slots, by_lag = sum_over_ranks(counts, rows.device)
@@ -108,7 +108,7 @@ class RouteChecks:
 
 
 def computes_in_float32(policy: PolicyConfig, config: TransformerConfig) -> bool:
-    """Return whether captures and training passes are known to compute alike: in float32, without dropout."""
+    """Return whether captures and training passes are known to compute the same: in float32, without dropout."""
     generates = generating(policy)
     if generates is None or config.attention_dropout or config.hidden_dropout:
         return False

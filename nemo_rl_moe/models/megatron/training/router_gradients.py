@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Gradient of the routers by source, exact: a pass for each source with the others switched off."""
+"""Exact gradient of the routers by source, from one pass per source with the others switched off."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -36,15 +36,16 @@ from nemo_rl_moe.routing.metrics.gradient_sources import (
 from nemo_rl_moe.routing.routers import routers_of
 
 _ROUNDING = {True: 1e-4, False: 0.05}
-"""Shortest gradient of balancing losses that is compared, as a share of its uncancelled terms; whether in float32."""
+"""By whether training is in float32: the shortest gradient of balancing losses that is compared, as a share of its
+uncancelled terms."""
 
 
 class RouterGradients(StepObserver):
     """Measurement of the gradient of every router's weight, split by source.
 
-    Each part is what the optimizer would get of that source alone for the microbatches that are looked at, brought to
-    the size of a whole global batch: the parts add up to the gradient of a pass with all sources over the same
-    microbatches, and, over all microbatches of the global batch, to that of the step itself.
+    Each part is the optimizer's gradient from one source over the measured microbatches, scaled to a full global batch.
+    The parts add up to the gradient of a pass with all sources over the same microbatches. If these are all
+    microbatches of the global batch, that is the step's gradient.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class RouterGradients(StepObserver):
         self._metrics: dict[str, float] = {}
         self._layers = moe_layer_indices(config)
         self._routers = placed_routers(chunks, config)
-        # The router adds noise to its input itself, and of further score functions no paper says what is balanced.
+        # With jitter the router changes its recorded input. For other score functions no paper defines the balancing.
         is_known = config.moe_input_jitter_eps is None and config.moe_router_score_function in ("softmax", "sigmoid")
         last = dict(self._routers).get(len(self._layers) - 1) if is_known else None
         self._check = RouterLossCheck(last, config, cut_of_rank(config), passes.device)
@@ -73,9 +74,9 @@ class RouterGradients(StepObserver):
         self._is_due, self._metrics = is_due(number, self._every), {}
 
     def start_global_batch(self, shard: GlobalBatchShard, loss_function: LossFunction) -> None:
-        """Measure the first global batch of a step that is due; every rank calls it.
+        """Measure the first global batch of a step that is due. Every rank calls it.
 
-        Weights, random states and counts do not change, to the bit.
+        Weights, random states and counts stay the same, bit by bit.
         """
         if not self._is_due:
             return
@@ -95,7 +96,7 @@ class RouterGradients(StepObserver):
         return StepObservations(self._metrics)
 
     def parts(self, shard: GlobalBatchShard, loss_function: LossFunction) -> Tensor:
-        """Return this rank's share of each part, `[sources, MoE layers, experts, hidden]`: all ranks' add up to it."""
+        """Return this rank's share of each part, `[sources, MoE layers, experts, hidden]`. Their sum is the part."""
         config = self._config
         shape = (len(self.sources), len(self._layers), config.num_moe_experts, config.hidden_size)
         parts = torch.zeros(shape, dtype=torch.float32, device=self._device)
@@ -114,8 +115,8 @@ class RouterGradients(StepObserver):
         return parts.mul_(share_of_rank(config))
 
     def _agreement(self, shard: GlobalBatchShard, found: Tensor) -> dict[str, float]:
-        """Return how the last router's gradients agree with the equations of its losses. Every rank calls it."""
-        # found: Of all ranks, `[router losses, experts, hidden]`.
+        """Compare the last router's gradients, `[router losses, experts, hidden]` summed over the ranks, with the
+        equations of its losses. Every rank calls it."""
         microbatches = self._passes.prepare(shard.microbatches[: self._number_of(shard)])
         expected = torch.stack(self._check.gradients(shard, microbatches)) * counts_on_rank(self._config)
         dist.all_reduce(expected)
@@ -128,15 +129,15 @@ class RouterGradients(StepObserver):
         return metrics
 
     def _number_of(self, shard: GlobalBatchShard) -> int:
-        every, config = len(shard.microbatches), self._config
-        wanted = self._num_microbatches or every
-        if config.virtual_pipeline_model_parallel_size is not None:
-            wanted = round_up(wanted, config.pipeline_model_parallel_size)
-        return min(wanted, every)
+        available = len(shard.microbatches)
+        wanted = self._num_microbatches or available
+        if self._config.virtual_pipeline_model_parallel_size is not None:
+            wanted = round_up(wanted, self._config.pipeline_model_parallel_size)
+        return min(wanted, available)
 
 
 def placed_routers(chunks: Sequence[DistributedDataParallel], config: TransformerConfig) -> list[tuple[int, Any]]:
-    """Return the routers of a rank's chunks, each with the position of its layer among the model's MoE layers."""
+    """Return the routers of a rank's chunks, each with the index of its layer in the model's MoE layers."""
     of_layer = {layer: position for position, layer in enumerate(moe_layer_indices(config))}
     return [
         (of_layer[layer.key], router)  # type: ignore[index]  # Megatron-Core numbers its layers
@@ -153,31 +154,30 @@ def sources_of(config: TransformerConfig) -> tuple[str, ...]:
 
 
 def counts_on_rank(config: TransformerConfig) -> float:
-    """Return 1 where the rank's tokens are not those of another tensor-parallel rank that counts, else 0."""
+    """Return 0 if another tensor-parallel rank counts the same tokens, else 1."""
     return float(config.sequence_parallel or parallel_state.get_tensor_model_parallel_rank() == 0)
 
 
 def share_of_rank(config: TransformerConfig) -> float:
-    """Return the weight of this rank's gradients in the sum over all ranks, as the data-parallel wrapper takes their
-    mean.
+    """Return the weight of this rank's gradients in a sum over all ranks that equals the data-parallel wrapper's mean.
 
-    Tensor-parallel ranks see tokens of their own under sequence parallelism, and otherwise all the same ones;
-    context-parallel ranks always do, and are among those of the mean.
+    Tensor-parallel ranks see different tokens under sequence parallelism, and the same ones otherwise. Context-parallel
+    ranks always see different tokens, and belong to the mean.
     """
     return counts_on_rank(config) / parallel_state.get_data_parallel_world_size(with_context_parallel=True)
 
 
 @contextmanager
 def _gradients_of(weights: Sequence[Tensor]) -> Iterator[Callable[[], list[Tensor]]]:
-    """Have weights get gradients while open, frozen ones too; yield what returns them."""
+    """Let the weights get gradients while open, including frozen ones, and yield a function that returns them."""
     frozen = [weight for weight in weights if not weight.requires_grad]
     for weight in frozen:
         weight.requires_grad_(True)
-    own = {id(weight) for weight in frozen}
+    frozen_ids = {id(weight) for weight in frozen}
 
     def found() -> list[Tensor]:
-        # The data-parallel wrapper knows of no frozen weight, so torch keeps its gradient.
-        return [_or_zero(weight) if id(weight) in own else weight.main_grad for weight in weights]  # type: ignore[attr-defined]
+        # The data-parallel wrapper does not know frozen weights, so torch keeps their gradients.
+        return [_or_zero(weight) if id(weight) in frozen_ids else weight.main_grad for weight in weights]  # type: ignore[attr-defined]
 
     try:
         yield found
@@ -193,7 +193,7 @@ def _or_zero(weight: Tensor) -> Tensor:
 
 @contextmanager
 def _only_auxiliary_losses_of(source: str, config: TransformerConfig) -> Iterator[None]:
-    """Turn the auxiliary losses of one source on, and all others off, while open."""
+    """Switch off the auxiliary losses of all other sources while open."""
     balancing, z = config.moe_aux_loss_coeff, config.moe_z_loss_coeff
     if source != AUXILIARY:
         config.moe_aux_loss_coeff = [0.0] * len(balancing) if isinstance(balancing, list) else 0.0
@@ -206,7 +206,7 @@ def _only_auxiliary_losses_of(source: str, config: TransformerConfig) -> Iterato
 
 
 class _WithoutGradient:
-    """A loss function whose loss is 0: what is left of the gradient comes from the auxiliary losses."""
+    """A loss function with a loss of 0: the remaining gradient comes from the auxiliary losses."""
 
     def __init__(self, loss_function: LossFunction):
         self._loss_function = loss_function

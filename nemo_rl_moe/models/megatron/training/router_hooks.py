@@ -1,11 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks on the routers of a rank's chunks: they replay a microbatch's capture, in whatever layout, and show what is
-chosen.
+"""Hooks on the routers of a rank's chunks, which replay a microbatch's capture in any layout and show the live choice.
 
-Every chunk's routers get the routes of the microbatch that runs through it before its forward pass, and once more when
-its backward pass begins: under activation checkpointing that one runs the routers again, by then long after the forward
-passes of other microbatches.
+A chunk's routers get the routes of a microbatch before its forward pass, and again when its backward pass begins. Under
+activation checkpointing the backward pass runs the routers again, after the forward passes of other microbatches.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,7 +24,7 @@ from nemo_rl_moe.config.schema_grpo import RolloutMegatronConfig
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.models.megatron.layers.router_losses import SequencesOfTokens
 from nemo_rl_moe.models.megatron.model.transformer_config import moe_layer_indices
-from nemo_rl_moe.models.megatron.training.microbatch import ModelMicrobatch
+from nemo_rl_moe.models.megatron.training.microbatch import ModelMicrobatch, first_tokens
 from nemo_rl_moe.models.megatron.training.route_checks import RouteChecks, RouteProbe, computes_in_float32
 from nemo_rl_moe.routing.agreement.replayed_passes import MOST_ENTRIES, ReplayedPass, join_passes
 from nemo_rl_moe.routing.agreement.report import routing_report
@@ -47,7 +45,7 @@ CountedLoad = Literal["live", "replayed"]
 
 
 class SequenceCut(NamedTuple):
-    """Block of a microbatch's columns that a rank's routers see: one of `size` under sequence parallelism."""
+    """Block of a microbatch's columns that a rank's routers see: one of `size` blocks under sequence parallelism."""
 
     rank: int
     size: int
@@ -69,7 +67,7 @@ class ChunkRoutes:
 
     @cached_property
     def by_layer(self) -> list[LayerRoutes]:
-        """For each router, where they are replayed."""
+        """The routes of each router, computed if they are replayed or compared."""
         return self.rows.by_layer()
 
 
@@ -77,8 +75,8 @@ class RouterHooks:
     """Hooks on all routers of this rank.
 
     Args:
-        counted_load: Experts that auxiliary losses and the expert bias count where a capture is replayed: those that
-            the router would choose, which these losses and the bias are to even out, or those that it took.
+        counted_load: Experts that auxiliary losses and the expert bias count during replay: "live" are the router's own
+            choice, which the losses and the bias should balance, and "replayed" are the capture.
     """
 
     def __init__(
@@ -103,35 +101,37 @@ class RouterHooks:
         self._captured: dict[int, tuple[ModelMicrobatch, Tensor]] | None = None
         self._compared: AgreementStatistics | None = None
         self._waiting: list[ReplayedPass] = []
-        self._waiting_of: tuple[int, ModelMicrobatch]  # the chunk of those that wait, and the first one's microbatch
+        self._waiting_of: tuple[int, ModelMicrobatch]  # the waiting passes' chunk, and the first one's microbatch
         self._last_routes: tuple[ModelMicrobatch, int, ChunkRoutes] | None = None
         self._pipeline = parallel_state.get_pipeline_model_parallel_group()
         self._hooks: list[dict[int, RouterHook]] = []
         for chunk in chunks:
             hooks = {}
-            # The decoder's own routers: those of multi-token prediction have no place on a capture.
+            # The decoder's routers only: a capture has no routes of multi-token prediction.
             for layer, router in routers_of(chunk.decoder):
+                assert isinstance(layer.key, int)  # Megatron-Core numbers its layers
                 slot: Any = getattr(router, "router_replay", None)
                 hook = RouterHook(slot, counts_replayed=counted_load == "replayed")
                 router.router_replay = hook  # type: ignore[assignment]
-                if replays:  # what does not train counts nothing
+                if replays:
                     _count_for_bias(router, hook)
-                hooks[of_layer[_layer_of(layer.key)]] = hook
+                hooks[of_layer[layer.key]] = hook
             self._hooks.append(hooks)
         self._layers = [torch.tensor(list(hooks), dtype=torch.long, device=device) for hooks in self._hooks]
 
     @property
     def positions(self) -> list[list[int]]:
-        """Return the positions of the MoE layers of each chunk, in the order of `layers`."""
+        """Indices into `layers` of each chunk's MoE layers."""
         return [sorted(hooks) for hooks in self._hooks]
 
     @contextmanager
     def forward(
         self, chunk: int, microbatch: ModelMicrobatch, number: int, *, trains: bool, counts: bool
     ) -> Iterator[None]:
-        """Set up the hooks for the forward pass of a chunk over one microbatch, with the routes of its capture.
+        """Set up the hooks for the forward pass of a chunk over one microbatch.
 
-        A pass that trains replays them where the configuration says so. Others replay the capture that they are given.
+        A training pass replays the microbatch's capture if the configuration asks for it, another pass unless it is
+        compared.
         """
         routes = self._routes(chunk, microbatch)
         statistics = self.statistics if counts else self._compared
@@ -139,7 +139,7 @@ class RouterHooks:
         self._give(chunk, routes if (self._replays if trains else self._compared is None) else None)
         captured = routes.by_layer if counts and routes is not None else [None] * len(self._hooks[chunk])
         for hook, of_layer in zip(self._hooks[chunk].values(), captured, strict=True):
-            # Of a comparison nobody reads the margins.
+            # A comparison does not use the margins.
             hook.shows, hook.shows_margin, hook.compared = (
                 counts or self._captured is not None,
                 counts and statistics is self.statistics,
@@ -152,24 +152,23 @@ class RouterHooks:
             elif counts:
                 assert routes is not None
                 assert statistics is not None
-                layers, cut = self._layers[chunk], self.cut
                 # A router runs once in a forward pass.
                 seen = [hook.take()[0] for hook in self._hooks[chunk].values()]
-                fed = fed_tokens(microbatch, cut)
+                fed = fed_tokens(microbatch, self.cut)
                 if statistics is self.statistics:
-                    rows, follows = microbatch.input_ids.shape[0], following_tokens(microbatch, cut)
-                    lags = row_lags(microbatch, cut)
+                    rows, follows = microbatch.input_ids.shape[0], following_tokens(microbatch, self.cut)
+                    lags = row_lags(microbatch, self.cut)
                     self._wait(
                         chunk, microbatch, ReplayedPass({number: len(fed)}, routes.rows, fed, seen, rows, follows, lags)
                     )
                 else:
-                    statistics.add(number, layers, routes.rows, fed, seen)
+                    statistics.add(number, self._layers[chunk], routes.rows, fed, seen)
         finally:
             _hide(self._hooks[chunk].values())
             self._give(chunk, None)
 
     def _wait(self, chunk: int, microbatch: ModelMicrobatch, found: ReplayedPass) -> None:
-        """Keep a pass until it is counted, with others of the chunk where they are small."""
+        """Queue a pass, and count it together with other small passes of the chunk."""
         if self._waiting:
             first = self._waiting[0]
             entries = found.num_entries + sum(each.num_entries for each in self._waiting)
@@ -182,7 +181,7 @@ class RouterHooks:
             self._count_waiting()
 
     def _count_waiting(self) -> None:
-        """Add the passes that wait to statistics, checks and probe."""
+        """Add the waiting passes to statistics, checks and probe."""
         if not self._waiting:
             return
         first_tokens = len(self._waiting[0].fed)
@@ -202,7 +201,7 @@ class RouterHooks:
         self._probed.add(chunk)
 
     def watch_backward(self, output: Tensor, chunk: int, microbatch: ModelMicrobatch) -> None:
-        """Give the routes again when the backward pass of this forward begins. `output` is what the chunk returned."""
+        """Set the routes again when the backward pass from the chunk's output begins."""
         routes = self._routes(chunk, microbatch) if self._replays else None
         if routes is not None and output.requires_grad:
             output.register_hook(lambda _: self._give(chunk, routes))
@@ -215,7 +214,7 @@ class RouterHooks:
         self._probed.clear()
 
     def report(self, *, per_layer: bool) -> RoutingReport | None:
-        """Return the content of the step's capture and its anomalies, on rank 0 alone; every rank calls it."""
+        """Return the content of the step's capture and its anomalies, on rank 0. Every rank calls it."""
         self._count_waiting()
         totals, sample = self.statistics.reduced(self._pipeline), self.probe.reduced()
         checked = self.checks.reduced(self.statistics.rows)
@@ -232,14 +231,14 @@ class RouterHooks:
         )
 
     def clear(self) -> None:
-        """Take all routes away; after the last backward pass, so that what follows chooses for itself."""
+        """Remove all routes after the last backward pass, so that later passes choose freely."""
         self._last_routes = None
         for chunk in range(len(self._hooks)):
             self._give(chunk, None)
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Let every forward pass leave its choice to be taken, while open."""
+        """Keep the routers' choices for `take` while open."""
         hooks = [hook for of_chunk in self._hooks for hook in of_chunk.values()]
         for hook in hooks:
             hook.shows = True
@@ -249,12 +248,13 @@ class RouterHooks:
             _hide(hooks)
 
     def take(self) -> dict[int, list[RoutedTokens]]:
-        """Return the choices of the routers since this was last called, by position of the MoE layer, under `shown`."""
+        """Return the choices of the routers under `shown` since the last call, by index into `layers`."""
         return {position: hook.take() for hooks in self._hooks for position, hook in hooks.items()}
 
     @contextmanager
     def capturing(self) -> Iterator[list[tuple[ModelMicrobatch, Int[Tensor, "tokens moe_layers topk"]]]]:
-        """Collect what forward passes choose while open, a pair for each microbatch in their order."""
+        """Collect each microbatch with its routes, in the order of the forward passes, while open. The list is filled
+        at exit."""
         pairs: list[tuple[ModelMicrobatch, Tensor]] = []
         self._captured = {}
         try:
@@ -265,7 +265,8 @@ class RouterHooks:
 
     @contextmanager
     def comparing(self) -> Iterator[Callable[[], AgreementTotals]]:
-        """Compare forward passes with their capture, not replayed; yield a reader of all ranks' counts."""
+        """Compare live forward passes with their capture while open. Yields a function that sums the counts of all
+        ranks."""
         statistics = AgreementStatistics(len(self.layers), self._config.num_moe_experts, self.statistics.rows.device)
         self._compared = statistics
         try:
@@ -276,7 +277,7 @@ class RouterHooks:
     def _capture(
         self, chunk: int, microbatch: ModelMicrobatch, captured: dict[int, tuple[ModelMicrobatch, Tensor]]
     ) -> None:
-        if id(microbatch) not in captured:  # also on a stage without MoE layers, which takes part in what follows
+        if id(microbatch) not in captured:  # also on a stage without MoE layers, for the later collectives
             shape = (microbatch.input_ids.numel() // self.cut.size, len(self.layers), int(self._config.moe_router_topk))
             routes = torch.full(shape, UNKNOWN, dtype=torch.int16, device=microbatch.input_ids.device)
             captured[id(microbatch)] = (microbatch, routes)
@@ -284,8 +285,8 @@ class RouterHooks:
             (seen,) = hook.take()
             captured[id(microbatch)][1][:, position] = seen.taken.to(torch.int16)
 
-    def _routes(self, chunk: int, microbatch: ModelMicrobatch) -> "ChunkRoutes | None":
-        """Return the rows of the capture for the routers of a chunk; those asked for last are prepared once."""
+    def _routes(self, chunk: int, microbatch: ModelMicrobatch) -> ChunkRoutes | None:
+        """Return the capture for the routers of a chunk. The last result is cached."""
         values = microbatch.model_columns.get(ROUTED_EXPERTS)
         if values is None:
             return None
@@ -299,7 +300,7 @@ class RouterHooks:
     def cut(self) -> SequenceCut:
         return cut_of_rank(self._config)
 
-    def _give(self, chunk: int, routes: "ChunkRoutes | None") -> None:
+    def _give(self, chunk: int, routes: ChunkRoutes | None) -> None:
         hooks = self._hooks[chunk].values()
         for hook, of_layer in zip(hooks, [None] * len(hooks) if routes is None else routes.by_layer, strict=True):
             hook.routes = of_layer
@@ -314,9 +315,9 @@ def _hide(hooks: Iterable[RouterHook]) -> None:
 def attach_hooks(
     chunks: Sequence[GPTModel], config: TransformerConfig, policy: PolicyConfig, device: torch.device
 ) -> RouterHooks | None:
-    """Attach the hooks that a configuration asks for; None without a capture or MoE layers.
+    """Attach the hooks that a configuration asks for, or return None without a capture or MoE layers.
 
-    A fused router does not ask its slot, so there is nothing to compare.
+    A fused router does not call its `router_replay`, so it gets no hooks.
     """
     chosen = policy.megatron_cfg
     if not isinstance(chosen, RolloutMegatronConfig) or not moe_layer_indices(config) or config.moe_router_fusion:
@@ -334,7 +335,7 @@ def attach_hooks(
 
 
 def in_router_order(values: Int[Tensor, "rows columns ..."], cut: SequenceCut) -> Int[Tensor, "tokens ..."]:
-    """Return the values of a rank's tokens in its routers' order: all rows of a column, then the next."""
+    """Return the values of a rank's tokens in the order of its routers: all rows of a column, then the next column."""
     by_column = values.transpose(0, 1)
     if cut.size > 1:
         by_column = by_column.chunk(cut.size)[cut.rank]
@@ -342,9 +343,9 @@ def in_router_order(values: Int[Tensor, "rows columns ..."], cut: SequenceCut) -
 
 
 def fed_tokens(microbatch: ModelMicrobatch, cut: SequenceCut) -> Bool[Tensor, " tokens"]:
-    """Return True for tokens that an engine feeds to its model: all but padding and each sequence's last."""
+    """Return True for tokens that an engine feeds to its model: all except padding and each sequence's last token."""
     batch = microbatch.batch
-    fed = torch.arange(batch.input_ids.shape[1], device=batch.lengths.device) < (batch.counted_lengths - 1)[:, None]
+    fed = first_tokens(batch.counted_lengths - 1, batch.input_ids.shape[1])
     return in_router_order(microbatch.at_tokens(fed, fed, False), cut)
 
 
@@ -352,25 +353,26 @@ def sequences_of_tokens(microbatch: ModelMicrobatch, cut: SequenceCut) -> Sequen
     """Return the sequence of each token that a rank's routers see."""
     batch = microbatch.batch
     rows, longest = batch.input_ids.shape
-    device = batch.lengths.device
-    is_token = torch.arange(longest, device=device) < batch.counted_lengths[:, None]
-    rows_of_tokens = torch.arange(rows, device=device)[:, None].expand(rows, longest)
+    is_token = first_tokens(batch.counted_lengths, longest)
+    rows_of_tokens = torch.arange(rows, device=is_token.device)[:, None].expand(rows, longest)
     return SequencesOfTokens.of(in_router_order(microbatch.at_tokens(rows_of_tokens, is_token, -1), cut), rows)
 
 
 def row_lags(microbatch: ModelMicrobatch, cut: SequenceCut) -> Int[Tensor, " tokens"] | None:
-    """Return the lag of the token after each that a rank's routers see, which its row led to; None without lags."""
+    """Return the lag of the token that each of the rank's tokens predicts, or None without lags."""
     batch = microbatch.batch
     if TOKEN_LAG not in batch.columns:
         return None
     lags = batch.columns[TOKEN_LAG].of_targets().values
-    has_next = torch.arange(lags.shape[1], device=lags.device) < (batch.counted_lengths - 1)[:, None]
+    has_next = first_tokens(batch.counted_lengths - 1, lags.shape[1])
     return in_router_order(microbatch.at_tokens(lags, has_next, NO_LAG), cut)
 
 
 def following_tokens(microbatch: ModelMicrobatch, cut: SequenceCut) -> Bool[Tensor, " tokens"]:
-    """Return True for the tokens whose predecessor in the same sequence a rank's routers see too: as many places
-    before as the microbatch has rows. Where chunks of context parallelism begin it may lie on another rank."""
+    """Return True for tokens whose predecessor in the sequence is on the same rank, one column (`rows` tokens) before.
+
+    At the beginning of a context-parallel chunk it may be on another rank.
+    """
     after_another = microbatch.offsets > 0
     if microbatch.context is not None:
         after_another[:, 1:] &= microbatch.context.held.diff() == 1
@@ -379,14 +381,9 @@ def following_tokens(microbatch: ModelMicrobatch, cut: SequenceCut) -> Bool[Tens
     return follows
 
 
-def _layer_of(key: int | str) -> int:
-    assert isinstance(key, int)  # Megatron-Core numbers its layers
-    return key
-
-
 def _count_for_bias(router: Any, hook: RouterHook) -> None:
-    """Have the expert bias of a stock router count the experts that its hook names under replay."""
-    # By itself Megatron-Core counts the replayed ones.
+    """Let the expert bias count the experts of the hook's `counted` under replay."""
+    # Without this, Megatron-Core counts the replayed ones.
     apply_bias = router._apply_expert_bias
 
     def count_for_bias(routing_map: Tensor, padding_mask: Tensor | None = None) -> None:

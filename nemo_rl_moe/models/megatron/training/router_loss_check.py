@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Check of the router losses' gradients: what the last router got, beside the equations at their coefficients.
+"""Expected gradient of the last router's losses, from their equations and coefficients.
 
-Losses of later layers reach the routers of earlier ones through the model. The last router gets the gradient of its own
-losses alone, so that it can be computed from the router's input.
+Losses of later layers reach earlier routers through the model. The last router gets only the gradient of its own
+losses, which can be computed from the router's input.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from nemo_rl_moe.distributed.batch import GlobalBatchShard
-from nemo_rl_moe.models.megatron.layers.router_losses import counted_assignments
+from nemo_rl_moe.models.megatron.layers.router_losses import counted_assignments, sum_over_group
 from nemo_rl_moe.models.megatron.model.transformer_config import NAME_OF_BALANCING_TYPE
 from nemo_rl_moe.models.megatron.training.microbatch import ModelMicrobatch
 from nemo_rl_moe.models.megatron.training.router_hooks import SequenceCut, in_router_order, sequences_of_tokens
@@ -36,9 +36,7 @@ class ExpectedGradients(NamedTuple):
     """Gradients of a router's weight, `[experts, hidden]`.
 
     Attributes:
-        balancing: Of all balancing losses.
-        z_loss: Of the z-loss.
-        uncancelled: Of the balancing losses, without the part that takes from all scores alike. The gradient is the
+        uncancelled: Gradient of the balancing losses without the part that changes all scores alike. The gradient is a
             difference of such terms: if it is far shorter than they are, it is rounding.
     """
 
@@ -48,15 +46,15 @@ class ExpectedGradients(NamedTuple):
 
 
 class RouterLossCheck:
-    """Gradient that the model's last router should get of its losses.
+    """Gradient that the model's last router should get from its losses.
 
     Args:
-        router: The last one, on the ranks that have it; None on the others.
-        cut: Columns that this rank's routers see.
+        router: The last router, or None on ranks without it.
     """
 
     def __init__(self, router: Any | None, config: TransformerConfig, cut: SequenceCut, device: torch.device):
         self._router, self._config, self._cut, self._device = router, config, cut, device
+        self._topk = int(config.moe_router_topk)
         self._seen: list[tuple[Tensor, Tensor]] = []
 
     @contextmanager
@@ -73,22 +71,13 @@ class RouterLossCheck:
             handle.remove()
 
     def _keep(self, router: Any, arguments: tuple[Tensor, ...], _outputs: Any) -> None:
-        if not torch.is_grad_enabled():  # activation checkpointing repeats it with gradients
+        if not torch.is_grad_enabled():  # activation checkpointing repeats the pass with gradients
             return
         inputs = arguments[0].detach().flatten(0, 1)
         with torch.no_grad():
-            scores = router_scores(self._logits(inputs, self._router_weight(), torch.float32), router.score_function)
+            scores = router_scores(self._logits(inputs, router.weight, torch.float32), router.score_function)
             top = experts_as_map(scores.topk(self._topk, dim=-1).indices, scores.shape[-1])
             self._seen.append((inputs, counted_assignments(router, top)))
-
-    @property
-    def _topk(self) -> int:
-        return int(self._config.moe_router_topk)
-
-    def _router_weight(self) -> Tensor:
-        assert self._router is not None
-        weight: Tensor = self._router.weight
-        return weight.detach()
 
     def _logits(self, inputs: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
         assert self._router is not None
@@ -98,14 +87,14 @@ class RouterLossCheck:
     def gradients(self, shard: GlobalBatchShard, microbatches: Sequence[ModelMicrobatch]) -> ExpectedGradients:
         """Return this rank's parts of the gradients. Every rank calls it.
 
-        The parts of all ranks add up to the gradient of the recorded microbatches, scaled to a whole global batch.
+        The parts of all ranks add up to the gradient of the recorded microbatches, scaled to a full global batch.
         """
         tokens, sequences = self._totals(shard)
         shape = (self._config.num_moe_experts, self._config.hidden_size)
         found = ExpectedGradients(*(torch.zeros(shape, device=self._device) for _ in range(3)))
         if self._router is None:
             return found
-        weight = self._router_weight().double().requires_grad_()
+        weight = self._router.weight.detach().double().requires_grad_()
         factor = len(shard.microbatches) / len(microbatches)
         z_coefficient = self._config.moe_z_loss_coeff or 0.0
         so_far: Tensor | None = None
@@ -113,7 +102,7 @@ class RouterLossCheck:
             logits = self._logits(inputs, weight, torch.float64)
             is_token, assignments = self._is_token(microbatch).double(), assignments.double()
             scores = router_scores(logits, self._router.score_function)
-            # As if a score did not fall where another one rises: what is left of it where loads are even is rounding.
+            # As if a score did not fall when another rises. With even loads these terms cancel except for rounding.
             alone = scores.detach() * logits
             balancing, uncancelled = weight.new_zeros(()), weight.new_zeros(())
             for kind in NAME_OF_BALANCING_TYPE:
@@ -123,7 +112,7 @@ class RouterLossCheck:
                 if kind == "seq_aux_loss":
                     of_tokens = sequences_of_tokens(microbatch, self._cut)
                     sequence = of_tokens.sequence.where(is_token > 0, -1)
-                    rows = _added_up(
+                    rows = sum_over_group(
                         load_of_sequences(assignments, sequence, of_tokens.num_sequences), self._router.tp_cp_group
                     )
                     sums = [sequence_balancing_sum(each, sequence, rows, self._topk) for each in (scores, alone)]
@@ -131,7 +120,7 @@ class RouterLossCheck:
                 else:
                     is_global = kind == "global_aux_loss"
                     group = self._router.tp_dp_cp_group if is_global else self._router.tp_cp_group
-                    load = _added_up(load_of_tokens(assignments, is_token), group)
+                    load = sum_over_group(load_of_tokens(assignments, is_token), group)
                     if is_global:
                         so_far = load = load if so_far is None else load + so_far
                     sums = [balancing_sum(each, is_token, load) for each in (scores, alone)]
@@ -144,9 +133,10 @@ class RouterLossCheck:
         return found
 
     def _is_token(self, microbatch: ModelMicrobatch) -> Tensor:
-        mask = microbatch.padding_mask
-        padding = torch.zeros(microbatch.input_ids.shape, device=self._device) if mask is None else mask
-        return in_router_order(padding, self._cut) == 0
+        padding = microbatch.padding_mask
+        if padding is None:
+            padding = torch.zeros_like(microbatch.input_ids, dtype=torch.bool)
+        return ~in_router_order(padding, self._cut)
 
     def _totals(self, shard: GlobalBatchShard) -> tuple[float, float]:
         """Return the number of tokens and of sequences with a token, counted on all data-parallel ranks."""
@@ -155,12 +145,6 @@ class RouterLossCheck:
         dist.all_reduce(totals, group=parallel_state.get_data_parallel_group())
         tokens, sequences = totals.clamp(min=1).tolist()
         return tokens, sequences
-
-
-def _added_up(load: Tensor, group: Any) -> Tensor:
-    if group.size() > 1:
-        dist.all_reduce(load, group=group)
-    return load
 
 
 def _gradient(loss: Tensor, weight: Tensor) -> Tensor:

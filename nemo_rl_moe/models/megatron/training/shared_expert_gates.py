@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Mean of the gates of shared experts over the tokens of a step, in training forward passes alone."""
+"""Mean gate of the shared experts over the tokens of a step's training forward passes."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,13 +26,13 @@ METRIC = "shared_expert_gate"
 class SharedExpertGates(StepObserver):
     """Means by layer of `sigmoid(gate_weight . hidden_states)`, the gate of a layer's shared experts for a token.
 
-    A shared expert takes no part in the choice of experts, but its share of a layer's output can drift.
+    Routers do not choose shared experts, but the share of shared experts in a layer's output can drift.
     """
 
     def __init__(self, chunks: Sequence[GPTModel], config: TransformerConfig, device: torch.device, *, per_layer: bool):
         self._config, self._per_layer = config, per_layer
         self._layers = moe_layer_indices(config)
-        # Sum of gates, and number of tokens.
+        # For each layer, the sum of gates and the number of tokens.
         self._sums = torch.zeros(len(self._layers), 2, dtype=torch.float64, device=device)
         self._is_real: Tensor | None = None
         self._is_open = False
@@ -47,7 +47,6 @@ class SharedExpertGates(StepObserver):
 
     @contextmanager
     def training_forward(self, forward: TrainingForward) -> Iterator[None]:
-        """Measure the real tokens of this microbatch while open."""
         padding = forward.microbatch.padding_mask
         self._is_real = None if padding is None else in_router_order(~padding, cut_of_rank(self._config))
         self._is_open = True
@@ -68,7 +67,7 @@ class SharedExpertGates(StepObserver):
 
     def end_step(self) -> StepObservations:
         """Return the mean over layers, and each layer's. A collective: every rank calls it."""
-        # Stages hold other layers; tensor-parallel ranks have the same tokens, or parts of them.
+        # Stages have different layers. Tensor-parallel ranks have the same tokens, which keeps the mean, or parts.
         dist.all_reduce(self._sums)
         means = (self._sums[:, 0] / self._sums[:, 1].clamp_min(1)).tolist()
         metrics = {f"{METRIC}/mean": sum(means) / len(means)}

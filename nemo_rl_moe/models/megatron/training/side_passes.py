@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Training passes beside a step's own, of which nothing is left: the step goes on as if they had not been.
+"""Additional training passes that do not change the step.
 
-A forward and backward pass leaves more than gradients: random states, the routers' counts for the expert bias, the
-recorded auxiliary losses, and what the data-parallel wrapper knows of finished gradients.
+A forward and backward pass changes more than gradients: random states, the routers' counts for the expert bias, the
+recorded auxiliary losses, and the data-parallel wrapper's record of finished gradients.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,10 +20,10 @@ from nemo_rl_moe.models.megatron.model.releases import recorded_auxiliary_losses
 
 @contextmanager
 def side_pass(chunks: Sequence[DistributedDataParallel], config: TransformerConfig) -> Iterator[None]:
-    """Leave this rank's own gradients of a forward and backward pass in `main_grad` while open; later nothing is left.
+    """Keep the unreduced gradients of a forward and backward pass in `main_grad` while open, and undo the pass at exit.
 
-    Gradients are 0 when it opens and when it closes, and those of other ranks do not come to them. The recorder and the
-    hooks' counts are not kept from counting: whoever runs a pass controls them.
+    Gradients are 0 when it opens and when it closes. The expert-load recorder and the hooks still count: the caller
+    controls them.
     """
     zero_gradients(chunks)
     with ExitStack() as stack:
@@ -38,7 +38,7 @@ def side_pass(chunks: Sequence[DistributedDataParallel], config: TransformerConf
 
 
 def zero_gradients(chunks: Sequence[DistributedDataParallel]) -> None:
-    """Empty the gradient buffers, and the wrapper's record of what has been reduced."""
+    """Zero the gradient buffers, and clear the wrapper's record of reduced gradients."""
     for chunk in chunks:
         chunk.zero_grad_buffer()
 
@@ -81,16 +81,11 @@ def _kept_auxiliary_losses() -> Iterator[None]:
 
 @contextmanager
 def _unreduced_gradients(chunks: Sequence[DistributedDataParallel], config: TransformerConfig) -> Iterator[None]:
-    """Keep the schedule from reducing gradients, and from the updates that come with it (of the expert bias, say)."""
-    names = ("no_sync_func", "grad_sync_func", "finalize_model_grads_func")
-    kept = {name: getattr(config, name) for name in names}
+    """Keep the schedule from reducing gradients, and from the updates in the same call (such as the expert bias)."""
     with ExitStack() as stack:
         for chunk in chunks:
             stack.enter_context(chunk.no_sync())
-        for name in names:
+        for name in ("no_sync_func", "grad_sync_func", "finalize_model_grads_func"):
+            stack.callback(setattr, config, name, getattr(config, name))
             setattr(config, name, None)
-        try:
-            yield
-        finally:
-            for name, value in kept.items():
-                setattr(config, name, value)
+        yield

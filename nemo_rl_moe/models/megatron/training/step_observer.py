@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Observers of a rank's training step: they see every phase of the step, and report at its end."""
+"""Observers of a rank's training step, which see every phase of it and report at its end."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,7 +16,7 @@ from nemo_rl_moe.runs.folder.artifacts import StepArtifacts
 
 @dataclass(frozen=True)
 class TrainingForward:
-    """Forward pass of one model chunk over one microbatch, which a backward pass follows.
+    """Forward pass of one model chunk over one microbatch, before a backward pass.
 
     Attributes:
         chunk: Index of the chunk on this pipeline stage.
@@ -33,8 +33,8 @@ class StepObservations:
     """Report of one observer about one step.
 
     Attributes:
-        metrics: Without the `moe/` prefix. The driver reads those of rank 0; other ranks may leave them out.
-        artifacts: Arrays of the step by their registered names, on rank 0 alone.
+        metrics: Names lack the `moe/` prefix. The driver reads the metrics of rank 0, and others may omit them.
+        artifacts: Arrays of the step by their registered names, on rank 0 only.
     """
 
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -42,10 +42,10 @@ class StepObservations:
 
 
 class StepObserver:
-    """Observer of the `train` calls of one rank; each method does nothing unless a subclass overrides it.
+    """Observer of the `train` calls of one rank. Its methods do nothing unless a subclass overrides them.
 
-    Every rank has the same observers in the same order, and calls them in that order: `start_global_batch` and
-    `end_step` may enter collectives.
+    All ranks call the same observers in the same order, because `start_global_batch` and `end_step` may enter
+    collectives.
     """
 
     def start_step(self, number: int, shards: Sequence[GlobalBatchShard]) -> None:
@@ -55,20 +55,17 @@ class StepObserver:
         """See the next global batch before it is trained on."""
 
     def training_forward(self, forward: TrainingForward) -> AbstractContextManager[None]:
-        """Return a context that is open while this forward pass runs, and no other.
-
-        Evaluation, log-probabilities, generation and a recomputed forward pass do not run inside it.
-        """
+        """Return a context that is open during this forward pass, and not while it is recomputed."""
         return nullcontext()
 
     def after_forward(self, forward: TrainingForward, output: Tensor) -> None:
-        """See the output of a chunk, whose gradient hook runs when the backward pass begins."""
+        """See the output of a chunk. Its gradient hook runs when the backward pass begins."""
 
     def end_step(self) -> StepObservations:
-        """Return what was observed. Every rank calls it."""
+        """Return the observations. Every rank calls it."""
         return StepObservations()
 
 
 def is_due(number: int, every: int | None) -> bool:
-    """Return True for each `every`th `train` call of a run; None: for none."""
+    """Return True for each `every`th `train` call of a run, and never if `every` is None."""
     return every is not None and number % every == 0

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities, greedy matches and entropies from logits that are cut along the vocabulary."""
+"""Log-probabilities, greedy matches and entropies from logits that are sharded along the vocabulary."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,12 +12,19 @@ from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_para
 from torch import Tensor
 
 LOWEST_LOG_PROBABILITY = -1000.0
-"""Its exponential is 0 in float64 too: beyond, as with logits of minus infinity, `p log p` would be no number."""
+"""Lower bound for log-probabilities, whose exponential is 0 in float64 too. With logits of minus infinity, `p log p`
+would otherwise be NaN."""
 
 
 class TokenStatistics(NamedTuple):
-    """Statistics of each target token: its log-probability in nats, whether it ranks first; where they are asked for,
-    the entropy, the value of the state in which it is chosen, and the log-probabilities of its candidates."""
+    """Statistics of each target token.
+
+    Attributes:
+        logprobs: In nats, as are entropies.
+        greedy_matches: True if the target has the highest probability.
+        values: Value of the state in which the target is chosen.
+        candidates: Log-probabilities of the target's candidates.
+    """
 
     logprobs: Float[Tensor, "*tokens"]
     greedy_matches: Bool[Tensor, "*tokens"] | None
@@ -27,15 +34,15 @@ class TokenStatistics(NamedTuple):
 
     @staticmethod
     def of_values(values: Float[Tensor, "*tokens"]) -> "TokenStatistics":
-        """Return the statistics of a pass that computes values alone: its log-probabilities are zeros."""
+        """Return the statistics of a pass that computes values only, with zeros as log-probabilities."""
         return TokenStatistics(torch.zeros_like(values), None, None, values)
 
     def over_kept(self, kept_tokens: Int[Tensor, "*tokens k"]) -> "TokenStatistics":
-        """Return log-probabilities over the kept tokens, which are the candidates here.
+        """Renormalise the log-probabilities over the kept tokens `K`, which are the candidates here.
 
-        `log p(y) - log sum_{v in K} p(v)`, which is the log-softmax with all logits outside of `K` masked ("keep
-        sampling mask", DeepSeek-V3.2, arXiv:2512.02556, section 3.1). Where none is kept, nothing changes. The entropy
-        stays that of the whole vocabulary.
+        `log p(y) - log sum_{v in K} p(v)`, the log-softmax with all logits outside of `K` masked ("keep sampling mask",
+        DeepSeek-V3.2, arXiv:2512.02556, section 3.1). Positions without kept tokens stay the same. The entropy is still
+        over the full vocabulary.
         """
         assert self.candidates is not None
         is_kept, is_cut = kept_tokens >= 0, kept_tokens[..., 0] >= 0
@@ -44,7 +51,7 @@ class TokenStatistics(NamedTuple):
 
 
 class VocabularySums(NamedTuple):
-    """Sums over the columns of the vocabulary that a rank holds, or over all of them, for each token."""
+    """Sums for each token over a rank's columns of the vocabulary, or over all columns."""
 
     highest: Float[Tensor, "*tokens"]
     exponentials: Float[Tensor, "*tokens"]
@@ -59,7 +66,7 @@ class VocabularySums(NamedTuple):
         *,
         with_entropy: bool = False,
     ) -> "VocabularySums":
-        """Return the sums over this rank's columns of the vocabulary; the logits are used up."""
+        """Return the sums over this rank's columns of the vocabulary. Overwrites the logits."""
         target = logits_at(logits, labels[..., None], group)[..., 0]
         highest = logits.amax(-1)
         shifted = logits.sub_(highest[..., None])
@@ -70,7 +77,7 @@ class VocabularySums(NamedTuple):
 
     @staticmethod
     def joined(pieces: Sequence["VocabularySums"]) -> "VocabularySums":
-        """Return the sums of all tokens out of those of consecutive pieces."""
+        """Concatenate the sums of consecutive tokens."""
         highest, exponentials, weighted, target = zip(*pieces, strict=True)
         return VocabularySums(
             torch.cat(highest),
@@ -80,7 +87,7 @@ class VocabularySums(NamedTuple):
         )
 
     def of_group(self, group: dist.ProcessGroup) -> "VocabularySums":
-        """Reduce to sums over the whole vocabulary: two collectives, however many tokens."""
+        """Reduce to sums over the full vocabulary, in two collectives for all tokens."""
         if group.size() == 1:
             return self
         highest = self.highest.clone()
@@ -89,10 +96,12 @@ class VocabularySums(NamedTuple):
         scale = lower.exp()
         sums = [self.target, self.exponentials * scale]
         if self.weighted is not None:
-            # `exp(x - m) (x - m)` with the higher maximum `m`: both factors shift.
+            # In `exp(x - m) (x - m)`, the higher maximum `m` shifts both factors.
             lower = lower.clamp(min=LOWEST_LOG_PROBABILITY)
             sums.append(scale * (self.weighted + lower * self.exponentials))
-        target, exponentials, *weighted = _summed(sums, group)
+        stacked = torch.stack(sums)
+        dist.all_reduce(stacked, group=group)
+        target, exponentials, *weighted = stacked
         return VocabularySums(highest, exponentials, weighted[0] if weighted else None, target)
 
     def statistics(self) -> TokenStatistics:
@@ -104,7 +113,8 @@ class VocabularySums(NamedTuple):
 def local_labels(
     labels: Int[Tensor, "*tokens"], local_vocabulary: int, group: dist.ProcessGroup
 ) -> tuple[Int[Tensor, "*tokens"], Bool[Tensor, "*tokens"]]:
-    """Return the labels as columns of this rank, and which of them are; of others the column is any."""
+    """Return the labels as indices of this rank's columns, and whether the rank holds them. If not, the index is
+    arbitrary."""
     local = labels - group.rank() * local_vocabulary
     held = (local >= 0) & (local < local_vocabulary)
     return local.clamp(0, local_vocabulary - 1), held
@@ -113,7 +123,7 @@ def local_labels(
 def logits_at(
     logits: Float[Tensor, "*tokens local_vocabulary"], ids: Int[Tensor, "*tokens k"], group: dist.ProcessGroup
 ) -> Float[Tensor, "*tokens k"]:
-    """Return the logits of ids that this rank holds, and 0 at the others: ranks' add up."""
+    """Return the logits of the ids that this rank holds, and 0 for other ids. The ranks' results add up."""
     local, held = local_labels(ids, logits.shape[-1], group)
     return logits.gather(-1, local).where(held, 0.0)
 
@@ -121,14 +131,8 @@ def logits_at(
 def token_statistics(
     logits: Float[Tensor, "*tokens local_vocabulary"], labels: Int[Tensor, "*tokens"], group: dist.ProcessGroup
 ) -> TokenStatistics:
-    """Return the log-softmax at the labels, without gathering the vocabulary."""
+    """Return log-softmax and greedy matches at the labels, without gathering the vocabulary."""
     return VocabularySums.of_columns(logits.to(torch.float32, copy=True), labels, group).of_group(group).statistics()
-
-
-def _summed(values: Sequence[Tensor], group: dist.ProcessGroup) -> Tensor:
-    stacked = torch.stack(list(values))
-    dist.all_reduce(stacked, group=group)
-    return stacked
 
 
 def vocabulary_entropy(
@@ -144,14 +148,10 @@ def vocabulary_entropy(
         dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
     shifted = logits - highest
     exponentials = shifted.exp()
-    # Where a probability is 0 its product with the logit is 0 too, whatever that is.
+    # If a probability is 0, its product with any logit is 0 too.
     weighted = (exponentials * shifted).where(exponentials > 0, 0.0)
-    sums = _sum_over_vocabulary(torch.stack([exponentials.sum(-1), weighted.sum(-1)]), group)
+    sums = torch.stack([exponentials.sum(-1), weighted.sum(-1)])
+    if group.size() > 1:
+        # All ranks continue with the same sum, so the gradient passes to each rank's part unreduced.
+        sums = reduce_from_tensor_model_parallel_region(sums)
     return sums[0].log() - sums[1] / sums[0]
-
-
-def _sum_over_vocabulary(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sum over the group; each rank's gradient is its own part's, as all go on with the same sum."""
-    if group.size() == 1:
-        return values
-    return reduce_from_tensor_model_parallel_region(values)

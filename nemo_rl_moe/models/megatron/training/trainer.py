@@ -1,9 +1,10 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's model with its optimizer and schedule, and the steps that they take. Knows nothing of Ray."""
+"""One rank's model with its optimizer and schedule, and its training step. Does not depend on Ray."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
@@ -23,7 +24,6 @@ from nemo_rl_moe.models.megatron.checkpoint import CheckpointWrite, load_checkpo
 from nemo_rl_moe.models.megatron.checkpoint.contents import TrainerCounters, TrainingObjects, sharded_contents
 from nemo_rl_moe.models.megatron.checkpoint.snapshot import Snapshots
 from nemo_rl_moe.models.megatron.layers.routers import ExpertBias, force_routing
-from nemo_rl_moe.models.megatron.lora.reference import BaseAsReference
 from nemo_rl_moe.models.megatron.training.host_state import HostState
 from nemo_rl_moe.models.megatron.training.megatron_model import MegatronModel
 from nemo_rl_moe.models.megatron.training.observers import make_observers
@@ -42,10 +42,11 @@ from nemo_rl_moe.routing.agreement.statistics import AgreementTotals
 
 @dataclass(frozen=True)
 class _Update:
-    """Result of one global batch; `series` has the loss function's metrics of this rank's microbatches.
+    """Result of one global batch.
 
     Attributes:
-        num_of: Number of what each kind of mean is over.
+        num_of: Number of tokens or sequences in each kind of mean.
+        series: The loss function's metrics of this rank's microbatches.
     """
 
     num_of: Mapping[Reduction, int]
@@ -57,7 +58,6 @@ class _Update:
 
     @property
     def has_targets(self) -> bool:
-        """Whether any token of the global batch counts in its loss."""
         return self.num_of[Reduction.SHARE] > 0
 
 
@@ -65,15 +65,14 @@ class MegatronTrainer(MegatronModel):
     """One rank's part of a model that Megatron-Core trains.
 
     Args:
-        weights_folder: Folder to read weights from; None for random ones.
-        num_steps: Optimizer steps of the whole run, for the learning-rate schedule.
-        tokenizer: Needed where responses end with stop strings.
-        store: Store of rows that batches refer to and results leave behind.
+        num_steps: Optimizer steps of the run, for the learning-rate schedule.
+        tokenizer: Needed for stop strings.
+        store: Store for the rows that batches refer to and that results contain.
 
     Attributes:
         host_state: Moves the optimizer's state between the device and the host.
-        reports_moe_metrics: False: results leave these out. They are thousands with each layer's, and the same on all
-            ranks: of a thousand ranks the driver would read 100 MB a step to keep the first one's.
+        reports_moe_metrics: Whether results contain the MoE metrics. They are thousands, and the same on all ranks:
+            with a thousand ranks the driver would read 100 MB per step to keep the first rank's.
     """
 
     def __init__(
@@ -96,20 +95,19 @@ class MegatronTrainer(MegatronModel):
         self._expert_bias = ExpertBias(self.chunks, self.config)
         self.observers = make_observers(policy, self._forward_backward, self.chunks, self.ddp_chunks, self._expert_bias)
         self._forward_backward = replace(self._forward_backward, observers=self.observers)
-        self._reference = self._make_reference() if keep_reference else None
+        self._as_reference: Callable[[], AbstractContextManager[None]] | None = None
+        if keep_reference:
+            # The reference of a model with adapters is its base, so it needs no copy.
+            self._as_reference = ReferenceWeights(self.chunks).in_place if self.adapters is None else self.adapters.off
         self.host_state = HostState(self.optimizer, self.ddp_chunks, self.device)
         self._snapshots = Snapshots(self.device, self.host_state.is_frozen)
         self.reports_moe_metrics = True
         self._calls = 0
         self._write: CheckpointWrite | None = None
 
-    def _make_reference(self) -> ReferenceWeights | BaseAsReference:
-        """Return the model at the start of the run."""
-        return ReferenceWeights(self.chunks) if self.adapters is None else BaseAsReference(self.adapters)
-
     def train(self, shards: Sequence[GlobalBatchShard], loss_function: LossFunction) -> RankTrainResult:
-        """Take one optimizer step for each global batch. Every rank calls it with as many shards and
-        microbatches.
+        """Take one optimizer step for each global batch. All ranks call it with the same number of shards, each with
+        the same number of microbatches.
         """
         shards = [replace(shard, microbatches=self._fetched(shard.microbatches)) for shard in shards]
         self._snapshots.before_changes()
@@ -147,7 +145,6 @@ class MegatronTrainer(MegatronModel):
         )
 
     def _update(self, shard: GlobalBatchShard, loss_function: LossFunction, *, first_microbatch: int) -> _Update:
-        """Train on one global batch."""
         for observer in self.observers:
             observer.start_global_batch(shard, loss_function)
         zero_gradients(self.ddp_chunks)
@@ -155,10 +152,10 @@ class MegatronTrainer(MegatronModel):
         results = self._forward_backward.train(self.ddp_chunks, shard, loss_function, first_microbatch)
         series = self._series(results)
         loss = self._sum_over_ranks(series)
-        # Without any target the gradient is that of auxiliary losses alone, and Adam would move on by its momentum.
+        # Without a target only auxiliary losses have a gradient, and Adam would still move by its momentum.
         has_targets = shard.global_valid_tokens > 0
         grad_norm, is_updated = step_if_finite(self.optimizer, may_update=has_targets and math.isfinite(loss))
-        # Its float32 copies of gradients would be held while responses are generated.
+        # Otherwise its float32 copies of gradients would stay allocated during generation.
         self.optimizer.zero_grad()
         lr = float(self.optimizer.param_groups[0]["lr"])
         if is_updated:
@@ -170,54 +167,54 @@ class MegatronTrainer(MegatronModel):
         return _Update(num_of, loss, grad_norm, lr, series, is_skipped=has_targets and not is_updated)
 
     def expert_biases(self) -> dict[int, Float[np.ndarray, "2 experts"]]:
-        """Return `ExpertBias.around_last_update`; those of other ranks of the stage are the same."""
+        """Return `ExpertBias.around_last_update`, the same on all ranks of the stage."""
         return self._expert_bias.around_last_update()
 
     def reference_logprobs(self, microbatches: Sequence[TokenBatch]) -> list[torch.Tensor]:
-        """Compute `logprobs` with the weights that the run began with."""
-        assert self._reference is not None  # the run keeps one wherever its loss needs it
-        with self._reference.in_place():
+        """Compute `logprobs` with the weights from the start of the run."""
+        assert self._as_reference is not None  # the run keeps a reference if its loss needs one
+        with self._as_reference():
             return self.logprobs(microbatches)
 
     def compare_reference_routes(
         self, microbatches: Sequence[TokenBatch]
     ) -> tuple[list[torch.Tensor], AgreementTotals]:
-        """Compute `compare_routes` with the weights that the run began with."""
-        assert self._reference is not None  # asked for where the run keeps one
-        with self._reference.in_place():
+        """Compute `compare_routes` with the weights from the start of the run."""
+        assert self._as_reference is not None  # only called in a run with a reference
+        with self._as_reference():
             return self.compare_routes(microbatches)
 
     def offload_optimizer(self) -> int:
-        """Move the optimizer's state to the host; return the bytes that this rank's device gained."""
+        """Move the optimizer's state to the host, and return the freed bytes of this rank's device."""
         return self.host_state.leave()
 
     def onload_optimizer(self) -> None:
-        """Move it back."""
+        """Move the optimizer's state back to the device."""
         self.host_state.come_back()
 
     def start_checkpoint(self, directory: Path, with_optimizer: bool) -> None:
-        """Take a snapshot and begin to write it; the one before must have been finished. Every rank calls it."""
+        """Take a snapshot and begin to write it, after the last one has been finished. Every rank calls it."""
         counters = TrainerCounters(self.num_updates, self._calls, self.scheduler.num_steps) if with_optimizer else None
         self._write = start_write(sharded_contents(self._training_objects, counters), directory, self._snapshots)
         if self._snapshots.has_frozen:
             self.host_state.hold(self._write.wait)
 
     def checkpoint_is_written(self) -> bool:
-        """Return whether this rank has written its part of the last checkpoint, well or not."""
+        """Return whether this rank's write of the last checkpoint has ended, even if it failed."""
         return self._write is None or self._write.is_written
 
     def finish_checkpoint(self) -> str | None:
-        """Complete the checkpoint that was started; return the problems of any rank, or None. Every rank calls it."""
-        assert self._write is not None  # one was started
+        """Complete the started checkpoint, and return the problems of any rank, or None. Every rank calls it."""
+        assert self._write is not None
         write, self._write = self._write, None
         return write.finish()
 
     def load_checkpoint(self, directory: Path, with_optimizer: bool) -> int:
-        """Go back to a checkpoint; return the optimizer steps that its weights have seen. Every rank calls it.
+        """Load a checkpoint, and return the number of its optimizer steps. Every rank calls it.
 
         Raises:
-            CheckpointError: It is damaged, holds anything but tensors, or belongs to another model. The same on every
-                rank.
+            CheckpointError: It is damaged, contains anything but tensors, or belongs to another model. The same on
+                every rank.
         """
         self._snapshots.before_changes()
         self.host_state.come_back()
@@ -238,10 +235,10 @@ class MegatronTrainer(MegatronModel):
 
 
 def peak_memory_metrics(device: torch.device) -> dict[str, MetricSeries]:
-    """Return the most memory of a GPU that torch had allocated and reserved since the last call, in GB; empty on CPUs.
+    """Return the peaks of GPU memory allocated and reserved by torch since the last call, in GB. Empty on CPUs.
 
-    The allocator's own counts: nothing waits for the GPU. Called at the end of a step's training, so that a step's
-    peak is that of all that its process did, log-probability passes and generation too.
+    Called once at the end of each step's training, so that a peak includes log-probability passes and generation. Reads
+    the allocator's counts and does not wait for the GPU.
     """
     if device.type != "cuda":
         return {}
@@ -254,19 +251,18 @@ def peak_memory_metrics(device: torch.device) -> dict[str, MetricSeries]:
 
 
 def _weights(updates: Sequence[_Update], kind: Reduction) -> list[float]:
-    """Return the weight of each global batch in a mean over the tokens or sequences of all; they add up to 1."""
-    whole = sum(update.num_of[kind] for update in updates)
-    return [update.num_of[kind] / max(whole, 1) for update in updates]
+    """Return the weight of each global batch in a mean over the tokens or sequences of all. They add up to 1."""
+    total = sum(update.num_of[kind] for update in updates)
+    return [update.num_of[kind] / max(total, 1) for update in updates]
 
 
 def _weighted_sum(weights: Sequence[float], values: Sequence[float]) -> float:
-    """Return the sum; NaN of nothing."""
     return sum(weight * value for weight, value in zip(weights, values, strict=True)) if weights else math.nan
 
 
 def _over_all(updates: Sequence[_Update], kind_of_loss: Reduction) -> dict[str, MetricSeries]:
     """Return one series for each metric over all global batches of a call."""
-    # A share of a global batch's mean becomes one of the mean over all. A global batch without a trained token has
+    # Shares of each global batch's mean become shares of the mean over all. A global batch without a trained token has
     # neither means nor extremes, but its sums count.
     joined = {}
     for name, first in updates[0].series.items():

@@ -218,7 +218,7 @@ def test_every_rank_s_damage_ends_all_ranks(tmp_path: Path) -> None:
 
 
 def test_the_reader_goes_by_the_index_that_was_checked(saved: Path) -> None:
-    index = check_folder(saved).index
+    index, _ = check_folder(saved)
     assert DataOnlyReader(saved, index, None).read_metadata() is index
 
 

@@ -118,4 +118,4 @@ def test_checkpoint_resumes_to_the_bit_and_holds_adapters_alone(tmp_path: Path) 
 def names_of_checkpoint(folder: str) -> list[str]:
     from nemo_rl_moe.models.megatron.checkpoint.index import check_folder
 
-    return list(check_folder(Path(folder)).index.state_dict_metadata)
+    return list(check_folder(Path(folder))[0].state_dict_metadata)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
-from nemo_rl_moe.models.megatron.lora.reference import BaseAsReference
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from nemo_rl_moe.models.megatron.weights.starting_weights import ReferenceWeights
 from tests.support.gloo_ranks import run_ranks
@@ -30,7 +29,8 @@ def measured_by_each(policy: Any) -> tuple[Logprobs, Logprobs, Logprobs, Logprob
         base = MegatronTrainer(plain, tiny_hf_config(), None, num_steps=2)
         forget_recorded_losses()
         trainer = MegatronTrainer(policy, tiny_hf_config(), None, num_steps=2, keep_reference=True)
-        assert isinstance(trainer._reference, BaseAsReference)
+        assert trainer.adapters is not None
+        assert trainer._as_reference == trainer.adapters.off
         copy = ReferenceWeights(trainer.chunks)
         for step in range(2):
             trainer.train([shard_of_step(trainer, settings, step)], sft_loss)
