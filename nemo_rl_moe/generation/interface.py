@@ -153,10 +153,7 @@ class GeneratedSequence:
     waited_s: float = field(default=0.0, compare=False)
 
     def followed_by(self, later: "GeneratedSequence") -> "GeneratedSequence":
-        """Append a continuation. Each token keeps the weight version that sampled it.
-
-        Tokens that both parts computed keep the routed experts of the pass that sampled them.
-        """
+        """Append a continuation. Each token keeps the weight version and the routed experts of its sampling."""
         if not len(self.token_ids):
             return later
         parts = (self, later)
@@ -239,10 +236,7 @@ class GenerationEngine:
         raise NotImplementedError
 
     def sleep(self) -> None:
-        """Free the memory that only generation needs, after the responses of a step.
-
-        Weights may be freed too: `update_weights` sends them again before the next step's responses.
-        """
+        """Free the memory that only generation needs, maybe also the weights: `update_weights` sends them again."""
 
     def wake(self) -> None:
         """End `sleep`. `update_weights` may come before it."""
@@ -253,8 +247,7 @@ class GenerationEngine:
     async def pause(self) -> None:
         """Answer all running requests with the tokens so far (`is_partial`), in their event loop.
 
-        A request that cannot be interrupted is completed; by default all are. No request follows until
-        `update_weights` has returned.
+        The default completes all requests. No request follows until `update_weights` has returned.
         """
 
     def score(
@@ -262,9 +255,7 @@ class GenerationEngine:
     ) -> Sequence[Scores]:
         """Score each token after the first, given its prefix, with each copy of the weights: `[copy][sequence]`.
 
-        Args:
-            temperature: Divides the logits.
-            model_inputs: Further inputs of each sequence, such as images; none for text.
+        `model_inputs` are further inputs of each sequence, such as images; none for text.
 
         Raises:
             GenerationError: A copy was lost. The next transfer of weights replaces it if the engine can.
@@ -272,11 +263,7 @@ class GenerationEngine:
         raise NotImplementedError
 
     def weight_fingerprints(self, number_format: str) -> Sequence[Fingerprints]:
-        """Return the fingerprints of the stored tensors of each copy of the weights, `[copy][name]`.
-
-        Raises:
-            GenerationError: As `score`.
-        """
+        """Return the fingerprints of the tensors that each copy stores, `[copy][name]`. Raises as `score` does."""
         raise NotImplementedError
 
     def module_outputs(self, copy: int, token_ids: TokenSequence) -> ModuleOutputs:

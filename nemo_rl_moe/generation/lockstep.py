@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 Request = TypeVar("Request")
 Result = TypeVar("Result")
-IndexedSequences = Iterable[tuple[int, GeneratedSequence]]
 
 
 class Lockstep(Generic[Request, Result]):
@@ -50,10 +49,6 @@ class Lockstep(Generic[Request, Result]):
         future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         self._queued.append((place, request, future))
         return future
-
-    async def ask(self, request: Request, place: int) -> Result:
-        """Wait for the result of a request."""
-        return await self.queued(request, place)
 
     @property
     def is_waited_for(self) -> bool:

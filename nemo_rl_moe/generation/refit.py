@@ -92,11 +92,7 @@ class ActorReceivers:
         return not self._pending
 
     def wait(self) -> None:
-        """Wait until all have received.
-
-        Raises:
-            WeightSyncError: One failed, or did not finish within `patience_s` of the one before it.
-        """
+        """Wait until all have received, each at most `patience_s` longer than the one before it."""
         for call, name in self._calls.items():
             try:
                 problem = ray.get(call, timeout=self._patience_s)

@@ -69,7 +69,6 @@ class Finding:
 
     @property
     def wrong_copy(self) -> int | None:
-        """First copy with a tensor that differs from the trainer's."""
         return next((copy for copy, each in enumerate(self.weights) if each.different), None)
 
 

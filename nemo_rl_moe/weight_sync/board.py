@@ -150,10 +150,9 @@ def _client(host: str, port: int) -> TCPStore:
 
 
 def serve_store(host: str, size: int | None = None) -> TCPStore:
-    """Serve a store on one address only. torch's default listens on all interfaces, without credentials.
+    """Serve a store for `size` processes (None: any) on one address only.
 
-    Args:
-        size: Number of processes that use it; None: any.
+    torch's default listens on all interfaces, without credentials.
     """
     family, _, _, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     listener = socket.create_server(place[:2], family=family)

@@ -44,11 +44,7 @@ def write_bucket(path: Path, label: BucketLabel, tensors: Mapping[str, Tensor]) 
 
 @contextmanager
 def opened_bucket(path: Path, label: BucketLabel) -> Iterator[dict[str, Tensor]]:
-    """Open and verify a bucket's tensors, which are valid inside the context.
-
-    Raises:
-        WeightSyncError: It is another bucket, or damaged.
-    """
+    """Open and verify a bucket's tensors, which are valid inside the context."""
     try:
         file = safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:

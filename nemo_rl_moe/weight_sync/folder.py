@@ -65,13 +65,10 @@ class TransportSpec:
     def send(self, tensors: Iterable[NamedTensor], sender: int, version: int) -> int:
         """Send this rank's tensors, a bucket at a time; return the bytes when every receiver has taken them.
 
-        Every trainer rank calls it.
+        Every trainer rank calls it. A WeightSyncError ends the transfer for all.
 
         Args:
             tensors: Hugging Face names and full tensors, consumed one at a time. They must not change afterwards.
-
-        Raises:
-            WeightSyncError: A receiver failed or has stopped taking buckets, or the transfer is of another version.
         """
         with self._reporting(f"sender {sender}"):
             if version != self.version:
@@ -81,15 +78,12 @@ class TransportSpec:
     def receive(self, receiver: int, load: Callable[[Iterator[NamedTensor]], object]) -> int:
         """Pass the tensors of all senders to a loader, and return the bytes. Every engine worker calls it.
 
-        An error of `load` ends the transfer for all, and is raised here unchanged.
+        An error of `load` ends the transfer for all, and is raised here unchanged. After any error the weights may be a
+        mixture.
 
         Args:
             load: Must consume all tensors, which come in any order. A tensor is valid only until the next one: copy it
                 to keep it.
-
-        Raises:
-            WeightSyncError: A sender failed or has stopped sending, or not every tensor arrived once. The weights are
-                then a mixture.
         """
         with self._reporting(f"receiver {receiver}"):
             arrivals = _Receiver(self, receiver)
@@ -257,7 +251,8 @@ class _Sender:
         while True:
             names = transfer.names()
             while self._unacknowledged and not _without(self._receivers, self._unacknowledged[0][0], names):
-                self._delete(self._unacknowledged.popleft()[0])
+                bucket = self._unacknowledged.popleft()[0]
+                transfer.board.remove([bucket, *(_taken_name(bucket, each) for each in self._receivers)])
             if len(self._unacknowledged) <= most:
                 return
             oldest, _ = self._unacknowledged[0]
@@ -268,9 +263,6 @@ class _Sender:
                 acknowledged = found
                 stall.progressed()
             stall.pause(f"receivers {missing} to take {oldest}")
-
-    def _delete(self, bucket: str) -> None:
-        self._transfer.board.remove([bucket, *(_taken_name(bucket, each) for each in self._receivers)])
 
 
 class _Receiver:

@@ -29,11 +29,7 @@ class Manifest:
     handle: Mapping[str, Any]
 
     def opened(self, bucket_name: str, label: BucketLabel, buffer: Tensor) -> dict[str, Tensor]:
-        """Verify a buffer and return its tensors.
-
-        Raises:
-            WeightSyncError: The checksum differs.
-        """
+        """Verify a buffer and return its tensors."""
         if buffer_checksum(self.packing, buffer) != self.checksum:
             raise WeightSyncError(f"{bucket_name} is damaged: not what sender {label.sender} has sent")
         return self.packing.cut(buffer)

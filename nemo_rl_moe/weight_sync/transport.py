@@ -28,7 +28,6 @@ from nemo_rl_moe.weight_sync.folder import (
 from nemo_rl_moe.weight_sync.transport_backends import BUCKET_BYTES, FileTransport, TransportBackendFactory
 
 __all__ = ["NamedTensor", "TransportSpec", "WeightTransport", "folder_of_one_machine"]
-_PURPOSE = "weights"
 
 
 class WeightTransport:
@@ -72,7 +71,7 @@ class WeightTransport:
         self.num_bytes = 0
 
     def __enter__(self) -> Self:
-        self._folder = folder_of_this_process(self._parent, _PURPOSE)
+        self._folder = folder_of_this_process(self._parent, "weights")
         self._store = None if self._address is None else serve_store(self._address)
         return self
 
@@ -119,8 +118,7 @@ class WeightTransport:
     def send(self) -> int:
         """Make all trainer ranks send, and return their total bytes. The receivers must have been started.
 
-        Raises:
-            WeightSyncError: Not every tensor was sent and taken. The trainer's ranks stay usable.
+        After a WeightSyncError the trainer's ranks stay usable.
         """
         if self._transfer is None:
             raise RuntimeError("a transport is opened before anything is sent")

@@ -42,9 +42,6 @@ class VllmEngine(GenerationEngine):
 
     Args:
         gpu: The GPUs that the engines share with the trainer; None: they share none.
-
-    Raises:
-        GenerationError: An engine does not start.
     """
 
     can_score = True
@@ -83,13 +80,7 @@ class VllmEngine(GenerationEngine):
         self._actors.start_missing()
 
     async def generate(self, request: GenerationRequest) -> GeneratedSequence:
-        """Continue one sequence. Engines without weights first get the policy's.
-
-        Raises:
-            GenerationError: Engines fail repeatedly, one of them sleeps, or the images of a request do not match its
-                image tokens.
-            ValueError: A request has other inputs than tokens, but the model takes only text.
-        """
+        """Continue one sequence. Engines without weights first get the policy's."""
         # Checked here, because an engine that gets an invalid request would count as failed.
         if self._settings.image_settings is not None:
             image_runs(self._settings.image_settings, request.token_ids, request.model_inputs)
@@ -101,7 +92,7 @@ class VllmEngine(GenerationEngine):
         await self._serving.come_to_rest()
 
     def _prepare(self) -> int:
-        """Prepare the engines to generate; return the version of their weights."""
+        """Give the engines weights if needed; return the version."""
         if self._version is None or not self._actors.present:
             if threading.current_thread() is not threading.main_thread():
                 raise GenerationError("no vLLM engine is left, and there are no weights for others while training runs")
@@ -127,7 +118,6 @@ class VllmEngine(GenerationEngine):
         return self._answers_of_all("read its weights", lambda handle: handle.weight_fingerprints.remote(number_format))
 
     def _answers_of_all(self, doing: str, question: Callable[[Any], Any]) -> list[Any]:
-        """Call all engines concurrently; return their answers."""
         answers, lost = self._actors.ask(question)
         if lost is not None:
             raise GenerationError(f"{lost} while it {doing}")
@@ -148,10 +138,8 @@ class VllmEngine(GenerationEngine):
         """Replace missing engines, then receive on all ranks of all engines while the trainer sends.
 
         Raises:
-            ReceiverLostError: An engine died or froze meanwhile. All have been ended, and the next transfer starts new
-                ones.
+            ReceiverLostError: An engine died or froze. All have been ended, and the next transfer starts new ones.
             WeightSyncError: Not every tensor arrived everywhere, for another reason.
-            GenerationError: An engine does not start.
         """
         hold_weights, self._version = self._version is not None, None
         self._serving.drain()

@@ -58,11 +58,7 @@ class ImageSettings:
 def image_runs(
     settings: ImageSettings, token_ids: Sequence[int], inputs: Mapping[str, ModelInput]
 ) -> list[tuple[ModelImage, int, int]]:
-    """Return each image of a prompt with the position of its first image token and the number of its tokens.
-
-    Raises:
-        GenerationError: The images do not match the prompt's image tokens.
-    """
+    """Return each image of a prompt with the position of its first image token and the number of its tokens."""
     images = images_in(inputs)
     marked = np.flatnonzero(inputs[IS_IMAGE].values) if IS_IMAGE in inputs else np.zeros(0, np.int64)
     counts = [settings.num_tokens(image) for image in images]

@@ -188,21 +188,17 @@ def register_text_models(architectures: Sequence[str]) -> None:  # pragma: no co
 
 
 def make_engine(arguments: Mapping[str, Any]) -> Any:
-    """Make an engine in this process, with the batch sizes that vLLM uses for its class `LLM`.
-
-    With this usage context they are 1,024 sequences and 16,384 tokens per step on an H100, without it 128 and 2,048.
-    """
+    """Make an engine in this process."""
     from vllm import EngineArgs, LLMEngine
     from vllm.usage.usage_lib import UsageContext
 
+    # With this usage context an H100 takes 1,024 sequences and 16,384 tokens per step, without it 128 and 2,048.
     return LLMEngine.from_engine_args(EngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS)
 
 
 def window(engine: Any) -> int | None:
-    """Return twice the number of maximum-length sequences that fit in an engine's cache; None if unknown.
-
-    Twice, because shorter sequences fit in larger numbers, and some must wait in the engine to replace finished ones.
-    """
+    """Return twice the number of maximum-length sequences that fit in an engine's cache; None if unknown."""
+    # Twice, because more of the shorter sequences fit, and some must wait in the engine to replace finished ones.
     cache, config = engine.vllm_config.cache_config, engine.vllm_config
     if not cache.num_gpu_blocks:
         return None
@@ -293,7 +289,7 @@ def count_steps(engine: Any, count: StepCount) -> None:
 
 
 def broken_off(engine: Any) -> list[Any]:
-    """Abort an engine's requests, except those with stop strings; return their outputs so far.
+    """Abort all requests without stop strings; return their outputs so far.
 
     `abort_request` alone drops them, because requests ask for their output only when finished.
     """

@@ -65,10 +65,7 @@ class Serving:
         return await self._waiting[number].future
 
     async def come_to_rest(self) -> None:
-        """Have engines answer all requests with the tokens so far. Called in the event loop of the requests.
-
-        Requests with stop strings cannot be continued, so they are completed.
-        """
+        """Have engines answer all requests with the tokens so far. Requests with stop strings are completed."""
         if self._task is None or self._task.done():
             return
         self._break_off(is_wanted=True)
@@ -142,7 +139,6 @@ class Serving:
         actor.progress, actor.since = -1, time.monotonic()
 
     async def _answer(self) -> None:
-        """Hand out answers until no engine generates."""
         loop, looked = asyncio.get_running_loop(), time.monotonic()
         while busy := [actor for actor in self._actors.present if actor.results is not None]:
             streams = [actor.results for actor in busy]

@@ -36,17 +36,13 @@ _LONGEST_REASON = 500
 
 @dataclass(frozen=True)
 class VllmSettings:
-    """Settings of one engine, which are sent to its actor.
+    """Settings of one engine, which are sent to its actor. See also `VllmConfig`.
 
     Attributes:
         model_files: Content of the files of the model's folder. It has no weights: all come from the trainer.
         decodes_text: Load the tokenizer from these files, for stop strings.
-        dtype: Number format of the weights, such as `float32`.
         max_tokens: Maximum length of a sequence, prompt included.
         seed: Of the engine's random generator, which requests share on GPUs. On CPUs each request has its own.
-        expert_parallel: Distribute the experts over the ranks instead of sharding each.
-        gpu_memory_utilization: Share of a GPU's memory for weights and key-value cache.
-        cpu_cache_gib: Size of the key-value cache on a CPU, in GiB.
         num_threads: Threads of one engine on a CPU.
         captures_routes: Return the routed experts of sequences.
         image_settings: None for a text model.
@@ -161,7 +157,6 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
         return releases.window(self._engine)
 
     def num_steps(self) -> int:
-        """Return the number of steps so far in which the model ran."""
         return self._steps.value
 
     def add(self, requests: Mapping[int, GenerationRequest]) -> None:
