@@ -1,10 +1,10 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The tensors that disagree after a failed refit check: engine against the trainer's weights in transformers.
+"""Search for the wrong tensors after a failed refit check: the engine against transformers with the trainer's weights.
 
 Both models run the same tokens, and the outputs of modules of the same name are compared in the order of the forward
-pass. Inputs of the first that differs agree, so its own weights do not. It costs a copy of the model on the disk and in
-host memory, once, in a run that is about to end.
+pass. The inputs of the first module that differs agree, so its weights are wrong. This costs a copy of the model on
+disk and in host memory, in a run that is about to end.
 """
 
 import re
@@ -23,14 +23,14 @@ from nemo_rl_moe.generation.interface import ModuleOutputs, TokenSequence
 from nemo_rl_moe.generation.refit_check import first_disagreement, guilty_experts
 
 TOLERANCE = 1e-3
-"""Of outputs in float32, as a share of their size; rounding is a thousandth of it."""
+"""Largest relative difference of outputs in float32. Rounding is a thousandth of it."""
 COARSE_TOLERANCE = 0.1
 _DECODER_LAYER = re.compile(r"(^model|layers\.\d+)$")
 
 
 @contextmanager
 def outputs_noted(model: nn.Module) -> Iterator[dict[str, Float[np.ndarray, "tokens features"]]]:
-    """Note the first tensor that each module gives, `[tokens, features]`, of the first forward pass that comes."""
+    """Record the first output tensor of each module, `[tokens, features]`, in the first forward pass."""
     outputs: dict[str, Float[np.ndarray, "tokens features"]] = {}
 
     def note(name: str) -> Callable[[nn.Module, Any, Any], None]:
@@ -52,7 +52,7 @@ def outputs_noted(model: nn.Module) -> Iterator[dict[str, Float[np.ndarray, "tok
 def reference_outputs(
     folder: Path, sequences: Sequence[TokenSequence]
 ) -> dict[str, Float[np.ndarray, "tokens features"]]:
-    """Return the same of transformers' model in float32, from a folder of weights; in a process of its own."""
+    """Return the outputs of transformers' model in float32, from a folder of weights. Runs in a separate process."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -71,10 +71,10 @@ def disagreement(
     in_float32: bool,
     topk: int | None,
 ) -> str:
-    """Return the first tensors whose use in the engine is not the trainer's, in words.
+    """Describe the first module whose weights in the engine differ from the trainer's.
 
     Args:
-        sequences: Of one length; the more, the fewer experts are under suspicion.
+        sequences: All of one length. The more there are, the fewer experts are suspected.
     """
     with tempfile.TemporaryDirectory(prefix="nemo_rl_moe-diagnosis-") as parent:
         folder = Path(parent, "model")
@@ -83,7 +83,7 @@ def disagreement(
     by_sequence = [engine_outputs(tokens) for tokens in sequences]
     found = {name: np.concatenate([outputs[name] for outputs in by_sequence]) for name in by_sequence[0]}
     num_tokens = sum(map(len, sequences))
-    # vLLM's decoder layers give what transformers' add up: the branch and the residual stream apart.
+    # vLLM's decoder layers return the branch and the residual stream separately, transformers' return the sum.
     shared = {name: output for name, output in expected.items() if name in found and not _DECODER_LAYER.search(name)}
     if not shared:
         return "Its modules cannot be compared with those of transformers: none of them is called by itself."

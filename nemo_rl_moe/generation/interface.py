@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Generation engines as an algorithm sees them: requests in, sequences out, weights from the trainer."""
+"""The interface of generation engines: requests in, sequences out, weights from the trainer."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,12 +26,12 @@ class SamplingParameters:
     """Sampling of tokens, in the order of transformers and vLLM: temperature, then top-k, then top-p.
 
     Attributes:
-        max_new_tokens: Most tokens of a response, its end token included.
-        temperature: Divides the logits; 0 takes the token ranked first (greedy).
-        stop_token_ids: A response ends with the first of these, which belongs to it.
-        stop_strings: A response ends with the token that completes one of these, which belongs to it.
-        returns_kept_tokens: With the tokens return what top-k and top-p had left to draw each from, and
-            log-probabilities over these; with top-k alone, which bounds their number.
+        max_new_tokens: Maximum length of a response, including its end token.
+        temperature: Divides the logits; 0 is greedy.
+        stop_token_ids: A response ends with the first of these, and includes it.
+        stop_strings: A response ends with the token that completes one of these, and includes it.
+        returns_kept_tokens: Also return the sampling mask of each token, and log-probabilities over its tokens. Needs
+            top-k, which bounds their number.
     """
 
     max_new_tokens: int
@@ -44,7 +44,7 @@ class SamplingParameters:
 
     @property
     def draws_from_a_part(self) -> bool:
-        """True where top-k or top-p may leave tokens out."""
+        """Whether top-k or top-p may exclude tokens."""
         return self.temperature > 0 and (self.top_k is not None or self.top_p < 1)
 
 
@@ -53,11 +53,11 @@ class GenerationRequest:
     """One sequence to continue.
 
     Attributes:
-        seed: Not negative. A response depends on the weights, its request and nothing else: neither on the other
-            requests nor on the layout of the engine's ranks.
-        model_inputs: Further inputs of the model, such as images; empty for text.
-        place: Number of the trajectory that asks. An engine that answers requests together takes them in this order,
-            whichever came first: sums of a batch depend on it by their rounding.
+        seed: Not negative. A response depends only on the weights and its request, not on the other requests or on the
+            layout of the engine's ranks.
+        model_inputs: Further inputs of the model, such as images.
+        place: Trajectory index. A batching engine sorts requests by it, so that rounding does not depend on their
+            arrival order.
     """
 
     token_ids: TokenIds
@@ -69,11 +69,11 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class GenerationBatch:
-    """Requests that share their sampling parameters, as they travel to the ranks of an engine.
+    """Requests that share their sampling parameters, in the form that is sent to the ranks of an engine.
 
     Attributes:
-        model_inputs: Further inputs of the model for each prompt, such as images; empty: none has any. Arrays that
-            prompts share, as the responses to one prompt do, travel once, or lie in a store.
+        model_inputs: Further inputs of each prompt, such as images; empty if no prompt has any. Arrays that several
+            prompts share (the samples of a group do) are sent once, or are in a store.
     """
 
     prompts: tuple[TokenIds, ...]
@@ -83,7 +83,7 @@ class GenerationBatch:
 
     @staticmethod
     def of(requests: Sequence[GenerationRequest]) -> "GenerationBatch":
-        """Return the batch of some requests, at least one, that share their sampling parameters."""
+        """Make a batch of at least one request. All must share their sampling parameters."""
         inputs = tuple(request.model_inputs for request in requests)
         return GenerationBatch(
             prompts=tuple(request.token_ids for request in requests),
@@ -93,7 +93,7 @@ class GenerationBatch:
         )
 
     def share(self, rank: int, num_ranks: int) -> "GenerationBatch":
-        """Return every `num_ranks`-th prompt, from number `rank` on; maybe none."""
+        """Return every `num_ranks`-th prompt, starting at `rank`; may be empty."""
         chosen = slice(rank, None, num_ranks)
         return replace(
             self, prompts=self.prompts[chosen], seeds=self.seeds[chosen], model_inputs=self.model_inputs[chosen]
@@ -103,13 +103,13 @@ class GenerationBatch:
         return self._with_shared(store.place)
 
     def fetched(self, fetch: Fetch) -> "GenerationBatch":
-        """Return the batch with its shared arrays at hand."""
+        """Return the batch with its shared arrays in memory."""
         return self._with_shared(lambda arrays: SharedColumn(tuple(arrays)).fetched(fetch).arrays)
 
     def _with_shared(
         self, change: Callable[[Sequence[tuple[SharedArray, ...]]], Sequence[tuple[SharedArray, ...]]]
     ) -> "GenerationBatch":
-        """Return the batch with other arrays in the place of the shared ones: of all prompts at once, by input."""
+        """Replace the shared arrays. `change` gets all arrays of one input."""
         model_inputs = [dict(inputs) for inputs in self.model_inputs]
         shared = (name for inputs in model_inputs for name, each in inputs.items() if each.axis is Axis.SHARED)
         for name in dict.fromkeys(shared):
@@ -125,21 +125,20 @@ class GeneratedSequence:
     """The continuation of one sequence.
 
     Attributes:
-        logprobs: Log-probability of each sampled token, in nats, of the softmax of all logits divided by the
-            temperature (1 when greedy): what a training forward with the same temperature computes. Top-k and top-p
-            choose among tokens, and change nothing here, except where the kept tokens are returned: over these then.
-        weight_version: Optimizer steps of the weights that sampled the tokens; an array where weights arrived
-            meanwhile.
-        routed_experts: Experts of the whole sequence's tokens in each MoE layer, `[moe_layers, topk]` int16 a token, -1
-            where unknown; None where the engine reports none. The last token was never fed to the model, and has none.
-        kept_mass: Probability of the tokens together that top-k and top-p left to draw each token from; None where they
-            leave out none, or the engine does not report it.
-        kept_tokens: Those tokens, `[top_k]` int32 for each sampled token at its place in the whole sequence, -1 behind
-            the last; None where nobody asked for them.
-        num_cached_tokens: Tokens before these whose keys and values came from a prefix cache; None of an engine without
-            one.
-        is_partial: The engine was paused before its end: `followed_by` takes what comes under other weights.
-        waited_s: Seconds in which the request was held back: until others wait too, or while weights arrive.
+        logprobs: Log-probability of each sampled token, in nats, under the softmax of all logits divided by the
+            temperature (1 when greedy), as a training forward with the same temperature computes it. Top-k and top-p do
+            not change it, unless `kept_tokens` is returned: then the softmax is over these tokens.
+        weight_version: Optimizer steps of the weights that sampled the tokens; an array if weights arrived meanwhile.
+        routed_experts: Experts of all tokens of the sequence, prompt included, in each MoE layer, `[moe_layers, topk]`
+            int16 for each token, -1 if unknown; None if the engine reports none. The last token was never fed to the
+            model, and has none.
+        kept_mass: Total probability of each token's sampling mask; None if top-k and top-p exclude no token, or the
+            engine does not report it.
+        kept_tokens: Sampling mask of each sampled token, at its position in the full sequence: `[top_k]` int32, padded
+            with -1; None if not requested.
+        num_cached_tokens: Prefix tokens whose keys and values came from a prefix cache; None for an engine without one.
+        is_partial: The engine was paused before the end. `followed_by` appends the part sampled with other weights.
+        waited_s: Seconds for which the request was held back, until other requests waited too or weights had arrived.
     """
 
     token_ids: Int[np.ndarray, " tokens"]
@@ -154,10 +153,7 @@ class GeneratedSequence:
     waited_s: float = field(default=0.0, compare=False)
 
     def followed_by(self, later: "GeneratedSequence") -> "GeneratedSequence":
-        """Return this one and its continuation as one sequence; each token keeps the version that sampled it.
-
-        Routed experts of tokens that both computed are those with which they were sampled.
-        """
+        """Append a continuation. Each token keeps the weight version and the routed experts of its sampling."""
         if not len(self.token_ids):
             return later
         parts = (self, later)
@@ -183,47 +179,37 @@ class GeneratedSequence:
 
 
 def store_routes(sequences: Sequence[GeneratedSequence], store: RowStore) -> list[GeneratedSequence]:
-    """Return the sequences whose routed experts lie in a store instead of travelling with them.
-
-    Args:
-        sequences: All with routed experts at hand, or all without.
-        store: Takes the rows.
-    """
-    at_hand = [
-        sequence.routed_experts.pieces[0].source for sequence in sequences if sequence.routed_experts is not None
-    ]
-    if len(at_hand) < len(sequences):
+    """Move the routed experts of sequences to a store. Either all sequences have them in memory, or none has any."""
+    routes = [sequence.routed_experts.pieces[0].source for sequence in sequences if sequence.routed_experts is not None]
+    if len(routes) < len(sequences):
         return list(sequences)
-    pairs = zip(sequences, store.keep(at_hand), strict=True)
+    pairs = zip(sequences, store.keep(routes), strict=True)
     return [replace(sequence, routed_experts=rows) for sequence, rows in pairs]
 
 
 def store_kept_tokens(sequences: Sequence[GeneratedSequence], store: RowStore) -> list[GeneratedSequence]:
-    """Return the sequences whose kept tokens lie in a store, as `store_routes` does with routed experts."""
-    at_hand = [sequence.kept_tokens.pieces[0] for sequence in sequences if sequence.kept_tokens is not None]
-    if len(at_hand) < len(sequences):
+    """Move the kept tokens of sequences to a store, as `store_routes` does with routed experts."""
+    pieces = [sequence.kept_tokens.pieces[0] for sequence in sequences if sequence.kept_tokens is not None]
+    if len(pieces) < len(sequences):
         return list(sequences)
-    stored = store.keep([piece.source for piece in at_hand])
+    stored = store.keep([piece.source for piece in pieces])
     return [
         replace(sequence, kept_tokens=rows.moved(piece.start))
-        for sequence, piece, rows in zip(sequences, at_hand, stored, strict=True)
+        for sequence, piece, rows in zip(sequences, pieces, stored, strict=True)
     ]
 
 
 class GenerationEngine:
     """A generation engine. It takes requests as they come, or pools them (`generation/lockstep.py`).
 
-    An engine that sets `can_score`, `gives_fingerprints` or `gives_module_outputs` overrides the method that belongs to
-    it.
-
     Attributes:
-        shares_weights: True where it runs the trainer's own weights: they are always current, and `update_weights` is
-            never called. False where it keeps a copy.
+        shares_weights: It runs the trainer's own weights, which are always current: `update_weights` is never called.
+            Otherwise it keeps a copy.
         number_format: Format of its weights, such as `bfloat16`; None: the trainer's.
-        can_score: `score` returns the log-probabilities of given tokens, which the refit check compares.
-        repeats_bits: Two scorings of the same tokens by the same weights are equal to the bit.
-        gives_fingerprints: `weight_fingerprints` reads the tensors that it stores.
-        gives_module_outputs: `module_outputs` explains a failed check.
+        can_score: It overrides `score`, which the refit check needs.
+        repeats_bits: Two scorings of the same tokens with the same weights are bitwise equal.
+        gives_fingerprints: It overrides `weight_fingerprints`.
+        gives_module_outputs: It overrides `module_outputs`, which explains a failed refit check.
     """
 
     shares_weights: bool = False
@@ -236,61 +222,50 @@ class GenerationEngine:
     async def generate(self, request: GenerationRequest) -> GeneratedSequence:
         """Continue one sequence.
 
-        Many calls wait at the same time, in one event loop, whose thread none of them may block. A call that is
-        cancelled is no longer waited for. An error ends the run.
+        Many calls wait at the same time in one event loop, and none may block its thread. Nothing waits for the result
+        of a cancelled call. An error ends the run.
         """
         raise NotImplementedError
 
     def update_weights(self, transport: WeightTransport, version: int) -> None:
-        """Replace the engine's weights by the trainer's; return when all of them have arrived.
+        """Replace the engine's weights with the trainer's; return when all of them have arrived.
 
         Raises:
-            WeightSyncError: Some did not arrive; the engine must not be used further.
+            WeightSyncError: Some did not arrive. The engine must not be used again.
         """
         raise NotImplementedError
 
     def sleep(self) -> None:
-        """Free what only generation needs, when a step's responses are there.
-
-        What weights are freed too, `update_weights` brings again: it follows before the next step's responses.
-        """
+        """Free the memory that only generation needs, maybe also the weights: `update_weights` sends them again."""
 
     def wake(self) -> None:
         """End `sleep`. `update_weights` may come before it."""
 
     def shutdown(self) -> None:
-        """Stop whatever the engine has started."""
+        """Stop all processes that the engine has started."""
 
     async def pause(self) -> None:
-        """Answer all that runs by what there is of it, `is_partial`; in the event loop of its requests.
+        """Answer all running requests with the tokens so far (`is_partial`), in their event loop.
 
-        A request that cannot be broken off is answered whole, as all are by default. Nobody asks for more before
-        `update_weights` is done.
+        The default completes all requests. No request follows until `update_weights` has returned.
         """
 
     def score(
         self, sequences: Sequence[TokenSequence], temperature: float, *model_inputs: Mapping[str, ModelInput]
     ) -> Sequence[Scores]:
-        """Score each token after the first given those before it, by each copy of the weights: `[copy][sequence]`.
+        """Score each token after the first, given its prefix, with each copy of the weights: `[copy][sequence]`.
 
-        Args:
-            sequences: Of any lengths.
-            temperature: Divides the logits.
-            model_inputs: Further inputs of each sequence, such as images; none for text.
+        `model_inputs` are further inputs of each sequence, such as images; none for text.
 
         Raises:
-            GenerationError: A copy was lost. The next transfer of weights replaces it, if the engine can.
+            GenerationError: A copy was lost. The next transfer of weights replaces it if the engine can.
         """
         raise NotImplementedError
 
     def weight_fingerprints(self, number_format: str) -> Sequence[Fingerprints]:
-        """Return the fingerprints of the stored tensors of each copy of the weights, `[copy][name]`.
-
-        Raises:
-            GenerationError: As `score`.
-        """
+        """Return the fingerprints of the tensors that each copy stores, `[copy][name]`. Raises as `score` does."""
         raise NotImplementedError
 
     def module_outputs(self, copy: int, token_ids: TokenSequence) -> ModuleOutputs:
-        """Return the output of every module of a copy of the weights for one sequence, by its name in the model."""
+        """Return the output of every module of one copy for a sequence, by module name."""
         raise NotImplementedError

@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Pooling in lockstep: requests of many tasks are answered together, when every task waits.
+"""Pooling in lockstep: the requests of many tasks are answered together once every task waits.
 
-Which requests share a batch, and in which order, does not depend on time then, and a run can be repeated to the last
-bit. The engine of the trainer's own workers pools so; an engine that takes requests as they come needs none of this.
+The batches and their order then do not depend on time, and a run can be repeated bit by bit. The engine of the
+trainer's own workers pools requests this way.
 """
 
 import asyncio
@@ -26,17 +26,16 @@ if TYPE_CHECKING:
 
 Request = TypeVar("Request")
 Result = TypeVar("Result")
-IndexedSequences = Iterable[tuple[int, GeneratedSequence]]
 
 
 class Lockstep(Generic[Request, Result]):
-    """A queue of requests, which is answered as a whole, in the order of their places.
+    """A queue of requests that are answered together, sorted by trajectory index (`place`).
 
-    Who runs the tasks that wait here knows when all of them do, and calls `answer_all`.
+    The owner of the waiting tasks calls `answer_all` when all of them wait.
 
     Attributes:
-        most_at_a_time: Most requests of one call of `answers`; None: all.
-        began_s: When the last call of `answers` began, on the monotonic clock.
+        most_at_a_time: Maximum number of requests of one call of `answers`; None: all.
+        began_s: Start of the last call of `answers`, on the monotonic clock.
     """
 
     def __init__(self, answers: Callable[[Sequence[Request]], Iterable[tuple[int, Result]]]):
@@ -51,18 +50,14 @@ class Lockstep(Generic[Request, Result]):
         self._queued.append((place, request, future))
         return future
 
-    async def ask(self, request: Request, place: int) -> Result:
-        """Wait for the result of a request."""
-        return await self.queued(request, place)
-
     @property
     def is_waited_for(self) -> bool:
-        """True when a task waits; one that was cancelled does not count."""
+        """Whether a task waits that was not cancelled."""
         return any(not future.done() for *_, future in self._queued)
 
     def answer_all(self) -> Iterator[Result]:
-        """Answer what is queued; hand each result to the task that waits for it, and yield it."""
-        in_order = sorted(self._queued, key=lambda each: each[0])  # those of one place as they came
+        """Answer all queued requests; hand each result to its task, and yield it."""
+        in_order = sorted(self._queued, key=lambda each: each[0])  # stable: equal indices keep their arrival order
         queued = [(request, future) for _, request, future in in_order if not future.done()]
         self._queued = []
         size = self.most_at_a_time or len(queued) or 1
@@ -82,7 +77,6 @@ class LockstepEngine(Lockstep[GenerationRequest, GeneratedSequence], GenerationE
     shares_weights = True
 
     async def generate(self, request: GenerationRequest) -> GeneratedSequence:
-        """Continue one sequence, together with those of all other tasks."""
         asked_s = time.monotonic()
         found = await self.queued(request, request.place)
         return replace(found, waited_s=max(0.0, self.began_s - asked_s))
@@ -91,7 +85,7 @@ class LockstepEngine(Lockstep[GenerationRequest, GeneratedSequence], GenerationE
 def generate_batches(
     generate: Callable[[GenerationBatch], Sequence[GeneratedSequence]], requests: Sequence[GenerationRequest]
 ) -> Iterator[tuple[int, GeneratedSequence]]:
-    """Generate a batch of the requests of each kind of sampling; yield index and sequence, kind by kind."""
+    """Generate one batch for each set of sampling parameters; yield the request's index and the sequence."""
     by_sampling: dict[SamplingParameters, list[int]] = {}
     for index, request in enumerate(requests):
         by_sampling.setdefault(request.sampling, []).append(index)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rules on the places of engines with a copy of the weights. Imports no torch."""
+"""A rule on the machines of engines with a copy of the weights. Imports no torch."""
 
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def other_kind_of_device(config: "GRPOMasterConfig") -> str | None:
-    """Return the problem of engines on GPUs beside a policy on CPUs, or the other way round; None: there is none."""
+    """Return the problem if only one of policy and engines is on GPUs, else None."""
     if GENERATION_ROLE not in config.cluster.roles:
         return None
     gpus = config.cluster.place_of(GENERATION_ROLE).gpus_per_node

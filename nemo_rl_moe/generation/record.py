@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The record of the engine `megatron`: the training workers, with the weights that they train. Imports no torch."""
+"""The record of the engine `megatron`: the training workers generate with their own weights. Imports no torch."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def ranks_have_whole_sequences(config: "GRPOMasterConfig") -> Iterator[str]:
-    """Refuse ranks that share each sequence, for which the trainer's own engine has no key cache."""
+    """Refuse context parallelism, for which the trainer's own engine has no key-value cache."""
     ranks = config.policy.megatron_cfg.context_parallel_size
     if ranks > 1:
         yield (

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A refit: the policy's weights sent to an engine that keeps a copy of them, once more where a receiver was lost."""
+"""A refit: the policy sends its weights to an engine that keeps a copy, again if a receiver was lost."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -32,16 +32,16 @@ def refit(
     whole: bool = False,
     then: Callable[[], object] = lambda: None,
 ) -> int:
-    """Send the policy's weights to an engine; once more, through a new transfer, where a copy is lost meanwhile.
+    """Send the policy's weights to an engine. If a copy is lost meanwhile, send them again in a new transfer.
 
     Args:
-        altered: Send others in their place, of which every tensor differs.
-        whole: Send frozen weights too where the engine has had them.
-        then: Called when the policy's ranks have been asked to send, in each transfer: what it asks of them, they do
-            when they have sent, while the engine still loads.
+        altered: Send weights that differ from the policy's in every tensor.
+        whole: Send frozen weights too, even if the engine has them.
+        then: Called in each transfer after the policy's ranks have been asked to send. They execute its requests after
+            sending, while the engine still loads.
 
     Raises:
-        WeightSyncError: Some did not arrive; the engine must not be used further.
+        WeightSyncError: Some did not arrive. The engine must not be used again.
     """
 
     def send() -> int:
@@ -56,11 +56,11 @@ def refit(
 
 
 class ActorReceivers:
-    """Ray actors that receive weights, a `Receivers` of the watch.
+    """Ray actors that receive weights, as the watch sees them (`weight_sync.watch.Receivers`).
 
     Args:
-        calls: Calls that receive and return what went wrong or None, each with the name of its actor.
-        ask: Asks the actor of a name anything that it answers while it receives; a frozen one does not.
+        calls: The receiving calls, with the names of their actors. A call returns its problem or None.
+        ask: Makes a call to the named actor that it answers while it receives, unless it is frozen.
         patience_s: Seconds without an answer after which an actor counts as frozen.
     """
 
@@ -92,11 +92,7 @@ class ActorReceivers:
         return not self._pending
 
     def wait(self) -> None:
-        """Wait until all of them have received.
-
-        Raises:
-            WeightSyncError: One has not, also not within the patience after all before it.
-        """
+        """Wait until all have received, each at most `patience_s` longer than the one before it."""
         for call, name in self._calls.items():
             try:
                 problem = ray.get(call, timeout=self._patience_s)
@@ -107,7 +103,7 @@ class ActorReceivers:
 
 
 def reason_of(error: RayError) -> str:
-    """Return the end of an actor whose call has failed, in words that follow its name."""
+    """Describe why an actor's call failed, in words that follow the actor's name."""
     if isinstance(error, GetTimeoutError):
         return "does not answer"
     return "died" if isinstance(error, RayActorError) else f"failed: {str(error).strip().splitlines()[-1]}"

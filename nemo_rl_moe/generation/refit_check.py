@@ -1,17 +1,18 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The refit check: proof, after each refit, that an engine computes with the trainer's weights.
+"""The refit check: after each refit, verify that an engine computes with the trainer's weights.
 
-Transports count and compare what arrives; they cannot see an engine that keeps computing with old or half-written
-weights, such as experts in packed kernels (vllm#42821, NeMo-RL#3659). Two proofs follow a refit:
+Transports verify that all tensors arrive. They cannot detect an engine that still computes with old or half-written
+weights, such as experts in packed kernels (vllm#42821, NeMo-RL#3659). A refit is followed by two checks:
 
-- Fingerprints of the weights that the engine stores, where it gives them, must be the trainer's in every number format.
-- Engine and trainer score the same tokens, and their log-probabilities are compared: what is stored may not be what is
-  computed with. In float32 the bound is 1e-4 nats; faults that move log-probabilities by less pass, such as all weights
-  off by 1e-6 or one step old at a learning rate of 1e-6. In 16 bits rounding hides more. The bound follows the right
-  refits of the run, and a round trip is made at its start: the engine gets other weights, then the first ones again,
-  and must compute what it computed before, to the bit. With adapters a round trip is made in every format: these begin
-  as zero, so that the trainer gives them other values for a while, which the engine has to follow.
+- The fingerprints of the weights that the engine stores, if it returns them, must equal the trainer's, in every number
+  format.
+- Engine and trainer score the same tokens, and their log-probabilities are compared, because an engine may compute with
+  other weights than it stores. In float32 the bound is 1e-4 nats. Smaller faults pass, such as all weights off by 1e-6,
+  or one step old at a learning rate of 1e-6. In 16 bits rounding hides more: the bound follows the correct refits of
+  the run, and the run starts with a round trip. The engine gets other weights, then the first ones again, and must
+  return bitwise the same scores as before. With adapters the round trip is made in every format. Adapters start at
+  zero, so the trainer gives them other values for it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,13 +31,13 @@ from nemo_rl_moe.weight_sync.fingerprints import Fingerprints, WeightComparison,
 Answer = TypeVar("Answer")
 
 FLOAT32_BOUND = 1e-4
-"""Largest difference of two log-probs in float32, nats: right refits stay below 2e-5."""
+"""Largest difference of two log-probs in float32, in nats. Correct refits stay below 2e-5."""
 SMALLEST_COARSE_BOUND, LARGEST_COARSE_BOUND = 0.03, 0.5
 COARSE_FACTOR = 4.0
-"""In 16 bits, of the mean difference: in 400 right refits of ten model shapes it was up to 2.7 times that of the run's
-first one, as tokens go to other experts by rounding."""
+"""Bound in 16 bits over the largest mean difference of the run's refits so far. In 400 correct refits of ten model
+shapes the mean was up to 2.7 times that of the first refit, as rounding sends tokens to other experts."""
 UNMOVED = 0.01
-"""Mean difference, in nats, below which scores count as those of the same weights."""
+"""Mean difference, in nats, below which two scorings count as made with the same weights."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Bound:
     of_the_mean: bool
 
     def holds(self, gap: "Gap") -> bool:
-        """Return whether scores count as equal; never for non-finite ones."""
+        """Return whether scores count as equal. Non-finite ones never do."""
         return bool(np.isfinite(gap.largest)) and (gap.mean if self.of_the_mean else gap.largest) <= self.nats
 
     def __str__(self) -> str:
@@ -54,11 +55,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class Gap:
-    """Difference of two scorings of the same tokens, in nats.
-
-    Attributes:
-        largest: Of one token; infinite where a score is not finite.
-    """
+    """Difference of two scorings of the same tokens, in nats: infinite if a score is not finite."""
 
     largest: float
     mean: float
@@ -72,12 +69,11 @@ class Finding:
 
     @property
     def wrong_copy(self) -> int | None:
-        """First copy with a tensor that is not the trainer's."""
         return next((copy for copy, each in enumerate(self.weights) if each.different), None)
 
 
 def gap_between(found: Scores, expected: Scores, copy: int = 0) -> Gap:
-    """Return the difference of the log-probs of all tokens; copy: that of `found`."""
+    """Compare the log-probs of all tokens. `copy` is the copy of the weights that gave `found`."""
     difference = np.abs(np.concatenate(found).astype(np.float64) - np.concatenate(expected))
     if not np.isfinite(difference).all():
         return Gap(np.inf, np.inf, copy)
@@ -90,7 +86,7 @@ def coarse_bound(noise: float) -> Bound:
 
 
 def probe_sequences(count: int, length: int, vocabulary_size: int) -> list[list[int]]:
-    """Return the tokens to score: uniform and fixed, so that many experts serve them."""
+    """Return the tokens to score, `[count][length]`: uniform, so that they reach many experts, and always the same."""
     tokens: NDArray[np.int64] = np.random.default_rng(20).integers(vocabulary_size, size=(count, length))
     return [list(map(int, row)) for row in tokens]
 
@@ -100,19 +96,18 @@ class RefitCheck:
     """The check of one run.
 
     Attributes:
-        start_trainer: Starts scoring with the trainer's present weights; returns a function that waits for scores.
-        refit: Sends the trainer's weights; with True, weights that differ from them in every tensor.
-        in_float32: Whether engine and trainer hold the weights in float32.
+        start_trainer: Starts scoring with the trainer's current weights; returns a function that waits for the scores.
+        refit: Sends the trainer's weights, or if True, weights that differ from them in every tensor.
+        in_float32: Whether engine and trainer both hold the weights in float32.
+        bound_nats: Largest difference of two log-probs; None: the bound of the number format.
         refits_again: Send the weights once more before giving up.
-        repeats_bits: The engine computes the same bits twice from the same weights; ranks that add up their parts by
-            NCCL need not, and are only asked to come back within rounding.
-        start_fingerprints: Starts the fingerprints of the trainer's weights; returns a function that waits for them.
-            None: the engine gives none.
-        probe_adapters: Gives the trainer's adapters other values (True), or their own again. None: it has none.
-        refit_whole: Sends all weights, those too that are frozen. None: `refit` does.
-
-    Attributes that change:
-        share_compared: Share of the trainer's tensors whose fingerprints were compared last; None: none were.
+        repeats_bits: Two scorings by the engine are bitwise equal. If ranks sum by NCCL they need not be, and the round
+            trip must only agree within rounding.
+        start_fingerprints: Starts the trainer's fingerprints; returns a function that waits for them. None: the engine
+            returns no fingerprints.
+        probe_adapters: Gives the trainer's adapters other values (True), or their own again (False). None: no adapters.
+        refit_whole: Sends all weights, including frozen ones. None: `refit` does so.
+        share_compared: Share of the trainer's tensors whose fingerprints were compared last; None before that.
     """
 
     sequences: Sequence[TokenSequence]
@@ -141,16 +136,16 @@ class RefitCheck:
         self.share_compared: float | None = None
 
     def begin(self) -> None:
-        """Make the trainer begin its half of the next check, which needs no engine yet."""
+        """Start the trainer's half of the next check, which needs no engine."""
         if self.start_fingerprints is not None:
             self._expected_weights = self.start_fingerprints(self.number_format)
         self._expected = self.start_trainer(self.sequences)
 
     def after_refit(self, engine: GenerationEngine) -> Gap:
-        """Check the weights that an engine has now; in 16 bits the first time also by a round trip.
+        """Check the engine's current weights. The first check includes the round trip.
 
         Raises:
-            WeightSyncError: They are not the trainer's, or something of earlier weights remains.
+            WeightSyncError: They differ from the trainer's, or earlier weights still have an effect.
         """
         if self._is_first and not self.in_float32 and self.probe_adapters is None:
             self._with_copies(lambda: self._make_round_trip(engine))
@@ -174,7 +169,7 @@ class RefitCheck:
         return found.gap
 
     def _try_adapters(self, engine: GenerationEngine, probe: Callable[[bool], object]) -> None:
-        """Have the engine follow other values of the adapters, and then the first ones again."""
+        """Make the round trip with other values of the adapters."""
         first = self._score(engine)
         probe(True)
         try:
@@ -190,7 +185,7 @@ class RefitCheck:
         self.refit(False)
         self._require_same(first, self._score(engine))
 
-    def _examine(self, engine: GenerationEngine) -> "Finding":
+    def _examine(self, engine: GenerationEngine) -> Finding:
         if self._expected is None:
             self.begin()
         assert self._expected is not None  # begun
@@ -206,7 +201,7 @@ class RefitCheck:
         return Finding(replace(worst, mean=max(gap.mean for gap in gaps)), weights)
 
     def _with_copies(self, ask: Callable[[], Answer]) -> Answer:
-        """Ask an engine; once more where a copy of the weights is lost, as the refit makes another one."""
+        """Ask an engine. If a copy of the weights is lost, a refit replaces it, and the engine is asked again."""
         try:
             return ask()
         except GenerationError:
@@ -219,8 +214,7 @@ class RefitCheck:
     def _score(self, engine: GenerationEngine) -> Sequence[Scores]:
         return engine.score(self.sequences, self.temperature, *self.model_inputs)
 
-    def _problem(self, found: "Finding") -> str | None:
-        """Return what is wrong with a copy of the weights, in words; None where nothing is."""
+    def _problem(self, found: Finding) -> str | None:
         gap = found.gap
         bound = self._fixed_bound or coarse_bound(self._noise or gap.mean)
         scores = (
@@ -238,8 +232,8 @@ class RefitCheck:
             f" (policy.generation.refit_check)."
         )
 
-    def _explanation(self, found: "Finding") -> str:
-        """Return the tensors that disagree, where the fingerprints have not named them."""
+    def _explanation(self, found: Finding) -> str:
+        """Describe the tensors that disagree, unless the fingerprints have named them."""
         if found.wrong_copy is not None:
             return ""
         num_right = found.weights[found.gap.copy].num_compared if found.weights else 0
@@ -275,7 +269,7 @@ def first_disagreement(
     expected: ModuleOutputs,
     tolerance: float,
 ) -> tuple[str, Int[np.ndarray, " tokens"]] | None:
-    """Find the first module, in forward order, whose output differs from the reference's, and the tokens that do.
+    """Find the first module, in forward order, whose output differs from the reference, and the tokens that differ.
 
     Args:
         tolerance: Largest difference, as a share of the root mean square of the reference's output.
@@ -294,7 +288,7 @@ def first_disagreement(
 def guilty_experts(
     routes: Int[np.ndarray, "tokens topk"], wrong_tokens: Int[np.ndarray, " tokens"], num_tokens: int
 ) -> Iterator[int]:
-    """Return experts that served a wrong token and no right one: the smallest sets that explain the differences."""
+    """Return the experts that computed a wrong token and no right one."""
     right = np.setdiff1d(np.arange(num_tokens), wrong_tokens)
     suspected = np.setdiff1d(routes[wrong_tokens], routes[right])
     return (int(expert) for expert in suspected)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Start of a generation engine by its record (`config/engine.py`)."""
+"""Start of a generation engine from its record (`config/engine.py`)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 class GeneratingPolicy(WeightSource, Protocol):
-    """A policy that generates, or sends its weights to who does.
+    """A policy that generates, or sends its weights to an engine.
 
     Attributes:
-        model_files: The model's folder without its weights, file name to content.
-        gpu: The account of the GPUs that its ranks and engines share.
+        model_files: Content of the files of the model's folder, without its weights.
+        gpu: The GPUs that its ranks share with engines.
     """
 
     model_files: Mapping[str, bytes]
@@ -39,10 +39,11 @@ class EngineSetup:
     """Inputs of an engine's factory.
 
     Attributes:
-        cluster: Ray, started. An engine brings its own actors; the cluster's places are the trainer's.
-        source: Where the model is read from; `source.folder()` has its `config.json` on each machine.
+        cluster: The trainer's workers. An engine starts its own actors.
+        source: Source of the model. `source.folder()` contains its `config.json` on each machine.
         tokenizer: Decodes tokens, for stop strings.
-        own_cluster: Places of `cluster.roles.generation`, which are the engine's alone; None: it has none.
+        own_cluster: Workers of `cluster.roles.generation`, which only the engine uses; None: the engine shares the
+            trainer's machines.
     """
 
     config: "GRPOMasterConfig"

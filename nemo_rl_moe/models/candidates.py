@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Candidate tokens at each position: ids that travel to a model, and log-probabilities that come back."""
+"""Candidate tokens at each position: ids that a model gets, and log-probabilities that it returns."""
 
 from dataclasses import dataclass
 
@@ -11,15 +11,14 @@ from torch import Tensor
 from nemo_rl_moe.distributed.batch import Column, Destination, per_token
 
 CANDIDATE_IDS = "candidate_ids"
-"""Column for the model, `[batch, sequence, k]`: at each position the candidates for the token behind it, which is what
-the model predicts there."""
+"""Column for the model, `[batch, sequence, k]`: at each position the candidates for the next token."""
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """Distinct candidates for each token of a batch, and their log-probabilities given the tokens before it, in nats.
+    """Distinct candidates for each token of a batch, and their log-probabilities given its prefix, in nats.
 
-    Those of a sequence's first token, which nothing predicts, and of padding are any.
+    Undefined for the first token of a sequence and for padding.
     """
 
     ids: Int[Tensor, "batch sequence k"]
@@ -27,5 +26,5 @@ class Candidates:
 
 
 def candidate_column(ids: Int[Tensor, "batch sequence k"]) -> Column:
-    """Return the column of candidates for each token of a batch: a place earlier, where they are predicted."""
+    """Make the column `candidate_ids` from the candidates for each token, which move to the position before it."""
     return per_token(torch.nn.functional.pad(ids[:, 1:], (0, 0, 0, 1)), Destination.MODEL)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of a loss function; one of the user's own is named in its errors, and what it returns is checked."""
+"""Calls of a loss function. Errors of a user's function name it, and its outputs are checked."""
 
 import re
 from collections.abc import Mapping
@@ -18,8 +18,8 @@ _PACKAGE = __name__.partition(".")[0]
 
 def outputs_of(loss_function: LossFunction, inputs: LossInputs) -> LossOutputs:
     """Compute the loss of a microbatch."""
-    name = _own_name(loss_function)
-    if name is None:
+    name = name_of(loss_function)
+    if re.split("[.:]", name)[0] == _PACKAGE:
         return loss_function(inputs)
     with named_in_errors(_KEY, name):
         outputs = loss_function(inputs)
@@ -34,14 +34,8 @@ def name_of(loss_function: object) -> str:
     return f"{named.__module__}:{named.__qualname__}"
 
 
-def _own_name(loss_function: LossFunction) -> str | None:
-    """Return the name of what is not this package's; None for what is."""
-    name = name_of(loss_function)
-    return None if re.split("[.:]", name)[0] == _PACKAGE else name
-
-
 def problem_of(outputs: object) -> str | None:
-    """Return what a loss function returned that cannot be used, and what was expected; None: it can."""
+    """Describe why a loss function's outputs cannot be used, and the expected ones; None if they can."""
     if not isinstance(outputs, LossOutputs):
         return f"{described(outputs)}, expected a LossOutputs"
     if not _is_scalar(outputs.loss):

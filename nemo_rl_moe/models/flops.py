@@ -1,28 +1,27 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Floating-point operations of a model's passes by arithmetic; imports nothing of Megatron-Core.
+"""Floating-point operations of a model's passes, by arithmetic. Imports nothing of Megatron-Core.
 
-Only matrix products count, two operations for each multiply-add; norms, activations, softmax, embedding look-ups,
-padding and recomputation do not.
+Only matrix products count, with two operations per multiply-add. Norms, activations, softmax, embedding look-ups,
+padding and recomputation do not count.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from nemo_rl_moe.routing.routers import moe_layer_indices
 
-_PASSES_OF_TRAINING = 3
-
 
 @dataclass(frozen=True)
 class ForwardFlops:
-    """Operations of a forward pass of the whole model, over all ranks.
+    """Operations of a forward pass of the full model, summed over all ranks.
 
     Attributes:
-        per_token: Projections, MLPs or routers and experts, the output layer.
-        per_pair: For each pair of a query and a visible key, by the layers' window: number of keys that a query sees,
-            its own included; None: all up to its own.
+        per_token: Projections, MLPs or routers and experts, and the output layer.
+        per_pair: For each pair of a query and a visible key, by attention window: the number of keys that a query sees,
+            including its own; None: all keys up to its own.
     """
 
     per_token: int
@@ -35,22 +34,24 @@ class ForwardFlops:
         )
 
     def training(self, lengths: Iterable[int], *, is_frozen: bool = False) -> int:
-        """Return the operations of a forward and a backward pass; of frozen weights, without products for their
-        gradients. Those of adapters are not counted.
+        """Count operations of a forward and a backward pass. Frozen weights have no weight gradients.
+
+        Adapters are not counted.
         """
         lengths = list(lengths)
         of_weights = self.per_token * sum(lengths) if is_frozen else 0
-        return _PASSES_OF_TRAINING * self.forward(lengths) - of_weights
+        # A backward pass has two products for each of the forward pass.
+        return 3 * self.forward(lengths) - of_weights
 
 
 def causal_pairs(length: int, window: int | None = None) -> int:
-    """Count (query, visible key) pairs of a sequence; a query sees `window` keys with its own, or all (None)."""
+    """Count (query, visible key) pairs of a sequence. A query sees `window` keys including its own; None: all."""
     seen = length if window is None else min(length, window)
     return seen * (seen + 1) // 2 + (length - seen) * seen
 
 
 def forward_flops(config: Any, vocabulary_size: int, windows: Iterable[int | None]) -> ForwardFlops:
-    """Count operations of a model's forward pass, in which a token passes its routed experts and the shared ones."""
+    """Count operations of a model's forward pass, in which a token uses its routed experts and the shared ones."""
     moe_layers = set(moe_layer_indices(config))
     linear = config.linear_attention_freq or [0] * config.num_layers
     products = config.hidden_size * vocabulary_size
@@ -61,10 +62,7 @@ def forward_flops(config: Any, vocabulary_size: int, windows: Iterable[int | Non
             products += _latent_projections(config) if config.multi_latent_attention else _projections(config)
         products += _moe(config) if index in moe_layers else _mlp(config, config.hidden_size, config.ffn_hidden_size)
     of_a_layer = 2 * config.num_attention_heads * sum(_head_dims(config))
-    per_pair: dict[int | None, int] = {}
-    for window in windows:
-        per_pair[window] = per_pair.get(window, 0) + of_a_layer
-    return ForwardFlops(2 * products, per_pair)
+    return ForwardFlops(2 * products, {window: of_a_layer * count for window, count in Counter(windows).items()})
 
 
 def _head_dims(config: Any) -> tuple[int, int]:
@@ -82,8 +80,8 @@ def _projections(config: Any) -> int:
 
 
 def _delta_net(config: Any) -> int:
-    """Count a token's multiplications in a gated delta net, with those of the plain recurrence: the state is read for
-    the key and for the query, and changed once."""
+    """Count a token's multiplications in a gated delta net."""
+    # As the plain recurrence: the state is read for the key and for the query, and updated once.
     key_dim, value_dim = config.linear_key_head_dim, config.linear_value_head_dim
     keys, value_heads = config.linear_num_key_heads * key_dim, config.linear_num_value_heads
     values = value_heads * value_dim
@@ -93,7 +91,7 @@ def _delta_net(config: Any) -> int:
 
 
 def _latent_projections(config: Any) -> int:
-    """Count latent attention's multiplications, with keys and values computed from their latent as in training."""
+    """Count a token's multiplications in latent attention, with keys and values computed from their latent."""
     hidden, heads, latent = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
     queries = heads * (config.qk_head_dim + config.qk_pos_emb_head_dim)
     rank = config.q_lora_rank
@@ -104,7 +102,7 @@ def _latent_projections(config: Any) -> int:
 
 
 def _moe(config: Any) -> int:
-    """Return the multiplications of a token in the router, the experts that it is sent to and the shared ones."""
+    """Return a token's multiplications in the router, its routed experts and the shared ones."""
     hidden, latent = config.hidden_size, config.moe_latent_size
     router = hidden * config.num_moe_experts
     experts = config.moe_router_topk * _mlp(config, latent or hidden, config.moe_ffn_hidden_size)
@@ -115,5 +113,5 @@ def _moe(config: Any) -> int:
 
 
 def _mlp(config: Any, size: int, intermediate_size: int) -> int:
-    """Return the multiplications of a token in an MLP; a gated one has a third matrix."""
+    """Return a token's multiplications in an MLP."""
     return (3 if config.gated_linear_unit else 2) * size * intermediate_size

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A model's configuration and weights: a local folder, or the hub's files, fetched before a worker starts."""
+"""A model's configuration and weights: a local folder, or files of the hub, which are fetched before workers start."""
 
 import json
 import socket
@@ -25,7 +25,7 @@ from nemo_rl_moe.models.safetensors_folder import (
 )
 
 RANDOM_HINT = "policy.init: random starts without one"
-"""Says how a run starts with a model that has no weights."""
+"""Hint for a model without weights."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class HubModel:
     files: tuple[str, ...]
 
     def folder(self, progress: Callable[[float], None] = lambda share: None) -> Path:
-        """Return this machine's folder of the files; fetch what its cache (HF_HOME) lacks, once for all processes."""
+        """Return the folder of the files on this machine; fetch files that its cache (HF_HOME) lacks."""
         found = Path()
         for number, file in enumerate(self.files, start=1):
             found = _fetch(self.name, file, self.commit)
@@ -49,26 +49,26 @@ class HubModel:
         return found.parent
 
 
-def fetch_from_hub(name: str, *, with_weights: bool, progress: Callable[[float], None]) -> tuple[HubModel, Path]:
-    """Fetch a model to this machine: its configuration, and the weights that its index names.
+def fetch_from_hub(name: str, *, with_weights: bool, progress: Callable[[float], None]) -> HubModel:
+    """Fetch a model's small files to this machine, and its weights if `with_weights`.
 
-    Args:
-        with_weights: Fetch weights too: the files of the index, or `model.safetensors`, but no other files of the
-            repository, which may be the same weights in another form.
+    The weights are the files of the index, or `model.safetensors`. Other files of the repository may be the same
+    weights in another format.
     """
     folder = _fetch(name, CONFIG_FILE, None).parent
     files = [CONFIG_FILE]
-    beside = [GENERATION_CONFIG_FILE, *(IMAGE_FILES if "vision_config" in _config_json_of_folder(folder) else ())]
-    files += [file for file in beside if _fetch_if_there(name, file, folder.name)]
+    optional = [GENERATION_CONFIG_FILE, *(IMAGE_FILES if "vision_config" in _config_json_of_folder(folder) else ())]
+    files += [file for file in optional if _fetch_if_there(name, file, folder.name)]
     if with_weights:
         has_index = _fetch_if_there(name, INDEX_FILE, folder.name)
         files += [INDEX_FILE, *sorted(set(read_index(folder).values()))] if has_index else [ONE_FILE]
     model = HubModel(name, folder.name, tuple(files))
-    return model, model.folder(progress)
+    model.folder(progress)
+    return model
 
 
 def fetching_problem(model: HubModel) -> str | None:
-    """Fetch a model's missing files; return the error, naming this machine, or None."""
+    """Fetch a model's missing files; return the error with this machine's name, or None."""
     try:
         model.folder()
     except ConfigurationError as error:
@@ -76,17 +76,16 @@ def fetching_problem(model: HubModel) -> str | None:
     return None
 
 
-def _fetch_if_there(name: str, file: str, commit: str | None) -> bool:
+def _fetch_if_there(name: str, file: str, commit: str | None) -> Path | None:
     from huggingface_hub.errors import EntryNotFoundError
 
     try:
-        _fetch(name, file, commit)
+        return _fetch(name, file, commit)
     except ConfigurationError as error:
-        # Also where the network is away and the cache lacks it: then the next file that is needed says so.
+        # Without network, a file that the cache lacks counts as absent too: the next required file raises an error.
         if isinstance(error.__cause__, EntryNotFoundError):
-            return False
+            return None
         raise
-    return True
 
 
 def _fetch(name: str, file: str, commit: str | None) -> Path:
@@ -110,16 +109,12 @@ def _not_had(name: str, file: str, reason: str) -> ConfigurationError:
 
 
 MEGATRON_WEIGHTS_FOLDER = "policy"
-"""Of a folder with weights in Megatron-Core's format, such as a checkpoint of a run: the subfolder that holds them."""
+"""Subfolder of the weights in a folder in Megatron-Core's format, such as a checkpoint of a run."""
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Source of a run's model for all machines: the hub or a folder.
-
-    Attributes:
-        local: A folder that all machines reach; None: the hub.
-    """
+    """Source of a run's model for all machines: a folder that all reach, or else the hub."""
 
     local: Path | None
     hub: HubModel | None
@@ -132,19 +127,18 @@ class ModelSource:
 
 
 def find_model(policy: PolicyConfig, progress: Callable[[float], None] = lambda share: None) -> ModelSource:
-    """Find the policy's model, and fetch it from the hub where it is no folder."""
+    """Find the policy's model, and fetch it from the hub if it is not a folder."""
     folder = Path(policy.model_name)
     if folder.is_dir():
         return ModelSource(folder, None)
     with_weights = policy.init == "pretrained"
-    model, _ = fetch_from_hub(policy.model_name, with_weights=with_weights, progress=progress)
-    return ModelSource(None, model)
+    return ModelSource(None, fetch_from_hub(policy.model_name, with_weights=with_weights, progress=progress))
 
 
 def load_hf_config(model_name: str) -> Any:
-    """Load a model's configuration as transformers reads it, without running code from the hub.
+    """Load and check a model's configuration with transformers, without running code from the hub.
 
-    A vision-language model's is flattened: the decoder's fields, and those of the whole model.
+    The configuration of a vision-language model is flattened: the fields of its decoder and of the full model.
     """
     from nemo_rl_moe.models.families import decoder_type_of, family_of_type, vision_family_of
     from nemo_rl_moe.models.families.vision import field_problems
@@ -173,7 +167,7 @@ def load_hf_config(model_name: str) -> Any:
 
 
 def _as_transformers_reads_it(model_name: str, config_json: Mapping[str, Any], known_type: str | None) -> Any:
-    """Return a model's configuration as transformers' class for its type has it, or for the one that is known."""
+    """Load a model's configuration with transformers' class for `known_type`, or for its own type."""
     from transformers import CONFIG_MAPPING, AutoConfig
 
     try:
@@ -183,14 +177,14 @@ def _as_transformers_reads_it(model_name: str, config_json: Mapping[str, Any], k
         return AutoConfig.from_pretrained(
             model_name, trust_remote_code=False, local_files_only=is_folder or from_cache_alone()
         )
-    except Exception as error:  # transformers checks fields with types of its own
+    except Exception as error:  # transformers raises various types
         raise _unreadable(model_name, error) from error
 
 
 def plain_config(hf_config: Any) -> SimpleNamespace:
     """Copy the fields of a model's configuration, under all their names, to an object that needs no transformers.
 
-    This saves a worker the three seconds of importing transformers and the configuration's class.
+    This saves a worker three seconds of imports.
     """
     kind = type(hf_config)
     defaults = {name for name in dir(kind) if not isinstance(getattr(kind, name), property)}
@@ -209,7 +203,7 @@ def load_config_json(model_name: str) -> dict[str, Any]:
     """Load a model's `config.json` without transformers' additions."""
     if Path(model_name).is_dir():
         return _config_json_of_folder(Path(model_name))
-    # Imported here: a worker, whose model is a folder, does not pay for it.
+    # Workers, whose model is a folder, need not import it.
     from transformers import PreTrainedConfig
 
     try:
@@ -222,15 +216,11 @@ def load_config_json(model_name: str) -> dict[str, Any]:
 
 
 def load_model_json(model_name: str, file: str) -> Any:
-    """Load a small JSON file beside the model's `config.json`; None where there is none."""
-    if Path(model_name).is_dir():
-        path = Path(model_name) / file
-        if not path.is_file():
-            return None
-    elif not _fetch_if_there(model_name, file, None):
+    """Load a small JSON file of the model; None if it has none of this name."""
+    folder = Path(model_name)
+    path = folder / file if folder.is_dir() else _fetch_if_there(model_name, file, None)
+    if path is None or not path.is_file():
         return None
-    else:
-        path = _fetch(model_name, file, None)
     try:
         return json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
@@ -262,10 +252,7 @@ def _unreadable(model_name: str, error: Exception) -> ConfigurationError:
 def check_small_files(folder: Path, key: str = "policy.model_name") -> None:
     """Compare a model's small files with their checksums, and the sizes of all its files.
 
-    A folder without `files.json`, such as a hub's, passes.
-
-    Args:
-        key: The setting that names the folder.
+    A folder without `files.json`, such as one from the hub, passes. `key` is the setting that names the folder.
     """
     if (folder / INVENTORY_FILE_NAME).is_file():
         try:
@@ -275,17 +262,17 @@ def check_small_files(folder: Path, key: str = "policy.model_name") -> None:
 
 
 def weights_folder(policy: PolicyConfig, folder: Path) -> Path | None:
-    """Return the folder of the policy's starting weights; None for random ones."""
+    """Return the folder of the policy's initial weights; None if they are random."""
     return None if policy.init == "random" else folder
 
 
 def holds_megatron_weights(folder: Path) -> bool:
-    """Return True for a folder with weights in Megatron-Core's format: of a checkpoint or `nemo-rl-moe convert`."""
+    """Return whether a folder has weights in Megatron-Core's format, from a checkpoint or `nemo-rl-moe convert`."""
     return (folder / MEGATRON_WEIGHTS_FOLDER).is_dir()
 
 
 def check_weights(policy: PolicyConfig, folder: Path) -> None:
-    """Check, without reading weights, that the starting weights are complete and the small files undamaged."""
+    """Check, without reading weights, that the initial weights are complete and the small files undamaged."""
     check_small_files(folder)
     if policy.init == "random" or holds_megatron_weights(folder):
         return

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The hub's availability, asked once, because its library tries half a minute for every file."""
+"""The hub's availability. It is checked once, because the hub's library retries for half a minute per file."""
 
 import functools
 from collections.abc import Iterator
@@ -11,14 +11,14 @@ from unittest.mock import patch
 from nemo_rl_moe.errors import one_line
 
 ANSWER_WITHIN_S = 10.0
-"""The time that the hub's own library gives an answer."""
+"""The timeout of the hub's own library."""
 
 
 @functools.cache
 def hub_silence() -> str | None:
-    """Return the reason, in one line, why the hub cannot be reached and only the cache is available.
+    """Return the reason why the hub cannot be reached, in one line; None if it answers or HF_HUB_OFFLINE is set.
 
-    Asked once for each process. None where it answers, and where HF_HUB_OFFLINE forbids asking.
+    It is checked once per process.
     """
     from huggingface_hub import constants, get_session
 
@@ -26,7 +26,7 @@ def hub_silence() -> str | None:
         return None
     try:
         get_session().head(constants.ENDPOINT, timeout=ANSWER_WITHIN_S)
-    except Exception as error:  # of the network, of a proxy: dozens of types
+    except Exception as error:  # network and proxy raise dozens of types
         return f"{constants.ENDPOINT}: {one_line(error)}"
     return None
 
@@ -38,7 +38,7 @@ def from_cache_alone() -> bool:
 
 @contextmanager
 def hub_or_cache_alone() -> Iterator[None]:
-    """Disable requests to an unreachable hub inside; for code without `local_files_only`."""
+    """Disable requests to an unreachable hub inside the context, for code without `local_files_only`."""
     from huggingface_hub import constants
 
     with patch.object(constants, "HF_HUB_OFFLINE", constants.HF_HUB_OFFLINE or from_cache_alone()):
@@ -46,9 +46,9 @@ def hub_or_cache_alone() -> Iterator[None]:
 
 
 def hub_text_files(name: str) -> Path | None:
-    """Return a local copy of a data set on the hub whose files are JSON or CSV; None: it is none of these.
+    """Return a local copy of a data set on the hub if its files are JSON or CSV, else None.
 
-    A hub that cannot be reached leaves the copy of an earlier call, in the hub's own cache.
+    If the hub cannot be reached, this is the copy of an earlier call in the hub's cache.
     """
     from datasets import load_dataset_builder
     from huggingface_hub import constants, snapshot_download
@@ -59,7 +59,8 @@ def hub_text_files(name: str) -> Path | None:
             folder = Path(snapshot_download(name, repo_type="dataset", local_files_only=True))
         except LocalEntryNotFoundError:
             return None
-        return folder if any(_is_text(path.name) for path in folder.rglob("*")) else None
+        names = [path.name for path in folder.rglob("*")]
+        return folder if any(".json" in name or ".csv" in name for name in names) else None
     builder = load_dataset_builder(name)
     if builder.name not in ("json", "csv"):
         return None
@@ -67,7 +68,3 @@ def hub_text_files(name: str) -> Path | None:
     places = [url.partition("@")[2].partition("/") for url in urls]  # hf://datasets/name@revision/path
     wanted = ["README.md", *(path for _, _, path in places)]
     return Path(snapshot_download(name, repo_type="dataset", revision=places[0][0], allow_patterns=wanted))
-
-
-def _is_text(name: str) -> bool:
-    return any(f".{part}" in name for part in ("json", "csv"))

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inputs of a vision tower from the bytes of images: normalised, in patches (Qwen's towers) or as tiles.
 
-They equal those of transformers' image processors of Pillow and NumPy to the last bit.
+They are bitwise equal to the outputs of transformers' image processors with Pillow and NumPy.
 """
 
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ from nemo_rl_moe.models.images import ModelImage
 
 @dataclass(frozen=True)
 class PixelRule:
-    """Rule by which bytes become numbers, `(byte * scale - mean) / std`, and the patches that they form.
+    """Normalisation of bytes, `(byte * scale - mean) / std`, and the sizes of patches.
 
     Attributes:
         merge_size: Side, in patches, of the block that becomes one image token; unused for tiles.
-        frames: Number of equal frames that a video tower takes for an image.
+        frames: Number of equal frames by which a video tower represents an image.
     """
 
     mean: tuple[float, float, float]
@@ -36,7 +36,7 @@ class PixelRule:
         return 3 * self.frames * self.patch_size**2
 
     def normalised(self, pixels: UInt8[Tensor, "... 3"]) -> Float[Tensor, "... 3"]:
-        """Normalise pixels to float32; scaled in float64 before rounding, as NumPy does it."""
+        """Normalise pixels to float32. Like NumPy, scale in float64 before rounding."""
         scaled = (pixels.double() * self.scale).float()
         mean, std = _filled(self.mean, scaled), _filled(self.std, scaled)
         return (scaled - mean) / std
@@ -50,16 +50,16 @@ def _filled(values: tuple[float, ...], like: Tensor) -> Float[Tensor, " colours"
 def merged_patches(
     images: Sequence[UInt8[Tensor, "height width 3"]], rule: PixelRule
 ) -> tuple[Float[Tensor, "patches dim"], Int[Tensor, "images 3"]]:
-    """Return the patches of images in order.
+    """Cut images into patches, in order.
 
-    An image's patches come block by block, row by row, and within a block of `merge_size` times `merge_size` row by
-    row: a block becomes one token. A patch is `[3, frames, patch_size, patch_size]`, flat.
+    The patches of a block of `merge_size` x `merge_size`, which becomes one token, come one after another. Blocks, and
+    the patches in a block, come row by row. A patch is `[3, frames, patch_size, patch_size]`, flattened.
 
     Args:
         images: Their sides are multiples of `patch_size * merge_size`; may be empty.
 
     Returns:
-        The patches in float32, and for each image 1 and its sides in patches, on the CPU.
+        The patches in float32, and (1, height, width) of each image in patches, on the CPU.
     """
     patch, merge = rule.patch_size, rule.merge_size
     flat, grids = [], []

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Positions in time, height and width (multimodal rotary embedding, Qwen2-VL: Wang et al. 2024, 2.1).
 
-Text counts on, alike in all three. An image's tokens have the time of the first one, and count rows and columns from
-there; what follows continues after the larger of height and width.
+In text, all three count up together. All tokens of an image have the time of its first one, and count rows and columns
+from there. The text after it continues after the larger of height and width.
 """
 
 from collections.abc import Sequence
@@ -16,14 +16,11 @@ from torch import Tensor
 def image_positions(
     is_image: Bool[Tensor, "rows columns"], grids: Sequence[tuple[int, int]]
 ) -> Int[Tensor, "3 rows columns"]:
-    """Return positions of sequences, one a row; padding and responses behind them count on.
+    """Return the positions of sequences, one per row. Responses and padding count up as text.
 
     Args:
         is_image: True for image tokens.
         grids: Rows and columns of tokens of each image, in the order of their tokens over all rows.
-
-    Raises:
-        ValueError: The tokens do not match the images.
     """
     rows, columns = is_image.shape
     positions = torch.arange(columns).expand(3, rows, columns).clone()

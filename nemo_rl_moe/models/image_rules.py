@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes in which a model takes images, by its own image processor: one image in patches, or tiles of one size.
+"""Image sizes of a model, by its image processor's files: one image in patches, or tiles of one size.
 
-The rules, and the bytes after resizing by Pillow, are those of transformers' `Qwen2VLImageProcessor` (Qwen2-VL to
-Qwen3-VL) and `GotOcr2ImageProcessor` (InternVL).
+Rules and resized bytes (by Pillow) are the same as in transformers' `Qwen2VLImageProcessor` (Qwen2-VL to Qwen3-VL) and
+`GotOcr2ImageProcessor` (InternVL).
 """
 
 import math
@@ -24,22 +24,18 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 MOST_ASPECT_RATIO = 200
-"""Longer side over the shorter one, above which Qwen's image processor refuses an image."""
+"""Largest aspect ratio that Qwen's image processor accepts."""
 Size = tuple[int, int]
 """Height and width in pixels."""
 
 
 class ImageSizeError(ValueError):
-    """An image whose size the model does not take; the message is the reason, without the place."""
+    """An image size that the model does not support. The message has the reason, but not the image's location."""
 
 
 @dataclass(frozen=True)
 class PatchSizes:
-    """Resize each image to sides that are multiples of a token's.
-
-    Attributes:
-        unit: Side of an image token in pixels: patch size times merge size.
-    """
+    """Sizes of single images: both sides are multiples of `unit`, the side of an image token in pixels."""
 
     unit: int
     min_pixels: int
@@ -51,7 +47,7 @@ class PatchSizes:
                 f"{height} x {width} pixels, expected no side more than {MOST_ASPECT_RATIO} times the other"
             )
         unit = self.unit
-        # Python rounds halves to the even number, as the published rule does.
+        # Like the published rule, Python rounds halves to even.
         rows, columns = round(height / unit), round(width / unit)
         if rows * columns * unit**2 > self.max_pixels:
             shrink = math.sqrt(height * width / self.max_pixels)
@@ -65,17 +61,16 @@ class PatchSizes:
         return sum(rows * columns // self.unit**2 for rows, columns in self.sizes(height, width))
 
     def model_images(self, image: "Image", resample: int) -> list[ModelImage]:
-        """Resize an RGB image."""
         (size,) = self.sizes(image.height, image.width)
         return [_resized(image, size, resample)]
 
 
 @dataclass(frozen=True)
 class TileSizes:
-    """Tiles of one size: a grid of about the image's proportions, followed, if there are several, by the whole image.
+    """Tiles of one size: a grid with about the image's aspect ratio, and if it has several tiles, the full image.
 
     Attributes:
-        max_tiles: Of the grid; 1: the whole image is the one tile.
+        max_tiles: Maximum of the grid; 1: the full image is the only tile.
         tokens: Image tokens of a tile.
     """
 
@@ -85,7 +80,10 @@ class TileSizes:
     tokens: int
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
-        """Return columns and rows of the grid of nearest proportions; of equal ones the later if the image fills it."""
+        """Return columns and rows of the grid with the nearest aspect ratio.
+
+        Of equally near grids, the larger is chosen if the image has more than half of its pixels.
+        """
         if self.max_tiles == 1:
             return 1, 1
         most = range(1, self.max_tiles + 1)
@@ -107,7 +105,6 @@ class TileSizes:
         return self.tokens * len(self.sizes(height, width))
 
     def model_images(self, image: "Image", resample: int) -> list[ModelImage]:
-        """Return the tiles of an image in red, green and blue."""
         columns, rows = self.grid(image.height, image.width)
         height, width = self.size
         whole = _resized(image, (height * rows, width * columns), resample).pixels
@@ -123,11 +120,11 @@ def _resized(image: "Image", size: Size, resample: int) -> ModelImage:
 
 @dataclass(frozen=True)
 class ImageRule:
-    """Rule that turns an image into a model's input.
+    """Rule that converts an image to a model's input.
 
     Attributes:
-        resample: Pillow's number of the filter.
-        token_id: Image token; a chat template shows one for each image.
+        resample: Pillow's number of the resampling filter.
+        token_id: The image token. A chat template inserts one for each image.
     """
 
     sizes: PatchSizes | TileSizes
@@ -152,10 +149,9 @@ class ImageRule:
 
 
 def image_problem(own: ImageRule | None, policys: ImageRule | None) -> str | None:
-    """Describe why a model beside the policy cannot read the policy's batches; None: it can.
+    """Describe why a model with the rule `own` cannot read the images in the policy's batches; None if it can.
 
-    Args:
-        own: That model's rule; None: it takes text alone.
+    A text model has the rule None.
     """
     if own is None and policys is not None:
         return "takes text alone"
@@ -174,9 +170,9 @@ _KEY = "policy.model_name"
 
 
 def load_image_rule(model_name: str, hf_config: Any) -> ImageRule | None:
-    """Load the rule from a model's files; None for a model of text alone.
+    """Load the rule from a model's files; None for a text model.
 
-    As in transformers, `image_processor` of `processor_config.json` comes before `preprocessor_config.json`.
+    As in transformers, `image_processor` of `processor_config.json` takes precedence over `preprocessor_config.json`.
     """
     if getattr(hf_config, "vision_config", None) is None:
         return None
@@ -294,6 +290,6 @@ def _is_whole(value: object, least: int) -> bool:
 
 
 def _pair(value: int | list[int] | tuple[int, int]) -> Size:
-    """Return height and width, for which a model's configuration may give one number."""
+    """Return height and width from a field that may be a single number."""
     first, second = (value, value) if isinstance(value, int) else value
     return first, second

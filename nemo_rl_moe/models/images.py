@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Images beside token sequences: transported as bytes, and cut into patches only where the model runs.
+"""Images of token sequences: sent as bytes, and cut into patches only where the model runs.
 
-A sequence of a vision-language model always has all four inputs, empty without images, so that sequences with and
-without images make one batch.
+A sequence of a vision-language model always has all four inputs. They are empty without images, so that sequences with
+and without images can share a batch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,26 +19,26 @@ from nemo_rl_moe.distributed.batch import Axis, ModelInput, TokenBatch
 from nemo_rl_moe.distributed.shared_arrays import SharedColumn, num_bytes_of
 
 PIXELS = "pixels"
-"""Column: of each image red, green and blue of its pixels, row by row, as bytes; shared, `[bytes]`. A microbatch on a
-device has those of its distinct images, one after another, where the vision tower is, and nothing elsewhere."""
+"""Column (shared, `[bytes]`): RGB bytes of each image, row by row. On a device, a microbatch has the concatenated bytes
+of its distinct images on ranks with a vision tower, and none on other ranks."""
 IMAGE_SIZES = "image_sizes"
-"""Column: height and width of each image in pixels; ragged, `[images, 2]`."""
+"""Column (ragged, `[images, 2]`): height and width of each image in pixels."""
 IMAGE_IDS = "image_ids"
-"""Column: a digest of each image, `[images]`, ragged: equal ones go through the vision tower once a microbatch."""
+"""Column (ragged, `[images]`): a digest of each image. Equal ones pass the vision tower once per microbatch."""
 IS_IMAGE = "is_image"
-"""Column: True for the prompt's tokens that stand for a piece of an image, in the order of the images. A response
-may hold the same token id, which then is a token as any other."""
+"""Column: True for the prompt's image tokens, in the order of the images. In a response, the same token id is an
+ordinary token."""
 
 ON_HOST = frozenset({IMAGE_SIZES, IMAGE_IDS})
-"""Columns that a model reads on the host, to know how much there is to do; the others are where the model is."""
+"""Columns that a model reads on the host, to compute sizes. The others are on the model's device."""
 
 
 @dataclass(frozen=True)
 class ModelImage:
-    """An image, or a tile of one, resized for the model but not normalised.
+    """An image or a tile, resized for the model but not normalised.
 
     Attributes:
-        pixels: RGB, `[height, width, 3]`; both sizes are multiples of what the model merges.
+        pixels: RGB, `[height, width, 3]`. Both sides are multiples of an image token's.
     """
 
     pixels: UInt8[np.ndarray, "height width 3"]
@@ -50,18 +50,14 @@ class ModelImage:
 
     @cached_property
     def digest(self) -> int:
-        """63 bits of a digest of size and pixels."""
+        """A 63-bit digest of size and pixels."""
         found = blake2b(repr(self.pixels.shape).encode(), digest_size=8)
         found.update(self.pixels.tobytes())
         return int.from_bytes(found.digest(), "big") >> 1
 
 
 def image_inputs(images: Sequence[ModelImage], is_image: Bool[np.ndarray, " tokens"]) -> dict[str, ModelInput]:
-    """Return the model's inputs of one sequence.
-
-    Args:
-        is_image: True for image tokens; what follows them is text.
-    """
+    """Return the model's inputs of one sequence. `is_image` marks image tokens. Tokens beyond its end are text."""
     sizes = np.array([image.pixels.shape[:2] for image in images], dtype=np.int64).reshape(-1, 2)
     digests = np.array([image.digest for image in images], dtype=np.int64)
     return {
@@ -73,7 +69,7 @@ def image_inputs(images: Sequence[ModelImage], is_image: Bool[np.ndarray, " toke
 
 
 def images_in(inputs: Mapping[str, ModelInput]) -> list[ModelImage]:
-    """Return the images of one sequence, at hand; none where it has no such inputs."""
+    """Return the images of one sequence, whose pixels must be in memory."""
     if PIXELS not in inputs:
         return []
     sizes = inputs[IMAGE_SIZES].values.tolist()
@@ -81,17 +77,16 @@ def images_in(inputs: Mapping[str, ModelInput]) -> list[ModelImage]:
 
 
 def has_its_pixels(inputs: Mapping[str, ModelInput]) -> bool:
-    """Return whether a sequence has as many arrays and digests as sizes, and each array the bytes of its size."""
+    """Return whether the numbers of arrays, digests and sizes agree, and each array has the bytes of its size."""
     sizes = inputs[IMAGE_SIZES].values
     found = [num_bytes_of(array) for array in inputs[PIXELS].values]
     return len(inputs[IMAGE_IDS].values) == len(sizes) and found == (3 * sizes.prod(1)).tolist()
 
 
 def image_patches(batch: TokenBatch, num_patches: Callable[[int, int], int] | None) -> list[dict[int, int]]:
-    """Return the patches of each sequence's images by digest; empty where there are no images.
+    """Return the number of patches of each sequence's images by digest; empty without images.
 
-    Args:
-        num_patches: Patches of an image by height and width in pixels; None: a model of text.
+    `num_patches` returns an image's patches by height and width in pixels. It is None for a text model.
     """
     if num_patches is None or IMAGE_IDS not in batch.columns:
         return []
@@ -103,15 +98,16 @@ def image_patches(batch: TokenBatch, num_patches: Callable[[int, int], int] | No
 
 
 def distinct_images(ids: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return the positions of the first occurrences in `ids`, and for each image the index of its occurrence there."""
+    """Return the positions of the first occurrences in `ids`, and for each id its index in that list."""
     first: dict[int, int] = {}
-    place = [first.setdefault(digest, len(first)) for digest in ids]
-    positions = {number: position for position, number in reversed(list(enumerate(place)))}
-    return [positions[number] for number in range(len(first))], place
+    for position, digest in enumerate(ids):
+        first.setdefault(digest, position)
+    index = {digest: number for number, digest in enumerate(first)}
+    return list(first.values()), [index[digest] for digest in ids]
 
 
 def distinct_sizes(batch: TokenBatch) -> list[tuple[int, int]]:
-    """Return height and width in pixels of a batch's distinct images; none where it has no such inputs."""
+    """Return height and width in pixels of a batch's distinct images; empty for a text model."""
     if IMAGE_IDS not in batch.columns:
         return []
     chosen, _ = distinct_images(batch.columns[IMAGE_IDS].values.tolist())
@@ -125,7 +121,7 @@ def distinct_pixels(pixels: SharedColumn, ids: Sequence[int]) -> UInt8[np.ndarra
 
 
 def sequence_inputs(batch: TokenBatch, rows: Sequence[int]) -> list[dict[str, ModelInput]]:
-    """Return the model's inputs of some rows of a batch, as before collation; empty for text alone."""
+    """Return the model's inputs of some rows of a batch, as before collation; empty for a text model."""
     found: list[dict[str, ModelInput]] = []
     for row in rows if PIXELS in batch.shared else ():
         one = batch.select([row])

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The policy and its losses as an algorithm sees them, without Ray or Megatron-Core."""
+"""The interface of losses and training results, without Ray or Megatron-Core."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -20,13 +20,13 @@ class Head(Enum):
     """A quantity of each target token that the model's last stage computes on request of a loss."""
 
     LOGPROBS = "logprobs"
-    """Log-probability of the target given the tokens before it, in nats."""
+    """Log-probability of the target given its prefix, in nats."""
     ENTROPY = "entropy"
-    """Entropy of the distribution that the target is sampled from, in nats; exact, over the whole vocabulary."""
+    """Exact entropy of the target's distribution over the full vocabulary, in nats."""
     VALUE = "value"
-    """Value of the state before the target is chosen, such as the expected return; of models that have a value head."""
+    """Value of the state before the target is chosen, such as the expected return. Needs a value head."""
     CANDIDATES = "candidates"
-    """Log-probabilities of the candidates for the target, of the batch's column `candidate_ids`, in nats."""
+    """Log-probabilities, in nats, of the candidates for the target in the batch's column `candidate_ids`."""
 
 
 @dataclass(frozen=True)
@@ -34,17 +34,17 @@ class LossInputs:
     """Inputs of a loss function for one microbatch.
 
     Attributes:
-        logprobs: Log-probability of each token given those before it, in nats; entry `t` belongs to target token `t +
-            1`. Has a graph during training. Zeros where the loss needs values alone.
-        token_mask: True where the target counts in the loss.
-        global_valid_tokens: Targets in the loss of the whole global batch, over all data-parallel ranks.
-        global_sequences: Sequences with such a target in the whole global batch.
-        greedy_matches: True where the target has the highest probability; only during evaluation.
-        columns: Columns for the loss; those on the token axis have the shape of `logprobs`.
-        entropy: In the shape of `logprobs`, where the loss needs `Head.ENTROPY`.
-        values: Value of the state in which each target is chosen, in the shape of `logprobs`, where the loss needs
-            `Head.VALUE`. Has a graph during training.
-        candidates: Log-probabilities of each target's candidates, where the loss needs `Head.CANDIDATES`. Has a graph
+        logprobs: Log-probability of each token given its prefix, in nats. Entry `t` belongs to target token `t + 1`.
+            Has a graph during training. Zeros if the loss needs only values.
+        token_mask: True if the target counts in the loss.
+        global_valid_tokens: Number of targets in the loss of the global batch, over all data-parallel ranks.
+        global_sequences: Number of sequences with such a target in the global batch.
+        greedy_matches: True if the target has the highest probability; only during evaluation.
+        columns: Columns for the loss. On the token axis they have the shape of `logprobs`.
+        entropy: Entropies, if the loss needs `Head.ENTROPY`.
+        values: Value of the state in which each target is chosen, if the loss needs `Head.VALUE`. Has a graph during
+            training.
+        candidates: Log-probabilities of each target's candidates, if the loss needs `Head.CANDIDATES`. Has a graph
             during training.
     """
 
@@ -59,12 +59,7 @@ class LossInputs:
     candidates: Float[Tensor, "sequences targets k"] | None = None
 
     def per_target(self, name: str) -> Shaped[Tensor, "sequences targets"]:
-        """Return a column's value for each target; that of a sequence is repeated.
-
-        Raises:
-            KeyError: There is no such column.
-            ValueError: It is ragged.
-        """
+        """Return a column's value for each target. The value of a sequence is repeated."""
         column = self.columns[name]
         if column.axis is Axis.SEQUENCE:
             return column.values[:, None].expand_as(self.logprobs)
@@ -78,8 +73,8 @@ class LossOutputs:
     """Outputs of a loss function for one microbatch.
 
     Attributes:
-        loss: Share of the global batch's loss: the shares of all microbatches and ranks *add up* to it.
-        metrics: Name to a detached scalar and its reduction over microbatches and ranks.
+        loss: Share of the global batch's loss. The shares of all microbatches and ranks *add up* to it.
+        metrics: Detached scalars by name, with their reductions over microbatches and ranks.
     """
 
     loss: Float[Tensor, ""]
@@ -89,27 +84,27 @@ class LossOutputs:
 class LossFunction(Protocol):
     """A pure, picklable function from one microbatch to its share of the loss.
 
-    A loss that needs more than log-probabilities, or values in their place, lists the `Head`s in an attribute `needs`.
-    One that is a mean over sequences says so in an attribute `reduction`, `Reduction.SEQUENCE_SHARE`.
+    A loss that needs more than log-probabilities, or only values, lists the `Head`s in an attribute `needs`. A loss
+    that is a mean over sequences has an attribute `reduction`, `Reduction.SEQUENCE_SHARE`.
     """
 
     def __call__(self, inputs: LossInputs) -> LossOutputs: ...
 
 
 def needs_of(loss_function: LossFunction) -> frozenset[Head]:
-    """Return the heads that a loss function declares, and log-probabilities unless it declares values alone."""
+    """Return the heads that a loss function declares, and log-probabilities unless it declares only values."""
     declared = frozenset(getattr(loss_function, "needs", ()))
     return declared if declared == {Head.VALUE} else declared | {Head.LOGPROBS}
 
 
 def reduction_of(loss_function: LossFunction) -> Reduction:
-    """Return the kind of mean that a loss is: over trained tokens, unless it declares another one."""
+    """Return the kind of mean that a loss is. By default it is over trained tokens."""
     declared: Reduction = getattr(loss_function, "reduction", Reduction.SHARE)
     return declared
 
 
 def missing_heads(loss_function: LossFunction, heads: Collection[Head]) -> frozenset[Head]:
-    """Return what a loss function needs and a model with these heads lacks; logits give all but values."""
+    """Return the heads that a loss function needs and a model lacks. Logits provide all heads except values."""
     of_logits = {Head.ENTROPY, Head.CANDIDATES} if Head.LOGPROBS in heads else set()
     return needs_of(loss_function) - {*heads, *of_logits}
 
@@ -119,8 +114,8 @@ class GpuUse:
     """Use of GPUs in one `train` call.
 
     Attributes:
-        train_flops: Operations of the forward and backward passes, counted over real tokens.
-        peak_flops_per_second: Of all GPUs of the policy; None where unknown.
+        train_flops: Operations of the forward and backward passes, without padding.
+        peak_flops_per_second: Sum over all GPUs of the policy; None if unknown.
         memory: Metrics of each rank's memory.
     """
 
@@ -136,12 +131,13 @@ class TrainResult:
     """Result of one `train` call, equal on every rank.
 
     Attributes:
-        global_loss: Mean over the trained tokens of the whole call, or over its sequences, as `reduction_of` says.
-        grad_norm: Norms of the optimizer steps before clipping, each weighed as its loss is.
+        global_loss: Mean over all trained tokens of the call, or over its sequences (`reduction_of`); NaN without any.
+        grad_norm: Mean norm before clipping, weighted like the loss.
         microbatch_metrics: A series for each metric of the loss function, over all microbatches and ranks.
-        moe_metrics: Without the `moe/` prefix; empty when tracking is off.
-        num_updates: Global batches with a trained token; the others change nothing, and no metric counts them.
-        num_skipped_updates: Optimizer steps that a NaN or infinite loss or gradient prevented.
+        moe_metrics: Without the `moe/` prefix; empty if tracking is off.
+        num_updates: Global batches with a trained token. Others change nothing, and no metric counts them.
+        num_skipped_updates: Optimizer steps that were skipped because of a NaN or infinite loss or gradient.
+        skipped_in_a_row: Number of skipped steps at the end of the call.
         weight_version: Optimizer steps since the start of the run, without skipped ones.
         artifacts: Arrays and tables of the step by registered name, such as the load of every expert.
     """
@@ -162,7 +158,7 @@ class TrainResult:
 
     @classmethod
     def of_no_update(cls, weight_version: int) -> "TrainResult":
-        """Return the result of a step that has not trained the model; it has no loss."""
+        """Return the result of a step that has not trained the model. Its loss is NaN."""
         nan = float("nan")
         return cls(nan, nan, nan, 0, 0, {}, {}, num_updates=0, weight_version=weight_version)
 
@@ -173,7 +169,7 @@ class RouteComparison:
     totals: AgreementTotals
 
     def differences(self, name: str) -> dict[str, float]:
-        """Return `rows_differing_{name}` and `tokens_differing_{name}`; empty where no row could be compared."""
+        """Return `rows_differing_{name}` and `tokens_differing_{name}`; empty if no row could be compared."""
         if not self.totals.tokens[0]:
             return {}
         return {

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The small files beside a model's weights from which transformers and serving engines load it."""
+"""The small files of a model's folder, which transformers and serving engines need besides the weights."""
 
 import json
 import tempfile
@@ -24,8 +24,8 @@ CONFIG_FILE, GENERATION_CONFIG_FILE, TOKENIZER_CONFIG_FILE = (
 )
 PREPROCESSOR_CONFIG_FILE, PROCESSOR_CONFIG_FILE = "preprocessor_config.json", "processor_config.json"
 IMAGE_FILES = (PREPROCESSOR_CONFIG_FILE, PROCESSOR_CONFIG_FILE, "video_preprocessor_config.json")
-"""Of a model that sees: what transformers and serving engines make of images."""
-# What tokenizers are made of. No code: a tokenizer may need some of its own, see `tokenizer_code`.
+"""Image processor's files of a vision-language model."""
+# Files of tokenizers. Code is never copied, see `tokenizer_code`.
 _COPIED = (
     GENERATION_CONFIG_FILE,
     "*.model",
@@ -75,19 +75,19 @@ def copied_model_files(source: Path, config_json: Mapping[str, Any], hf_config: 
 
 
 def tokenizer_code(files: Mapping[str, bytes]) -> list[str]:
-    """List code files that a tokenizer needs (`auto_map`); they are never copied or run."""
+    """List code files that a tokenizer needs (`auto_map`). They are never copied or run."""
     try:
         auto_map = json.loads(files[TOKENIZER_CONFIG_FILE])["auto_map"]
         entries = auto_map["AutoTokenizer"] if isinstance(auto_map, dict) else auto_map
     except (KeyError, TypeError, ValueError):
         return []
     names = entries if isinstance(entries, list) else [entries]
-    # A class of a file: `tokenization_moonshot.TikTokenTokenizer`.
+    # An entry is a file and its class, such as `tokenization_moonshot.TikTokenTokenizer`.
     return sorted({f"{name.rpartition('.')[0]}.py" for name in names if isinstance(name, str) and "." in name})
 
 
 def missing_code_line(files: Mapping[str, bytes]) -> str | None:
-    """Return the warning about the code that a copied tokenizer needs; None where it needs none."""
+    """Return the warning about the code that a copied tokenizer needs; None if it needs none."""
     code = tokenizer_code(files)
     if not code:
         return None
@@ -114,7 +114,8 @@ def write_model_files(files: Mapping[str, bytes], folder: Path) -> None:
 
 
 def _generation_config(hf_config: Any) -> bytes:
-    """Return generation settings of `config.json`, without `save_pretrained`, which refuses what models ship."""
+    """Make the generation configuration from `config.json`."""
+    # Not by `save_pretrained`, which refuses settings that released models have.
     from transformers import GenerationConfig
 
     made: str = GenerationConfig.from_model_config(hf_config).to_json_string()

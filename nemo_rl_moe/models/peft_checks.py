@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the adapter that training begins with, before anything starts."""
+"""Checks of the initial adapter before anything starts."""
 
 from pathlib import Path
 
@@ -23,11 +23,9 @@ from nemo_rl_moe.models.safetensors_folder import SafetensorsFolder, one_line, s
 
 
 def adapter_problems(lora: LoraConfig, base: Path | None) -> list[str]:
-    """Return a line for all that is wrong with the adapter that training begins with, as far as settings and the header
-    of its file tell.
+    """Return a line for each problem of the initial adapter with the settings and the model.
 
-    Args:
-        base: Folder of the model; None: its weights are random ones.
+    `base` is the model's folder, or None if its weights are random.
     """
     if lora.path is None:
         return []
@@ -38,7 +36,7 @@ def adapter_problems(lora: LoraConfig, base: Path | None) -> list[str]:
         own |= {"experts": lora.experts, "targets": sorted(lora.targets)}
         expected = {name: described.get(name) for name in own} | {"targets": sorted(described.get("targets", ()))}
         if "all-linear" in [*lora.targets, *described.get("targets", ())]:
-            del expected["targets"]  # the names may be those of all layers: workers compare
+            del expected["targets"]  # the names may mean all layers: workers compare
     else:
         content = read_adapter_config(folder)
         expected = {"rank": content["r"], "alpha": content["lora_alpha"]}
@@ -54,7 +52,7 @@ def adapter_problems(lora: LoraConfig, base: Path | None) -> list[str]:
 
 
 def _problems_of_factors(lora: LoraConfig, folder: Path, base: Path | None) -> list[str]:
-    """Return a line for factors of another rank, of another base, or of experts where none or all have one."""
+    """Return a line for each kind of mismatch: broken factors, experts, ranks, another base, missing layers."""
     shapes = factor_shapes(folder)
     if broken := _broken_factors(folder):
         return [f"policy.lora.path: {folder}: {len(broken)} factors in {WEIGHTS_FILE} cannot be used: {broken[0]}"]
@@ -64,7 +62,7 @@ def _problems_of_factors(lora: LoraConfig, folder: Path, base: Path | None) -> l
         return [
             f"policy.lora.experts: got {lora.experts}, and policy.lora.path {lora.path} has {what} of routed experts"
         ]
-    # Of a model in Megatron-Core's format, workers compare.
+    # For a model in Megatron-Core's format, workers compare.
     layers = {} if base is None or holds_megatron_weights(base) else SafetensorsFolder(base).tensors
     ranks, others, attention = list[str](), list[str](), set[str]()
     for name, shape in shapes.items():
@@ -98,7 +96,7 @@ def _problems_of_factors(lora: LoraConfig, folder: Path, base: Path | None) -> l
 
 
 def _broken_factors(folder: Path) -> list[str]:
-    """Return what keeps factors from being used: their type, a number that is not finite, or a half that is missing."""
+    """Describe factors that have no partner, are not floating point, or have NaN or infinite numbers."""
     import torch
 
     found = []

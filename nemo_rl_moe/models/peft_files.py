@@ -1,11 +1,11 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Folders of peft's adapters: `adapter_config.json`, and names and forms of the factors in `adapter_model.safetensors`.
+"""Folders of peft adapters: `adapter_config.json`, and the names and shapes of factors in `adapter_model.safetensors`.
 
-Experts have two forms. With names of their own, each has its factors: `experts.3.gate_proj.lora_A.weight`. Fused, as
-transformers holds them in memory, a layer's experts share two tensors of each kind: `A` `[experts * rank, inputs]`,
-which counts experts before ranks, and `B` `[outputs, rank * experts]`, which counts ranks before experts. Gate and up
-projection are one module there, of twice the rank, whose `B` has a block for each.
+Experts have two forms. Per expert, each has separate factors: `experts.3.gate_proj.lora_A.weight`. Fused, as
+transformers holds them in memory, the experts of a layer share two tensors per module: `A` `[experts * rank, inputs]`
+with the expert index outermost, and `B` `[outputs, rank * experts]` with the expert index innermost. Gate and up
+projection are then one module of twice the rank, whose `B` has a block for each.
 """
 
 import errno
@@ -27,11 +27,11 @@ from nemo_rl_moe.models.safetensors_folder import one_line, shown
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 ADAPTER_FOLDER = "adapter"
-"""Beside merged weights, the folder of the adapter."""
+"""Folder of the adapter within a folder of merged weights."""
 PREFIX = "base_model.model."
 ExpertForm = Literal["per_expert", "fused"]
 
-# What this project's adapters are; of other values peft's adapter would compute something else.
+# Supported values. With others, peft's adapter computes something else than this project's.
 _FIXED: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
@@ -44,7 +44,7 @@ _FIXED: Mapping[str, tuple[Any, ...]] = {
     "use_dora": (False, None),
     "use_rslora": (False, None),
 }
-# They take a part out of the base, which then is not the model in its folder.
+# These initializations subtract the adapter from the base, which then differs from the model in its folder.
 _CHANGED_BASE = re.compile(r"pissa|olora|loftq|corda|lora_ga")
 _EXPERT = re.compile(
     r"(?P<layer>.*)\.(?P<mlp>\w+)\.experts\.(?:(?P<expert>\d+)\.)?(?P<kind>\w+)\.(?P<factor>lora_[AB])\.weight"
@@ -57,21 +57,21 @@ _NAMES = {
     "w3": {"up_proj"},
     "gate_up_proj": {"gate_proj", "up_proj"},
 }
-"""Last part of a module's name to targets, where they differ."""
+"""Targets by the last part of a module's name, if they differ."""
 FUSED_MODULES = ("experts", "base_layer")
-"""Last part of the names of modules that hold the factors of fused experts."""
+"""Last part of the names of modules with the factors of fused experts."""
 _FIRST_HALVES, _SECOND_HALVES = ("gate_proj", "w1"), ("up_proj", "w3")
 
 
 @dataclass(frozen=True)
 class ExpertFactor:
-    """The name of a factor of a routed expert, in parts.
+    """The parsed name of a factor of a routed expert.
 
     Attributes:
         container: transformers' module of the layer's experts.
-        expert: Its number; None: all experts of the layer share the factor.
-        fused: The parameter of the container that its weight is a part of.
-        half: Which half of the parameter's outputs it is; None: it is all of them.
+        expert: Index of the expert; None: all experts of the layer share the factor.
+        fused: The container's parameter that includes the expert's weight.
+        half: 0 or 1 for the first or second half of the parameter's outputs; None for all outputs.
         is_a: Whether it is the factor `A`.
     """
 
@@ -83,14 +83,14 @@ class ExpertFactor:
 
 
 def expert_factor(name: str) -> ExpertFactor | None:
-    """Return the parts of a factor's name; None where it belongs to no routed expert."""
+    """Parse a factor's name; None if it does not belong to a routed expert."""
     match = _EXPERT.fullmatch(name)
     if match is None:
         return None
     kind = match["kind"]
     half = 0 if kind in _FIRST_HALVES else 1 if kind in _SECOND_HALVES else None
     fused = "down_proj" if kind in ("down_proj", "w2") else "gate_up_proj"
-    mlp = "mlp" if match["mlp"] == "block_sparse_moe" else match["mlp"]  # Mixtral's in its files
+    mlp = "mlp" if match["mlp"] == "block_sparse_moe" else match["mlp"]  # the name in Mixtral's files
     expert = None if match["expert"] is None else int(match["expert"])
     return ExpertFactor(f"{match['layer']}.{mlp}.experts", expert, fused, half, match["factor"] == "lora_A")
 
@@ -98,13 +98,7 @@ def expert_factor(name: str) -> ExpertFactor | None:
 def adapter_config(
     lora: LoraConfig, hf_config: Any, base: str, names: Iterable[str], form: ExpertForm
 ) -> dict[str, Any]:
-    """Return the content of `adapter_config.json`.
-
-    Args:
-        base: Name or folder of the base.
-        names: Of all factors, as this project has them.
-        form: Of the experts.
-    """
+    """Return the content of `adapter_config.json` for factors with these `names` in this project."""
     rank = lora.rank
     modules: set[str] = set()
     parameters: set[str] = set()
@@ -120,7 +114,7 @@ def adapter_config(
         elif leaf in ("gate", "router"):
             parameters.add(f"{_LAYER.sub('', module).replace('block_sparse_moe', 'mlp')}.weight")
         elif has_experts and ".self_attn." not in module:
-            # peft takes an MLP's names in a model with experts for those of the experts.
+            # In a model with experts, peft applies an MLP's module names to the experts.
             parameters.add(f"{module}.weight")
         else:
             modules.add(leaf)
@@ -144,7 +138,7 @@ def adapter_config(
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """Read a folder's `adapter_config.json`."""
+    """Read and check a folder's `adapter_config.json`."""
     path = folder / CONFIG_FILE
     try:
         if path.exists() and not path.is_file():
@@ -183,7 +177,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
 
 
 def _other_scales(content: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for each pattern of layers whose adapters have another scale than alpha over rank of all."""
+    """Yield a line for each pattern of layers whose scale, alpha over rank, differs from the default."""
     ranks, alphas = content.get("rank_pattern") or {}, content.get("alpha_pattern") or {}
     for name, found in (("rank_pattern", ranks), ("alpha_pattern", alphas)):
         if not isinstance(found, Mapping) or not all(
@@ -202,7 +196,7 @@ def _other_scales(content: Mapping[str, Any]) -> Iterator[str]:
 
 
 def factor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each factor in a folder of peft's, by its name."""
+    """Return the shape of each factor in a peft folder, by name."""
     try:
         with safe_open(folder / WEIGHTS_FILE, "np") as file:
             return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  (no dict)
@@ -213,7 +207,7 @@ def factor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def folder_of_peft(folder: Path) -> Path:
-    """Return the folder of the adapter beside a run's final weights; any other as it is."""
+    """Return the adapter's folder within a run's final weights; other folders unchanged."""
     inner = folder / ADAPTER_FOLDER
     return inner if not (folder / CONFIG_FILE).is_file() and inner.is_dir() else folder
 
@@ -230,7 +224,7 @@ def section_of_checkpoint(folder: Path) -> dict[str, Any]:
 
 
 def lora_of_folder(folder: Path) -> LoraConfig:
-    """Return the section `policy.lora` that describes an adapter: of peft's, or of a run's weights or checkpoint."""
+    """Return the section `policy.lora` of a peft adapter, or of a run's weights or checkpoint."""
     folder = folder_of_peft(folder)
     if holds_megatron_weights(folder):
         return _checked({**section_of_checkpoint(folder), "path": None}, folder)
@@ -257,7 +251,7 @@ def _checked(section: Mapping[str, Any], where: Path) -> LoraConfig:
 
 
 def _targets(names: Iterable[str], parameters: Iterable[str]) -> set[str]:
-    """Return the targets of factors by their names, and by those of fused parameters."""
+    """Return the targets of factors, by their names and the fused parameters."""
     fused = {parameter.rpartition(".")[2] for parameter in parameters if ".experts." in parameter}
     found = {"down_proj"} & fused | ({"gate_proj", "up_proj"} if "gate_up_proj" in fused else set())
     for name in names:
@@ -269,6 +263,6 @@ def _targets(names: Iterable[str], parameters: Iterable[str]) -> set[str]:
 
 
 def fused_module(container: str, fused: str, parameters: Collection[str]) -> str:
-    """Return the module under which peft keeps the factors of a fused parameter: it nests one around the other."""
+    """Return peft's module for the factors of a fused parameter. With two, peft nests one in the other."""
     is_inner = fused == "gate_up_proj" and "down_proj" in parameters
     return f"{container}.base_layer" if is_inner else container

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Longest sequence that a model has positions for, or that is computed as the model means, by its `config.json`."""
+"""The longest sequence of a model by its `config.json`: the limit of its positions or of its family."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,14 +11,14 @@ from nemo_rl_moe.models.families.rules import SequenceLimit
 from nemo_rl_moe.models.families.vision import decoder_section
 
 _EXTENDED = ("linear", "dynamic", "yarn")
-"""Types of scaling of rotary embeddings that stretch what the model was trained with, which the file may not repeat."""
+"""Types of rotary scaling whose original length may be missing: it is then `max_position_embeddings`."""
 
 
 def position_limit(config_json: Mapping[str, Any]) -> int | None:
-    """Return the maximum number of positions of a model; None where its `config.json` does not say.
+    """Return the maximum number of positions of a model; None if its `config.json` does not contain it.
 
-    It is `max_position_embeddings`, or with rotary scaling by a `factor`, that times the original positions if larger:
-    some families give the product there, others the original.
+    With rotary scaling this is the larger of `max_position_embeddings` and `factor` times the original positions,
+    because some families write the product into `max_position_embeddings`, and others the original.
     """
     config_json = decoder_section(config_json, vision_family_of(config_json))
     stated = config_json.get("max_position_embeddings")
@@ -35,7 +35,7 @@ def position_limit(config_json: Mapping[str, Any]) -> int | None:
 
 
 def sequence_limit(config_json: Mapping[str, Any]) -> SequenceLimit | None:
-    """Return the longest sequence of a model, and which limit that is; None where its `config.json` does not say."""
+    """Return the tightest limit of a model's sequences; None if its `config.json` contains none."""
     family = FAMILIES.get(str(config_json.get("model_type")))
     of_family = None if family is None else family.sequence_limit(config_json)
     positions = position_limit(config_json)
@@ -45,7 +45,7 @@ def sequence_limit(config_json: Mapping[str, Any]) -> SequenceLimit | None:
 
 
 def too_long_sequences(policy: PolicyConfig, config_json: Mapping[str, Any]) -> list[str]:
-    """Return a line where sequences may be longer than the model allows; otherwise none."""
+    """Return a line if sequences may be longer than the model allows."""
     limit, longest = sequence_limit(config_json), policy.max_total_sequence_length
     if limit is None or longest <= limit.tokens:
         return []

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Results of one rank's model as they travel to the driver. Imports no Megatron-Core: the driver unpickles them."""
+"""Results that a rank's model sends to the driver. Imports no Megatron-Core, because the driver unpickles them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,9 +17,9 @@ class ParallelCoordinates:
 
     Attributes:
         data_parallel_rank: Index of this rank's share of the batch.
-        pipeline_rank: Without virtual stages.
-        is_last_stage: True where the loss is computed.
-        context_rank: Rank among those that share each sequence.
+        pipeline_rank: Pipeline stage, not counting virtual stages.
+        is_last_stage: Whether this rank computes the loss.
+        context_rank: Rank in the context-parallel group.
     """
 
     data_parallel_rank: int
@@ -31,21 +31,20 @@ class ParallelCoordinates:
 
     @property
     def reports_loss(self) -> bool:
-        """True on one rank for each share of the batch: the one whose metrics of the loss are counted."""
+        """Whether the loss metrics of this rank are counted: True on one rank per share of the batch."""
         return self.is_last_stage and self.tensor_rank == 0 and self.context_rank == 0
 
 
 @dataclass(frozen=True)
 class RankDescription:
-    """Description of a rank's model that has started.
+    """Description of a rank's started model.
 
     Attributes:
-        coordinates: Its place in the layout.
-        moe_configuration: The router and expert settings that are really in force.
-        moe_configuration_sources: Who has set each of them.
-        notices: What a user should know of the weights that were read.
-        forward_flops: Operations of the whole model's forward pass.
-        gpu: CUDA's name of the card that it computes on; None on a CPU.
+        moe_configuration: The router and expert settings in force.
+        moe_configuration_sources: The source of each of them.
+        notices: Notices for the user on the loaded weights.
+        forward_flops: Operations of the full model's forward pass.
+        gpu: CUDA's name of the GPU; None on a CPU.
     """
 
     coordinates: ParallelCoordinates
@@ -60,20 +59,14 @@ class RankDescription:
 class RankTrainResult:
     """Result of one `train` call on one rank.
 
+    For the fields that are equal on every rank, such as `global_loss`, see `interfaces.TrainResult`.
+
     Attributes:
-        global_loss: Loss of the global batch over all ranks; of several, the mean over the trained tokens or sequences
-            of all. NaN without any. The same on every rank.
-        grad_norm: Norm before clipping; of several steps, the mean with the same weights. The same on every rank.
         num_microbatches: Microbatches of this data-parallel rank.
-        microbatch_metrics: The loss function's metrics of this rank's microbatches; empty where no loss is computed.
-        moe_metrics: Metrics of the observers, without the `moe/` prefix. Rank 0 has all of them.
-        num_updates: Global batches with a trained token. The same on every rank.
-        num_skipped_updates: Optimizer steps left out for a loss or gradient that was not finite. The same on every
-            rank.
-        skipped_in_a_row: Number of the last steps of the call that were left out. The same on every rank.
-        weight_version: Optimizer steps that the weights have seen since the start of the run. The same on every rank.
-        artifacts: Arrays of the observers, by their registered names, on rank 0 alone.
-        memory: Metrics of this rank's memory, of `peak_memory_metrics`.
+        microbatch_metrics: The loss function's metrics of this rank's microbatches; empty if it computes no loss.
+        moe_metrics: Metrics of the observers. Rank 0 has all of them.
+        artifacts: Arrays of the observers; only on rank 0.
+        memory: Metrics of this rank's memory (`peak_memory_metrics`).
     """
 
     global_loss: float

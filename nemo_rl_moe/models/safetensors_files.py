@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Safetensors files: read and written in pieces."""
+"""Reading and writing of safetensors files in pieces."""
 
 import json
 import math
@@ -18,17 +18,17 @@ from nemo_rl_moe.checksums import HEADER, ChecksumStream, Part
 from nemo_rl_moe.models.safetensors_folder import ONE_FILE, SafetensorsFolder
 
 TYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""Types of weights that can be read and written, by their names in files."""
+"""Supported types of weights, by their names in files."""
 MOST_MAPPED_BYTES = 2**26
 MAX_SHARD_BYTES = 5 * 10**9
-"""Largest file of a written folder; transformers' default."""
+"""Maximum file size of a written folder: transformers' default."""
 
 
 class SliceReader:
-    """Read slices of stored tensors into existing tensors.
+    """Reader of slices of stored tensors into existing tensors.
 
-    Files are mapped into memory, where every page that was read counts as this process's until the file is closed. So
-    one file is open at a time, and reopened after every 64 MiB. Callers should go file by file.
+    Files are memory-mapped, and every page that was read counts as memory of this process until the file is closed. So
+    one file is open at a time, and it is reopened after every 64 MiB. Callers should read file by file.
     """
 
     def __init__(self, folder: SafetensorsFolder, most_mapped_bytes: int = MOST_MAPPED_BYTES):
@@ -53,13 +53,13 @@ class SliceReader:
         """Copy a slice, cast to the target's type.
 
         Raises:
-            OSError: The file cannot be read any more.
-            SafetensorError: It has changed.
+            OSError: The file can no longer be read.
+            SafetensorError: The file has changed.
         """
         lengths = [stop - start for start, stop in ranges]
         if 0 in lengths:
             return
-        # In bands along the first dimension that has more than one entry; all columns of a row are mapped.
+        # Read bands along the first dimension with more than one entry. All columns of a row are mapped.
         along = next((dimension for dimension, length in enumerate(lengths) if length > 1), 0)
         itemsize = self.dtype(name).itemsize
         mapped_bytes_each = itemsize * math.prod(self._folder.tensors[name].shape[along + 1 :])
@@ -106,7 +106,7 @@ class TensorHeader:
 
 
 def split_into_files(tensors: Iterable[TensorHeader], max_bytes: int) -> list[list[TensorHeader]]:
-    """Distribute tensors over files of a maximum size; a larger tensor has a file of its own."""
+    """Distribute tensors over files of a maximum size. A larger tensor gets a separate file."""
     files: list[list[TensorHeader]] = []
     held_bytes = 0
     for tensor in tensors:
@@ -119,7 +119,7 @@ def split_into_files(tensors: Iterable[TensorHeader], max_bytes: int) -> list[li
 
 
 def file_names(count: int) -> list[str]:
-    """Return the names of a folder's files as transformers has them."""
+    """Return transformers' names for the files of a folder."""
     return (
         [ONE_FILE]
         if count == 1
@@ -140,7 +140,7 @@ def index_of(files: Mapping[str, Sequence[TensorHeader]]) -> dict[str, Any]:
 
 
 class SafetensorsWriter:
-    """Write tensors one after another, in the planned order."""
+    """Writer of tensors, one after another in the planned order."""
 
     def __init__(self, folder: Path, files: Mapping[str, Sequence[TensorHeader]]):
         self._folder = folder
@@ -161,7 +161,7 @@ class SafetensorsWriter:
         self._end_tensors()
 
     def close(self) -> None:
-        """End the writing; a file that is not complete stays so."""
+        """Stop writing. An incomplete file stays incomplete."""
         if self._stream is not None:
             self._stream.close()
             self._stream = None
@@ -183,7 +183,7 @@ class SafetensorsWriter:
             }
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % _ALIGNMENT)
-        # A file that is there already was not written by this rank.
+        # "x" fails for an existing file, which another rank has written.
         self._stream = ChecksumStream((self._folder / name).open("xb"))
         self._stream.write(len(text).to_bytes(8, "little") + text)
         self._stream.end_part(HEADER)
@@ -191,8 +191,8 @@ class SafetensorsWriter:
         self._missing_bytes = tensors[0].num_bytes
 
     def _end_tensors(self) -> None:
-        """End the complete tensor, empty ones after it, and the file after its last tensor."""
-        assert self._stream is not None  # something was written
+        """End the complete tensor, empty tensors after it, and after the last tensor the file."""
+        assert self._stream is not None  # opened by `write`
         while not self._missing_bytes:
             self._stream.end_part(self._missing.pop(0).name)
             if not self._missing:
@@ -201,7 +201,7 @@ class SafetensorsWriter:
             self._missing_bytes = self._missing[0].num_bytes
 
     def _end_file(self) -> None:
-        assert self._stream is not None  # its last tensor was just written
+        assert self._stream is not None  # opened by `write`
         self._stream.to_disk()
         name, tensors = self._files.pop(0)
         self.parts[name] = self._stream.parts

@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Names, shapes and types of a Hugging Face folder's tensors, from its index and file headers, without reading tensors.
+"""Names, shapes and types of a Hugging Face folder's tensors, from its index and file headers.
 
-The folder is untrusted: an index may name only plain files of its own folder, files are never unpickled, and every
+The folder is untrusted. An index may name only plain files in the same folder, files are never unpickled, and every
 mismatch is an error before the first tensor is read.
 """
 
@@ -22,8 +22,8 @@ from nemo_rl_moe.errors import ConfigurationError
 INDEX_FILE = "model.safetensors.index.json"
 ONE_FILE = "model.safetensors"
 MOST_LISTED = 10
-"""Names in a message; of the rest there is the count."""
-_LARGEST_INDEX_BYTES = 2**27  # of a model of a trillion parameters in 384 experts a layer: 15 MB
+"""Maximum number of names in a message, which counts the others."""
+_LARGEST_INDEX_BYTES = 2**27  # a model of a trillion parameters with 384 experts per layer needs 15 MB
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
@@ -37,16 +37,14 @@ class StoredTensor:
 
 
 class NoWeightsError(ConfigurationError):
-    """A folder holds no file of weights at all."""
+    """A folder without any file of weights."""
 
 
 class SafetensorsFolder:
-    """The tensors of a folder by name.
-
-    An index alone, where there is one, says which tensors the folder holds and where; other files are ignored.
+    """The tensors of a folder by name. If it has an index, files that the index does not name are ignored.
 
     Attributes:
-        without_entry: File of each tensor that the index does not name.
+        without_entry: File of each tensor that is in a named file, but not in the index.
     """
 
     def __init__(self, folder: Path):
@@ -68,7 +66,7 @@ class SafetensorsFolder:
 
     @property
     def fingerprint(self) -> str:
-        """Hash names, shapes, types and files, equal wherever the same folder is read."""
+        """Hash of names, shapes, types and files, to compare the folders that several machines read."""
         return hashlib.sha256(repr(sorted(self.tensors.items())).encode()).hexdigest()
 
     def _single_file(self) -> str:
@@ -92,7 +90,7 @@ class SafetensorsFolder:
         raise NoWeightsError(f"policy.model_name: {self.folder}: holds no *.safetensors file")
 
     def _headers(self, names: list[str]) -> dict[str, dict[str, StoredTensor]]:
-        """Return the tensors of all files, or an error that names every damaged one."""
+        """Return the tensors of all files, or raise an error that lists the damaged files."""
         held, problems = {}, []
         for name in names:
             try:
@@ -105,12 +103,12 @@ class SafetensorsFolder:
         return held
 
     def _header(self, name: str) -> dict[str, StoredTensor]:
-        """Return the tensors of one file, which is checked to be as long as its header says."""
+        """Return the tensors of one file. `safe_open` checks the file's length against its header."""
         path = self.folder / name
         try:
             if not stat.S_ISREG(path.stat().st_mode):
                 raise _error(self.folder, f"{name}: no plain file")
-            path.open("rb").close()  # the library says of a file that may not be read that there is none
+            path.open("rb").close()  # safetensors reports an unreadable file as missing
             with safe_open(path, framework="pt") as file:
                 slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118  (no dict)
                 return {
@@ -124,7 +122,7 @@ class SafetensorsFolder:
 
 
 def read_index(folder: Path) -> dict[str, str]:
-    """Return the file of each tensor from the index, which may name only files beside it; empty without one."""
+    """Return the file of each tensor from the index, which may name only files in its folder; empty without one."""
     path = folder / INDEX_FILE
     try:
         if not path.is_symlink() and not path.exists():
@@ -169,13 +167,13 @@ def _error(folder: Path, problem: str) -> ConfigurationError:
 
 
 def listed(names: list[str]) -> str:
-    """Return the first few names, and how many there are besides."""
+    """List the first few names, and count the others."""
     more = f" and {len(names) - MOST_LISTED} more" if len(names) > MOST_LISTED else ""
     return ", ".join(shown(name) for name in names[:MOST_LISTED]) + more
 
 
 def shown(value: Any) -> str:
-    """Show a value from a file on one line: names of tensors as they are, all else quoted and truncated."""
+    """Show a value from a file on one line: plain names unchanged, others quoted and truncated."""
     text = str(value)
     return text if isinstance(value, str) and text.isprintable() and 0 < len(text) <= 200 else repr(value)[:200]
 
@@ -185,7 +183,7 @@ def one_line(error: BaseException) -> str:
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make an object of distinct keys: readers differ in which of two equal ones they take."""
+    """Refuse duplicate keys, of which readers use different ones."""
     if len(pairs) != len(dict(pairs)):
         twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
         raise ValueError(f"{shown(twice)} stands there twice")

@@ -1,14 +1,14 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""From a dense model to a Mixture-of-Experts model that computes the same at first, tensor by tensor.
+"""Conversion of a dense model to a Mixture-of-Experts model that computes the same function, tensor by tensor.
 
 Experts are copies of the dense MLP, or slices of copies (He et al. 2024, arXiv:2410.07524, "virtual group"). With
-granularity G each copy is cut into G slices of its width, whose rows of the router are equal. So a token takes the G
-slices of a copy together, each with a G-th of the copy's weight, and the experts' outputs must be multiplied by G.
-Megatron-Core's `upcycling_utils` multiplies all three matrices by the cube root of G, also the one before the
-activation, and computes something else than the dense model. Here the other two have the full factor: the function
-is the same, and a G that is a power of two rounds no weight. Routers must compute in float32: rows of two copies that
-tie in bfloat16 let a token take a slice of each.
+granularity G each copy is cut into G slices, whose rows in the router are equal. So a token uses all G slices of a
+copy, each with a G-th of the copy's weight, and the experts' outputs must be multiplied by G. Megatron-Core's
+`upcycling_utils` multiplies all three matrices by the cube root of G, including the one before the activation, and so
+changes the function. Here the other two matrices share the factor: the function is the same, and if G is a power of two
+no weight is rounded. Routers must compute in float32: if rows of two copies tie in bfloat16, a token may use slices of
+both.
 """
 
 import json
@@ -42,7 +42,7 @@ from nemo_rl_moe.models.safetensors_folder import INDEX_FILE, SafetensorsFolder,
 
 @dataclass(frozen=True)
 class _Counterpart:
-    """The family of a dense one's Mixture-of-Experts models; `architecture` is the name of transformers' class."""
+    """The Mixture-of-Experts family for a dense one. `architecture` is the name of transformers' class."""
 
     model_type: str
     architecture: str
@@ -56,30 +56,30 @@ _COUNTERPARTS = {
     "qwen2": _Counterpart("qwen2_moe", "Qwen2MoeForCausalLM", has_shared_expert=True),
     "qwen3": _Counterpart("qwen3_moe", "Qwen3MoeForCausalLM"),
 }
-# Their defaults differ from one class of transformers to the next.
+# Their defaults differ between transformers' classes.
 _MADE_EXPLICIT = (
     *sorted(decoder.READ_FIELDS - {"rope_parameters", "rope_theta", "rope_scaling"}),
     *("vocab_size", "tie_word_embeddings", "max_position_embeddings", "hidden_act", "attention_dropout"),
     *("bos_token_id", "eos_token_id", "pad_token_id"),
 )
-# Of `auto_map` the code is of the dense model, and is not copied.
+# `auto_map` refers to code of the dense model, which is not copied.
 _OF_DENSE_MODELS_ALONE = frozenset({"attention_bias", "auto_map", "mlp_bias", "pretraining_tp"})
 AUXILIARY_LOSS = 0.001
-"""Written as `router_aux_loss_coef`: the default of transformers' classes for all three counterparts."""
+"""`router_aux_loss_coef`: the default of transformers' classes for all three counterparts."""
 _SHARE = 0.5
-"""Share of a shared expert whose gate has weights of 0, and of the routed experts together."""
+"""Weight of a shared expert whose gate is 0. The routed experts together get the same."""
 
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """Experts of each layer: their number, how many a token uses, and into how many slices each copy is cut."""
+    """Experts of each layer: their number, the number that a token uses, and the slices of each copy."""
 
     num_experts: int
     top_k: int
     granularity: int = 1
 
     def problems(self, width: int) -> list[str]:
-        """Return a line for each number that does not fit the others, or `width`, the dense MLP's."""
+        """Return a line for each number that does not fit the others or the dense MLP's `width`."""
         slices = f"--granularity {self.granularity}"
         lines = []
         if self.top_k > self.num_experts:
@@ -93,7 +93,7 @@ class ExpertShape:
 
     @property
     def rounds_weights(self) -> bool:
-        """Return True where numbers of 16 bits are rounded: a copy's factor is then no power of two."""
+        """Whether numbers of 16 bits are rounded, because the factor of a copy is not a power of two."""
         return bool(self.granularity & (self.granularity - 1))
 
 
@@ -109,12 +109,7 @@ def check_family(config_json: Mapping[str, Any]) -> None:
 
 
 def moe_config(config_json: Mapping[str, Any], hf_config: Any, shape: ExpertShape) -> dict[str, Any]:
-    """Return the `config.json` of the model with experts.
-
-    Args:
-        config_json: The dense model's.
-        hf_config: The same as transformers reads it.
-    """
+    """Return the `config.json` of the model with experts, from that of the dense model."""
     counterpart = _COUNTERPARTS[config_json["model_type"]]
     content = {name: value for name, value in config_json.items() if name not in _OF_DENSE_MODELS_ALONE}
     content |= {name: value for name in _MADE_EXPLICIT if (value := getattr(hf_config, name, None)) is not None}
@@ -151,7 +146,7 @@ def left_out(held: SafetensorsFolder) -> dict[str, str]:
 
 
 def check_tensors(held: SafetensorsFolder, hf_config: Any) -> None:
-    """Check that a folder holds the tensors of a dense model, and no others but those of `left_out`."""
+    """Check that a folder has exactly the tensors of a dense model, apart from `left_out`."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -179,18 +174,17 @@ def check_tensors(held: SafetensorsFolder, hf_config: Any) -> None:
 
 @dataclass(frozen=True)
 class _Part:
-    """A tensor to be written, and the function that makes it of its source."""
+    """A tensor to be written, and the function that computes it from its source."""
 
     header: TensorHeader
     of: Callable[[Tensor], Tensor]
 
 
 class Upcycling:
-    """The tensors of the model with experts, each made of one of the dense model's.
+    """The tensors of the model with experts, each computed from one tensor of the dense model.
 
     Args:
-        hf_config: The dense model's configuration, as transformers reads it.
-        seed: Of the routers, which are normal with the standard deviation `initializer_range`.
+        seed: Seed of the routers, which are normal with the standard deviation `initializer_range`.
     """
 
     def __init__(self, held: SafetensorsFolder, hf_config: Any, shape: ExpertShape, seed: int):
@@ -200,7 +194,7 @@ class Upcycling:
         of_mlps: dict[str, list[_Part]] = {}
         for layer in range(hf_config.num_hidden_layers):
             of_mlps |= self._mlp(layer)
-        # File by file, as the reader wants it.
+        # File by file, for the reader.
         names = sorted(held.tensors.keys() - left_out(held).keys(), key=lambda name: (held.tensors[name].file, name))
         self._parts = {name: of_mlps.get(name) or [self._part(name, name)] for name in names}
 
@@ -210,7 +204,7 @@ class Upcycling:
 
     @property
     def num_active_parameters(self) -> int:
-        """Return the number of parameters that a token uses."""
+        """Number of parameters that a token uses."""
         width = self._hf_config.intermediate_size // self._shape.granularity
         of_experts = 3 * width * self._hf_config.hidden_size * self._hf_config.num_hidden_layers
         return self.num_parameters - (self._shape.num_experts - self._shape.top_k) * of_experts
@@ -223,14 +217,12 @@ class Upcycling:
         max_shard_bytes: int = MAX_SHARD_BYTES,
         progress: Callable[[float], None] = lambda share: None,
     ) -> None:
-        """Write the new model's folder, with one of the dense model's tensors in memory at a time.
+        """Write the new model's folder, which must not exist, with one dense tensor in memory at a time.
 
-        Args:
-            folder: It must not exist.
-            files: Contents of the small files, by name.
+        `files` are the contents of the small files by name.
 
         Raises:
-            OSError: A file cannot be read, or the disk did not take it.
+            OSError: A file cannot be read or written.
         """
         folder.mkdir(parents=True)
         write_model_files(files, folder)
@@ -254,7 +246,7 @@ class Upcycling:
         write_inventory(folder, writer.parts)
 
     def _mlp(self, layer: int) -> dict[str, list[_Part]]:
-        """Return what becomes of each tensor of a layer's MLP."""
+        """Return the parts that are made from each tensor of a layer's MLP."""
         mlp = f"decoder.layers.{layer}.mlp."
         gate, up, down = _swiglu_names(self._dense, mlp)
         (router,) = _names(self._moe, f"{mlp}router.weight")
@@ -275,7 +267,7 @@ class Upcycling:
     def _add_slice(
         self, parts: dict[str, list[_Part]], names: Sequence[str], index: int, count: int, share: float
     ) -> None:
-        """Add a slice of the dense MLP; `count` of them, each of which counts a `count`-th, compute `share` of it."""
+        """Add a slice of the dense MLP. With weights of `1 / count`, `count` slices sum to `share` of its output."""
         of_up = 2.0 ** math.ceil(math.log2(count) / 2)
         factors = (1.0, of_up, share * count / of_up)
         for source, name, along, factor in zip(parts, names, (0, 0, 1), factors, strict=True):
@@ -284,13 +276,13 @@ class Upcycling:
             parts[source].append(self._part(source, name, tuple(shape), _slice_of(along, index, count, factor)))
 
     def _router_of(self, layer: int) -> Callable[[Tensor], Tensor]:
-        def drawn(whole: Tensor) -> Tensor:
+        def router(whole: Tensor) -> Tensor:
             config, count = self._hf_config, self._shape.granularity
             generator = torch.Generator().manual_seed(self._seed * config.num_hidden_layers + layer)
             of_copies = torch.randn(self._shape.num_experts // count, config.hidden_size, generator=generator)
             return (config.initializer_range * of_copies).repeat_interleave(count, dim=0)
 
-        return drawn
+        return router
 
     def _part(
         self,
@@ -299,7 +291,7 @@ class Upcycling:
         shape: tuple[int, ...] | None = None,
         of: Callable[[Tensor], Tensor] = lambda whole: whole,
     ) -> _Part:
-        """Return a tensor of its source's type and, by default, shape."""
+        """Plan a tensor with its source's type and, by default, shape."""
         stored = self._held.tensors[source]
         dtype = TYPES[stored.dtype]
         return _Part(TensorHeader(name, shape or stored.shape, dtype), lambda whole: of(whole).to(dtype))
@@ -323,5 +315,5 @@ def _names(family: ModelFamily, parameter: str) -> list[str]:
 
 
 def _swiglu_names(family: ModelFamily, prefix: str) -> list[str]:
-    """Return the names of the gate's, the up and the down matrix."""
+    """Return the names of the gate, up and down matrices."""
     return [name for part in ("linear_fc1", "linear_fc2") for name in _names(family, f"{prefix}{part}.weight")]

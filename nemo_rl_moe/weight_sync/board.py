@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A place where the processes of one transfer of weights leave short notes: a folder, or a store of the driver.
+"""Boards, on which the processes of a weight transfer leave short notes: a folder, or a store in the driver.
 
-A folder of shared memory serves one machine, and a transfer whose tensors are files. Between machines a folder would
-be on a network's file system, whose directories are often seconds old.
+A folder in shared memory serves one machine, and transfers through files. Between machines it would be on a network
+file system, whose directory listings are often seconds old.
 """
 
 import socket
@@ -24,14 +24,13 @@ from nemo_rl_moe.errors import WeightSyncError
 Answer = TypeVar("Answer")
 
 _ANSWER_S = 30.0
-"""Until a driver that does not answer is taken for dead."""
+"""Time after which a driver that does not answer counts as dead."""
 
 
 class Board(Protocol):
-    """Notes by name, in a form that is pickled to the processes that share them.
+    """Notes by name. Boards are pickled to the processes that share them.
 
-    Raises:
-        WeightSyncError: It is gone: the transfer has ended.
+    All methods raise a WeightSyncError after the end of the transfer.
     """
 
     def names(self) -> set[str]: ...
@@ -39,23 +38,23 @@ class Board(Protocol):
     def read(self, name: str) -> str: ...
 
     def put(self, name: str, text: str) -> None:
-        """Leave a note, which appears complete."""
+        """Leave a note, which appears atomically."""
         ...
 
     def put_first(self, name: str, text: str) -> bool:
-        """Leave a note unless there is one; return whether it is there now."""
+        """Leave a note unless one of this name exists; return whether it was left."""
         ...
 
     def remove(self, names: Iterable[str]) -> None: ...
 
     def own_address(self) -> str:
-        """Return the address under which the others reach this process."""
+        """Return this process's address for the other processes."""
         ...
 
 
 @dataclass(frozen=True)
 class FolderBoard:
-    """Files of a folder, which are notes or whole tensors."""
+    """Files in a folder, which are notes or tensors."""
 
     folder: Path
 
@@ -75,7 +74,7 @@ class FolderBoard:
         self.put_file(name, lambda path: path.write_text(text, encoding="utf-8"))
 
     def put_file(self, name: str, write: Callable[[Path], object]) -> None:
-        """Write a file that appears complete or not at all."""
+        """Write a file atomically."""
         staging = self.folder / f"{name}.incomplete"
         try:
             write(staging)
@@ -105,7 +104,7 @@ class FolderBoard:
 
 @dataclass(frozen=True)
 class NetworkBoard:
-    """Notes in a store that the driver serves as long as the transfer is open."""
+    """Notes in a store that the driver serves while the transfer is open."""
 
     host: str
     port: int
@@ -151,15 +150,14 @@ def _client(host: str, port: int) -> TCPStore:
 
 
 def serve_store(host: str, size: int | None = None) -> TCPStore:
-    """Serve a store on one address alone: torch's own listens on all interfaces, without credentials.
+    """Serve a store for `size` processes (None: any) on one address only.
 
-    Args:
-        size: Processes that a group of it has; None: any.
+    torch's default listens on all interfaces, without credentials.
     """
     family, _, _, _, place = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     listener = socket.create_server(place[:2], family=family)
     port = listener.getsockname()[1]
-    # The store takes the socket over, and closes it in the end.
+    # The store takes over the socket and closes it.
     return TCPStore(
         host,
         port,

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A bucket of a weight transfer: a labelled safetensors file with a checksum of each tensor.
 
-A receiver compares both before its loader gets a tensor: corrupted bytes, and a bucket of another transfer, place or
-version, are errors that name them.
+A receiver checks label and checksums before its loader gets a tensor. Corrupted bytes, and a bucket of another
+transfer, number or version, raise an error.
 """
 
 import json
@@ -44,18 +44,14 @@ def write_bucket(path: Path, label: BucketLabel, tensors: Mapping[str, Tensor]) 
 
 @contextmanager
 def opened_bucket(path: Path, label: BucketLabel) -> Iterator[dict[str, Tensor]]:
-    """Open a bucket's tensors, all of them as they were sent; valid until it is closed.
-
-    Raises:
-        WeightSyncError: It is another bucket, or damaged; names it and its tensors.
-    """
+    """Open and verify a bucket's tensors, which are valid inside the context."""
     try:
         file = safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
         raise WeightSyncError(f"{path.name} cannot be read: {error}") from error
     with file:
         try:
-            # Lists of names, dtypes and places lie in the header; the numbers are mapped, and read by the comparison.
+            # This reads only the header. The numbers are mapped, and read by the comparison.
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (no mapping)
             found, expected = _read_metadata(file.metadata())
         except (OSError, SafetensorError, ValueError, TypeError, KeyError) as error:
@@ -82,9 +78,9 @@ def tensor_checksum(name: str, tensor: Tensor) -> str:
 
 
 def weighted_sum(content: Tensor) -> int:
-    """Sum the bytes' 32-bit words, each times an odd number of its place, modulo 2^64: for devices.
+    """Sum the bytes' 32-bit words, word `i` times `2 i + 1`, modulo 2^64: a checksum for devices.
 
-    A change of one word, and a swap of two words, always change it.
+    A change of one word, or a swap of two different words, always changes the sum.
     """
     whole = content.numel() // 4 * 4
     words, rest = content[:whole].view(torch.int32), content[whole:].long()

@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Fingerprints of weights: checksums of the values of the trainer's tensors and of those that an engine stores.
+"""Fingerprints of weights: checksums of the trainer's tensors and of the tensors that an engine stores.
 
-Log-probabilities in 16 bits hide small faults behind rounding; checksums do not. Both sides round to one number format
-first, so that a right copy has the trainer's fingerprint in every format.
+In 16 bits, rounding hides small faults in log-probabilities, but not in checksums. Both sides first round to a common
+number format, so that a correct copy has the trainer's fingerprint in every format.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,7 +21,7 @@ _MOST_NAMED = 4
 
 def fingerprint(tensor: Tensor, number_format: str) -> str:
     dtype: torch.dtype = getattr(torch, number_format)
-    values = (tensor.detach().to(dtype) + 0.0).cpu().contiguous()  # a zero has no sign
+    values = (tensor.detach().to(dtype) + 0.0).cpu().contiguous()  # -0.0 becomes 0.0
     shape = "x".join(map(str, values.shape))
     return f"{shape} {checksum_of(values.flatten().view(torch.uint8).numpy())}"
 
@@ -31,7 +31,7 @@ def fingerprints_of(tensors: Iterable[tuple[str, Tensor]], number_format: str) -
 
 
 def common_format(trainers: str, engines: str) -> str:
-    """Return the format in which a right copy equals the trainer's weights: the narrower one of two."""
+    """Return the format in which a correct copy equals the trainer's weights: the narrower of the two."""
     return trainers if engines == "float32" else engines
 
 
@@ -54,10 +54,10 @@ class WeightComparison:
 
 
 def compare_fingerprints(found: Fingerprints, expected: Fingerprints) -> WeightComparison:
-    """Compare what an engine stores with what the trainer has.
+    """Compare an engine's stored tensors with the trainer's.
 
-    Names that one side lacks are passed over, and tensors of another shape: weights of a wrong shape cannot be loaded,
-    so the engine has put them into a layout of its own.
+    Names that one side lacks are skipped. Tensors of another shape are too: an engine cannot load weights of a wrong
+    shape, so it stores them in another layout.
     """
     shared = [name for name in expected if name in found and _shape(found[name]) == _shape(expected[name])]
     different = [name for name in shared if found[name] != expected[name]]

@@ -1,15 +1,15 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""One transfer of weights, by notes on a board: a folder of shared memory on one machine, a store between machines.
+"""One transfer of weights, by notes on a board: a folder in shared memory on one machine, a store between machines.
 
-Notes of a transfer, each of which appears complete; in a folder they are files:
+Each note appears atomically. In a folder the notes are files:
 
-    0003-000012.bucket                  bucket 12 of sender 3, with checksums; its bytes too, or the way to them
-    000045.order                        the name of the bucket that is to be taken after 45 others
-    0003-000012.bucket.taken-0001       receiver 1 has taken it; when all have, the sender deletes it
-    0003.end                            sender 3 has sent everything: buckets, tensors, bytes and version
-    failed                              the reason for which the transfer has ended early
-    0003.sender-at, 0001.receiver-at    where a process is, if only those at one place send to each other
+    0003-000012.bucket                  bucket 12 of sender 3: its checksums, and its bytes or a handle to them
+    000045.order                        the name of the bucket to take after 45 others
+    0003-000012.bucket.taken-0001       receiver 1 has taken it; the sender deletes it when all have
+    0003.end                            sender 3 has sent everything: numbers of buckets, tensors and bytes, version
+    failed                              why the transfer ended early
+    0003.sender-at, 0001.receiver-at    the device of a process, if only processes on one device exchange tensors
 """
 
 import json
@@ -37,14 +37,14 @@ _SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.0005, 0.01
 
 @dataclass(frozen=True)
 class TransportSpec:
-    """One transfer of weights, in a form that is pickled to its participants.
+    """One transfer of weights, pickled to its participants.
 
     Attributes:
-        folder: Of this transfer alone, empty at the start, reachable for all processes; with a store only its name.
-        store: Between machines, for tensors that are in no files.
-        max_unacknowledged: Maximum number of a sender's buckets in the folder at a time.
-        stall_timeout_s: Seconds without progress after which a process gives up: a killed peer leaves no trace.
-        changed_only: Frozen weights stay away, which all receivers have of an earlier transfer.
+        folder: A new folder that all processes reach. With `store` only its name is used.
+        store: Replaces the folder between machines, if tensors do not travel in files.
+        max_unacknowledged: Maximum number of a sender's buckets that some receiver has not taken.
+        stall_timeout_s: Seconds without progress after which a process gives up, as a killed peer leaves no trace.
+        changed_only: Frozen weights are not sent, because all receivers have them from an earlier transfer.
     """
 
     folder: Path
@@ -65,13 +65,10 @@ class TransportSpec:
     def send(self, tensors: Iterable[NamedTensor], sender: int, version: int) -> int:
         """Send this rank's tensors, a bucket at a time; return the bytes when every receiver has taken them.
 
-        Every trainer rank calls it.
+        Every trainer rank calls it. A WeightSyncError ends the transfer for all.
 
         Args:
-            tensors: Hugging Face names and full tensors; taken one at a time, and not to be changed afterwards.
-
-        Raises:
-            WeightSyncError: A receiver failed or has stopped taking buckets, or the transfer is of another version.
+            tensors: Hugging Face names and full tensors, consumed one at a time. They must not change afterwards.
         """
         with self._reporting(f"sender {sender}"):
             if version != self.version:
@@ -79,15 +76,14 @@ class TransportSpec:
             return _Sender(self, sender).send(tensors)
 
     def receive(self, receiver: int, load: Callable[[Iterator[NamedTensor]], object]) -> int:
-        """Pass the tensors of all senders to a loader, and return the bytes; every engine worker calls it.
+        """Pass the tensors of all senders to a loader, and return the bytes. Every engine worker calls it.
+
+        An error of `load` ends the transfer for all, and is raised here unchanged. After any error the weights may be a
+        mixture.
 
         Args:
-            load: Takes each tensor once, in any order, and all before it returns. A tensor is valid only until the next
-                one: what is kept is copied.
-
-        Raises:
-            WeightSyncError: A sender failed or has stopped sending, or not every tensor arrived once; the weights are
-                then a mixture. What `load` raises ends the transfer for all, and is raised here unchanged.
+            load: Must consume all tensors, which come in any order. A tensor is valid only until the next one: copy it
+                to keep it.
         """
         with self._reporting(f"receiver {receiver}"):
             arrivals = _Receiver(self, receiver)
@@ -98,32 +94,32 @@ class TransportSpec:
             return arrivals.num_bytes
 
     def label(self, sender: int, bucket: int) -> BucketLabel:
-        """Label one of its buckets; the folder's name is the transfer's."""
+        """Label a bucket. The folder's name identifies the transfer."""
         return BucketLabel(self.folder.name, self.version, sender, bucket)
 
     def queue(self, name: str, after: int) -> int:
-        """Take the first free place for a bucket in the order of all buckets."""
+        """Put a bucket at the first free position of the global order, starting at `after`; return the position."""
         while not self.board.put_first(_order_name(after), name):
             after += 1
         return after
 
     def abort(self, reason: str) -> None:
-        """End the transfer for all participants; the first reason stays."""
-        with suppress(WeightSyncError):  # the driver has closed it: it has ended for all
+        """End the transfer for all participants. The first reason stays."""
+        with suppress(WeightSyncError):  # the driver has closed it already
             self.board.put_first(_FAILED, reason)
 
     def names(self) -> set[str]:
-        """List the notes of the transfer."""
+        """List the notes, or raise if the transfer has failed."""
         names = self.board.names()
         if _FAILED in names:
             raise _EndedByOther(self.board.read(_FAILED))
         return names
 
     def meet(self, own: str, number: int, other: str, num_others: int) -> list[int]:
-        """Return those of the other kind that this process sends to, or receives from.
+        """Return the peers that this process sends to or receives from: all, or the peers on its device.
 
         Args:
-            own: `sender` or `receiver`, as `other`.
+            own: `sender` or `receiver`. `other` is the opposite.
         """
         if (place := self.backend.place()) is None:
             return list(range(num_others))
@@ -131,13 +127,13 @@ class TransportSpec:
         others = [_place_name(other, each) for each in range(num_others)]
         stall = _Stall(self.stall_timeout_s)
         while missing := [each for each in others if each not in self.names()]:
-            stall.pause(f"{', '.join(missing)}")
+            stall.pause(", ".join(missing))
         places = [self.board.read(name) for name in others]
         return [each for each in range(num_others) if places[each] == place]
 
     @contextmanager
     def _reporting(self, who: str) -> Iterator[None]:
-        """Report to the others why this process ends."""
+        """Report an error of this process to the others."""
         try:
             yield
         except _EndedByOther as error:
@@ -151,7 +147,7 @@ class TransportSpec:
 
 
 class _EndedByOther(WeightSyncError):
-    """The transfer was ended elsewhere; the text says where."""
+    """Another process has ended the transfer. The text contains the reason."""
 
 
 class _Stall:
@@ -189,7 +185,7 @@ def _place_name(kind: str, number: int) -> str:
 
 
 def _without(receivers: Sequence[int], bucket: str, names: set[str]) -> list[int]:
-    """Return the receivers that have not taken a bucket."""
+    """Return the receivers that have not yet taken a bucket."""
     return [each for each in receivers if _taken_name(bucket, each) not in names]
 
 
@@ -206,7 +202,7 @@ class _Sender:
         self._num_buckets = self._num_tensors = self._num_bytes = 0
 
     def send(self, tensors: Iterable[NamedTensor]) -> int:
-        """Send everything, wait until it has been taken, and return the number of bytes."""
+        """Send everything, wait until all of it has been taken, and return the number of bytes."""
         bucket: list[NamedTensor] = []
         num_bytes = 0
         is_alone = self._transfer.backend.place() is not None and not self._receivers
@@ -248,14 +244,15 @@ class _Sender:
         self._num_bytes += sum(tensor.nbytes for tensor in content.values())
 
     def _wait_for_room(self, most: int) -> None:
-        """Delete what all receivers have taken until at most so many buckets are left."""
+        """Delete the buckets that all receivers have taken, until at most `most` are left."""
         transfer = self._transfer
         stall = _Stall(transfer.stall_timeout_s)
         acknowledged = -1
         while True:
             names = transfer.names()
             while self._unacknowledged and not _without(self._receivers, self._unacknowledged[0][0], names):
-                self._delete(self._unacknowledged.popleft()[0])
+                bucket = self._unacknowledged.popleft()[0]
+                transfer.board.remove([bucket, *(_taken_name(bucket, each) for each in self._receivers)])
             if len(self._unacknowledged) <= most:
                 return
             oldest, _ = self._unacknowledged[0]
@@ -266,9 +263,6 @@ class _Sender:
                 acknowledged = found
                 stall.progressed()
             stall.pause(f"receivers {missing} to take {oldest}")
-
-    def _delete(self, bucket: str) -> None:
-        self._transfer.board.remove([bucket, *(_taken_name(bucket, each) for each in self._receivers)])
 
 
 class _Receiver:
@@ -291,7 +285,6 @@ class _Receiver:
         return sum(self._num_bytes)
 
     def tensors(self) -> Iterator[NamedTensor]:
-        """Yield all tensors, each once."""
         pending = list(self._senders)
         stall = _Stall(self._transfer.stall_timeout_s)
         while pending:
@@ -308,7 +301,7 @@ class _Receiver:
                 stall.pause(self._waits_for(pending, names))
 
     def _arrived(self, pending: list[int], names: set[str]) -> Iterator[tuple[int, str]]:
-        """Yield buckets on arrival, each with its sender; in the global order where the transport has one."""
+        """Yield sender and name of each new bucket, in the global order if the transport has one."""
         if not self._transfer.backend.is_ordered:
             for sender in pending:
                 while (name := _bucket_name(sender, self._num_buckets[sender])) in names:
@@ -320,9 +313,9 @@ class _Receiver:
             yield int(name.partition("-")[0]), name
 
     def _waits_for(self, senders: list[int], names: set[str]) -> str:
-        """Name the processes that do not progress; senders may be held up by another receiver."""
-        is_everybodys = self._transfer.backend.place() is None
-        receivers = list(range(self._transfer.num_receivers)) if is_everybodys else [self._receiver]
+        """Name the processes that make no progress. Another receiver may hold up the senders."""
+        sends_to_all = self._transfer.backend.place() is None
+        receivers = list(range(self._transfer.num_receivers)) if sends_to_all else [self._receiver]
         buckets = [name for name in names if _BUCKET.fullmatch(name) and int(name.partition("-")[0]) in senders]
         held_up = {each for name in buckets for each in _without(receivers, name, names)}
         return f"receivers {sorted(held_up)} to take their buckets" if held_up else f"tensors of senders {senders}"
@@ -339,7 +332,7 @@ class _Receiver:
                 yield key, tensor
 
     def _has_ended(self, sender: int, names: set[str]) -> bool:
-        """Return True when a sender has sent everything and all of it has arrived."""
+        """Return whether a sender has sent everything and all of it has arrived."""
         if _end_name(sender) not in names:
             return False
         end = json.loads(self._transfer.board.read(_end_name(sender)))
@@ -349,7 +342,7 @@ class _Receiver:
             "bytes": self._num_bytes[sender],
             "version": self._transfer.version,
         }
-        if found["buckets"] < end["buckets"]:  # the list of names may be older than the last buckets
+        if found["buckets"] < end["buckets"]:  # `names` may have been listed before the last buckets came
             return False
         if found != end:
             raise WeightSyncError(f"sender {sender} has sent {end}, and {found} arrived")

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The note on a bucket whose bytes lie elsewhere: what it holds, its checksum, and the way to the bytes."""
+"""The note on a bucket whose bytes are not in a file: its tensors, checksum, and a handle to the bytes."""
 
 import json
 from collections.abc import Mapping
@@ -17,11 +17,11 @@ from nemo_rl_moe.weight_sync.packing import Packing
 
 @dataclass(frozen=True)
 class Manifest:
-    """Content of a bucket whose bytes lie elsewhere.
+    """Content of a bucket whose bytes are not in a file.
 
     Attributes:
-        checksum: Of all of its bytes, names, formats and shapes.
-        handle: The way to the bytes.
+        checksum: Of all bytes, names, formats and shapes.
+        handle: The transport's handle to the bytes.
     """
 
     packing: Packing
@@ -29,11 +29,7 @@ class Manifest:
     handle: Mapping[str, Any]
 
     def opened(self, bucket_name: str, label: BucketLabel, buffer: Tensor) -> dict[str, Tensor]:
-        """Return the tensors in a buffer.
-
-        Raises:
-            WeightSyncError: It is not what was sent.
-        """
+        """Verify a buffer and return its tensors."""
         if buffer_checksum(self.packing, buffer) != self.checksum:
             raise WeightSyncError(f"{bucket_name} is damaged: not what sender {label.sender} has sent")
         return self.packing.cut(buffer)
@@ -50,7 +46,7 @@ def manifest_text(label: BucketLabel, packing: Packing, buffer: Tensor, handle: 
 
 
 def read_manifest(name: str, text: str, label: BucketLabel) -> Manifest:
-    """Read what a bucket holds."""
+    """Parse and check the note on a bucket."""
     try:
         content = json.loads(text)
         found = BucketLabel(**content["label"])
@@ -63,6 +59,6 @@ def read_manifest(name: str, text: str, label: BucketLabel) -> Manifest:
 
 
 def buffer_checksum(packing: Packing, buffer: Tensor) -> str:
-    """Return one checksum of a buffer and of what lies in it; of one on a GPU taken there, with one wait for it."""
+    """Return one checksum of a buffer and its packing. A GPU buffer is summed on the GPU, with one synchronization."""
     content = str(weighted_sum(buffer)).encode() if buffer.is_cuda else buffer.numpy()
     return checksum_of(json.dumps(packing.rows).encode(), content)

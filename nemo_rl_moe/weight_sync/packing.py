@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors behind each other in one buffer, which travels in one piece."""
+"""Tensors packed one after another into a buffer, which is sent in one piece."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ def row_of(name: str, dtype: torch.dtype, shape: Sequence[int]) -> Row:
 
 @dataclass(frozen=True)
 class Packing:
-    """Places of tensors in a buffer, each at a multiple of 16 bytes."""
+    """Layout of tensors in a buffer, each aligned to 16 bytes."""
 
     rows: Sequence[Row]
 
@@ -32,7 +32,7 @@ class Packing:
 
     @property
     def num_bytes(self) -> int:
-        """Total bytes, with alignment gaps."""
+        """Total bytes, including padding."""
         return sum(_padded(num_bytes) for *_, num_bytes in self._sizes())
 
     def cut(self, buffer: Tensor) -> dict[str, Tensor]:
@@ -50,13 +50,12 @@ class Packing:
 
 
 def packed(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return the bytes of tensors in order, as `Packing` places them, `[bytes]`."""
+    """Copy tensors to a new buffer in the layout of `Packing`, `[bytes]`."""
     buffer = torch.empty(sum(map(_padded, (tensor.nbytes for tensor in tensors))), dtype=torch.uint8, device=device)
     begin = 0
     for tensor in tensors:
-        # In the tensor's own format, whatever its strides: one copy, on the device.
-        place = buffer[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        place.copy_(tensor)
+        # Viewed in the tensor's format, so that any strides need only one copy on the device.
+        buffer[begin : begin + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
         begin += _padded(tensor.nbytes)
     return buffer
 

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weight transports: tensors from the trainer's ranks to the workers of a generation engine, in buckets.
 
-The driver opens a transfer and hands its picklable specification to both sides. All trainer ranks send while all engine
-workers receive; the driver never holds a tensor. Only Hugging Face names and full tensors cross.
+The driver opens a transfer and gives its picklable specification to both sides. All trainer ranks send while all engine
+workers receive. The driver never holds a tensor. Full tensors are sent under their Hugging Face names.
 """
 
 import shutil
@@ -28,23 +28,22 @@ from nemo_rl_moe.weight_sync.folder import (
 from nemo_rl_moe.weight_sync.transport_backends import BUCKET_BYTES, FileTransport, TransportBackendFactory
 
 __all__ = ["NamedTensor", "TransportSpec", "WeightTransport", "folder_of_one_machine"]
-_PURPOSE = "weights"
 
 
 class WeightTransport:
     """The driver's side of one transfer, through a folder that exists while this is open.
 
-    A killed driver leaves its folder behind; the next transport on the same machine removes it.
+    The folder of a killed driver is removed by the next transport on the same machine.
 
     Args:
-        bucket_bytes: None: as many as suit the way.
-        address: Of this machine, for processes on others, which then meet in a store instead of the folder; None: in
-            the folder.
-        may_skip_frozen: The transfer before had frozen weights as they are, so that receivers which still hold them
-            need the others alone.
+        bucket_bytes: None: the default of the transport.
+        address: Address of this machine for processes on others, which then meet in a store; None: they meet in the
+            folder.
+        may_skip_frozen: The previous transfer included the current frozen weights, so receivers that still hold them
+            need only the others.
 
     Attributes:
-        num_bytes: Bytes sent by all ranks; 0 before `send` has returned.
+        num_bytes: Bytes sent by all ranks; 0 until `send` has returned.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class WeightTransport:
         self.num_bytes = 0
 
     def __enter__(self) -> Self:
-        self._folder = folder_of_this_process(self._parent, _PURPOSE)
+        self._folder = folder_of_this_process(self._parent, "weights")
         self._store = None if self._address is None else serve_store(self._address)
         return self
 
@@ -83,7 +82,7 @@ class WeightTransport:
         if error is not None:
             self.abort(f"the driver raised {type(error).__name__}: {error}")
         self._store = None
-        # A process that has not noticed the end may still write into it.
+        # A process that has not noticed the end may still write into the folder.
         for _ in range(10):
             shutil.rmtree(self._folder, ignore_errors=True)
             if not self._folder.exists():
@@ -96,8 +95,8 @@ class WeightTransport:
         """Open the transfer.
 
         Args:
-            receivers: Identifies the receiving processes: connections to the same ones are kept.
-            hold_weights: All of them hold the weights of the transfer before this one, and can keep a part of these.
+            receivers: Identifies the receiving processes. Connections are reused for the same name.
+            hold_weights: All receivers hold the weights of the previous transfer, and can keep some of them.
         """
         if self._folder is None or self._transfer is not None:
             raise RuntimeError("a transport is entered first and opened once")
@@ -117,30 +116,29 @@ class WeightTransport:
         return self._transfer
 
     def send(self) -> int:
-        """Make all trainer ranks send, and return the bytes of all; the receivers have been started.
+        """Make all trainer ranks send, and return their total bytes. The receivers must have been started.
 
-        Raises:
-            WeightSyncError: Not every tensor was sent and taken. The trainer's ranks stay usable.
+        After a WeightSyncError the trainer's ranks stay usable.
         """
         if self._transfer is None:
             raise RuntimeError("a transport is opened before anything is sent")
         try:
             self.num_bytes = self._send(self._transfer)
             return self.num_bytes
-        except BaseException as error:  # a sender that died has said nothing
+        except BaseException as error:  # a sender that died has not reported it
             self.abort(f"the trainer's ranks ended: {error}")
             raise
 
     def abort(self, reason: str) -> None:
-        """End the transfer for all participants within moments; the first reason stays. Any thread may call it."""
+        """End the transfer for all participants. The first reason stays. Any thread may call it."""
         if self._transfer is not None:
             self._transfer.abort(reason)
 
 
 def folder_of_one_machine(num_senders: int) -> Path:
-    """Choose shared memory where it holds twice the buckets under way, else the temporary folder.
+    """Return the folder for a transfer on one machine: shared memory if it holds twice the buckets in flight.
 
-    Containers have 64 MiB of shared memory by default.
+    Otherwise the temporary folder: containers have only 64 MiB of shared memory by default.
     """
     needed = 2 * num_senders * MAX_UNACKNOWLEDGED * BUCKET_BYTES
     has_room = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free >= needed

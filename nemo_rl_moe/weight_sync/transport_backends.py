@@ -2,12 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transports of a bucket's bytes from a trainer rank to engine workers: files, collectives (NCCL, gloo), CUDA IPC.
 
-A transfer's board lists and labels the buckets and records who has taken them; the bytes travel in files of its folder,
-or beside it. A collective serves engines on GPUs of their own, and reads each bucket once for any number of receivers.
-CUDA IPC serves engines on the trainer's GPUs, which NCCL cannot connect with them: each engine rank reads the memory of
-the trainer's rank on its own GPU, and of no other, as that would take a CUDA context of each process on each GPU.
+The transfer's board lists the buckets and the receivers that have taken them. Files are in its folder. Collectives
+serve engines on separate GPUs, and read each bucket once for any number of receivers. CUDA IPC serves engines on the
+trainer's GPUs, where NCCL does not work: each engine rank reads the memory of the trainer's rank on its own GPU only,
+because reading from others would need a CUDA context of each process on each GPU.
 
-NCCL and CUDA IPC take tensors on the device, and nothing of them passes the host.
+With NCCL and CUDA IPC tensors stay on the device.
 """
 
 import base64
@@ -33,41 +33,41 @@ COLLECTIVE_TIMEOUT_S = 120.0
 _POLL_S = 0.01
 BUCKET_BYTES = 64 * 2**20
 DEVICE_BUCKET_BYTES = 512 * 2**20
-"""Of buckets that stay on devices: each costs some waits of the host, and memory of a GPU."""
+"""Size of buckets on devices: each costs some waits of the host, and GPU memory."""
 
 
 class TransportBackend(Protocol):
-    """A transport, in a form that is pickled to senders and receivers."""
+    """A transport, pickled to senders and receivers."""
 
     @property
     def is_ordered(self) -> bool:
-        """Whether all receivers must take the buckets of all senders in one order."""
+        """Whether all receivers must take the buckets of all senders in one global order."""
         ...
 
     @property
     def on_device(self) -> bool:
-        """Whether it takes tensors on the trainer's device, where all ranks have all of them; else on the host."""
+        """Whether it takes tensors on the trainer's device, where every rank has all tensors, or else on the host."""
         ...
 
     @property
     def bucket_bytes(self) -> int: ...
 
     def place(self) -> str | None:
-        """Return where this process is: those at the same place send and receive; None: all to all."""
+        """Identify the device of this process if only processes on one device exchange tensors, else return None."""
         ...
 
     def publish(self, board: Board, name: str, label: BucketLabel, tensors: Mapping[str, Tensor]) -> Tensor | None:
-        """Announce a bucket. What is returned must live until every receiver has taken it."""
+        """Announce a bucket. The returned buffer must live until every receiver has taken the bucket."""
         ...
 
     def deliver(self, board: Board, label: BucketLabel, buffer: Tensor | None) -> None:
-        """Send what `publish` has returned; called when receivers may have seen the announcement."""
+        """Send the buffer of `publish`, after receivers may have seen the announcement."""
         ...
 
     def opened(
         self, board: Board, name: str, label: BucketLabel, receiver: int
     ) -> AbstractContextManager[dict[str, Tensor]]:
-        """Open the bucket's tensors, compared with their checksums; valid until it is closed."""
+        """Open and verify the bucket's tensors, which are valid inside the context."""
         ...
 
 
@@ -85,23 +85,22 @@ class FileTransport:
         content: dict[str, Tensor] = {}
         for key, tensor in tensors.items():
             storage = tensor.untyped_storage().data_ptr()
-            # Tied weights under two names, or slices of one tensor: safetensors asks for memory of their own.
+            # safetensors refuses shared memory, which tied weights and slices of one tensor have.
             content[key] = tensor.clone() if storage in storages else tensor.contiguous()
             storages.add(storage)
         _folder_of(board).put_file(name, lambda path: write_bucket(path, label, content))
 
     def deliver(self, board: Board, label: BucketLabel, buffer: Tensor | None) -> None:
-        """Do nothing: the file has the bytes."""
+        """Do nothing: the file contains the bytes."""
 
     def opened(
         self, board: Board, name: str, label: BucketLabel, receiver: int
     ) -> AbstractContextManager[dict[str, Tensor]]:
-        """Map the file into memory."""
         return opened_bucket(_folder_of(board).folder / name, label)
 
 
 def _folder_of(board: Board) -> FolderBoard:
-    assert isinstance(board, FolderBoard)  # a transfer of files has one
+    assert isinstance(board, FolderBoard)  # transfers through files have one
     return board
 
 
@@ -110,20 +109,20 @@ class _Connections(NamedTuple):
     store: TCPStore
 
 
-# Connections are kept: making those of NCCL takes seconds.
+# Connections are reused: making them takes seconds with NCCL.
 _groups: dict[tuple[str, int], _Connections] = {}
 
 
 @dataclass(frozen=True)
 class CollectiveTransport:
-    """Broadcasts from each sender to all receivers, in one process group for each sender.
+    """Broadcasts from each sender to all receivers, in one process group per sender.
 
-    Senders wait for each other in the trainer's collectives while they gather tensors, so receivers take buckets in the
-    one order in which they became ready; two that waited in broadcasts of different senders would deadlock.
+    Receivers take the buckets in the global order in which they became ready. Senders wait for each other in the
+    trainer's collectives while they gather tensors, so two receivers in broadcasts of different senders would deadlock.
 
     Attributes:
-        group: Name of the connections; a new one for other processes or after a failed transfer.
-        address: Address whose interface gloo takes, such as loopback on one machine; None: of the host's name.
+        group: Name of the connections. It must be new for other processes or after a failed transfer.
+        address: Address of gloo's network interface, such as loopback on one machine; None: that of the host's name.
     """
 
     backend: Literal["nccl", "gloo"]
@@ -149,18 +148,16 @@ class CollectiveTransport:
         return None
 
     def publish(self, board: Board, name: str, label: BucketLabel, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Note names, types, shapes and checksum."""
         buffer = packed(list(tensors.values()), self._device)
         board.put(name, manifest_text(label, Packing.of(tensors), buffer))
         return buffer
 
     def deliver(self, board: Board, label: BucketLabel, buffer: Tensor | None) -> None:
-        assert buffer is not None  # it is what `publish` has returned
+        assert buffer is not None  # it comes from `publish`
         self._broadcast(board, label, 0, buffer)
 
     @contextmanager
     def opened(self, board: Board, name: str, label: BucketLabel, receiver: int) -> Iterator[dict[str, Tensor]]:
-        """Receive the broadcast's tensors in new memory."""
         manifest = read_manifest(name, board.read(name), label)
         buffer = torch.empty(manifest.packing.num_bytes, dtype=torch.uint8, device=self._device)
         self._broadcast(board, label, 1 + receiver, buffer)
@@ -175,18 +172,18 @@ class CollectiveTransport:
             options.rootRank = 0
             _groups[key].group.broadcast([buffer], options).wait()
             if buffer.is_cuda:
-                torch.cuda.synchronize(buffer.device)  # the folder reports others that the bucket has been taken
+                torch.cuda.synchronize(buffer.device)  # the board then reports the bucket as taken
         except (RuntimeError, ValueError) as error:
             _groups.pop(key, None)
             raise WeightSyncError(f"{self.backend}, {label}: {' '.join(str(error).split())[:300]}") from error
 
-    def _connect(self, board: Board, sender: int, rank: int) -> "_Connections":
+    def _connect(self, board: Board, sender: int, rank: int) -> _Connections:
         store = self._meeting_place(board, f"{sender:04d}.store", serves=rank == 0)
         store.set_timeout(timedelta(seconds=self.timeout_s))
         return _Connections(self._group(store, rank), store)
 
     def _meeting_place(self, board: Board, name: str, *, serves: bool) -> TCPStore:
-        """Return a store that lives as long as the connections, which the board does not; the sender serves it."""
+        """Return a store, served by the sender, that lives as long as the connections. The board ends earlier."""
         if serves:
             address = self.address or board.own_address()
             store = serve_store(address, 1 + self.num_receivers)
@@ -220,7 +217,7 @@ class CollectiveTransport:
 
 class SharedMemory(Protocol):
     def shared(self, buffer: Tensor) -> Mapping[str, Any]:
-        """Return the handle of a buffer, in values that JSON has; valid while the buffer lives."""
+        """Return a JSON-serializable handle of a buffer, valid while the buffer lives."""
         ...
 
     def mapped(self, handle: Mapping[str, Any]) -> AbstractContextManager[Tensor]: ...
@@ -228,12 +225,12 @@ class SharedMemory(Protocol):
     def device(self) -> torch.device: ...
 
     def place(self) -> str:
-        """Return the name of the device, the same in all processes."""
+        """Return the name of the device, which is the same in all processes."""
         ...
 
 
 class CudaMemory:
-    """Memory of a GPU, by CUDA's handles for other processes on it."""
+    """GPU memory, shared by CUDA IPC handles."""
 
     def device(self) -> torch.device:
         return torch.device("cuda")
@@ -242,7 +239,6 @@ class CudaMemory:
         return str(torch.cuda.get_device_properties(self.device()).uuid)
 
     def shared(self, buffer: Tensor) -> Mapping[str, Any]:
-        """Return torch's handle of the buffer's storage."""
         torch.cuda.synchronize(buffer.device)
         _, *handle = buffer.untyped_storage()._share_cuda_()
         return {
@@ -252,19 +248,18 @@ class CudaMemory:
 
     @contextmanager
     def mapped(self, handle: Mapping[str, Any]) -> Iterator[Tensor]:
-        """Open the sender's memory itself."""
         values = [
             base64.b64decode(value) if index in handle["bytes_at"] else value
             for index, value in enumerate(handle["handle"])
         ]
         storage = torch.UntypedStorage._new_shared_cuda(torch.cuda.current_device(), *values)
         yield torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        torch.cuda.synchronize()  # what the loader has begun to copy is read before the sender may free it
+        torch.cuda.synchronize()  # the loader's copies must finish before the sender may free the memory
 
 
 @dataclass(frozen=True)
 class IpcTransport:
-    """Buckets that receivers read in the memory of the sender on their own GPU."""
+    """Buckets that a receiver reads from the memory of the sender on its own GPU."""
 
     memory: SharedMemory = field(default_factory=CudaMemory)
     is_ordered: bool = field(default=False, init=False)
@@ -275,13 +270,12 @@ class IpcTransport:
         return self.memory.place()
 
     def publish(self, board: Board, name: str, label: BucketLabel, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Note names, types, shapes, checksum and handle."""
         buffer = packed(list(tensors.values()), self.memory.device())
         board.put(name, manifest_text(label, Packing.of(tensors), buffer, self.memory.shared(buffer)))
         return buffer
 
     def deliver(self, board: Board, label: BucketLabel, buffer: Tensor | None) -> None:
-        """Do nothing: receivers open the memory."""
+        """Do nothing: receivers open the sender's memory."""
 
     @contextmanager
     def opened(self, board: Board, name: str, label: BucketLabel, receiver: int) -> Iterator[dict[str, Tensor]]:

@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A watch over the receivers of a weight transfer: one that dies or freezes ends it for all within a second or two.
+"""A watch over the receivers of a weight transfer, which ends it for all within seconds if one dies or freezes.
 
-Processes that meet in a folder cannot distinguish a lost receiver from a slow one, and would wait for it for
-two minutes. Who has started the receivers can: it looks at them while the trainer's ranks send.
+The other processes cannot distinguish a lost receiver from a slow one, and would wait for two minutes. The driver has
+started the receivers and can: it checks them while the trainer's ranks send.
 """
 
 import time
@@ -16,28 +16,28 @@ from nemo_rl_moe.errors import ReceiverLostError, WeightSyncError
 from nemo_rl_moe.weight_sync.transport import WeightTransport
 
 PERIOD_S = 0.5
-"""Between two looks; most refits are over before the first."""
+"""Interval of checks. Most refits end before the first."""
 CAUSE_WAIT_S = 3.0
-"""After a transfer has failed: the closed connection of a receiver is often seen before its death."""
+"""Wait for the cause of a failed transfer: a receiver's connection often closes before its death is reported."""
 _POLL_S = 0.05
 
 
 class Receivers(Protocol):
     def find_lost(self, patience_s: float | None = None) -> str | None:
-        """Return the name of a receiver that is lost and what has happened to it, in words; None where all are there.
+        """Return the name of a lost receiver and what happened to it, in words; None if all are alive.
 
-        It is ended, so that others who are connected with it notice.
+        A frozen receiver is killed, so that processes connected to it notice.
         """
         ...
 
     def have_ended(self) -> bool:
-        """Return whether none of them receives any more."""
+        """Return whether all receiving calls have ended."""
         ...
 
 
 @contextmanager
 def watched(transport: WeightTransport, receivers: Receivers) -> Iterator[None]:
-    """Watch the receivers while open; end the transfer with a ReceiverLostError when one of them is lost."""
+    """Watch the receivers inside the context; end the transfer with a ReceiverLostError if one is lost."""
     is_over = Event()
     found: list[str] = []
 
@@ -64,7 +64,7 @@ def watched(transport: WeightTransport, receivers: Receivers) -> Iterator[None]:
 
 
 def _lost_behind_a_failure(receivers: Receivers) -> str | None:
-    """Find, within some seconds, the receiver whose loss made a transfer fail."""
+    """Return the receiver whose loss made a transfer fail, waiting some seconds for it."""
     deadline = time.monotonic() + 2 * CAUSE_WAIT_S
     while True:
         if (lost := receivers.find_lost(CAUSE_WAIT_S)) is not None:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Batches of requests as they come: a copy of the weights that is free takes what waits."""
+"""Batches of requests as they come: a free copy of the weights takes the waiting requests."""
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
@@ -16,14 +16,13 @@ Generate = Callable[[int, GenerationBatch], Sequence[GeneratedSequence]]
 
 
 class RequestBatches:
-    """Requests on their way to copies of the weights, in batches that share their sampling parameters.
+    """Distribution of requests over copies of the weights, in batches that share their sampling parameters.
 
-    Requests that tasks make in one turn of the event loop are dealt out together.
+    Requests that tasks make in one iteration of the event loop are distributed together.
 
     Args:
-        generate: Has the copy of a number generate a batch; called in a thread.
-        num_copies: Copies, numbered from 0.
-        max_batch_size: Most sequences that a copy generates at a time; None: all of its share.
+        generate: Generates a batch on a copy, given by its number from 0. Called in a thread.
+        max_batch_size: Maximum number of sequences that a copy generates at a time; None: all of its share.
     """
 
     def __init__(self, generate: Generate, num_copies: int, max_batch_size: int | None):
@@ -45,7 +44,7 @@ class RequestBatches:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Wait until all copies are free, and give them nothing while open."""
+        """Wait until all copies are free, and start no batch inside the context."""
         with self._changed:
             self._is_paused = True
             self._changed.wait_for(lambda: len(self._free) == self._num_copies)
@@ -61,7 +60,7 @@ class RequestBatches:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _deal_out(self) -> None:
-        """Give free copies what waits; requests whose tasks were cancelled are dropped."""
+        """Give the waiting requests to free copies; drop requests of cancelled tasks."""
         with self._changed:
             while self._waiting and self._free and not self._is_paused:
                 for copy, share in self._next_shares().items():
@@ -69,8 +68,8 @@ class RequestBatches:
                     self._threads.submit(self._run, copy, share)
 
     def _next_shares(self) -> dict[int, list[Waiting]]:
-        """Take the requests with the first one's sampling."""
-        # Neighbours, often answers to one prompt and alike in length, go to different copies.
+        """Take the requests with the sampling parameters of the first one, by copy."""
+        # Neighbours, often samples of one prompt with similar lengths, go to different copies.
         copies = sorted(self._free)
         sampling = self._waiting[0][0].sampling
         most = None if self._max_batch_size is None else self._max_batch_size * len(copies)
@@ -96,12 +95,12 @@ class RequestBatches:
 
 
 def _hand_over(ended: Sequence[Ended]) -> None:
-    """Set results from another thread than the futures'. It wakes an event loop once a batch, not once a sequence."""
+    """Set results from another thread. This wakes an event loop once per batch, not once per sequence."""
     by_loop: dict[asyncio.AbstractEventLoop, list[Ended]] = {}
     for future, result in ended:
         by_loop.setdefault(future.get_loop(), []).append((future, result))
     for loop, of_loop in by_loop.items():
-        with suppress(RuntimeError):  # the loop was closed, so nobody waits
+        with suppress(RuntimeError):  # the loop was closed, so nothing waits
             loop.call_soon_threadsafe(_set_results, of_loop)
 
 

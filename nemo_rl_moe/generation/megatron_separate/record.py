@@ -23,7 +23,7 @@ class MegatronSeparateConfig(StrictModel):
 
 
 def copies_have_places(config: "GRPOMasterConfig") -> Iterator[str]:
-    """Yield the workers of the copies, which are not the policy's."""
+    """Check that the copies have workers, which are separate from the policy's."""
     if GENERATION_ROLE not in config.cluster.roles:
         yield (
             f"cluster.roles.{GENERATION_ROLE}: missing; expected the workers of policy.generation.backend"
@@ -34,14 +34,14 @@ def copies_have_places(config: "GRPOMasterConfig") -> Iterator[str]:
 
 
 def size(config: "GRPOMasterConfig") -> EngineSize:
-    """Return a copy for each worker of the role."""
+    """Plan a copy for each worker of the role."""
     cluster = config.cluster
     place = cluster.place_of(GENERATION_ROLE) if GENERATION_ROLE in cluster.roles else cluster
     return EngineSize(num_copies=place.world_size, ranks=1, dtype=config.policy.precision)
 
 
 def check_model(config: "GRPOMasterConfig", hf_config: Any) -> None:
-    """Check that all that is learnt travels: an expert bias does under the name that the model's family has for it."""
+    """Check that an expert bias can be sent, which needs a Hugging Face name in the model's family."""
     from nemo_rl_moe.models.families import family_of
 
     bias = "decoder.layers.0.mlp.router.expert_bias"

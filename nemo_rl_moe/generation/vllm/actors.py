@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The Ray actors of vLLM's engines: they are started, asked, given up when they are lost, and replaced."""
+"""The Ray actors of vLLM's engines: start, calls, and replacement of lost ones."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -18,9 +18,9 @@ from nemo_rl_moe.generation.vllm.placement import Placement
 from nemo_rl_moe.generation.vllm.worker import VllmSettings, VllmWorker
 
 PROGRESS = "progress"
-"""Concurrency group of calls that are answered while the actor's own thread generates."""
+"""Concurrency group of calls that are answered while the actor generates."""
 CLOSING_S = 2.0
-"""Seconds that an actor has to remove its files."""
+"""Time for an actor to remove its files."""
 
 
 @dataclass
@@ -33,14 +33,14 @@ class EngineActor:
     since: float = 0.0
     asleep: set[str] = field(default_factory=set)
     window: int = sys.maxsize
-    """Requests that it gets at a time."""
+    """Maximum number of requests that it gets at a time."""
 
     @property
     def name(self) -> str:
         return f"vLLM engine {self.number}"
 
     def ask_num_steps(self) -> Any:
-        """Ask for the number of its steps: answered while it generates or receives, unless it is frozen."""
+        """Ask for its number of steps. It answers while it generates or receives, unless it is frozen."""
         return self.handle.num_steps.options(concurrency_group=PROGRESS).remote()
 
     def end(self) -> None:
@@ -66,14 +66,14 @@ class EngineActors:
         self._placement, self._warn = placement, warn
 
     def start_missing(self) -> None:
-        """Start engines until all are there; new ones have no weights yet."""
+        """Start the missing engines, which have no weights yet."""
         missing = sorted(set(range(self.number)) - {actor.number for actor in self.present})
         if not missing:
             return
         actor_class = ray.remote(concurrency_groups={PROGRESS: 1})(VllmWorker)
         started = []
         for number in missing:
-            # Equal engines would draw the same numbers for different requests.
+            # With equal seeds, engines would use the same random numbers for different requests.
             seed = self._settings.seed + number + self.num_started * self.number
             settings = replace(self._settings, gpus=self._placement.gpus(number), seed=seed)
             options = self._placement.options(number)
@@ -98,7 +98,7 @@ class EngineActors:
             actor.window = window or sys.maxsize
 
     def give_up(self, actor: EngineActor, reason: str) -> None:
-        """End one, and say why."""
+        """End an engine, and warn with the reason."""
         self.present.remove(actor)
         self.num_lost += 1
         actor.end()
@@ -110,7 +110,7 @@ class EngineActors:
         self._warn(f"{actor.name} {reason}; {others}")
 
     def give_up_the_dead(self) -> None:
-        """Give up those that have died, or do not answer, since they last generated."""
+        """Give up engines that have died since they last generated, or do not answer."""
         questions = {actor.ask_num_steps(): actor for actor in self.present}
         if not questions:
             return
@@ -128,7 +128,7 @@ class EngineActors:
     def ask(
         self, question: Callable[[Any], Any], actors: Sequence[EngineActor] | None = None
     ) -> tuple[list[tuple[EngineActor, Any]], str | None]:
-        """Call actors at the same time; return their answers, and the name and reason of the last one lost."""
+        """Call actors (default: all) concurrently; return the answers, and the name and reason of the last lost one."""
         calls = [(actor, question(actor.handle)) for actor in (self.present if actors is None else actors)]
         answers: list[tuple[EngineActor, Any]] = []
         lost = None
@@ -141,7 +141,7 @@ class EngineActors:
         return answers, lost
 
     def end_all(self) -> None:
-        """End all; those that do not answer leave the model's files for the next one to remove."""
+        """End all engines. The files of one that does not answer are removed by the next."""
         if self.present and ray.is_initialized():
             with suppress(RayError, ValueError):
                 closing = [actor.handle.close.options(concurrency_group=PROGRESS).remote() for actor in self.present]

@@ -21,26 +21,26 @@ class VllmConfig(StrictModel):
     """Engines of `backend: vllm`."""
 
     num_engines: PositiveInt | None
-    """Engines, which share the prompts; null: one for each `tensor_parallel_size` GPUs of the run, one on CPUs."""
+    """Number of engines, which share the prompts; null: the run's GPUs over `tensor_parallel_size`, or 1 on CPUs."""
     tensor_parallel_size: PositiveInt
     """GPUs of one engine; 1 on CPUs."""
     expert_parallel: bool
-    """Divide the experts among these GPUs instead of cutting each."""
+    """Distribute the experts over these GPUs instead of sharding each."""
     dtype: Literal["float32", "bfloat16", "float16"] | None
     """Number format of the engines' weights; null: `policy.precision`."""
     gpu_memory_utilization: Share
-    """Share of a GPU's memory that an engine may take while it generates; the trainer's part lies beside it."""
+    """Share of a GPU's memory that an engine may take while it generates. The trainer's memory comes on top."""
     cpu_cache_gib: PositiveInt
-    """Gibibytes of key-value cache of each engine on CPUs."""
+    """Key-value cache of each engine on CPUs, in GiB."""
     cpu_threads: Processes
     """Threads of each engine on CPUs."""
     prefix_caching: PrefixCaching
-    """Keys and values of equal beginnings, such as a group's prompt: `none` computes them for each request; `reset`
-    computes them once with each weights; `keep` leaves those of old weights in use after an update."""
+    """Keys and values of common prefixes, such as a group's prompt. `none` computes them for each request. `reset`
+    computes them once for each version of the weights. `keep` still uses old ones after an update."""
     start_timeout_s: Seconds
-    """Seconds until the engines are to be ready."""
+    """Seconds within which the engines must be ready."""
     stall_timeout_s: Seconds
-    """Seconds without a step after which an engine that generates is given up and replaced."""
+    """Seconds without a step after which a generating engine is given up and replaced."""
 
 
 def section_of(config: "GRPOMasterConfig") -> VllmConfig:
@@ -48,7 +48,7 @@ def section_of(config: "GRPOMasterConfig") -> VllmConfig:
 
 
 def engines_have_places(config: "GRPOMasterConfig") -> Iterator[str]:
-    """Check that engines have places: each on one machine, and no two on a GPU."""
+    """Check that each engine fits on one machine, and that no two share a GPU."""
     engines = section_of(config)
     has_own = GENERATION_ROLE in config.cluster.roles
     place = config.cluster.place_of(GENERATION_ROLE) if has_own else config.cluster
@@ -83,7 +83,7 @@ def engines_have_places(config: "GRPOMasterConfig") -> Iterator[str]:
 
 
 def prefix_cache_fits(config: "GRPOMasterConfig") -> Iterator[str]:
-    """Check that nothing needs what a prefix cache leaves out, and that a loss weighs what old weights computed."""
+    """Check that no routes are captured with a prefix cache, and that a loss corrects for keys of old weights."""
     chosen, key = section_of(config).prefix_caching, f"{KEY}.prefix_caching"
     if chosen == "none":
         return
@@ -105,6 +105,6 @@ def prefix_cache_fits(config: "GRPOMasterConfig") -> Iterator[str]:
 
 
 def captures_routes(config: "GRPOMasterConfig") -> bool:
-    """Return whether sequences carry routed experts: on GPUs only for a replay, as it rules out a prefix cache."""
+    """Return whether sequences have routed experts. On GPUs only for replay, because it excludes a prefix cache."""
     megatron, on_gpus = config.policy.megatron_cfg, config.cluster.gpus_per_node > 0
     return megatron.routing_replay == "rollout" or (megatron.capture_routing and not on_gpus)

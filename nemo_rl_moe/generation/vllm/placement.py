@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Places of vLLM's engines: machines and GPUs."""
+"""The machines and GPUs of vLLM's engines."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ from nemo_rl_moe.distributed.cluster import RayCluster
 
 @dataclass(frozen=True)
 class Placement:
-    """Places of engines: on the trainer's machines and GPUs, one of the two asleep, or on machines of their own."""
+    """Machines and GPUs of engines: separate ones, or shared with the trainer, of which one is then asleep."""
 
     cluster: RayCluster
     gpus_per_engine: int
@@ -20,14 +20,14 @@ class Placement:
 
     @property
     def engines_per_machine(self) -> int:
-        """Engines that a machine has GPUs for; on CPUs one, or as many as it has workers where it is theirs."""
+        """Engines that the GPUs of a machine hold. On CPUs 1 if shared with the trainer, else one per worker."""
         if self.gpus_per_engine:
             return self.cluster.config.gpus_per_node // self.gpus_per_engine
         return 1 if self.is_shared else self.cluster.config.workers_per_node
 
     @property
     def num_engines(self) -> int:
-        """Engines that there are places for; on CPUs that are the trainer's, one."""
+        """Engines that all machines hold. On CPUs shared with the trainer, 1 in total."""
         is_one = self.is_shared and not self.gpus_per_engine
         return 1 if is_one else self.engines_per_machine * self.cluster.config.num_nodes
 
@@ -40,7 +40,7 @@ class Placement:
         return {**resources, "scheduling_strategy": strategy}
 
     def gpus(self, number: int) -> tuple[int, ...]:
-        """Return the GPUs of its machine that an engine uses beside the trainer; empty where Ray chooses them."""
+        """Return the GPUs of its machine that an engine shares with the trainer; empty if Ray assigns its GPUs."""
         if not self.is_shared:
             return ()
         first = number % self.engines_per_machine * self.gpus_per_engine

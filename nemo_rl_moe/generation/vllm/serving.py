@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Requests on their way to vLLM's engines: dealt out as engines have room for them, answered as they finish.
+"""Distribution of requests over vLLM's engines as they have capacity, and of the answers as they finish.
 
-One task of the event loop does all of it while anybody waits; a thread waits for the actors.
+One task of the event loop does this while any request waits. A thread waits for the actors.
 """
 
 import asyncio
@@ -24,9 +24,9 @@ from nemo_rl_moe.generation.refit import reason_of
 from nemo_rl_moe.generation.vllm.actors import PROGRESS, EngineActor, EngineActors
 
 LOOK_S = 0.05
-"""Seconds until a stream that has begun meanwhile is listened to."""
+"""Delay until a newly started stream is listened to."""
 POLL_S = 2.0
-"""Seconds between questions for the progress of engines."""
+"""Interval between questions for the progress of engines."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class _Waiting:
 
 
 class Serving:
-    """Service of requests by the engines that are there.
+    """Serving of requests by the present engines.
 
     Args:
-        prepare: Makes engines ready, with weights and awake; returns the version of the weights. Engines that are lost
-            meanwhile are given up.
+        prepare: Wakes the engines and gives them weights if needed; returns the version of the weights. It gives up
+            engines that are lost meanwhile.
     """
 
     def __init__(self, actors: EngineActors, prepare: Callable[[], int]):
@@ -65,10 +65,7 @@ class Serving:
         return await self._waiting[number].future
 
     async def come_to_rest(self) -> None:
-        """Have engines answer all requests by what there is of them, in the event loop of the requests.
-
-        Those that wait for a text, and for a part of which nobody could go on, are answered whole.
-        """
+        """Have engines answer all requests with the tokens so far. Requests with stop strings are completed."""
         if self._task is None or self._task.done():
             return
         self._break_off(is_wanted=True)
@@ -80,7 +77,7 @@ class Serving:
             actor.handle.break_off.options(concurrency_group=PROGRESS).remote(is_wanted)
 
     def drain(self) -> None:
-        """Let engines end what nobody waits for any more; after a call that was broken off."""
+        """Let engines finish requests that nothing waits for, after an interrupted call."""
         for actor in [each for each in self._actors.present if each.results is not None]:
             while actor.results is not None and actor in self._actors.present:
                 ready, _ = ray.wait([actor.results], num_returns=1, timeout=self._actors.stall_timeout_s)
@@ -96,7 +93,7 @@ class Serving:
         self._task = loop.create_task(self._serve())
 
     async def _serve(self) -> None:
-        """Serve until nobody waits; the first requests have come together by now."""
+        """Serve until no request waits. It starts after the tasks that run first have all made their requests."""
         try:
             self.drain()
             most_lost = self._actors.num_lost + 2 * self._actors.number
@@ -117,9 +114,8 @@ class Serving:
             self._is_open = False
 
     def _deal_out(self) -> None:
-        """Give requests to the engines that have the fewest: neighbours are often answers to one prompt, and alike."""
-        # What would wait in an engine waits here, until one of them has room: none ends early while others have a
-        # queue.
+        """Give each request to the engine with the fewest. Neighbours are often samples of one prompt, and similar."""
+        # Requests beyond the engines' capacity wait here, so that no engine runs dry while another has a queue.
         shares: dict[int, dict[int, GenerationRequest]] = {actor.number: {} for actor in self._actors.present}
         undealt, self._undealt = [each for each in self._undealt if each in self._waiting], []
         for position, number in enumerate(undealt):
@@ -143,7 +139,6 @@ class Serving:
         actor.progress, actor.since = -1, time.monotonic()
 
     async def _answer(self) -> None:
-        """Hand out answers until no engine has work."""
         loop, looked = asyncio.get_running_loop(), time.monotonic()
         while busy := [actor for actor in self._actors.present if actor.results is not None]:
             streams = [actor.results for actor in busy]
@@ -157,12 +152,12 @@ class Serving:
                 looked = time.monotonic()
 
     def _take(self, actor: EngineActor) -> None:
-        """Take the next answers of an engine's stream, which are there, or its end."""
+        """Take the next answers, or the end, of an engine's stream that is ready."""
         try:
             answers = ray.get(next(actor.results))
         except StopIteration:
             actor.results = None
-            if actor.requests:  # they came when the stream had ended
+            if actor.requests:  # they came after the end of the stream
                 self._start_stream(actor, {})
             return
         except RayError as error:
@@ -178,14 +173,14 @@ class Serving:
             self._deal_out()
 
     def _lose(self, actor: EngineActor, reason: str) -> None:
-        """Give up an engine; the others get what it had."""
+        """Give up an engine, and pass its requests to the others."""
         self._actors.give_up(actor, reason)
         self._undealt += sorted(actor.requests & self._waiting.keys())
         if self._is_open:
             self._deal_out()
 
     def _stalled(self, busy: Sequence[EngineActor]) -> list[EngineActor]:
-        """Return engines that have made no step for too long; a frozen one does not even answer."""
+        """Return engines that have made no step for too long, or are frozen and do not answer."""
         questions: dict[Any, EngineActor] = {
             actor.ask_num_steps(): actor for actor in busy if actor.results is not None
         }

@@ -1,10 +1,10 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Weights as they lie in a vLLM engine of one rank, by their Hugging Face names.
+"""Weights stored in a vLLM engine of one rank, by their Hugging Face names.
 
 vLLM joins projections (`qkv_proj`, `gate_up_proj`, `w13_weight`) and, on CPUs, packs them into the layout of a kernel.
-Joined ones are cut apart, packed ones are unpacked: what is compared is what the engine computes with. Weights in a
-layout that is not known here are left out.
+Here they are unpacked and split, so that the weights that the engine computes with are compared. Weights in an unknown
+layout are skipped.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,17 +14,17 @@ import torch
 from torch import Tensor, nn
 
 PLAIN_BACKENDS = ("TRITON", "BATCHED_TRITON", "CPU")
-"""Kernels of experts that keep the order of the rows; others swap, shuffle or interleave them."""
+"""Expert kernels that keep the order of the rows. Others swap, shuffle or interleave them."""
 WIDEST_READ_OUT = 512
-"""Inputs of a packed layer up to which its weights are read out: the products grow with their square."""
+"""Maximum input width of a packed layer whose weights are read out: the cost grows with its square."""
 
 _DELTA_NETS_INPUTS = "in_proj_qkvz"
-"""Joined projection of a gated delta net: queries, keys and values are one tensor in files, the output gates another,
-or all of them one."""
+"""Joined projection of a gated delta net. Files have one tensor, or two: queries, keys and values, and the output
+gates."""
 
 
 def stored_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and values of each tensor whose layout is known; those of experts, one at a time."""
+    """Yield the name and values of each tensor whose layout is known, and of each expert separately."""
     joined: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
     for prefix, module in model.named_modules():
         if hasattr(module, "w13_weight"):
@@ -50,8 +50,8 @@ def stored_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _linear_weight(module: Any) -> Tensor | None:
-    """Return the weights of a linear layer that are packed in its kernel: its outputs for rows of the unit matrix."""
-    # Products with 0 and 1 and their sums are exact. None where there is no such kernel, or it would take too long.
+    """Read the packed weights of a linear layer as its outputs for the identity; None if unpacked or too wide."""
+    # Exact: all products are with 0 and 1.
     kernel: Callable[[Tensor, None, None], Tensor] | None = getattr(module, "cpu_linear", None)
     widths = (getattr(module, name, None) for name in ("input_size_per_partition", "input_size", "embedding_dim"))
     width: int | None = next(filter(None, widths), None)
@@ -61,8 +61,8 @@ def _linear_weight(module: Any) -> Tensor | None:
 
 
 def _convolution(packed: Tensor) -> Tensor:
-    """Return the weights `[channels, 1, taps]` of a gated delta net's convolution that is packed in its kernel."""
-    # vLLM keeps a copy of them as they were; what is compared is what it computes with.
+    """Return the packed weights of a gated delta net's convolution, `[channels, 1, taps]`."""
+    # vLLM also keeps an unpacked copy, but computes with the packed one.
     from vllm._custom_ops import causal_conv1d_weight_pack
 
     unpack = unpacking(packed[None], "", pack=lambda values, isa: causal_conv1d_weight_pack(values[0]))
@@ -93,16 +93,19 @@ def _experts(prefix: str, module: Any) -> Iterator[tuple[str, Tensor]]:
 def unpacking(
     packed: Tensor, isa: str, pack: Callable[[Tensor, str], Tensor] | None = None
 ) -> Callable[[Tensor], Tensor]:
-    """Return what puts the numbers of one expert back in the order of its rows.
+    """Return a function that restores the row order of one expert's packed numbers.
 
-    Packing moves numbers and changes none, so numbers that say their own place show where each of them goes.
+    Packing only moves numbers. Packing a tensor that contains its own indices shows where each number goes.
     """
-    pack = pack or _pack_of_vllm()
+    if pack is None:
+        from vllm._custom_ops import cpu_prepack_moe_weight
+
+        pack = cpu_prepack_moe_weight
     shape = packed.shape[1:]
     places = torch.arange(shape.numel(), dtype=torch.int64)
     as_integers = torch.int32 if packed.dtype.itemsize == 4 else torch.int16
     found = torch.zeros_like(places)
-    digit_bits = 15  # what a signed number of 16 bits holds
+    digit_bits = 15  # the capacity of a signed 16-bit integer
     for shift in range(0, max(1, int(places[-1]).bit_length()), digit_bits):
         digits = (places >> shift & (1 << digit_bits) - 1).to(as_integers)
         moved = pack(digits.view(packed.dtype).view(1, *shape).contiguous(), isa)
@@ -114,10 +117,3 @@ def unpacking(
         return flat.view(shape)
 
     return unpack
-
-
-def _pack_of_vllm() -> Callable[[Tensor, str], Tensor]:
-    from vllm._custom_ops import cpu_prepack_moe_weight
-
-    pack: Callable[[Tensor, str], Tensor] = cpu_prepack_moe_weight
-    return pack

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The Ray actor of one vLLM engine: requests in, sequences out as they finish, weights in place."""
+"""The Ray actor of one vLLM engine."""
 
 import json
 import os
@@ -36,20 +36,16 @@ _LONGEST_REASON = 500
 
 @dataclass(frozen=True)
 class VllmSettings:
-    """Settings of one engine, as they travel to its actor.
+    """Settings of one engine, which are sent to its actor. See also `VllmConfig`.
 
     Attributes:
-        model_files: The model's folder, file name to content, without weights: all of them come from the trainer.
-        decodes_text: Load the tokenizer of these files, for stop strings.
-        dtype: Number format of the weights, such as `float32`.
-        seed: Of the engine's generator, which is shared by requests on GPUs; on CPUs each has its own.
-        expert_parallel: Experts are divided among these ranks, not cut.
-        gpu_memory_utilization: Share of a GPU's memory that weights and key-value cache may take.
-        cpu_cache_gib: Gibibytes of the key-value cache on a CPU.
+        model_files: Content of the files of the model's folder. It has no weights: all come from the trainer.
+        decodes_text: Load the tokenizer from these files, for stop strings.
+        max_tokens: Maximum length of a sequence, prompt included.
+        seed: Of the engine's random generator, which requests share on GPUs. On CPUs each request has its own.
         num_threads: Threads of one engine on a CPU.
-        prefix_caching: Whether equal beginnings share keys and values, and whether those survive new weights.
-        captures_routes: Sequences get their routed experts.
-        image_settings: Of a model of images and text; None: it takes text alone.
+        captures_routes: Return the routed experts of sequences.
+        image_settings: None for a text model.
     """
 
     model_files: Mapping[str, bytes]
@@ -83,7 +79,7 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
         self._folder: Path | None = None
 
     def start(self) -> str | None:
-        """Import vLLM and build the model with random weights; what went wrong, in one line, or None."""
+        """Import vLLM and build the model with random weights; return the problem in one line, or None."""
         try:
             self._start()
         except Exception as error:
@@ -98,7 +94,7 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(settings.cpu_cache_gib))
         elif settings.gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, settings.gpus))
-        # For as long as this process: tokenizers read theirs late, and vLLM's own files go with it.
+        # Kept until the process ends: tokenizers read their files late. It also gets vLLM's temporary files.
         self._folder = folder_of_this_process(Path(tempfile.gettempdir()), "vllm")
         os.environ["TMPDIR"] = tempfile.tempdir = str(self._folder)
         model = self._folder / "model"
@@ -109,16 +105,16 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
         if settings.max_sequences is not None:
             more["max_num_seqs"] = settings.max_sequences
         if not settings.on_gpus:
-            # After a part of a prompt vLLM sets the request's generator back, which those of CPUs cannot do: it raises.
+            # After a chunk of a prompt vLLM resets the request's generator, which raises for CPU generators.
             more["enable_chunked_prefill"] = False
         else:
             more |= {
                 "gpu_memory_utilization": settings.gpu_memory_utilization,
                 "enable_expert_parallel": settings.expert_parallel,
                 "enable_sleep_mode": True,
-                # On Blackwell vLLM would take a kernel that shuffles experts, which no refit is known to reach.
+                # On Blackwell vLLM would choose a kernel that shuffles experts, for which refits are not known to work.
                 "moe_backend": "triton",
-                # Its own choice inside of a placement group are Ray's actors, and the group's GPUs are taken.
+                # In a placement group vLLM would start Ray actors, but the group's GPUs are already in use.
                 "distributed_executor_backend": "mp" if settings.tensor_parallel_size > 1 else "uni",
             }
             if settings.captures_routes:
@@ -136,9 +132,9 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
                 "max_model_len": settings.max_tokens,
                 "tensor_parallel_size": settings.tensor_parallel_size,
                 "seed": settings.seed,
-                # Compiled code on a CPU takes minutes to make; on GPUs graphs are captured.
+                # Compiling for a CPU takes minutes.
                 "enforce_eager": not settings.on_gpus,
-                # What a model's folder says of sampling is not what the run says.
+                # Ignore the sampling settings in the model's folder.
                 "generation_config": "vllm",
                 "enable_prefix_caching": settings.prefix_caching != "none",
                 "disable_log_stats": True,
@@ -149,7 +145,7 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
         releases.count_steps(self._engine, self._steps)
 
     def close(self) -> None:
-        """Remove the model's files; the process is killed afterwards."""
+        """Remove the model's files. The process is killed afterwards."""
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -157,19 +153,18 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
         return os.getpid()
 
     def window(self) -> int | None:
-        """Return the requests that it should have at a time, some of them waiting; None: any number."""
+        """Return the number of requests that it should have at a time, some of them waiting; None: any number."""
         return releases.window(self._engine)
 
     def num_steps(self) -> int:
-        """Return the steps of the engine so far in which the model ran: an engine that makes none makes no progress."""
         return self._steps.value
 
     def add(self, requests: Mapping[int, GenerationRequest]) -> None:
-        """Take further requests, while `generate` runs or for its next call."""
+        """Add requests to the running `generate`, or to its next call."""
         self._added.put(requests)
 
     def break_off(self, is_wanted: bool) -> None:
-        """Have `generate` give what there is of each sequence; until it is no longer wanted."""
+        """Make `generate` return each sequence with its tokens so far, until called with False."""
         if is_wanted:
             self._breaks_off.set()
         else:
@@ -178,7 +173,7 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
     def generate(
         self, requests: Mapping[int, GenerationRequest], version: int
     ) -> Iterator[list[tuple[int, GeneratedSequence]]]:
-        """Yield sequences as they finish, those of one step together, each with the number of its request."""
+        """Yield the sequences that finish in a step, each with the number of its request."""
         self._added.put(requests)
         prompts = ImagePrompts(self._settings.image_settings)
         taken: dict[int, GenerationRequest] = {}
@@ -194,13 +189,13 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
             self._engine.collective_rpc(_record_routes, args=(False,))
 
     def _take_added(self, taken: dict[int, GenerationRequest], prompts: ImagePrompts) -> bool:
-        """Give the engine what has been added; return whether there was anything."""
+        """Pass the added requests to the engine; return whether there were any."""
         num_before = len(taken)
         while not self._added.empty():
             for number, request in self._added.get().items():
                 taken[number] = request
                 prompt = prompts.prompt(request.token_ids, request.model_inputs)
-                # On a GPU each seed is a kernel of its own in every step, and samples do not repeat anyway.
+                # On a GPU each seed needs a separate kernel in every step, and samples are not repeatable anyway.
                 seed = None if self._settings.on_gpus else request.seed
                 self._engine.add_request(str(number), prompt, sampling_of(request.sampling, seed))
         return len(taken) > num_before
@@ -208,12 +203,12 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
     def _sequences(
         self, outputs: Sequence[Any], requests: Mapping[int, GenerationRequest], version: int
     ) -> list[GeneratedSequence]:
-        """Return the finished outputs; their routed experts lie in Ray's object store."""
+        """Convert finished outputs. Their routed experts are put into Ray's object store."""
         found = [sequence_of(output, version) for output in outputs]
         if self._settings.prefix_caching != "none":
             pairs = zip(found, outputs, strict=True)
             found = [replace(sequence, num_cached_tokens=output.num_cached_tokens or 0) for sequence, output in pairs]
-        # Of a sequence that was broken off at once no pass has seen anything.
+        # A sequence that was aborted at once has no forward pass.
         begun = [number for number, sequence in enumerate(found) if len(sequence.token_ids)]
         if not self._settings.captures_routes or not begun:
             return found
@@ -237,15 +232,14 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
     def score(
         self, sequences: Sequence[Sequence[int]], temperature: float, *model_inputs: Mapping[str, ModelInput]
     ) -> list[Float[np.ndarray, " tokens"]]:
-        """Return the log-probability of each token after the first given those before it, in nats."""
+        """Return the log-probability of each token after the first, given its prefix, in nats."""
         from vllm import SamplingParams
 
         prompts = ImagePrompts(self._settings.image_settings)
         inputs = model_inputs or ({},) * len(sequences)
         self._engine.collective_rpc(_set_prompt_temperature, args=(temperature,))
         for number, (tokens, of_sequence) in enumerate(zip(sequences, inputs, strict=True)):
-            # One token more than is asked for: an engine always draws one.
-            # With `prompt_logprobs` vLLM reads no prefix cache.
+            # An engine always samples one token. With `prompt_logprobs` vLLM does not read the prefix cache.
             sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
             self._engine.add_request(str(number), prompts.prompt(tokens, of_sequence), sampling)
         found: dict[int, Any] = {}
@@ -260,20 +254,20 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
         ]
 
     def module_outputs(self, token_ids: Sequence[int]) -> dict[str, Float[np.ndarray, "tokens features"]]:
-        """Return the output of every module for one sequence, by its name in the model; of an engine of one rank."""
+        """Return the output of every module for one sequence, by module name. Needs an engine of one rank."""
         (outputs,) = self._engine.collective_rpc(_with_outputs_noted, args=(partial(self.score, [token_ids], 1.0),))
         return dict(outputs)
 
     def weight_fingerprints(self, number_format: str) -> dict[str, str]:
-        """Return the fingerprints of the weights that an engine of one rank stores, by Hugging Face names."""
+        """Return the fingerprints of the stored weights by Hugging Face name. Needs an engine of one rank."""
         (found,) = self._engine.collective_rpc(_fingerprints, args=(number_format,))
         return dict(found)
 
     def receive(self, spec: TransportSpec, first_receiver: int) -> str | None:
-        """Take part in a transfer with all ranks of the engine; what went wrong, or None."""
+        """Receive weights on all ranks of the engine; return the problem or None."""
         try:
             problems = self._engine.collective_rpc(_receive, args=(spec, first_receiver, self._settings.image_settings))
-            # An image's embeddings belong to the tower that computed them; the scheduler would take them for current.
+            # The scheduler would reuse image embeddings of the old tower.
             self._engine.reset_encoder_cache()
             if self._settings.prefix_caching == "reset" and not self._engine.reset_prefix_cache():
                 return "its prefix cache cannot be reset: requests still use it"
@@ -282,17 +276,16 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
         return next((problem for problem in problems if problem is not None), None)
 
     def sleep(self) -> None:
-        """Free the memory of weights and key-value cache, on GPUs; the weights are lost."""
+        """Free the GPU memory of weights and key-value cache. The weights are lost."""
         if self._settings.on_gpus:
             self._engine.sleep(level=2)
 
     def wake(self, part: str) -> None:
-        """Take the memory again, of `weights` or of `kv_cache`."""
+        """Allocate the memory of `weights` or `kv_cache` again."""
         if self._settings.on_gpus:
             self._engine.wake_up(tags=[part])
 
     def asleep(self) -> list[str]:
-        """Return the parts that sleep by vLLM's own account: it would take requests and answer none."""
         return releases.sleeping_parts(self._engine)
 
 
@@ -331,7 +324,7 @@ def _receive(worker: Any, spec: TransportSpec, first_receiver: int, image_settin
             for name, tensor in tensors:
                 if releases.is_held(name, held):
                     packed.forget(name)
-                    # The reload keeps tensors until a layer is complete, longer than the transport does.
+                    # The reload keeps tensors until a layer is complete, longer than they are valid in the transport.
                     yield name, as_loader_expects(image_settings, name, tensor).clone()
 
         runner.reload_weights(weights_iterator=as_expected())
@@ -360,7 +353,7 @@ def _with_outputs_noted(worker: Any, forward: Callable[[], object]) -> dict[str,
 
 
 def sampling_of(sampling: SamplingParameters, seed: int | None) -> Any:
-    """Convert a request's sampling parameters to vLLM's; without a seed it draws from the engine's own generator."""
+    """Convert sampling parameters to vLLM's. Without a seed the engine's generator is used."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -373,11 +366,11 @@ def sampling_of(sampling: SamplingParameters, seed: int | None) -> Any:
         seed=None if seed is None else seed & (2**63 - 1),
         stop_token_ids=list(sampling.stop_token_ids),
         stop=list(sampling.stop_strings) or None,
-        # The stop tokens are those of the request alone.
+        # Only the request's stop tokens count.
         ignore_eos=True,
         logprobs=0,
         detokenize=bool(sampling.stop_strings),
-        # A stop string may hold special tokens, as the trainer's own engine reads it.
+        # As in the trainer's own engine, a stop string may contain special tokens.
         skip_special_tokens=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )

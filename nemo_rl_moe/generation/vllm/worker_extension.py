@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recorder of routes for a worker process of vLLM on a GPU, imported before a model is loaded (`worker_extension_cls`).
 
-A recorder of routes must be there when CUDA graphs are captured, which happens before an engine takes any call.
+The recorder must exist when CUDA graphs are captured, which happens before an engine takes any call.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from nemo_rl_moe.generation.vllm.routes import RouteRecorder
 
 
 class WorkerExtension:
-    """Adds nothing to a worker."""
+    """An empty extension. Importing this module installs the recorder."""
 
 
 def _with_recorder(load_model: Any) -> Any:

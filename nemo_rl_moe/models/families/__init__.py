@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Model families: how a Hugging Face `config.json` and its tensors map to Megatron-Core, a small file for each."""
+"""Model families: the mapping of a Hugging Face `config.json` and its tensors to Megatron-Core."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -60,31 +60,31 @@ VISION_FAMILIES: Mapping[str, VisionFamily] = {
 """Families of vision-language models, by the `model_type` of `config.json`."""
 
 _DEFAULT_DECODER = "qwen2"
-"""Of a `text_config` that names none, as transformers takes it."""
-# A family is looked up for each parameter.
-_whole: dict[tuple[str, str], tuple[ModelFamily, ModelFamily]] = {}
+"""transformers' default for a `text_config` without `model_type`."""
+# A cache, because the family is looked up for each parameter.
+_with_towers: dict[tuple[str, str], tuple[ModelFamily, ModelFamily]] = {}
 
 
 def family_of(hf_config: Any) -> ModelFamily:
-    """Return the family of a Hugging Face configuration (flattened for a vision-language model)."""
+    """Return the family of a Hugging Face configuration, which must be flattened for a vision-language model."""
     vision = VISION_FAMILIES.get(hf_config.model_type)
     if vision is None:
         return family_of_type(hf_config.model_type)
     key = (hf_config.model_type, hf_config.decoder_type)
     decoder = vision.decoder or family_of_type(hf_config.decoder_type, "text_config.")
-    if key not in _whole or _whole[key][0] is not decoder:
-        _whole[key] = (decoder, vision.around(decoder))
-    return _whole[key][1]
+    if key not in _with_towers or _with_towers[key][0] is not decoder:
+        _with_towers[key] = (decoder, vision.around(decoder))
+    return _with_towers[key][1]
 
 
 def num_patches_of(hf_config: Any) -> Callable[[int, int], int] | None:
-    """Return the vision tower's patches of an image by height and width in pixels; None for a model of text."""
+    """Return a function from an image's height and width in pixels to its patches; None for a text model."""
     vision = family_of(hf_config).vision
     return None if vision is None else partial(vision.num_patches, hf_config)
 
 
 def vision_family_of(config_json: Mapping[str, Any]) -> VisionFamily | None:
-    """Return the vision-language family of a `config.json`; None for text alone or an unsupported one."""
+    """Return the vision-language family of a `config.json`; None for a text model or an unsupported type."""
     model_type = config_json.get("model_type")
     return VISION_FAMILIES.get(model_type) if isinstance(model_type, str) else None
 

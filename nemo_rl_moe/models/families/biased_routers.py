@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Routers of DeepSeek-V3's kind, which many families have: sigmoid scores, an expert bias, groups of experts.
+"""Routers as in DeepSeek-V3, which many families have: sigmoid scores, an expert bias, groups of experts.
 
-With them come dense layers before those with experts, and layers that predict further tokens, which are left out.
+These families also have dense layers before the MoE layers, and multi-token prediction layers, which are skipped.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ FIXED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "scoring_func": ("sigmoid",),
     "topk_method": ("noaux_tc",),
 }
-# Layers that predict further tokens are left out.
+# Multi-token prediction layers are skipped.
 WITHOUT_EFFECT = field_names("num_mtp_layers num_nextn_predict_layers")
 EXPORTED_FIELDS: Mapping[str, Any] = dict.fromkeys(sorted(WITHOUT_EFFECT), 0)
 ROUTER_FIELDS: Mapping[str, str | None] = {
@@ -41,7 +41,7 @@ ROUTER_FIELDS: Mapping[str, str | None] = {
     "moe_router_enable_expert_bias": None,
     "moe_router_bias_update_rate": None,
 }
-"""`ModelFamily.router_fields` of families whose files say nothing of an auxiliary loss."""
+"""`ModelFamily.router_fields` of families whose files have no auxiliary loss."""
 EXPERT_BIAS: dict[str, Rule] = {
     f"{decoder.LAYER}mlp.router.expert_bias": rule(f"{decoder.HF_LAYER}mlp.gate.e_score_correction_bias")
 }
@@ -49,23 +49,23 @@ SHARED_EXPERTS = decoder.swiglu("mlp.shared_experts", "mlp.shared_experts")
 
 
 def score_fields(hf_config: Any, family: str) -> dict[str, Any]:
-    """Return the fields of sigmoid scores by which, with a bias, experts are chosen."""
+    """Return the fields of sigmoid scores with an expert bias."""
     if hf_config.num_experts_per_tok < 2:
         raise ConfigurationError(
             f"{WHERE} num_experts_per_tok: got {hf_config.num_experts_per_tok}, supported for {family}: 2 or more"
         )
     return {
         "moe_router_score_function": "sigmoid",
-        # Without effect on sigmoid scores.
+        # Has no effect on sigmoid scores.
         "moe_router_pre_softmax": False,
         "moe_router_enable_expert_bias": True,
-        # As in the last phase of DeepSeek-V3's own training (DeepSeek-AI 2024, 4.2): it stays where it is.
+        # The bias is constant, as in the last phase of DeepSeek-V3's training (DeepSeek-AI 2024, 4.2).
         "moe_router_bias_update_rate": 0.0,
     }
 
 
 def group_fields(hf_config: Any) -> dict[str, int | None]:
-    """Return the groups of experts, where a token may not use all of them."""
+    """Return the fields of expert groups; None if a token may use all groups."""
     groups, usable = hf_config.n_group, hf_config.topk_group
     limited = groups is not None and usable is not None and usable < groups
     if limited and usable * hf_config.n_routed_experts // groups < hf_config.num_experts_per_tok:
@@ -77,20 +77,20 @@ def group_fields(hf_config: Any) -> dict[str, int | None]:
 
 
 def layer_fields(hf_config: Any) -> dict[str, Any]:
-    """Return which layers have experts, their shared experts, and how scores are computed and scaled."""
+    """Return the fields of MoE layers, shared experts, and the precision and scaling of scores."""
     return {
         "moe_layer_freq": moe_layer_pattern(hf_config),
         "moe_shared_expert_intermediate_size": hf_config.moe_intermediate_size * hf_config.n_shared_experts,
         "moe_router_topk_scaling_factor": float(hf_config.routed_scaling_factor),
-        # Whatever the weights are, scores are computed in float32.
+        # Scores are in float32 for any format of the weights.
         "moe_router_dtype": "fp32",
     }
 
 
 def moe_layer_pattern(hf_config: Any) -> list[int]:
-    """Return 0 for each dense layer, of which the first ones are, and 1 for each layer with experts.
+    """Return 0 for each of the first, dense layers and 1 for each MoE layer.
 
-    transformers goes by `mlp_layer_types` where a family has it, and engines by `first_k_dense_replace`.
+    transformers uses `mlp_layer_types` if a family has it, and engines use `first_k_dense_replace`.
     """
     num_layers, kinds = hf_config.num_hidden_layers, getattr(hf_config, "mlp_layer_types", None)
     num_dense: Any = getattr(hf_config, "first_k_dense_replace", None)
@@ -111,12 +111,11 @@ def moe_layer_pattern(hf_config: Any) -> list[int]:
 
 
 def unused_tensors(hf_config: Any) -> Mapping[str, str]:
-    """Return the tensors of a checkpoint that the model has no use for."""
     return unused_layers(hf_config, getattr(hf_config, "num_nextn_predict_layers", None))
 
 
 def unused_layers(hf_config: Any, number: int | None) -> Mapping[str, str]:
-    """Return the tensors of so many layers behind the model's own, which predict further tokens."""
+    """Return patterns for the tensors of `number` multi-token prediction layers after the model's layers."""
     first_extra = hf_config.num_hidden_layers
     extra_layers = range(first_extra, first_extra + max(number or 0, 0))
     reason = "a layer that predicts tokens further ahead, which neither training nor the model's logits use"

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables that decoder families share: configuration fields, rotary embedding and its scaling, tensors of each layer.
 
-Scaled frequencies are transformers' own. YaRN's factor multiplies queries and keys: its square is a factor of the
+transformers computes scaled frequencies. YaRN's factor multiplies queries and keys, so its square multiplies the
 scores.
 """
 
@@ -26,9 +26,9 @@ _KNOWN_KEYS: Mapping[str, frozenset[str]] = {
         "factor original_max_position_embeddings attention_factor beta_fast beta_slow mscale mscale_all_dim truncate"
     ),
 }
-"""By `rope_type`, the keys of `rope_parameters` that mean something, besides `rope_type` and `rope_theta`."""
+"""The keys of `rope_parameters` that have an effect, by `rope_type`, besides `_ALWAYS_KNOWN`."""
 _ALWAYS_KNOWN = field_names("rope_type type rope_theta partial_rotary_factor")
-# Of positions in time, height and width, which are equal in text.
+# Fields of positions in time, height and width, which are equal in text.
 _OF_MROPE = field_names("mrope_interleaved mrope_section")
 
 
@@ -37,7 +37,7 @@ def rotary_base(hf_config: Any) -> float:
 
 
 def rotary_percent(hf_config: Any) -> float:
-    """Return the part of each head that is rotated, its first entries."""
+    """Return the share of each head's entries that is rotated, from the first one."""
     factor = _rope_parameters(hf_config).get("partial_rotary_factor", 1.0)
     if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor <= 1:
         raise ConfigurationError(
@@ -48,30 +48,30 @@ def rotary_percent(hf_config: Any) -> float:
 
 
 def inverse_frequencies(hf_config: Any) -> Float[Tensor, " half_head"] | None:
-    """Return inverse frequencies of scaled positions; None for those that follow from the base alone."""
+    """Return the inverse frequencies of a scaled rotary embedding; None if unscaled."""
     return _stretched(hf_config)[0]
 
 
 def softmax_scale(hf_config: Any, head_dim: int) -> float | None:
-    """Return the factor of the scores; None for the usual `head_dim ** -0.5`."""
+    """Return the factor of the attention scores; None for the usual `head_dim ** -0.5`."""
     factor = _stretched(hf_config)[1]
     return None if factor == 1.0 else float(factor**2 * head_dim**-0.5)
 
 
 def _stretched(hf_config: Any) -> tuple[Tensor | None, float]:
-    """Return the inverse frequencies, and the factor of cosines and sines."""
+    """Return the inverse frequencies (None if unscaled), and the factor of cosines and sines."""
     kind = _rope_parameters(hf_config)["rope_type"]
     if kind == "default":
         return None, 1.0
-    # Imported here: most models need none of it, and it takes a second.
+    # This import takes a second, and most models do not need it.
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     hf_config = copy.copy(hf_config)
     if getattr(hf_config, "head_dim", 0) is None:
-        # transformers' functions take a size that is there for one that is known.
+        # transformers' functions do not handle a `head_dim` of None.
         hf_config.head_dim = hf_config.hidden_size // hf_config.num_attention_heads
     if not hasattr(hf_config, "standardize_rope_params"):
-        hf_config.standardize_rope_params = lambda: None  # a plain configuration was standardised before
+        hf_config.standardize_rope_params = lambda: None  # a plain configuration is already standardised
     frequencies, factor = ROPE_INIT_FUNCTIONS[kind](hf_config)
     return frequencies, float(factor)
 
@@ -105,7 +105,7 @@ def _refuse_keys(parameters: Mapping[str, Any], unknown: Collection[str]) -> Non
 
 
 def _check_rotated_part(hf_config: Any, head_dim: int, *, rotates_part: bool) -> None:
-    """Refuse a part of heads that the family cannot rotate, and scores that would be scaled in that part alone."""
+    """Refuse a partial rotation that the family does not support, or that would scale only a part of each score."""
     factor, key = rotary_percent(hf_config), "policy.model_name: config.json: rope_parameters"
     if factor == 1.0:
         return
@@ -142,8 +142,8 @@ def decoder_fields(hf_config: Any, *, rotates_part: bool = False, has_mrope: boo
     `activation_func` is a name in `ACTIVATIONS` of `model/transformer_config.py`: families import no Megatron-Core.
 
     Args:
-        rotates_part: The family can rotate a part of each head; its record then has `rotary_percent`.
-        has_mrope: The family is the text part of one whose positions have three coordinates.
+        rotates_part: The family can rotate a part of each head. Its record then has `rotary_percent`.
+        has_mrope: The family is the text part of one with positions in time, height and width.
     """
     if not has_mrope:
         parameters = _rope_parameters(hf_config)
@@ -172,7 +172,7 @@ def decoder_fields(hf_config: Any, *, rotates_part: bool = False, has_mrope: boo
 
 
 def expert_fields(hf_config: Any, *, num_experts: int, ffn_hidden_size: int) -> dict[str, Any]:
-    """Return the TransformerConfig fields of layers with experts that most families share."""
+    """Return the TransformerConfig fields of MoE layers that most families share."""
     coefficient = float(getattr(hf_config, "router_aux_loss_coef", None) or 0.0)
     return {
         "num_moe_experts": num_experts,
@@ -192,20 +192,16 @@ SOFTMAX_ROUTER_FIELDS: Mapping[str, str | None] = {
     "moe_router_load_balancing_type": "router_aux_loss_coef",
     "moe_aux_loss_coeff": "router_aux_loss_coef",
 }
-"""`ModelFamily.router_fields` of a softmax router; `norm_topk_prob` says whether the chosen weights add up to 1."""
+"""`ModelFamily.router_fields` of a softmax router. With `norm_topk_prob` the weights of the chosen experts sum to 1."""
 
 
 def stacked_swiglu_experts(
     prefix: str, *, is_transposed: bool = False
 ) -> tuple[list[list[Source]], list[list[Source]]]:
-    """Return the form in which newer transformers hold all experts in memory: `[E, 2F, H]` and `[E, H, F]`.
+    """Return alternatives for an expert's first and second matrix: stacked over experts, as newer transformers do.
 
-    Args:
-        prefix: Hugging Face name of the experts.
-        is_transposed: As in released files of some families: `[E, H, 2F]` and `[E, F, H]`.
-
-    Returns:
-        Alternatives for an expert's first and second product.
+    Their shapes are `[E, 2F, H]` and `[E, H, F]`, or, in released files of some families, `[E, H, 2F]` and `[E, F, H]`
+    (`is_transposed`). `prefix` is the Hugging Face name of the experts.
     """
     gate_up, down = (f"{prefix}.{name}" for name in ("gate_up_proj", "down_proj"))
     gate_and_up = [Source(gate_up, is_stacked=True, is_transposed=is_transposed)] * 2
@@ -213,7 +209,7 @@ def stacked_swiglu_experts(
 
 
 def swiglu(ours: str, theirs: str) -> dict[str, Rule]:
-    """Return the rules of a SwiGLU layer, by its name in a layer of Megatron-Core and in one of Hugging Face."""
+    """Return the rules of a SwiGLU layer, by its name within a layer of Megatron-Core and of Hugging Face."""
     return {
         f"{LAYER}{ours}.linear_fc1.weight": rule(
             f"{HF_LAYER}{theirs}.gate_proj.weight", f"{HF_LAYER}{theirs}.up_proj.weight"
@@ -259,4 +255,4 @@ EXPERTS: dict[str, Rule] = {
     ),
 }
 DECODER = {**ENDS, **LAYER_NORMS, **ATTENTION, **DENSE_MLP}
-"""Names of a decoder without biases, norms of queries and keys, or experts."""
+"""Rules of a decoder without biases, norms of queries and keys, or experts."""

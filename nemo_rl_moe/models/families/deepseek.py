@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSeek-V2, DeepSeek-V3 and Kimi-K2: latent attention, shared experts, dense layers before those with experts."""
+"""DeepSeek-V2, DeepSeek-V3 and Kimi-K2: latent attention, shared experts, dense layers before MoE layers."""
 
 import math
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ FIXED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "moe_layer_freq": (1,),
     "quantization_config": (None,),
 }
-# Sizes of a head follow from others; `ep_size` is how a program ran the model.
+# Head sizes follow from other fields. `ep_size` is a setting of the program that ran the model.
 WITHOUT_EFFECT = field_names("ep_size head_dim qk_head_dim")
 ADVICE = {
     "quantization_config": "weights in 8 bits are not read: write the checkpoint in bfloat16 first (DeepSeek's "
@@ -47,7 +47,7 @@ def decoder_fields(hf_config: Any) -> dict[str, Any]:
     heads, rotated = hf_config.num_attention_heads, hf_config.qk_rope_head_dim
     head_dim = getattr(hf_config, "head_dim", None)
     if head_dim not in (None, rotated):
-        # transformers takes the rotary frequencies from it.
+        # transformers computes the rotary frequencies from `head_dim`.
         raise ConfigurationError(f"{WHERE} head_dim: got {head_dim}, expected qk_rope_head_dim, which is {rotated}")
     if hf_config.num_key_value_heads != heads:
         raise ConfigurationError(
@@ -67,9 +67,9 @@ def decoder_fields(hf_config: Any) -> dict[str, Any]:
             "qk_pos_emb_head_dim": hf_config.qk_rope_head_dim,
             "v_head_dim": hf_config.v_head_dim,
             "kv_channels": hf_config.qk_nope_head_dim + hf_config.qk_rope_head_dim,
-            # Latent attention has its own, from the fields of YaRN.
+            # Latent attention computes it from the fields of YaRN.
             "softmax_scale": None,
-            # Every head has keys and values of its own, made of the common latent.
+            # Every head has separate keys and values, computed from the common latent.
             "num_query_groups": heads,
             "qk_layernorm": True,
         }
@@ -79,19 +79,19 @@ def decoder_fields(hf_config: Any) -> dict[str, Any]:
 
 
 def _balancing_fields(hf_config: Any) -> dict[str, Any]:
-    """Return the auxiliary loss; the file may say nothing of it, and transformers has none."""
+    """Return the fields of the auxiliary loss, which is off if the file has none."""
     coefficient = float(getattr(hf_config, "aux_loss_alpha", None) or 0.0)
     kind = "seq_aux_loss" if getattr(hf_config, "seq_aux", None) in (True, None) else "aux_loss"
     return {"moe_router_load_balancing_type": kind if coefficient > 0 else "none", "moe_aux_loss_coeff": coefficient}
 
 
 def rotary_fields(hf_config: Any) -> dict[str, Any]:
-    """Return rotary positions, plain or scaled by YaRN (Peng et al. 2023), with their factor of the scores."""
+    """Return the fields of rotary positions, plain or scaled by YaRN (Peng et al. 2023)."""
     base = {"rotary_base": rotary_base(hf_config), "rotary_percent": 1.0}
     rope = hf_config.rope_parameters
     kind = rope.get("rope_type", "default")
     if kind == "default":
-        # Latent attention multiplies its scores by what follows from the factor, YaRN or not.
+        # Latent attention scales its scores by these fields even without YaRN.
         return base | {"rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
     if kind != "yarn":
         raise ConfigurationError(f"{WHERE} rope_type: got {kind!r}, supported here: 'default' or 'yarn'")
@@ -112,9 +112,9 @@ def rotary_fields(hf_config: Any) -> dict[str, Any]:
 
 
 def _mscale(rope: Mapping[str, Any], factor: float, all_dimensions: float) -> float:
-    """Return the `mscale` for which Megatron-Core scales sines and cosines as transformers does."""
-    # Megatron-Core's factor is `scale(mscale) / scale(all_dimensions)` with `scale(m) = 0.1 m ln(factor) + 1`;
-    # transformers' is equal where both are given, else `scale(1)`, unless `attention_factor` names it.
+    """Return the `mscale` with which Megatron-Core scales sines and cosines like transformers."""
+    # Megatron-Core's factor is `scale(mscale) / scale(all_dimensions)` with `scale(m) = 0.1 m ln(factor) + 1`.
+    # transformers' factor is `attention_factor` if given, else the same if both are given, else `scale(1)`.
     if rope.get("mscale") and all_dimensions and rope.get("attention_factor") is None:
         return float(rope["mscale"])
     if factor <= 1:
@@ -152,7 +152,7 @@ RULES: dict[str, Rule] = {
 DEEPSEEK_V2_FIXED_FIELDS = {
     **FIXED_FIELDS,
     "mlp_bias": (False,),
-    # transformers takes the scores as they are, whatever the file says.
+    # transformers ignores this field and never normalises.
     "norm_topk_prob": (False, None),
     "scoring_func": ("softmax",),
     "topk_method": ("greedy", "group_limited_greedy"),
@@ -203,5 +203,5 @@ DEEPSEEK_V3 = ModelFamily(
 )
 
 
-# The files have the form of DeepSeek-V3's under a type of their own, by which engines choose what is best for it.
+# The files equal DeepSeek-V3's except for the model type, by which engines choose their settings.
 KIMI_K2 = replace(DEEPSEEK_V3, name="Kimi-K2", transformers_type="deepseek_v3")

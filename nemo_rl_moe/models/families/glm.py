@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""GLM-4.5 to GLM-4.7 and GLM-4.7-Flash: DeepSeek-V3's routers, behind grouped queries or behind latent attention."""
+"""GLM-4.5 to GLM-4.7 and GLM-4.7-Flash: DeepSeek-V3's routers with grouped-query or latent attention."""
 
 from typing import Any
 

@@ -25,7 +25,7 @@ FIXED_FIELDS = {
     **decoder.FIXED_FIELDS,
     "attention_bias": (True,),
     "quantization_config": (None,),
-    # That of quick_gelu, the only one that Megatron-Core has.
+    # The constant of quick_gelu. Megatron-Core has no other.
     "swiglu_alpha": (1.702,),
 }
 ADVICE = {
@@ -33,7 +33,7 @@ ADVICE = {
     "(transformers: from_pretrained with Mxfp4Config(dequantize=True), then save_pretrained) and take "
     "quantization_config out of its config.json"
 }
-# Other programs' names for num_experts_per_tok and for a field of rope_scaling.
+# Other programs' names of num_experts_per_tok and of a field of rope_scaling.
 WITHOUT_EFFECT = field_names("experts_per_token initial_context_length")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -54,7 +54,7 @@ def window_fields(hf_config: Any) -> dict[str, Any]:
             f"{key}sliding_window: got {window!r}, expected 1 or more: layer_types has such layers"
         )
     return {
-        # Megatron-Core counts the keys before and behind a query's own.
+        # Megatron-Core counts the keys before and after a query's own.
         "window_size": (window - 1, 0),
         "window_attn_skip_freq": [int(kind == "sliding_attention") for kind in kinds],
     }
@@ -109,11 +109,5 @@ GPT_OSS = ModelFamily(
     rotary_base=decoder.rotary_base,
     rules=RuleTable(RULES),
     config_fields=ConfigFields(READ_FIELDS, FIXED_FIELDS, WITHOUT_EFFECT, ADVICE),
-    router_fields={
-        "moe_router_topk": "num_experts_per_tok",
-        "moe_router_score_function": None,
-        "moe_router_pre_softmax": None,
-        "moe_router_load_balancing_type": "router_aux_loss_coef",
-        "moe_aux_loss_coeff": "router_aux_loss_coef",
-    },
+    router_fields={**decoder.SOFTMAX_ROUTER_FIELDS, "moe_router_pre_softmax": None},
 )

@@ -42,7 +42,7 @@ class TowerAndProjector(nn.Module):
 
 
 def pixel_shuffle(states: Float[Tensor, "tiles patches size"], merge: int) -> Float[Tensor, "tiles tokens merged_size"]:
-    """Merge each square of `merge` x `merge` patches of square tiles into one token: their states, row by row."""
+    """Join the states of each `merge` x `merge` square of patches into one token, row by row. Tiles are square."""
     count, patches, size = states.shape
     side = round(patches**0.5)
     rows = side // merge
@@ -59,7 +59,7 @@ def _pair(value: Any) -> tuple[Any, ...]:
 
 
 def pixels_per_token(hf_config: Any) -> int:
-    """Return the height and width of the pixels that are merged into one image token."""
+    """Return the side, in pixels, of an image token."""
     return int(_pair(hf_config.vision_config.patch_size)[0] * _merge(hf_config))
 
 
@@ -84,7 +84,7 @@ def _encode(tower: nn.Module, images: Sequence[UInt8[Tensor, "height width 3"]],
 
 
 def _problems(flat: Any) -> list[str]:
-    """Return the sizes that do not go together, a line each."""
+    """Return a line for each inconsistent size."""
     vision, ratio = flat.vision_config, flat.downsample_ratio
     problems = []
     if not isinstance(ratio, float | int) or ratio <= 0 or ratio > 1 or abs(1 / ratio - round(1 / ratio)) > 1e-9:
@@ -119,7 +119,7 @@ INTERNVL = VisionFamily(
     config_fields=ConfigFields(
         _OUTER_FIELDS,
         {"vision_feature_layer": (-1,), "vision_feature_select_strategy": ("default",)},
-        # How many tokens a tile has follows from its size.
+        # The number of tokens of a tile follows from its size.
         field_names("image_seq_length"),
     ),
     tower_fields=ConfigFields(

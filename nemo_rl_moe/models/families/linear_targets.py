@@ -1,11 +1,11 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers that an adapter can stand beside: their places in a decoder layer, and the names that users give them.
+"""Linear layers that can have an adapter: their positions in a decoder layer, and the users' names for them.
 
-A name is that of a module in transformers, for every family: Mixtral's files call the same products w1, w3 and w2.
+Users give transformers' module names for every family, although Mixtral's files call gate, up and down w1, w3 and w2.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from nemo_rl_moe.config.schema_lora import ALL_LINEAR, ROUTER, LoraConfig
@@ -29,13 +29,13 @@ PLACES: Mapping[str, tuple[str, ...]] = {
     },
     "mlp.router": (ROUTER,),
 }
-"""Place in a decoder layer to the names of the Hugging Face tensors that the layer's weight consists of, in order."""
+"""Names of the Hugging Face tensors that form a linear layer's weight, in order, by its position in a decoder layer."""
 
 
 def chosen_sources(place: str, num_sources: int, targets: Collection[str]) -> list[str | None]:
-    """Return the name of each source tensor of a place's weight, None where no adapter is asked for.
+    """Return the name of each source tensor of a linear layer's weight; None for one without an adapter.
 
-    Gate and up projection can be one tensor (gpt-oss): then both names choose it, under the name gate_up_proj.
+    If gate and up projection are one tensor (gpt-oss), both names select it, and it is called gate_up_proj.
     """
     names = PLACES[place]
     all_of_them = ALL_LINEAR in targets and place != "mlp.router"
@@ -46,7 +46,7 @@ def chosen_sources(place: str, num_sources: int, targets: Collection[str]) -> li
 
 
 def target_problems(lora: LoraConfig, hf_config: Any) -> list[str]:
-    """Return a line for each target that the model has no layer for, or cannot have an adapter of its own."""
+    """Return a line for each target that is not a layer of the model, or cannot have a separate adapter."""
     family = family_of(hf_config)
     if family.vision is not None:
         return ["policy.lora: got an adapter, expected null for a vision-language model"]
@@ -55,7 +55,7 @@ def target_problems(lora: LoraConfig, hf_config: Any) -> list[str]:
             f"policy.lora: got an adapter, expected null for {family.name}: the projections of gated delta nets have"
             " none"
         ]
-    known = dict(_names_of_model(hf_config))
+    known = _names_of_model(hf_config)
     names = {name for of_place in known.values() for name in of_place}
     problems = [
         f"policy.lora.targets: got {target!r}, and {family.name} has no such layer; it has: "
@@ -66,8 +66,9 @@ def target_problems(lora: LoraConfig, hf_config: Any) -> list[str]:
     experts = [name for place, of_place in known.items() if place.startswith(ROUTED_EXPERTS) for name in of_place]
     if not experts and lora.experts != "none":
         problems.append(f"policy.lora.experts: got {lora.experts!r}, expected 'none': {family.name} has no experts")
-    fused = "gate_up_proj" in _fused_experts(hf_config)
-    if fused and lora.experts != "none" and len({"gate_proj", "up_proj"} & {*lora.targets}) == 1:
+    fc1 = family.rules.find(f"decoder.layers.0.{ROUTED_EXPERTS}.0.linear_fc1.weight")
+    is_fused = fc1 is not None and len(fc1.sources) == 1
+    if is_fused and lora.experts != "none" and len({"gate_proj", "up_proj"} & {*lora.targets}) == 1:
         problems.append(
             f"policy.lora.targets: got one of gate_proj and up_proj, expected both or none: in {family.name} they are "
             "one tensor"
@@ -75,27 +76,20 @@ def target_problems(lora: LoraConfig, hf_config: Any) -> list[str]:
     return problems
 
 
-def _names_of_model(hf_config: Any) -> Iterator[tuple[str, Sequence[str]]]:
+def _names_of_model(hf_config: Any) -> dict[str, Sequence[str]]:
     rules = family_of(hf_config).rules
-    latent = getattr(hf_config, "kv_lora_rank", None) is not None
-    low_rank_queries = getattr(hf_config, "q_lora_rank", None) is not None
-    for place, names in PLACES.items():
-        middle = f"{ROUTED_EXPERTS}.0" if place.startswith(ROUTED_EXPERTS) else None
-        name = place.replace(ROUTED_EXPERTS, middle) if middle else place
-        if rules.find(f"decoder.layers.0.{name}.weight") is None:
-            continue
-        if latent and place in _OTHER_QUERIES[low_rank_queries]:
-            continue
-        yield place, names
+    has_latent_queries = getattr(hf_config, "q_lora_rank", None) is not None
+    absent = _OTHER_QUERIES[has_latent_queries] if getattr(hf_config, "kv_lora_rank", None) is not None else ()
+    return {
+        place: names
+        for place, names in PLACES.items()
+        if place not in absent
+        and rules.find(f"decoder.layers.0.{place.replace(ROUTED_EXPERTS, f'{ROUTED_EXPERTS}.0')}.weight") is not None
+    }
 
 
 _OTHER_QUERIES = {
     False: ("self_attention.linear_q_down_proj", "self_attention.linear_q_up_proj"),
     True: ("self_attention.linear_q_proj",),
 }
-"""By whether queries have a latent too: the projections that such a model has not, though its family has."""
-
-
-def _fused_experts(hf_config: Any) -> tuple[str, ...]:
-    found = family_of(hf_config).rules.find(f"decoder.layers.0.{ROUTED_EXPERTS}.0.linear_fc1.weight")
-    return ("gate_up_proj",) if found is not None and len(found.sources) == 1 else ()
+"""Query projections that a model with latent attention lacks, by whether its queries have a latent."""

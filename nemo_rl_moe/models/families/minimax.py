@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""MiniMax-M2: sigmoid scores with an expert bias, norms over all heads, a part of each head rotated."""
+"""MiniMax-M2: sigmoid scores with an expert bias, norms over all heads, partial rotation of each head."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -26,7 +26,7 @@ FIXED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "use_qk_norm": (True,),
     "use_routing_bias": (True,),
 }
-# Of other models of the same form, or of layers that predict further tokens, which are left out.
+# Fields of similar models, or of multi-token prediction layers, which are skipped.
 WITHOUT_EFFECT = field_names(
     "layernorm_full_attention_beta layernorm_linear_attention_beta layernorm_mlp_beta mlp_intermediate_size "
     "mtp_transformer_layers shared_moe_mode use_mtp"
@@ -62,7 +62,6 @@ def minimax_m2_fields(hf_config: Any) -> dict[str, Any]:
 
 
 def unused_tensors(hf_config: Any) -> Mapping[str, str]:
-    """Return the tensors of a checkpoint that the model has no use for."""
     return biased_routers.unused_layers(hf_config, getattr(hf_config, "num_mtp_modules", None))
 
 
@@ -74,11 +73,8 @@ MINIMAX_M2 = ModelFamily(
     rules=RuleTable({**decoder.DECODER, **decoder.QK_NORMS, **softmax_moe.MIXTRAL_EXPERTS, **EXPERT_BIAS}),
     config_fields=ConfigFields(READ_FIELDS, FIXED_FIELDS, WITHOUT_EFFECT, ADVICE),
     router_fields={
-        "moe_router_topk": "num_experts_per_tok",
-        "moe_router_score_function": None,
+        **decoder.SOFTMAX_ROUTER_FIELDS,
         "moe_router_pre_softmax": None,
-        "moe_router_load_balancing_type": "router_aux_loss_coef",
-        "moe_aux_loss_coeff": "router_aux_loss_coef",
         "moe_router_enable_expert_bias": None,
         "moe_router_bias_update_rate": None,
     },

@@ -1,28 +1,14 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen3.5 as released: its text models with a tower as Qwen3-VL's, of which no features go to deeper layers."""
+"""Qwen3.5 as released: its text models with Qwen3-VL's vision tower, but without features for deeper layers."""
 
 from dataclasses import replace
 from typing import Any
-
-from torch import nn
 
 from nemo_rl_moe.models.families import qwen_next, qwen_vl
 from nemo_rl_moe.models.families.rules import ConfigFields, RuleTable, field_names
 from nemo_rl_moe.models.families.tower_shape import TowerShape
 from nemo_rl_moe.models.families.vision import VisionFamily
-
-
-def _build(hf_config: Any) -> nn.Module:
-    from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfig
-
-    return qwen_vl.build_tower(hf_config, Qwen3_5VisionConfig)
-
-
-def _build_moe(hf_config: Any) -> nn.Module:
-    from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeVisionConfig
-
-    return qwen_vl.build_tower(hf_config, Qwen3_5MoeVisionConfig)
 
 
 def _shape(hf_config: Any) -> TowerShape:
@@ -48,7 +34,7 @@ QWEN3_5 = VisionFamily(
     decoder_name=qwen_vl.QWEN3_VL.decoder_name,
     prefixes=qwen_vl.QWEN3_VL.prefixes,
     projector=("vision.merger.",),
-    build=_build,
+    build=qwen_vl.build_tower,
     encode=qwen_vl.encode,
     pixels_per_token=qwen_vl.pixels_per_token,
     shape=_shape,
@@ -64,5 +50,4 @@ QWEN3_5_MOE = replace(
         rules=RuleTable(qwen_next.QWEN3_5_MOE_RULES),
         unused_tensors=qwen_next.further_tokens,
     ),
-    build=_build_moe,
 )

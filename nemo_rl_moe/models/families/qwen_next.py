@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Qwen3-Next and the text models of Qwen3.5: gated delta nets in most layers, gated attention in the others.
 
-Norms multiply by 1 + weight, but those inside gated delta nets. Weights stay as they are in files.
+Norms multiply by 1 + weight, except inside gated delta nets. The stored weights are the same as in files.
 """
 
 import copy
@@ -34,26 +34,25 @@ FIXED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     **decoder.FIXED_FIELDS,
     "attention_bias": (False,),
     "attn_output_gate": (True,),
-    # The rule is computed in float32, whatever the weights are.
+    # The delta rule is computed in float32 for any format of the weights.
     "mamba_ssm_dtype": ("float32",),
     "output_gate_type": ("swish",),
     "use_sliding_window": (False,),
 }
 # Released files of dense models have it too.
 _OF_QWEN3_5 = {**FIXED_FIELDS, "mlp_only_layers": ([], None)}
-# Layers that predict further tokens are left out.
+# Multi-token prediction layers are skipped.
 WITHOUT_EFFECT = field_names("mtp_num_hidden_layers mtp_use_dedicated_embeddings num_nextn_predict_layers")
 _KINDS = ("linear_attention", "full_attention")
 
 
 def further_tokens(hf_config: Any) -> Mapping[str, str]:
-    """Return the tensors of a layer that is left out."""
+    """Return the tensors of the multi-token prediction layer, which is skipped."""
     del hf_config
     return {r"mtp\..*": "a layer that predicts tokens further ahead, which neither training nor the model's logits use"}
 
 
 def unused_tensors(hf_config: Any) -> Mapping[str, str]:
-    """Return the tensors of a checkpoint that the model has no use for."""
     return {
         **further_tokens(hf_config),
         r"model\.visual\..*": "the vision tower, which a model of text has not",
@@ -61,7 +60,7 @@ def unused_tensors(hf_config: Any) -> Mapping[str, str]:
 
 
 def _attention_fields(hf_config: Any) -> dict[str, Any]:
-    """Return the fields of attention, linear and not."""
+    """Return the fields of attention layers and gated delta nets."""
     kinds, layers = hf_config.layer_types, hf_config.num_hidden_layers
     if len(kinds) != layers or not set(kinds) <= {*_KINDS}:
         raise ConfigurationError(
@@ -95,24 +94,17 @@ def _attention_fields(hf_config: Any) -> dict[str, Any]:
     }
 
 
-def _shared_expert_fields(hf_config: Any) -> dict[str, Any]:
-    return {
-        "moe_shared_expert_intermediate_size": hf_config.shared_expert_intermediate_size,
-        "moe_shared_expert_gate": True,
-    }
-
-
 def qwen3_next_fields(hf_config: Any) -> dict[str, Any]:
     return (
         decoder.decoder_fields(hf_config, rotates_part=True)
         | softmax_moe.routed_expert_fields(hf_config)
         | _attention_fields(hf_config)
-        | _shared_expert_fields(hf_config)
+        | softmax_moe.shared_expert_fields(hf_config)
     )
 
 
 def qwen3_5_moe_fields(hf_config: Any) -> dict[str, Any]:
-    """Return the fields of a model whose layers all have experts, with weights that add up to 1."""
+    # All layers have experts, with weights that sum to 1.
     known = copy.copy(hf_config)
     known.intermediate_size, known.norm_topk_prob = hf_config.moe_intermediate_size, True
     known.mlp_only_layers, known.decoder_sparse_step = [], 1
@@ -120,7 +112,7 @@ def qwen3_5_moe_fields(hf_config: Any) -> dict[str, Any]:
         decoder.decoder_fields(known, rotates_part=True, has_mrope=True)
         | softmax_moe.routed_expert_fields(known)
         | _attention_fields(hf_config)
-        | _shared_expert_fields(hf_config)
+        | softmax_moe.shared_expert_fields(hf_config)
     )
 
 
@@ -150,10 +142,6 @@ def _delta_net(*projections: str, layout: TensorLayout) -> dict[str, Rule]:
 
 
 _ATTENTION = {**decoder.ENDS, **decoder.LAYER_NORMS, **GATED_ATTENTION, **decoder.QK_NORMS}
-_SHARED_EXPERT = {
-    **decoder.swiglu("mlp.shared_experts", "mlp.shared_expert"),
-    f"{decoder.LAYER}mlp.shared_experts.gate_weight": rule(f"{decoder.HF_LAYER}mlp.shared_expert_gate.weight"),
-}
 QWEN3_5_DELTA_NET = _delta_net("qkv", "qkv", "qkv", "z", "b", "a", layout=DeltaNetRows())
 QWEN3_NEXT_RULES = {
     **_ATTENTION,
@@ -161,12 +149,12 @@ QWEN3_NEXT_RULES = {
     **decoder.DENSE_MLP,
     **decoder.ROUTER,
     **decoder.EXPERTS,
-    **_SHARED_EXPERT,
+    **softmax_moe.SHARED_EXPERT,
 }
 
 
 def _also_as_part(rules: Mapping[str, Rule]) -> RuleTable:
-    """Return the table of a text model whose files may also name it as a part of one with images."""
+    """Return the table of a text model whose files may use the names of a vision-language model."""
 
     def moved(sources: tuple[Source, ...]) -> tuple[Source, ...]:
         return tuple(replace(each, name=each.name.replace("model.", "model.language_model.", 1)) for each in sources)
@@ -179,7 +167,13 @@ def _also_as_part(rules: Mapping[str, Rule]) -> RuleTable:
     return RuleTable({name: both(found) for name, found in rules.items()})
 
 
-QWEN3_5_MOE_RULES = {**_ATTENTION, **QWEN3_5_DELTA_NET, **decoder.ROUTER, **decoder.EXPERTS, **_SHARED_EXPERT}
+QWEN3_5_MOE_RULES = {
+    **_ATTENTION,
+    **QWEN3_5_DELTA_NET,
+    **decoder.ROUTER,
+    **decoder.EXPERTS,
+    **softmax_moe.SHARED_EXPERT,
+}
 QWEN3_5_RULES = {**_ATTENTION, **QWEN3_5_DELTA_NET, **decoder.DENSE_MLP}
 
 QWEN3_NEXT = ModelFamily(
@@ -213,7 +207,7 @@ QWEN3_5_MOE_TEXT = ModelFamily(
             "shared_expert_intermediate_size"
         ),
         {**_OF_QWEN3_5, "norm_topk_prob": (True,)},
-        # Of dense layers, which it has not.
+        # A field of dense layers, which this family lacks.
         WITHOUT_EFFECT | {"intermediate_size"},
     ),
     router_fields={**decoder.SOFTMAX_ROUTER_FIELDS, "moe_router_pre_softmax": None},

@@ -20,32 +20,27 @@ from nemo_rl_moe.models.families.vision import TowerOutput, VisionFamily, built_
 from nemo_rl_moe.models.image_patches import merged_patches
 
 _FRAMES = 2
-"""Frames of a patch; an image is a film of two equal ones."""
+"""Frames of a patch. An image is a video of two equal frames."""
 
 
-def build_tower(hf_config: Any, config_class: type) -> nn.Module:
-    """Return the transformers' tower of a flattened configuration, which ends with the projector (`merger`)."""
-    from transformers import AutoModel
+def build_tower(hf_config: Any) -> nn.Module:
+    """Build transformers' vision tower, which includes the projector (`merger`), from a flattened configuration."""
+    from transformers import CONFIG_MAPPING, AutoModel
 
+    config_class = CONFIG_MAPPING[hf_config.model_type].sub_configs["vision_config"]
     tower: nn.Module = AutoModel.from_config(
         built_config(hf_config.vision_config, config_class), attn_implementation="sdpa", dtype=torch.float32
     )
     return tower
 
 
-def _build_qwen2_5(hf_config: Any) -> nn.Module:
-    from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
-
-    return build_tower(hf_config, Qwen2_5_VLVisionConfig)
-
-
 def pixels_per_token(hf_config: Any) -> int:
-    """Return the height and width of the pixels that are merged into one image token."""
+    """Return the side, in pixels, of an image token."""
     return int(hf_config.vision_config.patch_size * hf_config.vision_config.spatial_merge_size)
 
 
 def tower_shape(hf_config: Any, *, is_gated: bool, num_mergers: int = 1) -> TowerShape:
-    """Return sizes of a tower whose mergers, all alike, are two matrices: one of merged patches, one to the decoder."""
+    """Return the sizes of a tower with equal mergers of two matrices: within merged patches, and to the decoder."""
     vision = hf_config.vision_config
     merged = vision.hidden_size * vision.spatial_merge_size**2
     return TowerShape(
@@ -61,7 +56,7 @@ def tower_shape(hf_config: Any, *, is_gated: bool, num_mergers: int = 1) -> Towe
 
 def _qwen2_5_shape(hf_config: Any) -> TowerShape:
     vision = hf_config.vision_config
-    # Windows hold whole image tokens.
+    # A window has a whole number of image tokens.
     tokens = vision.window_size // (vision.spatial_merge_size * vision.patch_size)
     return replace(
         tower_shape(hf_config, is_gated=True),
@@ -74,7 +69,7 @@ def encode(tower: nn.Module, images: Sequence[UInt8[Tensor, "height width 3"]], 
     """Run the tower over images of any sizes at once."""
     from transformers.vision_utils import get_vision_position_ids
 
-    # Sizes stay on the host, where transformers asks for them.
+    # transformers reads the sizes on the host.
     inputs, grids = merged_patches(images, hf_config.pixel_rule)
     positions = get_vision_position_ids(grids, hf_config.vision_config.spatial_merge_size)
     output = tower(
@@ -87,8 +82,7 @@ def encode(tower: nn.Module, images: Sequence[UInt8[Tensor, "height width 3"]], 
 
 
 def _learned_positions(tower: nn.Module, grids: Tensor, device: torch.device) -> dict[str, Tensor]:
-    """Interpolate positions: return the entries of Qwen3-VL's table of positions for each patch, and their
-    weights, computed on the host; nothing for a tower without such a table."""
+    """Compute the interpolation of Qwen3-VL's position table for each patch, on the host; empty without a table."""
     if not hasattr(tower, "num_grid_per_side"):
         return {}
     from transformers.vision_utils import get_vision_interpolation_indices_and_weights
@@ -105,7 +99,7 @@ def _learned_positions(tower: nn.Module, grids: Tensor, device: torch.device) ->
 
 
 def size_problems(flat: Any) -> list[str]:
-    """Return the sizes of a flattened configuration that do not go together, a line each."""
+    """Return a line for each inconsistent size of a flattened configuration."""
     vision, problems = flat.vision_config, []
     for name in ("patch_size", "spatial_merge_size"):
         value = getattr(vision, name)
@@ -135,31 +129,19 @@ QWEN2_5_VL = VisionFamily(
     tower_fields=ConfigFields(
         TOWER_FIELDS | field_names("fullatt_block_indexes window_size"),
         TOWER_FIXED,
-        # Of films alone; and a second name of the patch size.
+        # The first is only for videos, the second is another name of the patch size.
         field_names("tokens_per_second spatial_patch_size"),
     ),
     decoder_name=lambda name: name,
     prefixes={"vision.": "visual."},
     projector=("vision.merger.",),
-    build=_build_qwen2_5,
+    build=build_tower,
     encode=encode,
     pixels_per_token=pixels_per_token,
     shape=_qwen2_5_shape,
     has_mrope=True,
     problems=size_problems,
 )
-
-
-def _build_qwen3(hf_config: Any) -> nn.Module:
-    from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
-
-    return build_tower(hf_config, Qwen3VLVisionConfig)
-
-
-def _build_qwen3_moe(hf_config: Any) -> nn.Module:
-    from transformers.models.qwen3_vl_moe.configuration_qwen3_vl_moe import Qwen3VLMoeVisionConfig
-
-    return build_tower(hf_config, Qwen3VLMoeVisionConfig)
 
 
 def _num_deep_layers(hf_config: Any) -> int:
@@ -171,7 +153,7 @@ def _qwen3_shape(hf_config: Any) -> TowerShape:
 
 
 def _qwen3_problems(flat: Any) -> list[str]:
-    """Return the faults of sizes, blocks and the table of positions, a line each."""
+    """Return a line for each problem of sizes, blocks and the position table."""
     vision, problems = flat.vision_config, size_problems(flat)
     blocks, depth, entries = vision.deepstack_visual_indexes, vision.depth, vision.num_position_embeddings
     numbers = isinstance(blocks, list | tuple) and all(type(block) is int and 0 <= block < depth for block in blocks)
@@ -189,7 +171,7 @@ def _qwen3_problems(flat: Any) -> list[str]:
 
 
 def position_table_problems(entries: object) -> list[str]:
-    """Return a line where a tower's table of positions is no square."""
+    """Return a line if a tower's position table is not square."""
     if type(entries) is int and entries >= 1 and math.isqrt(entries) ** 2 == entries:
         return []
     return [
@@ -198,18 +180,18 @@ def position_table_problems(entries: object) -> list[str]:
 
 
 def _qwen3_moe_fields(hf_config: Any) -> dict[str, Any]:
-    """Return the fields of a decoder that always normalises the weights of the chosen experts."""
+    # The decoder always normalises the weights of the chosen experts.
     always = copy.copy(hf_config)
     always.norm_topk_prob = True
     return softmax_moe.qwen3_moe_fields(always)
 
 
 def _stacked_experts() -> RuleTable:
-    """Return the experts as transformers holds and writes them; released files have them transposed."""
+    """Return the rules with stacked experts as transformers writes them. Released files have them transposed."""
     names = [f"{decoder.LAYER}mlp.experts.{{expert}}.{linear}.weight" for linear in ("linear_fc1", "linear_fc2")]
     prefix = f"{decoder.HF_LAYER}mlp.experts"
-    forms = [decoder.stacked_swiglu_experts(prefix, is_transposed=turned) for turned in (False, True)]
-    in_memory, released = forms
+    in_memory = decoder.stacked_swiglu_experts(prefix)
+    released = decoder.stacked_swiglu_experts(prefix, is_transposed=True)
     experts = {
         name: rule(*own[0], alternatives=others) for name, own, others in zip(names, in_memory, released, strict=True)
     }
@@ -238,7 +220,7 @@ QWEN3_VL = VisionFamily(
     decoder_name=lambda name: name.replace("model.", "model.language_model.", 1),
     prefixes={"vision.": "model.visual."},
     projector=("vision.merger.", "vision.deepstack_merger_list."),
-    build=_build_qwen3,
+    build=build_tower,
     encode=encode,
     pixels_per_token=pixels_per_token,
     shape=_qwen3_shape,
@@ -247,4 +229,4 @@ QWEN3_VL = VisionFamily(
     deep_layers=_num_deep_layers,
     problems=_qwen3_problems,
 )
-QWEN3_VL_MOE = replace(QWEN3_VL, name="Qwen3-VL-MoE", decoder=_QWEN3_MOE_DECODER, build=_build_qwen3_moe)
+QWEN3_VL_MOE = replace(QWEN3_VL, name="Qwen3-VL-MoE", decoder=_QWEN3_MOE_DECODER)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Mixture-of-Experts families that are refused by name: what they need, and the nearest family that is supported."""
+"""Unsupported Mixture-of-Experts families: the missing features, and the nearest supported family."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RefusedFamily:
-    """One family.
+    """An unsupported family.
 
     Attributes:
-        why: What of it is missing here, in words that follow "it needs".
-        nearest: `model_type` of the supported family whose routers or attention are most like it.
+        why: Missing features, in words that follow "it needs".
+        nearest: `model_type` of the supported family with the most similar routers or attention.
     """
 
     name: str

@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of a model family: the fields of `config.json` that it supports, and the tensors of each parameter.
+"""Tables of a model family: the supported fields of `config.json`, and the tensors of each parameter.
 
-A field that no table names is an error, because it could change what the model computes.
+A field that no table names is an error, because it could change the computation.
 """
 
 import math
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 def field_names(text: str) -> frozenset[str]:
-    """Return the names in a text, between blanks."""
+    """Split a text of names."""
     return frozenset(text.split())
 
 
-# They say who made the model, how its text begins and ends, or how a program that runs it should go about it.
+# Fields on the model's origin, its special tokens, or the program that runs it.
 _WITHOUT_EFFECT = field_names(
     "_attn_implementation _name_or_path add_cross_attention architectures attn_implementation auto_map "
     "begin_suppress_tokens bos_token_id chunk_size_feed_forward decoder_start_token_id dtype eos_token_id "
@@ -34,15 +34,15 @@ _WITHOUT_EFFECT = field_names(
     "pretraining_tp problem_type return_dict sep_token_id suppress_tokens tokenizer_class torch_dtype torchscript "
     "transformers_version unsloth_fixed unsloth_version use_bfloat16 use_cache use_return_dict"
 )
-# What every family reads.
+# Every family reads them.
 _ALWAYS_READ = field_names("vocab_size tie_word_embeddings")
 _COUNTS = re.compile(r"(num_|n_)\w+|\w+_(size|dim|rank)")
 _NEVER_ZERO = field_names("vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim")
 ROTARY_BUFFERS = {r".*\.rotary_emb\.inv_freq": "buffers of the rotary embedding, which follow from config.json"}
-"""Regular expression of tensors that older versions of transformers saved, and why no model reads them."""
+"""Regular expression of tensors that older versions of transformers saved, and the reason why no model reads them."""
 LARGEST_SIZE, MOST_PARTS = 10**7, 10**4
-"""Largest size, and largest number of layers or experts, that a `config.json` may ask for: today's models have up to
-3 * 10^5 entries of the vocabulary, 130 layers, 512 experts a layer."""
+"""Maximum of sizes, and of numbers of layers or experts, in a `config.json`. Today's models have up to 3 * 10^5 entries
+of the vocabulary, 130 layers, and 512 experts per layer."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class ConfigFields:
         read: Fields that the family's mapping uses.
         fixed: Fields that must have one of these values.
         without_effect: Fields without effect on the computation, besides the usual ones.
-        advice: Help for an unsupported value of `fixed`, in place of the list of supported ones.
+        advice: Help for an unsupported value of `fixed`, instead of the list of supported values.
     """
 
     read: frozenset[str]
@@ -62,16 +62,12 @@ class ConfigFields:
     advice: Mapping[str, str] = field(default_factory=dict)
 
     def problems(self, config_json: Mapping[str, Any], hf_config: Any, family: str, section: str = "") -> list[str]:
-        """Return a line for each unsupported field of a configuration.
-
-        Args:
-            section: Prefix of each name, such as `vision_config.`.
-        """
-        lines = [
-            f"{name}: got {shortened(repr(getattr(hf_config, name)))}, {self._what_to_do(name, values, family)}"
-            for name, values in self.fixed.items()
-            if getattr(hf_config, name, values[0]) not in values
-        ]
+        """Return a line for each unsupported field. `section` prefixes each name, such as `vision_config.`."""
+        lines = []
+        for name, values in self.fixed.items():
+            if (value := getattr(hf_config, name, values[0])) not in values:
+                advice = self.advice.get(name) or f"supported for {family}: {' or '.join(map(repr, values))}"
+                lines.append(f"{name}: got {shortened(repr(value))}, {advice}")
         lines += [
             f"{name}: {problem}" for name, value in config_json.items() if (problem := _problem_with(name, value))
         ]
@@ -84,12 +80,9 @@ class ConfigFields:
         ]
         return [f"policy.model_name: config.json: {section}{line}" for line in lines]
 
-    def _what_to_do(self, name: str, values: Sequence[Any], family: str) -> str:
-        return self.advice.get(name) or f"supported for {family}: {_listed(values)}"
-
 
 def _problem_with(name: str, value: Any) -> str | None:
-    """Return the fault of a number of a `config.json`, whatever the family; None: it has none."""
+    """Return the problem of a number in a `config.json` that no family allows, or None."""
     if isinstance(value, float) and not math.isfinite(value):
         return f"got {value}, expected a finite number"
     least = 1 if name in _NEVER_ZERO else 0
@@ -99,18 +92,14 @@ def _problem_with(name: str, value: Any) -> str | None:
     return None
 
 
-def _listed(values: Sequence[Any]) -> str:
-    return " or ".join(repr(value) for value in values)
-
-
 @dataclass(frozen=True)
 class Source:
-    """A Hugging Face tensor, or a section of its rows: a rule names a tensor once for each section, in their order.
+    """A Hugging Face tensor, or a section of its rows. A rule names a tensor once for each section, in order.
 
     Attributes:
-        name: With `{layer}` and `{expert}` in place of numbers.
-        is_stacked: It holds all experts, `[experts, ...]`: take one.
-        is_transposed: It is `[inputs, outputs]`, where Megatron-Core has `[outputs, inputs]`.
+        name: With `{layer}` and `{expert}` as placeholders of indices.
+        is_stacked: It contains all experts, `[experts, ...]`.
+        is_transposed: It is `[inputs, outputs]`. Megatron-Core has `[outputs, inputs]`.
     """
 
     name: str
@@ -119,7 +108,7 @@ class Source:
 
 
 class TensorLayout(Protocol):
-    """Layout of a parameter's source tensors within it; also for the pieces of a tensor-parallel rank."""
+    """Layout of the source tensors within a parameter. It also applies to the shards of a tensor-parallel rank."""
 
     def join(self, parts: Sequence[Tensor], hf_config: Any) -> Tensor: ...
 
@@ -128,7 +117,7 @@ class TensorLayout(Protocol):
 
 @dataclass(frozen=True)
 class Rows:
-    """Concatenate equally many rows of each part."""
+    """Concatenated rows. All parts have the same number."""
 
     def join(self, parts: Sequence[Tensor], hf_config: Any) -> Tensor:
         return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
@@ -139,7 +128,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class InterleavedRows:
-    """One tensor with alternating gate and up rows; in the parameter all gate rows come before all up rows."""
+    """One source with alternating gate and up rows. In the parameter all gate rows come before all up rows."""
 
     def join(self, parts: Sequence[Tensor], hf_config: Any) -> Tensor:
         return torch.cat([parts[0][0::2], parts[0][1::2]])
@@ -177,8 +166,8 @@ class Rule:
     """Source tensors of one kind of parameter.
 
     Attributes:
-        sources: Tensors that it consists of, in order, under the names that are written.
-        alternatives: Other forms that are read where `sources` are missing or only these match the file's shapes.
+        sources: The tensors that form it, in order. They are written under these names.
+        alternatives: Other forms, which are read if `sources` are missing or do not match the file's shapes.
     """
 
     sources: tuple[Source, ...]
@@ -198,8 +187,8 @@ class RuleTable:
     """All rules of a family.
 
     Args:
-        rules: By canonical name, with `{layer}` and `{expert}` in place of numbers.
-        prefixes: Hugging Face's prefix for each canonical one, for parameters without a rule, which are copied.
+        rules: By canonical name, with `{layer}` and `{expert}` as placeholders of indices.
+        prefixes: Hugging Face's prefix by canonical prefix, for parameters that are copied without a rule.
     """
 
     def __init__(self, rules: Mapping[str, Rule], prefixes: Mapping[str, str] | None = None):
@@ -207,7 +196,7 @@ class RuleTable:
         self._rules = [(_as_pattern(name), found) for name, found in rules.items()]
 
     def find(self, name: str) -> Rule | None:
-        """Return the rule of one parameter, with its numbers filled in; None where there is none."""
+        """Return the rule of one parameter, with its indices filled in, or None."""
         for pattern, found in self._rules:
             if match := pattern.fullmatch(name):
                 return _filled_in(found, match.groupdict())
@@ -248,38 +237,18 @@ def _filled_in(found: Rule, numbers: Mapping[str, str]) -> Rule:
     )
 
 
-def _none_unused(hf_config: Any) -> Mapping[str, str]:
-    del hf_config
-    return {}
-
-
 @dataclass(frozen=True)
 class SequenceLimit:
-    """Longest sequence that a family computes, whatever positions it has.
+    """Longest sequence that a family can compute, apart from its positions.
 
     Attributes:
-        name: Plural noun of what is limited.
-        why: Reason, where the name gives none.
+        name: Name of the limit, as a plural noun.
+        why: Reason, if the name does not explain it.
     """
 
     tokens: int
     name: str
     why: str = ""
-
-
-def _no_sequence_limit(config_json: Mapping[str, Any]) -> SequenceLimit | None:
-    del config_json
-    return None
-
-
-def _no_indexed_layers(hf_config: Any) -> Sequence[int]:
-    del hf_config
-    return ()
-
-
-def _whole_heads(hf_config: Any) -> float:
-    del hf_config
-    return 1.0
 
 
 @dataclass(frozen=True)
@@ -288,16 +257,16 @@ class ModelFamily:
 
     Attributes:
         transformer_fields: Maps the Hugging Face configuration to TransformerConfig fields (without the layout).
-        router_fields: The field of `config.json` for each router field of TransformerConfig that the model decides;
-            None where the architecture leaves no choice.
-        unused_tensors: Regular expressions (full match) of tensors that the model may ignore, each with the reason.
-        exported_fields: Fields of an exported `config.json` that declare the left-out tensors absent.
+        router_fields: The field of `config.json` for each router field of TransformerConfig that the model determines;
+            None if the architecture fixes it.
+        unused_tensors: Regular expressions (full match) of tensors that the model may ignore, with the reasons.
+        exported_fields: Fields of an exported `config.json` that declare the skipped tensors absent.
         normalizes_all_heads: Norms of queries and keys run over all heads together.
-        rotary_percent: Part of each head that is rotated, its first entries.
-        indexed_layers: Layers with an indexer, whose weights are kept but not computed with.
-        sequence_limit: Limit by a `config.json`; None: there is none but that of positions.
-        transformers_type: `model_type` of transformers' class for such files, where theirs is none that it knows.
-        vision: Parts beside the decoder; None for text alone.
+        rotary_percent: Share of each head's entries that is rotated, from the first one.
+        indexed_layers: Layers with an indexer, whose weights are kept but not used.
+        sequence_limit: Limit of sequences by a `config.json`, apart from positions; None: no such limit.
+        transformers_type: `model_type` of transformers' class for these files, if transformers does not know theirs.
+        vision: Vision tower and projector; None for a text model.
     """
 
     name: str
@@ -306,11 +275,11 @@ class ModelFamily:
     rules: RuleTable
     config_fields: ConfigFields
     router_fields: Mapping[str, str | None] = field(default_factory=dict)
-    unused_tensors: Callable[[Any], Mapping[str, str]] = _none_unused
+    unused_tensors: Callable[[Any], Mapping[str, str]] = lambda hf_config: {}
     exported_fields: Mapping[str, Any] = field(default_factory=dict)
     normalizes_all_heads: bool = False
-    rotary_percent: Callable[[Any], float] = _whole_heads
-    indexed_layers: Callable[[Any], Sequence[int]] = _no_indexed_layers
-    sequence_limit: Callable[[Mapping[str, Any]], SequenceLimit | None] = _no_sequence_limit
+    rotary_percent: Callable[[Any], float] = lambda hf_config: 1.0
+    indexed_layers: Callable[[Any], Sequence[int]] = lambda hf_config: ()
+    sequence_limit: Callable[[Mapping[str, Any]], SequenceLimit | None] = lambda config_json: None
     transformers_type: str | None = None
     vision: "VisionFamily | None" = None

@@ -27,7 +27,7 @@ def mixtral_fields(hf_config: Any) -> dict[str, Any]:
     experts = decoder.expert_fields(
         hf_config, num_experts=hf_config.num_local_experts, ffn_hidden_size=hf_config.intermediate_size
     )
-    # The weights of the chosen experts add up to 1: a softmax over their logits alone.
+    # The weights are a softmax over the logits of the chosen experts only.
     return decoder.decoder_fields(hf_config) | experts | {"moe_router_pre_softmax": False}
 
 
@@ -73,7 +73,7 @@ QWEN3_MOE_READ_FIELDS = decoder.READ_FIELDS | field_names(
     "decoder_sparse_step mlp_only_layers moe_intermediate_size norm_topk_prob num_experts num_experts_per_tok "
     "num_local_experts router_aux_loss_coef"
 )
-# Released files hold fields of other families too, at values that fit this one.
+# Released files also have fields of other families, with values that fit this one.
 QWEN3_MOE_FIXED_FIELDS = {
     **dense.QWEN3_FIXED_FIELDS,
     "qkv_bias": (False,),
@@ -83,7 +83,7 @@ QWEN3_MOE_FIXED_FIELDS = {
 
 
 def moe_layer_pattern(hf_config: Any) -> list[int]:
-    """Return 1 for each layer with experts, 0 for each dense one."""
+    """Return 1 for each MoE layer, 0 for each dense one."""
     return [
         int(index not in (hf_config.mlp_only_layers or []) and (index + 1) % hf_config.decoder_sparse_step == 0)
         for index in range(hf_config.num_hidden_layers)
@@ -96,7 +96,7 @@ def routed_expert_fields(hf_config: Any) -> dict[str, Any]:
     )
     return experts | {
         "moe_layer_freq": moe_layer_pattern(hf_config),
-        # Softmax over the chosen experts' logits equals softmax over all of them, normalised over the chosen.
+        # A softmax over the chosen experts' logits equals a softmax over all, normalised over the chosen.
         "moe_router_pre_softmax": not hf_config.norm_topk_prob,
     }
 
@@ -116,20 +116,25 @@ QWEN3_MOE = ModelFamily(
 
 
 QWEN2_MOE_READ_FIELDS = QWEN3_MOE_READ_FIELDS | field_names("qkv_bias shared_expert_intermediate_size")
-_SHARED_EXPERT_GATE = {
-    f"{decoder.LAYER}mlp.shared_experts.gate_weight": rule(f"{decoder.HF_LAYER}mlp.shared_expert_gate.weight")
+SHARED_EXPERT = {
+    **decoder.swiglu("mlp.shared_experts", "mlp.shared_expert"),
+    f"{decoder.LAYER}mlp.shared_experts.gate_weight": rule(f"{decoder.HF_LAYER}mlp.shared_expert_gate.weight"),
 }
+
+
+def shared_expert_fields(hf_config: Any) -> dict[str, Any]:
+    return {
+        "moe_shared_expert_intermediate_size": hf_config.shared_expert_intermediate_size,
+        "moe_shared_expert_gate": True,
+    }
 
 
 def qwen2_moe_fields(hf_config: Any) -> dict[str, Any]:
     return (
         decoder.decoder_fields(hf_config)
         | routed_expert_fields(hf_config)
-        | {
-            "add_qkv_bias": hf_config.qkv_bias,
-            "moe_shared_expert_intermediate_size": hf_config.shared_expert_intermediate_size,
-            "moe_shared_expert_gate": True,
-        }
+        | shared_expert_fields(hf_config)
+        | {"add_qkv_bias": hf_config.qkv_bias}
     )
 
 
@@ -143,8 +148,7 @@ QWEN2_MOE = ModelFamily(
             **decoder.QKV_BIAS,
             **decoder.ROUTER,
             **decoder.EXPERTS,
-            **decoder.swiglu("mlp.shared_experts", "mlp.shared_expert"),
-            **_SHARED_EXPERT_GATE,
+            **SHARED_EXPERT,
         }
     ),
     config_fields=ConfigFields(QWEN2_MOE_READ_FIELDS, dense.QWEN2_FIXED_FIELDS, dense.QWEN3_WITHOUT_EFFECT),

@@ -1,12 +1,14 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSeek-V3.2 and GLM-5, whose attention is DeepSeek-V3's to the tokens that an indexer chooses.
+"""DeepSeek-V3.2 and GLM-5: DeepSeek-V3's attention, restricted to tokens that an indexer chooses.
 
-It chooses the best `index_topk` of each query: up to so many tokens all of them, and nothing of it has to be computed.
-Longer sequences are refused. The indexer's weights have no gradient; they pass from folder to folder.
+The indexer chooses the best `index_topk` tokens of each query. In sequences up to that length these are all tokens, so
+it need not be computed. Longer sequences are refused. The indexer's weights are not trained, only copied.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from nemo_rl_moe.config.suggestions import shortened
@@ -21,15 +23,15 @@ READ_FIELDS = (
     | field_names("index_head_dim index_n_heads index_topk layer_types")
 )
 FIXED_FIELDS = {**deepseek.DEEPSEEK_V3_FIXED_FIELDS, "mlp_bias": (False,)}
-# How an indexer rotates its queries and keys, and what layers that predict further tokens share.
+# Settings of the indexer's rotation, and of multi-token prediction layers.
 WITHOUT_EFFECT = deepseek.DEEPSEEK_V3_WITHOUT_EFFECT | field_names(
     "index_share_for_mtp_iteration indexer_rope_interleave moe_router_dtype"
 )
-# They say which layers have an indexer; transformers makes `indexer_types` of the others.
+# They determine the layers with an indexer. transformers derives `indexer_types` from the others.
 _SHARING_FIELDS = field_names("index_skip_topk_offset index_topk_freq index_topk_pattern indexer_types")
 _DEFAULT_TOPK = 2048
 _KINDS = frozenset({"indexed_attention", "deepseek_sparse_attention"})
-"""Names of the one kind of layer: that of transformers 5.19, and that of earlier releases."""
+"""Names of the only kind of layer, in transformers 5.19 and in earlier releases."""
 _INDEXER = ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight")
 INDEXER = {
     f"{decoder.LAYER}self_attention.indexer.{name}": rule(f"{decoder.HF_LAYER}self_attn.indexer.{name}")
@@ -43,7 +45,7 @@ def sequence_limit(config_json: Mapping[str, Any]) -> SequenceLimit:
 
 
 def indexed_layers(hf_config: Any) -> list[int]:
-    """Return the layers with an indexer of their own; the others share that of the last one before them."""
+    """Return the layers with an indexer. The others share the last indexer before them."""
     kinds = getattr(hf_config, "indexer_types", None) or ["full"] * hf_config.num_hidden_layers
     if len(kinds) != hf_config.num_hidden_layers or not set(kinds) <= {"full", "shared"} or kinds[0] != "full":
         raise ConfigurationError(
@@ -59,7 +61,7 @@ def _decoder_fields(hf_config: Any, family: str) -> dict[str, Any]:
         raise ConfigurationError(
             f"{biased_routers.WHERE} layer_types: got {shortened(repr(kinds))}, supported: 'indexed_attention'"
         )
-    indexed_layers(hf_config)  # refuses what it does not understand
+    indexed_layers(hf_config)  # checks the layers
     return (
         deepseek.decoder_fields(hf_config)
         | biased_routers.group_fields(hf_config)
@@ -67,18 +69,10 @@ def _decoder_fields(hf_config: Any, family: str) -> dict[str, Any]:
     )
 
 
-def deepseek_v32_fields(hf_config: Any) -> dict[str, Any]:
-    return _decoder_fields(hf_config, "DeepSeek-V3.2")
-
-
-def glm_moe_dsa_fields(hf_config: Any) -> dict[str, Any]:
-    return _decoder_fields(hf_config, "GLM-5")
-
-
 RULES = RuleTable({**deepseek.RULES, **biased_routers.EXPERT_BIAS, **INDEXER})
 DEEPSEEK_V32 = ModelFamily(
     name="DeepSeek-V3.2",
-    transformer_fields=deepseek_v32_fields,
+    transformer_fields=partial(_decoder_fields, family="DeepSeek-V3.2"),
     rotary_base=rotary_base,
     rules=RULES,
     config_fields=ConfigFields(READ_FIELDS, FIXED_FIELDS, WITHOUT_EFFECT, deepseek.ADVICE),
@@ -88,15 +82,9 @@ DEEPSEEK_V32 = ModelFamily(
     indexed_layers=indexed_layers,
     sequence_limit=sequence_limit,
 )
-GLM_MOE_DSA = ModelFamily(
+GLM_MOE_DSA = replace(
+    DEEPSEEK_V32,
     name="GLM-5",
-    transformer_fields=glm_moe_dsa_fields,
-    rotary_base=rotary_base,
-    rules=RULES,
+    transformer_fields=partial(_decoder_fields, family="GLM-5"),
     config_fields=ConfigFields(READ_FIELDS | _SHARING_FIELDS, FIXED_FIELDS, WITHOUT_EFFECT, deepseek.ADVICE),
-    router_fields=biased_routers.ROUTER_FIELDS,
-    unused_tensors=biased_routers.unused_tensors,
-    exported_fields=biased_routers.EXPORTED_FIELDS,
-    indexed_layers=indexed_layers,
-    sequence_limit=sequence_limit,
 )

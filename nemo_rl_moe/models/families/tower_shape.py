@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Floating-point operations and activations of a vision tower and its projector by arithmetic."""
+"""Floating-point operations and activations of a vision tower and its projector, by arithmetic."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from nemo_rl_moe.config.schema_policy import FreezeConfig
 
 _KEPT_BY_A_BLOCK = 8
-"""Tensors of the hidden size that a block keeps for its backward pass; see `TowerShape.activations_at_least`."""
+"""Tensors of the hidden size that a block keeps for its backward pass: see `TowerShape.activations_at_least`."""
 
 
 @dataclass(frozen=True)
@@ -16,13 +16,13 @@ class TowerShape:
     """Sizes of a vision tower and its projector.
 
     Attributes:
-        is_gated: The MLP has three matrices, one of them a gate; otherwise two.
-        patch_dim: Numbers of a patch.
+        is_gated: The MLP has a gate, a third matrix.
+        patch_dim: Number of input values of a patch.
         merge_size: Side, in patches, of the square that becomes one image token.
-        projector_products: Multiplications of an image token after the blocks.
-        window: Side, in patches, of attention windows; None: there are none.
-        num_window_blocks: Blocks with windows; in the others all patches of an image attend to each other.
-        num_class_tokens: Tokens of an image in the blocks beside its patches.
+        projector_products: Multiplications per image token in the projector.
+        window: Side, in patches, of attention windows, or None.
+        num_window_blocks: Blocks with windows. In the others all patches of an image attend to each other.
+        num_class_tokens: Additional tokens of an image in the blocks.
     """
 
     num_blocks: int
@@ -37,18 +37,18 @@ class TowerShape:
     num_class_tokens: int = 0
 
     def forward_flops(self, rows: int, columns: int) -> tuple[int, int]:
-        """Count operations of tower and projector in a forward pass over an image of so many patches."""
+        """Count operations of tower and projector in a forward pass over an image of `rows` x `columns` patches."""
         patches = rows * columns
-        places, hidden = patches + self.num_class_tokens, self.hidden_size
+        positions, hidden = patches + self.num_class_tokens, self.hidden_size
         of_a_block = 4 * hidden**2 + (3 if self.is_gated else 2) * hidden * self.intermediate_size
-        pairs = (self.num_blocks - self.num_window_blocks) * places**2
+        pairs = (self.num_blocks - self.num_window_blocks) * positions**2
         if self.window is not None:
             pairs += self.num_window_blocks * _squares(rows, self.window) * _squares(columns, self.window)
-        products = patches * self.patch_dim * hidden + places * self.num_blocks * of_a_block + 2 * hidden * pairs
+        products = patches * self.patch_dim * hidden + positions * self.num_blocks * of_a_block + 2 * hidden * pairs
         return 2 * products, 2 * patches // self.merge_size**2 * self.projector_products
 
     def training_flops(self, images: Iterable[tuple[int, int]], freeze: FreezeConfig) -> int:
-        """Count operations of a forward and a backward pass over images.
+        """Count operations of a forward and a backward pass over images, given by rows and columns of patches.
 
         A backward pass has one product for each gradient of a trained weight, and one for the gradient of each input
         that depends on a trained weight. Pixels get no gradient, but their one product is counted.
@@ -61,14 +61,14 @@ class TowerShape:
         return found
 
     def activations_at_least(self, patches: int, bytes_each: int) -> int:
-        """Return a lower bound, in bytes, of what the blocks keep for the backward pass.
+        """Return a lower bound, in bytes, of the activations that the blocks keep for the backward pass.
 
-        Each block keeps, for each patch, the inputs of its two norms and first matrices (four of the hidden size),
-        queries, keys and values (three), the input of the output matrix (one), and the MLP's activation input and last
-        matrix's input; a gated MLP keeps both factors. With an intermediate size of four times the hidden one, two
-        bytes a number and no gate this is 32 bytes x patches x hidden size: the 34 of Korthikanti et al., "Reducing
+        For each patch, a block keeps the inputs of its two norms and first matrices (four of the hidden size), queries,
+        keys and values (three), the input of the output matrix (one), and the inputs of the MLP's activation and of its
+        last matrix. A gated MLP keeps both factors. With an intermediate size of four times the hidden size, two bytes
+        per number and no gate, this is 32 bytes x patches x hidden size: the 34 of Korthikanti et al., "Reducing
         Activation Recomputation in Large Transformer Models" (2022), equation 1, without its dropout masks and
-        attention matrices. Float32 norms, rotary embeddings and the projector are left out.
+        attention matrices. Float32 norms, rotary embeddings and the projector are omitted.
         """
         of_the_mlp = (4 if self.is_gated else 2) * self.intermediate_size
         of_a_block = _KEPT_BY_A_BLOCK * self.hidden_size + of_the_mlp
@@ -76,6 +76,6 @@ class TowerShape:
 
 
 def _squares(length: int, window: int) -> int:
-    """Count pairs along one side of an image that is split into windows, the last of which may be narrower."""
+    """Count pairs along one side of an image that is split into windows. The last window may be narrower."""
     whole, rest = divmod(length, window)
     return whole * window**2 + rest**2

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Vision-language families: a decoder of another family with a vision tower and a projector.
 
-Tower and projector are transformers' own modules. Configurations are flattened: the decoder's fields as in a text
-model, and beside them those of the whole model, including its `model_type`.
+Tower and projector are transformers' modules. Configurations are flattened: they have the decoder's fields as in a text
+model, and the fields of the full model, including its `model_type`.
 """
 
 import copy
@@ -28,8 +28,8 @@ class TowerOutput:
     """Output of tower and projector for a sequence of images.
 
     Attributes:
-        embeddings: Replace the image tokens' word embeddings.
-        deep: Added to the image tokens' hidden states after each of the first decoder layers.
+        embeddings: Embeddings of the image tokens.
+        deep: Features to add to the image tokens' hidden states after each of the first decoder layers.
     """
 
     embeddings: Float[Tensor, "tokens hidden"]
@@ -38,20 +38,22 @@ class TowerOutput:
 
 @dataclass(frozen=True)
 class VisionFamily:
-    """Parts of a vision-language family beside its decoder.
+    """Vision tower and projector of a vision-language family.
 
     Attributes:
-        decoder: The decoder's family; None: named by `text_config`.
-        config_fields: Fields of `config.json` outside its sections; the read ones are kept when flattened.
+        decoder: The decoder's family; None: `text_config` names it.
+        config_fields: Fields of `config.json` outside its sections. The read ones are kept when flattened.
         tower_fields: Fields of `vision_config`.
-        prefixes: Name in files for each prefix of canonical names of tower and projector.
-        projector: Prefixes of the projector's canonical names; all else under `vision.` is the tower.
+        decoder_name: Maps a name of the decoder's tensors as a text model to the name in files.
+        prefixes: Prefix in files by prefix of canonical names of tower and projector.
+        projector: Prefixes of the projector's canonical names. Other names under `vision.` belong to the tower.
+        build: Builds tower and projector.
         encode: Runs them over images, `[height, width, 3]` each.
-        pixels_per_token: Height and width in pixels of an image token.
+        pixels_per_token: Side, in pixels, of an image token.
         has_mrope: Image tokens have positions in time, height and width.
-        interleaves_mrope: Frequencies of these three alternate in a head; otherwise they form blocks.
-        deep_layers: First decoder layers to whose output the tower adds features.
-        problems: Returns further problems of a flattened configuration, a line each.
+        interleaves_mrope: Frequencies of these three alternate in a head. Otherwise they form blocks.
+        deep_layers: Number of first decoder layers to whose outputs the tower adds features.
+        problems: Returns a line for each further problem of a flattened configuration.
     """
 
     name: str
@@ -71,7 +73,7 @@ class VisionFamily:
     problems: Callable[[Any], list[str]] = lambda hf_config: []
 
     def around(self, decoder: ModelFamily) -> ModelFamily:
-        """Return the family of whole models with this decoder."""
+        """Return the family of full models with this decoder."""
 
         def transformer_fields(hf_config: Any) -> dict[str, Any]:
             mrope = {"mrope_section": list(hf_config.mrope_section)} if self.has_mrope else {}
@@ -94,7 +96,7 @@ class VisionFamily:
         return (height // side) * (width // side)
 
     def num_patches(self, hf_config: Any, height: int, width: int) -> int:
-        """Return the number of patches of an image (or tile) that the tower runs."""
+        """Return the number of patches of an image or tile."""
         rows, columns = self.patch_grid(hf_config, height, width)
         return rows * columns
 
@@ -108,17 +110,13 @@ class VisionFamily:
     def embed(
         self, tower: nn.Module, pixels: UInt8[Tensor, " bytes"], sizes: Sequence[tuple[int, int]], hf_config: Any
     ) -> TowerOutput:
-        """Run tower and projector.
-
-        Args:
-            pixels: Of all images in order, row by row; on the tower's device.
-        """
+        """Run tower and projector on images, whose RGB bytes are concatenated on the tower's device."""
         parts = pixels.split([height * width * 3 for height, width in sizes])
         images = [part.view(*size, 3) for part, size in zip(parts, sizes, strict=True)]
         return self.encode(tower, images, hf_config)
 
     def flattened(self, hf_config: Any, decoder_type: str) -> Any:
-        """Merge the decoder's, the outer and the tower's fields into one configuration of the whole model."""
+        """Merge the fields of decoder, tower and full model into one configuration."""
         flat = copy.deepcopy(hf_config.text_config)
         flat.decoder_type = decoder_type
         flat.model_type = hf_config.model_type
@@ -129,7 +127,7 @@ class VisionFamily:
         if self.has_mrope:
             parameters = dict(flat.rope_parameters)
             flat.mrope_section = parameters.pop("mrope_section", None)
-            # transformers goes by the family alone, whatever the file says.
+            # transformers ignores this field and uses the family's order.
             flat.mrope_interleaved = parameters.pop("mrope_interleaved", self.interleaves_mrope)
             flat.rope_parameters = parameters
         problems = [*_common_problems(flat, self), *self.problems(flat)]
@@ -139,7 +137,7 @@ class VisionFamily:
 
 
 def decoder_section(config_json: Mapping[str, Any], vision: VisionFamily | None) -> Mapping[str, Any]:
-    """Return the decoder's part of a `config.json`: a section, or all fields that the whole model does not name."""
+    """Return the decoder's part of a `config.json`: its section, or all fields that are not the full model's."""
     if vision is None:
         return config_json
     section = config_json.get("text_config")
@@ -191,7 +189,7 @@ def _common_problems(flat: Any, family: VisionFamily) -> list[str]:
 
 
 def built_config(plain: Any, config_class: type) -> Any:
-    """Make the configuration object that a transformers module wants from the plain one."""
+    """Make the configuration object for a transformers module from a plain one."""
     if isinstance(plain, config_class):
         return copy.deepcopy(plain)
     known = config_class().to_dict().keys() - {"model_type", "transformers_version"}

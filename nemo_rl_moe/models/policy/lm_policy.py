@@ -48,16 +48,12 @@ from nemo_rl_moe.weight_sync.transport_backends import TransportBackend, make_ba
 
 
 class TrainableModel(ModelWorkers):
-    """A model of a run in a role, with an optimizer: it trains, is saved and goes on from a checkpoint.
+    """A model with an optimizer, which can be trained, saved, and resumed from a checkpoint.
 
     Args:
-        role: Such as `policy` or `critic`, for error messages.
-        policy: The section that describes the model, its layout and its training.
-        model_files: What lies beside weights that are saved, file name to content; without a `config.json` nobody can
-            load them.
-        num_steps: Optimizer steps of the whole run; None: it is measured, and not trained.
-        keep_reference: Keep the first weights as the reference model.
-        heads: Heads that the model has: log-probabilities, values, or both.
+        model_files: Content of the files to save with weights, by name. Weights can only be loaded with a
+            `config.json`.
+        heads: The model's heads: log-probabilities, values, or both.
 
     Attributes:
         weight_version: Optimizer steps that changed the weights since the start of training.
@@ -91,11 +87,7 @@ class TrainableModel(ModelWorkers):
         self._trains, self._is_offloaded = num_steps is not None, False
 
     def train(self, batch: TokenBatch, loss_function: LossFunction) -> TrainResult:
-        """Take one optimizer step for each global batch in `batch`.
-
-        Raises:
-            ValueError: The loss needs a head that the model has not.
-        """
+        """Take one optimizer step for each global batch in `batch`."""
         self._require_heads(loss_function)
         size = self._policy.train_global_batch_size
         batch = batch.with_shared_in(self._images)
@@ -119,7 +111,7 @@ class TrainableModel(ModelWorkers):
         shards = [list(of_rank) for of_rank in zip(*by_global_batch, strict=True)]
         to_ranks = self._to_ranks(shards, loss_function)
         results = list(self._workers.start_each(MegatronTrainer.train, to_ranks)().values())
-        self._is_offloaded = False  # ranks have it back where nobody asked before
+        self._is_offloaded = False  # training loads the optimizer state again
         first = results[0]
         self.weight_version = first.weight_version
         return TrainResult(
@@ -144,27 +136,23 @@ class TrainableModel(ModelWorkers):
         by_global_batch: Sequence[Sequence[GlobalBatchShard]],
         results: Sequence[RankTrainResult],
     ) -> GpuUse | None:
-        """Use of the GPUs in a `train` call; None on CPUs."""
+        """Measure the use of GPUs in a `train` call; None on CPUs."""
         names = [name for name in self._gpus if name is not None]
         if self._forward_flops is None or not names:
             return None
-        # What a card can do in other formats is another number.
+        decoder_flops = self._forward_flops.training(batch.lengths.tolist(), is_frozen=self._policy.lora is not None)
+        # The known peaks are for bfloat16.
         in_bfloat16 = self._policy.precision == "bfloat16"
         return GpuUse(
             num_gpus=len(names),
             num_gpus_of_run=self._cluster.config.num_gpus,
-            train_flops=self._train_flops(batch) + self._tower_flops(by_global_batch),
+            train_flops=decoder_flops + self._tower_flops(by_global_batch),
             peak_flops_per_second=peak_flops_per_second(names) if in_bfloat16 else None,
             memory=join_metrics([result.memory for result in results]),
         )
 
-    def _train_flops(self, batch: TokenBatch) -> int:
-        assert self._forward_flops is not None  # asked for where they are known
-        return self._forward_flops.training(batch.lengths.tolist(), is_frozen=self._policy.lora is not None)
-
     def _tower_flops(self, by_global_batch: Sequence[Sequence[GlobalBatchShard]]) -> int:
-        """Return the operations of the vision tower."""
-        # On the distinct images of each microbatch, once for all its ranks.
+        """Count operations of the vision tower on the distinct images of each microbatch."""
         vision = family_of(self._hf_config).vision
         if vision is None:
             return 0
@@ -178,10 +166,9 @@ class TrainableModel(ModelWorkers):
         return vision.shape(self._hf_config).training_flops(grids, self._policy.freeze)
 
     def save_weights(self, directory: Path) -> Sequence[str]:
-        """Write the weights as a Hugging Face folder; it appears whole or not at all.
+        """Write the weights as a Hugging Face folder, which appears atomically.
 
-        Returns:
-            Names of parameters that were left out because the family has no tensor for them.
+        Returns the names of parameters that were omitted because the family has no tensor for them.
 
         Raises:
             CheckpointSaveError: A rank could not write its part.
@@ -192,25 +179,25 @@ class TrainableModel(ModelWorkers):
             raise CheckpointSaveError(error.problems) from None
 
     def start_checkpoint(self, directory: Path, *, with_optimizer: bool) -> None:
-        """Take a snapshot of the training state and begin to write it; training may go on at once."""
+        """Take a snapshot of the training state and start writing it. Training may continue at once."""
         self._workers.call_all(MegatronTrainer.start_checkpoint, directory.absolute(), with_optimizer)
 
     def poll_checkpoint(self, *, wait: bool) -> Sequence[str] | None:
-        """Return the problems of the writing; None while it goes on."""
+        """Return the problems of the checkpoint's writing; None while it continues."""
         if wait or all(self._workers.call_all(MegatronTrainer.checkpoint_is_written)):
             problem = self._workers.call_all(MegatronTrainer.finish_checkpoint)[0]
             return [] if problem is None else [problem]
         return None
 
     def load_checkpoint(self, directory: Path, *, with_optimizer: bool) -> None:
-        """Put back what `start_checkpoint` wrote.
+        """Restore the state that `start_checkpoint` wrote.
 
         Raises:
-            DamagedCheckpointError: Its files are not what was written; another checkpoint must be loaded before a step.
-            CheckpointError: It holds anything but tensors, or belongs to another model.
+            DamagedCheckpointError: Its files have changed. Another checkpoint must be loaded before the next step.
+            CheckpointError: It contains other things than tensors, or belongs to another model.
         """
         versions = self._workers.call_all(MegatronTrainer.load_checkpoint, directory.absolute(), with_optimizer)
-        self._is_offloaded = False  # ranks have it back
+        self._is_offloaded = False  # it was loaded to the device
         self.weight_version = versions[0]
 
     def _offload_optimizer(self, is_wanted: bool, clock: PhaseClock) -> None:
@@ -219,22 +206,12 @@ class TrainableModel(ModelWorkers):
                 self._workers.call_all(MegatronTrainer.offload_optimizer)
             self._is_offloaded = True
 
-    def _onload_optimizer(self, clock: PhaseClock) -> None:
-        if self._is_offloaded:
-            with clock.phase("onload_optimizer"):
-                self._workers.call_all(MegatronTrainer.onload_optimizer)
-            self._is_offloaded = False
-
 
 class MegatronPolicy(TrainableModel):
-    """The policy of a run: a trainable model that also generates, or sends its weights to engines that do.
-
-    Args:
-        num_steps: Optimizer steps of the whole run; None: it generates and is measured, and is not trained.
-        keep_reference: Keep the first weights as the reference model.
+    """The policy of a run: a trainable model that also generates, or sends its weights to engines.
 
     Attributes:
-        gpu: The account of the GPUs that its ranks and engines share.
+        gpu: The GPUs that its ranks share with engines.
     """
 
     def __init__(
@@ -277,9 +254,9 @@ class MegatronPolicy(TrainableModel):
         super().load_checkpoint(directory, with_optimizer=with_optimizer)
 
     def prepare_for_generation(self, clock: PhaseClock) -> None:
-        """Move the optimizer's state to the host, and free gradients, where the configuration says so.
+        """Move the optimizer state to the host and free gradients if configured.
 
-        Engines on the same GPUs get what the ranks' allocators keep of the step before, whatever is moved.
+        For engines on the same GPUs, the ranks also release the memory that their allocators cache.
         """
         generates = generating(self._policy)
         self._offload_optimizer(generates is not None and generates.offload_optimizer_for_generation, clock)
@@ -288,23 +265,26 @@ class MegatronPolicy(TrainableModel):
         self.gpu.make_room()
 
     def prepare_for_logprobs(self, clock: PhaseClock) -> None:
-        """Do the same before log-probability passes, as configured for these."""
+        """Move the optimizer state to the host before log-probability passes if configured."""
         self.gpu.measure()
         generates = generating(self._policy)
         self._offload_optimizer(generates is not None and generates.offload_optimizer_for_logprob, clock)
 
     def prepare_for_training(self, clock: PhaseClock) -> None:
-        """Move it back, where it was moved."""
-        self._onload_optimizer(clock)
+        """Move the optimizer state back if it was moved."""
+        if self._is_offloaded:
+            with clock.phase("onload_optimizer"):
+                self._workers.call_all(MegatronTrainer.onload_optimizer)
+            self._is_offloaded = False
 
     def reference_logprobs(self, batch: TokenBatch) -> Tensor:
-        """Return `logprobs` of the model at the start of the run."""
+        """Compute `logprobs` of the initial model."""
         return self.start_logprobs(batch, reference=True)()
 
     def logprobs_and_routes(
         self, batch: TokenBatch, *, one_at_a_time: bool = False
     ) -> tuple[Tensor, StoredColumn | None]:
-        """Compute `logprobs`, and store the pass's routed experts in Ray; None for a model without MoE layers."""
+        """Compute `logprobs` and the pass's routed experts, stored in Ray; None for a model without MoE layers."""
         if not self.moe_configuration:
             return self.logprobs(batch), None
         batching = PlainBatching(1) if one_at_a_time else self._logprob_batching
@@ -320,8 +300,8 @@ class MegatronPolicy(TrainableModel):
         return logprobs, stored_per_token(rows[: len(batch)], fill=UNKNOWN)
 
     def expert_biases(self) -> Float[np.ndarray, "2 layers experts"] | None:
-        """Return the expert bias before the last update and now; None where it was skipped or does not move it."""
-        # One rank of each stage: its layers have copies on the others.
+        """Return the expert bias before and after the last update; None if it was skipped or has no bias update."""
+        # Ask one rank of each stage. The others have copies of its layers.
         asked = [
             () if place.data_parallel_rank == place.tensor_rank == place.context_rank == 0 else None
             for place in self._coordinates
@@ -331,10 +311,10 @@ class MegatronPolicy(TrainableModel):
         return np.stack([found[layer] for layer in sorted(found)], axis=1) if found else None
 
     def generate(self, batch: GenerationBatch) -> list[GeneratedSequence]:
-        """Return one continuation of each prompt, in the order of the prompts."""
+        """Return one continuation of each prompt, in order."""
         size = self._data_parallel_size
         batch = batch.with_shared_in(self._images)
-        # Neighbours are often answers to one prompt, and alike in length: deal them out.
+        # Distribute neighbours, which are often samples of one prompt with similar lengths.
         shares = [batch.share(rank, size) for rank in range(size)]
         to_ranks = self._to_ranks(shares, self._max_generation_batch_size)
         by_rank = self._reported(self._workers.start_each(MegatronModel.generate, to_ranks)())
@@ -343,15 +323,12 @@ class MegatronPolicy(TrainableModel):
     def weight_transport(
         self, *, altered: bool = False, whole: bool = False, then: Callable[[], object] = lambda: None
     ) -> WeightTransport:
-        """Return a transport of the weights as they are now, to be opened for one engine: a context manager.
+        """Return a transport of the current weights to one engine, as a context manager.
 
-        Args:
-            altered: Send others in their place, of which every tensor differs.
-            whole: Send frozen weights too where the engine has had them.
-            then: Called when all ranks have been asked to send: what it asks of them, they do next.
+        The arguments are explained in `generation.refit.refit`.
         """
         send = partial(self._send_weights, altered, then)
-        # Over NCCL the first rank sends for all: each sender is a communicator with buffers in every receiver.
+        # Over NCCL the first rank sends for all: each sender would need a communicator with buffers in all receivers.
         num_senders = 1 if self._weight_transport == "nccl" else len(self._coordinates)
         has_files = self._weight_transport == "files"
         return WeightTransport(
@@ -364,17 +341,13 @@ class MegatronPolicy(TrainableModel):
         )
 
     def start_fingerprints(self, number_format: str) -> Callable[[], Fingerprints]:
-        """Have all ranks begin with the fingerprints of their weights; return what waits for those of all tensors.
-
-        Args:
-            number_format: Of `weight_sync.fingerprints.fingerprint`.
-        """
+        """Start computing the fingerprints of the weights on all ranks; return a function that waits for them."""
         asked = [(number_format,)] * len(self._coordinates)
         by_rank = self._workers.start_each(MegatronModel.weight_fingerprints, asked)
         return lambda: {name: found for of_rank in by_rank().values() for name, found in of_rank.items()}
 
     def probe_adapters(self, is_on: bool) -> None:
-        """Give the adapters other values, or their own again, to the last bit."""
+        """Give the adapters other values (True), or exactly their own again (False)."""
         self._workers.call_all(MegatronModel.begin_probe if is_on else MegatronModel.end_probe)
 
     def _transfer_folder(self) -> Path:
@@ -388,7 +361,7 @@ class MegatronPolicy(TrainableModel):
         return Path(self._checkpoint_dir).absolute()
 
     def _backend(self, num_receivers: int, receivers: str) -> TransportBackend:
-        """Return the configured way of the weights; after a failure with connections of its own."""
+        """Make the configured transport. It gets new connections after a failed transfer."""
         group = f"{receivers}-{self._num_failed_transfers}"
         address = "127.0.0.1" if self._cluster.is_local else None
         return make_backend(self._weight_transport, group, num_receivers, address)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The driver's side of a model: shards each batch over the data-parallel ranks and calls the workers."""
+"""The driver's side of a model: it shards batches over the data-parallel ranks and calls the workers."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -41,7 +41,7 @@ Result = TypeVar("Result")
 
 
 def choose_batching(policy: PolicyConfig, micro_batch_size: int) -> Batching:
-    """Choose the batching: by tokens where the configuration says so, otherwise of this many sequences."""
+    """Return the configured batching by tokens, or else microbatches of `micro_batch_size` sequences."""
     if policy.sequence_packing.enabled:
         multiple = sequence_multiple(policy.megatron_cfg.context_parallel_size)
         packing = policy.sequence_packing
@@ -53,20 +53,18 @@ def choose_batching(policy: PolicyConfig, micro_batch_size: int) -> Batching:
 
 
 class ModelWorkers:
-    """Megatron-Core workers of one model of a run, one Ray actor a rank: the policy, or a role beside it.
-
-    Without `num_steps` they run forward passes alone and hold neither gradients nor optimizer state.
+    """Megatron-Core workers of one model of a run (the policy or another role), one Ray actor per rank.
 
     Args:
         role: Such as `policy` or `teacher`, for error messages.
         policy: The section that describes the model and its layout.
-        num_steps: Optimizer steps of the whole run; None: forward passes alone.
-        keep_reference: Keep the first weights as the reference model.
+        num_steps: Optimizer steps of the run; None: only forward passes, without gradients and optimizer state.
+        keep_reference: Keep the initial weights as the reference model.
 
     Attributes:
-        moe_configuration: The router and expert settings that are really in force.
-        moe_configuration_sources: Who has set each of them.
-        notices: What a user should know of the weights that were read, a line each.
+        moe_configuration: The router and expert settings in force.
+        moe_configuration_sources: The source of each of them.
+        notices: Notices for the user on the loaded weights, one line each.
     """
 
     def __init__(
@@ -107,14 +105,14 @@ class ModelWorkers:
             environment=_environment(policy, on_gpus=cluster.config.gpus_per_node > 0),
             model=None if role == POLICY_ROLE else role,
         )
-        # Without optimizer steps ranks are no trainers, and are called by methods of `MegatronModel` alone.
+        # Without optimizer steps they are `MegatronModel`s, and only its methods are called.
         self._workers = cast("WorkerGroup[MegatronTrainer]", started)
         descriptions = self._workers.call_all(MegatronModel.describe, load_config_json(str(source.folder())))
         first = descriptions[0]
         self._coordinates = [description.coordinates for description in descriptions]
         self._data_parallel_size = first.coordinates.data_parallel_size
         megatron = policy.megatron_cfg
-        # An interleaved schedule runs microbatches in groups of as many as there are stages.
+        # An interleaved schedule runs groups of microbatches, one for each stage.
         interleaved = megatron.virtual_pipeline_model_parallel_size is not None
         self._microbatch_multiple = megatron.pipeline_model_parallel_size if interleaved else 1
         self._cluster = cluster
@@ -125,11 +123,7 @@ class ModelWorkers:
         self.notices = first.notices
 
     def evaluate(self, batch: TokenBatch, loss_function: LossFunction) -> dict[str, MetricSeries]:
-        """Return the loss function's metrics by forward passes only; the batch need not be divisible over the ranks.
-
-        Raises:
-            ValueError: The loss needs a head that the model has not.
-        """
+        """Compute the loss function's metrics by forward passes. Batches of any size are allowed."""
         self._require_heads(loss_function)
         plan, filled = self._plan_forward(batch, self._batching)
         shards = make_shards(filled, plan.by_rank, batch)
@@ -137,18 +131,18 @@ class ModelWorkers:
         return join_metrics(list(by_rank.values()))
 
     def logprobs(self, batch: TokenBatch) -> Tensor:
-        """Return the log-probability of each token given those before it, `[batch, sequence]`."""
+        """Return the log-probability of each token given its prefix, in nats, `[batch, sequence]`."""
         return self.start_logprobs(batch)()
 
     def start_logprobs(
         self, batch: TokenBatch, *, by_one_copy: bool = False, reference: bool = False
     ) -> Callable[[], Tensor]:
-        """Start `logprobs` after what the workers do already; return a function that waits for the result.
+        """Start `logprobs` after the workers' pending calls; return a function that waits for the result.
 
         Args:
-            by_one_copy: The ranks of one copy of the model do it alone, where its experts lie on no others: a pass over
-                a few sequences costs each rank much the same, however few they are.
-            reference: By the model at the start of the run, where one is kept.
+            by_one_copy: Use the ranks of one data-parallel copy only, if it has all experts. With few sequences, a pass
+                costs each rank about the same, however few they are.
+            reference: Use the reference model, which must have been kept.
         """
         alone = by_one_copy and _has_its_own_experts(self._policy.megatron_cfg)
         plan, filled, shares = self._plan_logprobs(batch, self._logprob_batching, 1 if alone else None)
@@ -157,22 +151,14 @@ class ModelWorkers:
         return lambda: in_rows(plan, self._reported(by_rank()), batch, filled)
 
     def values(self, batch: TokenBatch) -> Tensor:
-        """Compute the value of the state in which each token is chosen, `[batch, sequence]`, by the model's
-        value head.
+        """Compute the value of the state in which each token is chosen, `[batch, sequence]`.
 
         It is 0 for the first token and on padding.
-
-        Raises:
-            ValueError: The model has no value head.
         """
         return self._of_value_head(MegatronModel.values, batch)
 
     def scores(self, batch: TokenBatch) -> Tensor:
-        """Compute the value behind the last token of each sequence, `[batch]`, by the model's value head.
-
-        Raises:
-            ValueError: The model has no value head.
-        """
+        """Compute the value after the last token of each sequence, `[batch]`."""
         return self._of_value_head(MegatronModel.scores, batch)[:, 0]
 
     def _of_value_head(
@@ -185,8 +171,9 @@ class ModelWorkers:
         return in_rows(plan, self._reported(by_rank), batch, filled)
 
     def start_top_candidates(self, batch: TokenBatch, k: int, vocabulary_size: int) -> Callable[[], Candidates]:
-        """Start on the `k` likeliest tokens in each token's place, among the first ids of the vocabulary; return a
-        function that waits for them.
+        """Start finding the `k` likeliest tokens at each position; return a function that waits for them.
+
+        Only the first `vocabulary_size` ids count.
         """
         plan, filled, shares = self._plan_logprobs(batch, self._logprob_batching)
         started = self._workers.start_each(MegatronModel.top_candidates, self._to_ranks(shares, k, vocabulary_size))
@@ -199,11 +186,9 @@ class ModelWorkers:
         return wait
 
     def start_candidate_logprobs(self, batch: TokenBatch) -> Callable[[], Tensor]:
-        """Start on the log-probabilities of each token's candidates; return a function that waits for them,
-        `[batch, sequence, k]`.
+        """Start computing the log-probabilities of each token's candidates (column `candidate_ids`).
 
-        Args:
-            batch: With the column `candidate_ids`.
+        The returned function waits for them, `[batch, sequence, k]`.
         """
         plan, filled, shares = self._plan_logprobs(batch, self._logprob_batching)
         started = self._workers.start_each(MegatronModel.candidate_logprobs, self._to_ranks(shares))
@@ -212,7 +197,7 @@ class ModelWorkers:
     def compare_routes(
         self, batch: TokenBatch, *, reference: bool = False, one_at_a_time: bool = False
     ) -> RouteComparison:
-        """Return the experts that routers choose against those of the batch's capture, which is not replayed."""
+        """Compare the experts that routers choose with the batch's captured routes, which are not replayed."""
         batching = PlainBatching(1) if one_at_a_time else self._logprob_batching
         plan, filled, shares = self._plan_logprobs(batch, batching)
         compare = MegatronTrainer.compare_reference_routes if reference else MegatronModel.compare_routes
@@ -226,14 +211,13 @@ class ModelWorkers:
             raise ValueError(f"the loss needs {names}, which the model of role {self._role} was not started with")
 
     def shutdown(self) -> None:
-        """Stop every worker."""
+        """Stop all workers."""
         self._workers.shutdown()
 
     def _plan_forward(
         self, batch: TokenBatch, batching: Batching, num_copies: int | None = None
     ) -> tuple[EvaluationPlan, TokenBatch]:
-        """Plan the ranks' microbatches; also return the batch with the fillers that its indices may refer to."""
-        # num_copies: Data-parallel ranks that get some; None: all of them.
+        """Plan microbatches for `num_copies` data-parallel ranks (default: all); also return the batch with fillers."""
         batch = batch.with_shared_in(self._images)
         plan = plan_evaluation(
             batch.lengths.tolist(),
@@ -248,11 +232,10 @@ class ModelWorkers:
     def _plan_logprobs(
         self, batch: TokenBatch, batching: Batching, num_copies: int | None = None
     ) -> tuple[EvaluationPlan, TokenBatch, list[list[TokenBatch]]]:
-        """Plan a log-probability pass; also return the batch with fillers, and each rank's microbatches of it."""
-        # The workers need the tokens, and what else the model reads.
+        """Plan a log-probability pass; also return the batch with fillers, and each rank's microbatches."""
         inputs = batch.for_model()
         if isinstance(batching, PlainBatching):
-            # Fillers cost what sequences cost: microbatches of a few sequences, such as the refit check's, are small.
+            # Fillers cost as much as sequences, so the microbatches of few sequences (as in the refit check) are small.
             num_shares = (num_copies or self._data_parallel_size) * self._microbatch_multiple
             fitting = -(-len(batch) // batch.group_size // num_shares)
             batching = PlainBatching(min(batching.micro_batch_size, fitting))
@@ -260,41 +243,40 @@ class ModelWorkers:
         return plan, filled, [[filled.select(indices) for indices in microbatches] for microbatches in plan.by_rank]
 
     def _to_ranks(self, shares: Sequence[Share], *further: *Further) -> Sequence[tuple[Share, *Further] | None]:
-        """Return each worker's arguments: the share of its data-parallel rank, and what all workers get."""
-        # Pipeline, tensor and context ranks of one share all get that. Where there are fewer shares than data-parallel
-        # ranks, the last of those get None.
+        """Return each worker's arguments: the share of its data-parallel rank, and `further`.
+
+        With fewer shares than data-parallel ranks, the last ranks get None.
+        """
         ranks = [place.data_parallel_rank for place in self._coordinates]
         return [(shares[rank], *further) if rank < len(shares) else None for rank in ranks]
 
     def _reported(self, by_rank: Mapping[int, Result]) -> list[Result]:
-        """Return a result for each data-parallel rank that was called: of the worker that computes its loss."""
+        """Return a result for each data-parallel rank that was called, from the worker that computes its loss."""
         places = [(self._coordinates[rank], result) for rank, result in by_rank.items()]
         reported = {place.data_parallel_rank: result for place, result in places if place.reports_loss}
         return [reported[rank] for rank in sorted(reported)]
 
 
 def _environment(policy: PolicyConfig, *, on_gpus: bool) -> dict[str, str]:
-    """Return the environment variables of the workers: what the layout needs on GPUs, then the user's."""
+    """Return the environment variables of the workers: the layout's on GPUs, and the user's."""
     megatron = policy.megatron_cfg
-    # One queue to the GPU, so that what overlaps starts in the order of the calls, as Megatron-Core asks where
-    # tensor-parallel or context-parallel ranks talk while they compute.
+    # A single queue to the GPU starts overlapping kernels in call order. Megatron-Core requires this if tensor-parallel
+    # or context-parallel ranks communicate while they compute.
     talk = megatron.tensor_model_parallel_size * megatron.context_parallel_size > 1
     by_layout = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if on_gpus and talk else {}
     return by_layout | megatron.env_vars
 
 
 def _has_its_own_experts(megatron: MegatronConfig) -> bool:
-    """Return True where all experts of a data-parallel copy lie on its own ranks: Megatron-Core numbers those of a
-    stage in a row, and divides the experts among as many neighbours as it is set to."""
+    """Return whether each data-parallel copy holds all experts on its own ranks."""
+    # Megatron-Core numbers the ranks of a stage consecutively, and distributes the experts over neighbours.
     ranks_of_a_stage = megatron.tensor_model_parallel_size * megatron.context_parallel_size
     ranks_of_experts = megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size
     return ranks_of_a_stage % ranks_of_experts == 0
 
 
 def in_rows(plan: EvaluationPlan, by_rank: Sequence[Sequence[Tensor]], batch: TokenBatch, filled: TokenBatch) -> Tensor:
-    """Return the values of all ranks' microbatches as `[batch, sequence, ...]`, 0 on padding; those of fillers are left
-    out.
-    """
+    """Join the values of all ranks' microbatches to `[batch, sequence, ...]`, without fillers, 0 on padding."""
     first = by_rank[0][0]
     result = first.new_zeros((*filled.input_ids.shape, *first.shape[2:]))
     for microbatches, found in zip(plan.by_rank, by_rank, strict=True):
@@ -305,6 +287,6 @@ def in_rows(plan: EvaluationPlan, by_rank: Sequence[Sequence[Tensor]], batch: To
 
 
 def join_metrics(by_rank: list[dict[str, MetricSeries]]) -> dict[str, MetricSeries]:
-    """Return the metrics of all ranks that report any, one behind the other."""
+    """Concatenate the metrics of all ranks that report any."""
     reporting = [metrics for metrics in by_rank if metrics]
     return {name: concatenate(metrics[name] for metrics in reporting) for name in reporting[0]}

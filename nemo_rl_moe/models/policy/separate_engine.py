@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron-Core as a generation engine beside the trainer: a worker for each copy of the weights."""
+"""Megatron-Core as a separate generation engine: a worker for each copy of the weights."""
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,14 +36,13 @@ Result = TypeVar("Result")
 
 
 class SeparateEngine(GenerationEngine):
-    """Workers with a whole copy of the weights each, which take requests as they come.
+    """Workers that each hold a full copy of the weights and take requests as they come.
 
-    A worker that dies or fails ends all of them and the run. Responses have the routed experts of their tokens where
-    the configuration captures them.
+    A worker that dies or fails ends the run. Responses have routed experts if the configuration captures them.
 
     Args:
-        copies: Started workers, each a job of its own.
-        max_batch_size: Most sequences that a copy generates at a time; None: all that wait for it.
+        copies: Started workers, each a separate job.
+        max_batch_size: Maximum number of sequences that a copy generates at a time; None: all that wait for it.
     """
 
     can_score = True
@@ -56,20 +55,10 @@ class SeparateEngine(GenerationEngine):
         self._has_weights = False
 
     async def generate(self, request: GenerationRequest) -> GeneratedSequence:
-        """Continue one sequence; while weights arrive, it waits for them.
-
-        Raises:
-            GenerationError: The trainer's weights have not arrived, or a worker failed.
-        """
         return await self._requests.answer(request)
 
     def update_weights(self, transport: WeightTransport, version: int) -> None:
-        """Have all copies receive while the trainer sends, when they have answered what they were asked.
-
-        Raises:
-            WeightSyncError: Not every tensor arrived everywhere.
-            GenerationError: A worker failed.
-        """
+        """Receive weights on all copies, after they have answered their requests, while the trainer sends."""
         with self._requests.paused(), ThreadPoolExecutor(1) as thread:
             hold_weights, self._has_weights = self._has_weights, False
             spec = transport.open(self._copies.world_size, version, receivers=f"{id(self)}", hold_weights=hold_weights)
@@ -85,7 +74,7 @@ class SeparateEngine(GenerationEngine):
     def score(
         self, sequences: Sequence[Sequence[int]], temperature: float, *model_inputs: Mapping[str, ModelInput]
     ) -> list[list[Float[np.ndarray, " tokens"]]]:
-        # The model computes at `policy.generation.temperature`, which is the one that is asked for.
+        # The model uses `policy.generation.temperature`, which equals `temperature`.
         batch = _batch_of(sequences, model_inputs).with_shared_in(self._images)
         alone = [batch.select([index]) for index in range(len(sequences))]
         with self._requests.paused():
@@ -97,24 +86,19 @@ class SeparateEngine(GenerationEngine):
             return self._on_all(MegatronModel.weight_fingerprints, number_format)
 
     def shutdown(self) -> None:
-        """Stop the workers."""
         self._copies.shutdown()
         self._requests.shutdown()
-
-    @property
-    def _all_copies(self) -> range:
-        return range(self._copies.world_size)
 
     def _generate(self, copy: int, batch: GenerationBatch) -> list[GeneratedSequence]:
         if not self._has_weights:
             raise GenerationError("the engine has no weights yet: update_weights comes before the first request")
         asked = (batch.with_shared_in(self._images), self._max_batch_size)
-        to_copies = [asked if each == copy else None for each in self._all_copies]
+        to_copies = [asked if each == copy else None for each in range(self._copies.world_size)]
         return _answers(self._copies.start_each(MegatronModel.generate, to_copies))[copy]
 
     def _receive(self, transport: WeightTransport, spec: TransportSpec, version: int) -> None:
-        """Wait until all copies have received; the first that cannot ends the transfer for all."""
-        to_copies = [(spec, copy, version) for copy in self._all_copies]
+        """Wait until all copies have received. An error of one ends the transfer for all."""
+        to_copies = [(spec, copy, version) for copy in range(self._copies.world_size)]
         try:
             _answers(self._copies.start_each(MegatronModel.receive_weights, to_copies))
         except BaseException as error:
@@ -145,7 +129,7 @@ def _batch_of(sequences: Sequence[Sequence[int]], model_inputs: Sequence[Mapping
 
 
 def on_one_rank(policy: GeneratingPolicyConfig) -> GeneratingPolicyConfig:
-    """Return the policy's section for a rank that holds the whole model; without adapters where these come merged."""
+    """Return the policy's section for a rank with the full model, without adapters if they arrive merged."""
     sizes = ("tensor_model", "pipeline_model", "expert_model", "expert_tensor", "context")
     stages = ("virtual_pipeline_model_parallel_size", "num_layers_in_first_pipeline_stage")
     layout = {f"{name}_parallel_size": 1 for name in sizes} | dict.fromkeys(
@@ -157,7 +141,7 @@ def on_one_rank(policy: GeneratingPolicyConfig) -> GeneratingPolicyConfig:
 
 
 def start_copies(setup: "EngineSetup", places: RayCluster) -> WorkerGroup[MegatronModel]:
-    """Start a worker for each copy; all begin with the weights that the policy began with."""
+    """Start a worker for each copy, with the policy's initial weights."""
     policy = setup.config.policy
     section = policy.generation.section_of(MegatronSeparateConfig)
     threads = {name: str(section.cpu_threads) for name in (THREADS, "MKL_NUM_THREADS")}
@@ -182,6 +166,6 @@ def start_copies(setup: "EngineSetup", places: RayCluster) -> WorkerGroup[Megatr
 
 
 def make_separate_engine(setup: "EngineSetup") -> SeparateEngine:
-    """Start the engine in the places of `cluster.roles.generation`."""
-    assert setup.own_cluster is not None  # the record's rule
+    """Start the engine on the workers of `cluster.roles.generation`."""
+    assert setup.own_cluster is not None  # a rule of the engine's record
     return SeparateEngine(start_copies(setup, setup.own_cluster), setup.config.policy.generation.max_batch_size)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Start of the model of one rank, in the rank's process: settings of the process, the layout, the weights."""
+"""Start of one rank's model in the rank's process: process settings, layout, weights."""
 
 import os
 from collections.abc import Collection
@@ -35,27 +35,25 @@ def start_rank(  # pragma: no cover  (runs in another process)
     decodes_text: bool,
     heads: Collection[Head],
 ) -> MegatronModel | UserError:
-    """Start one rank of the policy, or of a role beside it.
+    """Start one rank of a model (`ModelWorkers`).
 
     Args:
-        hf_config: The model's configuration, of `plain_config`.
-        num_steps: Optimizer steps of the whole run; None: forward passes alone, without optimizer state.
-        keep_reference: Keep the first weights as the reference model.
+        hf_config: The model's configuration, from `plain_config`.
         decodes_text: Load the tokenizer, for stop strings.
 
     Returns:
-        A `MegatronTrainer` where there are optimizer steps; the error where the model or its weights cannot be used,
-        which every rank finds.
+        A `MegatronTrainer` if there are optimizer steps, else a `MegatronModel`. If the model or its weights cannot be
+        used, every rank returns the error.
     """
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if not torch.cuda.is_available():
         keep_freed_memory()
-    # What can fail on this machine alone comes before anything that ranks do together: it ends this process, of which
-    # the driver hears at once. Behind it they would wait for this one, and its reason would be lost.
+    # Steps that can fail on this machine only come before any collective. Their errors end this process, which the
+    # driver notices at once. After a collective, the other ranks would wait for this one, and the reason would be lost.
     folder = source.folder()
     config_json = load_config_json(str(folder))
-    # Loading it imports parts of transformers that take more than a second.
     settings = policy.tokenizer
+    # Loaded only if needed: it imports parts of transformers, which takes more than a second.
     tokenizer = load_tokenizer(settings.name, settings.chat_template) if decodes_text else None
     with shared_gloo_device():
         initialize_parallel_state(policy.megatron_cfg, rank, world_size, int(os.environ["LOCAL_RANK"]), seed)
