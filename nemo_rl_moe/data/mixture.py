@@ -49,7 +49,10 @@ class MixtureLoader:
         """Yield the prompts of each step of one epoch, counted from 0."""
         size, order_of = self._num_prompts_per_step, self._orders()
         while len(self._given_before) <= epoch_index:
-            self._given_before.append(self._given_after(self._given_before[-1]))
+            given = dict(self._given_before[-1])
+            for _ in islice(environments_by_weight(self._weights, given), len(self) * size):
+                pass  # only `given` is needed
+            self._given_before.append(given)
         given = dict(self._given_before[epoch_index])
         for _ in range(len(self)):
             chosen = []
@@ -57,13 +60,6 @@ class MixtureLoader:
                 number, index = divmod(given[name] - 1, len(self._datasets[name]))
                 chosen.append(self._datasets[name][order_of(name, number)[index]])
             yield chosen
-
-    def _given_after(self, given: Mapping[str, int]) -> dict[str, int]:
-        """Return the number of prompts used per environment after an epoch that begins with `given`."""
-        found = dict(given)
-        for _ in islice(environments_by_weight(self._weights, found), len(self) * self._num_prompts_per_step):
-            pass
-        return found
 
     def _orders(self) -> Callable[[str, int], Sequence[int]]:
         """Make a function that returns the order of an environment's prompts in each pass over them."""

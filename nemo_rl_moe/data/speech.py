@@ -107,10 +107,6 @@ class Speech:
         own = [token.token_id for token in self.stop_tokens if token.text == self.turn_end]
         return tuple([token_id for token_id in own if token_id in stop_token_ids] or stop_token_ids[:1])[:1]
 
-    def lines(self) -> list[str]:
-        """Return a description for users."""
-        return list(self._lines())
-
     def warnings(self) -> list[str]:
         """Warn if a model that is trained on the template's turns cannot learn to stop."""
         if self.generation_prompt and not self.turn_end and self.stop_tokens:
@@ -121,7 +117,8 @@ class Speech:
             ]
         return []
 
-    def _lines(self) -> Iterator[str]:
+    def lines(self) -> Iterator[str]:
+        """Yield the lines of a description for users."""
         yield f"stop tokens: {', '.join(map(str, self.stop_tokens)) or 'none'}"
         for token, reason in self.no_stops:
             yield f"no stop token: {token}: {reason} ({STOPS_KEY} names tokens)"

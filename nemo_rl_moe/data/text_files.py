@@ -10,6 +10,7 @@ import csv
 import io
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -37,13 +38,18 @@ _SPACE = " \t\r\n"
 def count_lines(path: Path) -> int:
     """Count the lines of a file. The last one may lack its newline."""
     count, last = 0, b"\n"
+    with _read_errors(path), path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            count, last = count + block.count(b"\n"), block[-1:]
+    return count + (last != b"\n")
+
+
+@contextmanager
+def _read_errors(path: Path) -> Iterator[None]:
     try:
-        with path.open("rb") as file:
-            while block := file.read(_BLOCK_BYTES):
-                count, last = count + block.count(b"\n"), block[-1:]
+        yield
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
-    return count + (last != b"\n")
 
 
 def read_jsonl(path: Path, parse: Parse[Parsed]) -> Iterator[Parsed | BadLine]:
@@ -75,11 +81,8 @@ def open_text_file(
 
 def _is_list(path: Path) -> bool:
     """Return whether a file begins as a list and is no `.jsonl` file, where a line may be a list."""
-    try:
-        with path.open("rb") as file:
-            first = file.read(_BLOCK_BYTES)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+    with _read_errors(path), path.open("rb") as file:
+        first = file.read(_BLOCK_BYTES)
     return path.suffix != JSONL and first.removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"[")
 
 
@@ -181,9 +184,8 @@ def _checked(record: object) -> object:
 
 def _whole_text(path: Path) -> str:
     try:
-        return path.read_bytes().removeprefix(_BYTE_ORDER_MARK).decode("utf-8")
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+        with _read_errors(path):
+            return path.read_bytes().removeprefix(_BYTE_ORDER_MARK).decode("utf-8")
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not valid UTF-8: {bad_byte(error)}") from None
 
