@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenization of conversations: token ids, and the mask of the tokens that the assistant wrote."""
+"""Tokenization of conversations: token ids, and the mask of the assistant's tokens."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MERGED = "tokens that would hold the end of a prompt and the start of a response: they are encoded one by one"
-"""Words for a note, after "with"."""
+"""Note on an example, printed after "with"."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class TokenizedExample:
 
     Attributes:
         input_ids: Token ids, shape [tokens].
-        token_mask: True on the assistant's tokens, its end token included; shape [tokens].
-        images: None: the model takes text alone.
+        token_mask: True on the assistant's tokens, including its end token. Shape [tokens].
+        images: None if the model takes text alone.
     """
 
     input_ids: NDArray[np.int32]
@@ -48,12 +48,12 @@ class TokenizedExample:
         return len(self.input_ids)
 
     def num_trained_tokens(self) -> int:
-        """Return the number of tokens in the loss; the first of a sequence has no prediction and never counts."""
+        """Count the tokens in the loss. The first token of a sequence has no prediction and never counts."""
         return int(self.token_mask[1:].sum())
 
     @property
     def lacks_images(self) -> bool:
-        """Return whether truncation removed an image or a part of one."""
+        """Whether truncation removed an image or a part of one."""
         return self.images is not None and self.images.end > len(self)
 
 
@@ -67,10 +67,9 @@ def batch_tokenizer(
     images: RecordImages = NO_IMAGES,
     speech: Speech | None = None,
 ) -> BatchTokenizer:
-    """Make a function that tokenizes conversations and gives a `BadLine` for each that it cannot.
+    """Make a function that tokenizes conversations, and returns a `BadLine` for each that it cannot tokenize.
 
-    Args:
-        speech: How the model speaks; None: as the tokenizer alone says.
+    Without `speech` the model's stop tokens come from the tokenizer alone.
     """
     render = renderer_for(tokenizer, run_wide, (speech or describe_speech(tokenizer)).stop_texts)
     masked = _encode_with_offsets if tokenizer.is_fast else _encode_with_prefixes
@@ -90,7 +89,7 @@ def batch_tokenizer(
 
 
 def _cut(rendered: Rendered, max_length: int, stored: Sequence[StoredImage]) -> Rendered:
-    """Leave out what lies far beyond the truncation, however long the text is; not of a text with images."""
+    """Drop the text far beyond the truncation, which bounds the cost of tokenization. Texts with images stay."""
     most = most_characters(max_length)
     if len(rendered.text) <= most or stored:
         return rendered
@@ -100,11 +99,10 @@ def _cut(rendered: Rendered, max_length: int, stored: Sequence[StoredImage]) -> 
 
 @dataclass(frozen=True)
 class _Encoded:
-    """Tokens of a text, the mask of tokens in its spans (both [tokens]), notes on them, and its problem."""
+    """Tokens of a text, the mask of the tokens in its spans (both [tokens]), and notes on them."""
 
     input_ids: NDArray[np.int32]
     token_mask: NDArray[np.bool_]
-    problem: str | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -116,37 +114,40 @@ def _finish(
     images: RecordImages,
     stored: tuple[StoredImage, ...],
 ) -> TokenizedExample | BadLine:
-    if isinstance(encoded, str) or encoded.problem is not None:
-        return BadLine(example.sample_id, encoded if isinstance(encoded, str) else str(encoded.problem))
+    if isinstance(encoded, str):
+        return BadLine(example.sample_id, encoded)
     is_truncated = len(encoded.input_ids) > max_length or len(rendered.text) > most_characters(max_length)
-    # What is trained on may stand after the truncation; but somewhere it must stand.
+    # Truncation may remove all trained tokens, but the template must have shown some.
     if not encoded.token_mask[1:].any() and not (is_truncated and any(end > first for first, end in rendered.spans)):
         return BadLine(example.sample_id, "the chat template leaves no token of the assistant to train on")
-    ids, mask, notes = encoded.input_ids, encoded.token_mask, (*rendered.notes, *encoded.notes)
-    if images.tokens is None:
-        # A view would keep the whole text's tokens until all records are read.
-        ids, mask = ids[:max_length].copy(), mask[:max_length].copy()
-        return TokenizedExample(ids, mask, is_truncated, example.sample_id, notes=notes)
-    expanded = images.tokens.expand(ids, stored, max_length, example.sample_id)
-    if isinstance(expanded, str):
-        return BadLine(example.sample_id, expanded)
-    ids, mask = expanded.input_ids, np.repeat(mask, expanded.repeats)
-    is_truncated = len(ids) > max_length
+    ids, mask, sample_images = encoded.input_ids, encoded.token_mask, None
+    if images.tokens is not None:
+        expanded = images.tokens.expand(ids, stored, max_length, example.sample_id)
+        if isinstance(expanded, str):
+            return BadLine(example.sample_id, expanded)
+        ids, mask, sample_images = expanded.input_ids, np.repeat(mask, expanded.repeats), expanded.images
+        is_truncated = len(ids) > max_length
     return TokenizedExample(
-        ids[:max_length], mask[:max_length], is_truncated, example.sample_id, expanded.images, notes
+        # A view would keep all tokens of the text until all records are read.
+        ids[:max_length].copy(),
+        mask[:max_length].copy(),
+        is_truncated,
+        example.sample_id,
+        sample_images,
+        (*rendered.notes, *encoded.notes),
     )
 
 
-def _encode_with_offsets(tokenizer: "PreTrainedTokenizerBase", rendered: Sequence[Rendered]) -> list[_Encoded]:
+def _encode_with_offsets(tokenizer: "PreTrainedTokenizerBase", rendered: Sequence[Rendered]) -> list[_Encoded | str]:
     encoding: Any = tokenizer(
         [item.text for item in rendered],
-        add_special_tokens=False,  # the rendered text spells them out
+        add_special_tokens=False,  # the rendered text already has them
         return_offsets_mapping=True,
         return_attention_mask=False,
         return_token_type_ids=False,
         verbose=False,
     )
-    results: list[_Encoded] = []
+    results: list[_Encoded | str] = []
     for ids, pairs, item in zip(encoding["input_ids"], encoding["offset_mapping"], rendered, strict=True):
         offsets = np.asarray(pairs).reshape(-1, 2)
         results.append(
@@ -158,7 +159,7 @@ def _encode_with_offsets(tokenizer: "PreTrainedTokenizerBase", rendered: Sequenc
 
 
 def _reaches_over(offsets: NDArray[np.int64], item: Rendered) -> bool:
-    """Return whether a token may have characters of both sides of a border of a span; blanks may belong to none."""
+    """Return whether a token may cross the border of a span. Blanks may have no offsets."""
     first, end = offsets[:, 0], offsets[:, 1]
     return any(
         bool(((first < border) & (border < end)).any()) or border not in end
@@ -167,33 +168,33 @@ def _reaches_over(offsets: NDArray[np.int64], item: Rendered) -> bool:
     )
 
 
-def _encode_apart(tokenizer: "PreTrainedTokenizerBase", item: Rendered, joint: Sequence[int]) -> _Encoded:
-    """Encode prompts and responses one by one, as a rollout has them: no token of it holds both."""
-    # joint: Tokens of the whole text.
+def _encode_apart(tokenizer: "PreTrainedTokenizerBase", item: Rendered, joint: Sequence[int]) -> _Encoded | str:
+    """Encode prompts and responses one by one, as in a rollout. `joint` is the tokenization of the full text."""
     borders = sorted({0, len(item.text), *(border for span in item.spans for border in span)})
     ids: list[int] = []
     mask: list[bool] = []
     for first, end in pairwise(borders):
-        encoding: Any = tokenizer(item.text[first:end], add_special_tokens=False, verbose=False)
-        ids += encoding["input_ids"]
-        is_trained = any(start <= first and end <= stop for start, stop in item.spans)
-        mask += [is_trained] * len(encoding["input_ids"])
-    # Some tokenizers begin each text with a blank of their own.
-    is_same_text = ids == list(joint) or tokenizer.decode(ids) == tokenizer.decode(joint)
-    return _Encoded(
-        np.asarray(ids, dtype=np.int32),
-        np.asarray(mask, dtype=np.bool_),
-        None if is_same_text else "a token of this tokenizer reaches over the border of an assistant turn",
-        (MERGED,) if ids != list(joint) else (),
-    )
+        piece = _ids_of(tokenizer, item.text[first:end])
+        ids += piece
+        mask += [any(start <= first and end <= stop for start, stop in item.spans)] * len(piece)
+    is_same = ids == list(joint)
+    # Some tokenizers add a blank at the beginning of each text.
+    if not is_same and tokenizer.decode(ids) != tokenizer.decode(joint):
+        return "a token of this tokenizer reaches over the border of an assistant turn"
+    return _Encoded(np.asarray(ids, dtype=np.int32), np.asarray(mask, dtype=np.bool_), () if is_same else (MERGED,))
+
+
+def _ids_of(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
+    encoding: Any = tokenizer(text, add_special_tokens=False, verbose=False)
+    return list(encoding["input_ids"])
 
 
 def tokens_in_spans(offsets: NDArray[np.int64], spans: Sequence[Span]) -> NDArray[np.bool_]:
     """Return the mask of the tokens that share a character with a span, shape [tokens].
 
     Args:
-        offsets: First character of each token and the one after its last, shape [tokens, 2]. Some tokenizers give only
-            the end, twice, for a token of blank space.
+        offsets: Start and end of each token in characters, shape [tokens, 2]. For a token of blank space some
+            tokenizers give the end twice.
     """
     first, end = offsets[:, 0], offsets[:, 1]
     first = np.where(first == end, end - 1, first)
@@ -203,18 +204,13 @@ def tokens_in_spans(offsets: NDArray[np.int64], spans: Sequence[Span]) -> NDArra
     return inside
 
 
-def _encode_with_prefixes(tokenizer: "PreTrainedTokenizerBase", rendered: Sequence[Rendered]) -> list[_Encoded]:
-    """Compute the mask from encoded prefixes, for tokenizers in Python, which give no character offsets."""
-
-    def ids_of(text: str) -> list[int]:
-        encoding: Any = tokenizer(text, add_special_tokens=False, verbose=False)
-        return list(encoding["input_ids"])
-
-    results: list[_Encoded] = []
+def _encode_with_prefixes(tokenizer: "PreTrainedTokenizerBase", rendered: Sequence[Rendered]) -> list[_Encoded | str]:
+    """Compute the mask from encoded prefixes, for Python tokenizers, which give no character offsets."""
+    results: list[_Encoded | str] = []
     for item in rendered:
-        ids = ids_of(item.text)
+        ids = _ids_of(tokenizer, item.text)
         mask = np.zeros(len(ids), dtype=np.bool_)
-        bounds = [[ids_of(item.text[:place]) for place in span] for span in item.spans]
+        bounds = [[_ids_of(tokenizer, item.text[:border]) for border in span] for span in item.spans]
         if all(ids[: len(prefix)] == prefix for pair in bounds for prefix in pair):
             for before, up_to in bounds:
                 mask[len(before) : len(up_to)] = True

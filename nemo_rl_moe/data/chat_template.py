@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rendering of conversations and prompts for a tokenizer: by its chat template, or joined where it has none."""
+"""Rendering of conversations and prompts for a tokenizer: by its chat template, or joined if it has none."""
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Renderer = Callable[[Sequence[Example]], list[Rendered | str]]
-"""From conversations to their texts and the pieces to train on, or to what is wrong with each."""
+"""Returns the text of each conversation and its pieces to train on, or the problem with the conversation."""
 PromptRenderer = Callable[[Sequence[PromptRecord]], list[Rendered | str]]
-"""From prompts to the texts that the model answers, or to what is wrong with each."""
+"""Returns the text of each prompt, or the problem with the prompt."""
 TextRenderer = Callable[[Sequence[Message], TemplateInputs], str]
-"""From messages to their text with the generation prompt; raises `RenderError`."""
+"""Returns the text of messages with the generation prompt. Raises `RenderError`."""
 _TOO_DEEP = "the conversation is nested too deeply"
 
 
@@ -36,12 +36,11 @@ def renderer_for(
 ) -> Renderer:
     """Make the function that renders conversations for this tokenizer.
 
-    - A chat template with `{% generation %}` tags says itself what the assistant wrote.
+    - A chat template with `{% generation %}` tags marks the assistant's text itself.
     - With any other chat template the conversation is rendered up to each assistant turn, and the texts are compared.
     - Without a chat template a prompt and a completion that are strings are joined, and the end token is added.
 
-    Args:
-        stop_texts: Tokens that end the model's turns; None: the tokenizer's end token.
+    `stop_texts` are the tokens that end the model's turns, by default the tokenizer's end token.
     """
     if not tokenizer.chat_template:
         return _plain_renderer(tokenizer, run_wide, _stops(tokenizer, stop_texts))
@@ -52,8 +51,8 @@ def renderer_for(
 def prompt_renderer_for(tokenizer: "PreTrainedTokenizerBase", run_wide: TemplateInputs = NO_INPUTS) -> PromptRenderer:
     """Make the function that renders prompts as `renderer_for` renders the same turns in training.
 
-    With a chat template the messages end in what opens the assistant's turn. Without one, a prompt that is a text is
-    taken as it is, after the begin token where the tokenizer opens every text with it.
+    With a chat template the text ends with the generation prompt. Without one a prompt must be a string. It follows the
+    begin token if the tokenizer opens every text with it.
     """
     if tokenizer.chat_template:
         template = _Template(tokenizer, run_wide)
@@ -63,28 +62,19 @@ def prompt_renderer_for(tokenizer: "PreTrainedTokenizerBase", run_wide: Template
 
     def render(prompt: PromptRecord) -> Rendered | str:
         if not prompt.is_text or prompt.inputs.has_tools or prompt.images:
-            what = "there are tools" if prompt.inputs.has_tools else "the prompt is a list of messages"
-            what = "there are images" if prompt.images else what
-            return (
-                f"{what}, but the tokenizer has no chat template; "
-                "set policy.tokenizer.chat_template, or give the prompt as a string"
-            )
+            return _needs_template(prompt, "the prompt is a list of messages", "the prompt as a string")
         return Rendered(f"{start}{prompt.messages[0]['content']}", ())
 
     return lambda prompts: [render(prompt) for prompt in prompts]
 
 
 def text_renderer_for(tokenizer: "PreTrainedTokenizerBase", run_wide: TemplateInputs = NO_INPUTS) -> TextRenderer:
-    """Make the function that renders as `prompt_renderer_for`, without its checks that all of a prompt is shown.
-
-    Args:
-        tokenizer: One with a chat template.
-    """
+    """Make the function that renders by a chat template, without a check that all of a prompt is shown."""
     return _Template(tokenizer, run_wide).prompt_text
 
 
 class _Template:
-    """A tokenizer's chat template; some have a second one for conversations with tools."""
+    """A tokenizer's chat template. Some tokenizers have a second one for conversations with tools."""
 
     def __init__(
         self,
@@ -104,11 +94,7 @@ class _Template:
         }
 
     def render(self, record: Example | PromptRecord, trained: Collection[int] | None) -> Rendered | str:
-        """Render a conversation or a prompt, or return what is wrong with it.
-
-        Args:
-            trained: Assistant turns to train on; None: a prompt.
-        """
+        """Render a conversation, or a prompt if `trained` is None, or return the problem with it."""
         try:
             inputs = record.inputs.or_else(self._run_wide)
             request = Request(record.messages, inputs.tools, inputs.kwargs, trained)
@@ -141,11 +127,7 @@ def _render_request(renderer: TemplateRenderer, request: Request) -> Rendered:
 def template_setup(
     tokenizer: "PreTrainedTokenizerBase", *, with_tools: bool, stop_texts: Sequence[str] | None = None
 ) -> TemplateSetup:
-    """Return the chat template, and what it needs of the tokenizer.
-
-    Args:
-        stop_texts: Tokens that end the model's turns; None: the tokenizer's end token.
-    """
+    """Return the chat template and the special tokens that it reads, `stop_texts` as in `renderer_for`."""
     try:
         template = tokenizer.get_chat_template(tools=[] if with_tools else None)
     except ValueError as error:
@@ -171,7 +153,7 @@ def _require_read(run_wide: TemplateInputs, variables: Sequence[str]) -> None:
 
 
 def _opening(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Begin token of a tokenizer that begins every text with it."""
+    """Return the begin token if the tokenizer opens every text with it."""
     opens = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
     return str(tokenizer.bos_token) if opens else ""
 
@@ -182,6 +164,11 @@ def _require_no_tools(run_wide: TemplateInputs) -> None:
         raise ConfigurationError(
             f"data.{key}: the tokenizer has no chat template that could show them; set policy.tokenizer.chat_template"
         )
+
+
+def _needs_template(record: Example | PromptRecord, form: str, plain: str) -> str:
+    reason = "there are images" if record.images else "there are tools" if record.inputs.has_tools else form
+    return f"{reason}, but the tokenizer has no chat template; set policy.tokenizer.chat_template, or give {plain}"
 
 
 def _plain_renderer(
@@ -195,12 +182,7 @@ def _plain_renderer(
 
     def render(example: Example) -> Rendered | str:
         if example.plain is None or example.inputs.has_tools or example.images:
-            what = "there are tools" if example.inputs.has_tools else "the example is a conversation"
-            what = "there are images" if example.images else what
-            return (
-                f"{what}, but the tokenizer has no chat template; "
-                "set policy.tokenizer.chat_template, or give prompt and completion as strings"
-            )
+            return _needs_template(example, "the example is a conversation", "prompt and completion as strings")
         prompt, completion = example.plain
         text = f"{start}{prompt}{completion}{end}"
         return Rendered(text, ((len(start) + len(prompt), len(text)),))

@@ -1,10 +1,10 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Continuation of a conversation behind a turn that the model sampled: tokens in, tokens out.
+"""Continuation of a conversation after a sampled turn: tokens in, tokens out.
 
-Sampled tokens are never rendered again, because another tokenization of the same text is not what the model wrote. What
-follows them is found by rendering the conversation with a stand-in for the sampled turn: the text behind its end token
-is the glue, the new messages and the next generation prompt.
+Sampled tokens are never rendered again, because the same text may be tokenized in another way. Instead the conversation
+is rendered with a stand-in for the sampled turn. The text after the stand-in's end token is the glue (the template's
+text between the turns), the new messages and the next generation prompt.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +26,6 @@ from nemo_rl_moe.data.turn_glue import (
     OtherEnd,
     Refusal,
     Rewritten,
-    StandIn,
     marked_and_shown,
     require_unchanged,
     stand_ins,
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ANSWERING_ROLES = ("tool", "user", "system", "developer")
-"""Roles of messages that may follow a sampled turn: the model alone writes the assistant's."""
+"""Roles of messages that may follow a sampled turn. Only the model writes the assistant's turns."""
 _NO_TEMPLATE = "the tokenizer has no chat template; set policy.tokenizer.chat_template"
 
 
@@ -48,10 +47,8 @@ class SampledTurn:
 
     Attributes:
         before: Messages of that conversation.
-        token_ids: Sampled tokens, the end token included where there is one.
-        stop_token_ids: Tokens that end a turn.
-        inputs: Tools and further names for the chat template.
-        text_before: Rendering of `before`, as the extension before it has it; None: it is rendered.
+        token_ids: Sampled tokens, including the end token if there is one.
+        text_before: Rendering of `before`, from the previous extension. It is rendered if this is None.
     """
 
     before: Sequence[Message]
@@ -62,22 +59,22 @@ class SampledTurn:
 
     @property
     def end_token_id(self) -> int | None:
-        """Return the token that ended the turn; None: it was cut, or ended by a text."""
+        """The token that ended the turn. None if the turn was cut, or ended by a text."""
         last = self.token_ids[-1] if self.token_ids else None
         return last if last in self.stop_token_ids else None
 
 
 @dataclass(frozen=True)
 class Extension:
-    """What continues a conversation.
+    """Continuation of a conversation after a sampled turn.
 
     Attributes:
-        token_ids: Tokens that follow the sampled ones: the end token where the turn has none, glue, the new messages,
-            the next generation prompt.
-        messages: The conversation up to there, for the next turn's `before`. Turns of calls that the template takes in
-            their own form alone are stand-ins.
-        text: Their rendering, for the next turn's `text_before`.
-        begins_anew: `token_ids` are the whole conversation, rendered afresh, and follow nothing.
+        token_ids: Tokens to append to the sampled ones: the end token if the turn has none, the glue, the new messages
+            and the next generation prompt.
+        messages: The conversation so far, for the next turn's `before`. Stand-ins replace turns with calls if the
+            template takes calls only as structured fields.
+        text: Rendering of `messages`, for the next turn's `text_before`.
+        begins_anew: `token_ids` are the entire conversation, rendered afresh, instead of a suffix.
     """
 
     token_ids: tuple[int, ...]
@@ -89,14 +86,13 @@ class Extension:
 class Continuation:
     """Continues conversations of one tokenizer by its chat template.
 
-    Glue and messages are rendered behind a stand-in for the turn in a conversation of one question. One rendering of
-    the whole conversation then proves that it ends in them, and begins with what was there.
+    Glue and messages are rendered after a stand-in for the turn in a conversation of one question. A rendering of the
+    entire conversation then proves that it ends with them, and that its beginning is unchanged.
 
     Args:
-        run_wide: Tools and names for the chat template where a conversation has none of its own.
-        keep_rewritten: Continue also where the chat template would now render earlier turns in another way, such as
-            without their thinking: those stay as they are.
-        most_tokens: Tokens that fit into any sequence. Of texts with more, some more than these are returned.
+        keep_rewritten: Continue even if the chat template would now render earlier turns in another way, such as
+            without their thinking. The tokens of those turns stay.
+        most_tokens: Length of the longest sequence. Tokenization of a longer text stops soon after this number.
     """
 
     def __init__(
@@ -114,21 +110,18 @@ class Continuation:
         self._glue = GlueFinder(self._render, self._controls)
 
     def extend(self, turn: SampledTurn, messages: Sequence[Mapping[str, object]]) -> Extension:
-        """Append messages and the next generation prompt to a sampled turn.
-
-        Args:
-            messages: What answers the turn, of roles tool, user, system or developer.
+        """Append answers to a sampled turn, of `ANSWERING_ROLES`, and the next generation prompt.
 
         Raises:
             RecordError: A message is malformed, or the template does not show it.
             Rewritten: The chat template does not merely append.
-            NoExtension: Where the turn ends cannot be told, or the template cannot show the conversation.
+            NoExtension: The end of the turn cannot be found, or the template cannot show the conversation.
         """
         new = self._checked(messages)
         try:
             return self._extension(turn, new)
         except OtherEnd as error:
-            # As in gpt-oss, whose answers end with <|return|> and stand with <|end|> once a user has replied.
+            # As in gpt-oss: an answer ends with <|return|>, which becomes <|end|> once a user has replied.
             if turn.end_token_id is None or any(message["role"] == "tool" for message in new):
                 raise
             raise Rewritten(str(error)) from None
@@ -139,13 +132,13 @@ class Continuation:
             return self._extension(replace(turn, before=before, text_before=None), new)
 
     def begin(self, messages: Sequence[Message], inputs: TemplateInputs) -> Extension:
-        """Render a conversation that nobody has begun yet, with the generation prompt.
+        """Render a new conversation with the generation prompt.
 
-        Texts of control tokens in messages are plain text, except in the assistant's.
+        Texts of control tokens in messages are tokenized as plain text, except in the assistant's.
 
         Raises:
             RecordError: The template does not show all of it, or a name has a control token.
-            NoExtension: There is no chat template, or no tokens are known for such a text.
+            NoExtension: There is no chat template, or the tokenizer has no other tokens for a control token's text.
         """
         if self._render_checked is None:
             raise NoExtension(_NO_TEMPLATE)
@@ -160,14 +153,12 @@ class Continuation:
     def begin_anew(
         self, turn: SampledTurn, messages: Sequence[Mapping[str, object]], num_prompt_messages: int
     ) -> Extension:
-        """Render a conversation with a sampled turn and what answers it afresh, with the next generation prompt.
+        """Render a conversation with a sampled turn and its answers afresh, after `extend` has checked these.
 
-        Args:
-            messages: As for `extend`, which has checked that the template shows them.
-            num_prompt_messages: First messages of the conversation, whose texts are tokenized as those of any prompt.
+        The first `num_prompt_messages` are tokenized as in any prompt.
 
         Raises:
-            NoExtension: The template would not show what was sampled.
+            NoExtension: The template would not show the sampled text.
         """
         new = self._checked(messages)
         if any("tool_calls" in message for message in turn.before[num_prompt_messages:]):
@@ -196,7 +187,7 @@ class Continuation:
         header = self._glue.header(new, turn.inputs)
         if not header.replace(THINK_START, "").replace(THINK_END, "").strip():
             return own
-        # As in gpt-oss, the model writes the header itself, behind thinking that the template drops.
+        # As in gpt-oss, the model writes the header itself, after thinking that the template drops.
         _, found, text = own["content"].rpartition(header)
         if not found:
             raise NoExtension(f"the chat template writes {header!r} before a text, which the turn has not")
@@ -205,7 +196,7 @@ class Continuation:
     def _plain(
         self, render: Callable[[Sequence[Message]], str], whole: Sequence[Message], first: int, text: str
     ) -> list[Span]:
-        """Return where contents of the environment's messages with control tokens stand."""
+        """Return the spans of the environment's contents with control tokens."""
         controls = self._require_controls()
         chosen = [
             index
@@ -220,7 +211,10 @@ class Continuation:
     def _extension(self, turn: SampledTurn, new: Sequence[Message]) -> Extension:
         prompted = self._render(turn.before, turn.inputs) if turn.text_before is None else turn.text_before
         sampled, as_text = self._sampled_text(turn), self._as_text(turn, prompted)
-        shown = self._or_refused([*turn.before, as_text, *new], turn.inputs)
+        try:
+            shown: str | None = self._render([*turn.before, as_text, *new], turn.inputs)
+        except NoExtension:  # the template refuses calls that are text
+            shown = None
         ends = {self._text_of(token_id): token_id for token_id in turn.stop_token_ids}
         problem: NoExtension | None = None
         numbered: str | None = None
@@ -228,17 +222,18 @@ class Continuation:
             try:
                 glue = self._glue.find(form, stand_in, new, turn.inputs, ends)
                 ids = self._ids(glue, turn)
-                # Some templates keep thinking only in turns that call: such a stand-in speaks for one that thinks.
+                # Some templates keep thinking only in turns with calls: this stand-in is for turns that think.
                 thinks = THOUGHT_MARK in stand_in("a").values()
                 if thinks and not _thinking_of(sampled):
                     continue
                 if not thinks and shown is not None and shown.endswith(glue.text):
                     own, text = as_text, shown
                 else:
-                    own, text = self._as_stand_in(stand_in, turn, new)
-                said, place = (THOUGHT_MARK, text) if thinks else (sampled, shown)
+                    own = stand_in("a")
+                    text = self._render([*turn.before, own, *new], turn.inputs)
                 if not self._keep_rewritten:
-                    require_unchanged(text, prompted, said, place)
+                    own_text, rendering = (THOUGHT_MARK, text) if thinks else (sampled, shown)
+                    require_unchanged(text, prompted, own_text, rendering)
                 if not text.endswith(glue.text):
                     numbered = text if form == 0 else numbered
                     raise NoExtension("what the chat template puts behind a turn depends on what stands before it")
@@ -249,7 +244,7 @@ class Continuation:
         assert problem is not None
         if numbered is None or shown is None or not shown.startswith(prompted + sampled):
             raise problem
-        # As in Kimi-K2, which numbers the calls of a conversation: it is read off the conversation itself.
+        # As in Kimi-K2, which numbers the calls of a conversation: read the glue off the conversation itself.
         conversation = [*turn.before, as_text]
         glue = self._glue.read_off(
             lambda messages: self._render([*conversation, *messages], turn.inputs), new, prompted + sampled, ends
@@ -259,7 +254,6 @@ class Continuation:
         return Extension(tuple(self._ids(glue, turn)), (*conversation, *new), shown)
 
     def _checked(self, messages: Sequence[Mapping[str, object]]) -> list[Message]:
-        """Parse messages that answer a turn, and reject those that may not."""
         parsed = parse_messages(list(messages), "messages")
         for index, message in enumerate(parsed):
             if message["role"] not in ANSWERING_ROLES:
@@ -281,13 +275,8 @@ class Continuation:
         except RenderError as error:
             raise Refusal(str(error)) from None
 
-    def _as_stand_in(self, stand_in: StandIn, turn: SampledTurn, new: Sequence[Message]) -> tuple[Message, str]:
-        """Return a stand-in for the turn, and the rendering of the conversation with it."""
-        own = stand_in("a")
-        return own, self._render([*turn.before, own, *new], turn.inputs)
-
     def _ids(self, glue: Glue, turn: SampledTurn) -> list[int]:
-        """Encode what follows the turn's own tokens."""
+        """Encode the glue without the end token if the turn has it already."""
         sampled = turn.end_token_id
         if sampled is not None and sampled != glue.end and self._is_special(sampled):
             raise OtherEnd(
@@ -295,7 +284,7 @@ class Continuation:
                 f" {self._text_of(glue.end)!r} once another follows"
             )
         ids = self._encode(glue.text, glue.plain)
-        # With the end token in front, the rest is tokenized as it is in a conversation.
+        # With the end token at the beginning, the rest is tokenized as in a conversation.
         if ids[:1] != [glue.end]:
             raise NoExtension(f"the tokenizer encodes {self._text_of(glue.end)!r} before other text as other tokens")
         return ids[1:] if sampled == glue.end else ids
@@ -312,20 +301,13 @@ class Continuation:
         return self._controls
 
     def _as_text(self, turn: SampledTurn, prompted: str) -> Message:
-        """Return the turn as a message whose content is what was sampled, with the start of its thinking."""
+        """Return the turn as a message with the sampled text, and the start mark of its thinking."""
         text = self._sampled_text(turn)
         is_opened = prompted.rstrip().endswith(THINK_START) and THINK_END in text
         return {"role": "assistant", "content": prompted[prompted.rindex(THINK_START) :] + text if is_opened else text}
 
-    def _or_refused(self, messages: Sequence[Message], inputs: TemplateInputs) -> str | None:
-        """Render messages; None: the template refuses calls that are text."""
-        try:
-            return self._render(messages, inputs)
-        except NoExtension:
-            return None
-
     def _is_special(self, token_id: int) -> bool:
-        """Return whether a token is a mark, such as one that ends turns, and no part of a text."""
+        """Return whether a token is a mark, such as the end of a turn, instead of a part of a text."""
         added = self._tokenizer.added_tokens_decoder.get(token_id)
         return added is not None and added.special
 
@@ -338,6 +320,6 @@ class Continuation:
 
 
 def _thinking_of(sampled: str) -> str:
-    """Return the thinking of a sampled turn; empty: it has none, or does not end it."""
+    """Return the thinking of a sampled turn, or an empty text if the thinking is missing or does not end."""
     before, found, _ = sampled.partition(THINK_END)
     return before.replace(THINK_START, "").strip() if found else ""

@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Control tokens of a chat format: the template writes them, and the content of a message cannot.
+"""Control tokens of a chat format, which only the template may write.
 
-A tool's result may hold the text of such a token, by chance or to forge a turn. It is tokenized as plain text there.
+A tool's result may contain the text of such a token, by chance or to forge a turn. There it is tokenized as plain text.
 """
 
 import re
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from nemo_rl_moe.data.chat_template import template_setup
-from nemo_rl_moe.data.messages import Message
+from nemo_rl_moe.data.messages import Message, with_changes
 from nemo_rl_moe.data.record_values import RecordError
 from nemo_rl_moe.data.turn_spans import RenderError, Span
 
@@ -22,12 +22,7 @@ _LETTERS_OF_A_TOKEN, _FEWEST_OF_A_PIECE, _MORE_AT_A_CUT = 8, 1000, 16
 
 
 class ControlTokens:
-    """Control tokens of a tokenizer: its special ones, and further added ones that its chat template writes.
-
-    Args:
-        tokenizer: One with a chat template.
-        most_tokens: Tokens that fit anywhere; None: no limit.
-    """
+    """Control tokens of a tokenizer: special tokens, and other added tokens that its chat template writes."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", most_tokens: int | None = None):
         self._tokenizer, self._most_tokens = tokenizer, most_tokens
@@ -42,25 +37,23 @@ class ControlTokens:
         self._texts = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     def first_in(self, text: str) -> str | None:
-        """Return the text of the first control token in a text; None: there is none."""
+        """Return the first control token in a text, or None."""
         found = self._texts.search(text)
         return found[0] if found is not None else None
 
     def require_none_in_names(self, messages: Sequence[Message]) -> None:
-        """Reject control tokens in what messages have beside role and content, such as the name of a tool."""
+        """Reject control tokens in messages outside of role and content, such as in the name of a tool."""
         for index, message in enumerate(messages):
             for key, value in message.items():
                 if key not in ("role", "content") and isinstance(value, str) and self.first_in(value) is not None:
                     raise RecordError(f"messages[{index}].{key} has the text of a control token: {value!r}")
 
     def encode(self, text: str, plain: Sequence[Span] = ()) -> list[int]:
-        """Tokenize a text; of one that has more tokens than fit, only so much that this is seen.
+        """Tokenize a text. If it has more than `most_tokens`, tokenization stops soon after that number.
 
         Args:
-            plain: Pieces in which control tokens are plain text, in order.
-
-        Raises:
-            RenderError: The tokenizer has no other tokens for such a text.
+            plain: Pieces in which control tokens are plain text, in order. If the tokenizer has no other tokens for
+                them, `RenderError` is raised.
         """
         if (too_many := too_many_tokens(text, self._most_tokens, self._encode)) is not None:
             return too_many
@@ -69,24 +62,22 @@ class ControlTokens:
             return self._encode(text)
         pieces = (text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True))
         ids = [token_id for piece in pieces for token_id in self._encode(piece)]
-        without, end = [], 0
-        for start, following in plain:
-            without.append(text[end:start])
-            end = following
-        if self._controls(ids) != self._controls(self._encode(_MARK.join([*without, text[end:]]))):
+        starts, ends = [start for start, _ in plain], [end for _, end in plain]
+        outside = [text[end:start] for end, start in zip([0, *ends], [*starts, len(text)], strict=True)]
+        if self._controls(ids) != self._controls(self._encode(_MARK.join(outside))):
             raise RenderError("a message has the text of a control token, for which the tokenizer has no other tokens")
         return ids
 
     def _cuts(self, text: str, plain: Sequence[Span]) -> Iterator[int]:
-        """Yield places in the middle of control tokens' texts that touch a piece of plain text."""
-        place = 0
-        while (found := self._texts.search(text, place)) is not None:
+        """Yield a position inside each control token's text that overlaps a piece of plain text."""
+        position = 0
+        while (found := self._texts.search(text, position)) is not None:
             start, end = found.span()
             touches = any(start < last and end > first for first, last in plain)
             if touches:
                 yield start + 1
-            # What is cut may hide another one.
-            place = start + 1 if touches else end
+            # A text that is cut may overlap another control token.
+            position = start + 1 if touches else end
 
     def _encode(self, text: str) -> list[int]:
         try:
@@ -99,13 +90,10 @@ class ControlTokens:
 
 
 def too_many_tokens(text: str, most_tokens: int | None, encode: Callable[[str], Sequence[int]]) -> list[int] | None:
-    """Return more tokens than fit of a text that has too many; None of another one.
+    """Return the first tokens of a text, more than `most_tokens`, if it has more than these. Otherwise return None.
 
-    Nothing else can go on while a text is tokenized, and one of megabytes takes many seconds. A long one is tokenized a
-    piece at a time, until there are too many tokens. A cut makes up to a few more of them.
-
-    Args:
-        most_tokens: Those that fit; None: no limit.
+    Tokenization blocks the process, and a text of megabytes takes many seconds. A long text is therefore tokenized in
+    pieces until there are too many tokens. Each cut may add a few tokens.
     """
     if most_tokens is None or len(text) <= _LETTERS_OF_A_TOKEN * most_tokens:
         return None
@@ -121,19 +109,14 @@ def too_many_tokens(text: str, most_tokens: int | None, encode: Callable[[str], 
 def content_spans(
     render: Callable[[Sequence[Message]], str], messages: Sequence[Message], chosen: Sequence[int], text: str
 ) -> list[Span]:
-    """Return where the contents of messages stand in their rendering.
-
-    Args:
-        chosen: Indices of the messages whose contents are looked for.
-        text: The rendering of all messages.
+    """Return the spans of the chosen messages' contents in the rendering of all messages.
 
     Raises:
-        RenderError: A content does not stand there once, or the rest depends on it.
+        RenderError: A content does not appear exactly once, or the rest depends on it.
     """
     spans = []
     for index in chosen:
-        marked = [*messages[:index], {**messages[index], "content": _MARK}, *messages[index + 1 :]]
-        head, found, tail = render(marked).partition(_MARK)
+        head, found, tail = render(with_changes(messages, index, content=_MARK)).partition(_MARK)
         end = len(text) - len(tail)
         if not found or _MARK in tail or end < len(head) or not (text.startswith(head) and text.endswith(tail)):
             raise RenderError(

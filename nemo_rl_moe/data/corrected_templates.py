@@ -1,13 +1,14 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Corrected chat templates for models whose published one loses a part of some conversations.
+"""Corrected chat templates for models whose published template loses a part of some conversations.
 
-They give the same text as the published ones wherever those show a conversation whole; each file says where it differs.
+They give the same text as the published template if that shows the entire conversation. Each file lists its
+differences.
 """
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -28,7 +29,7 @@ class CorrectedTemplate:
 
     Attributes:
         file: The corrected template, in `data/corrected/`.
-        values: Values of names that it reads, by which one file serves several published templates.
+        values: Values of names that it reads, so that one file serves several published templates.
         mark: Text that identifies the published template.
     """
 
@@ -60,25 +61,25 @@ CORRECTED = (
 
 
 def correct_template(tokenizer: "PreTrainedTokenizerBase", setting: CorrectedTemplates) -> str | None:
-    """Replace a published template by ours with the same texts, in this process alone; exports keep the model's.
+    """Replace a published template by ours if both give the same texts, and return a line that reports it.
 
-    Returns:
-        A line that reports the replacement; None: the model's own template stays.
+    Only this process uses ours. Exports keep the model's template.
     """
     own = tokenizer.chat_template
     if setting == "never" or not isinstance(own, str):
         return None
-    candidates = [candidate for candidate in CORRECTED if candidate.mark in own]
-    for candidate in candidates:
+    for candidate in CORRECTED:
+        if candidate.mark not in own:
+            continue
         try:
             published = template_setup(tokenizer, with_tools=False)
-            ours = TemplateRenderer(published.with_template(candidate.text()))
+            ours = TemplateRenderer(replace(published, template=candidate.text()))
             if TemplateRenderer(published).renders_as(ours):
                 tokenizer.chat_template = candidate.text()
                 return (
                     f"chat template: that of {candidate.family} loses {candidate.loses}; ours, {candidate.file}, takes "
                     "its place (policy.tokenizer.corrected_template=never: the model's own)"
                 )
-        except DataError:  # reported where the template is used
+        except DataError:  # reported when the template is used
             return None
     return None

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Cures for conversations that a chat template cannot show: each is named only where it was tried and works."""
+"""Cures for conversations that a chat template cannot show. A cure is suggested only after it was tried and works."""
 
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -20,11 +20,7 @@ _OTHER_TEMPLATE = "; set policy.tokenizer.chat_template to a template that takes
 
 @dataclass(frozen=True)
 class Request:
-    """What a chat template is given.
-
-    Attributes:
-        trained: Assistant turns to train on; None: a prompt.
-    """
+    """Input of a chat template. `trained` are the assistant turns to train on, or None for a prompt."""
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] | None
@@ -33,15 +29,15 @@ class Request:
 
 
 Renders = Callable[[Request], object]
-"""Renders a request; raises `RenderError`."""
+"""Renders a request. Raises `RenderError`."""
 _Change = tuple[str, Request]
 
 
 class Cures:
-    """Looks for a cure of each kind of problem once, and tries it at further conversations with that problem.
+    """Looks for a cure of each kind of problem once, and tries it on further conversations with that problem.
 
     Args:
-        names: Names that the template reads, with texts that it compares them with.
+        names: Names that the template reads, each with the texts that it is compared with.
         tokens: Names of special tokens among them.
     """
 
@@ -53,28 +49,27 @@ class Cures:
         self._known: dict[str, str | None] = {}
 
     def advice(self, problem: str, request: Request) -> str:
-        """Return words for behind a problem: the change with which the conversation works, or another template."""
+        """Return the end of an error message: the change that makes the conversation work, or another template."""
         kind = "".join(letter for letter in problem if not letter.isdigit())[:80]
         if kind not in self._known and len(self._known) < _MOST_SEARCHES:
-            self._known[kind] = next((words for words, _ in self._that_work(request)), None)
+            self._known[kind] = next(self._that_work(request), None)
         words = self._known.get(kind)
-        works = words is not None and any(found == words for found, _ in self._that_work(request, words))
-        if works:
+        if words is not None and any(self._that_work(request, words)):
             return f"; it works with {words}"
         return "" if "policy.tokenizer.chat_template" in problem else _OTHER_TEMPLATE
 
-    def _that_work(self, request: Request, wanted: str | None = None) -> Iterator[_Change]:
+    def _that_work(self, request: Request, wanted: str | None = None) -> Iterator[str]:
         for words, changed in _changes(request, self._switches):
             if wanted is None or words == wanted:
                 try:
                     self._render(changed)
                 except (RenderError, RecursionError):
                     continue
-                yield words, changed
+                yield words
 
 
 def _changes(request: Request, switches: Mapping[str, Sequence[str]]) -> Iterator[_Change]:
-    """Yield changes of a request, those of a run's settings first."""
+    """Yield changes of a request, first changes of the run's settings."""
     for name, texts in switches.items():
         for value in (True, False, *texts, ""):
             if request.kwargs.get(name) != value:
@@ -118,7 +113,7 @@ def _with_thinking_in_content(message: Message) -> Message:
 
 
 def _with_single_calls(request: Request) -> Request | None:
-    """Return a request whose turns call one tool each, with its result behind it; None: they do, or results lack."""
+    """Return a request with one call per turn, each before its result. None if it is so already or lacks results."""
     found: list[Message] = []
     trained: list[int] = []
     index, has_several = 0, False

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Loading of a whole data set before training, the same for examples, pairs and prompts, and a report of its lines."""
+"""Loading of examples, pairs or prompts before training, with a report of the data set's lines."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,16 +20,12 @@ _NUMBER = re.compile(r"\d[\d,.]*")
 Item = TypeVar("Item")
 OnBadLine = Literal["stop", "skip"]
 Progress = Callable[[int, int], None]
-"""Gets the lines read so far and the lines in all."""
+"""Called with the number of lines read so far and the total."""
 
 
 @dataclass(frozen=True)
 class ItemSize:
-    """Size of one item.
-
-    Attributes:
-        num_images: None: the model takes text alone.
-    """
+    """Size of one item. `num_images` is None if the model takes text alone."""
 
     sample_id: str
     num_tokens: int
@@ -42,7 +38,7 @@ class ItemSize:
 
 @dataclass(frozen=True)
 class CountedNote:
-    """A note on kept items, and the number and the first of the items that have it."""
+    """A note on kept items, with the number of these items and the sample id of the first."""
 
     text: str
     count: int
@@ -58,7 +54,7 @@ class ReportWords:
 
     Attributes:
         noun: Singular name of an item, such as "pair".
-        trained_tokens: Text behind the number of trained tokens; None: that number is not reported.
+        trained_tokens: Text after the number of trained tokens, or None if that number is not reported.
     """
 
     noun: str
@@ -71,14 +67,14 @@ class DataReport:
     """Numbers of the items of a data set that were kept, truncated, dropped, or could not be read.
 
     Attributes:
-        num_images: None: the model takes text alone.
+        num_images: None if the model takes text alone.
         num_truncated: Kept items that were truncated at the maximum length.
-        num_dropped: Items left out for the reason in `words`.
-        num_repeated: Prompts left out because they had been read or sampled before.
-        num_training_prompts: Held-out prompts left out because they are training prompts.
-        first_truncated, first_dropped: Places of the first of these items.
-        first_repeated, first_training_prompt: Places of the first of these prompts and of the one that it equals.
-        bad_lines: The first bad line of each cause with the places of others like it.
+        num_dropped: Items dropped for the reason in `words`.
+        num_repeated: Prompts dropped because they had been read or sampled before.
+        num_training_prompts: Held-out prompts dropped because they are training prompts.
+        first_truncated, first_dropped: Sample id of the first of these items.
+        first_repeated, first_training_prompt: Sample ids of the first of these prompts and of the prompt it equals.
+        bad_lines: The first bad line of each cause, with the positions of a few others.
     """
 
     name: str
@@ -100,7 +96,7 @@ class DataReport:
     notes: tuple[CountedNote, ...] = ()
 
     def warnings(self) -> Iterator[str]:
-        """Yield a line if most items are truncated: what follows is neither seen nor trained on."""
+        """Yield a line if most items are truncated."""
         if self.num_truncated > self.num_kept / 2:
             which = "all" if self.num_truncated == self.num_kept else f"{self.num_truncated:,} of"
             yield (
@@ -109,7 +105,7 @@ class DataReport:
             )
 
     def summary(self) -> str:
-        """Return the report on one line; zeros are left out, except for the images of a vision model."""
+        """Return the report on one line, without zeros except for the images of a vision model."""
         tokens = counted(self.num_tokens, "token")
         if self.words.trained_tokens is not None:
             tokens += f" ({self.num_trained_tokens:,} {self.words.trained_tokens})"
@@ -141,9 +137,9 @@ class ItemKind(Generic[Parsed, Item]):
     """Treatment of one kind of item.
 
     Attributes:
-        tokenize: Gives an item, or what is wrong, for each parsed line.
-        size_of: Size of an item, and whether it is dropped.
-        why_none_is_left: Text of the error behind the number of dropped items.
+        tokenize: Returns an item, or the problem, for each parsed line.
+        size_of: Returns the size of an item, and whether it is dropped.
+        why_none_is_left: Makes the error text from the number of dropped items, such as "3 prompts".
     """
 
     words: ReportWords
@@ -166,9 +162,12 @@ def read_items(
     dropped: list[str] = []
     num_read = 0
     while lines := list(islice(source.lines, LINES_AT_ONCE)):
-        # Once the run is going to stop, only look for further bad lines.
-        skip_tokens = bad.count > 0 and on_bad_line == "stop"
-        for result in _bad_ones(lines) if skip_tokens else _tokenized(lines, kind.tokenize):
+        results: Iterable[Item | BadLine]
+        if bad.count and on_bad_line == "stop":  # only look for further bad lines
+            results = [line for line in lines if isinstance(line, BadLine)]
+        else:
+            results = _tokenized(lines, kind.tokenize)
+        for result in results:
             if isinstance(result, BadLine):
                 bad.add(result)
             elif (size := kind.size_of(result)).is_dropped:
@@ -217,7 +216,7 @@ def counted_notes(items: Iterable[tuple[str, Sequence[str]]]) -> tuple[CountedNo
 
 
 class _BadLines:
-    """Count bad lines and keep the first 20 causes: reasons that differ in more than numbers."""
+    """Counts bad lines and keeps the first 20 causes: reasons that differ in more than numbers."""
 
     def __init__(self, name: str) -> None:
         self.count = 0
@@ -242,7 +241,7 @@ class _BadLines:
 
 @dataclass
 class _Cause:
-    """Bad lines of one cause: the first, their number, and the places of the next few."""
+    """Bad lines of one cause: the first, their number, and the positions of the next few."""
 
     line: BadLine
     count: int = 0
@@ -267,7 +266,3 @@ def _tokenized(
     """Yield the lines in order, with the good ones tokenized in one call."""
     items = iter(tokenize([line for line in lines if not isinstance(line, BadLine)]))
     return (line if isinstance(line, BadLine) else next(items) for line in lines)
-
-
-def _bad_ones(lines: Sequence[Parsed | BadLine]) -> Iterator[BadLine]:
-    return (line for line in lines if isinstance(line, BadLine))

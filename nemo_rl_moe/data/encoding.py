@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Encoding of many texts in few calls, in which a bad text does not cost the others."""
+"""Encoding of many texts in few calls, where a bad text does not fail the others."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
@@ -9,18 +9,18 @@ Item = TypeVar("Item")
 Encoding = TypeVar("Encoding")
 
 CHARACTERS_PER_TOKEN = 64
-"""No text has so many characters for each of its tokens; blank space aside, published tokenizers have 3 to 5."""
+"""Upper bound of characters per token. Apart from blank space, published tokenizers have 3 to 5."""
 CHARACTERS_AT_ONCE = 1_000_000
-"""Most characters of one call: the tokenizers library takes up to 300 bytes a token until the call ends."""
+"""Most characters of one call. The tokenizers library takes up to 300 bytes per token until the call ends."""
 
 
 def most_characters(max_tokens: int) -> int:
-    """Return the number of characters beyond which nothing of a text is tokenized: that costs 200 bytes a character."""
+    """Return the number of characters of a text to tokenize. Tokenization costs 200 bytes per character."""
     return CHARACTERS_PER_TOKEN * (max_tokens + 1)
 
 
 def num_characters(value: object) -> int:
-    """Count the characters of all texts in a value of JSON, keys of objects included, however deep it is nested."""
+    """Count the characters of all texts in a JSON value, including keys. Works at any depth of nesting."""
     found, left = 0, [value]
     while left:
         match left.pop():
@@ -39,11 +39,7 @@ def encode_each(
     items: Sequence[Item],
     num_characters: Callable[[Item], int],
 ) -> list[Encoding | str]:
-    """Encode items in few calls; those of a call that fails, one by one.
-
-    Returns:
-        The encodings, or what is wrong with an item.
-    """
+    """Encode items in few calls, or one by one if a call fails. Return the encoding or the problem of each item."""
     return [result for batch in _batches(items, num_characters) for result in _encode_batch(encode, batch)]
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Images that records name, read and decoded within limits: their folder, size, number of pixels and kind."""
+"""Reading and decoding of images within limits of folder, size, number of pixels and kind."""
 
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 LARGEST_IMAGE_BYTES = 32 << 20
-"""Bytes of one encoded image."""
+"""Largest size of one encoded image."""
 _KINDS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 _MANY_BITS = ("I", "F")
 _DIGEST_BYTES = 16
@@ -24,11 +24,7 @@ _DIGEST_BYTES = 16
 
 @dataclass(frozen=True)
 class StoredImage:
-    """An image that was read and decoded once.
-
-    Attributes:
-        height: In pixels, after the rotation that its metadata asks for.
-    """
+    """An image that was read and decoded once. Its size is in pixels, after the rotation in its metadata."""
 
     reference: ImageReference
     digest: bytes
@@ -38,32 +34,26 @@ class StoredImage:
 
 @dataclass(frozen=True)
 class ImageReader:
-    """Reader of a data set's images.
-
-    Attributes:
-        folder: Root of relative paths, which may not leave it; None: the data has no folder.
-    """
+    """Reader of a data set's images. Their paths are relative to `folder`, and may not leave it."""
 
     folder: Path | None
     max_pixels: int
 
     def check(self, reference: ImageReference) -> StoredImage:
-        """Read and decode an image, and keep only its size."""
+        """Read and decode an image, and keep only its digest and size."""
         content = self._content(reference)
         image = self._decoded(content, reference.name)
         return StoredImage(reference, _digest(content), image.height, image.width)
 
     def decode(self, stored: StoredImage) -> "Image":
-        """Return the image in red, green and blue."""
+        """Return the image in RGB."""
         content = self._content(stored.reference)
         if _digest(content) != stored.digest:
             raise RecordError(f"{stored.reference.name}: {stored.reference.path} has changed since the data was read")
         return self._decoded(content, stored.reference.name)
 
     def _content(self, reference: ImageReference) -> bytes:
-        content = reference.content
-        if content is None:
-            content = self._content_of_file(reference)
+        content = self._content_of_file(reference) if reference.content is None else reference.content
         if len(content) > LARGEST_IMAGE_BYTES:
             raise RecordError(f"{reference.name} has {len(content):,} bytes, expected at most {LARGEST_IMAGE_BYTES:,}")
         return content
@@ -87,7 +77,7 @@ class ImageReader:
                 raise RecordError(f"{reference.name}: {path} {what}")
             with path.open("rb") as file:
                 return file.read(LARGEST_IMAGE_BYTES + 1)
-        except (OSError, RuntimeError) as error:  # of a link to itself
+        except (OSError, RuntimeError) as error:  # RuntimeError: a link to itself
             raise RecordError(f"{reference.name}: {reference.path} cannot be read: {one_line(error)}") from None
 
     def _decoded(self, content: bytes, name: str) -> "Image":
@@ -103,7 +93,7 @@ class ImageReader:
             raise RecordError(f"{name} is no image of a known kind, expected {', '.join(_KINDS)}") from None
         except Image.DecompressionBombError:
             raise RecordError(f"{name} has far more than {self.max_pixels:,} pixels (data.max_image_pixels)") from None
-        except Exception as error:  # decoders of six formats fail in many ways
+        except Exception as error:  # the decoders raise many types
             raise RecordError(f"{name} is a broken image: {one_line(error)}") from None
 
     def _require_usable(self, image: "Image", name: str) -> None:
@@ -113,7 +103,7 @@ class ImageReader:
                 f"{name} has {image.height} x {image.width} pixels, expected at most {self.max_pixels:,} in all "
                 "(data.max_image_pixels)"
             )
-        # A camera's JPEG may hold a small second image.
+        # A camera's JPEG (MPO) may contain a small second image.
         if getattr(image, "is_animated", False) and image.format != "MPO":
             raise RecordError(f"{name} is animated, expected an image of one frame")
         if image.mode.startswith(_MANY_BITS):
@@ -125,7 +115,7 @@ def _digest(content: bytes) -> bytes:
 
 
 def image_folder(data_path: str | None, image_root: str | None) -> Path | None:
-    """Return the root of images' paths: `data.image_root`, or the data's folder; None for a hub's data."""
+    """Return the root of images' paths: `data.image_root`, or the data's folder. None for data of a hub."""
     if image_root is not None:
         return Path(image_root)
     if data_path is None:

@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Images in records: their forms as parts of a content and beside the messages, and their places in a conversation.
+"""Images in records: in the parts of a message or next to the messages, and their positions in a conversation.
 
-Nothing is read here: a record names its images, `image_files` reads them.
+A record references its images. `image_files` reads them.
 """
 
 import base64
@@ -21,9 +21,9 @@ IMAGE_PART = "image"
 IMAGE_PARTS = (IMAGE_PART, "image_url")
 """Types of a part that is an image."""
 IMAGE_MARK = "<image>"
-"""Text that stands for an image in records with images beside the messages, as of LLaMA-Factory."""
+"""Text at the position of an image in records with images next to the messages, as in LLaMA-Factory."""
 USUAL_KEYS = ("images", "image")
-"""Under which data sets have images beside the messages: the second is LLaVA's."""
+"""Usual keys of images next to the messages. The second is LLaVA's."""
 _VALUE_KEYS = ("image", "image_url", "url", "path", "bytes")
 _FORMS = "expected a path, a data URL, or an object with bytes or path"
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
@@ -35,9 +35,9 @@ class ImageReference:
     """Reference to an image in a record.
 
     Attributes:
-        path: None where the record holds the image itself.
-        content: The encoded image; None: read it from `path`.
-        name: Its place in the record, for error messages; equality ignores it.
+        path: None if the record contains the image itself.
+        content: The encoded image. None if it is read from `path`.
+        name: Position in the record, such as `images[0]`, for error messages. Equality ignores it.
     """
 
     path: str | None
@@ -86,7 +86,7 @@ def _parse_text(text: str, name: str) -> ImageReference:
 
 
 def parse_image_part(part: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Parse a part of type image, its image under `image`; None where the record's list of images has it."""
+    """Parse a part of type image. Its image is None if it comes from the record's list of images."""
     given = [key for key in _VALUE_KEYS if part.get(key) is not None]
     if not given:
         return {"type": IMAGE_PART, IMAGE_PART: None}
@@ -97,7 +97,7 @@ def parse_image_part(part: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def parse_images(value: object, name: str) -> list[ImageReference]:
-    """Parse the images beside the messages: one, or a list of them; null means none."""
+    """Parse the images next to the messages: an image, a list of images, or null."""
     if value is None:
         return []
     if not is_list(value):
@@ -106,7 +106,7 @@ def parse_images(value: object, name: str) -> list[ImageReference]:
 
 
 def image_columns(names: Sequence[str], key: str | None) -> list[str]:
-    """Choose a table's columns of images beside the messages: the run's, or the usual ones without."""
+    """Return a table's columns of images: the run's key, or the usual keys if the table lacks it."""
     wanted = [] if key is None else [key] if key in names else USUAL_KEYS
     return [name for name in wanted if name in names]
 
@@ -114,11 +114,9 @@ def image_columns(names: Sequence[str], key: str | None) -> list[str]:
 def require_image_key(
     messages: Sequence[dict[str, Any]], record: Mapping[str, Any], key: str | None, sample_id: str
 ) -> None:
-    """Refuse to read `<image>` as text where the record has images under a usual key that is not the run's.
+    """Refuse to read `<image>` as text if the record has images under a usual key that is not the run's.
 
-    Args:
-        messages: Parsed; none has images of its own, and the record has none under `key`.
-        key: The run's key of images beside the messages; None: they are left unread on purpose.
+    If the run's key is None, such images are ignored on purpose.
     """
     if key is None or not any(_images_in(_with_parts_for_marks(message)) for message in messages):
         return
@@ -140,16 +138,11 @@ def _has_images(value: object, name: str) -> bool:
 def place_images(
     messages: Sequence[dict[str, Any]], images: Sequence[ImageReference], key: str | None
 ) -> list[dict[str, Any]]:
-    """Place the images that stand beside the messages in the record.
+    """Insert the record's images into its messages.
 
-    They fill, in order, the parts of type image that have none; without such parts, each `<image>` in texts that are
-    not the assistant's; without those, they stand before the text of the first user turn.
-
-    Args:
-        key: The record's key of the images, for error messages; None: the run reads none.
-
-    Raises:
-        RecordError: There are more or fewer places than images.
+    They fill, in order, the parts of type image that lack one. Without such parts they replace each `<image>` in texts
+    other than the assistant's. Without these they precede the text of the first user turn. More or fewer positions than
+    images raise `RecordError`.
     """
     parts = [part for message in messages for part in _images_in(message)]
     open_parts = sum(part[IMAGE_PART] is None for part in parts)
@@ -189,7 +182,7 @@ def take_images(messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]
 
 
 def without_content(value: Any) -> Any:
-    """Return a record's value without encoded images; paths stay."""
+    """Return a record's value without encoded images. Paths stay."""
     if isinstance(value, Mapping):
         return {key: without_content(item) for key, item in value.items() if not isinstance(item, bytes)}
     if is_list(value):
@@ -222,7 +215,6 @@ def _with_parts_for_marks(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _filled(messages: Sequence[dict[str, Any]], images: Sequence[ImageReference]) -> list[dict[str, Any]]:
-    """Fill the parts of type image that have none with equally many images."""
     waiting = iter(images)
 
     def fill(part: dict[str, Any]) -> dict[str, Any]:

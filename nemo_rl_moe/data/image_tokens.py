@@ -1,23 +1,25 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens that stand for images: one for each image in the rendered text, as many as the model wants in the sample.
+"""Image tokens: one per image in the rendered text, and in the sample as many as the model needs.
 
-A sample keeps references to its images, not their pixels, which would fill gigabytes: images are decoded once as a
-check, and again when a batch is made of them.
+A sample keeps references to its images, because their pixels would fill gigabytes. Images are decoded once as a check,
+and again for each batch.
 """
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from jaxtyping import Bool, Int
 
 from nemo_rl_moe.data.image_files import ImageReader, StoredImage
 from nemo_rl_moe.data.image_records import ImageReference
+from nemo_rl_moe.data.prompt_records import PromptRecord
 from nemo_rl_moe.data.record_values import RecordError
+from nemo_rl_moe.data.records import Example
 from nemo_rl_moe.data.template_renderer import Rendered
 from nemo_rl_moe.distributed.batch import ModelInput
 from nemo_rl_moe.errors import DataError
@@ -32,25 +34,12 @@ Given = TypeVar("Given")
 Found = TypeVar("Found")
 
 
-class RecordWithImages(Protocol):
-    """A record with images, such as `Example` and `PromptRecord`."""
-
-    @property
-    def sample_id(self) -> str: ...
-
-    @property
-    def messages(self) -> Sequence[Mapping[str, Any]]: ...
-
-    @property
-    def images(self) -> tuple[ImageReference, ...]: ...
-
-
 @dataclass(frozen=True)
 class SampleImages:
-    """Images of one tokenized sample of a vision-language model; of a sample of text, none.
+    """Images of one tokenized sample of a vision-language model. Empty for a sample of text.
 
     Attributes:
-        runs: First image token and number of image tokens of each image.
+        runs: Index of the first image token, and number of image tokens, of each image.
     """
 
     tokens: "ImageTokenizer"
@@ -60,26 +49,23 @@ class SampleImages:
 
     @property
     def end(self) -> int:
-        """Index after the last image token; 0 without images."""
+        """Index after the last image token, or 0 without images."""
         return sum(self.runs[-1]) if self.runs else 0
 
     def is_image(self, num_tokens: int) -> Bool[np.ndarray, " tokens"]:
-        """Return the mask of image tokens."""
         mask = np.zeros(num_tokens, dtype=np.bool_)
         for first, count in self.runs:
             mask[first : first + count] = True
         return mask
 
     def digests(self) -> tuple[bytes, ...]:
-        """Return the digests of the encoded images, equal for equal images."""
         return tuple(image.digest for image in self.images)
 
 
 def batch_inputs(samples: Sequence[tuple[SampleImages | None, int]]) -> list[dict[str, ModelInput]]:
-    """Return the inputs of `models.images.image_inputs` for samples, empty for a model of text; decode each image once.
+    """Return `models.images.image_inputs` of each sample, given its images and number of tokens.
 
-    Args:
-        samples: Images of each (None: the model takes text alone), and its number of tokens.
+    Each image is decoded once. Samples of a text model have no images (None) and no inputs.
     """
     first_of = {image.digest: (sample, image) for sample, _ in samples if sample is not None for image in sample.images}
     decoded = _in_threads(lambda pair: pair[0].tokens.model_images(pair[1]), first_of.values())
@@ -99,17 +85,13 @@ def batch_inputs(samples: Sequence[tuple[SampleImages | None, int]]) -> list[dic
 
 
 def num_images_of(images: SampleImages | None) -> int | None:
-    """Return the number of a sample's images; None where the model takes text alone."""
+    """Return the number of a sample's images, or None if the model takes text alone."""
     return None if images is None else len(images.images)
 
 
 @dataclass(frozen=True)
 class Expanded:
-    """Token ids of a sample with its image tokens repeated as the model wants.
-
-    Attributes:
-        repeats: Number of tokens for each token of the text: 1 for all but image tokens.
-    """
+    """Token ids of a sample, and the number of tokens for each token of its text: 1 except for image tokens."""
 
     input_ids: Int[np.ndarray, " tokens"]
     repeats: Int[np.ndarray, " text_tokens"]
@@ -118,10 +100,11 @@ class Expanded:
 
 @dataclass(frozen=True)
 class ImageTokenizer:
-    """Turn a data set's images into tokens and pixels.
+    """Turns a data set's images into tokens and pixels.
 
     Attributes:
-        before: Tokens in front of an image's, which a chat template does not show.
+        token: Text of the image token.
+        before, behind: Tokens before and after an image's tokens, which the chat template does not write.
     """
 
     rule: ImageRule
@@ -131,13 +114,12 @@ class ImageTokenizer:
     behind: tuple[int, ...] = ()
 
     def model_images(self, image: StoredImage) -> list[ModelImage]:
-        """Return the pixels of an image."""
         return self.rule.model_images(self.reader.decode(image))
 
     def check(
-        self, records: Sequence[RecordWithImages], rendered: Sequence[Rendered | str]
+        self, records: Sequence[Example | PromptRecord], rendered: Sequence[Rendered | str]
     ) -> list[tuple[Rendered, tuple[StoredImage, ...]] | str]:
-        """Decode the images of rendered records; give each record with them, or what is wrong with it."""
+        """Decode the images of rendered records. Return each rendering with its images, or the record's problem."""
         references = [
             reference
             for record, text in zip(records, rendered, strict=True)
@@ -165,8 +147,8 @@ class ImageTokenizer:
             raise RecordError(f"{reference.name} has {error}") from None
         return stored
 
-    def _problem(self, record: RecordWithImages, rendered: Rendered) -> str | None:
-        """Describe why tokens could represent other images than the record's."""
+    def _problem(self, record: Example | PromptRecord, rendered: Rendered) -> str | None:
+        """Return why image tokens and the record's images may not match, or None."""
         if self.token in rendered.text and any(self.token in text for text in _texts(record.messages)):
             return f"a text spells {self.token}, which stands for an image; a part of type image shows one"
         if (shown := rendered.text.count(self.token)) != len(record.images):
@@ -179,11 +161,11 @@ class ImageTokenizer:
     def expand(
         self, input_ids: Int[np.ndarray, " text_tokens"], images: Sequence[StoredImage], max_length: int, sample_id: str
     ) -> Expanded | str:
-        """Return the tokens with as many for each image as the model wants, or what is wrong with them.
+        """Repeat image tokens as the model needs, or return the problem.
 
         Args:
-            input_ids: Of a checked record's text, with one image token for each image. Of a text that is longer than
-                `max_length` only the beginning, and so perhaps not all images.
+            input_ids: Tokens of a checked record's text, with one image token per image. If there are more than
+                `max_length`, the text may be cut, and its last images missing.
         """
         places = np.flatnonzero(input_ids == self.rule.token_id)
         if len(places) > len(images) or (len(places) < len(images) and len(input_ids) <= max_length):
@@ -201,7 +183,7 @@ class ImageTokenizer:
             first += len(self.before)
             runs.append((first, count))
             expanded[first + count : first + count + len(self.behind)] = self.behind
-        # What the cut text does not show any more lies behind whatever is kept.
+        # Images in the part that was cut off get positions that truncation removes.
         runs += [(len(expanded) + max_length, int(count)) for count in counts[len(places) :]]
         return Expanded(expanded, repeats, SampleImages(self, tuple(images), tuple(runs), sample_id))
 
@@ -211,17 +193,16 @@ class RecordImages:
     """Treatment of a data set's images.
 
     Attributes:
-        key: Key of a record's images beside its messages; None: such images are not read.
-        tokens: Turns them into tokens; None: the model takes text alone.
+        key: Key of a record's images next to its messages. None if these are not read.
+        tokens: Turns images into tokens. None if the model takes text alone.
     """
 
     key: str | None = None
     tokens: ImageTokenizer | None = None
 
     def check(
-        self, records: Sequence[RecordWithImages], rendered: Sequence[Rendered | str]
+        self, records: Sequence[Example | PromptRecord], rendered: Sequence[Rendered | str]
     ) -> list[tuple[Rendered, tuple[StoredImage, ...]] | str]:
-        """See `ImageTokenizer.check`."""
         if self.tokens is not None:
             return self.tokens.check(records, rendered)
         for record in records:
@@ -237,7 +218,7 @@ NO_IMAGES = RecordImages()
 
 
 def image_tokenizer(rule: ImageRule, tokenizer: "PreTrainedTokenizerBase", reader: ImageReader) -> ImageTokenizer:
-    """Return the treatment of a data set's images for a model."""
+    """Make the tokenizer of a data set's images for a model."""
     token = tokenizer.convert_ids_to_tokens(rule.token_id)
     if not isinstance(token, str) or tokenizer.encode(token, add_special_tokens=False) != [rule.token_id]:
         raise DataError(
@@ -246,7 +227,7 @@ def image_tokenizer(rule: ImageRule, tokenizer: "PreTrainedTokenizerBase", reade
         )
     if not isinstance(rule.sizes, TileSizes):
         return ImageTokenizer(rule, reader, token)
-    # The template of InternVL shows the image token alone; its processor puts these two around it.
+    # InternVL's template writes the image token alone. Its processor puts these two around it.
     ends = []
     for name, usual in (("start_image_token", "<img>"), ("end_image_token", "</img>")):
         text = getattr(tokenizer, name, None) or usual
@@ -258,7 +239,7 @@ def image_tokenizer(rule: ImageRule, tokenizer: "PreTrainedTokenizerBase", reade
 
 
 def _in_threads(work: Callable[[Given], Found], items: Iterable[Given]) -> list[Found | str]:
-    """Return results in order, or the text of a `RecordError`; threads help because decoders release the GIL."""
+    """Return results or the text of a `RecordError`, in order. Threads help because decoders release the GIL."""
 
     def attempt(item: Given) -> Found | str:
         try:
@@ -270,12 +251,11 @@ def _in_threads(work: Callable[[Given], Found], items: Iterable[Given]) -> list[
     if not items:
         return []
     with warnings.catch_warnings(), ThreadPoolExecutor(_THREADS) as pool:
-        warnings.simplefilter("ignore")  # of odd metadata, and of sizes, which have a limit of ours
+        warnings.simplefilter("ignore")  # about odd metadata, and about sizes, which have our limit
         return list(pool.map(attempt, items))
 
 
 def _texts(value: Any) -> Iterable[str]:
-    """Yield every text in a value at any depth."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

@@ -1,20 +1,20 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of a conversation that a chat template leaves out: errors or notes, so that nothing is lost in silence."""
+"""Errors and notes about parts of a conversation that a chat template drops."""
 
 import re
 from collections.abc import Callable, Sequence
 
-from nemo_rl_moe.data.messages import Message, content_text
+from nemo_rl_moe.data.messages import Message, content_text, with_changes
 from nemo_rl_moe.data.thinking import THINK_END, THINK_START
 from nemo_rl_moe.data.turn_spans import RenderError, Span
 
 RenderVariant = Callable[[Sequence[Message]], str]
-"""Renders a variant of the conversation as the conversation itself was rendered."""
+"""Renders a variant of the conversation in the same way as the conversation itself."""
 
 THINKING_KEYS = ("reasoning_content", "thinking", "reasoning")
-"""Keys of a turn that hold its thinking: data and templates differ in which one they use."""
-# Words for what is no error, each after "with".
+"""Keys of a turn's thinking. Data and templates differ in which one they use."""
+# Notes, printed after "with".
 EARLIER_THINKING = "thinking of earlier turns that the chat template leaves out"
 EMPTY_THINKING = "an empty <think> block that is trained on"
 TEXT_BESIDE_CALLS = "text of a turn beside its tool calls that the chat template leaves out"
@@ -34,11 +34,7 @@ def read_keys(template: str) -> tuple[str, ...]:
 
 
 def with_thinking_named(message: Message, read: Sequence[str]) -> Message:
-    """Move a turn's thinking to the one key that the template reads.
-
-    Args:
-        read: Keys that the template reads.
-    """
+    """Move a turn's thinking to the key that the template reads, if `read` contains only one key."""
     given = [key for key in THINKING_KEYS if message.get(key)]
     if message["role"] != "assistant" or len(given) != 1 or len(read) != 1 or given == list(read):
         return message
@@ -54,22 +50,31 @@ def with_thinking_apart(message: Message, key: str) -> Message:
 
 
 def require_all_shown(messages: Sequence[Message], text: str, render: RenderVariant) -> None:
-    """Reject a conversation whose text lacks a system turn, a tool's result, a call, or thinking of the last turn, or
-    its text beside calls.
+    """Reject a conversation if its text lacks a system turn, a tool's result or a call, or the last turn's thinking or
+    its text next to calls.
 
-    What earlier turns say in thinking or beside calls is left out by many templates on purpose, at inference as in
-    training: `left_out_notes`.
+    Many templates drop thinking and text next to calls of earlier turns on purpose, at inference as in training:
+    `left_out_notes` reports these.
     """
     for index, message in enumerate(messages):
         if message["role"] in ("user", "assistant"):
-            _require_all_calls(messages, index, text, render)
-        elif not _is_shown(content_text(message["content"]), text, _instead(messages, index), messages, render):
+            calls = message.get("tool_calls") or []
+            if len(calls) > 1 and render(with_changes(messages, index, tool_calls=calls[:-1])) == text:
+                raise RenderError(f"turn {index} calls {len(calls)} tools, and the chat template shows fewer calls")
+            continue
+        # Replaced instead of removed, because other turns may contain the same words.
+        other = with_changes(messages, index, content=_STAND_IN)
+        if not _is_shown(content_text(message["content"]), text, other, messages, render):
             raise RenderError(
                 f"turn {index} is of role {message['role']}, and the chat template leaves it out; set "
                 "policy.tokenizer.chat_template to a template that shows it, or leave the turn out"
             )
-    _require_thinking(messages, text, render)
     last = len(messages) - 1
+    if messages[last]["role"] == "assistant" and _lacks_thinking(messages, last, text, render):
+        raise RenderError(
+            f"turn {last} has thinking, and the chat template shows none of it; set "
+            "policy.tokenizer.chat_template to a template that does, or leave the thinking out"
+        )
     if _lacks_text_beside_calls(messages, last, text, render):
         raise RenderError(
             f"turn {last} has a text beside its tool calls, and the chat template shows none of it; set "
@@ -77,42 +82,26 @@ def require_all_shown(messages: Sequence[Message], text: str, render: RenderVari
         )
 
 
-def _instead(messages: Sequence[Message], index: int) -> list[Message]:
-    """Return the conversation with other words in a turn; without that turn, a template could show the same ones."""
-    return [*messages[:index], {**messages[index], "content": _STAND_IN}, *messages[index + 1 :]]
-
-
 def _is_shown(
     part: str, text: str, other: Sequence[Message], messages: Sequence[Message], render: RenderVariant
 ) -> bool:
-    """Return whether a text shows a part: it is long and nowhere else, or the text changes with the part."""
-    # other: The conversation with something else in place of the part.
+    """Return whether a text shows a part. `other` is the conversation with a stand-in for the part."""
     part = part.strip()
     if not part or part == _STAND_IN:
         return True
-    # The same words may be quoted by another turn, which is shown.
+    # A long part that no other turn quotes needs no second rendering.
     if len(part) >= _SURELY_ITS_OWN and part in text and str(messages).count(repr(part)[1:-1]) == 1:
         return True
     try:
         return render(other) != text
-    except RenderError:  # a conversation that the template refuses
+    except RenderError:  # the template refuses the other conversation
         return True
-
-
-def _require_all_calls(messages: Sequence[Message], index: int, text: str, render: RenderVariant) -> None:
-    """Reject a turn with several calls if the template leaves the last one out."""
-    calls = messages[index].get("tool_calls") or []
-    if len(calls) < 2:
-        return
-    fewer = {**messages[index], "tool_calls": calls[:-1]}
-    if render([*messages[:index], fewer, *messages[index + 1 :]]) == text:
-        raise RenderError(f"turn {index} calls {len(calls)} tools, and the chat template shows fewer calls")
 
 
 def left_out_notes(
     messages: Sequence[Message], text: str, spans: Sequence[Span], render: RenderVariant
 ) -> tuple[str, ...]:
-    """Return notes on what is left out of earlier turns, and on empty think blocks that are trained on."""
+    """Return notes on dropped parts of earlier turns, and on empty think blocks that are trained on."""
     earlier = [place for place in range(len(messages) - 1) if messages[place]["role"] == "assistant"]
     found = [EARLIER_THINKING] if any(_lacks_thinking(messages, place, text, render) for place in earlier) else []
     if any(_lacks_text_beside_calls(messages, place, text, render) for place in earlier):
@@ -123,29 +112,19 @@ def left_out_notes(
 
 
 def _start_of_thinking(text: str, first: int) -> int:
-    """Return the start of a think block that the generation prompt opens right before a turn; else the turn's own."""
+    """Return the start of a turn, including a think block that the generation prompt opens right before it."""
     before = text[:first].rstrip()
     return len(before) - len(THINK_START) if before.endswith(THINK_START) else first
-
-
-def _require_thinking(messages: Sequence[Message], text: str, render: RenderVariant) -> None:
-    last = len(messages) - 1
-    if messages[last]["role"] == "assistant" and _lacks_thinking(messages, last, text, render):
-        raise RenderError(
-            f"turn {last} has thinking, and the chat template shows none of it; set "
-            "policy.tokenizer.chat_template to a template that does, or leave the thinking out"
-        )
 
 
 def _lacks_text_beside_calls(messages: Sequence[Message], index: int, text: str, render: RenderVariant) -> bool:
     turn = messages[index]
     if not turn.get("tool_calls"):
         return False
-    # Of a content with thinking, the rest: the block may be left out on purpose.
-    content = turn["content"] or ""
-    block, found, said = content.rpartition(THINK_END)
-    other = {**turn, "content": f"{block}{found}{_STAND_IN}"}
-    return not _is_shown(said, text, [*messages[:index], other, *messages[index + 1 :]], messages, render)
+    # The text after a think block, because templates may drop the block on purpose.
+    block, found, said = (turn["content"] or "").rpartition(THINK_END)
+    other = with_changes(messages, index, content=f"{block}{found}{_STAND_IN}")
+    return not _is_shown(said, text, other, messages, render)
 
 
 def _lacks_thinking(messages: Sequence[Message], index: int, text: str, render: RenderVariant) -> bool:
@@ -154,12 +133,7 @@ def _lacks_thinking(messages: Sequence[Message], index: int, text: str, render: 
     before, found, answer = content.rpartition(THINK_END)
     opened, mark, thinking = before.rpartition(THINK_START)
     given = {key: turn[key] for key in THINKING_KEYS if isinstance(turn.get(key), str)}
-    # In place of the thinking, not without it: templates trim what stands behind a block.
-    other = {
-        **turn,
-        **dict.fromkeys(given, _STAND_IN),
-        "content": f"{opened}{mark}{_STAND_IN}{found}{answer}" if found else content,
-    }
-    variant = [*messages[:index], other, *messages[index + 1 :]]
-    parts = [thinking, *given.values()]
-    return any(not _is_shown(part, text, variant, messages, render) for part in parts)
+    # Replaced instead of removed, because templates trim the text after a block.
+    replaced = f"{opened}{mark}{_STAND_IN}{found}{answer}" if found else content
+    other = with_changes(messages, index, **dict.fromkeys(given, _STAND_IN), content=replaced)
+    return any(not _is_shown(part, text, other, messages, render) for part in (thinking, *given.values()))

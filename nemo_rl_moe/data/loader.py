@@ -16,7 +16,7 @@ from nemo_rl_moe.errors import DataError
 
 
 def collate(examples: Sequence[TokenizedExample], pad_token_id: int) -> TokenBatch:
-    """Pad examples on the right to the longest."""
+    """Pad examples on the right to the longest one."""
     lengths = torch.tensor([len(example) for example in examples], dtype=torch.long)
     shape = (len(examples), int(lengths.max()))
     input_ids = torch.full(shape, pad_token_id, dtype=torch.long)
@@ -25,24 +25,23 @@ def collate(examples: Sequence[TokenizedExample], pad_token_id: int) -> TokenBat
         input_ids[row, : len(example)] = torch.as_tensor(example.input_ids, dtype=torch.long)
         token_mask[row, : len(example)] = torch.as_tensor(example.token_mask)
     names = tuple(example.sample_id for example in examples)
-    # All examples have the same inputs beside their tokens.
     inputs = batch_inputs([(example.images, len(example)) for example in examples])
     return TokenBatch(input_ids, lengths, token_mask, names).with_inputs(inputs)
 
 
 def token_ids_and_images(examples: Iterable[TokenizedExample]) -> Iterator[NDArray[Any]]:
-    """Yield token ids of each example, followed by digests of its images, which identify a data set."""
+    """Yield the token ids of each example, followed by the digests of its images. They identify a data set."""
     for example in examples:
         digests = example.images.digests() if example.images is not None else ()
         yield np.concatenate([example.input_ids, np.frombuffer(b"".join(digests), dtype=np.int32)])
 
 
 class TokenStore(Sequence[TokenizedExample]):
-    """Sequence of tokenized examples in three flat arrays: 5 bytes a token. Images are kept as they were named."""
+    """Sequence of tokenized examples in three flat arrays: 5 bytes per token. Images are kept as references."""
 
     def __init__(self, examples: Sequence[TokenizedExample]):
         self._starts: NDArray[np.int64] = np.cumsum([0, *(len(example) for example in examples)], dtype=np.int64)
-        # The empty array in front lets an empty list be joined too.
+        # `concatenate` needs at least one array.
         self._input_ids = np.concatenate([np.empty(0, np.int32), *(example.input_ids for example in examples)])
         self._token_mask = np.concatenate([np.empty(0, np.bool_), *(example.token_mask for example in examples)])
         self._truncated = [example.truncated for example in examples]
@@ -60,7 +59,7 @@ class TokenStore(Sequence[TokenizedExample]):
     def __getitem__(self, index: int | slice) -> TokenizedExample | list[TokenizedExample]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        position = range(len(self))[index]  # knows negative indices, and raises IndexError past the end
+        position = range(len(self))[index]  # takes negative indices, and raises IndexError past the end
         piece = slice(self._starts[position], self._starts[position + 1])
         return TokenizedExample(
             self._input_ids[piece],
@@ -73,14 +72,14 @@ class TokenStore(Sequence[TokenizedExample]):
 
 
 MakeBatch = Callable[[Sequence[Any], int], TokenBatch]
-"""Function of examples and the padding token that makes a batch."""
+"""Makes a batch from examples and the padding token."""
 
 
 class GlobalBatchLoader:
-    """Iterate over the global batches of each epoch.
+    """Iterates over the global batches of each epoch.
 
-    The order depends on the seed and the epoch alone. The examples that do not fill a last batch are left out of that
-    epoch, so that every optimizer step sees the same number of sequences; with shuffling they are others each time.
+    The order depends on the seed and the epoch alone. An epoch skips the examples that do not fill a last batch, so
+    that every optimizer step sees the same number of sequences. With shuffling it skips others each time.
     """
 
     def __init__(
@@ -109,13 +108,13 @@ class GlobalBatchLoader:
         return len(self._dataset) // self._global_batch_size
 
     def epoch(self, epoch_index: int, first_batch: int = 0) -> Iterator[TokenBatch]:
-        """Yield the batches of one epoch, beginning at one of them; both are counted from 0."""
+        """Yield the batches of one epoch from `first_batch`. Both are counted from 0."""
         first = epoch_index * len(self)
         for chosen in self.indices(range(first + first_batch, first + len(self))):
             yield self._make_batch([self._dataset[index] for index in chosen], self._pad_token_id)
 
     def indices(self, batch_numbers: range) -> Iterator[list[int]]:
-        """Return the examples of some batches, counted from 0 over all epochs."""
+        """Yield the indices of the examples of batches, which are counted from 0 over all epochs."""
         for epoch_index in range(batch_numbers.start // len(self), -(-batch_numbers.stop // len(self))):
             order = epoch_order(len(self._dataset), self._seed, epoch_index, shuffle=self._shuffle)
             first = max(batch_numbers.start - epoch_index * len(self), 0)
@@ -139,12 +138,6 @@ def sequential_batches(
     max_batches: int | None = None,
     make_batch: MakeBatch = collate,
 ) -> Iterator[TokenBatch]:
-    """Iterate over examples in order, for validation; the last batch may be smaller.
-
-    Args:
-        max_batches: None: all.
-    """
-    starts = range(0, len(dataset), batch_size)
-    for start in starts[:max_batches]:
-        stop = min(start + batch_size, len(dataset))
-        yield make_batch([dataset[index] for index in range(start, stop)], pad_token_id)
+    """Iterate over examples in order, for validation. The last batch may be smaller."""
+    for start in range(0, len(dataset), batch_size)[:max_batches]:
+        yield make_batch(dataset[start : start + batch_size], pad_token_id)

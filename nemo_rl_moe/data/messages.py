@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages of a conversation: roles, content as a text or in parts, tool calls and their results.
 
-The content of a parsed message is one text; where there are images, a list of parts of type text and image.
+The content of a parsed message is one text, or with images a list of parts of type text and image.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 SYSTEM_ROLES = ("system", "developer")
 TEXT_PART = "text"
 CALL, RESULT = "function_call", "function"
-"""An old form of OpenAI's: key of a turn's call, and role of its result."""
+"""OpenAI's old form: key of a turn's call, and role of its result."""
 SPEAKERS = {
     "human": "user",
     "user": "user",
@@ -38,7 +38,7 @@ SPEAKERS = {
     "observation": "tool",
     "function_response": "tool",
 }
-"""Role of each value that `from` may have in a message of the form of ShareGPT, `{"from": ..., "value": ...}`."""
+"""Role by the value of `from` in a ShareGPT message, `{"from": ..., "value": ...}`."""
 _CONTENT_FORM = "expected a string, or a list of parts of type text or image"
 
 Message = dict[str, Any]
@@ -46,11 +46,7 @@ Content = str | list[dict[str, Any]]
 
 
 def parse_turns(value: object, name: str, role: str) -> list[Message]:
-    """Parse a text or a list of messages into messages.
-
-    Args:
-        role: Role of the turn that a text becomes.
-    """
+    """Parse a text, which becomes a turn of this role, or a list of messages."""
     if isinstance(value, str):
         if not value:
             raise RecordError(f"{name} is empty")
@@ -62,7 +58,7 @@ def parse_turns(value: object, name: str, role: str) -> list[Message]:
 
 
 def parse_messages(value: object, name: str) -> list[Message]:
-    """Parse a list of messages; their content becomes one text, and arguments of tool calls become objects."""
+    """Parse a list of messages. Parts of a content are joined, and arguments of tool calls become objects."""
     if not is_list(value):
         raise RecordError(f"{name} is {kind_of(value)}, expected a list of objects with role and content")
     if not value:
@@ -71,7 +67,7 @@ def parse_messages(value: object, name: str) -> list[Message]:
 
 
 def text_of(messages: Sequence[Message]) -> str:
-    """Join the texts of messages by blank lines; turns with only tool calls or images have none."""
+    """Join the texts of messages by blank lines. Turns with only tool calls or images have none."""
     texts = [content_text(message["content"]) for message in messages]
     return "\n\n".join(text for text in texts if text)
 
@@ -88,6 +84,11 @@ def with_text_around(content: Content, before: str, behind: str) -> Content:
     if isinstance(content, str):
         return f"{before}{content}{behind}"
     return _joined([_text_part(before), *content, _text_part(behind)])
+
+
+def with_changes(messages: Sequence[Message], index: int, **changes: Any) -> list[Message]:
+    """Return the messages with changed keys in one of them."""
+    return [*messages[:index], {**messages[index], **changes}, *messages[index + 1 :]]
 
 
 def _message(value: object, name: str) -> Message:
@@ -123,7 +124,7 @@ def _message(value: object, name: str) -> Message:
 
 
 def _from_sharegpt(message: Message, name: str) -> Message:
-    """Convert to a message with role and content, or with `tool_calls` for a call; other keys stay."""
+    """Convert to a message with role and content, or with `tool_calls` for a call. Other keys stay."""
     message = dict(message)
     speaker = message.pop("from")
     if not isinstance(speaker, str):
@@ -143,7 +144,7 @@ def _from_sharegpt(message: Message, name: str) -> Message:
 
 
 def _from_functions(message: Message, name: str) -> Message:
-    """Convert OpenAI's old form of a call or of its result to the one with `tool_calls`."""
+    """Convert OpenAI's old form of a call or a result to `tool_calls` and role `tool`."""
     if message.get("role") == RESULT:
         message = {**message, "role": "tool"}
     if CALL not in message or not isinstance(message.get("role"), str):
@@ -157,7 +158,6 @@ def _from_functions(message: Message, name: str) -> Message:
 
 
 def _content(value: object, name: str, role: str) -> Content:
-    """Parse a content; texts of parts are joined without a separator."""
     if isinstance(value, str):
         require_encodable(value, name)
         return value
@@ -188,7 +188,7 @@ def _text_part(text: str) -> dict[str, Any]:
 
 
 def _joined(parts: Sequence[dict[str, Any]]) -> Content:
-    """Join neighbouring texts and drop empty ones; return one text where there is no image."""
+    """Join neighbouring texts and drop empty ones. Return one text if there is no image."""
     joined: list[dict[str, Any]] = []
     for part in parts:
         if part["type"] == TEXT_PART and joined and joined[-1]["type"] == TEXT_PART:
@@ -199,7 +199,7 @@ def _joined(parts: Sequence[dict[str, Any]]) -> Content:
 
 
 def _tool_calls(given: object, name: str) -> list[dict[str, Any]]:
-    """Parse calls, as a list or its JSON; an empty text is no calls."""
+    """Parse calls, as a list or its JSON. An empty text means no calls."""
     value = decoded_json(given, name) if given != "" else []
     if value is None:
         return []
@@ -210,7 +210,7 @@ def _tool_calls(given: object, name: str) -> list[dict[str, Any]]:
 
 def _tool_call(call: object, name: str) -> dict[str, Any]:
     if isinstance(call, Mapping) and "function" not in call and "name" in call and "arguments" in call:
-        # Without the wrapper, as much data has it.
+        # Many data sets lack the wrapper with type and function.
         more = {key: value for key, value in call.items() if key not in ("name", "arguments")}
         call = {**more, "function": {"name": call["name"], "arguments": call["arguments"]}}
     function = call.get("function") if isinstance(call, Mapping) else None

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts of several environments, mixed by their weights; the same in every run."""
+"""Prompts of several environments, mixed by weights in a reproducible order."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -12,20 +12,14 @@ from nemo_rl_moe.errors import DataError, counted
 
 
 class MixtureLoader:
-    """Give out the prompts of each step from several environments, in proportion to their weights.
+    """Yields the prompts of each step from several environments, in proportion to their weights.
 
-    Each environment has its own order of prompts, which goes on over steps and begins anew, in another order, when all
-    of its prompts were given out: one with few prompts repeats them more often. Which environment a prompt comes from
-    depends on the weights alone: always the one that lacks most of its share so far. So the shares of a step are the
-    weights, rounded, and what is rounded off comes in later steps. The order depends on the arguments alone, so that a
-    run goes on where it stopped.
+    Each environment has its own order of prompts, which continues over the steps. When all of its prompts were used, it
+    begins again in another order, so an environment with few prompts repeats them more often.
 
-    Args:
-        datasets: Prompts of each environment by its name.
-        weights: Weight of each.
-        num_prompts_per_step: Prompts of a step.
-        seed: Seed of the orders.
-        shuffle: Draw an order; otherwise prompts keep that of their data.
+    The environment of the next prompt depends on the weights alone: it is always the environment that lacks most of its
+    share so far. Shares of a step are the rounded weights, and later steps make up for the rounding. The order depends
+    on the arguments alone, so that a run can resume.
     """
 
     def __init__(
@@ -48,14 +42,17 @@ class MixtureLoader:
         self._given_before = [dict.fromkeys(datasets, 0)]
 
     def __len__(self) -> int:
-        """Return the number of steps of one epoch: as many as all prompts together fill."""
+        """Return the number of steps of one epoch, which all prompts together fill."""
         return self._num_steps
 
     def epoch(self, epoch_index: int) -> Iterator[list[Prompt]]:
         """Yield the prompts of each step of one epoch, counted from 0."""
         size, order_of = self._num_prompts_per_step, self._orders()
         while len(self._given_before) <= epoch_index:
-            self._given_before.append(self._given_after(self._given_before[-1]))
+            given = dict(self._given_before[-1])
+            for _ in islice(environments_by_weight(self._weights, given), len(self) * size):
+                pass  # only `given` is needed
+            self._given_before.append(given)
         given = dict(self._given_before[epoch_index])
         for _ in range(len(self)):
             chosen = []
@@ -64,37 +61,28 @@ class MixtureLoader:
                 chosen.append(self._datasets[name][order_of(name, number)[index]])
             yield chosen
 
-    def _given_after(self, given: Mapping[str, int]) -> dict[str, int]:
-        """Return the numbers of prompts of each environment behind an epoch that begins with others."""
-        found = dict(given)
-        for _ in islice(environments_by_weight(self._weights, found), len(self) * self._num_prompts_per_step):
-            pass
-        return found
-
     def _orders(self) -> Callable[[str, int], Sequence[int]]:
-        """Return a function of an environment and how often its prompts were given out: the order of its prompts."""
+        """Make a function that returns the order of an environment's prompts in each pass over them."""
         latest: dict[str, tuple[int, Sequence[int]]] = {}
 
         def order_of(name: str, number: int) -> Sequence[int]:
             if latest.get(name, (None,))[0] != number:
                 size = len(self._datasets[name])
-                drawn = np.random.default_rng([self._seed, number, *name.encode()])
-                latest[name] = number, drawn.permutation(size).tolist() if self._shuffle else range(size)
+                rng = np.random.default_rng([self._seed, number, *name.encode()])
+                latest[name] = number, rng.permutation(size).tolist() if self._shuffle else range(size)
             return latest[name][1]
 
         return order_of
 
 
 def environments_by_weight(weights: Mapping[str, float], given: dict[str, int]) -> Iterator[str]:
-    """Yield the environment of each prompt, without end: the one that lacks most of its share, ties in their order.
+    """Yield forever the environment of the next prompt: the first that lacks most of its share.
 
-    Args:
-        weights: Weight of each environment.
-        given: Prompts that each has had; counted on.
+    `given`, the number of prompts used per environment, is updated.
     """
     total = sum(weights.values())
     while True:
-        number = sum(given.values()) + 1  # from the number and not step by step, so that no rounding errors add up
+        number = sum(given.values()) + 1  # shares come from this number, so that no rounding errors add up
         lacking = {name: weight / total * number - given[name] for name, weight in weights.items()}
         name = max(lacking, key=lacking.__getitem__)
         given[name] += 1
@@ -102,10 +90,10 @@ def environments_by_weight(weights: Mapping[str, float], given: dict[str, int]) 
 
 
 def interleaved(datasets: Mapping[str, Sequence[Prompt]]) -> list[Prompt]:
-    """Return the prompts of all environments, so that the first of them are of each, in proportion to their numbers."""
-    places = [
+    """Return the prompts of all environments, spread evenly: any beginning has their proportions."""
+    keyed = [
         ((index + 0.5) / len(dataset), number, prompt)
         for number, dataset in enumerate(datasets.values())
         for index, prompt in enumerate(dataset)
     ]
-    return [prompt for _, _, prompt in sorted(places, key=lambda place: place[:2])]
+    return [prompt for _, _, prompt in sorted(keyed, key=lambda entry: entry[:2])]

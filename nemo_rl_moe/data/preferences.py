@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Preference data: prompts with a better and a worse response, as records, tokenized, and as batches."""
+"""Preference data: records of a prompt with a better and a worse response, their tokenization, and batches."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -48,7 +48,7 @@ _OTHER_KEYS = "data.chosen_key and data.rejected_key name others"
 
 @dataclass(frozen=True)
 class PreferenceRecord:
-    """Two responses to one prompt, each with the prompt."""
+    """Two responses to one prompt. Both examples include the prompt."""
 
     sample_id: str
     chosen: Example
@@ -65,13 +65,12 @@ def parse_preference(
     """Parse one decoded record.
 
     `prompt`, `chosen` and `rejected` are each a text or a list of messages. A prompt that both responses repeat counts
-    once; without `prompt`, it is the messages that both begin with. They may have other usual keys (`record_forms.py`).
-    `tools` and `chat_template_kwargs` are for the chat template; further keys are ignored.
+    once. Without `prompt`, the prompt is the messages that both begin with. The three may have other usual keys
+    (`record_forms.py`). `tools` and `chat_template_kwargs` are for the chat template. Further keys are ignored.
 
     Args:
-        image_key: Key of images beside the messages, which belong to the prompt; None: such images are not read.
-        keys: Keys that the configuration names.
-        form: Form of the lines before it, of which this one must be; None: any.
+        image_key: Key of the prompt's images next to the messages. None if these are not read.
+        form: Form of the earlier lines, which this one must have.
     """
     if not isinstance(record, Mapping):
         raise RecordError(f"the line is {kind_of(record)}, expected an object with prompt, chosen and rejected")
@@ -99,9 +98,9 @@ def parse_preference(
             "the line has no prompt, and chosen and rejected do not begin with the same messages; data.prompt_key names"
             " another"
         )
-    if _are_same(shared[-len(prompt) :], prompt):  # whole conversations, which may begin with a system turn
+    if _are_same(shared[-len(prompt) :], prompt):  # responses that repeat the prompt, perhaps after a system turn
         prompt = shared
-    if len(prompt) > 1 and _are_same(prompt[-1:], chosen):  # messages that end in the better response
+    if len(prompt) > 1 and _are_same(prompt[-1:], chosen):  # the prompt's messages end in the better response
         prompt = prompt[:-1]
     if _are_same(chosen[: len(prompt)], prompt) and _are_same(rejected[: len(prompt)], prompt):
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
@@ -118,12 +117,13 @@ def parse_preference(
             raise RecordError(f"{name} has no assistant turn: there is no response")
         _require_in_turn(prompt, formed.name("prompt"), response, formed.name(name))
         both = (plain[0], plain_response) if plain else None
-        # Images beside the messages find their places in the prompt, whatever the responses hold.
+        # Images next to the messages belong into the prompt, whatever the responses contain.
         shown, images = with_images(prompt, record, image_key, sample_id)
         answer, later = with_images(response, {}, image_key, sample_id)
         unmarked, context = take_training_marks([*shown, *answer], f"prompt and {name}")
-        place = f"{sample_id} ({name})"
-        return trained_example(Example(place, tuple(unmarked), len(prompt), both, inputs, (*images, *later), context))
+        return trained_example(
+            Example(f"{sample_id} ({name})", tuple(unmarked), len(prompt), both, inputs, (*images, *later), context)
+        )
 
     pair = PreferenceRecord(
         sample_id,
@@ -131,14 +131,14 @@ def parse_preference(
         example("rejected", rejected, plain[2] if plain else ""),
     )
     if form is not None:
-        # Sorted: of two responses that a number compares, either may be the better one.
+        # Sorted because the better response may be either one if a number compares them.
         responses = " and ".join(sorted(map(formed.name, RESPONSES)))
         form.require_same({"data.chosen_key and data.rejected_key": responses}, sample_id)
     return pair
 
 
 def pair_parser(image_key: str | None, keys: Keys) -> Callable[[object, str], PreferenceRecord]:
-    """Make the function that parses the records of one data set, which must be of one form."""
+    """Make the function that parses the records of one data set, which must have one form."""
     return partial(parse_preference, image_key=image_key, keys=keys, form=FormOfLines())
 
 
@@ -154,7 +154,7 @@ def preference_columns(
 
 
 def _shared(chosen: Sequence[Message], rejected: Sequence[Message]) -> list[Message]:
-    """Return the messages that both begin with; the last turn of each is its response, whatever precedes it."""
+    """Return the messages that both begin with, without the last turn of either."""
     shared = 0
     while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
         shared += 1
@@ -172,7 +172,7 @@ def _bare(message: Message) -> Message:
 
 
 def _require_in_turn(prompt: Sequence[Message], prompt_name: str, response: Sequence[Message], name: str) -> None:
-    """Refuse a response that another conversation begins, or an answer behind an answer."""
+    """Refuse a response that begins another conversation, or continues with the prompt's last role."""
     last, first = prompt[-1]["role"], response[0]["role"]
     if first in SYSTEM_ROLES or (last == first and first in ("user", "assistant")):
         raise RecordError(
@@ -182,7 +182,7 @@ def _require_in_turn(prompt: Sequence[Message], prompt_name: str, response: Sequ
 
 
 REFERENCE_SUMS = "reference_sums"
-"""Name of a batch's extra: for each sequence the reference model's log-probability of its response, in nats."""
+"""Batch column: the reference model's log-probability of each sequence's response, in nats."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class PreferencePair:
     """Two responses to one prompt, tokenized.
 
     Attributes:
-        reference_sums: Log-probability of each response under the reference model, in nats; None: unknown.
+        reference_sums: Log-probability of each response under the reference model, in nats, if it is known.
     """
 
     chosen: TokenizedExample
@@ -205,12 +205,7 @@ WORDS_WITH_IMAGES = replace(WORDS, dropped="no two different responses, or not a
 
 
 class PreferenceDataset(Sequence[PreferencePair]):
-    """Sequence of pairs, stored in few flat arrays.
-
-    Args:
-        examples: Chosen and rejected sequence of each pair in turn.
-        reference_sums: Log-probability of each response under the reference model, in nats; NaN, None: unknown.
-    """
+    """Sequence of pairs in few flat arrays. `examples` are the chosen and rejected sequence of each pair in turn."""
 
     def __init__(
         self,
@@ -232,7 +227,7 @@ class PreferenceDataset(Sequence[PreferencePair]):
     def __getitem__(self, index: int | slice) -> PreferencePair | list[PreferencePair]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        position = range(len(self))[index]  # knows negative indices, and raises IndexError past the end
+        position = range(len(self))[index]  # takes negative indices, and raises IndexError past the end
         pair = PreferencePair(self._examples[2 * position], self._examples[2 * position + 1])
         if self._reference_sums is None:
             return pair
@@ -255,13 +250,12 @@ def load_preferences(
     speech: Speech | None = None,
     keys: Keys = NO_KEYS,
 ) -> PreferenceDataset:
-    """Read and tokenizes pairs of responses.
+    """Read and tokenize pairs of responses.
 
     Args:
-        path: A `.jsonl` file, or what `datasets` can load.
+        path: A file of text, or a data set that `datasets` can load.
         max_length: Tokens to keep of each sequence, prompt and response together.
-        speech: How the model speaks; None: as the tokenizer alone says.
-        keys: Keys that the configuration names.
+        speech: See `batch_tokenizer`.
     """
     tokenize = batch_tokenizer(tokenizer, max_length, run_wide, images, speech)
     source = open_lines(
@@ -284,7 +278,7 @@ def load_preferences(
 
 
 def collate_pairs(pairs: Sequence[PreferencePair], pad_token_id: int) -> TokenBatch:
-    """Collate pairs, padded to the longest sequence; chosen and rejected stand side by side."""
+    """Collate pairs, padded to the longest sequence. Each chosen sequence precedes its rejected one."""
     batch = collate([example for pair in pairs for example in (pair.chosen, pair.rejected)], pad_token_id)
     sums = [pair.reference_sums for pair in pairs if pair.reference_sums is not None]
     values = torch.tensor(sums, dtype=torch.float64).flatten()
@@ -293,19 +287,15 @@ def collate_pairs(pairs: Sequence[PreferencePair], pad_token_id: int) -> TokenBa
 
 
 def _tokenized_pairs(records: Sequence[PreferenceRecord], tokenize: BatchTokenizer) -> list[_TokenizedPair | BadLine]:
-    """Tokenize the chosen and the rejected sequence of each record in one call."""
     sequences = tokenize([example for record in records for example in (record.chosen, record.rejected)])
-    pairs: list[_TokenizedPair | BadLine] = []
-    for chosen, rejected in zip(sequences[::2], sequences[1::2], strict=True):
-        if isinstance(chosen, BadLine):
-            pairs.append(chosen)
-        else:
-            pairs.append(rejected if isinstance(rejected, BadLine) else (chosen, rejected))
-    return pairs
+    return [
+        chosen if isinstance(chosen, BadLine) else rejected if isinstance(rejected, BadLine) else (chosen, rejected)
+        for chosen, rejected in zip(sequences[::2], sequences[1::2], strict=True)
+    ]
 
 
 def _size_of(pair: _TokenizedPair) -> ItemSize:
-    """Return the size of both sequences; the pair is dropped if truncation leaves no two different responses."""
+    """Return the size of both sequences. A pair is dropped if truncation leaves no two different responses."""
     chosen, rejected = pair
     trained = [sequence.num_trained_tokens() for sequence in pair]
     is_dropped = (
@@ -313,8 +303,12 @@ def _size_of(pair: _TokenizedPair) -> ItemSize:
         or not all(trained)
         or np.array_equal(chosen.input_ids, rejected.input_ids)
     )
-    is_truncated = chosen.truncated or rejected.truncated
-    num_tokens, notes = len(chosen) + len(rejected), tuple(dict.fromkeys(chosen.notes + rejected.notes))
-    place = chosen.sample_id.removesuffix(f" ({RESPONSES[0]})")
-    images = num_images_of(chosen.images)
-    return ItemSize(place, num_tokens, sum(trained), is_truncated, images, notes, is_dropped=is_dropped)
+    return ItemSize(
+        chosen.sample_id.removesuffix(f" ({RESPONSES[0]})"),
+        len(chosen) + len(rejected),
+        sum(trained),
+        chosen.truncated or rejected.truncated,
+        num_images_of(chosen.images),
+        tuple(dict.fromkeys(chosen.notes + rejected.notes)),
+        is_dropped=is_dropped,
+    )

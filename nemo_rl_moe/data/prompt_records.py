@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Records of prompt data: question, answer, and the errors in them."""
+"""Parsing of prompt data: question, answer, and the errors in them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ from nemo_rl_moe.data.records import with_images
 from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs, parse_template_inputs
 
 ANSWERED = ("user", "tool")
-"""Roles of a last turn that a model answers."""
+"""Roles of the last turn of a prompt."""
 _WHOLE_FLOATS = 2**53
 CHOICES = "choices"
-"""Key of the texts of a question's choices, in MMLU and sets like it."""
+"""Key of the texts of a question's choices, as in MMLU."""
 ROW = "row"
-"""Key of a record that holds the item of a library's own data. The item's number there is its `example_id`."""
+"""Key of the item in a record from a library's own data. The item's number there is its `example_id`."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class PromptRecord:
     """A prompt before tokenization.
 
     Attributes:
-        is_text: The prompt is a text, not messages.
+        is_text: The prompt is a text instead of messages.
         record: The decoded record with `question` and `answer`, without encoded images.
     """
 
@@ -45,18 +45,18 @@ class PromptRecord:
 
     @property
     def text(self) -> str:
-        """Text of the messages, without what a chat template adds."""
+        """Text of the messages, without the chat template's additions."""
         return text_of(self.messages)
 
 
 def apply_template(messages: Sequence[Message], template: str | None) -> tuple[Message, ...]:
-    """Insert the last user turn's text at the template's `{prompt}`; None: keep the messages."""
+    """Insert the last user turn's text at the template's `{prompt}`, if there is a template."""
     asked = [index for index, message in enumerate(messages) if message["role"] == "user"]
     if template is None or not asked:
         return tuple(messages)
     last = messages[asked[-1]]
     before, found, behind = template.partition("{prompt}")
-    # Images stand once, whatever the template repeats of the text.
+    # A template may repeat the text, but images appear once.
     behind = behind.replace("{prompt}", content_text(last["content"]))
     wrapped = {**last, "content": with_text_around(last["content"], before, behind) if found else template}
     return (*messages[: asked[-1]], wrapped, *messages[asked[-1] + 1 :])
@@ -65,16 +65,11 @@ def apply_template(messages: Sequence[Message], template: str | None) -> tuple[M
 def prompt_parser(data: PromptDataConfig, env: EnvironmentConfig | None) -> Callable[[object, str], PromptRecord]:
     """Make the function that checks records.
 
-    The record that a reward function sees is the data's own with `answer` from `data.answer_key` and, unless present,
-    `question`, the prompt's text. Numbers become text, a list of one its member, and an index of `choices` the letter.
-    `math` and `reasoning_gym` need an answer, the latter also `metadata`; a custom function gets a missing answer as
-    None, and any other as it is. Images appear as paths.
-
-    Args:
-        env: None: nothing scores responses, so that no answer is needed.
-
-    Returns:
-        A function of a decoded record and its place, which raises `RecordError`.
+    Reward functions get the data's record with `answer` from `data.answer_key` and, unless present, `question`, the
+    prompt's text. In answers, numbers become text, a list of one becomes its member, and an index of `choices` becomes
+    the letter. `math` and `reasoning_gym` need an answer, and `reasoning_gym` also `metadata`. A custom function gets
+    the answer unchanged, or None if it is missing. Images appear as paths. Without `env` nothing scores responses, and
+    no answer is needed.
     """
 
     needs_answer = env is not None and env.needs_answers
@@ -145,7 +140,7 @@ def _answer(record: Mapping[str, Any], key: str, *, needs_answer: bool) -> Any:
 
 
 def _chosen_letter(record: Mapping[str, Any], answer: float) -> str | None:
-    """Return the letter of a choice by its index in the list `choices`, as MMLU has it; None: it is no index."""
+    """Return the letter of a choice if the answer is an index in the list `choices`, as in MMLU."""
     choices, index = record.get(CHOICES), answer if isinstance(answer, int) else -1
     if not is_list(choices) or not all(isinstance(choice, str) for choice in choices):
         return None
@@ -153,7 +148,7 @@ def _chosen_letter(record: Mapping[str, Any], answer: float) -> str | None:
 
 
 def _written_out(number: float) -> str:
-    """Return a number of JSON as digits: it has lost its spelling, and 1e-07 is no mathematics."""
-    # Tables hold whole numbers as 72.0 where a row lacks one.
+    """Write a JSON number with digits alone, because math rewards cannot read 1e-07."""
+    # Columns with missing values contain integers as 72.0.
     is_whole = float(number).is_integer() and abs(number) < _WHOLE_FLOATS
     return str(int(number)) if is_whole else format(Decimal(str(number)), "f")

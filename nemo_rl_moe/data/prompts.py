@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts of GRPO: read or sampled, tokenized, without repeats, and given out step by step."""
+"""Prompts of GRPO: reading or sampling, tokenization, removal of repeats, and the prompts of each step."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -40,13 +40,11 @@ class Prompt:
 
     Attributes:
         sample_id: `file:line`, `dataset[split]:row`, or `task[seed 0]:item`.
-        text: The prompt without what a chat template adds.
-        record: The data's record; always has `question` and `answer`.
-        images: None: the model takes text alone.
-        messages: What was rendered and tokenized.
-        inputs: Tools and names for the chat template that the record gives.
-        environment: Name in `env.mixture`; empty where a run has one environment.
-        read: Digest of `what_is_read` of the record beside what the model sees.
+        text: The prompt without the chat template's additions.
+        record: The data's record, always with `question` and `answer`.
+        images: None if the model takes text alone.
+        environment: Name in `env.mixture`, or empty if the run has one environment.
+        read: Digest of `what_is_read` of the record.
     """
 
     sample_id: str
@@ -60,18 +58,13 @@ class Prompt:
     environment: str = ""
     read: bytes = b""
 
-    @property
-    def model_inputs(self) -> dict[str, ModelInput]:
-        """Decode the images and return the model's inputs beside the tokens; for many prompts use `prompt_inputs`."""
-        return prompt_inputs([self])[0]
-
     def identity(self) -> tuple[object, ...]:
-        """Return what the model sees and what code or a library reads, equal for equal prompts."""
+        """Return a value that is equal for equal prompts: for the model, and for code that reads the record."""
         return self.token_ids, self.images.digests() if self.images is not None else (), self.read
 
 
 def prompt_inputs(prompts: Sequence[Prompt]) -> list[dict[str, ModelInput]]:
-    """Return the model's inputs of prompts beside their tokens, each image decoded once; empty for a model of text."""
+    """Return the model's inputs besides tokens, empty for a text model. Each image is decoded once."""
     return batch_inputs([(prompt.images, len(prompt.token_ids)) for prompt in prompts])
 
 
@@ -108,19 +101,19 @@ def load_prompts(
 ) -> PromptDataset:
     """Read one set of prompts, or sample it from the environment's task, and tokenize it.
 
-    Prompts differ: one that repeats, with the same answer, is left out and counted when read, and replaced by another
-    with another seed when sampled. Sets with different seeds share no seed of an item, but may share a question by
-    chance, the more so the fewer the task has: see `without_training_prompts`.
+    A prompt that repeats with the same answer is dropped and counted when read, and replaced by a sample with another
+    seed when sampled. Sets with different seeds share no seed of an item, but may share a question by chance, in
+    particular if the task has few: see `without_training_prompts`.
 
     Args:
-        max_prompt_length: In tokens; longer prompts are left out and counted.
-        env: Decides what a record needs, and prompts are sampled from it. None: nothing scores responses; repeated
-            prompts stay, and records need no answer.
-        images: None: the model takes text alone.
-        environment: Name of the environment in `env.mixture`; empty where a run has one.
-        shared: Finds the records of this environment in data of several; None: all are of this one.
-        response_key: Key of the response that each record holds; None: they hold none.
-        own: Prompts that the environment has itself; None: it has none.
+        max_prompt_length: In tokens. Longer prompts are dropped and counted.
+        env: Source of sampled prompts, and of the requirements on records. None if nothing scores responses: then
+            repeated prompts stay, and records need no answer.
+        images: None if the model takes text alone.
+        environment: Name in `env.mixture`, or empty if the run has one environment.
+        shared: Finds the records of this environment if several share the data.
+        response_key: Key of the response in each record, if records have one.
+        own: The environment's own prompts, if it has some.
     """
     num_resampled = 0
     if own is not None:
@@ -163,10 +156,10 @@ def load_prompts(
 
 
 class PromptLoader:
-    """Give out the prompts of each step, in a new order each epoch.
+    """Yields the prompts of each step, in a new order each epoch.
 
-    The order depends on the seed and the epoch alone. The prompts that do not fill a last step are left out of that
-    epoch; with shuffling they are others each time.
+    The order depends on the seed and the epoch alone. An epoch skips the prompts that do not fill a last step. With
+    shuffling it skips others each time.
     """
 
     def __init__(self, dataset: Sequence[Prompt], num_prompts_per_step: int, seed: int, shuffle: bool):
@@ -212,7 +205,7 @@ def _read(
 def _sampled(
     source: PromptSourceConfig, data: PromptDataConfig, env: EnvironmentConfig | None
 ) -> tuple[LineSource[PromptRecord], int]:
-    """Sample prompts from the task, and count the repeats among the samples."""
+    """Sample prompts from the task, and return them with the number of repeats among the samples."""
     task = env.reward if env is not None else None
     if not isinstance(task, ReasoningGymConfig) or source.num_items is None:
         raise ConfigurationError(
@@ -242,13 +235,13 @@ def _prompt_tokenizer(
     render = prompt_renderer_for(tokenizer, run_wide)
 
     def encode(texts: Sequence[str]) -> list[list[int]]:
-        # The rendered text spells the special tokens out.
+        # The rendered text already has the special tokens.
         encoding: Any = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
         return list(encoding["input_ids"])
 
     def tokenize(records: Sequence[PromptRecord]) -> list[Prompt | BadLine]:
         rendered = images.check(records, render(records))
-        # A prompt that is much too long is left out whatever follows.
+        # A prompt that is much too long is dropped anyway.
         most = most_characters(max_length)
         texts = [item[0].text[:most] for item in rendered if not isinstance(item, str)]
         encoded = iter(encode_each(encode, texts, len))
@@ -299,7 +292,7 @@ def _finish(
 def without_training_prompts(held_out: PromptDataset, training: Iterable[Prompt]) -> PromptDataset:
     """Drop held-out prompts that equal a training prompt, and count them in the report.
 
-    What a response is compared with makes no other prompt: the model has been trained on the same question.
+    Answers are not compared: the model has been trained on the same question.
     """
     wanted = {prompt.identity() for prompt in held_out}
     shared = {identity: prompt.sample_id for prompt in training if (identity := prompt.identity()) in wanted}

@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Records of published forms brought into our own: messages, or prompt and completion; prompt, chosen and rejected.
+"""Conversion of published record forms to ours: messages, prompt and completion, or prompt, chosen and rejected.
 
-A record is read if one key alone can be meant. Otherwise the error names the settings that say which.
+A record is read if only one key can be meant. Otherwise a `RecordError` names the settings that choose one.
 """
 
 import re
@@ -25,7 +25,7 @@ PAIRS = (
 )
 """Keys of the better and the worse response."""
 COMPARED = (("response1", "response2"), ("response_1", "response_2"))
-"""Keys of two responses that a number compares (HelpSteer): below 0 the first is better, above 0 the second."""
+"""Keys of two responses that a number compares (HelpSteer). Below 0 the first is better, above 0 the second."""
 COMPARISONS = ("overall_preference", "preference_strength")
 CONTEXT, HISTORY, REJECTED_MESSAGES = "context", "history", "rejected_messages"
 SAMPLE_KEYS = (*WHOLE, *PROMPTS, *COMPLETIONS)
@@ -33,55 +33,48 @@ RESPONSE_KEYS = tuple(dict.fromkeys((*(name for pair in (*PAIRS, *COMPARED) for 
 PAIR_KEYS = (*RESPONSE_KEYS, *COMPARISONS, *PROMPTS, CONTEXT, *WHOLE)
 MORE_KEYS = (SYSTEM, SYSTEM_PROMPT, HISTORY, CONTEXT)
 
-# hh-rlhf's texts of a whole conversation.
+# Conversations as one text, as in hh-rlhf.
 _SPEAKER = re.compile(r"\n\n(Human|Assistant):")
 _FIRST_SPEAKER, _ANSWER = re.compile(r"\s*Human:"), "\n\nAssistant:"
 _ROLES = {"Human": "user", "Assistant": "assistant"}
 
 Keys = Mapping[str, str]
-"""Keys that the configuration names, by the key of our own form: `{"prompt": "question"}` for `data.prompt_key`."""
+"""Keys that the configuration names, by our key: `{"prompt": "question"}` for `data.prompt_key: question`."""
 NO_KEYS: Keys = {}
 
 
 @dataclass(frozen=True)
 class OwnForm:
-    """A record in our own form.
-
-    Attributes:
-        record: With the keys of our own form.
-        names: The key of the data, by the key of our own form, for errors.
-    """
+    """A record with our keys, and the keys of the data by ours, for errors."""
 
     record: Mapping[str, Any]
     names: Mapping[str, str] = field(default_factory=dict)
 
     def keys(self) -> list[str]:
-        """Return the keys of the record in the data."""
+        """Return the record's keys without ours."""
         return [key for key in self.record if key not in self.names]
 
     def name(self, own: str) -> str:
-        """Return the name of a key of our own form in the data."""
+        """Return the data's name of our key."""
         return self.names.get(own, own)
 
 
 @dataclass
 class FormOfLines:
-    """Keys under which the lines of one data set have a prompt and its responses: the same in all of them.
+    """The keys of a prompt and its responses, which must be the same in all lines of a data set.
 
-    If one line lacks a key, another key that is usual for the same part often holds something else: the `answer` to a
-    question whose `completion` works it out.
+    If a line lacks a key, another usual key of the same part often has another meaning, such as `answer` instead of
+    `completion`.
     """
 
     _first: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     def require_same(self, names: Mapping[str, str], place: str) -> None:
-        """Keep the keys of the first line, and compare those of any later one.
+        """Keep the keys of the first line, and raise `RecordError` if a later line has others.
 
         Args:
             names: Key of the data by the setting that may name it.
-
-        Raises:
-            RecordError: The line has another key.
+            place: Sample id of the line.
         """
         for setting, name in names.items():
             first, first_place = self._first.setdefault(setting, (name, place))
@@ -93,11 +86,7 @@ class FormOfLines:
 
 
 def own_sample(record: Mapping[str, Any], keys: Keys) -> OwnForm:
-    """Bring a record for supervised fine-tuning into our own form; one that cannot be brought there stays as it is.
-
-    Raises:
-        RecordError: Several keys can be meant, or the record has no key that the configuration names.
-    """
+    """Convert a record for supervised fine-tuning to our form. A record of unknown form stays as it is."""
     if "messages" in keys:
         whole = _named_value(record, "messages", keys)
         others = {name: None for name in SAMPLE_KEYS if name in record}
@@ -110,12 +99,7 @@ def own_sample(record: Mapping[str, Any], keys: Keys) -> OwnForm:
 
 
 def own_pair(record: Mapping[str, Any], keys: Keys) -> OwnForm:
-    """Bring a record with two responses into our own form; one that cannot be brought there stays as it is.
-
-    Raises:
-        RecordError: Several keys can be meant, neither response is better, or the record has no key that the
-            configuration names.
-    """
+    """Convert a record with two responses to our form. A record of unknown form stays as it is."""
     names = _names_of_responses(record, keys)
     if names is None:
         return _chosen_messages(record)
@@ -133,7 +117,7 @@ def own_pair(record: Mapping[str, Any], keys: Keys) -> OwnForm:
 
 
 def turns_of(value: Any) -> Any:
-    """Return the messages of one message, or of a text such as hh-rlhf's; other values as they are."""
+    """Convert one message, or a text as in hh-rlhf, to messages. Other values stay."""
     if isinstance(value, Mapping):
         return [value]
     if not is_text_of_turns(value):
@@ -144,16 +128,12 @@ def turns_of(value: Any) -> Any:
 
 
 def is_text_of_turns(value: Any) -> bool:
-    """Return whether a value is a text of a conversation such as hh-rlhf's, up to a response or with it."""
+    """Return whether a value is a conversation as one text, as in hh-rlhf, with or without its response."""
     return isinstance(value, str) and _FIRST_SPEAKER.match(value) is not None and _ANSWER in value
 
 
 def turns_of_prompt(value: Any, name: str) -> Any:
-    """Return the messages of a prompt that is a text such as hh-rlhf's; other values as they are.
-
-    Raises:
-        RecordError: The text ends in words of the assistant.
-    """
+    """Convert a prompt that is a text as in hh-rlhf to messages. Other values stay."""
     if not is_text_of_turns(value):
         return value
     *turns, last = turns_of(value)
@@ -167,11 +147,7 @@ def turns_of_prompt(value: Any, name: str) -> Any:
 
 
 def turns_before(formed: OwnForm, keys: Keys) -> list[dict[str, Any]]:
-    """Return the turns under further keys of a record, for the start of its messages: system turn and `history`.
-
-    Raises:
-        RecordError: They cannot be used, or two texts may be the system turn.
-    """
+    """Return the system turn and the turns of `history`, which precede a record's messages."""
     system = _system_of(formed.record, keys)
     found = [] if system is None else [{"role": "system", "content": system}]
     history = formed.record.get(HISTORY)
@@ -196,7 +172,6 @@ def turns_before(formed: OwnForm, keys: Keys) -> list[dict[str, Any]]:
 
 
 def _system_of(record: Mapping[str, Any], keys: Keys) -> str | None:
-    """Return the text of a record's system turn: of the key that the configuration names, or of the usual one."""
     if SYSTEM in keys:
         found = {keys[SYSTEM]: value_at(record, keys[SYSTEM], "data.system_key")}
     else:
@@ -215,7 +190,6 @@ def _system_of(record: Mapping[str, Any], keys: Keys) -> str | None:
 
 
 def _named_value(record: Mapping[str, Any], own: str, keys: Keys) -> Any:
-    """Return the value under a key that the configuration names."""
     value = value_at(record, keys[own], f"data.{own}_key")
     if value is None:
         raise RecordError(f"{keys[own]} is null (data.{own}_key={keys[own]}), expected a value in each line")
@@ -223,7 +197,7 @@ def _named_value(record: Mapping[str, Any], own: str, keys: Keys) -> Any:
 
 
 def _name_of(record: Mapping[str, Any], own: str, usual: Sequence[str], keys: Keys) -> str | None:
-    """Return the key that holds a part: the one that the configuration names, our own, or the only usual one."""
+    """Return the key of a part: the configuration's, ours, or the only usual key in the record."""
     if own in keys:
         return keys[own]
     found = [name for name in usual if record.get(name) is not None]
@@ -239,7 +213,7 @@ def _name_of(record: Mapping[str, Any], own: str, usual: Sequence[str], keys: Ke
 
 
 def _with_values(record: Mapping[str, Any], names: Mapping[str, str], keys: Keys) -> OwnForm:
-    """Return the record with the named values under the keys of our own form."""
+    """Return the record with the named values under our keys."""
     values = {own: _named_value(record, own, keys) if own in keys else record.get(name) for own, name in names.items()}
     other = {own: name for own, name in names.items() if name != own}
     if not other and not keys:
@@ -264,7 +238,7 @@ def _whole_prompt(record: Mapping[str, Any], prompt: Any, name: str, keys: Keys)
 
 
 def _names_of_responses(record: Mapping[str, Any], keys: Keys) -> dict[str, str] | None:
-    """Return the keys of the better and the worse response; None: the record has no two under such keys."""
+    """Return the keys of the better and the worse response, or None if the record lacks such a pair."""
     if "chosen" in keys or "rejected" in keys:
         return {own: keys.get(own, own) for own in ("chosen", "rejected")}
     complete = [pair for pair in (*PAIRS, *COMPARED) if all(record.get(name) is not None for name in pair)]
@@ -280,7 +254,6 @@ def _names_of_responses(record: Mapping[str, Any], keys: Keys) -> dict[str, str]
 
 
 def _is_second_better(record: Mapping[str, Any], pair: tuple[str, str]) -> bool:
-    """Return whether the second of two compared responses is the better one."""
     found = [name for name in COMPARISONS if record.get(name) is not None]
     if len(found) != 1:
         raise RecordError(
@@ -296,7 +269,7 @@ def _is_second_better(record: Mapping[str, Any], pair: tuple[str, str]) -> bool:
 
 
 def _chosen_messages(record: Mapping[str, Any]) -> OwnForm:
-    """Return a record whose messages end in the better response, and which has a worse one too (ms-swift)."""
+    """Convert a record whose messages end in the better response, with the worse one under another key (ms-swift)."""
     chosen = record.get("messages")
     if not is_list(chosen) or not chosen:
         return OwnForm(record)

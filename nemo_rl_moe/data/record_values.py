@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Values in records: kinds of values in the words of JSON, JSON in strings, and the error of an unusable record."""
+"""Values in records: look-up by key, JSON in strings, and names of types. Unusable values raise `RecordError`."""
 
 import json
 from collections import Counter
@@ -14,11 +14,11 @@ MOST_NAMES = 20
 
 
 class RecordError(ValueError):
-    """A record cannot be used; the message is the reason, without the place."""
+    """A record cannot be used. The message is the reason, without the record's file and line."""
 
 
 def json_object(value: object, name: str) -> dict[str, Any]:
-    """Return an object that a record holds as it is or as JSON in a string; an empty string is the empty object."""
+    """Return an object, or decode it from JSON in a string. An empty string is the empty object."""
     decoded = decoded_json(value, name) if value != "" else {}
     if not isinstance(decoded, Mapping):
         found = "JSON of " if isinstance(value, str) else ""
@@ -27,11 +27,7 @@ def json_object(value: object, name: str) -> dict[str, Any]:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the object of JSON's pairs, for `object_pairs_hook`.
-
-    Raises:
-        RecordError: A key repeats; JSON readers differ in which value counts.
-    """
+    """Make an object of JSON's pairs, for `object_pairs_hook`. A repeated key is an error, because readers differ."""
     found = dict(pairs)
     if len(found) < len(pairs):
         ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
@@ -40,11 +36,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def decoded_json(value: object, name: str) -> Any:
-    """Decode the JSON of a string; return any other value as it is.
-
-    Raises:
-        RecordError: The string is no JSON, or gives a key twice.
-    """
+    """Decode the JSON of a string. Other values stay."""
     if not isinstance(value, str):
         return value
     try:
@@ -59,14 +51,11 @@ def decoded_json(value: object, name: str) -> Any:
 
 
 def value_at(record: Mapping[str, Any], key: str, setting: str) -> Any:
-    """Return the value under a key; dots reach into objects and lists, unless the record has the whole key itself.
+    """Return the value under a key. Dots reach into objects and lists, unless the record has the key with its dots.
 
     Args:
-        key: Such as `reward_model.ground_truth`, or `answers.text.0` for the first of a list.
+        key: Such as `reward_model.ground_truth`, or `answers.text.0` for the first member of a list.
         setting: The setting that names the key, for messages.
-
-    Raises:
-        RecordError: The record has no such key.
     """
     if key in record:
         return record[key]
@@ -89,12 +78,7 @@ def value_at(record: Mapping[str, Any], key: str, setting: str) -> Any:
 
 
 def columns_of(path: str, names: Sequence[str], keys: Mapping[str, str]) -> list[str]:
-    """Return the columns of a table that hold the keys of settings.
-
-    Args:
-        names: Columns of the table.
-        keys: Key of a record by the setting that names it.
-    """
+    """Return the columns that contain `keys`, which are keyed by the setting that names them."""
     columns = {setting: key if key in names else key.partition(".")[0] for setting, key in keys.items()}
     for setting, column in columns.items():
         if column not in names:
@@ -106,9 +90,9 @@ def columns_of(path: str, names: Sequence[str], keys: Mapping[str, str]) -> list
 
 
 def without_nulls(value: Any) -> Any:
-    """Drop nulls from objects at any depth: tables fill keys that a row lacks with them.
+    """Drop nulls from objects at any depth, because tables fill missing keys with them.
 
-    Strings of JSON and members of lists stay as they are.
+    Strings of JSON and nulls in lists stay.
     """
     if isinstance(value, Mapping):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
@@ -116,11 +100,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def require_encodable(text: str, name: str) -> None:
-    """Reject half of a surrogate pair, which JSON can spell and no tokenizer can encode.
-
-    Raises:
-        RecordError: The text holds one.
-    """
+    """Raise `RecordError` for half of a surrogate pair, which is valid in JSON and which no tokenizer can encode."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -130,19 +110,19 @@ def require_encodable(text: str, name: str) -> None:
 
 
 def is_list(value: object) -> TypeGuard[Sequence[Any]]:
-    """Return True for lists and tuples, false for texts."""
+    """Return whether a value is a sequence other than a text or bytes."""
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
 def names_in(names: Iterable[str]) -> str:
-    """Return the first 20 names of a record's keys or a table's columns, for a message."""
+    """List the first 20 keys of a record or columns of a table, for a message."""
     found = [shortened(str(name)) for name in names]
     more = f" and {len(found) - MOST_NAMES} more" if len(found) > MOST_NAMES else ""
     return f"{', '.join(found[:MOST_NAMES])}{more}" if found else "none"
 
 
 def kind_of(value: object) -> str:
-    """Return the JSON's name of a value's type, with its article."""
+    """Return JSON's name of a value's type, with its article."""
     if value is None:
         return "null"
     if isinstance(value, bool):

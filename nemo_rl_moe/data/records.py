@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Records of conversations: their forms (messages, conversations, or prompt and completion) and the errors in them."""
+"""Parsing of conversations: messages, ShareGPT's conversations, or prompt and completion, and the errors in them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class Example:
     Attributes:
         messages: Each has `role`, `content` (a text, or parts of type text and image), and further keys.
         first_trained_message: Earlier assistant turns are context.
-        plain: Prompt and completion when both are strings.
+        plain: Prompt and completion if both are strings.
         marked_context: Assistant turns that the record marks as context.
     """
 
@@ -48,7 +48,7 @@ class Example:
 
     @property
     def trained_messages(self) -> frozenset[int]:
-        """Return the indices of the assistant turns to train on."""
+        """Indices of the assistant turns to train on."""
         return frozenset(
             index
             for index in range(self.first_trained_message, len(self.messages))
@@ -58,7 +58,7 @@ class Example:
 
 @dataclass(frozen=True)
 class BadLine:
-    """A line that cannot be used, and why."""
+    """A line that cannot be used, with the reason."""
 
     sample_id: str
     reason: str
@@ -77,15 +77,14 @@ def parse_record(
 ) -> Example:
     """Parse one decoded record of a conversation.
 
-    `messages` wins over `conversations`, the form of ShareGPT. A `completion` beside either is an error, because it is
-    ambiguous; a `prompt` is ignored there, because published data sets have one. A text under `system` or
-    `system_prompt` is the system turn of messages without one, and of a prompt. Prompt and completion may have other
-    usual keys (`record_forms.py`). `tools` and `chat_template_kwargs` are for the chat template; others are ignored.
+    `messages` wins over `conversations`, the form of ShareGPT. With either, a `completion` is an error, because it is
+    ambiguous, and a `prompt` is ignored, because published data sets have one. A text under `system` or `system_prompt`
+    is the system turn of a prompt, and of messages without one. Prompt and completion may have other usual keys
+    (`record_forms.py`). `tools` and `chat_template_kwargs` are for the chat template. Other keys are ignored.
 
     Args:
-        image_key: Key of images beside the messages; None: such images are not read.
-        keys: Keys that the configuration names.
-        form: Form of the lines before it, of which a prompt with its completion must be; None: any.
+        image_key: Key of images next to the messages. None if these are not read.
+        form: Form of the earlier lines, which a prompt with its completion must have.
     """
     if not isinstance(record, Mapping):
         raise RecordError(f"the line is {kind_of(record)}, expected an object with messages, or prompt and completion")
@@ -117,11 +116,7 @@ def parse_record(
 def with_images(
     messages: Sequence[Message], record: Mapping[str, Any], image_key: str | None, sample_id: str
 ) -> tuple[list[Message], tuple[ImageReference, ...]]:
-    """Return a record's messages with the images beside them put in place, and all images.
-
-    Raises:
-        RecordError: An image cannot be used, or there are more or fewer places than images.
-    """
+    """Insert a record's images into its messages, and return these messages and all images."""
     beside = [] if image_key is None else parse_images(record.get(image_key), image_key)
     shown, images = take_images(place_images(messages, beside, image_key))
     if not images:
@@ -130,7 +125,7 @@ def with_images(
 
 
 def behind(before: Sequence[Message], messages: Sequence[Message]) -> list[Message]:
-    """Return messages after the turns of `turns_before`; if they have a system turn, it stays the only one."""
+    """Return messages after the turns of `turns_before`. A system turn of the messages stays the only one."""
     if messages[0]["role"] not in SYSTEM_ROLES:
         return [*before, *messages]
     return [messages[0], *(turn for turn in before if turn["role"] not in SYSTEM_ROLES), *messages[1:]]
@@ -164,11 +159,7 @@ def _prompt_and_completion(formed: OwnForm, sample_id: str, image_key: str | Non
 
 
 def trained_example(example: Example) -> Example:
-    """Return an example.
-
-    Raises:
-        RecordError: Marks leave nothing of it to train on.
-    """
+    """Return the example, or raise `RecordError` if marks leave nothing of it to train on."""
     if not example.trained_messages:
         raise RecordError(f"every turn of the assistant is marked as context ({', '.join(MARKS)}): nothing to train on")
     return example

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Equality of prompts: by what the model sees, and by what code and libraries read of a record."""
+"""Equality of prompts: for the model, and for code and libraries that read a record."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from hashlib import blake2b
@@ -17,25 +17,21 @@ _NUMBERS_OF_ITEMS = ("example_id", "source_index")
 
 
 class RepeatFilter:
-    """Filter that lets each prompt through once: published data sets hold some problems a hundred times.
+    """Drops repeated prompts, because published data sets contain some problems a hundred times.
 
-    Two prompts are equal when the model sees the same tokens, code and libraries read the same record, and the response
-    is compared with the same answer.
-
-    Args:
-        env: Decides what is read of a record.
-        response_key: Key of a response that the records hold; None: they hold none.
+    Two prompts are equal if the model sees the same tokens, code and libraries read the same record, and the response
+    is compared with the same answer (and the response under `response_key`, if records have one).
     """
 
     def __init__(self, env: EnvironmentConfig, response_key: str | None = None):
         self.num_repeated = 0
         self.first: str | None = None
-        """The first prompt that was left out, and the one that it repeats."""
+        """Sample ids of the first dropped prompt, and of the prompt that it repeats."""
         self._env, self._response_key = env, response_key
         self._seen: dict[bytes, str] = {}
 
     def first_of_each(self, lines: Iterable[PromptRecord | BadLine]) -> Iterator[PromptRecord | BadLine]:
-        """Yield the lines in order without repeated prompts; bad lines pass."""
+        """Yield the lines in order without repeated prompts. Bad lines pass."""
         for line in lines:
             if isinstance(line, BadLine) or (equal := self._seen_as(line)) is None:
                 yield line
@@ -44,7 +40,7 @@ class RepeatFilter:
                 self.first = self.first or f"{line.sample_id}, as {equal}"
 
     def _seen_as(self, prompt: PromptRecord) -> str | None:
-        """Return the place of an equal prompt; None: the prompt is new."""
+        """Return the sample id of an equal prompt, or None if the prompt is new."""
         images = [image.identity() for image in prompt.images]
         shown = (prompt.is_text, prompt.messages, images, prompt.inputs)
         digest = digest_of((shown, what_is_read(prompt, self._env), self._compared_with(prompt)))
@@ -60,9 +56,9 @@ class RepeatFilter:
 
 
 def what_is_read(prompt: PromptRecord, env: EnvironmentConfig) -> object:
-    """Return the record if code or a library may read any of it, else None: the model sees the prompt alone.
+    """Return the record if code or a library may read any part of it, else None.
 
-    The numbers that libraries give to the items of their own data are no part of it.
+    The item numbers of a library's own data are dropped.
     """
     if not env.reads_whole_records:
         return None
@@ -75,11 +71,11 @@ def _without_numbers(item: object) -> object:
 
 
 def digest_of(value: object) -> bytes:
-    """Return a digest that is equal for equal values, whatever the order of the keys of their objects.
+    """Return a digest of a value that ignores the order of keys.
 
     The values of a million prompts would fill the memory.
     """
-    # Lone surrogates, which a JSON file may hold, have no UTF-8; `repr` escapes them.
+    # `repr` escapes lone surrogates, which a JSON file may contain and UTF-8 cannot encode.
     return blake2b(repr(_in_order(value)).encode(), digest_size=_DIGEST_BYTES).digest()
 
 

@@ -41,13 +41,11 @@ def load_sft_dataset(
     speech: Speech | None = None,
     keys: Keys = NO_KEYS,
 ) -> TokenizedDataset:
-    """Read and tokenizes conversations for supervised fine-tuning.
+    """Read and tokenize conversations for supervised fine-tuning.
 
     Args:
-        path: A `.jsonl` file, or what `datasets` can load.
-        progress: Called with the lines read so far and the lines in all.
-        speech: How the model speaks; None: as the tokenizer alone says.
-        keys: Keys that the configuration names.
+        path: A file of text, or a data set that `datasets` can load.
+        speech: See `batch_tokenizer`.
     """
     kind = ItemKind(
         WORDS if images.tokens is None else WORDS_WITH_IMAGES,

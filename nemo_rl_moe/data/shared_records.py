@@ -1,12 +1,13 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Records of several environments in one data set, each of which names its own."""
+"""Records of several environments in one data set, where each record names its environment."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest, shortened
-from nemo_rl_moe.data.prompt_records import PromptRecord, value_at
+from nemo_rl_moe.data.prompt_records import PromptRecord
+from nemo_rl_moe.data.record_values import value_at
 from nemo_rl_moe.data.records import BadLine
 from nemo_rl_moe.errors import DataError
 
@@ -17,9 +18,7 @@ KEY, MIXTURE_KEY = "data.environment_key", "env.mixture"
 class SharedRecords:
     """Records of several environments in one data set, which is read once for each of them.
 
-    Attributes:
-        key: Key of a record that names its environment.
-        names: Environments of the run.
+    `key` is the key of the environment's name in a record, `names` are the environments of the run.
     """
 
     key: str
@@ -28,16 +27,16 @@ class SharedRecords:
     _reported: set[str] = field(default_factory=set)
 
     def lack(self, name: str) -> bool:
-        """Return whether the data were read without a record of an environment, and without a line that may be one."""
+        """Return whether the data have no record of an environment, and no bad line that may be one."""
         return name not in self._found and not self._reported
 
     def parser(
         self, name: str, parse: Callable[[object, str], PromptRecord]
     ) -> Callable[[object, str], PromptRecord | None]:
-        """Return a function that parses the records of one environment, and returns None for those of others.
+        """Make a function that parses the records of one environment, and returns None for records of others.
 
-        The function raises `DataError` for a record of an environment that the run does not have: a slip in a name
-        would otherwise leave out all of its prompts.
+        It raises `DataError` for an environment that the run does not have. Otherwise a typo in a name would silently
+        drop all of its prompts.
         """
 
         def parse_own(record: object, sample_id: str) -> PromptRecord | None:
@@ -56,7 +55,7 @@ class SharedRecords:
         return parse_own
 
     def own(self, lines: Iterator[PromptRecord | BadLine | None]) -> Iterator[PromptRecord | BadLine]:
-        """Yield the records of one environment, and bad lines that no earlier environment has met."""
+        """Yield the records of one environment, and bad lines that were not reported for an earlier environment."""
         for line in lines:
             if isinstance(line, BadLine):
                 if line.sample_id not in self._reported:

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sources of records: files of text, and tables that the `datasets` library reads, with a time limit on reading.
 
-The library finds files of text in folders and on the hub, and never reads them: it guesses types of their values.
+The library also finds files of text in folders and on the hub. It does not read them, because it guesses types of their
+values.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,11 +42,7 @@ _BUILDER_OF_SUFFIX = {".parquet": "parquet", ".arrow": "arrow"}
 
 
 def load_table(path: str, split: str) -> "Dataset":
-    """Load the rows of one split.
-
-    Args:
-        path: A hub's name, a folder of data files or of `save_to_disk`, or a data file.
-    """
+    """Load the rows of one split of a data set on the hub, a folder (also of `save_to_disk`), or a data file."""
     from datasets import Dataset
 
     table = _load(path, split)
@@ -55,12 +52,7 @@ def load_table(path: str, split: str) -> "Dataset":
 
 
 def read_table(table: "Dataset", path: str, split: str, parse: Parse[Parsed]) -> Iterator[Parsed | BadLine]:
-    """Yield the record of each row (counted from 0), or a `BadLine`.
-
-    Args:
-        path: For error messages.
-        parse: Takes a row and its `path[split]:row`; raises `RecordError`.
-    """
+    """Yield the record of each row, or a `BadLine`. Sample ids are `path[split]:row`, with rows counted from 0."""
     for number, row in enumerate(rows_of(table)):
         sample_id = f"{path}[{split}]:{number}"
         try:
@@ -109,25 +101,25 @@ def _is_saved(folder: Path) -> bool:
 
 @contextmanager
 def _load_errors(path: str) -> Iterator[None]:
-    """Turn whatever the library raises inside into a `DataError` of one line."""
+    """Turn any error of the library into a `DataError` of one line."""
     from datasets.exceptions import DatasetGenerationError
 
     try:
         yield
     except (DataError, TimeIsUp):
         raise
-    except Exception as error:  # the library raises dozens of types, of its own, the hub's and the file formats'
+    except Exception as error:  # the library, the hub and the file formats raise dozens of types
         if not Path(path).exists() and (silence := hub_silence()) is not None:
             raise DataError(
                 f"{path}: cannot be had from the hub ({silence}), nor from its cache: {one_line(error)}"
             ) from error
-        # This one says nothing but that there was another.
+        # `DatasetGenerationError` only wraps another error.
         cause = error.__cause__ if isinstance(error, DatasetGenerationError) and error.__cause__ else error
         raise DataError(f"{path}: datasets cannot load it: {one_line(cause)}") from error
 
 
 def _text_files(path: str, split: str) -> Sequence[tuple[Path, TextKind]] | None:
-    """Return the files of text of a split of a folder or of a data set on the hub; None: it is none of text."""
+    """Return the files of text of a split in a folder or on the hub, or None if the data has other files."""
     from datasets import DownloadManager, load_dataset_builder
 
     with _load_errors(path):
@@ -145,12 +137,7 @@ def _text_files(path: str, split: str) -> Sequence[tuple[Path, TextKind]] | None
 
 @dataclass(frozen=True)
 class LineSource(Generic[Parsed]):
-    """An opened data set.
-
-    Attributes:
-        num_lines: Good and bad lines or rows.
-        lines: Can be read once.
-    """
+    """An opened data set, with its number of good and bad lines. They can be read once."""
 
     name: str
     num_lines: int
@@ -158,25 +145,14 @@ class LineSource(Generic[Parsed]):
 
 
 def open_source(path: str, split: str, image_key: str | None = None, keys: Keys = NO_KEYS) -> LineSource[Example]:
-    """Open examples for supervised fine-tuning.
-
-    Args:
-        image_key: Key of images beside the messages; None: they are not read.
-        keys: Keys that the configuration names.
-    """
+    """Open examples for supervised fine-tuning."""
     columns = partial(_example_columns, image_key=image_key, keys=keys)
     parse = partial(parse_record, image_key=image_key, keys=keys, form=FormOfLines())
     return open_lines(path, split, parse, columns)
 
 
 def open_lines(path: str, split: str, parse: Parse[Parsed], choose_columns: ChooseColumns) -> LineSource[Parsed]:
-    """Open a file of text, or a data set that `datasets` can find.
-
-    Args:
-        split: Ignored for a file of text.
-        parse: Takes a decoded line and its place; raises `RecordError`.
-        choose_columns: Takes path and columns of a table; returns those to read, or raises `DataError`.
-    """
+    """Open a file of text, or a data set that `datasets` can find. A file of text has no split."""
     if (kind := KIND_OF_SUFFIX.get(Path(path).suffix)) is not None:
         return LineSource(path, *open_text_file(Path(path), kind, parse, choose_columns))
     name = f"{path}[{split}]"

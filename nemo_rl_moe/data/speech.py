@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""How a model speaks: what ends its turns, what opens them, and how its makers sample, read from its published files.
+"""A model's stop tokens, generation prompt, think marks and published sampling parameters, read from its files.
 
-Whoever tokenizes, generates or scores asks here, so that training and rollouts cannot differ.
+Tokenization, generation and scoring all use them from here, so that training and rollouts cannot differ.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,12 +33,7 @@ STOPS_KEY = "policy.generation.stop_token_ids"
 
 @dataclass(frozen=True)
 class Published:
-    """Files of a model that say how it speaks, as decoded JSON; empty where it has none.
-
-    Attributes:
-        generation: `generation_config.json`.
-        config: `config.json`.
-    """
+    """Decoded `generation_config.json` and `config.json` of a model, empty if missing."""
 
     generation: Mapping[str, Any]
     config: Mapping[str, Any]
@@ -60,11 +55,7 @@ def load_published(model_name: str) -> Published:
 
 @dataclass(frozen=True)
 class StopToken:
-    """A token that ends a response.
-
-    Attributes:
-        sources: Who says so: the tokenizer, or names of files.
-    """
+    """A token that ends a response. Its sources are "tokenizer" or names of files."""
 
     token_id: int
     text: str
@@ -76,18 +67,18 @@ class StopToken:
 
 @dataclass(frozen=True)
 class Speech:
-    """How a model speaks.
+    """Stop tokens and marks of a model.
 
     Attributes:
-        stop_tokens: Tokens that end a response, each once, that of the tokenizer first.
-        no_stops: Tokens that a file names as such and that end none, with the reason.
-        turn_end: Text of the stop token at which generation ends the assistant's turn; some templates write it as the
-            mark of the next role. Empty: the template closes turns with none.
-        call_end: The same of a turn of tool calls.
-        generation_prompt: Text that the template puts before a turn of the model; empty: it has no template.
-        thinking: Marks around thinking; None: the template knows none.
-        sampling: The makers' own sampling parameters, which are shown and not applied.
-        templates: Names of the tokenizer's chat templates, where it has several.
+        stop_tokens: Tokens that end a response, without repeats, the tokenizer's first.
+        no_stops: Tokens that a file names as stop tokens but that end no response, with the reason.
+        turn_end: Text of the stop token at which generation ends the assistant's turn. Some templates write it as the
+            mark of the next role. Empty if the template closes turns with none.
+        call_end: The same for a turn with tool calls.
+        generation_prompt: Text that the template puts before a turn of the model. Empty without a template.
+        thinking: Marks around thinking, if the template has any.
+        sampling: The makers' sampling parameters, which are shown and not applied.
+        templates: Names of the tokenizer's chat templates, if it has several.
     """
 
     stop_tokens: tuple[StopToken, ...]
@@ -101,29 +92,23 @@ class Speech:
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """Return the ids of the tokens that end a response."""
         return tuple(token.token_id for token in self.stop_tokens)
 
     @property
     def stop_texts(self) -> tuple[str, ...]:
-        """Return the texts of the tokens that end a response."""
         return tuple(token.text for token in self.stop_tokens)
 
     def end_of_response(self, stop_token_ids: Sequence[int]) -> tuple[int, ...]:
-        """Return the token to put behind a response that was not sampled; nothing without stop tokens.
+        """Return the token to append to a response that was not sampled, or nothing without stop tokens.
 
         Args:
-            stop_token_ids: Those of the run: the turn's own end, where it is one of them, else the first.
+            stop_token_ids: The run's stop tokens. The end of the turn is used if it is among them, else the first.
         """
         own = [token.token_id for token in self.stop_tokens if token.text == self.turn_end]
         return tuple([token_id for token_id in own if token_id in stop_token_ids] or stop_token_ids[:1])[:1]
 
-    def lines(self) -> list[str]:
-        """Return the description as lines for a person."""
-        return list(self._lines())
-
     def warnings(self) -> list[str]:
-        """Return what a user should know before training."""
+        """Warn if a model that is trained on the template's turns cannot learn to stop."""
         if self.generation_prompt and not self.turn_end and self.stop_tokens:
             return [
                 "the chat template ends the assistant's turns with none of the stop tokens"
@@ -132,7 +117,8 @@ class Speech:
             ]
         return []
 
-    def _lines(self) -> Iterator[str]:
+    def lines(self) -> Iterator[str]:
+        """Yield the lines of a description for users."""
         yield f"stop tokens: {', '.join(map(str, self.stop_tokens)) or 'none'}"
         for token, reason in self.no_stops:
             yield f"no stop token: {token}: {reason} ({STOPS_KEY} names tokens)"
@@ -155,10 +141,10 @@ def describe_speech(
     published: Published = NOTHING_PUBLISHED,
     kwargs: Mapping[str, Any] = MappingProxyType({}),
 ) -> Speech:
-    """Describe how a model speaks.
+    """Find a model's stop tokens and marks.
 
-    Stop tokens are those of the tokenizer, of `generation_config.json` and of `config.json` (of its `text_config` for a
-    model that sees) together, without tokens that the template also writes inside a turn.
+    Stop tokens come from the tokenizer, `generation_config.json` and `config.json` (its `text_config` for a vision
+    model) together. Tokens that the template also writes inside a turn are dropped.
 
     Args:
         published: The model's files.
@@ -179,7 +165,7 @@ def describe_speech(
         ends[1] if ends else "",
         opening,
         find_thinking(*plain.around_thinking(), opening, plain.template) if plain else None,
-        _numbers({name: published.generation.get(name) for name in _SAMPLING}),
+        _numbers(published.generation, _SAMPLING),
         tuple(names),
     )
 
@@ -187,7 +173,7 @@ def describe_speech(
 def _named(
     tokenizer: "PreTrainedTokenizerBase", published: Published
 ) -> tuple[list[StopToken], list[tuple[StopToken, str]]]:
-    """Return the stop tokens that tokenizer and files name, and those that can be none, with the reason."""
+    """Return the stop tokens of tokenizer and files, and named tokens that cannot be stop tokens, with the reason."""
     own = tokenizer.eos_token_id
     sources: dict[int, list[str]] = {} if own is None else {own: [_TOKENIZER]}
     text_config = published.config.get(_TEXT_CONFIG)
@@ -206,7 +192,7 @@ def _named(
         if token_id == own or token_id in added:
             stops.append(token)
         else:
-            # A leftover, such as the default of a configuration's class: responses would end within a word.
+            # A leftover, such as the default of a configuration class. It would end responses within a word.
             no_stops.append((token, _PLAIN if text else _UNKNOWN))
     return stops, no_stops
 
@@ -223,7 +209,7 @@ def _ids(value: object, file: str) -> list[int]:
 def _probes(
     tokenizer: "PreTrainedTokenizerBase", stop_texts: Sequence[str], kwargs: Mapping[str, Any]
 ) -> tuple[TemplateRenderer | None, TemplateRenderer | None]:
-    """Return renderers of the chat templates without and with tools; None: there is no usable one."""
+    """Return renderers of the chat templates without and with tools, or None without a usable one."""
     if not tokenizer.chat_template:
         return None, None
     try:
@@ -232,13 +218,13 @@ def _probes(
         ]
         plain, with_calls = (TemplateRenderer(replace(each, names={**each.names, **kwargs})) for each in setups)
         return plain, with_calls
-    except DataError:  # reported where the template is used
+    except DataError:  # reported when the template is used
         return None, None
 
 
-def _numbers(values: Mapping[str, object]) -> dict[str, float]:
+def _numbers(values: Mapping[str, object], names: Sequence[str]) -> dict[str, float]:
     return {
         name: float(value)
-        for name, value in values.items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
+        for name in names
+        if isinstance(value := values.get(name), int | float) and not isinstance(value, bool)
     }

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs of a chat template beside the messages: `tools` and `chat_template_kwargs`, of a record and of a whole run."""
+"""Inputs of a chat template besides the messages: `tools` and `chat_template_kwargs` of a record and of the run."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,7 +12,7 @@ from nemo_rl_moe.data.record_values import RecordError, decoded_json, is_list, j
 
 TOOLS, TEMPLATE_KWARGS = "tools", "chat_template_kwargs"
 FUNCTIONS = "functions"
-"""Key of the definitions of functions in an old form of OpenAI's, each without `{"type": "function"}` around it."""
+"""Key of tool definitions in OpenAI's old form, each without `{"type": "function"}` around it."""
 TEMPLATE_COLUMNS = (TOOLS, TEMPLATE_KWARGS, FUNCTIONS)
 
 ToolDefinition = Mapping[str, Any]
@@ -23,9 +23,9 @@ class TemplateInputs:
     """Tools and further names for a chat template.
 
     Attributes:
-        tools: Definitions in the standard form; None: unspecified.
+        tools: Definitions in the standard form, or None if unspecified.
         kwargs: Such as `enable_thinking`.
-        tool_names: Tools of the run by their names, in place of definitions; None: unspecified.
+        tool_names: Names of the run's tools, instead of definitions, or None if unspecified.
     """
 
     tools: tuple[ToolDefinition, ...] | None = None
@@ -34,15 +34,10 @@ class TemplateInputs:
 
     @property
     def has_tools(self) -> bool:
-        """Return whether there are definitions or names of tools."""
         return bool(self.tools or self.tool_names)
 
     def or_else(self, run_wide: "TemplateInputs") -> "TemplateInputs":
-        """Merge with the run's inputs: a record's tools replace the run's, its names win one by one.
-
-        Raises:
-            RecordError: It names a tool that the run has not.
-        """
+        """Merge with the run's inputs: a record's tools replace the run's tools, its kwargs override single ones."""
         tools = run_wide.tools if self.tools is None else self.tools
         if self.tool_names is not None:
             tools = _chosen(self.tool_names, run_wide.tools or ())
@@ -58,8 +53,9 @@ def run_wide_inputs(tools: Sequence[ToolDefinition], kwargs: Mapping[str, Any]) 
 
 
 def parse_template_inputs(record: Mapping[str, Any]) -> TemplateInputs:
-    """Parse `tools` (definitions, or names of the run's tools) and `chat_template_kwargs` of a record, each as it is or
-    as JSON in a string.
+    """Parse `tools` (definitions, or names of the run's tools) and `chat_template_kwargs` of a record.
+
+    Each may be JSON in a string.
     """
     tools, kwargs = record.get(TOOLS), record.get(TEMPLATE_KWARGS)
     tools = None if tools == "" else tools  # an empty cell of a table
@@ -83,7 +79,7 @@ def _chosen(names: Sequence[str], tools: Sequence[ToolDefinition]) -> tuple[Tool
 
 
 def _tools_of_functions(value: object) -> list[ToolDefinition] | None:
-    """Return the definitions of functions as those of tools; None: another thing has this key."""
+    """Convert OpenAI's old `functions`, or return None if the key has another meaning."""
     functions = decoded_json(value, FUNCTIONS) if isinstance(value, str) and value.startswith("[{") else value
     if not is_list(functions) or not functions:
         return None

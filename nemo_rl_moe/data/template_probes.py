@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Conversations by which a chat template is asked how it writes turns, calls and thinking."""
+"""Conversations that show how a chat template writes turns, calls and thinking."""
 
 from nemo_rl_moe.data.messages import Message
 
@@ -43,4 +43,4 @@ PROBES: tuple[tuple[Message, ...], ...] = (
     (PROBE_QUESTION, PROBE_CALL, PROBE_RESULT),
     (PROBE_QUESTION, PROBE_CALLS, PROBE_RESULT, PROBE_RESULT, PROBE_ANSWER),
 )
-"""Conversations by which published templates are distinguished; prompts, where they end in a question or result."""
+"""Conversations that distinguish published templates. They are prompts if they end in a question or result."""

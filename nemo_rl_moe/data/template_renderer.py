@@ -1,10 +1,10 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""One chat template: conversations and prompts as text, tool calls in the form that it shows, spans to train on."""
+"""Rendering by one chat template: text of conversations and prompts, the form of tool calls, and spans to train on."""
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -35,7 +35,7 @@ from nemo_rl_moe.data.template_probes import (
 )
 from nemo_rl_moe.data.tool_call_forms import FORMS, ToolCallForm, best_form, note_on_calls
 from nemo_rl_moe.data.turn_ends import UNTRAINED_END, close_turns, end_of, leaves_out_end
-from nemo_rl_moe.data.turn_spans import UNPROMPTED, RenderError, Span, trained_spans, turn_spans
+from nemo_rl_moe.data.turn_spans import UNPROMPTED, RenderError, Span, common_start, trained_spans, turn_spans
 from nemo_rl_moe.errors import LONGEST_LINE, one_line
 
 _SHOWS_NO_TEXTS = (
@@ -46,10 +46,10 @@ _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 @dataclass(frozen=True)
 class TemplateSetup:
-    """A chat template with what it needs of its tokenizer.
+    """A chat template with the special tokens of its tokenizer.
 
     Attributes:
-        names: Special tokens by name, such as `eos_token`, and the run's names where it is probed with them.
+        names: Special tokens by name, such as `eos_token`, and perhaps the run's names for the template.
         stop_texts: Tokens that end the model's turns.
     """
 
@@ -58,17 +58,10 @@ class TemplateSetup:
     stop_texts: tuple[str, ...]
     special_tokens: tuple[str, ...]
 
-    def with_template(self, template: str) -> "TemplateSetup":
-        return replace(self, template=template)
-
 
 @dataclass(frozen=True)
 class Rendered:
-    """A conversation as text.
-
-    Attributes:
-        spans: First character and the one after the last of each piece to train on.
-    """
+    """Text of a conversation, with the spans of the pieces to train on."""
 
     text: str
     spans: tuple[Span, ...]
@@ -97,10 +90,10 @@ class TemplateRenderer:
         """Render a prompt, or a conversation with the spans to train on.
 
         Args:
-            trained: Assistant turns to train on; None: a prompt, with the generation prompt.
+            trained: Assistant turns to train on. None for a prompt, which ends with the generation prompt.
 
         Raises:
-            RenderError: It cannot be rendered, not all of it would be there, or its turns cannot be separated.
+            RenderError: The template refuses or drops a part of it, or its turns cannot be separated.
         """
         messages = self._with_thinking_named(given)
         tools = list(given_tools) if given_tools else None
@@ -139,7 +132,7 @@ class TemplateRenderer:
             text, spans = close_turns(text, found.spans, stop_texts, lambda: self.end_of_turn(with_calls=has_calls))
             notes += [UNPROMPTED] if found.unprompted else []
         notes += [*left_out_notes(messages, shown, spans, render_variant), *([] if note is None else [note])]
-        # Who writes tags decides what they hold.
+        # A note only: the author of a template's tags decides on their contents.
         if self._has_tags and any(leaves_out_end(text, span, self._setup.stop_texts) for span in spans):
             notes.append(UNTRAINED_END)
         return Rendered(text, tuple(spans), tuple(notes))
@@ -150,22 +143,15 @@ class TemplateRenderer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         kwargs: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
-        """Render a prompt with the generation prompt, without a check that all of it is there."""
-        messages = self._with_thinking_named(given)
-
-        def render(messages: Sequence[Message]) -> str:
-            return self._render(messages, tools or None, kwargs, True)[0]
-
-        form, _ = self._form_of(messages, render)
-        return render(form.of_all(messages))
+        """Render a prompt with the generation prompt, without a check that the template shows all of it."""
+        return self._in_best_form(self._with_thinking_named(given), tools or None, kwargs, True)
 
     @property
     def template(self) -> str:
-        """Return the template."""
         return self._setup.template
 
     def renders_as(self, other: "TemplateRenderer") -> bool:
-        """Return whether another template gives the same texts for the probes; this one may refuse those with calls."""
+        """Return whether another template gives the same texts for the probes. `self` may refuse some with calls."""
         for turns in PROBES:
             try:
                 own = self._probed(turns)
@@ -181,7 +167,7 @@ class TemplateRenderer:
         return True
 
     def end_of_turn(self, *, with_calls: bool) -> str:
-        """Return the stop token at which generation ends a turn; empty: the template closes turns with none."""
+        """Return the stop token at which generation ends a turn, or an empty text if the template writes none."""
         turn, follower = (PROBE_CALL, PROBE_RESULT) if with_calls else (PROBE_SHORT, PROBE_QUESTION)
         if with_calls not in self._ends:
             try:
@@ -202,13 +188,12 @@ class TemplateRenderer:
                 prompt, text = self._probed((PROBE_QUESTION,), turn), self._probed((PROBE_QUESTION, turn))
             except RenderError:
                 continue
-            same = next((place for place, (a, b) in enumerate(zip(prompt, text, strict=False)) if a != b), len(prompt))
-            before = text[same:].rpartition(PROBE_VALUE)[0]
+            before = text.removeprefix(common_start(prompt, text)).rpartition(PROBE_VALUE)[0]
             found |= {stop for stop in self._setup.stop_texts if stop and stop in before}
         return frozenset(found)
 
     def around_thinking(self) -> tuple[str, str]:
-        """Return the texts before and behind the thinking of a turn; empty: the template shows none."""
+        """Return the texts before and after the thinking of a turn, empty if the template shows no thinking."""
         try:
             text = self._probed((PROBE_QUESTION, with_thinking_named(PROBE_REASONED, self._thinking_keys)))
         except RenderError:
@@ -218,7 +203,7 @@ class TemplateRenderer:
 
     @cached_property
     def opening(self) -> str:
-        """The generation prompt: what the template puts behind a question for the model to answer."""
+        """The generation prompt that follows a question."""
         try:
             prompt, text = (self._render([PROBE_QUESTION], None, {}, is_prompt)[0] for is_prompt in (True, False))
         except RenderError:
@@ -227,7 +212,7 @@ class TemplateRenderer:
 
     @cached_property
     def _opened_behind_the_last(self) -> str:
-        """The header of a further turn that the template writes behind the last one, whatever is asked of it."""
+        """The header of a further turn if the template always writes one after the last turn."""
         stops = self._setup.stop_texts
         try:
             own = self._probed((PROBE_QUESTION, PROBE_SHORT)).rpartition(PROBE_VALUE)[2]
@@ -241,14 +226,14 @@ class TemplateRenderer:
     def _needs_no_tools(
         self, messages: Sequence[Message], kwargs: Mapping[str, Any], text: str, *, is_prompt: bool
     ) -> bool:
-        """Return whether a text is the same without definitions of tools; some templates refuse that."""
+        """Return whether a text is the same without definitions of tools."""
         try:
             return self._render(messages, None, kwargs, is_prompt)[0] == text
-        except RenderError:
+        except RenderError:  # a template that needs tools
             return False
 
     def _with_thinking_named(self, messages: Sequence[Message]) -> list[Message]:
-        """Return messages whose thinking stands where the template reads it."""
+        """Move the thinking of messages to the key that the template reads."""
         named = [with_thinking_named(message, self._thinking_keys) for message in messages]
         if not self._shows_blocks_as_they_are:
             return named
@@ -256,16 +241,16 @@ class TemplateRenderer:
 
     @cached_property
     def _shows_texts(self) -> bool:
-        """Whether a question's text is shown; some templates take lists of parts alone."""
+        """Whether a question's text is shown. Some templates only take lists of parts."""
         question = {**PROBE_QUESTION, "content": PROBE_VALUE}
         try:
             return PROBE_VALUE in self._render([question], None, {}, True)[0]
-        except RenderError:  # of this conversation alone, perhaps
+        except RenderError:  # the template may refuse this conversation alone
             return True
 
     @cached_property
     def _shows_blocks_as_they_are(self) -> bool:
-        """Whether the template reads thinking, and yet shows a think block in a content as a part of the answer."""
+        """Whether the template reads thinking from a key, and treats a think block in a content as answer."""
         if not self._thinking_keys:
             return False
         try:
@@ -277,29 +262,36 @@ class TemplateRenderer:
             return False
         before, found, _ = shown.partition(PROBE_THOUGHT["content"])
         own, is_shown, _ = named.partition(PROBE_REASON)
-        # Behind a block of the template's own, or instead of the marks that it has for thinking.
+        # The content follows the template's own block, or the template has other marks for thinking.
         return bool(found) and (
             before.rstrip().endswith("</think>") or bool(is_shown and not own.rstrip().endswith("<think>"))
         )
 
     def _probed(self, turns: Sequence[Message], follower: Message = PROBE_SHORT) -> str:
-        """Render turns."""
-        # follower: Turn that they will have behind them; tools are defined if it calls one.
+        """Render turns, with a tool if they or the turn that will follow them call one."""
         is_prompt = turns[-1]["role"] != "assistant"
         tools = [PROBE_TOOL] if any("tool_calls" in turn for turn in (*turns, follower)) else None
+        return self._in_best_form(turns, tools, {}, is_prompt)
 
+    def _in_best_form(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        kwargs: Mapping[str, Any],
+        add_generation_prompt: bool,
+    ) -> str:
         def render(messages: Sequence[Message]) -> str:
-            return self._render(messages, tools, {}, is_prompt)[0]
+            return self._render(messages, tools, kwargs, add_generation_prompt)[0]
 
-        form, _ = self._form_of(turns, render)
-        return render(form.of_all(turns))
+        form, _ = self._form_of(messages, render)
+        return render(form.of_all(messages))
 
     def _form_of(
         self, messages: Sequence[Message], render: Callable[[Sequence[Message]], str]
     ) -> tuple[ToolCallForm, str | None]:
-        """Find the form of a conversation's tool calls, and a note on what the template leaves out of them."""
-        # A template that shows any call with any argument whole shows all of them; with any other, each conversation is
-        # checked: the template may be made for one tool.
+        """Find the form of a conversation's tool calls, and a note on the parts that the template drops."""
+        # If the probe's call is complete, all calls are. Otherwise each conversation is checked, because the template
+        # may be made for one tool.
         if not any(message.get("tool_calls") for message in messages):
             return FORMS[0], None
         if self._complete_forms is None:
@@ -314,7 +306,7 @@ class TemplateRenderer:
             text, note = render(form.of_all(PROBE_TURNS)), note_on_calls(PROBE_TURNS, form, render)
         except RenderError:
             return False
-        # Of null no content: Python's own writing of it.
+        # "None" would be the content null as Python writes it.
         return note is None and all(part in text for part in PROBED) and "None" not in text
 
     def _render(
@@ -327,8 +319,8 @@ class TemplateRenderer:
     ) -> tuple[str, list[Span]]:
         from jinja2.exceptions import TemplateError
 
-        # `apply_chat_template(return_assistant_tokens_mask=True)` would do for the tags, but it marks everything up to
-        # the end of the text where a turn ends in a character without a token of its own: take the spans, not its mask.
+        # `apply_chat_template(return_assistant_tokens_mask=True)` marks everything up to the end of the text if a turn
+        # ends in a character that has no token for itself. The spans of `render_jinja_template` are correct.
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
@@ -340,7 +332,7 @@ class TemplateRenderer:
                 add_generation_prompt=add_generation_prompt,
                 **{**self._setup.names, **kwargs},
             )
-        except Exception as error:  # a template may fail in any way that Python knows
+        except Exception as error:  # a template may raise any error
             reason = str(error) if isinstance(error, TemplateError) else one_line(error)
             raise RenderError(f"the chat template refuses the conversation: {reason[:LONGEST_LINE]}") from None
         return texts[0], spans[0] if with_spans else []

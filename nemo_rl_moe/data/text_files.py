@@ -1,14 +1,16 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Files of text that hold records: JSON lines, JSON, CSV and plain lines, read without a guess about any value.
+"""Records in files of text: JSON lines, JSON, CSV and plain lines, without guesses about types.
 
-Libraries of tables give columns types: they make 7 of a cell "007", 1.0 of a 1 beside a 0.5, and a date of a text.
+Table libraries give types to columns: they turn a cell "007" into 7, 1 in a column with 0.5 into 1.0, and a text into a
+date.
 """
 
 import csv
 import io
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -19,9 +21,9 @@ from nemo_rl_moe.errors import DataError, counted, json_problem
 
 Parsed = TypeVar("Parsed")
 Parse = Callable[[object, str], Parsed]
-"""Function of a decoded record and its `file:line`, which raises `RecordError`."""
+"""Parses a decoded record, given its `file:line`. Raises `RecordError`."""
 ChooseColumns = Callable[[str, Sequence[str]], Sequence[str]]
-"""Function of the path and the columns of a table; returns those to read, or raises `DataError`."""
+"""Returns the columns to read, given the path and the columns of a table. Raises `DataError`."""
 
 JSONL = ".jsonl"
 TextKind = Literal["json", "csv"]
@@ -34,43 +36,43 @@ _SPACE = " \t\r\n"
 
 
 def count_lines(path: Path) -> int:
-    """Count the lines of a file, the last one with or without its newline."""
+    """Count the lines of a file. The last one may lack its newline."""
     count, last = 0, b"\n"
-    try:
-        with path.open("rb") as file:
-            while block := file.read(_BLOCK_BYTES):
-                count, last = count + block.count(b"\n"), block[-1:]
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+    with _read_errors(path), path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            count, last = count + block.count(b"\n"), block[-1:]
     return count + (last != b"\n")
 
 
-def read_jsonl(path: Path, parse: Parse[Parsed]) -> Iterator[Parsed | BadLine]:
-    """Yield the record of each line, or a `BadLine`.
+@contextmanager
+def _read_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
 
-    Lines end at the newline byte only: JSON allows Unicode's other separators inside a string.
-    """
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            yield _parsed(lambda: _decode(line, is_first=number == 1), parse, f"{path}:{number}")  # noqa: B023
+
+def read_jsonl(path: Path, parse: Parse[Parsed]) -> Iterator[Parsed | BadLine]:
+    """Yield the record of each line, or a `BadLine`."""
+    return _read_lines(path, _decode, parse)
 
 
 def read_text(path: Path, key: str, parse: Parse[Parsed]) -> Iterator[Parsed | BadLine]:
     """Read a plain text file, each line as a record with one key."""
+    return _read_lines(path, lambda text: {key: text}, parse)
+
+
+def _read_lines(path: Path, decode: Callable[[str], object], parse: Parse[Parsed]) -> Iterator[Parsed | BadLine]:
+    # In bytes, lines end at the newline alone. JSON allows Unicode's other separators inside a string.
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            yield _parsed(lambda: {key: _text(line, is_first=number == 1)}, parse, f"{path}:{number}")  # noqa: B023
+            yield _parsed(lambda: decode(_text(line, is_first=number == 1)), parse, f"{path}:{number}")  # noqa: B023
 
 
 def open_text_file(
     path: Path, kind: TextKind, parse: Parse[Parsed], choose_columns: ChooseColumns
 ) -> tuple[int, Iterator[Parsed | BadLine]]:
-    """Return the number of lines, records or rows of a file, and its records.
-
-    Args:
-        kind: `json` is a list of records, or JSON lines.
-        choose_columns: For a table.
-    """
+    """Return the number of lines, records or rows of a file, and its records. JSON may be lines or a list."""
     if kind == "json" and not _is_list(path):
         return count_lines(path), read_jsonl(path, parse)
     found = _read_list(path, parse) if kind == "json" else _read_csv(path, parse, choose_columns)
@@ -78,23 +80,19 @@ def open_text_file(
 
 
 def _is_list(path: Path) -> bool:
-    """Return whether a file begins as a list; a `.jsonl` file, in which a line may be one, is none."""
-    try:
-        with path.open("rb") as file:
-            first = file.read(_BLOCK_BYTES)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+    """Return whether a file begins as a list and is no `.jsonl` file, where a line may be a list."""
+    with _read_errors(path), path.open("rb") as file:
+        first = file.read(_BLOCK_BYTES)
     return path.suffix != JSONL and first.removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"[")
 
 
 def _read_list(path: Path, parse: Parse[Parsed]) -> list[Parsed | BadLine]:
-    """Read a list of records, each named by its number in the list from 1 on."""
     members = enumerate(_members(_whole_text(path), path), start=1)
     return [_parsed(lambda: _checked(record), parse, f"{path}:{number}") for number, record in members]  # noqa: B023
 
 
 def _read_csv(path: Path, parse: Parse[Parsed], choose_columns: ChooseColumns) -> list[Parsed | BadLine]:
-    """Read a table with a header, each row as a record of texts as they stand in the file, named by its first line."""
+    """Read a table with a header. Each row becomes a record of unchanged texts, with the number of its first line."""
     csv.field_size_limit(_LONGEST_CELL)
     rows = csv.reader(io.StringIO(_whole_text(path), newline=""), strict=True)
     header = _header(rows, path)
@@ -142,7 +140,7 @@ def _record_of(header: Sequence[str], row: Sequence[str], wanted: set[str]) -> d
 
 
 def _members(text: str, path: Path) -> Iterator[object]:
-    """Yield each member of a list; in the place of one with a key that stands twice, its `RecordError`."""
+    """Yield each member of a list, or the `RecordError` of a member with a repeated key."""
     careful, plain = json.JSONDecoder(object_pairs_hook=unique_keys), json.JSONDecoder()
     position = _after_space(text, text.index("[") + 1)
     is_first = True
@@ -186,15 +184,14 @@ def _checked(record: object) -> object:
 
 def _whole_text(path: Path) -> str:
     try:
-        return path.read_bytes().removeprefix(_BYTE_ORDER_MARK).decode("utf-8")
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+        with _read_errors(path):
+            return path.read_bytes().removeprefix(_BYTE_ORDER_MARK).decode("utf-8")
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not valid UTF-8: {bad_byte(error)}") from None
 
 
 def _text(line: bytes, *, is_first: bool) -> str:
-    """Return the text of a line, without its end."""
+    """Return the text of a line without its newline, so that errors in a cut line have the right column."""
     if is_first:
         line = line.removeprefix(_BYTE_ORDER_MARK)
     if not line.strip():
@@ -206,12 +203,11 @@ def _text(line: bytes, *, is_first: bool) -> str:
 
 
 def bad_byte(error: UnicodeDecodeError) -> str:
-    """Return the first byte that is no UTF-8, with its place counted from 1."""
+    """Describe the first byte that is no UTF-8, with its position counted from 1."""
     return f"byte 0x{error.object[error.start]:02x} at byte {error.start + 1}"
 
 
-def _decode(line: bytes, *, is_first: bool) -> object:
-    text = _text(line, is_first=is_first)  # with its end, a line that is cut short would end in column 1 of the next
+def _decode(text: str) -> object:
     try:
         return json.loads(text, object_pairs_hook=unique_keys)
     except RecordError:

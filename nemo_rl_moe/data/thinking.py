@@ -5,7 +5,7 @@
 from dataclasses import dataclass, replace
 
 THINK_START, THINK_END = "<think>", "</think>"
-"""Marks of most models: those that data have, and outside of which tool calls are read."""
+"""Marks of most models, and of data. Tool calls are read only outside of them."""
 
 
 @dataclass(frozen=True)
@@ -13,7 +13,7 @@ class Thinking:
     """Marks around thinking.
 
     Attributes:
-        before_answer: Text that stands before the answer behind thinking.
+        before_answer: Text between thinking and answer.
         is_opened: The generation prompt ends with the opening mark, so that a response begins within thinking.
     """
 
@@ -41,10 +41,10 @@ def find_thinking(before: str, behind: str, generation_prompt: str, template: st
     """Find the marks that a chat template writes around thinking.
 
     Args:
-        before: Text before the thinking of a turn in a rendering; empty: the template shows none.
-        behind: Text behind it.
+        before: Text before the thinking of a turn in a rendering, empty if the template shows no thinking.
+        behind: Text after it.
         generation_prompt: Text that the template puts before a turn of the model.
-        template: The template. One that drops thinking may still look for its end, as DeepSeek's do.
+        template: A template that drops thinking may still look for its end, as DeepSeek's do.
     """
     opening = generation_prompt.rstrip()
     for marks in _MARKS:

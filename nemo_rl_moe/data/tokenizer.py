@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Loads the tokenizer that a configuration names."""
+"""Loading of the run's tokenizer."""
 
 import os
 import sys
@@ -24,8 +24,8 @@ _FILES = (_FAST_FILE, "tokenizer.model", "tokenizer_config.json", "vocab.*", "te
 def load_tokenizer(name: str, chat_template: str | None = None) -> "PreTrainedTokenizerBase":
     """Load `policy.tokenizer.name`, with the tokens of its `tokenizer.json`.
 
-    transformers builds some classes anew from the vocabulary. If that gives other tokens than the file, the file is
-    read as it is.
+    transformers rebuilds some tokenizer classes from the vocabulary. If that gives other tokens than the file, the file
+    is read directly.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -38,7 +38,7 @@ def load_tokenizer(name: str, chat_template: str | None = None) -> "PreTrainedTo
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, local_files_only=local)
             if not _makes_tokens_of_file(tokenizer, name):
                 tokenizer = PreTrainedTokenizerFast.from_pretrained(name, local_files_only=local)
-    except Exception as error:  # the hub, the file formats and the classes of models raise dozens of types
+    except Exception as error:  # the hub, the file formats and tokenizer classes raise dozens of types
         problem = f"cannot be loaded: {one_line(error)}"
         if is_folder and not any(found for pattern in _FILES for found in Path(name).glob(pattern)):
             problem = f"holds no tokenizer; expected a file such as {_FILES[0]}"
@@ -57,7 +57,7 @@ _PROBE = "Hello world,  2+2=4\n\tif x: 'n\u00e9' \u4e2d\u6587 "
 
 
 def _makes_tokens_of_file(tokenizer: "PreTrainedTokenizerBase", name: str) -> bool:
-    """Return whether a loaded tokenizer splits a text as its `tokenizer.json` does; true without such a file."""
+    """Return whether a loaded tokenizer splits a text as its `tokenizer.json` does. True without such a file."""
     from tokenizers import Tokenizer
     from transformers.utils.hub import cached_file
 
@@ -70,13 +70,13 @@ def _makes_tokens_of_file(tokenizer: "PreTrainedTokenizerBase", name: str) -> bo
     try:
         expected = published.encode(_PROBE, add_special_tokens=False).ids
         return list(tokenizer(_PROBE, add_special_tokens=False)["input_ids"]) == expected
-    except Exception:  # a vocabulary that does not have all characters
+    except Exception:  # a vocabulary that lacks a character
         return True
 
 
 @contextmanager
 def _nothing_printed() -> Iterator[None]:
-    """Discard standard output: the tokenizers library prints unknown keys of a file."""
+    """Discard standard output, because the tokenizers library prints unknown keys of a file."""
     sys.stdout.flush()
     kept = os.dup(1)
     try:
@@ -89,7 +89,7 @@ def _nothing_printed() -> Iterator[None]:
 
 
 def pad_token_id(tokenizer: "PreTrainedTokenizerBase") -> int:
-    """Return the id to pad with, else the end token's: padding is masked everywhere."""
+    """Return the padding token, else the end token, which works because padding is masked everywhere."""
     found = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     if not isinstance(found, int):
         raise DataError("the tokenizer has neither a padding token nor an end token")
@@ -97,7 +97,7 @@ def pad_token_id(tokenizer: "PreTrainedTokenizerBase") -> int:
 
 
 def vocabulary_problem(ours: "PreTrainedTokenizerBase", theirs: "PreTrainedTokenizerBase") -> str | None:
-    """Return the first token of ours that has another id in theirs, in words; None: they have all of them."""
+    """Describe the first token of `ours` that has another id in `theirs`, if there is one."""
     known = theirs.get_vocab()
     for token, token_id in sorted(ours.get_vocab().items(), key=lambda entry: entry[1]):
         other = known.get(token)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Forms of tool calls that chat templates read, and what a template shows of the calls of a conversation."""
+"""Forms of tool calls that chat templates read, and checks of the parts of calls that a template shows."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from nemo_rl_moe.data.left_out import (
     CALLS_WITHOUT_NAMES,
     RenderVariant,
 )
-from nemo_rl_moe.data.messages import Message
+from nemo_rl_moe.data.messages import Message, with_changes
 from nemo_rl_moe.data.turn_spans import RenderError
 
 _STAND_IN = "something_else"
@@ -27,15 +27,14 @@ class ToolCallForm:
     """Form of a turn that only calls tools.
 
     Attributes:
-        content: Of the turn: templates differ in whether it is the empty text or null.
-        arguments_as_text: Arguments are JSON in a string, not an object.
+        content: Content of the turn: templates want the empty text or null.
+        arguments_as_text: Arguments are JSON in a string instead of an object.
     """
 
     content: str | None
     arguments_as_text: bool
 
     def of(self, message: Message) -> Message:
-        """Return the message in this form."""
         if "tool_calls" not in message:
             return message
         calls = [
@@ -46,7 +45,6 @@ class ToolCallForm:
         return {**message, "content": message["content"] or self.content, "tool_calls": calls}
 
     def of_all(self, messages: Sequence[Message]) -> list[Message]:
-        """Return a conversation in this form."""
         return [self.of(message) for message in messages]
 
 
@@ -54,11 +52,7 @@ FORMS = tuple(ToolCallForm(content, as_text) for as_text in (False, True) for co
 
 
 def best_form(messages: Sequence[Message], render: RenderVariant) -> tuple[ToolCallForm, str | None]:
-    """Return the form of a conversation's calls that a template shows best, and a note on what it leaves out.
-
-    Raises:
-        RenderError: A call leaves no trace, or the template refuses the conversation.
-    """
+    """Return the form of a conversation's calls that a template shows best, and a note on missing parts."""
     found: tuple[ToolCallForm, str | None] | None = None
     problem: RenderError | None = None
     for form in FORMS:
@@ -76,11 +70,11 @@ def best_form(messages: Sequence[Message], render: RenderVariant) -> tuple[ToolC
 
 
 def note_on_calls(messages: Sequence[Message], form: ToolCallForm, render: RenderVariant) -> str | None:
-    """Return a note on what a template leaves out of calls in a form; None: nothing.
+    """Return a note on the parts of calls that a template drops in this form, or None if it drops none.
 
     Raises:
-        RenderError: A call leaves no trace, or arguments are written as Python writes an object, or the template
-            refuses the conversation.
+        RenderError: A call leaves no trace, or arguments are written as a Python object, or the template refuses the
+            conversation.
     """
     text = render(form.of_all(messages))
     missing: set[str] = set()
@@ -88,10 +82,9 @@ def note_on_calls(messages: Sequence[Message], form: ToolCallForm, render: Rende
         if calls := turn.get("tool_calls"):
 
             def is_same(others: Sequence[_Call], place: int = index) -> bool:
-                variant = [*messages[:place], {**messages[place], "tool_calls": others}, *messages[place + 1 :]]
                 try:
-                    return render(form.of_all(variant)) == text
-                except RenderError:  # a conversation that the template refuses
+                    return render(form.of_all(with_changes(messages, place, tool_calls=others))) == text
+                except RenderError:  # the template refuses the variant
                     return False
 
             written = [str(call["function"]["arguments"]) for call in calls if call["function"]["arguments"]]

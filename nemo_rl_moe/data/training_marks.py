@@ -13,29 +13,21 @@ REFUSED_MARKS = ("train_detail", "training_detail", "loss_scale", "loss_mask", "
 
 
 def take_training_marks(messages: Sequence[Message], name: str) -> tuple[list[Message], frozenset[int]]:
-    """Take the marks out of messages, so that no chat template sees them.
-
-    Args:
-        name: Of the messages in the record, for errors.
+    """Remove the marks from messages, so that no chat template sees them.
 
     Returns:
         The messages, and the indices of the assistant's turns that are context.
-
-    Raises:
-        RecordError: A mark says something else than yes or no, or has a turn of another role trained on.
     """
-    untrained: set[int] = set()
-    for index, message in enumerate(messages):
-        said = _mark_of(message, f"{name}[{index}]")
-        if said is False and message["role"] == "assistant":
-            untrained.add(index)
-    return [{key: value for key, value in message.items() if key not in MARKS} for message in messages], frozenset(
-        untrained
+    context = frozenset(
+        index
+        for index, message in enumerate(messages)
+        if _mark_of(message, f"{name}[{index}]") is False and message["role"] == "assistant"
     )
+    return [{key: value for key, value in message.items() if key not in MARKS} for message in messages], context
 
 
 def _mark_of(message: Message, name: str) -> bool | None:
-    """Return what a message's marks say; None: it has none."""
+    """Return whether marks train on a message, or None without marks."""
     for key in REFUSED_MARKS:
         if key in message:
             raise RecordError(

@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Glue of a chat template: what it puts behind the text of a turn, found in a conversation of one question.
+"""Glue of a chat template: the text that it puts after the content of a turn, found in a conversation of one question.
 
-A stand-in takes the place of the turn, in the forms that a turn of the model may have.
+A stand-in replaces the turn, in the forms that a turn of the model may have.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,10 +17,10 @@ from nemo_rl_moe.data.template_inputs import TemplateInputs
 from nemo_rl_moe.data.turn_spans import RenderError, Span
 
 StandIn = Callable[[str], Message]
-"""Makes a turn of the model with a text in it."""
+"""Makes a turn of the model that contains a text."""
 THOUGHT_MARK = "thought-pv31"
 Render = Callable[[Sequence[Message], TemplateInputs], str]
-"""Renders messages with the generation prompt; raises `Refusal`."""
+"""Renders messages with the generation prompt. Raises `Refusal`."""
 _MARKS = ("stand-in-qx7", "another-zk94")
 CONTENT_MARK = "content-hj58"
 _QUESTION: Message = {"role": "user", "content": "q"}
@@ -28,7 +28,7 @@ _CALL_ID = "abcdefghi"  # some templates want ids of nine letters and digits
 
 
 class NoExtension(ValueError):
-    """No tokens are known to continue a conversation without a change of what is there; the message is the reason."""
+    """No tokens are known that continue a conversation without changing it. The message is the reason."""
 
 
 class Refusal(NoExtension):
@@ -36,20 +36,20 @@ class Refusal(NoExtension):
 
 
 class OtherEnd(NoExtension):
-    """The template ends a turn that another follows in another way than the model ends its own."""
+    """The template ends a turn with another token than the model if a turn follows."""
 
 
 class Rewritten(NoExtension):
-    """The chat template renders what is there in another way once messages follow."""
+    """The chat template renders the conversation so far in another way once messages follow."""
 
 
 @dataclass(frozen=True)
 class Glue:
-    """What stands behind the text of a turn.
+    """Text after the content of a turn.
 
     Attributes:
-        text: From the token on that ends the turn: glue, messages, the next generation prompt.
-        end: That token.
+        text: End token of the turn, glue, messages and the next generation prompt.
+        end: Id of the end token.
         plain: Pieces of the text in which control tokens are plain text.
     """
 
@@ -59,11 +59,7 @@ class Glue:
 
 
 class GlueFinder:
-    """Finds glue. What depends on the template and the roles of messages alone is checked once.
-
-    Args:
-        controls: None: there is no chat template.
-    """
+    """Finds glue. Checks that depend on the template and the roles of messages alone are done once."""
 
     def __init__(self, render: Render, controls: ControlTokens | None):
         self._render, self._controls = render, controls
@@ -72,14 +68,14 @@ class GlueFinder:
     def find(
         self, form: int, stand_in: StandIn, new: Sequence[Message], inputs: TemplateInputs, ends: Mapping[str, int]
     ) -> Glue:
-        """Return what stands behind a turn that messages follow.
+        """Return the text after a turn's content if these messages follow.
 
         Args:
-            form: Number of the stand-in among those that `stand_ins` yields.
+            form: Index of the stand-in in `stand_ins`.
             ends: Tokens that end the model's turns, by their texts.
 
         Raises:
-            NoExtension: It depends on the turn's text, or has no end, or lacks a message.
+            NoExtension: The text depends on the turn's content, has no end token, or lacks a message.
         """
 
         def behind(messages: Sequence[Message], mark: str = _MARKS[0]) -> str:
@@ -94,9 +90,7 @@ class GlueFinder:
             if behind(new, _MARKS[1]) != tail:
                 raise NoExtension("what the chat template puts behind a turn depends on the turn's text")
             self._ends[key] = _end_of_turn(behind, new, ends)
-        end = self._ends[key]
-        place = next(tail.index(text) for text, token_id in ends.items() if token_id == end)
-        return Glue(tail[place:], end, self._plain(behind, new, tail, place))
+        return self._glue(behind, new, tail, self._ends[key], ends)
 
     def read_off(
         self,
@@ -105,47 +99,48 @@ class GlueFinder:
         start: str,
         ends: Mapping[str, int],
     ) -> Glue:
-        """Return what stands behind a turn that the template shows as it was sampled.
+        """Return the text after a turn that the template shows exactly as it was sampled.
 
         Args:
-            shown: Renders the conversation with messages behind the turn.
-            start: The rendering up to the end of the turn's text.
-
-        Raises:
-            NoExtension: It has no end, or lacks a message.
+            shown: Renders the conversation with messages after the turn.
+            start: The rendering up to the end of the turn's content.
         """
 
         def behind(messages: Sequence[Message]) -> str:
             return shown(messages).removeprefix(start)
 
         tail = behind(new)
-        end = _end_of_turn(behind, new, ends)
-        place = next(tail.index(text) for text, token_id in ends.items() if token_id == end)
-        if tail[:place].strip():
+        glue = self._glue(behind, new, tail, _end_of_turn(behind, new, ends), ends)
+        if tail.removesuffix(glue.text).strip():
             raise NoExtension("the chat template writes more behind the text of a turn than the model did")
-        return Glue(tail[place:], end, self._plain(behind, new, tail, place))
+        return glue
 
     def header(self, new: Sequence[Message], inputs: TemplateInputs) -> str:
-        """Return what stands between the generation prompt and the text of a turn that messages follow."""
+        """Return the text between the generation prompt and the content of a turn that messages follow."""
         text = self._render([_QUESTION, {"role": "assistant", "content": _MARKS[0]}, *new], inputs)
         prompted, head = self._render([_QUESTION], inputs), text.partition(_MARKS[0])[0]
         return head[len(prompted) :] if head.startswith(prompted) else ""
 
-    def _plain(
-        self, behind: Callable[[Sequence[Message]], str], new: Sequence[Message], tail: str, place: int
-    ) -> tuple[Span, ...]:
-        """Return where contents with control tokens stand behind the turn's end."""
+    def _glue(
+        self,
+        behind: Callable[[Sequence[Message]], str],
+        new: Sequence[Message],
+        tail: str,
+        end: int,
+        ends: Mapping[str, int],
+    ) -> Glue:
         assert self._controls is not None, "there is no glue without a chat template"
+        first = next(tail.index(text) for text, token_id in ends.items() if token_id == end)
         chosen = [index for index, message in enumerate(new) if self._controls.first_in(message["content"])]
         try:
             spans = content_spans(behind, new, chosen, tail)
         except RenderError as error:
             raise NoExtension(str(error)) from None
-        return tuple((start - place, end - place) for start, end in spans)
+        return Glue(tail[first:], end, tuple((start - first, stop - first) for start, stop in spans))
 
 
 def marked_and_shown(render: Callable[[Sequence[Message]], str], new: Sequence[Message]) -> str:
-    """Render messages with marks for contents."""
+    """Render messages with marks as contents, and check that all marks are shown."""
     marked = [{**message, "content": f"{CONTENT_MARK}-{index}-"} for index, message in enumerate(new)]
     text = render(marked)
     for index, message in enumerate(marked):
@@ -158,7 +153,7 @@ def marked_and_shown(render: Callable[[Sequence[Message]], str], new: Sequence[M
 
 
 def _end_of_turn(behind: Callable[[Sequence[Message]], str], new: Sequence[Message], ends: Mapping[str, int]) -> int:
-    """Return the token that ends a turn before messages of some roles, all of which the template has to show."""
+    """Return the token that ends a turn before these messages, and check that the template shows all of them."""
     before = marked_and_shown(behind, new).partition(CONTENT_MARK)[0]
     places = [(before.index(text), -len(text), token_id) for text, token_id in ends.items() if text and text in before]
     if not places:
@@ -170,12 +165,12 @@ def _end_of_turn(behind: Callable[[Sequence[Message]], str], new: Sequence[Messa
 
 
 def stand_ins(new: Sequence[Message]) -> Iterator[StandIn]:
-    """Yield the forms that the sampled turn may have: calls, where results answer it, a text, and calls with thinking.
+    """Yield the forms that the sampled turn may have: calls if results answer it, a text, and calls with thinking.
 
-    Behind a generation prompt that opens a think block, some templates show that block of a turn that thinks alone.
+    If the generation prompt opens a think block, some templates show that block only in turns with thinking.
     """
     results = [message for message in new if message["role"] == "tool"]
-    # Some templates show one call a turn.
+    # Some templates show only one call per turn.
     answered = [results, results[-1:]] if len(results) > 1 else [results] if results else []
     for called in answered:
         yield partial(_calls, called)
@@ -185,7 +180,7 @@ def stand_ins(new: Sequence[Message]) -> Iterator[StandIn]:
 
 
 def _calls(results: Sequence[Message], mark: str) -> Message:
-    """Return a turn of the calls that results answer, with the mark among the arguments of the last."""
+    """Return a turn with a call for each result, with the mark in the arguments of the last call."""
     calls = [
         {
             "id": result.get("tool_call_id", _CALL_ID),
@@ -201,12 +196,11 @@ def _calls(results: Sequence[Message], mark: str) -> Message:
 
 
 def _thought_and_calls(results: Sequence[Message], mark: str) -> Message:
-    """Return a turn of calls with thinking before them."""
     return {**_calls(results, mark), THINKING_KEYS[0]: THOUGHT_MARK}
 
 
 def with_calls(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """Return messages in which a turn that results follow calls tools; some templates take results no other way."""
+    """Replace assistant turns before results by turns with calls, because some templates require calls there."""
     found = list(messages)
     for index, message in enumerate(messages):
         following = takewhile(lambda later: later["role"] == "tool", messages[index + 1 :])
@@ -216,19 +210,20 @@ def with_calls(messages: Sequence[Message]) -> tuple[Message, ...]:
 
 
 def require_unchanged(text: str, prompted: str, said: str, shown: str | None) -> None:
-    """Check that the template still renders the conversation so far, and what the sampled turn says, as they are.
+    """Check that the template does not change the conversation so far and the sampled turn once messages follow.
 
     Args:
-        text: The rendering of all.
-        prompted: That of the conversation up to the turn, with the generation prompt.
-        shown: A rendering with the turn; None: the template refuses it.
+        text: Rendering of all messages.
+        prompted: Rendering of the conversation up to the turn, with the generation prompt.
+        said: Text of the turn.
+        shown: Rendering with the turn, or None if the template refuses it.
 
     Raises:
-        Rewritten: It does not.
+        Rewritten: A part has changed or is missing.
     """
     if not text.startswith(prompted):
         raise Rewritten("the chat template renders what stands before the turn in another way once it follows")
-    # Blanks may differ: templates trim texts.
+    # Blanks may differ because templates trim texts.
     if shown is not None and _without_blanks(said) not in _without_blanks(shown[len(prompted) :]):
         raise Rewritten("the chat template leaves out a part of the turn, such as thinking, once others follow")
 

@@ -1,30 +1,32 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Spans of assistant turns in the text of a chat template that does not mark them: exact, or an error.
+"""Exact spans of assistant turns in the text of a chat template that does not mark them, or an error.
 
-A turn starts where the generation prompt ends that the model answers at inference, and ends with what ends it when it
-is the last. Both are found by comparing renderings. Where a template renders the beginning of a conversation in another
-way once more follows (it drops the thinking of earlier turns, opens a think block in the generation prompt, or ends
-earlier turns with another token), stand-ins in place of texts show which piece of the text comes from where.
+A turn starts after the generation prompt, as at inference, and ends with its end token. Both positions are found by
+comparing renderings. Some templates render the beginning of a conversation in another way once more turns follow: they
+drop the thinking of earlier turns, open a think block in the generation prompt, or end earlier turns with another
+token. Then stand-ins for texts show the origin of each piece of the text.
 
-A generation prompt may open a think block that the template leaves out of a turn, or writes there empty or closed. The
-marks of that block are the template's: the turn starts behind them.
+A generation prompt may open a think block that the template drops from the turn, or writes empty or closed. The marks
+of that block are the template's, so the turn starts after them.
 """
 
 import json
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
-from nemo_rl_moe.data.messages import Message
+from nemo_rl_moe.data.messages import Message, with_changes
 
+Result = TypeVar("Result")
 Span = tuple[int, int]
-"""First character and the one after the last."""
+"""Start and end in characters."""
 RenderMessages = Callable[[Sequence[Message], bool], str]
-"""Renders messages, with the generation prompt at the end or without."""
-UNPROMPTED = "a turn behind another text than the generation prompt, such as without the think block that it opens"
-"""Words for a note, after "with"."""
+"""Renders messages. The flag adds the generation prompt at the end."""
+UNPROMPTED = "a turn after another text than the generation prompt, such as without the think block that it opens"
+"""Note on an example, printed after "with"."""
 
 _STAND_IN = "\u27e6this turn\u27e7"
 _STAND_IN_BEFORE = "\u27e6the turn before\u27e7"
@@ -36,16 +38,12 @@ _BLOCK_AT_START, _BLOCK_AT_END = re.compile(_BLOCK), re.compile(rf"{_BLOCK}\Z")
 
 
 class RenderError(ValueError):
-    """A conversation cannot be rendered; the message is the reason, without the place."""
+    """A conversation cannot be rendered. The message is the reason, without the conversation's file and line."""
 
 
 @dataclass(frozen=True)
 class TurnSpans:
-    """Spans of assistant turns.
-
-    Attributes:
-        unprompted: Whether a turn stands behind another text than the generation prompt.
-    """
+    """Spans of assistant turns, and whether one of them follows another text than the generation prompt."""
 
     spans: list[Span]
     unprompted: bool
@@ -59,11 +57,7 @@ def turn_spans(
     special_tokens: Collection[str],
     opening: str = "",
 ) -> TurnSpans:
-    """Find the spans of assistant turns.
-
-    Args:
-        trained: Their indices; other assistant turns are context.
-        opening: The generation prompt behind a question.
+    """Find the spans of the assistant turns with these indices, given the generation prompt after a question.
 
     Raises:
         RenderError: The tokens of a turn cannot be separated from the rest.
@@ -81,15 +75,7 @@ def turn_spans(
 
 
 def trained_spans(spans: list[Span], messages: Sequence[Message], trained: Collection[int]) -> list[Span]:
-    """Return the pieces that a template marks, without those of context turns.
-
-    Args:
-        spans: Marked pieces, one of each assistant turn.
-        trained: Turns that are no context.
-
-    Raises:
-        RenderError: Pieces and turns cannot be matched.
-    """
+    """Drop the pieces of context turns from the pieces that a template marks, one per assistant turn."""
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if len(trained) == len(turns):
         return spans
@@ -102,7 +88,7 @@ def trained_spans(spans: list[Span], messages: Sequence[Message], trained: Colle
 
 
 def _with_stand_ins(turn: Message, stand_in: str) -> list[Message]:
-    """Return the turn with a stand-in for its text, or for a part of its last call: a template may show one alone."""
+    """Return variants of a turn, with a stand-in for its text or a part of its last call. A template may hide some."""
     text: Message = {**turn, "content": stand_in}
     if not turn.get("tool_calls"):
         return [text]
@@ -120,8 +106,6 @@ def _with_stand_ins(turn: Message, stand_in: str) -> list[Message]:
 
 
 class _Turn:
-    """One assistant turn of a rendered conversation."""
-
     def __init__(
         self,
         messages: Sequence[Message],
@@ -136,28 +120,23 @@ class _Turn:
         self._stand_ins = _with_stand_ins(messages[index], _STAND_IN)
 
     def start(self) -> tuple[int, bool]:
-        """Return the first character after the generation prompt, and whether all of that prompt stands before it."""
+        """Return the first character after the generation prompt, and whether all of that prompt precedes it."""
         prompt = self._render(self._before, True) if self._before else ""
         if self._before and self._text.startswith(prompt):
             return len(prompt), True
         if not self._before:
             raise self._unstable("nothing stands before it that it could answer")
-        problem: RenderError | None = None
-        # A turn of text alone opens as any other does, and holds nothing of the turn's own; some templates refuse it
-        # before a tool's result.
-        for before in _with_stand_ins(self._before[-1], _STAND_IN_BEFORE):
-            for turn in ({"role": "assistant", "content": _STAND_IN}, *self._stand_ins):
-                try:
-                    return self._start_by(before, turn)
-                except RenderError as error:
-                    problem = problem or error
-        assert problem is not None
-        raise problem
+        # A turn of text opens as any other and has no parts of the turn. Some templates refuse it before a result.
+        turns = ({"role": "assistant", "content": _STAND_IN}, *self._stand_ins)
+        return _first_result(
+            partial(self._start_by, before, turn)
+            for before in _with_stand_ins(self._before[-1], _STAND_IN_BEFORE)
+            for turn in turns
+        )
 
     def _start_by(self, before: Message, stand_in: Message) -> tuple[int, bool]:
-        """Find the first character after the generation prompt, by stand-ins for two turns."""
         context = [*self._before[:-1], before]
-        # What stands between the two stand-ins in the conversation, and what the generation prompt puts there.
+        # The text between the two stand-ins in the conversation, and the same in the prompt.
         whole = self._render([*context, stand_in, *self._after], False)
         between, found, _ = self._behind(_STAND_IN_BEFORE, whole).partition(_STAND_IN)
         prompted = _spaced_as(between, self._behind(_STAND_IN_BEFORE, self._render(context, True)))
@@ -165,9 +144,9 @@ class _Turn:
         head, found_too, _ = self._render([*self._before, stand_in, *self._after], False).partition(_STAND_IN)
         if found and found_too and head.endswith(between):
             if between.startswith(prompted):
-                opened = len(prompted)  # what the template adds before the text is the model's to write
+                opened = len(prompted)  # the model writes any text that the template adds after the prompt
             elif prompted.startswith(between):
-                opened = len(between)  # the generation prompt opens more than the turn has: a think block
+                opened = len(between)  # the generation prompt opens a think block that the turn lacks
             elif (closed := _without_thinking(between, prompted, self._special_tokens)) is not None:
                 opened = closed
             else:
@@ -180,47 +159,38 @@ class _Turn:
         raise self._unstable("what stands before it is rendered in another way once it follows")
 
     def end(self, start: int) -> int:
-        """Return the character after its end token."""
+        """Return the end of the turn, including its end token."""
         text = self._text
         if not self._after:
             return len(text)
         up_to_turn = self._render([*self._before, self._messages[self._index]], False)
         if text.startswith(up_to_turn) and len(up_to_turn) >= start:
             return len(up_to_turn)
-        problem: RenderError | None = None
-        for stand_in in self._stand_ins:
-            try:
-                return self._end_by(stand_in, start)
-            except RenderError as error:
-                problem = problem or error
-        assert problem is not None
-        raise problem
+        return _first_result(partial(self._end_by, stand_in, start) for stand_in in self._stand_ins)
 
     def require_own_text_alone(self, start: int, end: int, opening: str) -> None:
-        """Reject a turn behind another one of the assistant, where the template prompts for none, with its header."""
-        header = _first_token(opening.strip(), self._special_tokens) or opening.strip()
+        """Reject a turn that contains a header, because the previous turn is the assistant's too."""
+        header = first_token(opening.strip(), self._special_tokens) or opening.strip()
         if header and self._before[-1]["role"] == "assistant" and header in self._text[start:end]:
             raise self._unstable(f"{header!r} stands between it and the turn of the assistant before it")
 
     def _end_by(self, stand_in: Message, start: int) -> int:
-        """Find the character after the end token by a stand-in for the turn."""
         text = self._text
         tail = self._behind(_STAND_IN, self._render([*self._before, stand_in, *self._after], False))
         ending = self._behind(_STAND_IN, self._render([*self._before, stand_in], False))
-        token = _first_token(ending, self._special_tokens)
+        token = first_token(ending, self._special_tokens)
         if tail.startswith(ending):
             rest = tail[len(ending) :]
-        elif token and token == _first_token(tail, self._special_tokens):
-            rest = tail[len(token) :]  # behind the token that ends it stands another one where it is the last
-        elif token == ending.strip() and _first_token(tail, self._special_tokens):
-            rest = tail  # it ends with another token than the one that the model would write: only its text counts
+        elif token and token == first_token(tail, self._special_tokens):
+            rest = tail[len(token) :]  # as the last turn it has another token after its end token
+        elif token == ending.strip() and first_token(tail, self._special_tokens):
+            rest = tail  # its end token is not the model's, so only its text is trained on
         else:
             raise self._unstable("it is rendered in another way once further turns follow")
         end = len(text) - len(rest)
         if not text.endswith(rest) or end < start:
             raise self._unstable("it is rendered in another way once further turns follow")
-        following, *others = self._after
-        changed = [*self._before, self._messages[self._index], {**following, "content": _STAND_IN_AFTER}, *others]
+        changed = with_changes(self._messages, self._index + 1, content=_STAND_IN_AFTER)
         if not self._render(changed, False).startswith(text[:end]):
             raise self._unstable("a part of it stands behind what follows")
         return end
@@ -238,41 +208,57 @@ class _Turn:
         )
 
 
-def _spaced_as(between: str, prompted: str) -> str:
-    """Return the generation prompt after the turn before, with the blank space of the conversation before its header.
+def _first_result(attempts: Iterable[Callable[[], Result]]) -> Result:
+    """Return the result of the first attempt that works, or raise the first error."""
+    problem: RenderError | None = None
+    for attempt in attempts:
+        try:
+            return attempt()
+        except RenderError as error:
+            problem = problem or error
+    assert problem is not None
+    raise problem
 
-    Some templates put a newline behind an assistant turn only where another turn follows.
+
+def _spaced_as(between: str, prompted: str) -> str:
+    """Return the generation prompt with the blank space of the conversation before its header.
+
+    Some templates put a newline after an assistant turn only if another turn follows.
     """
-    same = next((i for i, (a, b) in enumerate(zip(between, prompted, strict=False)) if a != b), len(prompted))
-    end, header, opening = prompted[:same], prompted[same:], between[same:]
+    end = common_start(between, prompted)
+    header, opening = prompted[len(end) :], between[len(end) :]
     blank = opening[: len(opening) - len(opening.lstrip())]
     return f"{end}{blank}{header}" if header and opening.startswith(blank + header) else prompted
 
 
-def _first_token(text: str, special_tokens: Collection[str]) -> str:
-    """Return the longest special token that the text begins with; empty without one."""
-    return max((token for token in special_tokens if text.startswith(token)), key=len, default="")
+def common_start(text: str, other: str) -> str:
+    """Return the longest common beginning of two texts."""
+    same = (text[:i] for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b)
+    return next(same, min(text, other, key=len))
+
+
+def first_token(text: str, tokens: Collection[str]) -> str:
+    """Return the longest token that a text begins with, or an empty text without one."""
+    return max((token for token in tokens if text.startswith(token)), key=len, default="")
 
 
 def _without_thinking(between: str, prompted: str, special_tokens: Collection[str]) -> int | None:
-    """Return where a turn starts that has no thinking, or an empty or closed block, behind a prompt that opens one."""
-    # between: What stands before the text of the turn.
-    # prompted: The generation prompt in its place.
-    # Returns the place in `between`, before a special token that the model writes; None: they differ by more than the
-    # block.
+    """Return the start of a turn without thinking in `between`, if that and the prompt differ only in a think block."""
+    # between: Text before the content of the turn.
+    # prompted: The generation prompt at the same position.
     header = prompted[: _block_at_end(prompted).start()]
     if not prompted[len(header) :].strip() or not between.startswith(header):
         return None
     block = _BLOCK_AT_START.match(between, len(header))
     assert block is not None, "the pattern matches an empty text too"
     rest = between[block.end() :]
-    # Behind a block that the prompt closes, the model does not think.
+    # The model does not think after a block that the prompt closes.
     is_opened = block[0].rstrip().endswith(_OPENING_MARKS) and _is_closed(prompted)
-    return None if is_opened or (rest and not _first_token(rest, special_tokens)) else block.end()
+    return None if is_opened or (rest and not first_token(rest, special_tokens)) else block.end()
 
 
 def _is_closed(prompted: str) -> bool:
-    """Return whether a generation prompt closes the think block that it has."""
+    """Return whether a generation prompt ends with a closed think block."""
     block = _block_at_end(prompted)[0].rstrip()
     return bool(block) and not block.endswith(_OPENING_MARKS)
 
@@ -284,9 +270,7 @@ def _block_at_end(text: str) -> re.Match[str]:
 
 
 def _role_header(text: str, opening: str, special_tokens: Collection[str]) -> int:
-    """Return the length of the generation prompt's part with a special token that a text begins with."""
-    # A template may leave that part out of the prompt behind a tool's result, and yet write it in the conversation.
-    same = next(
-        (i for i, (a, b) in enumerate(zip(text, opening, strict=False)) if a != b), min(len(text), len(opening))
-    )
-    return same if _first_token(text[:same], special_tokens) else 0
+    """Return the length of the generation prompt's beginning in a text if it begins with a special token."""
+    # A template may drop that part from the prompt after a tool's result, and yet write it in the conversation.
+    same = common_start(text, opening)
+    return len(same) if first_token(same, special_tokens) else 0

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts from the data of an environment of the verifiers library."""
+"""Prompts of an environment of the verifiers library."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -38,28 +38,24 @@ def verifiers_prompts(driver: VerifiersConfig, source: PromptSourceConfig) -> Li
 
 def _record(row: Mapping[str, Any], tools: Any, sample_id: str) -> PromptRecord:
     messages = tuple(parse_turns(row["prompt"], "prompt", "user"))
-    question = text_of(messages)
     return PromptRecord(
         sample_id,
         messages,
         is_text=False,
-        record={"question": question, "answer": row.get("answer"), "info": row.get("info"), ROW: row},
+        record={"question": text_of(messages), "answer": row.get("answer"), "info": row.get("info"), ROW: row},
         inputs=_inputs(row, tools),
     )
 
 
 def _inputs(row: Mapping[str, Any], tools: Any) -> TemplateInputs:
-    """Return the definitions of tools for the chat template: the row's own, or those of the environment."""
+    """Return the row's definitions of tools, or the environment's."""
     info = row.get("info")
     info = decoded_json(info, "info") if isinstance(info, str) and info else info
     own = info.get("tool_defs") if isinstance(info, Mapping) else None
     chosen = tools if own is None else own
-    if not chosen:
-        return NO_INPUTS
-    return parse_template_inputs({TOOLS: [_definition(tool) for tool in chosen]})
+    return parse_template_inputs({TOOLS: [_definition(tool) for tool in chosen]}) if chosen else NO_INPUTS
 
 
 def _definition(tool: Any) -> dict[str, Any]:
-    """Return the standard form of a definition of the library."""
     given = tool if isinstance(tool, Mapping) else tool.model_dump(exclude_none=True)
     return {"type": "function", "function": {key: given[key] for key in ("name", "description", "parameters")}}

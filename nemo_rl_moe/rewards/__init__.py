@@ -1,3 +1,3 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Reward functions, and the worker processes that run them."""
+"""Reward functions, and their worker processes."""

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Scoring of responses: items, scores, faults."""
+"""Interface of scoring: items, scores, faults."""
 
 import math
 from collections import Counter
@@ -17,10 +17,10 @@ class ScoringItem:
     """One response to be scored.
 
     Attributes:
-        prompt: As text, without what a chat template adds.
-        is_truncated: The response was truncated at the length limit before its end.
-        record: Whatever the data say of the prompt (`answer`, `metadata`, ...).
-        environment: Name in `env.mixture`; empty where a run has one environment.
+        prompt: As text, without the chat template's additions.
+        is_truncated: The response was truncated at the length limit.
+        record: The data's record of the prompt (`answer`, `metadata`, ...).
+        environment: Name in `env.mixture`, or empty if the run has one environment.
     """
 
     sample_id: str
@@ -44,10 +44,10 @@ class Score:
     """Score of a response.
 
     Attributes:
-        reward: At most `LARGEST_REWARD` in size; 0 where scoring failed. Of named rewards their weighted sum,
-            which `checked_score` puts there.
-        fault: Why there is no score; None for a score.
-        rewards: Several rewards by name; empty where the reward function gives one number.
+        reward: At most `LARGEST_REWARD` in size, and 0 if scoring failed. `checked_score` sets it to the weighted sum
+            of named rewards.
+        fault: Reason for a missing score, or None.
+        rewards: Several rewards by name, or empty if the reward function returns one number.
     """
 
     reward: float
@@ -58,12 +58,12 @@ class Score:
 
     @classmethod
     def named(cls, rewards: Mapping[str, float], *, is_correct: bool) -> "Score":
-        """Return the score of several rewards by name, which `env.reward_weights` weighs."""
+        """Make a score of several rewards by name, which `env.reward_weights` weighs."""
         return cls(0.0, is_correct, rewards=rewards)
 
 
 LARGEST_REWARD = 1e6
-"""Largest size of a reward: the float32 of advantages and losses has few digits left for differences beyond."""
+"""Largest size of a reward. Beyond it, the float32 of advantages and losses has too few digits for differences."""
 
 
 REWARD_KEY = "env.reward"
@@ -71,14 +71,14 @@ WEIGHTS_KEY = "env.reward_weights"
 
 
 def checked_score(score: Score, weights: Mapping[str, float] | None = None) -> Score:
-    """Return a score with the weighted sum of its named rewards as reward; or reward 0 with the fault.
+    """Set the reward to the weighted sum of named rewards, and check it. Return reward 0 with the fault if it is wrong.
 
-    A fault is a reward that is NaN, infinite or too large, a name without a weight, or a weight without its reward.
-    For the driver: in its own process a reward function may have changed what would check it.
+    A fault is a reward that is NaN, infinite or too large, a name without a weight, or a weight without its reward. The
+    driver calls this, because a reward function may change the code of its own process.
 
     Args:
-        score: As the reward function gave it; one that has been checked stays as it is.
-        weights: Weight of each named reward; None where the reward function gives one number.
+        score: Result of the reward function. A checked score stays as it is.
+        weights: Weight of each named reward, or None if the reward function returns one number.
     """
     if score.fault is None and (weights is not None or score.rewards):
         if weights is None or set(score.rewards) != set(weights):
@@ -96,7 +96,7 @@ def _out_of_range(what: str, reward: float) -> str:
 
 
 def _misnamed(rewards: Mapping[str, float], weights: Mapping[str, float] | None) -> str:
-    """Return the difference of the names of rewards from those of weights, in words."""
+    """Describe the first difference between the names of rewards and of weights."""
     if weights is None:
         return f"rewards by name ({', '.join(map(str, rewards))}) need {WEIGHTS_KEY}, which is null"
     if not rewards:
@@ -114,7 +114,7 @@ def _failed(problem: str) -> Score:
 
 
 def with_turn_rewards(score: Score, rewards: Sequence[float]) -> Score:
-    """Return a score that has been checked with the rewards of turns added to it, or the fault of a sum too large."""
+    """Add the rewards of turns to a checked score, or return a fault if the sum is too large."""
     if score.fault is not None or not rewards:
         return score
     total = score.reward + math.fsum(rewards)
@@ -124,26 +124,25 @@ def with_turn_rewards(score: Score, rewards: Sequence[float]) -> Score:
 
 
 class RewardFunction(Protocol):
-    """Function that scores a response; made once in each reward worker, and may keep state there."""
+    """Function that scores a response. It is made once in each reward worker, and may keep state there."""
 
     def score(self, item: ScoringItem) -> Score:
-        """Score a response. May raise: the sample then has a fault in place of a score."""
+        """Score a response. If this raises, the sample has a fault instead of a score."""
         ...
 
 
 class BatchReward(Protocol):
-    """Reward function of many responses at once; faults are reported and never raised."""
+    """Reward function of many responses at once. Faults are reported and never raised."""
 
     def score(self, items: Sequence[ScoringItem]) -> list[Score]:
-        """Return one score for each response, in their order."""
+        """Return the score of each response, in order."""
         ...
 
 
 class NoReward:
-    """Reward function of a run whose driver scores its trajectories itself: nothing else is scored."""
+    """Reward function of a run whose environment scores its trajectories. It fails every response."""
 
     def score(self, items: Sequence[ScoringItem]) -> list[Score]:
-        """Fail each response, for which code of the user's has asked."""
         return [_failed(f"{REWARD_KEY}: null scores nothing; the driver of a trajectory gives its score")] * len(items)
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A judge as reward function: a model behind an OpenAI-compatible endpoint marks each response."""
+"""A judge as reward function: a model at an OpenAI-compatible endpoint marks each response."""
 
 import hashlib
 import json
@@ -24,7 +24,7 @@ from nemo_rl_moe.rewards.interface import Score, ScoringItem
 KEY = "env.reward"
 _NUMBER = r"-?(?:\d+(?:\.\d+)?|\.\d+)"
 _MARK = re.compile(rf"({_NUMBER})(?:[\s*_]*(?:/|\b(?:out\s+)?of\b)[\s*_]*({_NUMBER}))?")
-"""A number, and in `8/10` or `8 out of 10` what it is of."""
+"""A number, and the full marks in `8/10` or `8 out of 10`."""
 _PLACES = re.compile(r"\{(prompt|response|answer)\}")
 _WORTH_ANOTHER_ATTEMPT = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 8.0
@@ -37,10 +37,10 @@ class JudgeError(Exception):
 
 
 class Judge:
-    """Reward by a judge's mark: the last number of its reply, divided by `full_marks`; 1 is right.
+    """Reward by a judge's mark: the last number of its reply, divided by `full_marks`. A response with 1 is right.
 
-    A reply may end with `8/10` or `8 out of 10`, where 10 are the full marks; out of another number it is no mark.
-    `env.reward.timeout_s` limits all attempts of a response together, with the waits between them.
+    A reply may end with `8/10` or `8 out of 10` if 10 is `full_marks`. Out of another number it is no mark.
+    `env.reward.timeout_s` limits all attempts for a response together, including the waits between them.
     """
 
     def __init__(self, config: JudgeConfig):
@@ -64,11 +64,7 @@ class Judge:
         self._opener = build_opener(_NoRedirect())
 
     def score(self, item: ScoringItem) -> Score:
-        """Score a response.
-
-        Raises:
-            JudgeError: No attempt gave a mark.
-        """
+        """Score a response. Raises JudgeError if no attempt gave a mark."""
         places = {"prompt": item.prompt, "response": item.response, "answer": str(item.record.get("answer", ""))}
         text = _PLACES.sub(lambda place: places[place[1]], self._template)
         body = json.dumps({**self._request, "messages": [{"role": "user", "content": text}]}, sort_keys=True)
@@ -102,7 +98,6 @@ class Judge:
         raise JudgeError(f"{self._address}: {problem}")
 
     def _reply(self, body: str) -> str:
-        """Return the text of a reply."""
         headers = {"Content-Type": "application/json"}
         if self._key_env is not None:
             headers["Authorization"] = f"Bearer {os.environ.get(self._key_env, '')}"
@@ -128,16 +123,16 @@ class Judge:
             return None
         try:
             reply = json.loads(self._place_of(self._cache, body).read_bytes())["reply"]
-        except (OSError, ValueError, KeyError, TypeError):  # what cannot be read is asked for again
+        except (OSError, ValueError, KeyError, TypeError):  # an unreadable reply is requested again
             return None
         return reply if isinstance(reply, str) else None
 
     def _keep(self, body: str, reply: str) -> None:
-        """Write a reply into the cache, whole or not at all; processes may write the same one at a time."""
+        """Write a reply into the cache, atomically, because several processes may write the same reply."""
         if self._cache is None:
             return
         place = self._place_of(self._cache, body)
-        with suppress(OSError):  # a full disk costs another request, and not the score
+        with suppress(OSError):  # without a cached reply, the next run sends another request
             place.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=place.parent, delete=False) as file:
                 json.dump({"reply": reply}, file)
@@ -148,13 +143,13 @@ class Judge:
         return folder / digest[:2] / f"{digest}.json"
 
     def _without_key(self, text: str) -> str:
-        """Return a text of the endpoint's without the key, which some repeat."""
+        """Mask the key in a text of the endpoint, because some endpoints repeat it."""
         key = os.environ.get(self._key_env, "") if self._key_env is not None else ""
         return text.replace(key, MASK) if key else text
 
 
 class _NoRedirect(HTTPRedirectHandler):
-    """Refusal of redirects, which would carry the key to another host."""
+    """Refuses redirects, which would carry the key to another host."""
 
     def redirect_request(
         self, req: Request, fp: IO[bytes], code: int, msg: str, headers: HTTPMessage, newurl: str
@@ -174,7 +169,7 @@ def _folder_for_replies(name: str) -> Path:
 
 
 def _beginning(error: HTTPError) -> str:
-    """Return the first characters of what an endpoint has said with an error, on one line."""
+    """Return the first characters of an endpoint's error text, on one line."""
     try:
         said = error.read(_LARGEST_REPLY).decode("utf-8", "replace")
     except (OSError, HTTPException):

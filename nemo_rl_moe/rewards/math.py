@@ -20,8 +20,8 @@ from nemo_rl_moe.rewards.final_answers import (
 )
 from nemo_rl_moe.rewards.interface import Score, ScoringItem
 
-# What shows the library where mathematics begins. Data sets hold bare answers without it, such as \frac{1}{2}, and in
-# these an escaped sign is one of money, and \\[2pt] a line of a matrix.
+# Marks by which the library finds mathematics. Answers of data sets often lack them, such as \frac{1}{2}. There an
+# escaped dollar is money, and \\[2pt] a line of a matrix.
 _LATEX_MARK = re.compile(r"(?:^|[^\\])(?:\\\\)*(?:\$|\\\(|\\\[)|\\boxed")
 ANSWERS_KEPT = 1024
 
@@ -29,9 +29,9 @@ ANSWERS_KEPT = 1024
 class MathReward:
     r"""Comparison of the last answer in a response, such as `\boxed{\frac{1}{2}}`, `$0.5$` or `1/2`, with the record's.
 
-    The reward is 1 for the same value and 0 otherwise; a response without mathematics is wrong. Of several boxes the
-    last counts, with boxes before it that only a comma, "and" or "or" separates from it. Where the answer is the letter
-    of a choice, "The answer is B." states it too. Words are compared as texts, whatever their case.
+    The reward is 1 for the same value and 0 otherwise. A response without mathematics is wrong. Of several boxes the
+    last counts, together with boxes that only a comma, "and" or "or" separates from it. If the answer is the letter of
+    a choice, "The answer is B." counts too. Words are compared as texts without their case.
     """
 
     def __init__(self) -> None:
@@ -41,17 +41,13 @@ class MathReward:
             raise ConfigurationError(
                 f"env.reward.kind: math cannot be imported ({error}); pip install math-verify"
             ) from error
-        # Its own time limits are whole seconds and use the one alarm that ours needs; it warns that they are off.
+        # Its time limits are off, because they use the alarm that ours needs. It would warn about that.
         logging.getLogger("math_verify").setLevel(logging.ERROR)
         self._library = math_verify
         self._parse_answer = lru_cache(maxsize=ANSWERS_KEPT)(self._parse_answer_anew)
 
     def score(self, item: ScoringItem) -> Score:
-        """Score a response.
-
-        Raises:
-            ValueError: The record's answer is null, or no mathematics.
-        """
+        """Score a response. Raises ValueError if the record's answer is null or no mathematics."""
         gold = gold_answer(item)
         if (choice := choice_in(gold)) is not None and (stated := stated_choice(item.response)) is not None:
             return Score(float(choice == stated), choice == stated)

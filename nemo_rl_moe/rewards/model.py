@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards of an environment that leaves them to the reward model."""
+"""Rewards of an environment with a reward model."""
 
 from collections.abc import Sequence
 
@@ -8,8 +8,7 @@ from nemo_rl_moe.rewards.interface import Score, ScoringItem
 
 
 class LeftToTheModel:
-    """Reward 0 for each response, to which the reward model's score is added; none counts as right."""
+    """Reward 0 for each response, to which the reward model's score is added later. No response counts as right."""
 
     def score(self, items: Sequence[ScoringItem]) -> list[Score]:
-        """Score many responses."""
         return [Score(0.0, is_correct=False) for _ in items]

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The tasks of the reasoning-gym library: scored by their own verifiers, and a source of prompts."""
+"""Tasks of the reasoning-gym library: scores by their verifiers, and sampled prompts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -14,18 +14,18 @@ from nemo_rl_moe.rewards.interface import Score, ScoringItem
 FULL_SCORE = 1.0
 
 SEED_STRIDE = 10_000_000
-"""The library draws item i of a set from the set's seed + i, so that sets of neighbouring seeds are nearly the same.
-Here the seeds of two sets lie so far apart that no item of one has the seed of an item of the other."""
+"""Distance between the seeds of two sets. The library samples item i of a set from the set's seed + i, so that sets
+with neighbouring seeds would have nearly the same items."""
 DRAWS_PER_ITEM = 4
 SPARE_DRAWS = 100
 FROM_DATA_SECTION = {"seed": "data.*.seed", "size": "data.*.num_items"}
 
 
 class ReasoningGymReward:
-    """Score a response with its task's verifier.
+    """Score of the task's verifier.
 
-    The record needs `answer` and `metadata` as the task made them. A verifier gives part of a score for, say, a text
-    that merely contains the answer; only a full score is right.
+    The record needs the task's `answer` and `metadata`. A verifier may give a partial score, such as for a text that
+    merely contains the answer. Only a full score is right.
     """
 
     def __init__(self, config: ReasoningGymConfig):
@@ -33,7 +33,6 @@ class ReasoningGymReward:
         self._partial_credit = config.partial_credit
 
     def score(self, item: ScoringItem) -> Score:
-        """Score a response, without the blank space around it."""
         entry = {
             "question": item.record.get("question", item.prompt),
             "answer": item.record["answer"],
@@ -46,11 +45,11 @@ class ReasoningGymReward:
 
 @dataclass(frozen=True)
 class SampledItems:
-    """Items that a task has made.
+    """Sampled items of a task.
 
     Attributes:
-        items: Each with its number in the order of drawing; no two ask the same question.
-        num_repeated: Items left out because their question was a repetition.
+        items: Items with different questions, each with its number in the order of sampling.
+        num_repeated: Items dropped because their question was a repetition.
     """
 
     items: tuple[tuple[int, Mapping[str, Any]], ...]
@@ -58,10 +57,9 @@ class SampledItems:
 
 
 def draw_items(config: ReasoningGymConfig, num_items: int, seed: int) -> SampledItems:
-    """Draw items with different questions; fewer than asked for where the task runs out of new ones.
+    """Sample items with different questions, fewer than `num_items` if the task runs out of new questions.
 
-    Args:
-        seed: Items of one seed are others than those of any other seed, but for chance.
+    Items of different seeds differ, except by chance.
     """
     most = DRAWS_PER_ITEM * num_items + SPARE_DRAWS
     task = make_task(config, seed=SEED_STRIDE * seed, size=most)
@@ -70,7 +68,7 @@ def draw_items(config: ReasoningGymConfig, num_items: int, seed: int) -> Sampled
     for index in range(most):
         try:
             item = task[index]
-        except Exception as error:  # whatever the task raises
+        except Exception as error:  # a task may raise any error
             raise ConfigurationError(
                 f"env.reward: {config.task} cannot make item {index} of seed {seed}: {one_line(error)}"
             ) from error
@@ -99,7 +97,7 @@ def make_task(config: ReasoningGymConfig, seed: int = 0, size: int = 1) -> Any:
         raise ConfigurationError(problems)
     try:
         return reasoning_gym.create_dataset(config.task, **config.parameters, seed=seed, size=size)
-    except Exception as error:  # assertions, and whatever else a task raises
+    except Exception as error:  # assertions and any other errors of a task
         raise ConfigurationError(f"env.reward.parameters: {config.task} refuses them: {one_line(error)}") from error
 
 

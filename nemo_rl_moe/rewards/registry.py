@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Registry of reward functions, and the part of a response that is scored, the same for all of them."""
+"""Construction of reward functions, and the part of a response that they score."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,14 +26,13 @@ from nemo_rl_moe.rewards.user_callable import CallableReward
 
 
 class AnswerReward:
-    """Reward function that passes only the answer of a response on to another one.
+    """Passes only the answer of a response to a reward function.
 
     Args:
-        answer_after: The answer is the text after the last of these, or the whole response without it; None: always the
-            whole response.
-        score_truncated: Score responses that were truncated at the length limit; otherwise they are wrong, with reward
+        answer_after: See `answer_in`.
+        score_truncated: Score responses that were truncated at the length limit. Otherwise they are wrong, with reward
             0.
-        reward_names: Names of its rewards, where it gives several.
+        reward_names: Names of the function's rewards, if it returns several.
     """
 
     def __init__(
@@ -49,19 +48,18 @@ class AnswerReward:
         self._score_truncated = score_truncated
 
     def score(self, item: ScoringItem) -> Score:
-        """Score the answer in a response."""
         if item.is_truncated and not self._score_truncated:
             return Score.named(dict.fromkeys(self._reward_names, 0.0), is_correct=False)
         return self._reward_function.score(replace(item, response=answer_in(item.response, self._answer_after)))
 
 
 def answer_in(response: str, answer_after: str | None) -> str:
-    """Return the text after the last `answer_after`; the whole response where it is missing or None."""
+    """Return the text after the last `answer_after`, or the entire response if that is missing or None."""
     return response if answer_after is None else response.rpartition(answer_after)[2]
 
 
 def make_reward_function(reward: WorkerRewardConfig, env: EnvironmentConfig) -> RewardFunction:
-    """Make the reward function that a checked configuration describes."""
+    """Make the reward function of a checked configuration."""
     names = tuple(env.reward_weights or ()) if reward.may_name_rewards else ()
     return AnswerReward(_made(reward), reward.answer_after, env.score_truncated, names)
 
@@ -84,7 +82,6 @@ def _made(reward: WorkerRewardConfig) -> RewardFunction:
 
 
 def _custom(config: CustomRewardConfig) -> RewardFunction:
-    """Return the object that a class or a function of the user's makes of its parameters."""
     names = [str(name) for name in config.parameters]
     takes = (
         f"env.reward.parameters ({', '.join(names)})"

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A Python function of the user's own as reward function."""
+"""A Python function of the user as reward function."""
 
 import math
 from collections.abc import Mapping
@@ -20,12 +20,11 @@ FULL_REWARD = 1.0
 
 
 class CallableReward:
-    """Score a response with a function of a `ScoringItem`.
+    """Score of a user's function of a `ScoringItem`.
 
-    The function returns a reward, a number; a response is then right when its reward is 1 or more. Or it returns
-    several rewards by name, a dict, of which the first says so in the same way. Or it returns a pair of either and a
-    bool that says whether the response is right. The score must depend on the item alone: which worker gets a response,
-    and in which order, is not defined.
+    The function returns a number, or a dict of several rewards by name. The response is right if this number, or the
+    first of the rewards, is at least 1. Or the function returns a pair of either and a bool for right or wrong. The
+    score must depend on the item alone, because the worker and the order of responses are undefined.
     """
 
     def __init__(self, config: CallableConfig):
@@ -37,30 +36,29 @@ class CallableReward:
             )
 
     def score(self, item: ScoringItem) -> Score:
-        """Score a response.
-
-        Raises:
-            TypeError: The function returned something else.
-        """
         return as_score(KEY, self._function(item))
 
 
 def as_score(key: str, result: object) -> Score:
-    """Return what a function of the user's has returned as a score.
+    """Convert the result of a user's function to a score.
 
     Args:
-        key: That names the function, for the error message.
+        key: Key of the function in the configuration, for the error message.
         result: A number, or a dict of numbers by name, or a pair of either and a bool.
+
+    Raises:
+        TypeError: The result is something else.
     """
-    is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], bool | np.bool_)
-    reward: Any = result[0] if isinstance(result, tuple) and is_pair else result
-    says = bool(result[1]) if isinstance(result, tuple) and is_pair else None
+    reward: Any = result
+    is_correct: bool | None = None
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], bool | np.bool_):
+        reward, is_correct = result[0], bool(result[1])
     if _is_number(reward):
-        return Score(_as_float(reward), bool(reward >= FULL_REWARD) if says is None else says)
+        return Score(_as_float(reward), bool(reward >= FULL_REWARD) if is_correct is None else is_correct)
     if _are_rewards(reward):
         first = next(iter(reward.values()))
         rewards = {name: _as_float(value) for name, value in reward.items()}
-        return Score.named(rewards, is_correct=bool(first >= FULL_REWARD) if says is None else says)
+        return Score.named(rewards, is_correct=bool(first >= FULL_REWARD) if is_correct is None else is_correct)
     raise TypeError(
         f"{key} returned {described(result)}, expected a number, or a dict of numbers by name, or a pair of either"
         " and a bool"
@@ -72,7 +70,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _as_float(value: Any) -> float:
-    """Return a number as float; one too large for any is infinite, which `checked_score` refuses by its name."""
+    """Convert a number to float. A number that is too large becomes infinite, which `checked_score` refuses."""
     try:
         return float(value)
     except OverflowError:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Environments of the verifiers library: loaded by their names, and a source of prompts."""
+"""Environments of the verifiers library, and their data."""
 
 import importlib.metadata
 import json
@@ -22,11 +22,11 @@ from nemo_rl_moe.errors import ConfigurationError
 _KEY = "env.driver.id"
 _INSTALL = "pip install 'nemo-rl-moe[verifiers]'"
 _OWN_LEVEL = "VF_LOG_LEVEL"
-"""Variable by which users of the library choose what it logs."""
+"""Variable of the library's log level."""
 
 
 def load_verifiers(driver: VerifiersConfig) -> Any:
-    """Return an environment of the library; the same for the same name and arguments."""
+    """Load an environment of the library, cached by name and arguments."""
     return _loaded(driver.id, json.dumps(driver.arguments, sort_keys=True, default=str))
 
 
@@ -39,7 +39,7 @@ def _loaded(name: str, text: str) -> Any:
     try:
         with _signals_kept(), _quiet():
             environment = library.load_environment(name, **arguments)
-    except Exception as error:  # of the environment's own code, in the library's words
+    except Exception as error:  # the library wraps errors of the environment's code
         cause = error.__cause__ or error
         if isinstance(cause, ModuleNotFoundError) and cause.name == module:
             raise ConfigurationError(unknown(name, "load_environment")) from error
@@ -60,12 +60,12 @@ def _loaded(name: str, text: str) -> Any:
 
 
 def verifiers_rows(driver: VerifiersConfig, *, trains: bool, num_items: int | None, seed: int) -> list[Any]:
-    """Return rows of the environment's own data, each with `prompt`.
+    """Return rows of the environment's data, each with `prompt`.
 
     Args:
-        trains: Those to train on, not those to evaluate with.
-        num_items: Most of them; None: all.
-        seed: Of their order.
+        trains: Return the rows to train on instead of the rows to evaluate with.
+        num_items: Largest number of rows, or None for all.
+        seed: Seed of their order.
     """
     environment = load_verifiers(driver)
     get = environment.get_dataset if trains else environment.get_eval_dataset
@@ -80,59 +80,54 @@ def verifiers_rows(driver: VerifiersConfig, *, trains: bool, num_items: int | No
 
 
 def _library() -> Any:
-    """Import the library."""
     try:
         import verifiers
     except ImportError as error:
         raise ConfigurationError(f"env.driver.kind: verifiers cannot be imported ({error}); {_INSTALL}") from error
     try:
         with _signals_kept():
-            _ = verifiers.load_environment  # imports most of it
+            _ = verifiers.load_environment  # imports most of the library
     except (AttributeError, ImportError) as error:
         raise ConfigurationError(
             f"env.driver.kind: verifiers {importlib.metadata.version('verifiers')} has no load_environment ({error}),"
             f" expected a release from 0.2 up to below 0.4; {_INSTALL}; tasksets of later ones are of kind verifiers_v1"
         ) from error
     if _OWN_LEVEL not in os.environ:
-        logging.getLogger("verifiers").setLevel(logging.CRITICAL)  # failed rollouts are reported and counted here
+        logging.getLogger("verifiers").setLevel(logging.CRITICAL)  # this package reports and counts failed rollouts
     return verifiers
 
 
 def unknown(name: str, mark: str) -> str:
-    """Return what to say of an environment that is not there.
+    """Return the error for an environment that does not exist.
 
     Args:
-        mark: Word in each module that has one.
+        mark: Word in each module with an environment.
     """
-    module, installed = module_of(name), _installed()
-    beside = [path.stem for path in Path.cwd().glob("*.py") if mark in path.read_text(errors="replace")]
-    known = sorted({*installed, *beside})
-    there = ", ".join(known) or "none"
+    local = {path.stem for path in Path.cwd().glob("*.py") if mark in path.read_text(errors="replace")}
+    known = sorted(_installed() | local)
     return (
-        f"{_KEY}: got {name!r}, but there is no module {module}, neither installed nor in the working folder; there"
-        f" are: {there}{did_you_mean(nearest(name, known))}"
+        f"{_KEY}: got {name!r}, but there is no module {module_of(name)}, neither installed nor in the working folder;"
+        f" there are: {', '.join(known) or 'none'}{did_you_mean(nearest(name, known))}"
     )
 
 
-def _installed() -> list[str]:
-    """Return the installed packages that are made for the library."""
-    return sorted(
-        {
-            distribution.metadata["Name"]
-            for distribution in importlib.metadata.distributions()
-            if any(each.lower().startswith("verifiers") for each in distribution.requires or ())
-            and not distribution.metadata["Name"].startswith(("nemo-rl-moe", "verifiers", "prime"))
-        }
-    )
+def _installed() -> set[str]:
+    """Return the installed packages that need the library."""
+    return {
+        distribution.metadata["Name"]
+        for distribution in importlib.metadata.distributions()
+        if any(each.lower().startswith("verifiers") for each in distribution.requires or ())
+        and not distribution.metadata["Name"].startswith(("nemo-rl-moe", "verifiers", "prime"))
+    }
 
 
 def module_of(name: str) -> str:
-    """Return the module of an environment, which is installed or in the working folder."""
+    """Return the module of an environment."""
     return name.replace("-", "_").split("/")[-1]
 
 
 def search_working_folder() -> None:
-    """Find modules in the folder that the command is started in, which a program that pip has installed does not."""
+    """Add the working folder to the module path, which lacks it if pip has installed the command."""
     working_folder = str(Path.cwd())
     if working_folder not in sys.path and "" not in sys.path:
         sys.path.append(working_folder)
@@ -140,7 +135,7 @@ def search_working_folder() -> None:
 
 @contextmanager
 def _signals_kept() -> Iterator[None]:
-    """Keep the run's handlers of signals: the library's environments install their own, which end the process."""
+    """Keep the run's signal handlers, because the library's environments install handlers that end the process."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
@@ -151,7 +146,7 @@ def _signals_kept() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep what the library logs while it works from the console: errors are raised as well."""
+    """Suppress the library's logs, which only repeat raised errors."""
     logger = logging.getLogger("verifiers")
     level = logger.level
     if _OWN_LEVEL not in os.environ:

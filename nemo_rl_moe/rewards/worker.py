@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The reward worker: a process that scores its share of a batch, each response within its time limit."""
+"""The reward worker: a process that scores its share of a batch, with a time limit per response."""
 
 import faulthandler
 from collections.abc import Sequence
@@ -13,27 +13,27 @@ from nemo_rl_moe.rewards.interface import Fault, RewardFunction, Score, ScoringI
 from nemo_rl_moe.rewards.registry import make_reward_function
 
 INTERRUPTION_S = 1.0
-"""Seconds after the alarm at which the process of a reward function that has not stopped is ended."""
+"""Seconds between the alarm and the end of the process if a reward function has not stopped."""
 _STDERR = 2
 
 
 class RewardWorker:  # pragma: no cover  (runs in other processes)
-    """A reward function and the loop over the responses of a call."""
+    """A reward function, with the loop over responses."""
 
     def __init__(self, rank: int, world_size: int, *, reward: WorkerRewardConfig, env: EnvironmentConfig):
         self._reward_function = make_reward_function(reward, env)
         self._timeout_s = reward.timeout_s
 
     def score(self, items: Sequence[ScoringItem]) -> list[Score]:
-        """Score each response, in their order.
+        """Score each response, in order.
 
-        Code that no alarm interrupts, such as a loop in C or a library that uses the alarm for itself, costs this
-        process its life, which the driver sees; where it was is in Ray's log of the worker.
+        Code that no alarm interrupts, such as a loop in C or a library that uses the alarm itself, ends this process,
+        and the driver replaces it. Its traceback is in Ray's log of the worker.
         """
         scores = []
         try:
             for item in items:
-                # Kept by a thread that needs no interpreter.
+                # A thread of faulthandler ends the process, without the interpreter.
                 faulthandler.dump_traceback_later(self._timeout_s + INTERRUPTION_S, exit=True, file=_STDERR)
                 scores.append(score_within(self._timeout_s, self._reward_function, item))
         finally:
@@ -42,21 +42,17 @@ class RewardWorker:  # pragma: no cover  (runs in other processes)
 
 
 def score_within(limit_s: float, reward_function: RewardFunction, item: ScoringItem) -> Score:
-    """Score a response, or give reward 0 with the fault; only on a process's main thread.
+    """Score a response, or return reward 0 with the fault if it fails. Only works on a process's main thread.
 
     Args:
         limit_s: Seconds that the reward function may take. Code that never returns to the interpreter is not
             interrupted.
-
-    Returns:
-        The reward function's score, or reward 0 with the fault: it raised or took too long.
     """
     try:
         with interrupted_after(limit_s):
-            score = _score_or_error(reward_function, item)
+            return _score_or_error(reward_function, item)
     except TimeIsUp:
         return Score(0.0, is_correct=False, fault=Fault.TIMEOUT, message=f"took longer than {limit_s:g} s")
-    return score
 
 
 def _score_or_error(reward_function: RewardFunction, item: ScoringItem) -> Score:
@@ -64,5 +60,5 @@ def _score_or_error(reward_function: RewardFunction, item: ScoringItem) -> Score
         return reward_function.score(item)
     except TimeIsUp:
         raise
-    except BaseException as error:  # SystemExit too: it would end the worker
+    except BaseException as error:  # also SystemExit, which would end the worker
         return Score(0.0, is_correct=False, fault=Fault.ERROR, message=error_in_user_code(error))

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Reward workers: processes that score many responses, and survive the loss of one of them."""
+"""Pool of reward workers, which are replaced if they die."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -19,16 +19,13 @@ Indices = tuple[int, ...]
 
 
 class RewardWorkers:
-    """Processes that score responses; a context manager. Ray must be running.
+    """Context manager of processes that score responses. Ray must be running.
 
-    A batch is one call to each worker, which reports responses that raise or exceed their time limit. Where a response
+    A batch is one call to each worker, which reports responses that raise or exceed their time limit. If a response
     ends its worker (a segmentation fault, `os._exit`, memory) or blocks it outside of the interpreter, the worker is
-    replaced, and its responses are scored again one by one: each is scored twice at most.
+    replaced, and its responses are scored again one by one, each at most twice.
 
-    Scores do not depend on how responses are shared among workers, unless the reward function keeps state.
-
-    Args:
-        reward: Its workers take no place from the policy workers.
+    Scores do not depend on the distribution of responses over workers, unless the reward function keeps state.
     """
 
     def __init__(self, reward: WorkerRewardConfig, env: EnvironmentConfig):
@@ -42,7 +39,7 @@ class RewardWorkers:
         self.shutdown()
 
     def score(self, items: Sequence[ScoringItem]) -> list[Score]:
-        """Score each response, in their order; where scoring failed, reward 0 with the fault. Several threads may."""
+        """Score each response, in order. A failure gives reward 0 with the fault. Several threads may call this."""
         try:
             return self._score(items)
         except CancelledError:
@@ -52,7 +49,7 @@ class RewardWorkers:
             raise
 
     def shutdown(self) -> None:
-        """Stop all workers, and so what another thread scores. Does nothing the second time."""
+        """Stop all workers, including calls of other threads. Does nothing the second time."""
         self._pool.shutdown()
 
     def _score(self, items: Sequence[ScoringItem]) -> list[Score]:
@@ -75,7 +72,7 @@ class RewardWorkers:
         return self._pool.submit(limit_s, RewardWorker.score, [items[index] for index in share])
 
     def _checked(self, score: Score) -> Score:
-        # Reward functions of this project give one number, also within a rollout that gives several.
+        # Built-in reward functions return one number, even if trajectories have several rewards.
         return checked_score(score, self._env.reward_weights if self._config.may_name_rewards else None)
 
     def _fault(self, lost: Lost) -> Score:
@@ -88,6 +85,6 @@ class RewardWorkers:
 
 
 def _shares(num_items: int, num_workers: int) -> list[Indices]:
-    """Return an equal share for each worker; the responses to one prompt go to different ones."""
+    """Divide the responses equally. Neighbours, such as the responses to one prompt, go to different workers."""
     shares = (tuple(range(worker, num_items, num_workers)) for worker in range(num_workers))
     return [share for share in shares if share]

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters of tools, and the check of what a model gives for them."""
+"""Parameters of tools, and the check of a model's arguments."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from nemo_rl_moe.config.suggestions import did_you_mean, nearest, shortened
 
 
 class ArgumentError(ValueError):
-    """Arguments with which a tool cannot be called; the message tells the model how."""
+    """A tool cannot be called with these arguments. The message is for the model."""
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,9 @@ class Parameter:
     """A parameter of a tool.
 
     Attributes:
-        kind: Its type in the words of JSON, such as `integer`.
-        type: Of its annotation; converts where that loses nothing, such as "3" to 3.
-        default: As JSON; None: the model has to give it.
+        kind: Name of its JSON type, such as `integer`.
+        type: Validator of its annotation, which also converts if nothing is lost, such as "3" to 3.
+        default: As JSON. None if the parameter is required.
     """
 
     name: str
@@ -33,18 +33,15 @@ class Parameter:
 
     @property
     def usage(self) -> str:
-        """Return name, type and default, such as `num_results: integer = 3`."""
+        """Name, type and default, such as `num_results: integer = 3`."""
         return f"{self.name}: {self.kind}" + ("" if self.default is None else f" = {self.default}")
 
 
 def checked_arguments(arguments: Mapping[str, object], parameters: Sequence[Parameter], usage: str) -> dict[str, Any]:
-    """Check named arguments, and convert them to the types of the parameters.
-
-    Args:
-        usage: How the tool is called, for messages.
+    """Check named arguments, and convert them to the types of the parameters. Messages quote the tool's `usage`.
 
     Raises:
-        ArgumentError: One is missing, unknown or of another type.
+        ArgumentError: An argument is missing, unknown or of another type.
     """
     names = [parameter.name for parameter in parameters]
     for name in arguments:
@@ -67,7 +64,7 @@ _ANY = "any value"
 def kind_in_words(schema: object) -> str:
     """Return the type of a JSON schema in words, such as `array of integer or null`.
 
-    Schemas come from servers of strangers: whatever is no schema, as `true` legally is, is any value.
+    Schemas come from untrusted servers. Anything else than an object, such as the valid schema `true`, is any value.
     """
     if not isinstance(schema, Mapping):
         return _ANY

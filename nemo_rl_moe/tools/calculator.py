@@ -9,7 +9,7 @@ from fractions import Fraction
 
 MOST_CHARACTERS = 1_000
 MOST_DIGITS = 300
-"""Digits of a number's numerator or denominator."""
+"""Digits of a numerator or denominator."""
 SIGNIFICANT_DIGITS = 12
 """Digits of a result that is no integer."""
 
@@ -26,7 +26,7 @@ _EXPECTED = "expected numbers with + - * / // % ** and parentheses, such as (12 
 
 
 class _ExpressionError(ValueError):
-    """An expression without a value; the message tells the model why."""
+    """An expression without a value. The message is for the model."""
 
 
 def calculator(expression: str) -> str:
@@ -36,21 +36,22 @@ def calculator(expression: str) -> str:
         expression: Numbers with + - * / // % ** and parentheses, such as (12 + 7) * 3.
     """
     try:
-        return _as_text(_value_of_text(expression))
+        value = _value_of_text(expression)
     except _ExpressionError as error:
         return f"error: {error}"
+    return str(value.numerator) if value.denominator == 1 else f"{float(value):.{SIGNIFICANT_DIGITS}g}"
 
 
 def _value_of_text(expression: str) -> Fraction:
     if len(expression) > MOST_CHARACTERS:
         raise _ExpressionError(f"the expression has {len(expression):,} characters, at most {MOST_CHARACTERS:,}")
+    expression = expression.strip()
     try:
-        tree = ast.parse(expression.strip(), mode="eval")
-        return _value(tree.body, expression.strip())
+        return _value(ast.parse(expression, mode="eval").body, expression)
+    except _ExpressionError:
+        raise
     except (SyntaxError, RecursionError, MemoryError, ValueError) as error:
-        if isinstance(error, _ExpressionError):
-            raise
-        raise _ExpressionError(f"cannot read {expression.strip()!r}; {_EXPECTED}") from error
+        raise _ExpressionError(f"cannot read {expression!r}; {_EXPECTED}") from error
 
 
 def _value(node: ast.expr, expression: str) -> Fraction:
@@ -71,7 +72,7 @@ def _value(node: ast.expr, expression: str) -> Fraction:
 
 
 def _number(rounded: int | float, text: str) -> Fraction:
-    """Return a number exactly as it is written: 0.1 is a tenth."""
+    """Return a number with its exact decimal value: 0.1 is a tenth."""
     if isinstance(rounded, float) and not (rounded == 0 or 1e-300 < rounded < 1e300):
         raise _ExpressionError(f"the number {text} is out of range")
     if rounded == 0:
@@ -94,9 +95,3 @@ def _limited(value: Fraction) -> Fraction:
     if max(abs(value.numerator), value.denominator) >= 10**MOST_DIGITS:
         raise _ExpressionError(f"the result has more than {MOST_DIGITS} digits")
     return value
-
-
-def _as_text(value: Fraction) -> str:
-    if value.denominator == 1:
-        return str(value.numerator)
-    return f"{float(value):.{SIGNIFICANT_DIGITS}g}"

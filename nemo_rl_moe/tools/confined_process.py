@@ -1,12 +1,12 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Becomes a Python program that can write to its own folder alone, without network, with limits. Run as a script:
+"""Script that becomes a Python program which can only write to its folder, without network, with limits.
 
     python confined_process.py CPU_SECONDS MEGABYTES PROGRAM.py
 
-The program stands alone in its folder, which is replaced by one in memory. With `unconfined` behind these arguments
-there are limits of processor time, memory and sizes of files alone. It imports nothing of this package, so that it
-starts at once.
+The program is the only file of its folder, which is replaced by a folder in memory. With `unconfined` after these
+arguments only processor time, memory and file sizes are limited. The script imports nothing of this package, so that it
+starts fast.
 """
 
 import ctypes
@@ -21,8 +21,8 @@ import sys
 from pathlib import Path
 
 NEW_NAMESPACES = 0x10000000 | 0x20000000 | 0x40000000 | 0x00020000 | 0x08000000
-"""CLONE_NEWUSER, which the others need; CLONE_NEWPID: what the program starts ends with it; CLONE_NEWNET: no network;
-CLONE_NEWNS: its own view of the files; CLONE_NEWIPC: no shared memory of others."""
+"""CLONE_NEWUSER, which the others need. CLONE_NEWPID: child processes end with the program. CLONE_NEWNET: no network.
+CLONE_NEWNS: its own view of the files. CLONE_NEWIPC: no shared memory of others."""
 MOST_FILE_BYTES = 1 << 20
 MOST_FOLDER_BYTES = 32 << 20
 MOST_FILES = 4096
@@ -30,7 +30,7 @@ MOST_OPEN_FILES = 256
 MOST_TASKS = 64
 """Processes and threads."""
 OLDEST_KERNEL = (5, 14)
-"""The first that counts the processes of a user namespace by themselves."""
+"""The first release that counts the processes of a user namespace separately."""
 UNCONFINED = "unconfined"
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _NOBODY, _OWN_ID = 65534, 1000
@@ -41,7 +41,7 @@ _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_REMOUNT, _MS_BIND, _MS_MOVE, _MS_REC, _MS
 )
 _AT_FDCWD, _AT_RECURSIVE, _MOUNT_ATTR_RDONLY, _NR_MOUNT_SETATTR = -100, 0x8000, 0x1, 442
 _NR_IO_URING_SETUP = 425
-# Numbers of the calls `socket`, `socketpair`, `memfd_create` and `shmget`, and the name of the instruction set.
+# Numbers of the system calls `socket`, `socketpair`, `memfd_create` and `shmget`, and the audit code of the machine.
 _MACHINES = {"x86_64": (41, 53, 319, 29, 0xC000003E), "aarch64": (198, 199, 279, 194, 0xC00000B7)}
 _X32_BIT = 0x40000000
 _LOAD, _EQUAL, _AT_LEAST, _AND, _RETURN = 0x20, 0x15, 0x35, 0x54, 0x06
@@ -50,12 +50,12 @@ _ALLOW, _FAIL, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 
 
 def run_confined(cpu_seconds: int, megabytes: int, program: str, *, unconfined: bool) -> None:
-    """Set limits, give up network and files, and become the program in a grandchild; the parents wait for its end."""
+    """Set limits, give up network and files, and become the program in a grandchild. The parents wait for its end."""
     libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # its parent may be ended while the program runs
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # the parent may be killed while the program runs
     if not unconfined:
         _enter_namespaces(libc, program)
-    # The first child is process 1 of the new namespace: when it ends, whatever is left there is killed.
+    # The first child is process 1 of the new namespace. When it ends, the kernel kills all others there.
     for _ in range(2):
         if child := os.fork():
             _, status = os.waitpid(child, 0)
@@ -68,7 +68,7 @@ def run_confined(cpu_seconds: int, megabytes: int, program: str, *, unconfined: 
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_NOFILE, MOST_OPEN_FILES),
     ]
-    # Outside of a namespace this would count all processes of the user.
+    # Without a namespace, RLIMIT_NPROC would count all processes of the user.
     for limit, value in [*limits, *([] if unconfined else [(resource.RLIMIT_NPROC, MOST_TASKS)])]:
         resource.setrlimit(limit, (value, value))
     if not unconfined:
@@ -80,11 +80,11 @@ def _enter_namespaces(libc: ctypes.CDLL, program: str) -> None:
     if tuple(map(int, platform.release().split(".")[:2])) < OLDEST_KERNEL:
         raise OSError(errno.ENOSYS, "Linux is older than 5.14: the number of processes cannot be limited")
     if os.getuid() == 0:
-        # The number of root's processes has no limit. The program keeps root's sight of files, without its rights.
+        # The number of root's processes has no limit. The program can read root's files, without its other rights.
         os.setresuid(_NOBODY, 0, 0)
     user, group = os.geteuid(), os.getegid()
     _require(libc.unshare(NEW_NAMESPACES), "cannot give up the network")
-    # Files in memory need an owner that the namespace knows; it is not its root, so that the program has no rights.
+    # Files in memory need an owner in the namespace. It is not root there, so that the program has no rights.
     for name, line in (
         ("setgroups", "deny"),
         ("uid_map", f"{_OWN_ID} {user} 1"),
@@ -93,12 +93,12 @@ def _enter_namespaces(libc: ctypes.CDLL, program: str) -> None:
         Path(f"/proc/self/{name}").write_text(line, "ascii")
     _mount(libc, None, "/", None, _MS_REC | _MS_PRIVATE, "cannot leave the mounts of the machine")
     _hide_files(libc, program)
-    # In /proc lie the environments of other processes, with the secrets of the run.
+    # /proc contains the environments of other processes, with the secrets of the run.
     _mount(libc, "tmpfs", "/proc", "tmpfs", _MS_RDONLY, "cannot hide the other processes")
 
 
 def _hide_files(libc: ctypes.CDLL, program: str) -> None:
-    """Make all files read-only but those of the program's folder, which are in memory, and leave harmless devices."""
+    """Make all files read-only except for the program's folder in memory, and hide devices except for harmless ones."""
     path = Path(program)
     folder, own_devices, text = path.parent, path.parent / "dev", path.read_bytes()
     # struct mount_attr: flags to set, flags to clear, propagation, user namespace.
@@ -122,9 +122,9 @@ def _hide_files(libc: ctypes.CDLL, program: str) -> None:
 
 
 def _refuse_sockets_of_the_machine(libc: ctypes.CDLL) -> None:
-    """Let calls fail that make sockets of other families than IP, or memory that no limit counts."""
-    # Servers of the machine listen at sockets in the file system; datagrams reach them from a pair of sockets too, so
-    # that pairs of streams alone stay.
+    """Refuse sockets of other families than IP, and memory that no limit counts."""
+    # Servers of the machine listen at sockets in the file system. Datagrams reach them even from a socket pair, so only
+    # pairs of streams are allowed.
     machine = platform.machine()
     if machine not in _MACHINES or sys.byteorder != "little":
         raise OSError(errno.ENOSYS, f"cannot refuse sockets on {machine}")

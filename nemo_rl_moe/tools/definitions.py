@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Tools of a run: typed Python functions, and their definitions as chat templates take them."""
+"""Tools of a run: typed Python functions, and their definitions for chat templates."""
 
 import inspect
 import json
@@ -28,11 +28,11 @@ class Tool:
     """A function that the model may call.
 
     Attributes:
-        name: Of the function, by which the model calls it.
-        function: Called with named arguments, those of the model and those of the run.
+        name: Name of the function, which the model calls.
+        function: Called with named arguments from the model and from the run.
         definition: In the standard form, for the chat template.
-        parameters: What the model gives, in their order.
-        settings: What the run gives: keyword-only parameters, hidden from the model.
+        parameters: The model's parameters, in order.
+        settings: The run's values of keyword-only parameters, which the model does not see.
     """
 
     name: str
@@ -43,21 +43,16 @@ class Tool:
 
     @property
     def usage(self) -> str:
-        """Return how it is called, such as `search(query: string, num_results: integer = 3)`."""
+        """Signature of the tool, such as `search(query: string, num_results: integer = 3)`."""
         return f"{self.name}({', '.join(parameter.usage for parameter in self.parameters)})"
 
 
 Tools = Mapping[str, Tool]
-"""Tools of a run by their names. What the model writes is only looked up here."""
+"""Tools of a run by name. A name that the model writes is only looked up here."""
 
 
 def load_tools(references: Sequence[str], settings: Mapping[str, Mapping[str, object]]) -> Tools:
-    """Import the tools that a configuration names.
-
-    Args:
-        references: Names of ready tools, or `package.module:function`.
-        settings: Values of keyword-only parameters by the name of the tool.
-    """
+    """Import tools by name or as `package.module:function`, with the values of their keyword-only parameters."""
     tools: dict[str, Tool] = {}
     for reference in references:
         function = _imported(reference, settings)
@@ -73,7 +68,7 @@ def load_tools(references: Sequence[str], settings: Mapping[str, Mapping[str, ob
 
 
 def with_servers(tools: Tools, found: Sequence[tuple[McpTool, Callable[..., object]]]) -> Tools:
-    """Return tools with those of servers, each with the function that calls it."""
+    """Add the tools of servers, each with the function that calls it."""
     all_tools = dict(tools)
     for tool, function in found:
         if tool.name in all_tools:
@@ -85,7 +80,6 @@ def with_servers(tools: Tools, found: Sequence[tuple[McpTool, Callable[..., obje
 
 
 def _imported(reference: str, settings: Mapping[str, Mapping[str, object]]) -> Callable[..., object]:
-    """Import a function, or find a ready one."""
     if is_custom(reference):
         found = import_attribute(TOOLS_KEY, reference)
         if not inspect.isfunction(found) or inspect.iscoroutinefunction(found) or inspect.isgeneratorfunction(found):
@@ -105,7 +99,6 @@ def _imported(reference: str, settings: Mapping[str, Mapping[str, object]]) -> C
 
 
 def _tool(reference: str, name: str, function: Callable[..., object], settings: Mapping[str, object]) -> Tool:
-    """Return the tool that a function is, with the run's settings."""
     signature, hints = inspect.signature(function), _hints(reference, function)
     shown: list[inspect.Parameter] = []
     hidden: dict[str, inspect.Parameter] = {}
@@ -148,7 +141,7 @@ def _require_types_of_json(reference: str, shown: Sequence[inspect.Parameter], h
 
 
 def _foreign_type(hint: Any) -> Any:
-    """Return a type in an annotation that has no name in JSON; None: there is none."""
+    """Return a type in an annotation that JSON does not have, if there is one."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin is None:
         return None if hint in _PLAIN_TYPES else hint
@@ -168,14 +161,14 @@ def _name(reference: str, function: Callable[..., object]) -> str:
 def _hints(reference: str, function: Callable[..., object]) -> dict[str, Any]:
     try:
         return get_type_hints(function)
-    except Exception as error:  # an annotation may name anything
+    except Exception as error:  # an annotation may raise any error
         raise ConfigurationError(f"{TOOLS_KEY}: {reference}: its types cannot be read: {one_line(error)}") from error
 
 
 def _definition(
     reference: str, function: Callable[..., object], shown: Sequence[inspect.Parameter], hints: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Make the definition for chat templates of what the model sees of a function."""
+    """Make the definition of a function with the parameters that the model sees."""
     from transformers.utils import chat_template_utils as transformers_tools
 
     def view() -> None: ...
@@ -196,7 +189,6 @@ def _definition(
 def _checked_settings(
     name: str, hidden: Mapping[str, inspect.Parameter], hints: Mapping[str, Any], settings: Mapping[str, object]
 ) -> dict[str, object]:
-    """Check the run's values of keyword-only parameters."""
     key = f"{PARAMETERS_KEY}.{name}"
     for each in settings:
         if each not in hidden:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The format of calls that a chat template writes, found by rendering known calls and parsing them."""
+"""Detection of a chat template's format of calls, by rendering a known call and parsing it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from nemo_rl_moe.data.messages import Message
 from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs
 from nemo_rl_moe.data.thinking import THINK_END, THINK_START
 from nemo_rl_moe.data.turn_glue import NoExtension, Rewritten
-from nemo_rl_moe.data.turn_spans import RenderError
+from nemo_rl_moe.data.turn_spans import RenderError, common_start
 from nemo_rl_moe.errors import ConfigurationError, DataError
 from nemo_rl_moe.tools.formats.interface import ToolCall, ToolFormat
 from nemo_rl_moe.tools.formats.registry import TOOL_FORMATS
@@ -41,12 +41,7 @@ _DEFINITION: Mapping[str, Any] = {
 
 
 def format_of(tokenizer: "PreTrainedTokenizerBase", name: str | None, run_wide: TemplateInputs) -> ToolFormat:
-    """Return the format in which a model writes calls.
-
-    Args:
-        name: Of the format; None: the one that the chat template writes.
-        run_wide: The run's names for the chat template.
-    """
+    """Return the format in which a model writes calls, by name or from the chat template."""
     named = None if name is None or name.startswith(PREFIX) else _named(name)
     if not tokenizer.chat_template:
         raise ConfigurationError(_NO_TEMPLATE)
@@ -69,7 +64,7 @@ def format_of(tokenizer: "PreTrainedTokenizerBase", name: str | None, run_wide: 
 
 
 def require_definitions(tokenizer: "PreTrainedTokenizerBase", run_wide: TemplateInputs) -> None:
-    """Check that the chat template shows the model what it may call."""
+    """Check that the chat template shows the model the definitions of its tools."""
     if not tokenizer.chat_template:
         raise ConfigurationError(_NO_TEMPLATE)
     render = text_renderer_for(tokenizer, TemplateInputs(kwargs=run_wide.kwargs))
@@ -86,7 +81,7 @@ def require_definitions(tokenizer: "PreTrainedTokenizerBase", run_wide: Template
 
 
 def calls_line(tokenizer: "PreTrainedTokenizerBase") -> str | None:
-    """Return the format in which a model calls tools as a line for a person; None: its template shows no tools."""
+    """Describe a model's format of tool calls for users, or return None if its template shows no tools."""
     try:
         require_definitions(tokenizer, NO_INPUTS)
     except (ConfigurationError, DataError):
@@ -101,11 +96,7 @@ def calls_line(tokenizer: "PreTrainedTokenizerBase") -> str | None:
 def require_continuable(
     continuation: Continuation, tool_format: ToolFormat, encode: Callable[[str], Sequence[int]], stops: Sequence[int]
 ) -> None:
-    """Check that results can follow a turn of calls, be it in a fresh rendering.
-
-    Args:
-        stops: Tokens that end a turn.
-    """
+    """Check that results can follow a turn of calls, perhaps only in a fresh rendering."""
     written = list(encode(tool_format.example))
     ends = [[]] if written[-1] in stops else [[stop] for stop in stops] or [[]]
     problem: NoExtension | None = None
@@ -147,13 +138,12 @@ def _named(name: str) -> ToolFormat:
 
 
 def _has_its_marks(rendered: str, tool_format: ToolFormat) -> bool:
-    """Check the marks around calls: a format may also read calls within marks of another one."""
+    """Check the marks around calls, because a format may also read calls within another format's marks."""
     mark = tool_format.mark
     return mark in rendered if len(mark) > 1 else rendered.lstrip().startswith(mark)
 
 
 def _rendered_call(render: TextRenderer) -> str:
-    """Return what the chat template writes for a turn of the known call."""
     call = {"id": _CALL_ID, "type": "function", "function": {"name": _KNOWN.name, "arguments": dict(_KNOWN.arguments)}}
     turns: Sequence[Message] = (
         _QUESTION,
@@ -167,8 +157,7 @@ def _rendered_call(render: TextRenderer) -> str:
         raise ConfigurationError(
             f"env.driver: the chat template shows no calls or no results of tools: {error}"
         ) from error
-    # If the generation prompt opens a think block, and perhaps closes it, the turn does not begin with all of it.
+    # The turn may lack a think block that the generation prompt opens.
     if prompt.rstrip().removesuffix(THINK_END).rstrip().endswith(THINK_START):
         prompt = prompt.rpartition(THINK_START)[0]
-    common = next((place for place, (a, b) in enumerate(zip(prompt, whole)) if a != b), len(prompt))  # noqa: B905
-    return whole[common:].partition(_RESULT)[0]
+    return whole.removeprefix(common_start(prompt, whole)).partition(_RESULT)[0]

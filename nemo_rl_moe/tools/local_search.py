@@ -22,7 +22,7 @@ from nemo_rl_moe.data.text_files import read_jsonl
 from nemo_rl_moe.errors import EXIT_BAD_INPUT, DataError, UserError
 
 MOST_WORDS = 50
-"""Words of a query that are looked for."""
+"""Words of a query that are used."""
 MOST_RESULTS = 10
 PASSAGE_CHARACTERS = 600
 _TABLE = "passages"
@@ -39,7 +39,7 @@ def search(query: str, num_results: int = 3, *, corpus: PathText) -> str:
     words = "".join(character if character.isalnum() else " " for character in query).split()[:MOST_WORDS]
     if not words:
         return "error: the query has no words"
-    # In quotes a word is no operator of FTS5.
+    # Quoted, because AND, OR and NOT are operators of FTS5.
     any_word = " OR ".join(f'"{word}"' for word in words)
     rows = _opened(corpus).execute(
         f"SELECT title, text FROM {_TABLE} WHERE {_TABLE} MATCH ? ORDER BY bm25({_TABLE}), rowid LIMIT ?",
@@ -73,7 +73,7 @@ def make_corpus(articles: Path, corpus: Path) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Make a corpus; return the exit code."""
+    """Make a corpus, and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m nemo_rl_moe.tools.local_search", description="Makes the corpus of the tool `search`."
     )
@@ -96,7 +96,6 @@ def _passage(title: str, text: str) -> str:
 
 @cache
 def _opened(corpus: str) -> sqlite3.Connection:
-    """Open a corpus for reading, once in a process."""
     try:
         connection = sqlite3.connect(f"{Path(corpus).resolve().as_uri()}?mode=ro", uri=True)
         connection.execute(f"SELECT title, text FROM {_TABLE} LIMIT 1").fetchone()

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A server of the Model Context Protocol as a child process, asked over its standard input and output."""
+"""A server of the Model Context Protocol as a child process, over its standard input and output."""
 
 import asyncio
 import os
@@ -18,24 +18,21 @@ Result = TypeVar("Result")
 _ENDS_WITH_ITS_PARENT = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9, 0, 0, 0); os.execvp(sys.argv[1], sys.argv[1:])"
 )
-"""Program that becomes the server; the kernel kills it with the thread that has started it."""
+"""Program that becomes the server. The kernel kills it together with the thread that started it."""
 _STOP_S = 10.0
 _MOST_PAGES = 100
 _LAST_BYTES, _MOST_CHARACTERS = 1 << 16, 300
-"""Of what a server has written to its standard error: what is read, and what is repeated."""
+"""Parts of a server's standard error that are read and quoted."""
 
 
 class McpToolError(Exception):
-    """A tool of a server answers that it has failed."""
+    """A tool of a server reports that it has failed."""
 
 
 class McpServer:
-    """A server that runs from its first use on, and is replaced after a call that failed to return.
+    """A server that starts at its first use, and is replaced after a call that did not return.
 
-    Its thread talks to it, so that the caller can be interrupted.
-
-    Args:
-        config: How it is started.
+    A thread communicates with it, so that the caller can be interrupted.
     """
 
     def __init__(self, config: McpServerConfig):
@@ -48,16 +45,16 @@ class McpServer:
         self._closing = asyncio.Event()
 
     def start(self) -> None:
-        """Begin to start it, unless it runs; does not wait."""
+        """Start the server unless it runs, without waiting."""
         if self._session is None:
             self._session, self._closing = Future(), asyncio.Event()
             asyncio.run_coroutine_threadsafe(self._serve(self._session, self._closing), self._loop)
 
     def stop(self, timeout_s: float = 0.0) -> None:
-        """Begin to stop it; then a next call starts it again.
+        """Stop the server. A later call starts it again, unless this one has ended the thread.
 
         Args:
-            timeout_s: Seconds to wait for its end, and that of its thread.
+            timeout_s: If positive, end the thread too, and wait at most these seconds.
         """
         self._session = None
         self._loop.call_soon_threadsafe(self._closing.set)
@@ -66,19 +63,18 @@ class McpServer:
             self._thread.join(timeout_s)
 
     def tools(self, timeout_s: float) -> list[Any]:
-        """Return its tools as the library describes them.
+        """Return the library's descriptions of the tools.
 
         Raises:
-            TimeoutError: It gives no answer in time.
+            TimeoutError: The server does not answer in time.
         """
-        session = self._ready(timeout_s)
-        return self._wait_for(_all_tools(session), timeout_s)
+        return self._wait_for(_all_tools(self._ready(timeout_s)), timeout_s)
 
     def call(self, name: str, arguments: Mapping[str, object]) -> str:
-        """Call a tool, and return its result as a text. Whatever interrupts the caller ends the server.
+        """Call a tool, and return its result as a text. An interruption of the caller restarts the server.
 
         Raises:
-            McpToolError: The tool answers that it has failed.
+            McpToolError: The tool reports that it has failed.
         """
         session = self._ready(None)
         try:
@@ -93,8 +89,8 @@ class McpServer:
         return text
 
     def last_words(self) -> str:
-        """Return the last line that it has written to its standard error; empty: none."""
-        # They may be gigabytes, in one line.
+        """Return the last line of the server's standard error, or an empty text."""
+        # The file may have gigabytes in one line.
         size = os.fstat(self._errors.fileno()).st_size
         end = os.pread(self._errors.fileno(), _LAST_BYTES, max(0, size - _LAST_BYTES)).decode("utf-8", "replace")
         lines = [line for line in end.splitlines() if line.strip()]
@@ -107,7 +103,7 @@ class McpServer:
         try:
             return starting.result(timeout_s)
         except Exception:
-            if starting.done():  # it has not started; where the time is up, it goes on to
+            if starting.done():  # the start has failed. After a timeout the server continues to start.
                 self._session = None
             raise
 
@@ -122,7 +118,7 @@ class McpServer:
         parameters = StdioServerParameters(
             command=sys.executable,
             args=["-c", _ENDS_WITH_ITS_PARENT, config.command, *config.args],
-            # By the mark of the run what servers start is found and ended with it.
+            # The run's mark, by which child processes of servers are found and ended.
             env={**config.env, **{name: os.environ[name] for name in (OWNER,) if name in os.environ}} or None,
         )
         try:
@@ -141,7 +137,6 @@ class McpServer:
 
 
 async def _all_tools(session: Any) -> list[Any]:
-    """Return the tools of all pages of the answer."""
     from mcp.types import PaginatedRequestParams
 
     found: list[Any] = []
@@ -156,5 +151,5 @@ async def _all_tools(session: Any) -> list[Any]:
 
 
 def _as_text(part: Any) -> str:
-    """Return a part of a result as a text; of one that is none, its type."""
+    """Return the text of a part of a result, or its type if it is no text."""
     return str(part.text) if part.type == "text" else f"[{part.type}]"

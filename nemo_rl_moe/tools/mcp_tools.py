@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Tools of servers of the Model Context Protocol, beside those that are functions."""
+"""Tools of servers of the Model Context Protocol."""
 
 import importlib.util
 import json
@@ -21,7 +21,7 @@ from nemo_rl_moe.tools.mcp_server import McpServer
 
 SERVERS_KEY = "env.driver.mcp_servers"
 START_S = 60.0
-"""Seconds in which a server has to start and to name its tools."""
+"""Seconds in which a server must start, and again in which it must list its tools."""
 STOP_S = 15.0
 Servers = Mapping[str, McpServerConfig]
 _TYPES: dict[str, Any] = {
@@ -40,7 +40,7 @@ class McpTool:
 
     Attributes:
         definition: In the standard form, for the chat template.
-        parameters: What the model gives; the server checks what is inside of lists and objects.
+        parameters: Only the outer types are checked here. The server checks members of lists and objects.
     """
 
     server: str
@@ -50,7 +50,7 @@ class McpTool:
 
 
 def describe_servers(servers: Servers) -> list[McpTool]:
-    """Start servers, ask each for its tools, and stop them; once for the same servers."""
+    """Start servers, ask each for its tools, and stop them. Results are cached."""
     return list(_described(json.dumps({name: server.model_dump() for name, server in servers.items()})))
 
 
@@ -73,7 +73,7 @@ def tools_of(name: str, server: McpServer) -> list[McpTool]:
         tools = server.tools(START_S)
     except TimeoutError as error:
         raise ConfigurationError(f"{key}: the server gave no answer within {START_S:g} s{_said(server)}") from error
-    except Exception as error:  # whatever the library raises for a process that has ended
+    except Exception as error:  # the library raises many types if the process has ended
         raise ConfigurationError(f"{key}: the server does not start: {_root(error)}{_said(server)}") from error
     if not tools:
         raise ConfigurationError(f"{key}: the server has no tools")
@@ -81,7 +81,7 @@ def tools_of(name: str, server: McpServer) -> list[McpTool]:
 
 
 def running(servers: Servers) -> dict[str, McpServer]:
-    """Return servers that start now."""
+    """Start servers, without waiting."""
     found = {name: McpServer(config) for name, config in servers.items()}
     for server in found.values():
         server.start()
@@ -89,7 +89,7 @@ def running(servers: Servers) -> dict[str, McpServer]:
 
 
 def function_of(server: McpServer, tool: McpTool) -> Callable[..., str]:
-    """Return a function of named arguments that calls a tool."""
+    """Make a function of named arguments that calls a tool."""
     return lambda **arguments: server.call(tool.name, arguments)
 
 

@@ -1,9 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A tool that runs Python code in a process of its own: without network, with limits, and with one empty folder to
-write to.
+"""A tool that runs Python code in a separate process: without network, with limits, and with one writable folder.
 
-The code can read what the user of the run can read. On machines with secrets, use a container around the run.
+The code can read all files that the user of the run can read. On machines with secrets, run everything in a container.
 """
 
 import functools
@@ -23,7 +22,7 @@ from pydantic import Field
 from nemo_rl_moe.tools import confined_process
 
 MOST_BYTES = 20_000
-"""Bytes of output that are kept."""
+"""Most bytes of output."""
 _OUTPUT_GRACE_S = 5.0
 _START_S = 60.0
 
@@ -59,7 +58,7 @@ def python(code: str, *, timeout_s: Timeout = 5.0, memory_mb: Megabytes = 512, a
                 "TMPDIR": folder,
                 "PYTHONIOENCODING": "utf-8",
                 "LC_ALL": "C.UTF-8",
-                # Libraries start a thread for each core of the machine, beyond the limits.
+                # Libraries start a thread per core of the machine, which would exceed the limits.
                 "OMP_NUM_THREADS": "1",
                 "OPENBLAS_NUM_THREADS": "1",
             },
@@ -83,7 +82,7 @@ def python(code: str, *, timeout_s: Timeout = 5.0, memory_mb: Megabytes = 512, a
 
 
 def problem_with_isolation(settings: Mapping[str, object]) -> str:
-    """Return why programs cannot be confined on this machine; empty: they can, or settings allow that they are not."""
+    """Return why programs cannot be confined on this machine, or an empty text if they can or need not be."""
     return "" if settings.get(ALLOW_UNCONFINED) is True else _problem_with_isolation()
 
 
@@ -98,7 +97,7 @@ def _problem_with_isolation() -> str:
 
 
 class _Output:
-    """First bytes of what a process prints; the rest is read and dropped."""
+    """First bytes of a process's output. The rest is read and dropped."""
 
     def __init__(self, stream: IO[bytes]):
         self._stream, self._kept, self._is_cut = stream, b"", False
@@ -106,7 +105,7 @@ class _Output:
         self._thread.start()
 
     def text(self) -> str:
-        """Return it, once the process has ended."""
+        """Return the output after the process has ended."""
         self._thread.join(_OUTPUT_GRACE_S)
         text = self._kept.decode("utf-8", "replace")
         return f"{text}\n[output cut at {MOST_BYTES:,} bytes]" if self._is_cut else text

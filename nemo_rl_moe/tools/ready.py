@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Tools that come with the package, by the names that a configuration gives them."""
+"""Tools of the package, by their names in a configuration."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,12 +12,7 @@ from nemo_rl_moe.tools.python_interpreter import problem_with_isolation, python
 
 @dataclass(frozen=True)
 class ReadyTool:
-    """A tool of the package.
-
-    Attributes:
-        problem: Takes the values of its keyword-only parameters, and returns why it cannot run on this machine; empty:
-            it can.
-    """
+    """A tool of the package. With the values of its keyword-only parameters, `problem` returns why it cannot run."""
 
     function: Callable[..., object]
     problem: Callable[[Mapping[str, object]], str] = lambda _: ""

@@ -15,16 +15,16 @@ from nemo_rl_moe.tools.mcp_tools import Servers, function_of, running, tools_of
 from nemo_rl_moe.tools.results import ToolResult, as_text, cut, error_text
 
 INTERRUPTION_S = 1.0
-"""Seconds after the alarm at which the process of a tool that has not stopped is ended."""
+"""Seconds between the alarm and the end of the process if a tool has not stopped."""
 _STDERR = 2
 
 
 class ToolWorker:  # pragma: no cover  (runs in other processes)
-    """The tools of a run, in a process that calls one at a time.
+    """The tools of a run, in a process that runs one call at a time.
 
     Args:
         servers: MCP servers, which run as children of this process.
-        memory_mb: Megabytes that the process may take beyond what it has at its start.
+        memory_mb: Megabytes that the process may allocate after its start.
         most_characters: Longest result.
     """
 
@@ -43,7 +43,7 @@ class ToolWorker:  # pragma: no cover  (runs in other processes)
         tools = load_tools(references, settings)
         self._most_characters = most_characters
         limit_memory(memory_mb)
-        self._servers = running(servers)  # each with a limit of its own, as large
+        self._servers = running(servers)  # each inherits a limit of the same size
         self._tools = with_servers(
             tools,
             [
@@ -56,11 +56,11 @@ class ToolWorker:  # pragma: no cover  (runs in other processes)
     def call(self, name: str, arguments: Mapping[str, object], limit_s: float) -> ToolResult:
         """Call a tool.
 
-        Code that no alarm interrupts, such as a loop in C, costs this process its life, which the driver sees.
+        Code that no alarm interrupts, such as a loop in C, ends this process, and the driver replaces it.
         """
         tool = self._tools[name]
         try:
-            # Kept by a thread that needs no interpreter.
+            # A thread of faulthandler ends the process, without the interpreter.
             faulthandler.dump_traceback_later(limit_s + INTERRUPTION_S, exit=True, file=_STDERR)
             return call_within(
                 limit_s, lambda: as_text(tool.function(**arguments, **tool.settings)), self._most_characters
@@ -70,7 +70,7 @@ class ToolWorker:  # pragma: no cover  (runs in other processes)
 
 
 def call_within(limit_s: float, call: Callable[[], str], most_characters: int) -> ToolResult:
-    """Return the result of a call, or the error in its place; only on a process's main thread.
+    """Return the result of a call or its error. Only works on a process's main thread.
 
     Args:
         limit_s: Seconds that it may take. Code that never returns to the interpreter is not interrupted.
@@ -95,5 +95,5 @@ def _text_or_error(call: Callable[[], str]) -> tuple[str, Fault | None]:
         return call(), None
     except TimeIsUp:
         raise
-    except BaseException as error:  # SystemExit too: it would end the worker
+    except BaseException as error:  # also SystemExit, which would end the worker
         return error_text(one_line(error)), Fault.ERROR

@@ -17,16 +17,14 @@ _LONGEST_REASON = 200
 
 
 class ToolWorkers:
-    """Processes that run tools, each one call at a time; a context manager. Ray must be running.
+    """Context manager of processes that run tools, each one call at a time. Ray must be running.
 
-    A tool that hangs or ends its process costs its own call the result: the process is replaced.
+    If a tool hangs or ends its process, only that call has no result, and the process is replaced.
 
     Args:
         settings: Values of the tools' keyword-only parameters.
-        servers: MCP servers; each process has its own.
-        num_workers: Calls that run at the same time; others wait.
-        memory_mb: Megabytes that the tools of a process may take.
-        most_characters: Longest result.
+        servers: MCP servers. Each process starts all of them.
+        num_workers: Number of calls that run at the same time. Others wait.
     """
 
     def __init__(
@@ -59,9 +57,8 @@ class ToolWorkers:
         """Call a tool, once a worker is free.
 
         Args:
-            name: One of the run's tools.
-            arguments: As `checked_arguments` returns them.
-            limit_s: Seconds that the tool may take; waiting for a worker does not count.
+            arguments: Result of `checked_arguments`.
+            limit_s: Seconds that the tool may take, without the wait for a worker.
         """
         asked = self._pool.submit(limit_s + INTERRUPTION_S, ToolWorker.call, name, arguments, limit_s)
         found = await asyncio.wrap_future(asked)
@@ -73,5 +70,5 @@ class ToolWorkers:
         return ToolResult(reason, Fault.DIED, seconds=found.seconds)
 
     def shutdown(self) -> None:
-        """Stop all workers, and so the calls that run. Does nothing the second time."""
+        """Stop all workers and their calls. Does nothing the second time."""
         self._pool.shutdown()

@@ -9,20 +9,19 @@ import warnings
 
 from nemo_rl_moe.config.suggestions import shortened
 from nemo_rl_moe.tools.formats.interface import ParsedCall, Schemas, ToolCall, ToolFormat
-from nemo_rl_moe.tools.formats.scanning import CallProblem, behind, between_marks, read_json
+from nemo_rl_moe.tools.formats.scanning import CallProblem, after_blanks, behind, between_marks, read_json
 
 _OPENING, _CLOSING = "<function_calls>", "</function_calls>"
 _EXAMPLE = 'tool(argument="value")'
-_BLANKS = re.compile(r"\s*")
 _NAME = re.compile(r"[\s,]*([^\s()\[\]{}<>=,\"']+)\(")
 _KEY = re.compile(r"\s*([^\s()\[\]{}<>=,\"']+)\s*=")
 _PART = re.compile(r"\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'|[()\[\]{},\"']", re.DOTALL)
 
 
 def _one_a_line(text: str, place: int, schemas: Schemas) -> tuple[list[ParsedCall], int]:
-    """Read calls up to the closing mark; at least one."""
+    """Read calls up to the closing mark, at least one."""
     calls: list[ParsedCall] = []
-    while not calls or not _stands_next(text, place, _CLOSING):
+    while not calls or not text.startswith(_CLOSING, after_blanks(text, place)):
         name = _NAME.match(text, place)
         if name is None:
             raise CallProblem(f"expected a call such as {_EXAMPLE} before {shortened(text[place : place + 40])!r}")
@@ -31,15 +30,9 @@ def _one_a_line(text: str, place: int, schemas: Schemas) -> tuple[list[ParsedCal
     return calls, place
 
 
-def _stands_next(text: str, place: int, mark: str) -> bool:
-    blanks = _BLANKS.match(text, place)
-    return text.startswith(mark, place if blanks is None else blanks.end())
-
-
 def _arguments(text: str, place: int) -> tuple[dict[str, object], int]:
-    """Read arguments, and return them with the place behind their bracket."""
     arguments: dict[str, object] = {}
-    while not _stands_next(text, place, ")"):
+    while not text.startswith(")", after_blanks(text, place)):
         key = _KEY.match(text, place)
         if key is None:
             raise CallProblem(f"expected argument=value or ) before {shortened(text[place : place + 40])!r}")
@@ -50,7 +43,7 @@ def _arguments(text: str, place: int) -> tuple[dict[str, object], int]:
 
 
 def _end_of_value(text: str, place: int) -> int:
-    """Return the place of the comma or the bracket behind a value."""
+    """Return the position of the comma or the bracket after a value."""
     depth = 0
     for part in _PART.finditer(text, place):
         if part[0] in ('"', "'"):
@@ -62,7 +55,7 @@ def _end_of_value(text: str, place: int) -> int:
 
 
 def _value(text: str) -> object:
-    """Return the value that JSON means, or a literal of Python as a value of JSON."""
+    """Decode JSON, or convert a Python literal to a JSON value."""
     try:
         value, end = read_json(text, 0)
     except CallProblem:
@@ -73,7 +66,7 @@ def _value(text: str) -> object:
 def _value_of_literal(text: str) -> object:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of backslashes that Python takes as they are
+            warnings.simplefilter("ignore")  # about backslashes without an escape sequence
             literal = json.dumps(ast.literal_eval(text), allow_nan=False)
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         raise CallProblem(f"{shortened(text)!r} is no value of JSON") from None

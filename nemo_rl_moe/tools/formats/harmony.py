@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Format of gpt-oss: a message whose header names a function as its recipient."""
+"""Format of gpt-oss: a message with a function as the recipient in its header."""
 
 import re
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of tools, and formats in which a model writes them."""
+"""Tool calls, and the formats in which models write them."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -11,12 +11,12 @@ from nemo_rl_moe.data.thinking import THINK_END
 
 _MARK = re.compile(r"<[^<>]*>|\[[A-Z_]+\]")
 Schemas = Mapping[str, Mapping[str, Any]]
-"""JSON schemas of the parameters, by the names of tool and parameter: formats without types need them."""
+"""JSON schemas by the names of tool and parameter. Formats without types need them."""
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call as the model wrote it; whether there is such a tool is not checked yet."""
+    """A call as the model wrote it. Tool and arguments are not checked yet."""
 
     name: str
     arguments: Mapping[str, object]
@@ -24,11 +24,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class MalformedCall:
-    """A call that cannot be read.
-
-    Attributes:
-        problem: What is wrong, in words for the model.
-    """
+    """A call that cannot be read, with the problem in words for the model."""
 
     problem: str
 
@@ -42,8 +38,8 @@ class ToolFormat:
     """Format of calls.
 
     Attributes:
-        parse: Returns the calls in the text of a turn, in their order; never raises.
-        example: A call in this format, for answers to malformed ones.
+        parse: Returns the calls in the text of a turn, in order. Never raises.
+        example: A call of `tool` in this format, for answers to malformed calls.
     """
 
     parse: Parse
@@ -51,15 +47,15 @@ class ToolFormat:
 
     @property
     def mark(self) -> str:
-        """Return the mark that opens calls, with which the example begins."""
+        """The mark that opens calls, which is the beginning of the example."""
         found = _MARK.match(self.example)
         return self.example[0] if found is None else found[0]
 
     def calls(self, text: str, schemas: Schemas, *, begins_in_thinking: bool = False) -> list[ParsedCall]:
-        """Return the calls in a turn of the model; what it thinks are none.
+        """Return the calls in a turn of the model, outside of its thinking.
 
         Args:
-            text: Without the token that ended the turn.
+            text: The turn without its end token.
             begins_in_thinking: The prompt has opened a think block.
         """
         if begins_in_thinking:

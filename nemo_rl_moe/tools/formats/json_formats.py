@@ -7,12 +7,20 @@ import re
 from collections.abc import Mapping, Sequence
 
 from nemo_rl_moe.tools.formats.interface import MalformedCall, ParsedCall, Schemas, ToolCall, ToolFormat
-from nemo_rl_moe.tools.formats.scanning import CallProblem, arguments_of, behind, between_marks, call_of, read_json
+from nemo_rl_moe.tools.formats.scanning import (
+    CallProblem,
+    Read,
+    arguments_of,
+    behind,
+    between_marks,
+    call_of,
+    read_json,
+)
 
 _ARGUMENTS = '{"argument": "value"}'
 _OBJECT = f'{{"name": "tool", "arguments": {_ARGUMENTS}}}'
 _WIDE_BAR = "\uff5c"
-"""Stands in DeepSeek's special tokens."""
+"""Part of DeepSeek's special tokens."""
 _CALLS_BEGIN, _CALLS_END, _CALL_BEGIN, _CALL_END, _SEPARATOR = (
     f"<{_WIDE_BAR}{name}{_WIDE_BAR}>"
     for name in ("tool▁calls▁begin", "tool▁calls▁end", "tool▁call▁begin", "tool▁call▁end", "tool▁sep")
@@ -28,7 +36,6 @@ _NAME_KEY, _ARGUMENTS_KEY = re.compile(r'"name"\s*:'), re.compile(r'"(?:paramete
 
 
 def _one(text: str, place: int, schemas: Schemas) -> tuple[list[ParsedCall], int]:
-    """Read one object."""
     value, end = read_json(text, place)
     return [call_of(value)], end
 
@@ -51,37 +58,21 @@ def _each(values: Sequence[object]) -> list[ParsedCall]:
     return calls
 
 
-def _named(pattern: re.Pattern[str], expected: str, text: str, place: int) -> tuple[ToolCall, int]:
-    """Read the name that a pattern finds, and the arguments behind it."""
-    found = pattern.match(text, place)
-    if found is None:
-        raise CallProblem(f"expected {expected}")
-    value, end = read_json(text, found.end())
-    return ToolCall(found[1], arguments_of(value)), end
+def _named(pattern: re.Pattern[str], expected: str, end_mark: str = "") -> Read:
+    """Make a function that reads the name that a pattern finds, the arguments after it, and the mark after these."""
 
+    def read(text: str, place: int, schemas: Schemas) -> tuple[list[ParsedCall], int]:
+        found = pattern.match(text, place)
+        if found is None:
+            raise CallProblem(f"expected {expected}")
+        value, end = read_json(text, found.end())
+        return [ToolCall(found[1], arguments_of(value))], behind(text, end, end_mark)
 
-def _in_a_block(text: str, place: int, schemas: Schemas) -> tuple[list[ParsedCall], int]:
-    call, end = _named(_TYPE_AND_NAME, f"function{_SEPARATOR} and the name of a tool", text, place)
-    return [call], behind(text, end, "```")
-
-
-def _behind_separator(text: str, place: int, schemas: Schemas) -> tuple[list[ParsedCall], int]:
-    call, end = _named(_NAME_BEFORE_SEPARATOR, f"the name of a tool and {_SEPARATOR}", text, place)
-    return [call], end
-
-
-def _behind_args(text: str, place: int, schemas: Schemas) -> tuple[list[ParsedCall], int]:
-    call, end = _named(_NAME_BEFORE_ARGS, "the name of a tool and [ARGS]", text, place)
-    return [call], end
-
-
-def _behind_id(text: str, place: int, schemas: Schemas) -> tuple[list[ParsedCall], int]:
-    call, end = _named(_KIMI_NAME, f"functions.NAME:NUMBER{_KIMI_ARGUMENTS} with the name of a tool", text, place)
-    return [call], end
+    return read
 
 
 def _bare(text: str, place: int, schemas: Schemas) -> tuple[list[ParsedCall], int]:
-    """Read the object whose brace is before the place; without name and parameters it is part of an answer."""
+    """Read the object whose brace precedes `place`. Without name and parameters it is part of an answer."""
     begin = place - 1
     try:
         value, end = read_json(text, begin)
@@ -100,17 +91,27 @@ FUNCTION_CALLS = ToolFormat(
     between_marks("<function_calls>", "</function_calls>", _several), f"<function_calls>[{_OBJECT}]</function_calls>"
 )
 MISTRAL = ToolFormat(between_marks("[TOOL_CALLS]", "", _several), f"[TOOL_CALLS] [{_OBJECT}]")
-MISTRAL_ARGS = ToolFormat(between_marks("[TOOL_CALLS]", "", _behind_args), f"[TOOL_CALLS]tool[ARGS]{_ARGUMENTS}")
+MISTRAL_ARGS = ToolFormat(
+    between_marks("[TOOL_CALLS]", "", _named(_NAME_BEFORE_ARGS, "the name of a tool and [ARGS]")),
+    f"[TOOL_CALLS]tool[ARGS]{_ARGUMENTS}",
+)
 DEEPSEEK_V3 = ToolFormat(
-    between_marks(_CALL_BEGIN, _CALL_END, _in_a_block),
+    between_marks(
+        _CALL_BEGIN, _CALL_END, _named(_TYPE_AND_NAME, f"function{_SEPARATOR} and the name of a tool", "```")
+    ),
     f"{_CALLS_BEGIN}{_CALL_BEGIN}function{_SEPARATOR}tool\n```json\n{_ARGUMENTS}\n```{_CALL_END}{_CALLS_END}",
 )
 DEEPSEEK_V31 = ToolFormat(
-    between_marks(_CALL_BEGIN, _CALL_END, _behind_separator),
+    between_marks(_CALL_BEGIN, _CALL_END, _named(_NAME_BEFORE_SEPARATOR, f"the name of a tool and {_SEPARATOR}")),
     f"{_CALLS_BEGIN}{_CALL_BEGIN}tool{_SEPARATOR}{_ARGUMENTS}{_CALL_END}{_CALLS_END}",
 )
 KIMI_K2 = ToolFormat(
-    between_marks(_KIMI_CALL_BEGIN, _KIMI_CALL_END, _behind_id, may_stay_open=True),
+    between_marks(
+        _KIMI_CALL_BEGIN,
+        _KIMI_CALL_END,
+        _named(_KIMI_NAME, f"functions.NAME:NUMBER{_KIMI_ARGUMENTS} with the name of a tool"),
+        may_stay_open=True,
+    ),
     f"<|tool_calls_section_begin|>{_KIMI_CALL_BEGIN}functions.tool:0{_KIMI_ARGUMENTS}{_ARGUMENTS}{_KIMI_CALL_END}"
     "<|tool_calls_section_end|>",
 )

@@ -15,10 +15,10 @@ from nemo_rl_moe.tools.formats.interface import MalformedCall, Parse, ParsedCall
 
 
 class CallProblem(ValueError):
-    """A call cannot be read; the message is for the model.
+    """A call cannot be read. The message is for the model.
 
     Args:
-        read_up_to: Place at which the search for the next call continues.
+        read_up_to: Position at which the search for the next call continues.
     """
 
     def __init__(self, message: str, read_up_to: int = 0):
@@ -26,20 +26,20 @@ class CallProblem(ValueError):
         self.read_up_to = read_up_to
 
 
-BLANKS = re.compile(r"\s*")
 MOST_MALFORMED = 20
-"""Malformed calls of a turn behind which it is not read any further: a model that repeats itself writes thousands."""
+"""Malformed calls after which the rest of a turn is ignored. A model that repeats itself writes thousands."""
 Read = Callable[[str, int, Schemas], tuple[list[ParsedCall], int]]
-"""From a text and the place behind an opening mark to calls and the place behind them; raises `CallProblem`."""
+"""Reads calls from the position after an opening mark. Returns them and the position after them, or raises
+`CallProblem`."""
 
 
 def between_marks(opening: str | re.Pattern[str], closing: str, read: Read, *, may_stay_open: bool = False) -> Parse:
-    """Make the parser of calls that stand between two marks.
+    """Make the parser of calls between two marks.
 
     Args:
         opening: A mark, or the pattern of one.
         closing: May be empty.
-        may_stay_open: At the end of a turn the closing mark is optional.
+        may_stay_open: The closing mark is optional at the end of a turn.
     """
     mark = re.escape(opening) if isinstance(opening, str) else opening.pattern
     next_opening = re.compile(f"(?P<think>{THINK_START})|{mark}")
@@ -56,7 +56,7 @@ def between_marks(opening: str | re.Pattern[str], closing: str, read: Read, *, m
                 continue
             try:
                 read_calls, place = read(text, found.end(), schemas)
-                if not (may_stay_open and BLANKS.fullmatch(text, place)):
+                if not (may_stay_open and after_blanks(text, place) == len(text)):
                     place = behind(text, place, closing)
             except CallProblem as problem:
                 read_calls, num_malformed = [MalformedCall(str(problem))], num_malformed + 1
@@ -68,14 +68,20 @@ def between_marks(opening: str | re.Pattern[str], closing: str, read: Read, *, m
     return parse
 
 
-def behind(text: str, place: int, mark: str) -> int:
-    """Return the place behind a mark, before which only blanks may stand.
-
-    Raises:
-        CallProblem: Something else stands there.
-    """
+def after_blanks(text: str, place: int) -> int:
+    """Return the position of the next character that is no blank, or the end of the text."""
     while place < len(text) and text[place].isspace():
         place += 1
+    return place
+
+
+def behind(text: str, place: int, mark: str) -> int:
+    """Return the position after a mark, which only blanks may precede.
+
+    Raises:
+        CallProblem: The mark is missing.
+    """
+    place = after_blanks(text, place)
     if not text.startswith(mark, place):
         found = repr(shortened(text[place : place + 40])) if place < len(text) else "the end of the turn"
         raise CallProblem(f"expected {mark} before {found}")
@@ -83,9 +89,8 @@ def behind(text: str, place: int, mark: str) -> int:
 
 
 def read_json(text: str, place: int) -> tuple[Any, int]:
-    """Read JSON that begins at a place, and return it with the place behind it."""
-    while place < len(text) and text[place].isspace():
-        place += 1
+    """Read JSON, and return it with the position after it."""
+    place = after_blanks(text, place)
     try:
         return _DECODER.raw_decode(text, place)
     except json.JSONDecodeError as error:
@@ -98,7 +103,7 @@ def read_json(text: str, place: int) -> tuple[Any, int]:
 
 
 def call_of(value: object) -> ToolCall:
-    """Return the call that an object of name and arguments is."""
+    """Parse an object of name and arguments."""
     if not isinstance(value, Mapping):
         raise CallProblem("expected an object with name and arguments")
     name = value.get("name")
@@ -128,5 +133,5 @@ def _finite(digits: str) -> float:
     return float(digits) if math.isfinite(float(digits)) else _refuse(digits)
 
 
-# Models write line breaks into texts.
+# Not strict, because models write line breaks into texts.
 _DECODER = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite, strict=False)

@@ -1,13 +1,13 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Formats whose arguments stand in tags as they are, without quotes."""
+"""Formats with unquoted arguments in tags."""
 
 import re
 from dataclasses import dataclass
 
 from nemo_rl_moe.config.suggestions import shortened
 from nemo_rl_moe.tools.formats.interface import Parse, ParsedCall, Schemas, ToolCall, ToolFormat
-from nemo_rl_moe.tools.formats.scanning import BLANKS, CallProblem, between_marks, read_json
+from nemo_rl_moe.tools.formats.scanning import CallProblem, after_blanks, between_marks, read_json
 from nemo_rl_moe.tools.formats.typed_values import kinds_of, typed_value
 
 _DSML = "\uff5cDSML\uff5c"
@@ -20,15 +20,15 @@ _NEXT_OR_END = re.compile("<arg_key>|</arg_value>")
 class _Tags:
     """Tags of functions and their parameters.
 
-    A parameter whose closing tag is missing ends at the next tag of this kind, and so does a function.
+    A parameter or a function without a closing tag ends at the next tag.
 
     Attributes:
-        call: Around functions; both are optional.
+        call: Optional tags around functions.
         function: Beginning of a function's tag, up to its name.
         function_name: The name, and the rest of the tag.
         parameter: Beginning of a parameter's tag.
         parameter_name: All of the tag, with the group `name`, and `is_text` if tags have this attribute.
-        has_line_breaks: Values stand between line breaks of their tags.
+        has_line_breaks: Line breaks separate values from their tags.
     """
 
     call: tuple[str, str]
@@ -41,12 +41,10 @@ class _Tags:
     has_line_breaks: bool
 
     def parser(self) -> Parse:
-        """Return the parser of calls in these tags."""
         opening = f"(?:{self.call[0]}\\s*)?{self.function}|{self.call[0]}"
         return between_marks(re.compile(opening), "", self._read)
 
     def _read(self, text: str, place: int, schemas: Schemas) -> tuple[list[ParsedCall], int]:
-        """Read a function from its name on."""
         found = self.function_name.match(text, place)
         if found is None or not text.startswith(self.function, place - len(self.function)):
             raise CallProblem(f"expected {self.function} and the name of a tool")
@@ -58,7 +56,7 @@ class _Tags:
         return [ToolCall(name, arguments)], self._behind(text, place)
 
     def _value(self, text: str, place: int) -> tuple[str, int]:
-        """Return the text of a parameter, and the place after it."""
+        """Return the text of a parameter, and the position after it."""
         following = text.find(self.parameter, place)
         limit = len(text) if following == -1 else following
         end = text.find(self.parameter_end, place, limit)
@@ -72,9 +70,7 @@ class _Tags:
         return (value.removeprefix("\n").removesuffix("\n") if self.has_line_breaks else value), behind
 
     def _behind(self, text: str, place: int) -> int:
-        """Return the place after a function."""
-        blanks = BLANKS.match(text, place)
-        place = place if blanks is None else blanks.end()
+        place = after_blanks(text, place)
         if text.startswith(self.function_end, place):
             return place + len(self.function_end)
         if place < len(text) and not text.startswith((*self.call, self.function), place):
@@ -84,7 +80,7 @@ class _Tags:
 
 
 def _meaning(text: str, schemas: Schemas, name: str, parameter: str, *, is_text: bool = True) -> object:
-    """Return the value that a text means for a parameter of a tool; `is_text` decides if its schema has no type."""
+    """Convert a text to the type of a tool's parameter. `is_text` decides if its schema has no type."""
     kinds = kinds_of(schemas.get(name, {}).get(parameter))
     if kinds or is_text:
         return typed_value(text, kinds)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Values of parameters that a model writes without quotes: their types are those of the schema."""
+"""Conversion of unquoted arguments to the types of the schema."""
 
 import math
 from collections.abc import Mapping
@@ -14,10 +14,10 @@ _DEFINITIONS = ("$defs", "definitions")
 
 
 def properties_of(parameters: object) -> dict[str, Any]:
-    """Return the schemas of parameters by name, each with the definitions that its references name.
+    """Return the schemas of parameters by name, each with the shared definitions for its references.
 
     Args:
-        parameters: The JSON schema of all of them. It may be anything: agents send it.
+        parameters: The JSON schema of all parameters. It may be any value, because agents send it.
     """
     properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
     if not isinstance(parameters, Mapping) or not isinstance(properties, Mapping):
@@ -29,7 +29,7 @@ def properties_of(parameters: object) -> dict[str, Any]:
 
 
 def kinds_of(schema: object) -> set[str]:
-    """Return the types that a JSON schema allows, in the words of JSON; empty if it names no type."""
+    """Return JSON's names of the types that a schema allows, empty if it has no type."""
     shared = {key: schema[key] for key in _DEFINITIONS if key in schema} if isinstance(schema, Mapping) else {}
     return _kinds(schema, shared, ())
 
@@ -55,7 +55,7 @@ def _kinds(schema: object, shared: Mapping[str, object], seen: tuple[str, ...]) 
 
 
 def _named(reference: str, shared: Mapping[str, object]) -> object:
-    """Return the schema that a reference such as `#/$defs/Point` names; None if it is missing."""
+    """Return the schema of a reference such as `#/$defs/Point`, or None if it is missing."""
     root, _, path = reference.partition("/")
     key, _, name = path.partition("/")
     definitions = shared.get(key) if root == "#" else None
@@ -77,12 +77,9 @@ def _kind_of(value: object) -> str:
 
 
 def typed_value(text: str, kinds: set[str]) -> object:
-    """Return the value that a text means for a parameter; the text itself if it means no other.
+    """Convert a text to one of a parameter's types (`kinds_of`), or return the text.
 
     The order is vLLM's: null, integer, number, boolean, object or array, text.
-
-    Args:
-        kinds: Types of the parameter, as `kinds_of` returns them; without types it is a text.
     """
     if not kinds:
         return text
@@ -108,7 +105,7 @@ def typed_value(text: str, kinds: set[str]) -> object:
 
 
 def _number(word: str, *, whole: bool) -> int | float | None:
-    """Return the number that a word is; None if JSON has no such number."""
+    """Return the value of a number, or None if JSON has no such number."""
     try:
         return int(word)
     except ValueError:

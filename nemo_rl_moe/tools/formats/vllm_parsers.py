@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Formats of calls that vLLM's parsers read: `vllm:NAME`, if vLLM is installed."""
+"""Formats of vLLM's parsers: `vllm:NAME`, if vLLM is installed."""
 
 import logging
 import os
@@ -22,13 +22,7 @@ _THOUGHT = re.compile(rf"\s*{THINK_START}(?s:.*?)(?:{THINK_END}|\Z)")
 
 
 def vllm_format(key: str, name: str, tokenizer: "PreTrainedTokenizerBase", example: str) -> ToolFormat:
-    """Return the format that one of vLLM's parsers reads.
-
-    Args:
-        key: Of the configuration, for messages.
-        name: `vllm:` and the name of the parser.
-        example: A call in this format.
-    """
+    """Return the format of one of vLLM's parsers, by a name such as `vllm:hermes` under a key of the configuration."""
     if find_spec("vllm") is None:
         raise ConfigurationError(
             f"{key}: {name} needs vLLM, which is not installed; install it with make vllm (on GPUs make gpu), or name a"
@@ -41,7 +35,7 @@ def vllm_format(key: str, name: str, tokenizer: "PreTrainedTokenizerBase", examp
     except ImportError as error:
         raise ConfigurationError(f"{key}: {name}: vLLM's parsers cannot be imported: {one_line(error)}") from error
     for package in ("vllm.tool_parsers", "vllm.parser"):
-        logging.getLogger(package).setLevel(logging.CRITICAL + 1)  # they log each text that is no call
+        logging.getLogger(package).setLevel(logging.CRITICAL + 1)  # they log each text without a call
     parser_name, known = name.removeprefix(PREFIX), ToolParserManager.list_registered()
     if parser_name not in known:
         hint = did_you_mean(nearest(parser_name, known))
@@ -50,7 +44,7 @@ def vllm_format(key: str, name: str, tokenizer: "PreTrainedTokenizerBase", examp
         parser = ToolParserManager.get_tool_parser(parser_name)
     except ImportError as error:
         raise ConfigurationError(f"{key}: {name}: the parser cannot be imported: {one_line(error)}") from error
-    # A parser looks its marks up in the vocabulary, which the tokenizer would make anew for each.
+    # Cached, because a parser looks up its marks in the vocabulary, which the tokenizer would rebuild each time.
     parse = _Parser(parser, get_cached_tokenizer(tokenizer))
     try:
         parse.new(())
@@ -62,13 +56,12 @@ def vllm_format(key: str, name: str, tokenizer: "PreTrainedTokenizerBase", examp
 
 
 class _Parser:
-    """A parser of vLLM as a function of text and schemas; each text gets an instance of its own, as requests do."""
+    """A parser of vLLM as a function of text and schemas. Each text gets a new instance, as requests do in vLLM."""
 
     def __init__(self, parser: Any, tokenizer: Any):
         self._parser, self._tokenizer = parser, tokenizer
 
     def new(self, tools: Any) -> Any:
-        """Return an instance for the definitions of tools."""
         return self._parser(self._tokenizer, list(tools))
 
     def __call__(self, text: str, schemas: Schemas) -> list[ParsedCall]:
@@ -82,16 +75,16 @@ class _Parser:
     def _found(self, text: str, schemas: Schemas) -> Any:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionToolsParam
 
+        functions = [
+            {"name": name, "parameters": {"type": "object", "properties": dict(properties)}}
+            for name, properties in schemas.items()
+        ]
         tools = [
-            ChatCompletionToolsParam.model_validate({"type": "function", "function": _function(name, schemas)})
-            for name in schemas
+            ChatCompletionToolsParam.model_validate({"type": "function", "function": function})
+            for function in functions
         ]
         request = ChatCompletionRequest(model="", messages=[], tools=tools or None)
         return self.new(tools).extract_tool_calls(text, request).tool_calls
-
-
-def _function(name: str, schemas: Schemas) -> dict[str, Any]:
-    return {"name": name, "parameters": {"type": "object", "properties": dict(schemas[name])}}
 
 
 def _call(function: Any) -> ParsedCall:

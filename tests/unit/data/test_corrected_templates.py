@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache
 from io import StringIO
 from typing import Any
@@ -58,7 +59,7 @@ def tokenizer_of(name: str) -> PreTrainedTokenizerBase:
 def renderers(name: str) -> tuple[TemplateRenderer, TemplateRenderer]:
     """The published template's, and ours."""
     published = template_setup(tokenizer_of(name), with_tools=False)
-    ours = published.with_template(OURS[name].text())
+    ours = replace(published, template=OURS[name].text())
     return TemplateRenderer(published), TemplateRenderer(ours)
 
 

@@ -16,7 +16,7 @@ from nemo_rl_moe.data.image_files import ImageReader
 from nemo_rl_moe.data.image_tokens import ImageTokenizer, RecordImages, image_tokenizer
 from nemo_rl_moe.data.loader import collate
 from nemo_rl_moe.data.preferences import collate_pairs, load_preferences
-from nemo_rl_moe.data.prompts import without_training_prompts
+from nemo_rl_moe.data.prompts import prompt_inputs, without_training_prompts
 from nemo_rl_moe.data.sft import TokenizedDataset, load_sft_dataset
 from nemo_rl_moe.data.tokenizer import load_tokenizer
 from nemo_rl_moe.distributed.batch import Destination
@@ -229,7 +229,7 @@ def test_prompts_with_other_images_are_other_prompts(
     training = load_prompts_of(qwen[0], write_jsonl(*lines), env="math", **common)
     assert [prompt.sample_id[-1] for prompt in training] == ["1", "2"]
     assert training.report.num_repeated == 1
-    inputs = training[0].model_inputs
+    (inputs,) = prompt_inputs(training[:1])
     assert list(inputs) == [PIXELS, IMAGE_SIZES, IMAGE_IDS, IS_IMAGE]
     assert len(inputs[IS_IMAGE].values) == len(training[0].token_ids)
     other = {"question": QUESTION, "answer": "4", "images": [draw(tmp_path, "c.png", seed=9)]}

@@ -77,7 +77,7 @@ def test_stop_tokens_of_all_files_each_with_its_sources() -> None:
     assert found.no_stops == ()
     assert (found.turn_end, found.call_end) == ("<|user|>", "<|observation|>")
     assert found.generation_prompt == "<|assistant|>\n"
-    assert found.lines() == [
+    assert list(found.lines()) == [
         "stop tokens: '<|endoftext|>' 259 (tokenizer, generation_config.json), '<|user|>' 260"
         " (generation_config.json, config.json), '<|observation|>' 262 (config.json)",
         "the assistant's turns end with '<|user|>', of calls with '<|observation|>'; generation prompt"
@@ -136,7 +136,7 @@ def test_files_of_a_folder(tmp_path: Path) -> None:
 def test_sampling_of_the_makers_and_several_templates() -> None:
     tokenizer = make_byte_tokenizer({"default": CHATML, "tool_use": CHATML})
     found = describe_speech(tokenizer, Published({"temperature": 0.6, "top_k": 20, "top_p": "x", "min_p": True}, {}))
-    assert found.lines()[2:] == [
+    assert list(found.lines())[2:] == [
         "chat templates: default, tool_use; used: default, tool_use with tools",
         "the model's own sampling, not applied: temperature 0.6, top_k 20",
     ]
