@@ -233,6 +233,7 @@ def global_batch_divides(config: MasterConfig) -> Iterator[str]:
 
 
 def per_layer_logging_needs_tracking(config: MasterConfig) -> Iterator[str]:
+    """Check that per-layer MoE metrics are tracked."""
     megatron = config.policy.megatron_cfg
     if megatron.moe_per_layer_logging and not megatron.track_moe_metrics:
         yield f"{MEGATRON}.moe_per_layer_logging: true needs {MEGATRON}.track_moe_metrics true"

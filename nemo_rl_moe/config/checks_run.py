@@ -49,18 +49,20 @@ def metric_has_a_source(config: MasterConfig) -> Iterator[str]:
     )
 
 
+def chooses_by_validation(config: MasterConfig) -> bool:
+    """Return whether a metric of validation selects the checkpoints to keep."""
+    settings, metric = config.checkpointing, metric_in_force(config)
+    return settings.enabled and settings.keep_top_k is not None and metric is not None and metric.startswith("val:")
+
+
 def metric_is_measured(config: LoopMasterConfig) -> Iterator[str]:
     """Check that the run measures its best metric."""
-    settings = config.checkpointing
-    metric = metric_in_force(config)
-    if not settings.enabled or settings.keep_top_k is None or metric is None or not metric.startswith("val:"):
-        return  # nothing is selected, or by a metric of every step
-    if config.data.validation is None:
-        return  # the newest are kept, as `notices.validation_is_off` reports
+    if not chooses_by_validation(config) or config.data.validation is None:
+        return  # without validation data the newest are kept, as `notices.validation_is_off` reports
     name, loop = loop_section(config)
     if loop.val_period == 0 and not loop.val_at_end:
         yield (
-            f"{_SECTION}.metric_name: {metric} needs a validation, but {name}.val_period is 0 and"
+            f"{_SECTION}.metric_name: {metric_in_force(config)} needs a validation, but {name}.val_period is 0 and"
             f" {name}.val_at_end false; switch one on, or set null (keep the newest) or train:NAME"
         )
 
