@@ -25,8 +25,7 @@ from nemo_rl_moe.config.user_code import described, import_attribute, with_colon
 from nemo_rl_moe.errors import ConfigurationError
 
 ALGORITHM_KEY = "algorithm"
-"""Top-level key that names the algorithm of a configuration. Without it, a section of a built-in algorithm implies
-it."""
+"""Top-level key that names the algorithm of a configuration. Otherwise a built-in algorithm's section implies it."""
 AUTO_METRIC = "auto"
 """Value of `checkpointing.metric_name` that leaves the choice to the algorithm."""
 POSITION_IN_THE_DATA = "the checkpoint counts its place in the data in units of it"
@@ -249,7 +248,6 @@ def find_algorithm(name: str) -> Algorithm:
 
 
 def _problems(algorithm: Algorithm) -> Iterator[str]:
-    """Yield problems of an imported record."""
     fields = algorithm.config_class.model_fields
     if algorithm.name in BUILT_IN:
         yield f"its name {algorithm.name} is that of a built-in algorithm"

@@ -42,11 +42,7 @@ def combination_problems(config: MasterConfig, *, is_whole: bool, megatron_versi
 
 
 def path_problems(config: MasterConfig, *, is_whole: bool) -> list[str]:
-    """Return one line for each local file or folder of the configuration that is missing.
-
-    Args:
-        is_whole: See `combination_problems`.
-    """
+    """Return one line for each missing local file or folder. See `combination_problems` for `is_whole`."""
     return apply_rules(PATH_RULES, config, is_whole=is_whole)
 
 

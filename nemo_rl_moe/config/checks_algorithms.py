@@ -201,8 +201,7 @@ def engine_has_what_it_needs(config: GRPOMasterConfig) -> Iterator[str]:
 
 
 def weights_can_travel(config: GRPOMasterConfig) -> Iterator[str]:
-    """Check the transport of weights to engines. NCCL cannot join two processes on one GPU, and CUDA IPC needs one
-    GPU."""
+    """Check the transport of weights to engines. NCCL needs a GPU for each process, and CUDA IPC a shared one."""
     generation, key = config.policy.generation, "policy.generation.weight_transport"
     chosen, has_own = generation.weight_transport, GENERATION_ROLE in config.cluster.roles
     engine = generation.engine

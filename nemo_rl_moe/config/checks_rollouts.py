@@ -83,8 +83,7 @@ def schedule_is_read(config: GRPOMasterConfig) -> Iterator[str]:
 
 
 def replayed_mask_is_bounded_and_returned(config: GRPOMasterConfig) -> Iterator[str]:
-    """Check that the engine returns the sampling mask that `loss_fn.sampling_mask` replays, and that top-k bounds
-    it."""
+    """Check that the engine returns the sampling mask of `loss_fn.sampling_mask`, and that top-k bounds it."""
     if config.loss_fn.sampling_mask == "none":
         return
     key, generation = "loss_fn.sampling_mask", config.policy.generation

@@ -132,8 +132,7 @@ CHECKPOINTING_RULES = (
 
 
 def looks_like_a_path(name: str) -> bool:
-    """Return whether a name is a folder and not a name on the hub, which has no leading dot or slash and at most one
-    slash.
+    """Return whether a name is a folder. A name on the hub has no leading dot or slash, and at most one slash.
 
     A name below an existing folder is a folder too: asking the hub for a mistyped one takes half a minute.
     """
@@ -216,7 +215,6 @@ def _folder_problem(key: str, name: str, needs: str | None = None) -> Iterator[s
 
 
 def _sections_of(config: LoopMasterConfig) -> list[tuple[str, ResponseDataConfig | PromptDataConfig]]:
-    """Return each section of data that is read, with its key."""
     if isinstance(config, GRPOMasterConfig):
         return list(config.data.sources())
     return [("data", config.data)]

@@ -234,7 +234,7 @@ def traps(text: str) -> list[tuple[int, str]]:
     """Find numbers that YAML 1.1 reads to the base of 60 (`1:30` is 90) or 8 (`017` is 15).
 
     Returns:
-        The number of each line, counted from 1, and the problem.
+        The line of each number, counted from 1, and its problem.
     """
     found: list[tuple[int, str]] = []
     with suppress(YAMLError):  # the parser reports it

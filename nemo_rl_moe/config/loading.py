@@ -82,11 +82,7 @@ def load_config_as(
 def check_values(
     schema: type[ConfigT], merged: Mapping[str, Any], overrides: Sequence[str] = (), *, check_paths: bool
 ) -> tuple[ConfigT, list[str]]:
-    """Check values before interpolation.
-
-    Returns:
-        The configuration, or the valid part of it, and a line for each problem.
-    """
+    """Check values before interpolation. Return the valid part of the configuration, and a line for each problem."""
     overridden, problems = apply_overrides(merged, overrides, partial(keys_around, schema))
     values, interpolation_problems = resolve(overridden, partial(is_path, schema, overridden))
     problems += filter(None, interpolation_problems.values())

@@ -43,8 +43,7 @@ def _unset(since: str | None = None, until: str | None = None) -> Any:
 
 
 class MoeTransformerFields(StrictModel):
-    """Any of these fields may be set in `policy.megatron_cfg`. The others keep the model's or Megatron-Core's
-    values."""
+    """Any of these may be set in `policy.megatron_cfg`. The others keep the model's or Megatron-Core's values."""
 
     moe_layer_freq: PositiveInt | list[OneOrNone] = _unset()
     """An MoE layer every this many layers, or a list with 1 for each MoE layer and 0 for each dense one."""
@@ -97,8 +96,8 @@ class MoeTransformerFields(StrictModel):
     """For benchmarks and drills only: replace the router's logits by random ones."""
     moe_router_force_biased: float | None = _unset()
     """For benchmarks and drills only: standard deviation of a random bias on each expert, the same on all ranks,
-    sampled anew in each forward pass. Negative: the absolute value is the deviation, and the bias is sampled once for
-    each layer and kept. null: off."""
+    sampled in each forward pass. Negative: its absolute value, and the bias is sampled once for each layer. null:
+    off."""
     moe_router_fusion: bool = _unset()
     """Use Transformer Engine's fused routing kernels."""
     moe_router_padding_for_quantization: bool | None = _unset()

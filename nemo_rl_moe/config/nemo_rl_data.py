@@ -33,9 +33,7 @@ class KnownDataset:
         path: Name on the hub.
         split: Split if the configuration names none.
         other_paths: Hub names of its splits that are separate data sets.
-        image_key: None: no images.
-        system_key: Key of the text of the system turn. None: no system turn.
-        form: Form of its records: questions with an answer, conversations, or pairs.
+        system_key: Key of the text of the system turn.
         to_do: Work that is needed before it can be read here. Empty: none.
     """
 
@@ -114,7 +112,6 @@ def data(theirs: Theirs, translation: Translation) -> None:
 
 
 def _samples(theirs: Theirs, translation: Translation, part: str) -> None:
-    """Translate one set of samples."""
     values = translation.values
     known = _dataset(theirs, translation, part)
     split = _of(theirs, part, "split") or known.split

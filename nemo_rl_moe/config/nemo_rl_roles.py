@@ -58,7 +58,6 @@ def _model(theirs: Theirs, translation: Translation, section: str, role: str) ->
 
 
 def _engine(theirs: Theirs, section: str) -> str:
-    """Return the section of the engine that trains or runs a role."""
     uses_megatron = theirs.get(f"{section}.megatron_cfg.enabled", False)
     theirs.get(f"{section}.dtensor_cfg.enabled")
     return f"{section}.{'megatron_cfg' if uses_megatron else 'dtensor_cfg'}"

@@ -76,7 +76,6 @@ def _recomputed(theirs: Theirs, translation: Translation, engine: str) -> str:
 
 
 def _torch_optimizer(theirs: Theirs, translation: Translation) -> None:
-    """Translate PyTorch's AdamW and similar optimizers."""
     name, section = theirs.get("policy.optimizer.name", "torch.optim.AdamW"), f"{MEGATRON}.optimizer"
     if not name.endswith("Adam") and not name.endswith("AdamW"):
         translation.changed.append(f"policy.optimizer.name: {name}: Adam with decoupled weight decay")

@@ -29,10 +29,9 @@ IMAGE_ENVIRONMENTS = ("clevr-cogent", "geometry3k", "refcoco")
 
 @dataclass
 class Translation:
-    """A translated configuration.
+    """A translated configuration, with `values` by full key.
 
     Attributes:
-        values: Values by full key.
         changed: A line for each value that has another meaning here, or was changed.
         without: A line for each key that has an effect and no counterpart.
         idle: Keys without a counterpart and without an effect, and sections that are switched off.

@@ -19,12 +19,8 @@ from nemo_rl_moe.errors import counted
 
 
 def notices(config: LoopMasterConfig, num_steps: int, num_samples: int | None = None) -> list[str]:
-    """Return all notices of a run, a line each.
-
-    Args:
-        num_samples: Samples, pairs or prompts of an epoch, of which each step takes a complete batch. None: an epoch
-            skips no samples.
-    """
+    """Return all notices of a run, a line each. `num_samples` is the size of an epoch, if it is divided into
+    batches."""
     found = [line for notice in NOTICES for line in notice(config, num_steps)]
     return found if num_samples is None else [*found, *left_out_of_an_epoch(config, num_steps, num_samples)]
 

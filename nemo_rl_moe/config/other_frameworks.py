@@ -20,9 +20,7 @@ def counterparts() -> dict[str, list[dict[str, str]]]:
 def counterpart_elsewhere(key: str, known: Sequence[str]) -> str | None:
     """Return the end of an error line about an unknown key that another framework has, or None for other keys.
 
-    Args:
-        key: An argument of TRL in any section, or a full key of verl.
-        known: Full keys of the algorithm.
+    A key is an argument of TRL in any section, or a full key of verl.
     """
     for framework, tables in counterparts().items():
         name = key.rpartition(".")[2] if framework == "TRL" else key

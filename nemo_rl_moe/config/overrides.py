@@ -27,12 +27,7 @@ _REMOVAL = re.compile(r"~(?P<key>[^=+~\s]+)")
 
 @dataclass(frozen=True)
 class Override:
-    """One override. With `remove`, it has no value and removes the key.
-
-    Attributes:
-        key: Parts of the full key.
-        add: The key may be new.
-    """
+    """One override. With `remove`, it has no value and removes the key. With `add`, the key may be new."""
 
     key: tuple[str, ...]
     value: Any = None
@@ -197,8 +192,8 @@ def _fill_in_variables(config: dict[str, Any], is_path: Callable[[Place], bool],
 
 
 def _plainly_resolved(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Resolve a mapping whose interpolations are all `${section.key}` of single values without OmegaConf, else return
-    None."""
+    """Resolve interpolations that are all `${section.key}` of single values, without OmegaConf. Return None for
+    others."""
     # OmegaConf takes most of the time of a load.
     found = copy.deepcopy(config)
     for path, text in _texts(config):

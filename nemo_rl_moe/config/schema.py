@@ -58,8 +58,7 @@ class PreferenceLossConfig(StrictModel):
     label_smoothing: BelowHalf
     """Assumed share of flipped labels, for sigmoid (conservative DPO) and robust. 0: none."""
     preference_average_log_probs: bool
-    """Compare means instead of sums of the log-probabilities of a response's tokens, so that its length does not
-    count."""
+    """Compare means instead of sums of the log-probabilities of a response's tokens. Its length then does not count."""
     preference_loss_weight: Coefficient
     """Weight of the preference loss."""
     sft_loss_weight: Coefficient
@@ -72,9 +71,8 @@ class DPOConfig(PreferenceLossConfig, SupervisedLoopConfig):
     """Direct preference optimization: the loop and its loss. A sample is a pair of responses."""
 
     reference_logprobs: Annotated[Literal["in_step", "precompute"], RenamedValue("beforehand", "precompute")]
-    """When the log-probabilities of the reference model, which is the initial policy, are computed. in_step: in each
-    step, with a second set of weights. precompute: for all pairs before the first step, without a second set of
-    weights."""
+    """When the log-probabilities of the reference model, the initial policy, are computed. in_step: in each step, with
+    a second set of weights. precompute: for all pairs before the first step, with one set of weights."""
 
 
 class SFTConfig(SupervisedLoopConfig):
@@ -145,7 +143,6 @@ class GRPOMasterConfig(MasterConfig):
 
     @property
     def responses_per_step(self) -> int:
-        """Responses that one step trains on."""
         return self.grpo.num_prompts_per_step * self.grpo.num_generations_per_prompt
 
     @property
@@ -155,8 +152,7 @@ class GRPOMasterConfig(MasterConfig):
 
     @property
     def named_reward_weights(self) -> Mapping[str, float]:
-        """Weights of the rewards that an estimator may compare separately: `env.reward_weights`, and the reward model's
-        weight."""
+        """Weights of the rewards that an estimator may compare separately, including the reward model's."""
         weights = self.env.shared_reward_weights or {}
         if not weights or self.reward_model is None:
             return weights

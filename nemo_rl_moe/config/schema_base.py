@@ -29,11 +29,7 @@ class RenamedValue:
 
 @dataclass(frozen=True, eq=False)
 class NameIn:
-    """A text that must be a name in a registry.
-
-    Attributes:
-        registry: Records by name, read when a value is checked.
-    """
+    """A text that must be a name in a registry, which is read when a value is checked."""
 
     registry: Mapping[str, object]
 
@@ -50,11 +46,7 @@ _VARIABLE = re.compile(r"\$[A-Za-z_{]")
 
 
 def expanded(path: str) -> str:
-    """Return a path with its `~` replaced by the home folder.
-
-    Raises:
-        ValueError: There is no such home folder, or the path contains a variable, which would not be expanded.
-    """
+    """Return a path with its `~` replaced by the home folder. Raises ValueError for variables and missing homes."""
     found = os.path.expanduser(path)  # noqa: PTH111  (a name on the hub is no path)
     if found.startswith("~") or _VARIABLE.search(found):
         raise ValueError("a variable, or a home that is not there")
@@ -119,8 +111,7 @@ class SupervisedLoopConfig(StrictModel):
     max_num_epochs: PositiveInt
     """The run ends after this many passes over the training samples."""
     max_num_steps: PositiveInt | None
-    """The run ends after this many optimizer steps, or after the last epoch if that comes first. null: after the last
-    epoch."""
+    """The run ends after this many optimizer steps, unless its epochs end before. null: only epochs count."""
     val_period: NonNegativeInt
     """Validate after every this many steps. 0: never."""
     val_batches: PositiveInt | None

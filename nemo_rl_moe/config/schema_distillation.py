@@ -32,8 +32,7 @@ class DistillationConfig(StrictModel):
     """Teachers, the divergence from them, and the weights of the components of the loss."""
 
     responses: Literal["policy", "given"]
-    """Responses to learn from. policy: the policy samples them (on-policy). given: the records hold them
-    (off-policy)."""
+    """Responses to learn from. policy: sampled by the policy (on-policy). given: in the records (off-policy)."""
     response_key: Text | None
     """Key of a record that holds its response. Needed with `responses: given`. null: the records hold none."""
     teachers: dict[str, TeacherConfig]
@@ -42,17 +41,15 @@ class DistillationConfig(StrictModel):
     """Name of the teacher of each environment of `env.mixture`. Responses of an environment without a teacher count in
     the policy gradient only. {}: the only teacher scores all responses."""
     teacher_key: Text | None
-    """Key of a record that holds the name of its teacher. A record without this key has no teacher. null: records do
-    not name teachers."""
+    """Key of a record that holds the name of its teacher. A record without it has no teacher. null: no such key."""
     kl_type: Literal["forward", "reverse", "mixed", "jensen_shannon"]
     """Divergence from the teacher. forward: KL(teacher || policy). reverse: KL(policy || teacher). mixed: weighted mean
     of the two. jensen_shannon: mean of the divergences of teacher and policy from their mean distribution."""
     mixed_kl_weight: WholeOrLess
     """Weight of the forward divergence in `mixed`. The reverse divergence has the rest."""
     topk_logits_k: PositiveInt | None
-    """Number of candidate tokens at each position, for which the divergence is exact. All other tokens count together
-    as one more. The size of the vocabulary: all tokens are candidates. null: estimate from the sampled token, with
-    `reverse` only."""
+    """Number of candidate tokens at each position, for which the divergence is exact. All others count together as one
+    more. The size of the vocabulary: all tokens. null: estimate from the sampled token, with `reverse` only."""
     topk_ids: Literal["policy", "teacher"]
     """Model whose most likely tokens are the candidates."""
     kl_weight: Coefficient

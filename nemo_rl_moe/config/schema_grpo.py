@@ -50,8 +50,7 @@ class AdvantageConfig(StrictModel):
     normalize_rewards: bool
     """Divide by the standard deviation of the group or of the step, depending on the estimator."""
     normalize_over: Literal["group", "batch"]
-    """Rewards whose standard deviation is the divisor. group: of the same prompt. batch: of all responses of the
-    step."""
+    """Rewards whose standard deviation is the divisor. group: of the same prompt. batch: of the entire step."""
 
 
 class RewardShapingConfig(StrictModel):
@@ -71,14 +70,13 @@ class GRPOConfig(StrictModel):
     num_prompts_per_step: PositiveInt
     """Number of prompts of one step."""
     num_generations_per_prompt: PositiveInt
-    """Number of responses to each prompt: a group. At least 2, or 1 with an estimator that does not compare the
-    group."""
+    """Number of responses to each prompt: a group. At least 2, or 1 with an estimator that compares no groups."""
     rollouts: RolloutsConfig
     """When responses are generated: alternating with training, or ahead of it."""
     max_num_epochs: PositiveInt
     """The run ends after this many passes over the prompts."""
     max_num_steps: PositiveInt | None
-    """The run ends after this many steps, or after the last epoch if that comes first. null: after the last epoch."""
+    """The run ends after this many steps, unless its epochs end before. null: only epochs count."""
     adv_estimator: AdvantageConfig
     """Estimator of advantages from rewards."""
     advantage_clip_low: NonPositiveFloat | None
@@ -103,19 +101,16 @@ class GRPOConfig(StrictModel):
     max_val_samples: PositiveInt | None
     """Prompts of one validation. null: all held-out prompts."""
     val_num_generations: PositiveInt
-    """Responses to each held-out prompt. With n of them, pass@k is reported for n and for the powers of two up to n.
-    Must be 1 with greedy validation."""
+    """Responses to each held-out prompt. pass@k is reported for this number and the powers of two below. Greedy: 1."""
     val_temperature: Annotated[float, Field(ge=0, le=100)]
     """Sampling temperature of validation. 0: greedy."""
     max_consecutive_failed_steps: PositiveInt | None
-    """The run stops with the environment's error after this many steps in a row, validations included, in which no
-    response could be scored. null: never."""
+    """The run stops after this many steps in a row, validations included, in which all scoring failed. null: never."""
     seed: Seed
     """Seed of the order of the prompts, of sampling and of dropout."""
 
     @property
     def most_groups(self) -> int:
-        """Most groups that dynamic sampling generates for a step."""
         return self.dynamic_sampling_max_groups or 10 * self.num_prompts_per_step
 
 
@@ -133,8 +128,7 @@ class PolicyGradientLossConfig(StrictModel):
     reinforce: the log-probability, without a ratio. `package.module:function`: your function, which takes
     `ObjectiveInputs` and returns the loss of each token."""
     sequence_level_importance_ratios: bool
-    """Use one ratio for each sequence, the geometric mean of the ratios of its tokens (GSPO). Needs `token_level_loss:
-    false`."""
+    """Use one ratio for each sequence, the geometric mean over its tokens (GSPO). Needs `token_level_loss: false`."""
     token_level_loss: bool
     """true: mean over all tokens of the global batch. false: mean over its sequences of each sequence's mean."""
     length_normalizer: PositiveInt | None
@@ -190,9 +184,8 @@ class RefitCheckConfig(StrictModel):
     num_tokens: Annotated[int, Field(ge=2)]
     """Number of tokens of each sequence."""
     max_logprob_gap: PositiveFloat | None
-    """Largest difference between the two log-probabilities of a token, in nats, that counts as rounding. null: 1e-4 in
-    float32. In other formats, the mean difference may be four times that of earlier refits of the run, at least 0.03
-    and at most 0.5."""
+    """Largest difference of a token's two log-probabilities, in nats, that counts as rounding. null: 1e-4 in float32,
+    otherwise four times the mean difference of the run's earlier refits, within 0.03 and 0.5."""
     on_failure: Literal["stop", "refit"]
     """stop: end the run. refit: send the weights once more, and end the run if that does not help."""
 
@@ -202,8 +195,8 @@ class GenerationConfig(EngineSections):
 
     backend: EngineName
     """megatron: the training workers, with the trained weights. megatron_separate: separate workers of Megatron-Core,
-    each with a copy of the weights. vllm: engines of vLLM, with a copy. `package.module:ENGINE`: the record of your
-    engine, or a function that makes one."""
+    each with a copy of the weights. vllm: engines of vLLM, with a copy. `package.module:ENGINE`: your engine's record
+    or function."""
     weight_transport: Literal["files", "gloo", "nccl", "cuda_ipc"]
     """Way of the weights to the engines. files: shared memory or, between machines, a disk. gloo: the network, through
     the hosts' memory. nccl: from GPU to GPU, for engines with separate GPUs. cuda_ipc: engines read the trainer's
@@ -235,11 +228,7 @@ class GenerationConfig(EngineSections):
         return find_engine(self.backend)
 
     def section_of(self, kind: type[Section]) -> Section:
-        """Return the section of an engine, by its class.
-
-        Raises:
-            AttributeError: There is no such section. Rules are skipped then.
-        """
+        """Return the section of an engine by its class. Rules are skipped by the AttributeError for a missing one."""
         for section in vars(self).values():
             if isinstance(section, kind):
                 return section
@@ -275,11 +264,9 @@ class RolloutMegatronConfig(MegatronConfig):
     """Experts that auxiliary losses and the expert bias count under replay. live: the experts that the routers would
     choose, which these losses should balance. replayed: the experts that are used."""
     routing_measurements: RoutingMeasurementsConfig
-    """Mismatch of rollout and training by its causes, its noise floor, and drift of routing. Needs
-    `capture_routing`."""
+    """Mismatch of rollout and training by cause, noise floor, and drift of routing. Needs `capture_routing`."""
     experts_by_advantage: bool
-    """Measure how far the experts of a layer specialise in responses of high or low advantage, beyond chance. Needs
-    `track_moe_metrics`."""
+    """Measure how far experts specialise in high or low advantages, beyond chance. Needs `track_moe_metrics`."""
     experts_by_writer: bool
     """Count the tokens of each expert by their writer (prompt, model or environment), in steps with conversations of
     several turns. Needs `track_moe_metrics`."""
@@ -323,8 +310,7 @@ class PromptSourceConfig(StrictModel):
     """Split of a dataset. A `.jsonl` file ignores it. For an environment of verifiers, train is its data for training,
     and any other split its data for evaluation."""
     num_items: PositiveInt | None
-    """Number of prompts to sample if `path` is null, otherwise the most prompts to read, without repeated ones. null:
-    all."""
+    """Number of prompts to sample if `path` is null, otherwise the most distinct prompts to read. null: all."""
     seed: Seed
     """Seed of sampled prompts. Ignored for prompts that are read."""
 
@@ -340,8 +326,7 @@ class PromptDataConfig(DataConfig):
     """Key of a record that holds the prompt, a text or a list of messages. Dots reach into objects. Sampled prompts
     ignore it and `answer_key`."""
     prompt_template: Text | None
-    """Text of the user's last turn, in which `{prompt}` is replaced by the prompt. Also applies to sampled prompts.
-    null: the prompt alone."""
+    """Text of the user's last turn, with `{prompt}` for the prompt, which may be sampled. null: the prompt alone."""
     answer_key: Text
     """Key of a record that holds the correct answer. Dots reach into objects."""
     shuffle: bool

@@ -43,14 +43,12 @@ class LoraConfig(StrictModel):
     dropout: UnitFloat
     """Share of an adapter's inputs that training sets to zero."""
     experts: Literal["per_expert", "shared", "none"]
-    """Adapters of routed experts. per_expert: one for each expert. shared: one that all experts of a layer share. none:
-    none."""
+    """Adapters of routed experts. per_expert: one for each expert. shared: one for each layer. none: no adapters."""
     init: Literal["kaiming", "gaussian"]
     """Initial values of `A`. kaiming: uniform, as in a linear layer. gaussian: normal with standard deviation `1 /
     rank`. `B` begins at zero, so that training begins with the unchanged model."""
     path: PathText | None
-    """Folder with an adapter, of peft or of a run (`final/adapter`), to begin training or generation with. null: a new
-    adapter."""
+    """Folder of the adapter to begin with, of peft or of a run (`final/adapter`). null: a new adapter."""
 
     @property
     def scale(self) -> float:

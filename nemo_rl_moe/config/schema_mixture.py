@@ -66,12 +66,11 @@ class MixedPromptDataConfig(PromptDataConfig):
     """The prompts to train on and to validate with, of one environment or of several."""
 
     environment_key: Text
-    """Key of a record that names its environment, if the environments of `env.mixture` share the data. Dots reach into
-    objects."""
+    """Key of a record that names its environment, if environments share the data. Dots reach into objects."""
     environments: dict[EnvironmentName, PromptSetConfig]
-    """Data of each environment of `env.mixture` by name: `train`, `validation`, `prompt_key`, `prompt_template` and
-    `answer_key`. Missing keys have the values of `data`. {}: all environments share `train` and `validation`, and each
-    record names its environment."""
+    """Data of each environment of `env.mixture`: `train`, `validation`, `prompt_key`, `prompt_template` and
+    `answer_key`. Missing keys have the values of `data`. {}: all share `train` and `validation`, and records name their
+    environment."""
 
     def of(self, name: str) -> PromptDataConfig:
         """Return the section with the values of one environment."""

@@ -61,8 +61,7 @@ class TokenBudgetConfig(StrictModel):
 
 
 class DynamicBatchingConfig(TokenBudgetConfig):
-    """Microbatches of sequences of similar length. A batch is cut further only if the padding saved is worth another
-    microbatch."""
+    """Microbatches of sequences of similar length, divided further while that saves more padding than it costs."""
 
     microbatch_overhead_tokens: NonNegativeInt
     """Fixed cost of one more microbatch, in tokens that could be computed in the same time. A larger number gives fewer
@@ -92,8 +91,7 @@ class OptimizerConfig(StrictModel):
     lr: LearningRate
     """Highest learning rate, reached at the end of the warm-up."""
     min_lr: LowestLearningRate | None
-    """Learning rate at the end of the decay. null: a tenth of `lr`. With `lr_decay_style: constant` there is no
-    decay."""
+    """Learning rate at the end of the decay, which the constant style does not have. null: a tenth of `lr`."""
     weight_decay: WeightDecay
     """Weight decay of matrices. Norms and biases have none."""
     adam_beta1: UnitFloat
@@ -162,8 +160,7 @@ class RouterGradientsConfig(StrictModel):
 
 
 class MegatronConfig(MoeTransformerFields):
-    """Layout and training of the model in Megatron-Core. The section also takes any `moe_*` field of its
-    `TransformerConfig`."""
+    """Layout and training of the model in Megatron-Core. Any `moe_*` field of its `TransformerConfig` is a key too."""
 
     tensor_model_parallel_size: PositiveInt
     """Ranks that share each matrix."""
@@ -172,11 +169,9 @@ class MegatronConfig(MoeTransformerFields):
     virtual_pipeline_model_parallel_size: PositiveInt | None
     """Pieces of each pipeline stage (interleaved schedule). null: one."""
     num_layers_in_first_pipeline_stage: PositiveInt | None
-    """Layers of the first pipeline stage, if the layers cannot be divided evenly. null: as many as a stage in the
-    middle has."""
+    """Layers of the first pipeline stage, if the layers do not divide evenly. null: as many as in a middle stage."""
     num_layers_in_last_pipeline_stage: PositiveInt | None
-    """Layers of the last pipeline stage, which also has the output layer. null: as many as a stage in the middle
-    has."""
+    """Layers of the last pipeline stage, which also has the output layer. null: as many as in a middle stage."""
     expert_model_parallel_size: PositiveInt
     """Ranks that share the experts of a layer."""
     expert_tensor_parallel_size: PositiveInt
@@ -185,11 +180,10 @@ class MegatronConfig(MoeTransformerFields):
     """Ranks that share each sequence in equal parts. Above 1 it needs GPUs, Transformer Engine's attention, a model
     without attention windows and sinks, and a `generation.backend` other than megatron."""
     sequence_parallel: bool
-    """Divide activations along the sequence between the tensor-parallel ranks. Must be true exactly if
-    `tensor_model_parallel_size` is above 1."""
+    """Divide activations along the sequence between tensor-parallel ranks. True exactly with tensor parallelism."""
     activation_checkpointing: ActivationCheckpointing
-    """Activations that the backward pass recomputes to save memory. none (or false): none. full (or true): all layers.
-    moe: the MoE layers."""
+    """Activations that the backward pass recomputes to save memory. full (or true): of all layers. moe: of the MoE
+    layers. none (or false): none."""
     model_overrides: dict[str, Any]
     """More fields of Megatron-Core's TransformerConfig, which change only how a model is computed, such as
     `attention_backend: flash`. They override all other keys. {}: none."""
@@ -198,8 +192,8 @@ class MegatronConfig(MoeTransformerFields):
     distributed_timeout_minutes: Annotated[int, Field(gt=0, le=MOST_MINUTES)]
     """Minutes that ranks wait for each other in a collective before the run fails."""
     layer_spec: Literal["auto", "local"]
-    """auto: Transformer Engine if it is installed, otherwise this package's fast modules. local: Megatron-Core's
-    unfused modules."""
+    """auto: Transformer Engine if installed, else this package's fast modules. local: Megatron-Core's unfused
+    modules."""
     freeze_moe_router: bool
     """Do not train the routers' weights."""
     track_moe_metrics: bool
@@ -268,8 +262,7 @@ class PolicyConfig(StrictModel):
     max_grad_norm: PositiveRatio | None
     """Clip the gradient to this norm. null: no clipping."""
     max_consecutive_skipped_updates: PositiveInt
-    """The run stops after this many updates in a row were skipped because the loss or the gradient was NaN or
-    infinite."""
+    """The run stops after this many updates in a row were skipped for a NaN or infinite loss or gradient."""
     sequence_packing: TokenBudgetConfig
     """Put several samples into one row, without padding between them."""
     dynamic_batching: DynamicBatchingConfig
@@ -294,8 +287,7 @@ class RoleParallelConfig(StrictModel):
     expert_tensor_parallel_size: PositiveInt
     """Ranks that share each expert's matrices: 1, or the tensor parallel size."""
     sequence_parallel: bool
-    """Divide activations along the sequence between the tensor-parallel ranks. Must be true exactly if
-    `tensor_model_parallel_size` is above 1."""
+    """Divide activations along the sequence between tensor-parallel ranks. True exactly with tensor parallelism."""
 
 
 class RoleModelConfig(StrictModel):

@@ -13,8 +13,7 @@ class PPOConfig(StrictModel):
     gae_lambda: WholeOrLess
     """Decay of later differences in an advantage. 1: the return minus the value. 0: the difference of one step."""
     gae_lambda_value: WholeOrLess | None
-    """`gae_lambda` of the returns that the critic learns. 1 gives returns that do not depend on its own values. null:
-    `gae_lambda`."""
+    """`gae_lambda` of the returns that the critic learns. 1: they do not use its own values. null: `gae_lambda`."""
     gae_gamma: WholeOrLess
     """Discount of the reward for each trained token that precedes it."""
     policy_training_start_step: NonNegativeInt

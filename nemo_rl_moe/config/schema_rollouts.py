@@ -27,12 +27,10 @@ class RolloutsConfig(StrictModel):
     """
 
     mode: Literal["synchronous", "asynchronous"]
-    """synchronous: generation and training alternate. asynchronous: an engine with a copy of the weights generates
-    responses during training."""
+    """synchronous: generation and training alternate. asynchronous: an engine with a copy generates during training."""
     process: bool
-    """true: run code that drives trajectories (functions, agents' endpoint, libraries of environments) in a separate
-    process for each environment, which is replaced if it ends or hangs. false: run it in the process of the run, for
-    debuggers."""
+    """true: run code that drives trajectories (functions, agents' endpoint, libraries of environments) in a process for
+    each environment, which is replaced if it ends or hangs. false: in the process of the run, for debuggers."""
     process_memory_mb: PositiveInt | None
     """Megabytes that this code may use in its process. null: half of the machine's memory."""
     order: Literal["in_order", "windowed", "ready_first"] | CustomCode
@@ -45,11 +43,10 @@ class RolloutsConfig(StrictModel):
     target_lag: Lag | None
     """Optimizer steps by which generation runs ahead as long as no group is a straggler. null: `max_staleness`."""
     on_stale: OnStale
-    """Treatment of groups that get too old. wait: training waits for them, and none is lost. drop: they are cancelled,
-    and their prompts are sampled again."""
+    """Treatment of groups that get too old. wait: training waits for them. drop: their prompts are sampled again."""
     partial: Partial
-    """Treatment of unfinished groups when the weights change. continue: they continue under the new weights, token for
-    token. restart: they begin again and keep their position. discard: they are cancelled, and their prompts are sampled
+    """Treatment of unfinished groups when the weights change. continue: under the new weights, token for token.
+    restart: from the beginning, at the same position. discard: they are cancelled, and their prompts are sampled
     again."""
     group_timeout_s: GroupSeconds | None
     """Seconds after which a group is cancelled. Its prompt is sampled once more. null: no limit."""

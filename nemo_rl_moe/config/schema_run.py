@@ -45,8 +45,7 @@ class CheckpointingConfig(StrictModel):
     save_period: NonNegativeInt
     """Save after every this many steps. 0: only at the end and when the run is stopped."""
     checkpoint_must_save_by: DurationText | None
-    """Time from the start of the run, DD:HH:MM:SS, after which the run saves a checkpoint and ends with exit code 0.
-    null: no limit."""
+    """Time from the start of the run, DD:HH:MM:SS, after which it saves and ends with exit code 0. null: no limit."""
     save_optimizer: bool
     """Also save the optimizer's state. Without it, a resumed run starts with a new optimizer."""
 
@@ -75,16 +74,14 @@ class DataConfig(StrictModel):
     """Variables for the chat template, such as `enable_thinking: false`. A record's `chat_template_kwargs` override
     them by name. A variable that the template does not read is an error. {}: none."""
     tools: list[dict[str, Any]]
-    """Definitions of tools in the standard form, for records without `tools`. It is an error if the template does not
-    show them. []: none."""
+    """Definitions of tools in the standard form, for records without `tools`. The template must show them. []: none."""
     image_key: Text | None
     """Key of a record that holds its images, one or a list, if they are not part of its messages. null: such images are
     not read. Images in the messages are always read."""
     image_root: PathText | None
     """Folder that paths of images are relative to and must stay in. null: the folder of the data file."""
     max_image_pixels: Annotated[int, Field(ge=1, le=MOST_IMAGE_PIXELS)]
-    """Most pixels of an image, by the size that its file states, before it is decoded. A line with a larger image
-    cannot be used."""
+    """Most pixels of an image by its file's header. A line with a larger image is not decoded and cannot be used."""
 
 
 class ResponseDataConfig(DataConfig):
@@ -105,11 +102,9 @@ class SampleDataConfig(ResponseDataConfig):
     """Key of a record that holds its messages. Dots reach into objects and lists (`answers.text.0`). null: `messages`
     or `conversations`."""
     prompt_key: Text | None
-    """Key of a record that holds the prompt, a text or messages. null: `prompt`, or the record's only usual key for it
-    (docs/data.md)."""
+    """Key of a record that holds the prompt, a text or messages. null: `prompt`, or the usual key (docs/data.md)."""
     completion_key: Text | None
-    """Key of a record that holds the response to train on. null: `completion`, or the record's only usual key for
-    it."""
+    """Key of a record that holds the response to train on. null: `completion`, or the usual key (docs/data.md)."""
     system_key: Text | None
     """Key of a record that holds the text of its system turn. null: `system` or `system_prompt`."""
 
@@ -125,18 +120,17 @@ class PairDataConfig(ResponseDataConfig):
     """The pairs to train on, and their keys."""
 
     prompt_key: Text | None
-    """Key of a record that holds the prompt, a text or messages. Dots reach into objects. null: `prompt`, or the
-    record's only usual key for it, or the messages that both responses begin with (docs/data.md)."""
+    """Key of a record that holds the prompt, a text or messages. Dots reach into objects. null: `prompt`, or the usual
+    key, or the messages that both responses begin with (docs/data.md)."""
     chosen_key: Text | None
-    """Key of a record that holds the better response. null: `chosen`, or the record's only usual key for it."""
+    """Key of a record that holds the better response. null: `chosen`, or the usual key (docs/data.md)."""
     rejected_key: Text | None
-    """Key of a record that holds the worse response. null: `rejected`, or the record's only usual key for it."""
+    """Key of a record that holds the worse response. null: `rejected`, or the usual key (docs/data.md)."""
     system_key: Text | None
     """Key of a record that holds the text of its system turn. null: `system` or `system_prompt`."""
 
     @property
     def keys(self) -> dict[str, str]:
-        """See `SampleDataConfig.keys`."""
         return _named(
             prompt=self.prompt_key, chosen=self.chosen_key, rejected=self.rejected_key, system=self.system_key
         )
@@ -150,7 +144,7 @@ class ConsoleConfig(StrictModel):
     """Display of a run in the terminal."""
 
     live: Literal["auto", "always", "never"]
-    """Show progress as one line that is updated in place. auto: in a terminal only, otherwise print a line for each
+    """Show progress in one line that is updated in place. auto: only in a terminal, otherwise one line for each
     step."""
 
 
@@ -281,15 +275,13 @@ class ClusterConfig(StrictModel):
     max_restarts: NonNegativeInt
     """Number of times that a run restarts itself from its last checkpoint after a failure."""
     network_interface: Text | None
-    """Network interface of each machine, such as `eth1`, for the traffic between workers of several machines. null:
-    gloo and NCCL choose."""
+    """Interface of each machine, such as `eth1`, between workers of several machines. null: gloo and NCCL choose."""
     roles: dict[str, RolePlacementConfig]
     """Workers of other roles by name, such as a teacher, or `generation` for engines on separate machines. Each has
     `num_nodes`, `gpus_per_node` and `cpu_workers_per_node`, by default the policy's. {}: none."""
 
     @property
     def workers_per_node(self) -> int:
-        """Worker processes on each machine."""
         return self.gpus_per_node or self.cpu_workers_per_node
 
     @property

@@ -53,8 +53,7 @@ def _may_mean(wrong: str, word: str) -> bool:
 
 
 def edits(first: str, second: str) -> int:
-    """Return the number of letters to insert, delete, replace or swap with a neighbour to turn one word into
-    another."""
+    """Return the number of letters to insert, delete, replace or swap with a neighbour between two words."""
     before: list[int] = []
     row = list(range(len(second) + 1))
     for i, letter in enumerate(first, start=1):

@@ -29,8 +29,7 @@ def definition_problem(definition: object) -> str | None:
 
 
 def reserved_name_problem(names: Mapping[str, object]) -> str | None:
-    """Return the problem of variables for a chat template that the run sets, for a line that begins with their key, or
-    None."""
+    """Return the problem of variables for a chat template that the run sets, for a line with their key, or None."""
     taken = [name for name in names if name in SET_BY_THE_RUN]
     return (
         f"the run itself sets {' and '.join(taken)}; expected other names, such as enable_thinking" if taken else None

@@ -19,11 +19,7 @@ _PACKAGE = str(Path(__file__).parents[1])
 
 
 def import_attribute(key: str, reference: str, form: str = "package.module:function") -> Any:
-    """Import the object that a value of the configuration refers to. The working folder is searched last.
-
-    Args:
-        reference: Dots reach into classes: `package.module:Class.member`.
-    """
+    """Import the object that `package.module:Class.member` names. The working folder is searched last."""
     module_name, separator, attribute = reference.partition(":")
     if not (separator and all(part.isidentifier() for part in (*module_name.split("."), *attribute.split(".")))):
         raise ConfigurationError(f"{key}: got {reference!r}, expected {form}{did_you_mean(with_colon(reference))}")
@@ -41,7 +37,6 @@ def import_attribute(key: str, reference: str, form: str = "package.module:funct
 
 
 def _is_a_file_of_the_user(module_name: str) -> bool:
-    """Return whether a module comes from the working folder."""
     file = getattr(sys.modules.get(module_name), "__file__", None)
     return file is not None and Path(file).is_relative_to(Path.cwd())
 
@@ -60,12 +55,10 @@ def with_colon(name: str) -> str | None:
 def import_function(
     key: str, reference: str, takes: str, *, number: int = 1, names: Iterable[str] = ()
 ) -> Callable[..., Any]:
-    """Import a function or class to call. The working folder is searched last.
+    """Import a function or class that can be called with `number` positional arguments and the keyword arguments
+    `names`.
 
-    Args:
-        takes: Its arguments, for error messages, such as `one ScoringItem`.
-        number: Number of positional arguments.
-        names: Keyword arguments.
+    `takes` describes these arguments in error messages, such as `one ScoringItem`.
     """
     found = import_attribute(key, reference)
     if not callable(found):

@@ -55,8 +55,7 @@ def entry_annotation(annotation: Any) -> Any:
 
 
 def known_keys(model: type[BaseModel], prefix: str = "", values: Any = None) -> list[str]:
-    """Return every full key of the schema, sections included. Sections with a kind have the keys of the values'
-    kind."""
+    """Return every full key of the schema, sections included, with the keys of the values' kinds."""
     keys = []
     for name, field in model.model_fields.items():
         keys.append(prefix + name)
@@ -321,7 +320,6 @@ def _problem(
 
 
 def _problem_of_kind(schema: type[BaseModel], place: Sequence[str], field: FieldInfo, kind: Any) -> str:
-    """Return the problem of a section with a missing or unknown kind."""
     name = f"{_dotted(place)}.{KIND_KEY}"
     kinds = [kind for model in section_models(field.annotation) for kind in kinds_of(model)]
     allowed = f"expected one of {', '.join(kinds)}"
@@ -350,8 +348,7 @@ def _suggestion(field: FieldInfo, value: Any) -> str | None:
 
 
 def _entry_types(annotation: Any) -> tuple[Any, Any] | None:
-    """Return the types of names and values of a field that maps free names to plain values, or None for other
-    fields."""
+    """Return the types of names and values of a field that maps free names to plain values, or None."""
     for candidate in (annotation, *get_args(annotation)):
         if get_origin(candidate) is dict and not section_models(get_args(candidate)[1]):
             names, values = get_args(candidate)

@@ -1,7 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion of a model's folder between the formats of Hugging Face and Megatron-Core, in this process, on the
-host."""
+"""Conversion of a model's folder between the formats of Hugging Face and Megatron-Core, on the host."""
 
 import math
 import os

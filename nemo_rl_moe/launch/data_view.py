@@ -141,7 +141,6 @@ def show_data(config: MasterConfig, number: int, stream: TextIO | None = None) -
 
 
 def _image_rule(config: MasterConfig) -> ImageRule | None:
-    """Return the rule by which the model reads images, or None for a text-only model."""
     name = config.policy.model_name
     # A run reports other problems of the model.
     return load_image_rule(name, load_hf_config(name)) if "vision_config" in load_config_json(name) else None
@@ -149,11 +148,7 @@ def _image_rule(config: MasterConfig) -> ImageRule | None:
 
 @dataclass(frozen=True)
 class _DataReader:
-    """Reader of an algorithm's training data.
-
-    Attributes:
-        number: Number of samples to show.
-    """
+    """Reader of an algorithm's training data, which shows `number` samples."""
 
     tokenizer: "PreTrainedTokenizerBase"
     logger: ConsoleLogger

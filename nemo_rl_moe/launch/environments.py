@@ -50,11 +50,7 @@ def _check_reward(env: EnvironmentConfig) -> None:
 def prepare_environments(
     config: GRPOMasterConfig, tokenizer: "PreTrainedTokenizerBase", sampling: SamplingParameters
 ) -> dict[str, StartDriver]:
-    """Check the driver of each environment with the tokenizer, and return the functions that start them, by name.
-
-    Args:
-        sampling: Sampling parameters of training responses.
-    """
+    """Check the driver of each environment with the tokenizer, and return the functions that start them, by name."""
     found = {}
     for name, env in config.env.environments.items():
         with problems_of_environment(name):

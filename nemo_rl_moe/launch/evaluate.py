@@ -32,12 +32,7 @@ OUTPUT_NAME = "eval"
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Result of an evaluation.
-
-    Attributes:
-        metrics: Metrics of a validation as a run logs them, `val/...` and `timing/validation/...`.
-        trajectories: Trajectories by group.
-    """
+    """Result of an evaluation, with the metrics of a run's validation and the trajectories by group."""
 
     summary: EvaluationSummary
     metrics: Mapping[str, float]

@@ -73,7 +73,6 @@ def _with_positions_of_the_model(config: GRPOMasterConfig) -> GRPOMasterConfig:
 
 
 def _records(run: ModelRun, with_logprobs: bool) -> Iterator[dict[str, Any]]:
-    """Yield one record for each response, in the order of the prompts."""
     config = run.config
     assert isinstance(config, GRPOMasterConfig)
     generation, samples = config.policy.generation, config.grpo.val_num_generations
@@ -129,11 +128,7 @@ class OneResponse:
 def runner_of(
     config: GRPOMasterConfig, run: ModelRun, engine: GenerationEngine, model: PreparedModel, names: Iterable[str]
 ) -> RolloutRunner:
-    """Return a runner of single responses.
-
-    Args:
-        names: Environments of the prompts.
-    """
+    """Return a runner of single responses for the environments `names`."""
     environment = RunEnvironment(OneResponse(), NoReward())
     return RolloutRunner(
         engine,

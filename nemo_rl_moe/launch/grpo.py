@@ -72,7 +72,6 @@ class PreparedRollouts:
 
     Attributes:
         environments: Environments by name. The only one of a run has the name ''.
-        sampling: Sampling parameters of training responses.
         training: The prompts to train on, by environment.
         held_out: The prompts to validate with. Empty: no validation.
         reward_model: Scores trajectories in addition to the environment. None: there is no reward model.
@@ -108,11 +107,8 @@ class PreparedRoles:
         return NO_ROLES, ()
 
     def own_source(self, runner: RolloutRunner, loader: PromptRounds, batches_taken: int) -> RolloutSource | None:
-        """Return the source of responses that the policy does not sample, or None if it samples them.
-
-        Args:
-            batches_taken: Rounds of prompts after which the run continues.
-        """
+        """Return the source of responses that the policy does not sample, which continues after `batches_taken` rounds,
+        or None."""
         return None
 
 
@@ -121,11 +117,7 @@ def run_grpo(
     run: TrainingRun,
     prepare_roles: Callable[[PreparedRollouts], PreparedRoles] = lambda prepared: PreparedRoles(),
 ) -> None:
-    """Run GRPO from start to end.
-
-    Args:
-        prepare_roles: Checks models other than the policy, before any worker starts.
-    """
+    """Run GRPO from start to end. `prepare_roles` checks models other than the policy before any worker starts."""
     plan = plan_rollouts(config)  # first, to report problems of a schedule before models and data are read
     prepared = prepare_rollouts(config, run)
     roles = prepare_roles(prepared)
@@ -299,8 +291,7 @@ def announce_named_stops(generation: GenerationConfig, tokenizer: Any, console: 
 
 
 def scored_thinking(config: GRPOMasterConfig, speech: Speech) -> Iterator[str]:
-    """Yield a line for each environment that compares responses with an answer, although the model's thinking is part
-    of them."""
+    """Yield a line for each environment that compares responses, including the model's thinking, with an answer."""
     if speech.thinking is None:
         return
     mark = speech.thinking.before_answer
@@ -314,12 +305,7 @@ def scored_thinking(config: GRPOMasterConfig, speech: Speech) -> Iterator[str]:
 
 
 def sampling_parameters(generation: GenerationConfig, speech: Speech, vocabulary_size: int) -> SamplingParameters:
-    """Return the sampling parameters of training responses.
-
-    Args:
-        speech: Has the stop tokens, which end responses if the user names none.
-        vocabulary_size: Token ids of the model are below this.
-    """
+    """Return the sampling parameters of training responses. `speech` has the stop tokens if the user names none."""
     stop_token_ids: Sequence[int] | None = generation.stop_token_ids
     if stop_token_ids is None:
         stop_token_ids = speech.stop_token_ids

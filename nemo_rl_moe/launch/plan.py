@@ -47,12 +47,7 @@ _NOT_COUNTED = "not counted: the rest of the activations, buffers of kernels, wh
 
 
 def print_plan(config: MasterConfig, target: Target | None = None) -> None:
-    """Print the plan of a run.
-
-    Args:
-        config: A checked configuration. Only its models' `config.json` are read.
-        target: Machines to plan for. None: machines like this one.
-    """
+    """Print the plan of a run for machines like this one or `target`. Of its models, only `config.json` is read."""
     if problems := [*model_folder_exists(config), *role_model_folders_exist(config)]:
         raise ConfigurationError(problems)
     hf_config, config_json = load_hf_config(config.policy.model_name), load_config_json(config.policy.model_name)
@@ -186,7 +181,6 @@ def _memory_rows(config: MasterConfig, workers: Sequence[WorkerMemory], patches:
 
 
 def _optimizer_label(config: MasterConfig) -> str:
-    """Return the label of the row of the optimizer's state on the device."""
     megatron = config.policy.megatron_cfg
     chosen = megatron.optimizer
     sharded = ", sharded" if megatron.distributed_data_parallel_config.use_distributed_optimizer else ""

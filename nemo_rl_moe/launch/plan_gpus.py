@@ -104,7 +104,6 @@ def _workers(config: MasterConfig, transformer: TransformerConfig, hf_config: An
 
 
 def _engines_lack_room(config: MasterConfig, transformer: TransformerConfig, hf_config: Any, memory: int) -> bool:
-    """Return whether engines lack memory for their weights and a cache."""
     size = engine_size(config)
     if size is None:
         return False
@@ -159,8 +158,7 @@ def _device_rows(
     longest: int,
     target: Target | None,
 ) -> list[tuple[str, str]]:
-    """Return rows on a GPU of an engine, in GB. `beside` and `workers` are the ranks that share it with the trainer, if
-    any."""
+    """Return rows on a GPU of an engine, in GB. Ranks `beside` and `workers` share it with the trainer."""
     rows = []
     least = memory.fits_from(0, utilization)
     if workers and beside is not None:

@@ -23,7 +23,6 @@ class RoleMemory:
     """Bytes that each worker of a role always holds, calculated for the fullest pipeline stage.
 
     Attributes:
-        label: Role, model and number of workers.
         gradients: 0 if the role does not train, like `optimizer`.
         process: An estimate for CUDA's context and NCCL, 0 on CPUs.
     """
@@ -36,7 +35,6 @@ class RoleMemory:
 
     @property
     def total(self) -> int:
-        """Sum of all parts."""
         return self.weights + self.gradients + self.optimizer + self.process
 
 

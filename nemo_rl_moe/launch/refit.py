@@ -130,8 +130,7 @@ def start_scores(
     *,
     model_inputs: Sequence[Mapping[str, ModelInput]] = (),
 ) -> Callable[[], Scores]:
-    """Start to score sequences of equal length with the trainer. The result has the log-probabilities after the first
-    token."""
+    """Start to score sequences of equal length with the trainer. No score is returned for the first token."""
     logprobs = policy.start_logprobs(batch_of(sequences, model_inputs), by_one_copy=True)
     return lambda: [row[1:].numpy() for row in logprobs()]
 

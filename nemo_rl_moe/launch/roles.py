@@ -51,11 +51,7 @@ def prepare_role(config: MasterConfig, role: str, policy: PreparedModel, console
 def tokenizer_of_role(
     key: str, model_name: str, config: MasterConfig, policy: PreparedModel
 ) -> "PreTrainedTokenizerBase":
-    """Load the tokenizer of a role's model, and check that it gives the policy's tokens the same ids.
-
-    Args:
-        key: Key of the model's name.
-    """
+    """Load the tokenizer of a role's model, and check that it gives the policy's tokens the same ids."""
     try:
         tokenizer = load_tokenizer(model_name)
     except ConfigurationError as error:
@@ -70,11 +66,8 @@ def tokenizer_of_role(
 
 
 def start_role(run: ModelRun, role: str, model: PreparedModel, start: Callable[..., Workers]) -> Workers:
-    """Start the workers of a role after the policy's, until the run ends.
-
-    Args:
-        start: Class of the workers, or a function with the same arguments.
-    """
+    """Start the workers of a role after the policy's, until the run ends. `start` is their class, or makes them like
+    it."""
     place = run.start_places(role)
     if model.source.hub is not None and not place.is_local:
         fetch_on_machines(place, model.source.hub)

@@ -109,17 +109,15 @@ def running_source(
     state: QueueState,
     warn: Callable[[str], None],
     message: Callable[[str], None],
-    record: Callable[[TimeLine], None],
+    record: Callable[[TimeLine], None] = lambda time_line: None,
 ) -> Iterator[SampledGroups]:
     """Run the source of a run's groups within the context. The end of the runner cancels it.
 
     Args:
-        loader: The prompts of each epoch.
         folder: The run's folder, which gets the schedule of an asynchronous run.
         state: State of the resumed run.
         warn: Receives a line on each prompt that is given up, and on a schedule that cannot be written.
         message: Receives a line when the schedule can be written again.
-        record: Receives the time line of each step.
 
     Raises:
         CheckpointError: The prompts differ from those of the state.
@@ -152,8 +150,7 @@ def running_source(
 
 
 def runs_ahead(config: GRPOMasterConfig) -> bool:
-    """Return whether groups are generated during training. The trainer's own engine cannot, as it uses the same
-    weights."""
+    """Return whether groups are generated during training, which the trainer's own engine cannot."""
     return config.grpo.rollouts.is_asynchronous and not config.policy.generation.engine.shares_weights
 
 
@@ -163,14 +160,12 @@ def state_at(
     checkpoint: Path | None,
     loader: PromptRounds,
     *,
-    with_optimizer: bool,
+    with_optimizer: bool = True,
 ) -> QueueState:
     """Return the state to resume from: the queue of the checkpoint, or the prompts of the steps so far.
 
     Args:
-        loop: State of the loop.
         checkpoint: Folder of the checkpoint. None: the run begins.
-        loader: The prompts of each epoch.
         with_optimizer: Whether the checkpoint has the optimizer's state, which counts its steps. Otherwise they begin
             at 0 again, so that the age of the queue's tokens is unknown and they are sampled again.
 
@@ -188,8 +183,7 @@ def state_at(
 
 
 def _can_be_trained_on(config: GRPOMasterConfig, group: Group) -> bool:
-    """Return whether this run can train on a group of the checkpoint, which may have been sampled with other
-    settings."""
+    """Return whether this run can train on a group of the checkpoint, which had perhaps other settings."""
     sequences = sequences_of(group)
     return (
         len(group) == config.grpo.num_generations_per_prompt

@@ -47,7 +47,6 @@ class SavedTraining:
 
     Args:
         launch: Identity of the run, and the number of its restart.
-        console: Messages to the user.
         opened: Closes everything that is opened here when the run ends.
 
     Attributes:
@@ -149,12 +148,7 @@ class SavedTraining:
         return older
 
     def open_checkpointer(self, loggers: FanOutLogger, folder: Path) -> Checkpointer:
-        """Return the writer of checkpoints during the loop.
-
-        Args:
-            loggers: Loggers that a resumed run continues.
-            folder: The run's folder.
-        """
+        """Return the writer of checkpoints during the loop. A resumed run continues the loggers."""
         store, config = self._store, self._config
         loop_config: Any = config  # every algorithm has data
         if store is None:
@@ -176,10 +170,9 @@ class SavedTraining:
         return checkpointer
 
     def save_final_weights(self, run_folder: Path, num_steps: int) -> Path:
-        """Write the weights of all trained models. The policy's are last, since they mark the run as complete.
+        """Write the weights of all trained models, and return the folder of the policy's.
 
-        Returns:
-            The folder of the policy's weights.
+        The policy's are last, since they mark the run as complete.
         """
         checkpoint_dir = self.checkpoint_dir(run_folder)
         weights = final_weights_folder(checkpoint_dir, POLICY_ROLE)
@@ -214,7 +207,6 @@ class SavedTraining:
 
     @property
     def _first_run_id(self) -> str:
-        """Id of the first run of this training."""
         return self.resume.state.first_run_id if self.resume is not None else self._launch.run_id
 
     def _beginning(self, resume: ResumePoint) -> str:
@@ -243,8 +235,7 @@ class SavedTraining:
 
 
 def _known_store(config: MasterConfig, resume: ResumePoint | None, console: ConsoleLogger) -> CheckpointStore | None:
-    """Return the folder of checkpoints, or None if they are off or the folder is in the run's folder, which does not
-    exist yet."""
+    """Return the folder of checkpoints, or None if they are off or in the run's folder, which does not exist yet."""
     if not config.checkpointing.enabled:
         return None
     known = resume.folder.parent if resume is not None else config.checkpointing.checkpoint_dir

@@ -136,11 +136,7 @@ def use_corrected_template(
 def model_warnings(
     policy: PolicyConfig, hf_config: Any, config_json: Mapping[str, Any], transformer: "TransformerConfig"
 ) -> list[str]:
-    """Return the warnings about the model's settings before a run, a line each.
-
-    Args:
-        transformer: Result of `build_transformer_config`.
-    """
+    """Return the warnings about the model's settings before a run, a line each."""
     from nemo_rl_moe.models.megatron.model.router_settings import (
         SIZES_OF_THE_MODEL,
         exported_config,
@@ -165,7 +161,6 @@ def model_warnings(
 
 
 def _fetched(policy: PolicyConfig, console: ConsoleLogger) -> tuple[ModelSource, Path]:
-    """Return the source of the model, and its folder on this machine."""
     if Path(policy.model_name).is_dir():
         source = find_model(policy)
     else:
@@ -192,9 +187,7 @@ def read_samples(
 
     Args:
         load: `load_sft_dataset` or `load_preferences`.
-        source: Entry of the `data` section.
         image_rule: Rule by which the model reads images. None: a text-only model.
-        speech: The model's chat format.
     """
     longest = config.policy.max_total_sequence_length
     with console.phase(f"reading {source.path}"), load_limit(config.data.load_timeout_s, source.path):
@@ -317,12 +310,7 @@ class ModelRun:
 
 
 def announce_moe(console: ConsoleLogger, moe_configuration: Mapping[str, Any], sources: Mapping[str, str]) -> None:
-    """Show the effective router settings.
-
-    Args:
-        sources: Source of each setting, without Megatron-Core's defaults. A default is not shown if its feature is
-            off.
-    """
+    """Show the effective router settings with their sources. A default is not shown if its feature is off."""
     if not moe_configuration:
         console.message("the model has no MoE layers: there is nothing to track")
         return
@@ -366,11 +354,7 @@ def summarise(
     *,
     loggers: Collection[str],
 ) -> str:
-    """Return a few lines on the results, problems with rewards, and files of the run.
-
-    Args:
-        loggers: Names of the loggers that have worked to the end.
-    """
+    """Return a few lines on the results, problems with rewards, and files of the run."""
     lines = [f"\n{summary.num_steps} steps done."]
     for name in ("loss", "accuracy"):
         if f"val/{name}" in summary.last_validation:

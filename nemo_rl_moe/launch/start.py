@@ -39,13 +39,10 @@ class RunLaunch:
 
 
 def train(config: MasterConfig, overrides: Sequence[str], *, owns_process: bool) -> int:
-    """Run a configuration's algorithm from start to end.
+    """Run a configuration's algorithm from start to end, and return the exit code.
 
     Args:
         owns_process: True if this process runs nothing else.
-
-    Returns:
-        The exit code.
     """
     launch = RunLaunch(uuid.uuid4().hex, started=time.monotonic())
     if owns_process and config.cluster.max_restarts:
@@ -65,8 +62,7 @@ def train(config: MasterConfig, overrides: Sequence[str], *, owns_process: bool)
 
 
 def train_supervised(launch: RunLaunch) -> int:
-    """Run the configuration that a supervisor sends. The supervisor prints the hint on how to resume after a
-    failure."""
+    """Run the configuration that a supervisor sends. After a failure, the supervisor prints how to resume."""
     config = load_dumped(sys.stdin.read())
     watch_this_process()
     with StopSignals() as stop_signals:
@@ -121,8 +117,7 @@ def take_process(overrides: Sequence[str], report_end: Callable[[], None] = lamb
 
 
 def _hide_secrets(overrides: Sequence[str]) -> None:
-    """Mask the secrets on this process's command line, which other users of the machine, W&B and Ray's dashboard can
-    see."""
+    """Mask the secrets on this process's command line, which other users, W&B and Ray's dashboard can see."""
     shown = {text: masked_assignment(text) for text in overrides}
     words = [shown.get(word, word) for word in sys.argv]
     if words != sys.argv:

@@ -51,8 +51,7 @@ class Supervision:
 def supervise(supervision: Supervision) -> int:
     """Run a process to its end, and again after each failure while restarts remain.
 
-    Returns:
-        The exit code of the process, 1 if it was killed, or 128 plus the signal's number if it was stopped.
+    Return the exit code of the process, 1 if it was killed, or 128 plus the signal's number if it was stopped.
     """
     adopt_orphans()
     awaited = stop_signals()

@@ -178,12 +178,10 @@ class TrainingRun(ModelRun):
         self.saved.restore()
 
     def open(self) -> StepRecorder:
-        """Open the run's folder, its loggers and its checkpoints, and show the effective settings.
+        """Open the run's folder, its loggers and its checkpoints, show the effective settings, and return the loop's
+        recorder.
 
         A resumed run continues in its folder, without the records of later steps.
-
-        Returns:
-            The recorder of the loop's steps.
         """
         policy, config = self._policy, self.config
         assert policy is not None  # start_policy comes first

@@ -21,8 +21,8 @@ class AgentProgramLimitsConfig(AgentLimitsConfig):
     """Limits of agents that are the user's programs."""
 
     agents_per_worker: PositiveInt
-    """Agents that a process runs at the same time. More than 1 needs an `async def`. An agent that blocks its process
-    delays the others."""
+    """Agents that a process runs at the same time. More than 1 needs an `async def`. A blocking agent delays the
+    others."""
 
 
 class EndpointDriverConfig(DriverConfig):

@@ -28,12 +28,8 @@ class DriverConfig(StrictModel):
         return None
 
     def problems(self, key: str, data_key: str, data: PromptDataConfig) -> Iterator[str]:
-        """Yield a line for each setting that does not go with this driver.
-
-        Args:
-            key: Key of this section.
-            data_key: Key of `data`, the section of its prompts.
-        """
+        """Yield a line for each setting that this driver excludes. `key` is this section, and `data_key` that of its
+        prompts."""
         if self.has_own_tools and data.tools:
             yield (
                 f"data.tools: got {len(data.tools)}, expected [] with {key}.kind {self.kind}, which has tools of its"

@@ -20,8 +20,7 @@ class ToolLimitsConfig(StrictModel):
     call_timeout_s: Seconds
     """Time limit of a call, in seconds. If it is exceeded, the model reads an error instead of the result."""
     turn_timeout_s: Seconds
-    """Time limit of all calls of one turn, in seconds. Later calls of the turn are not made. The limit of a trajectory
-    is `env.rollout_timeout_s`."""
+    """Time limit of all calls of one turn, in seconds. Later calls of the turn are not made."""
     max_result_characters: PositiveInt
     """Longest result, in characters. A longer one is cut and ends with a note for the model."""
     memory_mb: PositiveInt
@@ -36,8 +35,7 @@ class McpServerConfig(StrictModel):
     args: list[str] = Field(default_factory=list)
     """Arguments of the program."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Environment variables of the server, in addition to PATH, HOME and the like. It gets no other variables of the
-    run."""
+    """Environment variables of the server, in addition to PATH, HOME and the like. It gets no others of the run."""
 
 
 class ToolsConfig(DriverConfig):
@@ -49,8 +47,8 @@ class ToolsConfig(DriverConfig):
     """Tools that the model may call: `package.module:function`, typed and with a docstring, or calculator, python,
     search. []: only the tools of `mcp_servers`."""
     mcp_servers: dict[Text, McpServerConfig]
-    """MCP servers whose tools the model may also call, by names of your choice. Each process that runs tools starts its
-    own servers. {}: none."""
+    """MCP servers by names of your choice, whose tools the model may also call. Each tool process starts them. {}:
+    none."""
     parameters: dict[str, dict[str, Any]]
     """Values of keyword-only parameters by the name of the tool. The model does not see them. {}: none."""
     format: Text | None

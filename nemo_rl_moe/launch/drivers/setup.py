@@ -55,7 +55,6 @@ class DriverSetup:
 
     @property
     def env(self) -> EnvironmentConfig:
-        """Section of the environment."""
         return self.config.env.environments[self.name]
 
     @property
