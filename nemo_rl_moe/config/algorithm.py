@@ -240,7 +240,7 @@ def find_algorithm(name: str) -> Algorithm:
     found = import_attribute(ALGORITHM_KEY, name, form="package.module:ALGORITHM")
     if not isinstance(found, Algorithm):
         raise ConfigurationError(f"{ALGORITHM_KEY}: {name} is {described(found)}, expected an Algorithm")
-    for problem in _problems(found):
+    if (problem := next(_problems(found), None)) is not None:
         raise ConfigurationError(f"{ALGORITHM_KEY}: {name}: {problem}")
     algorithm = replace(found, reference=name)
     ALGORITHMS[algorithm.name] = algorithm

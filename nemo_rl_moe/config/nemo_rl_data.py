@@ -149,18 +149,17 @@ def _dataset(theirs: Theirs, translation: Translation, part: str) -> KnownDatase
     path = _of(theirs, part, "data_path")
     name = _of(theirs, part, "dataset_name")
     subject = f"data.{part}.dataset_name: {name}"
-    if path is not None and name == _RANKED and translation.algorithm == "dpo":
-        translation.obstacles.append(
-            f"{subject}: its records rank `completions`: write `prompt`, `chosen` and `rejected`; where the better one"
-            " always stands first, set data.prompt_key=context, data.chosen_key=completions.0.completion and"
-            " data.rejected_key=completions.1.completion"
-        )
-    elif path is not None:
-        translation.changed.append(f"{subject}: records are read by their form: docs/data.md")
     if path is not None:
-        return (
-            KnownDataset(path, "input", "output", form=wanted) if name == _IN_FILES else KnownDataset(path, form=wanted)
-        )
+        if name == _RANKED and translation.algorithm == "dpo":
+            translation.obstacles.append(
+                f"{subject}: its records rank `completions`: write `prompt`, `chosen` and `rejected`; where the better"
+                " one always stands first, set data.prompt_key=context, data.chosen_key=completions.0.completion and"
+                " data.rejected_key=completions.1.completion"
+            )
+        else:
+            translation.changed.append(f"{subject}: records are read by their form: docs/data.md")
+        keys = ("input", "output") if name == _IN_FILES else ()
+        return KnownDataset(path, *keys, form=wanted)
     if name not in DATASETS:
         translation.obstacles.append(f"{subject}: a data set of theirs; name its file as data.{part}.path")
         return KnownDataset(str(name), form=wanted)

@@ -75,9 +75,9 @@ class MixedPromptDataConfig(PromptDataConfig):
     def of(self, name: str) -> PromptDataConfig:
         """Return the section with the values of one environment."""
         own = self.environments.get(name)
-        return (
-            self if own is None else self.model_copy(update={key: getattr(own, key) for key in type(own).model_fields})
-        )
+        if own is None:
+            return self
+        return self.model_copy(update={key: getattr(own, key) for key in type(own).model_fields})
 
     def sources(self) -> Iterator[tuple[str, PromptDataConfig]]:
         """Yield the key and the section of each set of prompts."""

@@ -134,19 +134,15 @@ def _import(key: str, module_name: str, reference: str) -> Any:
         sys.path.append(working_folder)
     try:
         return import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise ConfigurationError(
-                f"{key}: {reference}: {module_name} cannot be imported: {error_in_user_code(error)}"
-            ) from error
-        beside = [path.stem for path in Path(working_folder).glob("*.py")]
-        raise ConfigurationError(
-            f"{key}: {reference}: there is no module {error.name}, neither installed nor in the working folder"
-            f" {working_folder}{did_you_mean(nearest(error.name, beside))}"
-        ) from error
+    except KeyboardInterrupt:
+        raise
     except BaseException as error:  # a module may raise anything, or exit
-        if isinstance(error, KeyboardInterrupt):
-            raise
-        raise ConfigurationError(
-            f"{key}: {reference}: {module_name} cannot be imported: {error_in_user_code(error)}"
-        ) from error
+        problem = f"{module_name} cannot be imported: {error_in_user_code(error)}"
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and f"{module_name}.".startswith(f"{missing}."):
+            neighbours = [path.stem for path in Path(working_folder).glob("*.py")]
+            problem = (
+                f"there is no module {missing}, neither installed nor in the working folder {working_folder}"
+                f"{did_you_mean(nearest(missing, neighbours))}"
+            )
+        raise ConfigurationError(f"{key}: {reference}: {problem}") from error

@@ -60,7 +60,11 @@ class Pairs:
             policy: Must have the weights that the run began with.
             steps: The remaining steps.
         """
-        measure = partial(_measure, policy, self.pad_token_id, console)
+
+        def measure(pairs: PreferenceDataset, batches: Sequence[Sequence[int]], name: str) -> PreferenceDataset:
+            with console.phase(f"measuring {sum(map(len, batches)):,} {name} pairs with the reference model"):
+                return precompute_reference_sums(policy.logprobs, pairs, batches, self.pad_token_id)
+
         training = measure(self.training, batches_to_measure(self.loader(), steps), "training")
         validation = self.validation
         if validation is not None and steps:
@@ -96,18 +100,6 @@ def run_dpo(config: DPOMasterConfig, run: TrainingRun) -> None:
     run.restore()
     recorder = run.open()
     run.end(train_dpo(config.dpo, policy, pairs.loader(), pairs.validation_batches(), recorder))
-
-
-def _measure(
-    policy: "MegatronPolicy",
-    pad_token_id: int,
-    console: ConsoleLogger,
-    pairs: PreferenceDataset,
-    batches: Sequence[Sequence[int]],
-    name: str,
-) -> PreferenceDataset:
-    with console.phase(f"measuring {sum(map(len, batches)):,} {name} pairs with the reference model"):
-        return precompute_reference_sums(policy.logprobs, pairs, batches, pad_token_id)
 
 
 def _token_ids(pairs: PreferenceDataset) -> Iterator[Any]:

@@ -158,7 +158,8 @@ def _device_rows(
     longest: int,
     target: Target | None,
 ) -> list[tuple[str, str]]:
-    """Return rows on a GPU of an engine, in GB. Ranks `beside` and `workers` share it with the trainer."""
+    """Return rows on a GPU of an engine, in GB. `beside` is its rank if it shares the GPU with the trainer's ranks
+    `workers`."""
     rows = []
     least = memory.fits_from(0, utilization)
     if workers and beside is not None:

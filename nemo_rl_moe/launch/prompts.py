@@ -2,13 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts of each environment of a run."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from nemo_rl_moe.config.schema import GRPOMasterConfig
-from nemo_rl_moe.config.schema_grpo import PromptDataConfig, PromptSourceConfig
+from nemo_rl_moe.config.schema_grpo import PromptSourceConfig
 from nemo_rl_moe.config.schema_mixture import THE_ONLY_ONE
 from nemo_rl_moe.data.mixture import interleaved
 from nemo_rl_moe.data.prompts import Prompt, PromptDataset, load_prompts, without_training_prompts
@@ -68,7 +68,11 @@ def read_held_out_prompts(
     """Read or sample the held-out prompts of all environments. Empty: no validation."""
     found: dict[str, PromptDataset] = {}
     shared, lacking = _shared_records(config), list[str]()
-    for name, data, source in _held_out_sources(config):
+    for name in config.env.environments:
+        data = config.data.of(name)
+        source = data.validation
+        if config.data.validation is None or source is None:
+            continue
         is_overfitting = is_same_file(data.train, source)
         if is_overfitting:
             console.message("validating with the training prompts: data.validation.path is data.train.path")
@@ -87,14 +91,6 @@ def read_held_out_prompts(
     if lacking:
         console.warn(f"data.validation.path: no record is of {', '.join(lacking)}, which is not validated")
     return found[THE_ONLY_ONE] if THE_ONLY_ONE in found else interleaved(found)
-
-
-def _held_out_sources(config: GRPOMasterConfig) -> Iterator[tuple[str, PromptDataConfig, PromptSourceConfig]]:
-    """Yield the name of each validated environment, its data, and the source of its held-out prompts."""
-    for name in config.env.environments:
-        data = config.data.of(name)
-        if config.data.validation is not None and data.validation is not None:
-            yield name, data, data.validation
 
 
 def _shared_records(config: GRPOMasterConfig) -> SharedRecords | None:

@@ -371,10 +371,12 @@ def summarise(
         lines.append(
             f"  refit check of the last step: log-probs of engine and trainer differ by {gap:.1e} nats at most"
         )
-    lines += scoring
-    lines.append("Where to look:")
-    lines.append(f"  the run on one page           nemo-rl-moe report {run_folder}")
-    lines.append(f"  every metric, a line a step   {run_folder / 'metrics.jsonl'}")
+    lines += [
+        *scoring,
+        "Where to look:",
+        f"  the run on one page           nemo-rl-moe report {run_folder}",
+        f"  every metric, a line a step   {run_folder / 'metrics.jsonl'}",
+    ]
     if (run_folder / FOLDER_NAME).is_dir():
         lines.append(f"  load of every expert          {run_folder / FOLDER_NAME}")
     samples = run_folder / SAMPLES_FILE_NAME

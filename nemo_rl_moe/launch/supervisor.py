@@ -125,14 +125,11 @@ class _Supervisor:
         while (exit_code := _collect(process)) is None:
             received = signal.sigtimedwait({*self._stop_signals, signal.SIGCHLD}, POLL_S)
             if received is not None and received.si_signo in self._stop_signals:
-                self._request = _passed_on(received.si_signo)
+                # The run has no terminal, so it gets SIGTERM when the terminal is closed.
+                is_closed = received.si_signo == signal.SIGHUP
+                self._request = signal.SIGTERM if is_closed else signal.Signals(received.si_signo)
                 os.kill(process, self._request)
         return exit_code
-
-
-def _passed_on(number: int) -> signal.Signals:
-    """Return the signal to pass on: SIGTERM when the terminal is closed, as the run has none."""
-    return signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number)
 
 
 def _collect(process: int) -> int | None:
