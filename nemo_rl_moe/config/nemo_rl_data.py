@@ -158,8 +158,9 @@ def _dataset(theirs: Theirs, translation: Translation, part: str) -> KnownDatase
             )
         else:
             translation.changed.append(f"{subject}: records are read by their form: docs/data.md")
-        keys = ("input", "output") if name == _IN_FILES else ()
-        return KnownDataset(path, *keys, form=wanted)
+        if name == _IN_FILES:
+            return KnownDataset(path, "input", "output", form=wanted)
+        return KnownDataset(path, form=wanted)
     if name not in DATASETS:
         translation.obstacles.append(f"{subject}: a data set of theirs; name its file as data.{part}.path")
         return KnownDataset(str(name), form=wanted)

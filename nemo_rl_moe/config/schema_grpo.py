@@ -101,7 +101,8 @@ class GRPOConfig(StrictModel):
     max_val_samples: PositiveInt | None
     """Prompts of one validation. null: all held-out prompts."""
     val_num_generations: PositiveInt
-    """Responses to each held-out prompt. pass@k is reported for this number and the powers of two below. Greedy: 1."""
+    """Responses to each held-out prompt, which must be 1 if validation is greedy. pass@k is reported for this number
+    and for the powers of two below it."""
     val_temperature: Annotated[float, Field(ge=0, le=100)]
     """Sampling temperature of validation. 0: greedy."""
     max_consecutive_failed_steps: PositiveInt | None
@@ -184,8 +185,9 @@ class RefitCheckConfig(StrictModel):
     num_tokens: Annotated[int, Field(ge=2)]
     """Number of tokens of each sequence."""
     max_logprob_gap: PositiveFloat | None
-    """Largest difference of a token's two log-probabilities, in nats, that counts as rounding. null: 1e-4 in float32,
-    otherwise four times the mean difference of the run's earlier refits, within 0.03 and 0.5."""
+    """Largest difference of a token's two log-probabilities, in nats, that counts as rounding. null: 1e-4 in float32.
+    In other formats, the mean difference is bounded by four times that of the run's earlier refits, from 0.03 to
+    0.5."""
     on_failure: Literal["stop", "refit"]
     """stop: end the run. refit: send the weights once more, and end the run if that does not help."""
 
@@ -198,9 +200,9 @@ class GenerationConfig(EngineSections):
     each with a copy of the weights. vllm: engines of vLLM, with a copy. `package.module:ENGINE`: your engine's record
     or function."""
     weight_transport: Literal["files", "gloo", "nccl", "cuda_ipc"]
-    """Way of the weights to the engines. files: shared memory or, between machines, a disk. gloo: the network, through
-    the hosts' memory. nccl: from GPU to GPU, for engines with separate GPUs. cuda_ipc: engines read the trainer's
-    memory on the GPUs that they share."""
+    """Transport of the weights to the engines. files: shared memory or, between machines, a disk. gloo: the network,
+    through the hosts' memory. nccl: from GPU to GPU, for engines with separate GPUs. cuda_ipc: engines read the
+    trainer's memory on the GPUs that they share."""
     lora_refit: Literal["merged", "adapter"]
     """Weights of a policy with adapters that an engine with a copy gets. merged: all weights, with the adapters added.
     adapter: only the adapters, for engines that apply them to a base model that they keep."""

@@ -303,7 +303,7 @@ def _problem(
         return place, _problem_of_kind(schema, place, field, reduce(getitem, place, values).get(KIND_KEY))
     if kind == "missing":
         return place, f"{name}: missing; expected {expected(field)}{_or_no_section(schema, place)}"
-    value = reduce(getitem, place, values)
+    value: Any = reduce(getitem, place, values)
     renamed = next((item for item in field.metadata if isinstance(item, RenamedValue) and item.old == value), None)
     if renamed is not None:
         return place, f"{name}: got {value!r}, which is now called {renamed.new}"
