@@ -3,5 +3,5 @@
 """Configuration: YAML with inheritance and overrides in, a strictly typed and frozen model out.
 
 Imports pydantic, OmegaConf and the standard library only, so that checking a configuration takes no heavy import.
-`loading.load_config` is the way in, `schema.SFTMasterConfig` what it returns, `resolved.dump_resolved` the way out.
+`loading.load_any_config` reads a configuration, and `loading.dump_resolved` writes one.
 """

@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The record of an algorithm, the registry of all algorithms, and those that ship with this package.
+"""The record of an algorithm, and the registry of all algorithms with the built-in ones.
 
-Commands, configuration, checkpoints, reports and memory plans read all that they need from a record. A custom one is
-named by `algorithm: my_module:ALGORITHM` in a configuration. Imports no torch.
+Commands, configuration, checkpoints, reports and memory plans read everything about an algorithm from its record. A
+custom one is named by `algorithm: my_module:ALGORITHM` in a configuration. Imports no torch.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ from nemo_rl_moe.config.user_code import described, import_attribute, with_colon
 from nemo_rl_moe.errors import ConfigurationError
 
 ALGORITHM_KEY = "algorithm"
-"""Top-level key that names the algorithm of a configuration; without it, the section of a built-in one says it."""
+"""Top-level key that names the algorithm of a configuration. Otherwise a built-in algorithm's section implies it."""
 AUTO_METRIC = "auto"
 """Value of `checkpointing.metric_name` that leaves the choice to the algorithm."""
 POSITION_IN_THE_DATA = "the checkpoint counts its place in the data in units of it"
@@ -34,33 +34,34 @@ ORDER_OF_THE_DATA = "the checkpoint's place in the data is one in the order that
 
 @dataclass(frozen=True)
 class Algorithm:
-    """Record of an algorithm; its functions take a checked instance of `config_class`.
+    """Record of an algorithm. Its functions take a checked instance of `config_class`.
 
     Attributes:
-        name: Its section of the configuration; also its name in commands, checkpoints and reports.
+        name: Name in commands, checkpoints and reports, and of the algorithm's section of the configuration.
         summary: One line for `nemo-rl-moe --help`.
-        config_class: Its schema, with the section `name`, and with `data`, which has `train` and `validation`.
+        config_class: Schema with the section `name`, and with `data`, which has `train` and `validation`.
         run: Function of the configuration and the `launch.training_run.TrainingRun`, or `package.module:function`,
-            imported when a run starts. None: that of a built-in one, from `launch.start.entry_point_of`.
-        rules: Checks between settings; each yields one line for each problem. Common rules apply anyway.
-        resume_keys: Keys that must not change on resume, each with the reason; `*` stands for any name.
+            which is imported when a run starts. None: a built-in algorithm's function, from
+            `launch.start.entry_point_of`.
+        rules: Checks between settings, in addition to the common ones. Each yields one line for each problem.
+        resume_keys: Keys that must not change on resume, each with the reason. `*` matches any name.
         loop: Section with `max_num_epochs`, `max_num_steps`, `val_period`, `val_at_start`, `val_at_end` and `seed`.
             Empty: the section `name`.
-        sequences_per_sample: Sequences of one sample, in which batch sizes count.
+        sequences_per_sample: Number of sequences in one sample, the unit of batch sizes.
         updates_per_step: Optimizer steps of one step.
-        steps_of_critic_alone: Steps at the beginning in which the policy does not train.
+        steps_of_critic_alone: Number of first steps in which the policy does not train.
         needs_reference: Whether workers keep the initial weights.
-        roles: Models beside the policy with workers of their own, by role; `cluster.roles` places them. Of rollouts the
-            reward model is one besides: `roles_of` has all of a run.
-        optional_places: Roles without a model of their own that `cluster.roles` may place, with what they are;
-            otherwise they share the policy's machines.
-        responses_at_a_time: Most responses that are generated at a time; None: the algorithm generates nothing.
-        rollouts_run_ahead: Whether `run` takes its trajectories from `launch.grpo.start_source` and tells the source of
-            each update of the weights; without, `grpo.rollouts.mode: asynchronous` is refused.
-        losses: Loss functions that `run` trains with. Each is called once on three tokens before anything starts, so
-            that what is wrong with its loss or a metric is reported then; without, when the first step trains.
-        best_metric: Metric of `checkpointing.metric_name: auto`; more of it is better.
-        reference: `package.module:ATTRIBUTE` by which configurations name it, set at import; None: a built-in one.
+        roles: Models other than the policy with separate workers, by role. `cluster.roles` assigns machines to them.
+            `roles_of` adds the reward model of rollouts.
+        optional_places: Roles without a separate model that may get machines in `cluster.roles`, with a description.
+            Without an entry there they share the policy's machines.
+        responses_at_a_time: Most responses that are generated at the same time. None: the algorithm generates nothing.
+        rollouts_run_ahead: Whether `run` takes its trajectories from `launch.grpo.start_source` and notifies the
+            source of each update of the weights. If not, `grpo.rollouts.mode: asynchronous` is refused.
+        losses: Loss functions that `run` trains with. Each is called once on three tokens before anything starts, to
+            report errors in its loss or metrics early. Other losses fail when the first step trains.
+        best_metric: Metric of `checkpointing.metric_name: auto`, of which higher values are better.
+        reference: `package.module:ATTRIBUTE` by which configurations name it, set at import. None: built in.
     """
 
     name: str
@@ -84,28 +85,28 @@ class Algorithm:
 
     @property
     def generates(self) -> bool:
-        """Return whether the algorithm trains on responses that it generates."""
+        """Whether the algorithm trains on responses that it generates."""
         return self.responses_at_a_time is not None
 
     @property
     def loop_name(self) -> str:
-        """Name of the section of the run's length and validations."""
+        """Name of the section with the run's length and validations."""
         return self.loop or self.name
 
     def num_updates(self, config: MasterConfig, num_steps: int) -> int:
-        """Return the optimizer steps of a role that trains in so many steps."""
+        """Return the optimizer steps in `num_steps` steps of a role that always trains."""
         return num_steps * self.updates_per_step(config)
 
     def num_policy_updates(self, config: MasterConfig, num_steps: int) -> int:
-        """Return the optimizer steps that the policy takes in so many steps."""
+        """Return the optimizer steps of the policy in `num_steps` steps."""
         return self.num_updates(config, max(num_steps - self.steps_of_critic_alone(config), 0))
 
     def loop_of(self, config: MasterConfig) -> Any:
-        """Return the section of the run's length and validations."""
+        """Return the section with the run's length and validations."""
         return getattr(config, self.loop_name)
 
     def entry_point(self) -> Callable[[Any, Any], None]:
-        """Return the function that runs the algorithm, imported where the record names it."""
+        """Return the function that runs the algorithm, importing it if the record names it."""
         if not isinstance(self.run, str):
             assert self.run is not None
             return self.run
@@ -114,7 +115,7 @@ class Algorithm:
 
 
 def grpo_responses_at_a_time(config: GRPOMasterConfig) -> int:
-    """Return the responses of a step or, where known and larger, of a validation."""
+    """Return the responses of a step or, if known and larger, of a validation."""
     validation = 0
     if config.data.validation is not None and config.grpo.max_val_samples is not None:
         validation = config.grpo.max_val_samples * config.grpo.val_num_generations
@@ -122,18 +123,18 @@ def grpo_responses_at_a_time(config: GRPOMasterConfig) -> int:
 
 
 def grpo_best_metric(config: GRPOMasterConfig) -> str:
-    """Return accuracy where rewards are right or wrong, and the reward where they may be graded or are custom."""
-    says_it = config.reward_model is None and all(map(_says_right_or_wrong, config.env.environments.values()))
-    return "val:accuracy" if says_it else "val:reward"
+    """Return accuracy if all rewards are right or wrong, and the reward if they may be graded or are custom."""
+    is_binary = config.reward_model is None and all(map(_has_binary_reward, config.env.environments.values()))
+    return "val:accuracy" if is_binary else "val:reward"
 
 
-def _says_right_or_wrong(env: EnvironmentConfig) -> bool:
+def _has_binary_reward(env: EnvironmentConfig) -> bool:
     is_graded = isinstance(env.reward, ReasoningGymConfig) and env.reward.partial_credit
     return env.needs_answers and not is_graded and env.driver.named is None
 
 
 def places_of_engines(config: GRPOMasterConfig) -> Mapping[str, str]:
-    """Return the roles of generation engines with a copy of the weights, which may have machines of their own."""
+    """Return the role of generation engines with a copy of the weights, which may have separate machines."""
     return {} if config.policy.generation.engine.shares_weights else {GENERATION_ROLE: "generation engines"}
 
 
@@ -175,7 +176,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         ),
     )
 }
-"""By name: the built-in algorithms, and those that a configuration of this process has named."""
+"""The built-in algorithms and the algorithms named by configurations of this process, by name."""
 ALGORITHMS["ppo"] = replace(
     ALGORITHMS["grpo"],
     name="ppo",
@@ -211,7 +212,7 @@ def algorithm_of(config: MasterConfig) -> Algorithm:
 
 
 def roles_of(config: MasterConfig) -> Mapping[str, RoleModelConfig]:
-    """Return the models beside the policy with workers of their own, by role."""
+    """Return the models other than the policy with separate workers, by role."""
     roles = dict(algorithm_of(config).roles(config))
     if isinstance(config, GRPOMasterConfig) and config.reward_model is not None:
         roles[REWARD_MODEL_ROLE] = config.reward_model
@@ -219,7 +220,7 @@ def roles_of(config: MasterConfig) -> Mapping[str, RoleModelConfig]:
 
 
 def metric_in_force(config: MasterConfig) -> str | None:
-    """Resolve `auto` in the metric that chooses the best checkpoints; None: the newest are kept."""
+    """Return the metric that selects the best checkpoints, with `auto` resolved. None: the newest are kept."""
     name = config.checkpointing.metric_name
     return algorithm_of(config).best_metric(config) if name == AUTO_METRIC else name
 
@@ -239,7 +240,7 @@ def find_algorithm(name: str) -> Algorithm:
     found = import_attribute(ALGORITHM_KEY, name, form="package.module:ALGORITHM")
     if not isinstance(found, Algorithm):
         raise ConfigurationError(f"{ALGORITHM_KEY}: {name} is {described(found)}, expected an Algorithm")
-    for problem in _problems(found):
+    if (problem := next(_problems(found), None)) is not None:
         raise ConfigurationError(f"{ALGORITHM_KEY}: {name}: {problem}")
     algorithm = replace(found, reference=name)
     ALGORITHMS[algorithm.name] = algorithm
@@ -247,7 +248,6 @@ def find_algorithm(name: str) -> Algorithm:
 
 
 def _problems(algorithm: Algorithm) -> Iterator[str]:
-    """Yield the problem that keeps an imported record from being used."""
     fields = algorithm.config_class.model_fields
     if algorithm.name in BUILT_IN:
         yield f"its name {algorithm.name} is that of a built-in algorithm"

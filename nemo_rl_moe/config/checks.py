@@ -1,12 +1,13 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rules between settings, each a pure function that yields one line for each problem.
+"""Rules between settings. Each is a pure function that yields one line for each problem.
 
-A rule's docstring names its subject. Rules that need values that the schema rejected are skipped and all others run, so
-that the user sees every problem at once.
+A rule that needs a value that the schema rejected is skipped. All others run, so that the user sees every problem at
+once.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from nemo_rl_moe.config.algorithm import algorithm_of, roles_of
@@ -31,32 +32,27 @@ def combination_problems(config: MasterConfig, *, is_whole: bool, megatron_versi
     """Return one line for each rule that the configuration breaks.
 
     Args:
-        is_whole: False when values are missing; rules that need them are skipped.
-        megatron_version: Installed version of Megatron-Core; None: allow what any version has.
+        is_whole: False if values are missing. Rules that need them are skipped.
+        megatron_version: Installed version of Megatron-Core. None: allow the fields of any version.
     """
     rules: list[Rule] = [*COMMON_RULES, *DATA_RULES, *CHECKPOINTING_RULES, *algorithm_of(config).rules]
-    problems = apply_rules(rules, config, is_whole=is_whole)
     if megatron_version is not None:
-        problems += apply_rules([_versions_rule(megatron_version)], config, is_whole=is_whole)
-    return problems
+        rules.append(partial(megatron_has_the_fields, installed=megatron_version))
+    return apply_rules(rules, config, is_whole=is_whole)
 
 
 def path_problems(config: MasterConfig, *, is_whole: bool) -> list[str]:
-    """Return one line for each local file or folder of the configuration that is missing.
-
-    Args:
-        is_whole: False when values are missing; rules that need them are skipped.
-    """
+    """Return one line for each missing local file or folder. See `combination_problems` for `is_whole`."""
     return apply_rules(PATH_RULES, config, is_whole=is_whole)
 
 
 def apply_rules(rules: Sequence[Rule], config: MasterConfig, *, is_whole: bool) -> list[str]:
-    """Run each rule; on a partial configuration, a rule ends where it meets a missing value."""
+    """Run each rule. On a partial configuration, a rule ends at the first missing value."""
     problems: list[str] = []
     for rule in rules:
         try:
-            problems.extend(rule(config))  # what a rule said before it met a missing value stays
-        except ConfigurationError as error:  # an engine of the user's own that cannot be found
+            problems.extend(rule(config))  # keeps the lines before a missing value
+        except ConfigurationError as error:  # the user's engine cannot be found
             problems.extend(error.problems)
         except AttributeError:
             if is_whole:
@@ -65,7 +61,7 @@ def apply_rules(rules: Sequence[Rule], config: MasterConfig, *, is_whole: bool) 
 
 
 def model_parallel_fits_world(config: MasterConfig) -> Iterator[str]:
-    """Check that model parallel sizes, of the dense part and of the experts, divide the workers."""
+    """Check that the model parallel sizes of the dense part and of the experts divide the number of workers."""
     megatron, world = config.policy.megatron_cfg, config.cluster.world_size
     tensor, pipeline = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
     context, expert = megatron.context_parallel_size, megatron.expert_model_parallel_size
@@ -82,14 +78,14 @@ def model_parallel_fits_world(config: MasterConfig) -> Iterator[str]:
         f"tensor_model_parallel_size {tensor} x pipeline_model_parallel_size {pipeline}"
         f" x context_parallel_size {context}"
     )
-    # Keyed by size: where both are the same, one line says it.
+    # Keyed by size: one line if both sizes are the same.
     for size, factors in {expert * expert_tensor * pipeline: experts, tensor * pipeline * context: dense}.items():
         if world % size:
             yield f"{workers} cannot be divided by {size} ({MEGATRON}: {factors}); take a multiple of {size} workers"
 
 
 def context_parallel_has_an_attention(config: MasterConfig) -> Iterator[str]:
-    """Check that context parallelism has Transformer Engine's attention: no other one can do it."""
+    """Check that context parallelism has Transformer Engine's attention, the only one that supports it."""
     megatron = config.policy.megatron_cfg
     without = {
         "on CPUs (cluster.gpus_per_node 0)": config.cluster.gpus_per_node == 0,
@@ -134,11 +130,11 @@ RANK_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
 )
-"""Environment variables by which the ranks find their places and each other."""
+"""Environment variables by which the ranks find their positions and each other."""
 
 
 def environment_leaves_ranks_their_places(config: MasterConfig) -> Iterator[str]:
-    """Check that variables of the workers are none that the cluster sets, nor any that no system takes."""
+    """Check that the workers' variables are valid, and not set by the cluster."""
     for name, value in config.policy.megatron_cfg.env_vars.items():
         if name in RANK_VARIABLES:
             yield f"{MEGATRON}.env_vars.{name}: got {value!r}, expected no such variable: it follows from the cluster"
@@ -147,7 +143,7 @@ def environment_leaves_ranks_their_places(config: MasterConfig) -> Iterator[str]
 
 
 def hybridep_has_batches_of_one_size(config: MasterConfig) -> Iterator[str]:
-    """Refuse HybridEP, whose buffer has the size of the first batch that it sends, for RL: its batches vary."""
+    """Refuse HybridEP for batches of varying size. Its buffer has the size of the first batch that it sends."""
     megatron = config.policy.megatron_cfg
     if megatron.moe_flex_dispatcher_backend == "hybridep" and not megatron.moe_hybridep_pad_uneven_dispatch_inputs:
         yield (
@@ -158,7 +154,7 @@ def hybridep_has_batches_of_one_size(config: MasterConfig) -> Iterator[str]:
 
 
 def virtual_pipeline_is_possible(config: MasterConfig) -> Iterator[str]:
-    """Check the interleaved schedule: several stages, several pieces, and microbatches in multiples of the stages."""
+    """Check the interleaved schedule: several stages, several pieces, and a multiple of the stages as microbatches."""
     megatron = config.policy.megatron_cfg
     pieces, stages = megatron.virtual_pipeline_model_parallel_size, megatron.pipeline_model_parallel_size
     name = f"{MEGATRON}.virtual_pipeline_model_parallel_size"
@@ -171,7 +167,7 @@ def virtual_pipeline_is_possible(config: MasterConfig) -> Iterator[str]:
         return
     policy = config.policy
     if policy.sequence_packing.enabled or policy.dynamic_batching.enabled:
-        return  # these plan a number of microbatches that fits
+        return  # these choose a number of microbatches that fits
     rows = policy.train_micro_batch_size * config.data_parallel_size
     if rows and policy.train_global_batch_size % rows == 0 and (policy.train_global_batch_size // rows) % stages:
         yield (
@@ -188,7 +184,7 @@ def only_one_way_to_batch(config: MasterConfig) -> Iterator[str]:
 
 
 def packing_has_an_attention(config: MasterConfig) -> Iterator[str]:
-    """Check that packed rows have an attention: Megatron-Core's unfused one refuses them."""
+    """Check that packed rows have an attention. Megatron-Core's unfused one refuses them."""
     if config.policy.sequence_packing.enabled and config.policy.megatron_cfg.layer_spec == "local":
         yield (
             f"policy.sequence_packing.enabled: true cannot be used with {MEGATRON}.layer_spec local, whose attention"
@@ -197,7 +193,7 @@ def packing_has_an_attention(config: MasterConfig) -> Iterator[str]:
 
 
 def a_microbatch_holds_the_longest_sample(config: MasterConfig) -> Iterator[str]:
-    """Check that the token budget of a microbatch holds a whole sample, which may be two sequences."""
+    """Check that the token budget of a microbatch is enough for the longest sample, which may be two sequences."""
     num_sequences = algorithm_of(config).sequences_per_sample
     is_pair, ranks = num_sequences == 2, config.policy.megatron_cfg.context_parallel_size
     multiple = sequence_multiple(ranks)
@@ -214,7 +210,7 @@ def a_microbatch_holds_the_longest_sample(config: MasterConfig) -> Iterator[str]
 
 
 def global_batch_divides(config: MasterConfig) -> Iterator[str]:
-    """Check that the data-parallel ranks, and in plain batching their microbatches, divide the batch."""
+    """Check that the data-parallel ranks and, without a token budget, their microbatches divide the batch."""
     policy = config.policy
     size, copies = policy.train_global_batch_size, config.data_parallel_size
     if copies == 0 or config.cluster.world_size % policy.megatron_cfg.model_parallel_size:
@@ -240,7 +236,7 @@ def per_layer_logging_needs_tracking(config: MasterConfig) -> Iterator[str]:
 
 
 def details_are_asked_for_once(config: MasterConfig) -> Iterator[str]:
-    """Check that detailed MoE metrics are asked for on every step or on every Nth, not both."""
+    """Check that detailed MoE metrics are on for every step or for every Nth, not both."""
     metrics = config.policy.megatron_cfg.moe_metrics
     if metrics.mode == "detailed" and metrics.detailed_every_steps is not None:
         yield (
@@ -260,18 +256,16 @@ def recompute_is_said_once(config: MasterConfig) -> Iterator[str]:
         )
 
 
-def _versions_rule(installed: str) -> Rule:
-    def megatron_has_the_fields(config: MasterConfig) -> Iterator[str]:
-        for name, value in config.policy.megatron_cfg.moe_transformer_fields.items():
-            problem = version_problem(name, value, installed)
-            if problem is not None:
-                yield f"{MEGATRON}.{name}: {problem}"
-
-    return megatron_has_the_fields
+def megatron_has_the_fields(config: MasterConfig, installed: str) -> Iterator[str]:
+    """Check that the installed version of Megatron-Core supports the `moe_*` fields that are set."""
+    for name, value in config.policy.megatron_cfg.moe_transformer_fields.items():
+        problem = version_problem(name, value, installed)
+        if problem is not None:
+            yield f"{MEGATRON}.{name}: {problem}"
 
 
 def roles_are_placed(config: MasterConfig) -> Iterator[str]:
-    """Check that the algorithm's roles have places, and layouts that fit them."""
+    """Check that the algorithm's roles have machines, and layouts that fit them."""
     algorithm = algorithm_of(config)
     roles = roles_of(config)
     known_names = [*roles, *algorithm.optional_places(config)]
@@ -296,11 +290,10 @@ def roles_are_placed(config: MasterConfig) -> Iterator[str]:
 
 
 def loop_lets_rollouts_run_ahead(config: MasterConfig) -> Iterator[str]:
-    """Check that the algorithm has a loop that takes rollouts made ahead of it."""
+    """Check that the algorithm's loop supports asynchronous rollouts."""
     algorithm = algorithm_of(config)
-    if not isinstance(config, GRPOMasterConfig) or algorithm.rollouts_run_ahead:
-        return
-    if config.grpo.rollouts.is_asynchronous:
+    is_asynchronous = isinstance(config, GRPOMasterConfig) and config.grpo.rollouts.is_asynchronous
+    if is_asynchronous and not algorithm.rollouts_run_ahead:
         yield (
             f"grpo.rollouts.mode: got asynchronous, expected synchronous with the algorithm {algorithm.name}, whose"
             " loop generates the responses of a step when it begins"
@@ -313,7 +306,7 @@ LAYOUT_RULES: tuple[Rule, ...] = (
     expert_tensor_parallel_size_is_possible,
 )
 TRAINING_RULES: tuple[Rule, ...] = (global_batch_divides, learning_rates_fall)
-"""Rules for trained roles beside the policy; the policy's own are among the common ones."""
+"""Rules for trained roles other than the policy. For the policy they are among the common rules."""
 COMMON_RULES: tuple[Rule, ...] = (
     roles_are_placed,
     loop_lets_rollouts_run_ahead,

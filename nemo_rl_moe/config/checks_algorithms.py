@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rules between settings that one algorithm alone has; see `checks.py`."""
+"""Rules between settings of single algorithms. See `checks.py`."""
 
 from collections.abc import Iterator
 from math import gcd
@@ -20,7 +20,7 @@ from nemo_rl_moe.rl.objectives import objective_reads_its_settings
 
 
 def step_is_whole_updates(config: GRPOMasterConfig) -> Iterator[str]:
-    """Check that the responses of a step are a whole number of global batches."""
+    """Check that the global batch size divides the number of responses of a step."""
     samples, size = config.responses_per_step, config.policy.train_global_batch_size
     if samples % size:
         yield (
@@ -36,7 +36,7 @@ def step_is_whole_updates(config: GRPOMasterConfig) -> Iterator[str]:
 
 
 def response_fits_the_sequence(config: GRPOMasterConfig) -> Iterator[str]:
-    """Check that a prompt has room beside the response."""
+    """Check that the response leaves room for a prompt."""
     longest, response = config.policy.max_total_sequence_length, config.policy.generation.max_new_tokens
     if response >= longest:
         yield (
@@ -46,7 +46,7 @@ def response_fits_the_sequence(config: GRPOMasterConfig) -> Iterator[str]:
 
 
 def overlong_buffer_fits_the_response(config: GRPOMasterConfig) -> Iterator[str]:
-    """Check that the overlong buffer is a part of the response."""
+    """Check that the overlong buffer is not longer than the response."""
     shaping, longest = config.grpo.reward_shaping, config.policy.generation.max_new_tokens
     if shaping.enabled and shaping.overlong_buffer_length > longest:
         yield (
@@ -56,7 +56,7 @@ def overlong_buffer_fits_the_response(config: GRPOMasterConfig) -> Iterator[str]
 
 
 def divergence_in_the_reward_has_a_meaning(config: GRPOMasterConfig) -> Iterator[str]:
-    """Check the divergence in the reward: with a weight, by k1, and without a gradient of its own."""
+    """Check that a divergence in the reward has a weight, is estimated by k1, and has no separate gradient."""
     loss = config.loss_fn
     if not loss.use_kl_in_reward:
         return
@@ -75,7 +75,7 @@ def divergence_in_the_reward_has_a_meaning(config: GRPOMasterConfig) -> Iterator
 
 
 def environments_have_their_parts(config: GRPOMasterConfig) -> Iterator[str]:
-    """Check that each environment's driver goes with its data, and that one of driver and reward scores."""
+    """Check that each environment's driver fits its data, and that either driver or reward scores."""
     for name, env in config.env.environments.items():
         key = environment_key(name)
         data_key = f"data.environments.{name}" if name in config.data.environments else "data"
@@ -129,7 +129,7 @@ def sampled_prompts_are_held_out(config: GRPOMasterConfig) -> Iterator[str]:
 
 
 def greedy_validation_asks_once(config: GRPOMasterConfig) -> Iterator[str]:
-    """Check that greedy validation asks once: its responses to one prompt are all the same."""
+    """Check that greedy validation asks once, since all its responses to a prompt are the same."""
     loop = config.grpo
     if loop.val_temperature == 0 and loop.val_num_generations > 1:
         yield (
@@ -149,7 +149,7 @@ def dynamic_sampling_may_replace_groups(config: GRPOMasterConfig) -> Iterator[st
 
 
 def named_rewards_come_from_somewhere(config: GRPOMasterConfig) -> Iterator[str]:
-    """Check the weights of named rewards: something gives several rewards, and one weight is not 0."""
+    """Check the weights of named rewards: the scorer returns several rewards, and one weight is not 0."""
     for name, env in config.env.environments.items():
         weights, section = env.reward_weights, environment_key(name)
         key = f"{section}.reward_weights"
@@ -170,13 +170,13 @@ def named_rewards_come_from_somewhere(config: GRPOMasterConfig) -> Iterator[str]
 
 
 def advantage_bounds_leave_room(config: GRPOMasterConfig) -> Iterator[str]:
-    """Check that the bounds of advantages leave something between them."""
+    """Check that the bounds of advantages differ."""
     if config.grpo.advantage_clip_low == 0 and config.grpo.advantage_clip_high == 0:
         yield "grpo.advantage_clip_low and grpo.advantage_clip_high: both are 0, so that nothing would be trained"
 
 
 def ranks_may_have_different_numbers_of_tokens(config: GRPOMasterConfig) -> Iterator[str]:
-    """Refuse dispatchers that need as many tokens on every rank, which generation does not give them."""
+    """Refuse dispatchers that need equally many tokens on every rank. Generation does not ensure that."""
     megatron = config.policy.megatron_cfg
     if megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size == 1:
         return
@@ -188,20 +188,20 @@ def ranks_may_have_different_numbers_of_tokens(config: GRPOMasterConfig) -> Iter
 
 
 def template_has_a_place_for_the_prompt(config: GRPOMasterConfig) -> Iterator[str]:
-    """Check that the template has a place for the prompt: without it all prompts would be the same."""
+    """Check that the template contains the prompt. Otherwise all prompts would be the same."""
     template = config.data.prompt_template
     if template is not None and "{prompt}" not in template:
         yield f"data.prompt_template: got {template!r}, expected a text with {{prompt}} in it, or null"
 
 
 def engine_has_what_it_needs(config: GRPOMasterConfig) -> Iterator[str]:
-    """Check the rules of the generation engine that is chosen."""
+    """Check the rules of the chosen generation engine."""
     for rule in config.policy.generation.engine.rules:
         yield from rule(config)
 
 
 def weights_can_travel(config: GRPOMasterConfig) -> Iterator[str]:
-    """Check the way of weights to engines: NCCL joins no two processes on one GPU, and CUDA IPC none on two."""
+    """Check the transport of weights to engines. NCCL needs a GPU for each process, and CUDA IPC a shared one."""
     generation, key = config.policy.generation, "policy.generation.weight_transport"
     chosen, has_own = generation.weight_transport, GENERATION_ROLE in config.cluster.roles
     engine = generation.engine
@@ -221,7 +221,7 @@ def _largest_divisor(number: int, limit: int) -> int:
 
 
 def replay_has_routes(config: GRPOMasterConfig) -> Iterator[str]:
-    """Check that replay has routers that ask for experts, and a pass that gives those of the old policy."""
+    """Check that nothing else controls the routers under replay, and that R2 has a pass before the first update."""
     megatron = config.policy.megatron_cfg
     key, replay = "policy.megatron_cfg.routing_replay", megatron.routing_replay
     if replay == "none":
@@ -274,7 +274,7 @@ def some_loss_has_weight(config: DPOMasterConfig) -> Iterator[str]:
 
 
 def smoothing_has_labels(config: DPOMasterConfig) -> Iterator[str]:
-    """Check label smoothing: two of the losses read it, and one of these is DPO without it."""
+    """Check label smoothing: only two of the losses read it, and robust without it is plain DPO."""
     kind, smoothing = config.dpo.preference_loss_type, config.dpo.label_smoothing
     if kind not in ("sigmoid", "robust") and smoothing > 0:
         yield (

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rules between the settings of distillation; see `checks.py`."""
+"""Rules between the settings of distillation. See `checks.py`."""
 
 from collections.abc import Iterator
 
@@ -13,7 +13,7 @@ _KEY = "distillation"
 
 
 def responses_have_a_teacher(config: DistillationMasterConfig) -> Iterator[str]:
-    """Check that there are teachers, each of which scores some responses."""
+    """Check that there are teachers, and that each scores some responses."""
     teachers, by_environment = config.distillation.teachers, config.distillation.teacher_by_environment
     if not teachers:
         yield f"{_KEY}.teachers: got none, expected one or more, each with model_name, logprob_batch_size, megatron_cfg"
@@ -47,7 +47,7 @@ def responses_have_a_teacher(config: DistillationMasterConfig) -> Iterator[str]:
 
 
 def divergence_has_candidates(config: DistillationMasterConfig) -> Iterator[str]:
-    """Check that the divergence can be had from what the teacher gives."""
+    """Check that the divergence can be computed from the teacher's output."""
     settings = config.distillation
     if settings.topk_logits_k is None and settings.kl_type != "reverse":
         yield (
@@ -63,7 +63,7 @@ def some_component_has_weight(config: DistillationMasterConfig) -> Iterator[str]
 
 
 def policy_is_sampled_as_it_is(config: DistillationMasterConfig) -> Iterator[str]:
-    """Check that the policy's distribution is that of its logits, as the teacher's is."""
+    """Check that the policy samples from its logits without changes, since the teacher's distribution has none."""
     generation, key = config.policy.generation, "policy.generation"
     for name, found, expected in (
         ("temperature", generation.temperature, 1),
@@ -76,7 +76,7 @@ def policy_is_sampled_as_it_is(config: DistillationMasterConfig) -> Iterator[str
 
 
 def given_responses_are_not_sampled(config: DistillationMasterConfig) -> Iterator[str]:
-    """Check that what is about sampled responses is off where they are given, and the other way round."""
+    """Check that settings of sampled responses are off if responses are given, and the reverse."""
     settings, loop, megatron = config.distillation, config.grpo, config.policy.megatron_cfg
     if settings.responses == "policy":
         if settings.response_key is not None:
@@ -106,7 +106,7 @@ def given_responses_are_not_sampled(config: DistillationMasterConfig) -> Iterato
 
 
 def estimates_from_old_tokens_are_bounded(config: DistillationMasterConfig) -> Iterator[str]:
-    """Check that the weights of tokens that older weights sampled have bounds, where the divergence is their mean."""
+    """Check that importance weights are bounded if the divergence is estimated from tokens of older weights."""
     settings, lag = config.distillation, config.grpo.rollouts.most_lag
     if settings.topk_logits_k is None and lag > 0 and config.loss_fn.importance_sampling_correction == "none":
         yield (

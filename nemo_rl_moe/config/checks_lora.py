@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rules between `policy.lora` and other settings; see `checks.py`."""
+"""Rules between `policy.lora` and other settings. See `checks.py`."""
 
 from collections.abc import Iterator
 
@@ -9,14 +9,12 @@ from nemo_rl_moe.config.schema import GRPOMasterConfig, MasterConfig
 from nemo_rl_moe.config.schema_lora import ALL_LINEAR, MLP_TARGETS, ROUTER
 
 _KEY, _MEGATRON = "policy.lora", "policy.megatron_cfg"
-
-
 _ADAPTER_TRANSPORTS = ("files", "gloo")
-"""Transports to which every rank of the trainer brings its own tensors."""
+"""Transports to which every rank of the trainer contributes its tensors."""
 
 
 def rollouts_know_the_adapters(config: MasterConfig) -> Iterator[str]:
-    """Check that an engine can take adapters, and that training computes what rollouts were sampled from."""
+    """Check that an engine accepts adapters, and that training and rollouts compute the same."""
     if not isinstance(config, GRPOMasterConfig):
         return
     lora, generation = config.policy.lora, config.policy.generation
@@ -53,7 +51,7 @@ def experts_and_targets_agree(config: MasterConfig) -> Iterator[str]:
 
 
 def the_base_is_frozen(config: MasterConfig) -> Iterator[str]:
-    """Check that nothing asks the base of an adapter to train, or to be frozen once more."""
+    """Check that no setting trains the base of an adapter, or freezes it again."""
     lora, megatron = config.policy.lora, config.policy.megatron_cfg
     if lora is None:
         return
@@ -70,8 +68,8 @@ def the_base_is_frozen(config: MasterConfig) -> Iterator[str]:
 
 
 def shared_experts_run_alone(config: MasterConfig) -> Iterator[str]:
-    """Refuse shared experts that overlap with communication: Megatron-Core then sums their output among ranks later,
-    and an adapter's term would count once for each of them."""
+    """Refuse shared experts that overlap with communication. Megatron-Core then sums their output among ranks later,
+    and an adapter's term would count once for each rank."""
     if config.policy.lora is not None and config.policy.megatron_cfg.moe_transformer_fields.get(
         "moe_shared_expert_overlap"
     ):
@@ -79,8 +77,8 @@ def shared_experts_run_alone(config: MasterConfig) -> Iterator[str]:
 
 
 def factors_are_there_when_used(config: MasterConfig) -> Iterator[str]:
-    """Refuse to gather weights during the next forward pass: Megatron-Core waits for a module's own parameters when the
-    module is called, and an adapter's factors belong to modules that are not."""
+    """Refuse to gather weights during the next forward pass. Megatron-Core waits for a module's parameters when the
+    module is called, but the modules that hold an adapter's factors are not called."""
     parallel = config.policy.megatron_cfg.distributed_data_parallel_config
     if config.policy.lora is not None and parallel.overlap_param_gather:
         yield (

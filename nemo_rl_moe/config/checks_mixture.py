@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of several environments in one run; see `checks.py`."""
+"""Rules of several environments in one run. See `checks.py`."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ KEY, DATA_KEY = "env.mixture", "data.environments"
 
 
 def environments_have_their_data(config: GRPOMasterConfig) -> Iterator[str]:
-    """Check that data of environments belong to those of the mixture, each of which has some."""
+    """Check that data and environments of the mixture have the same names."""
     mixture, sets = config.env.mixture, config.data.environments
     if not sets:
         return
@@ -33,7 +33,7 @@ def environments_have_their_data(config: GRPOMasterConfig) -> Iterator[str]:
 
 
 def environments_share_validation(config: GRPOMasterConfig) -> Iterator[str]:
-    """Check that held-out prompts of environments and the switch of validation agree."""
+    """Check that `data.validation` agrees with the held-out prompts of the environments."""
     sets = config.data.environments
     validated = [name for name, each in sets.items() if each.validation is not None]
     if config.data.validation is None:
@@ -47,7 +47,7 @@ def environments_share_validation(config: GRPOMasterConfig) -> Iterator[str]:
 
 
 def shared_prompts_are_read(config: GRPOMasterConfig) -> Iterator[str]:
-    """Check that prompts that environments share come from data whose records can name one."""
+    """Check that prompts that environments share come from records, which can name an environment."""
     if not config.env.mixture or config.data.environments:
         return
     for name, source in (("train", config.data.train), ("validation", config.data.validation)):

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rules between settings of the optimizer; see `checks.py`."""
+"""Rules between settings of the optimizer. See `checks.py`."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +12,7 @@ _PRECISION_AWARE = f"{_OPTIMIZER}.use_precision_aware_optimizer"
 
 
 def learning_rates_fall(config: MasterConfig) -> Iterator[str]:
-    """Check the learning rate's decay: it goes down and begins after the warm-up."""
+    """Check that the learning rate decays downwards, and after the warm-up."""
     optimizer, scheduler = config.policy.megatron_cfg.optimizer, config.policy.megatron_cfg.scheduler
     if optimizer.min_lr is not None and optimizer.min_lr > optimizer.lr:
         yield (
@@ -28,7 +28,7 @@ def learning_rates_fall(config: MasterConfig) -> Iterator[str]:
 
 
 def precision_aware_optimizer_is_possible(config: MasterConfig) -> Iterator[str]:
-    """Check the precision-aware optimizer: sharded, of bfloat16 weights, by Transformer Engine or on the host."""
+    """Check that the precision-aware optimizer is sharded, has bfloat16 weights, and Transformer Engine or offload."""
     megatron = config.policy.megatron_cfg
     chosen = megatron.optimizer
     if not chosen.use_precision_aware_optimizer:
@@ -48,7 +48,7 @@ def precision_aware_optimizer_is_possible(config: MasterConfig) -> Iterator[str]
 
 
 def settings_of_the_precision_aware_optimizer_are_read(config: MasterConfig) -> Iterator[str]:
-    """Check that formats of moments and offload are set only where the precision-aware optimizer reads them."""
+    """Check that formats of moments and offload are set only if the precision-aware optimizer reads them."""
     chosen = config.policy.megatron_cfg.optimizer
     is_on, is_offloaded = chosen.use_precision_aware_optimizer, chosen.optimizer_cpu_offload
     for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
@@ -72,7 +72,7 @@ def settings_of_the_precision_aware_optimizer_are_read(config: MasterConfig) -> 
 
 
 def late_weights_are_possible(config: MasterConfig) -> Iterator[str]:
-    """Check that weights are gathered late only where Megatron-Core gathers any, in the buckets of the gradients."""
+    """Check that overlapped gathering has Megatron-Core's distributed optimizer and the buckets of the gradients."""
     parallel = config.policy.megatron_cfg.distributed_data_parallel_config
     key = "policy.megatron_cfg.distributed_data_parallel_config"
     if parallel.overlap_param_gather and not (parallel.use_distributed_optimizer and parallel.overlap_grad_reduce):

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rules between settings of PPO and its critic; see `checks.py`."""
+"""Rules between settings of PPO and its critic. See `checks.py`."""
 
 from collections.abc import Iterator
 
@@ -18,13 +18,13 @@ def gae_has_a_critic(config: GRPOMasterConfig) -> Iterator[str]:
 
 
 def critic_makes_the_advantages(config: PPOMasterConfig) -> Iterator[str]:
-    """Check that no estimator is asked for that would not be used."""
+    """Check that the estimator is GAE, the only one that PPO uses."""
     if (name := config.grpo.adv_estimator.name) != GAE.name:
         yield f"{_ESTIMATOR}: got {name}, expected {GAE.name} with the algorithm ppo, whose critic makes the advantages"
 
 
 def policy_trains_after_all(config: PPOMasterConfig) -> Iterator[str]:
-    """Check the steps of the critic alone: fewer than the run has, and of a source whose steps are updates."""
+    """Check that the critic does not train alone in all steps, nor with a source that counts updates of the policy."""
     start, last = config.ppo.policy_training_start_step, config.grpo.max_num_steps
     key = "ppo.policy_training_start_step"
     if start and last is not None and start >= last:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rules between the reward model and the rewards beside it; see `checks.py`."""
+"""Rules between the reward model and the other rewards. See `checks.py`."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ from nemo_rl_moe.config.schema_run import REWARD_MODEL_ROLE
 
 
 def environment_has_its_reward_model(config: GRPOMasterConfig) -> Iterator[str]:
-    """Check that something scores where an environment leaves it to the reward model."""
+    """Check that there is a reward model if an environment relies on it alone."""
     by_model = [
         environment_key(name)
         for name, env in config.env.environments.items()

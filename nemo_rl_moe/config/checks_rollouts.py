@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of asynchronous rollouts; see `checks.py`."""
+"""Rules of asynchronous rollouts. See `checks.py`."""
 
 from collections.abc import Iterator
 
@@ -13,7 +13,7 @@ LAG_KEY = f"{KEY}.max_staleness"
 
 
 def engine_runs_beside_training(config: GRPOMasterConfig) -> Iterator[str]:
-    """Yield the engine that cannot generate while the trainer works."""
+    """Yield the engine that cannot generate during training."""
     rollouts, generation = config.grpo.rollouts, config.policy.generation
     if not rollouts.is_asynchronous:
         return
@@ -48,7 +48,7 @@ def lag_is_a_number_of_steps(config: GRPOMasterConfig) -> Iterator[str]:
 
 
 def old_tokens_are_corrected(config: GRPOMasterConfig) -> Iterator[str]:
-    """Yield losses that would take tokens of old weights for the policy's own."""
+    """Yield losses that would treat tokens of old weights as sampled by the policy."""
     lag, loss = config.grpo.rollouts.most_lag, config.loss_fn
     if lag == 0 or loss.importance_sampling_correction != "none":
         return
@@ -66,7 +66,7 @@ def old_tokens_are_corrected(config: GRPOMasterConfig) -> Iterator[str]:
 
 
 def replayed_routes_are_of_one_version(config: GRPOMasterConfig) -> Iterator[str]:
-    """Yield the replay of routes that the weights which sampled the tokens did not take."""
+    """Refuse the replay of routes that do not belong to the weights that sampled the tokens."""
     lag, replay = config.grpo.rollouts.most_lag, config.policy.megatron_cfg.routing_replay
     if lag > 0 and replay == "old_policy":
         yield (
@@ -76,14 +76,14 @@ def replayed_routes_are_of_one_version(config: GRPOMasterConfig) -> Iterator[str
 
 
 def schedule_is_read(config: GRPOMasterConfig) -> Iterator[str]:
-    """Yield the schedule that no synchronous run reads."""
+    """Refuse a schedule in a synchronous run, which would not read it."""
     rollouts = config.grpo.rollouts
     if rollouts.replay_schedule is not None and not rollouts.is_asynchronous:
         yield f"{KEY}.replay_schedule: got {rollouts.replay_schedule}, expected null with {KEY}.mode synchronous"
 
 
 def replayed_mask_is_bounded_and_returned(config: GRPOMasterConfig) -> Iterator[str]:
-    """Check that an engine returns the kept tokens that `loss_fn.sampling_mask` replays, and that top-k bounds them."""
+    """Check that the engine returns the sampling mask of `loss_fn.sampling_mask`, and that top-k bounds it."""
     if config.loss_fn.sampling_mask == "none":
         return
     key, generation = "loss_fn.sampling_mask", config.policy.generation

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rules between settings of the routers; see `checks.py`."""
+"""Rules between settings of the routers. See `checks.py`."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ MEGATRON = "policy.megatron_cfg"
 
 
 def routing_is_forced_in_one_way(config: MasterConfig) -> Iterator[str]:
-    """Check forced routing: one way at a time, and a hot rank that exists."""
+    """Check that at most one kind of forced routing is on, and that a hot rank exists."""
     megatron = config.policy.megatron_cfg
     forced = {
         "moe_router_force_load_balancing": bool(megatron.moe_router_force_load_balancing),
@@ -35,7 +35,7 @@ def routing_is_forced_in_one_way(config: MasterConfig) -> Iterator[str]:
 
 
 def routers_have_gradients_to_measure(config: MasterConfig) -> Iterator[str]:
-    """Check the gradients of routers by source: routers must be tracked, train and route themselves."""
+    """Check that routers whose gradients are measured are tracked and trained, and not forced."""
     megatron, chosen = config.policy.megatron_cfg, config.policy.megatron_cfg.router_gradients
     reasons = {
         f"{MEGATRON}.track_moe_metrics false": not megatron.track_moe_metrics,
@@ -51,7 +51,7 @@ def routers_have_gradients_to_measure(config: MasterConfig) -> Iterator[str]:
 
 
 def balancing_types_match_coefficients(config: MasterConfig) -> Iterator[str]:
-    """Check that balancing losses and their coefficients are lists of the same length, each loss once."""
+    """Check that lists of balancing losses and of coefficients have the same length, and each loss appears once."""
     fields = config.policy.megatron_cfg.moe_transformer_fields
     types, coefficients = fields.get("moe_router_load_balancing_type"), fields.get("moe_aux_loss_coeff")
     times = Counter(types if isinstance(types, list) else ())
@@ -72,7 +72,7 @@ def balancing_types_match_coefficients(config: MasterConfig) -> Iterator[str]:
 
 
 def router_noise_is_for_fine_tuning(config: MasterConfig) -> Iterator[str]:
-    """Check for jitter, capacity and sinkhorn: a token's probability would depend on chance or on its batch.
+    """Refuse jitter, capacity and sinkhorn, with which a token's probability depends on chance or on its batch.
 
     Reinforcement learning and preference training compare probabilities of several passes.
     """
@@ -100,7 +100,7 @@ def router_noise_is_for_fine_tuning(config: MasterConfig) -> Iterator[str]:
 
 
 def only_losses_are_listed(config: MasterConfig) -> Iterator[str]:
-    """Check that a list of balancing types holds losses alone."""
+    """Check that a list of balancing types only has losses."""
     types = config.policy.megatron_cfg.moe_transformer_fields.get("moe_router_load_balancing_type")
     if isinstance(types, list):
         for kind in ("sinkhorn", "quantile_balancing", "none"):

@@ -25,7 +25,7 @@ LoopMasterConfig = SFTMasterConfig | DPOMasterConfig | GRPOMasterConfig
 
 
 def loop_section(config: LoopMasterConfig) -> tuple[str, SupervisedLoopConfig | GRPOConfig]:
-    """Return the name of the section that holds the loop, and the section."""
+    """Return the name of the loop's section, and the section."""
     algorithm = algorithm_of(config)
     return algorithm.loop_name, algorithm.loop_of(config)
 
@@ -49,24 +49,26 @@ def metric_has_a_source(config: MasterConfig) -> Iterator[str]:
     )
 
 
+def chooses_by_validation(config: MasterConfig) -> bool:
+    """Return whether a metric of validation selects the checkpoints to keep."""
+    settings, metric = config.checkpointing, metric_in_force(config)
+    return settings.enabled and settings.keep_top_k is not None and metric is not None and metric.startswith("val:")
+
+
 def metric_is_measured(config: LoopMasterConfig) -> Iterator[str]:
     """Check that the run measures its best metric."""
-    settings = config.checkpointing
-    metric = metric_in_force(config)
-    if not settings.enabled or settings.keep_top_k is None or metric is None or not metric.startswith("val:"):
-        return  # nothing is chosen, or by what every step has
-    if config.data.validation is None:
-        return  # the newest are kept, as `notices.validation_is_off` reports
+    if not chooses_by_validation(config) or config.data.validation is None:
+        return  # without validation data the newest are kept, as `notices.validation_is_off` reports
     name, loop = loop_section(config)
     if loop.val_period == 0 and not loop.val_at_end:
         yield (
-            f"{_SECTION}.metric_name: {metric} needs a validation, but {name}.val_period is 0 and"
+            f"{_SECTION}.metric_name: {metric_in_force(config)} needs a validation, but {name}.val_period is 0 and"
             f" {name}.val_at_end false; switch one on, or set null (keep the newest) or train:NAME"
         )
 
 
 def checkpoint_dir_is_a_folder_of_its_own(config: MasterConfig) -> Iterator[str]:
-    """Refuse the root of all files as checkpoint folder."""
+    """Refuse the root of the file system as checkpoint folder."""
     name = config.checkpointing.checkpoint_dir
     if name is not None and (folder := Path(name).resolve()).parent == folder:
         yield f"{_SECTION}.checkpoint_dir: got {name}, expected a folder for this run's checkpoints alone"
@@ -89,7 +91,7 @@ def time_limit_is_a_duration(config: MasterConfig) -> Iterator[str]:
 
 
 def checkpoints_are_on_where_they_are_needed(config: MasterConfig) -> Iterator[str]:
-    """Check that a time limit and restarts have checkpoints."""
+    """Check that checkpoints are on with a time limit or restarts, which need them."""
     if config.checkpointing.enabled:
         return
     if config.checkpointing.checkpoint_must_save_by is not None:
@@ -102,7 +104,7 @@ def checkpoints_are_on_where_they_are_needed(config: MasterConfig) -> Iterator[s
 
 
 def _nearest_metric(name: str) -> str | None:
-    """Suggest `val:accuracy` for `val/accuracy`, as the metrics file has it."""
+    """Suggest `val:accuracy` for `val/accuracy`, its name in the metrics file."""
     match = re.match(r"\s*(val\w*|train\w*)\s*[:/.]+\s*(\S+)", name)
     if match is None:
         return nearest(name, [AUTO_METRIC])
@@ -110,7 +112,7 @@ def _nearest_metric(name: str) -> str | None:
 
 
 def _nearest_duration(text: str) -> str | None:
-    """Suggest a duration: `3:30:00` lacks the days; `00:27:00:00` has more hours than a day."""
+    """Suggest a duration: `3:30:00` lacks the days, and `00:27:00:00` has more hours than a day."""
     parts = text.strip().split(":")
     if not all(part.isascii() and part.isdigit() for part in parts) or not 2 <= len(parts) <= 4:
         return None
@@ -130,9 +132,9 @@ CHECKPOINTING_RULES = (
 
 
 def looks_like_a_path(name: str) -> bool:
-    """Report a folder from a name on the hub, which has no leading dot or slash and at most one slash.
+    """Return whether a name is a folder. A name on the hub has no leading dot or slash, and at most one slash.
 
-    A name below an existing folder means a folder too: asking the hub for a mistyped one takes half a minute.
+    A name below an existing folder is a folder too: asking the hub for a mistyped one takes half a minute.
     """
     is_inside = "/" in name and Path(name).parent.is_dir()
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).is_dir() or is_inside
@@ -144,7 +146,7 @@ def model_folder_exists(config: MasterConfig) -> Iterator[str]:
 
 
 def role_model_folders_exist(config: MasterConfig) -> Iterator[str]:
-    """Check that local models beside the policy are folders with a `config.json`."""
+    """Check that the local models of other roles are folders with a `config.json`."""
     for role, model in roles_of(config).items():
         yield from _folder_problem(f"{key_of_role(config, role)}.model_name", model.model_name, needs="config.json")
 
@@ -156,7 +158,7 @@ def tokenizer_folder_exists(config: MasterConfig) -> Iterator[str]:
 
 
 def chat_template_exists(config: MasterConfig) -> Iterator[str]:
-    """Check that the user's own chat template is a file."""
+    """Check that the user's chat template is a file."""
     template = config.policy.tokenizer.chat_template
     if template is not None and not Path(template).is_file():
         yield f"policy.tokenizer.chat_template: {_not_found(Path(template))}"
@@ -169,13 +171,13 @@ def adapter_folder_exists(config: MasterConfig) -> Iterator[str]:
         yield f"policy.lora.path: {_not_found(Path(lora.path))}; expected a folder of peft's, `final` or a checkpoint"
 
 
-def training_data_exists(config: SFTMasterConfig | DPOMasterConfig | GRPOMasterConfig) -> Iterator[str]:
+def training_data_exists(config: LoopMasterConfig) -> Iterator[str]:
     """Check that a `.jsonl` file of training data exists."""
     for key, data in _sections_of(config):
         yield from _data_problem(f"{key}.train.path", data.train)
 
 
-def validation_data_exists(config: SFTMasterConfig | DPOMasterConfig | GRPOMasterConfig) -> Iterator[str]:
+def validation_data_exists(config: LoopMasterConfig) -> Iterator[str]:
     """Check that a `.jsonl` file of validation data exists."""
     for key, data in _sections_of(config):
         if data.validation is not None:
@@ -195,7 +197,7 @@ def log_dir_can_be_made(config: MasterConfig) -> Iterator[str]:
 
 def _making_problem(key: str, name: str) -> Iterator[str]:
     folder = Path(name).absolute()
-    # os.path's answer to a folder that may not be looked into is no, pathlib's an error.
+    # For a folder that may not be read, os.path returns False and pathlib raises.
     there = next(place for place in (folder, *folder.parents) if os.path.exists(place))  # noqa: PTH110
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         why = "may not be written to" if there.is_dir() else "is no folder"
@@ -212,10 +214,7 @@ def _folder_problem(key: str, name: str, needs: str | None = None) -> Iterator[s
         yield f"{key}: the folder {name} holds no {needs}"
 
 
-def _sections_of(
-    config: SFTMasterConfig | DPOMasterConfig | GRPOMasterConfig,
-) -> list[tuple[str, ResponseDataConfig | PromptDataConfig]]:
-    """Return each section of data that is read, behind its key."""
+def _sections_of(config: LoopMasterConfig) -> list[tuple[str, ResponseDataConfig | PromptDataConfig]]:
     if isinstance(config, GRPOMasterConfig):
         return list(config.data.sources())
     return [("data", config.data)]
@@ -227,7 +226,7 @@ def _data_problem(key: str, source: DataSourceConfig | PromptSourceConfig) -> It
 
 
 def _not_found(path: Path) -> str:
-    """Return the error text for a path that does not exist, with the nearest neighbour, or that is no file."""
+    """Return the error text for a path that does not exist, with its nearest neighbour, or is not a file."""
     if path.exists():
         return f"{path} is no plain file"
     neighbours = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []

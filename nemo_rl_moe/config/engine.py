@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The record of a generation engine: what configuration, memory plans and commands know of it. Imports no torch."""
+"""The record of a generation engine, which configuration, memory plans and commands read. Imports no torch."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EngineSize:
-    """Size of an engine's copies of the weights, for plans of memory and places.
+    """Size of an engine's copies of the weights, for memory plans and the assignment of machines.
 
     Attributes:
         num_copies: Copies of the weights, which share the requests.
-        ranks: Processes that share the weights of a copy; on GPUs, one GPU each.
-        gpu_memory_utilization: Share of a GPU's memory that a rank may take for weights and key-value cache; None: it
-            takes as it needs.
-        cpu_cache_bytes: Key-value cache of a copy on CPUs; None: as each batch needs.
-        vocabulary_multiple: Embedding and output layer are padded to a multiple of so many tokens.
+        ranks: Processes that share the weights of a copy. On GPUs, one GPU each.
+        gpu_memory_utilization: Maximum share of a GPU's memory for a rank's weights and key-value cache. None: no
+            limit.
+        cpu_cache_bytes: Key-value cache of a copy on CPUs. None: the size that each batch needs.
+        vocabulary_multiple: Embedding and output layer are padded to a multiple of this number of tokens.
     """
 
     num_copies: int
@@ -36,32 +36,33 @@ class EngineSize:
 
     @property
     def largest_share(self) -> float:
-        """Share of a GPU's memory that a rank may take at most."""
+        """Maximum share of a GPU's memory that a rank uses."""
         return 1.0 if self.gpu_memory_utilization is None else self.gpu_memory_utilization
 
 
 @dataclass(frozen=True)
 class Engine:
-    """Record of a generation engine: all that the package knows of it before it starts.
+    """Record of a generation engine: everything that the package needs to know before it starts.
 
     The functions take a checked configuration.
 
     Attributes:
-        name: Value of `policy.generation.backend`, and name of the engine's own section beside it.
-        make: Starts the engine: a function of a `generation.registry.EngineSetup` that returns a `GenerationEngine`, or
-            `package.module:function`, which is imported when a run starts.
-        title: Name for people, in plans; empty: `name`.
-        config_class: Schema of the section `policy.generation.NAME`; None: the engine has no section.
-        rules: Checks between settings; each yields one line for each problem. Only the chosen engine's are checked.
-        shares_weights: The engine runs the trainer's own weights on the trainer's workers. False: it keeps a copy,
-            which may have machines of its own (`cluster.roles.generation`).
-        size: Memory and places of an engine with a copy of the weights; None: plans do not count it.
-        check_installation: Raises `ConfigurationError` where the engine cannot run here; before a model is read.
-        check_model: Raises `ConfigurationError` where it cannot run a model, given by its Hugging Face configuration.
-        number_format: Number format in which it computes, by the section `policy`; None: unknown.
-        captures_routes: True where its sequences carry routed experts.
-        returns_kept_tokens: It returns what top-k and top-p left to draw each token from (`loss_fn.sampling_mask`).
-        takes_adapters: It puts the policy's adapters beside a base of its own (`policy.generation.lora_refit`).
+        name: Value of `policy.generation.backend`, and name of the engine's section in `policy.generation`.
+        make: Starts the engine: a function of a `generation.registry.EngineSetup` that returns a `GenerationEngine`,
+            or `package.module:function`, which is imported when a run starts.
+        title: Name in plans. Empty: `name`.
+        config_class: Schema of the section `policy.generation.NAME`. None: the engine has no section.
+        rules: Checks between settings, run only for the chosen engine. Each yields one line for each problem.
+        shares_weights: True: the engine runs the trainer's weights on the trainer's workers. False: it keeps a copy,
+            which may have separate machines (`cluster.roles.generation`).
+        size: Size of an engine with a copy of the weights. None: plans do not count it.
+        check_installation: Raises `ConfigurationError` if the engine cannot run here. Called before a model is read.
+        check_model: Raises `ConfigurationError` if the engine cannot run a model, given its Hugging Face
+            configuration.
+        number_format: Number format of the engine's computation, by the section `policy`. None: unknown.
+        captures_routes: Whether its sequences contain routed experts.
+        returns_kept_tokens: It returns the tokens that top-k and top-p left to sample from (`loss_fn.sampling_mask`).
+        takes_adapters: It applies the policy's adapters to a base that it keeps (`policy.generation.lora_refit`).
     """
 
     name: str
@@ -79,7 +80,7 @@ class Engine:
     takes_adapters: bool = False
 
     def factory(self) -> Callable[[Any], Any]:
-        """Return the function that starts the engine, imported where the record names it."""
+        """Return the function that starts the engine, importing it if the record names it."""
         if not isinstance(self.make, str):
             return self.make
         function: Callable[[Any], Any] = import_attribute(f"{self.name}: make", self.make)

@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The registry of generation engines, and what their records add to the schema of a configuration.
+"""The registry of generation engines, and the sections that they add to the schema of a configuration.
 
-An engine that lives outside of this package is a record too: `policy.generation.backend: my_module:ENGINE`. Imports no
+The record of an engine outside of this package is named by `policy.generation.backend: my_module:ENGINE`. Imports no
 torch.
 """
 
@@ -23,15 +23,15 @@ _RECORDS = {
     "megatron_separate": "nemo_rl_moe.generation.megatron_separate.record:ENGINE",
     "vllm": "nemo_rl_moe.generation.vllm.record:ENGINE",
 }
-"""The records that ship with this package: the one place to add another."""
+"""The records of this package. Add another one here."""
 BUILT_IN: dict[str, Engine] = {name: import_attribute(name, reference) for name, reference in _RECORDS.items()}
 
 
 def find_engine(backend: str) -> Engine:
-    """Return the record of a built-in engine by its name, or another by `package.module:ENGINE`, which is imported.
+    """Return the record of a built-in engine by its name, or import another by `package.module:ENGINE`.
 
-    A function of an `EngineSetup` in the place of a record stands for an engine without further properties. The working
-    folder is searched for modules too.
+    The name may also be a function of an `EngineSetup`, for an engine without further properties. The working folder is
+    searched for modules too.
     """
     if backend in BUILT_IN:
         return BUILT_IN[backend]
@@ -48,7 +48,7 @@ def find_engine(backend: str) -> Engine:
 
 
 def with_section_of(schema: type[Schema], engine: Engine) -> type[Schema]:
-    """Return a schema of a whole configuration that also has the section of an engine from outside of this package."""
+    """Return the schema of a configuration with the section of an engine from outside of this package added."""
     if engine.config_class is None or engine.name in BUILT_IN:
         return schema
     policy = schema.model_fields["policy"].annotation

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""YAML files and what they inherit through `defaults:`, as one plain mapping."""
+"""YAML files merged with the files that they inherit from through `defaults:`."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,15 +21,15 @@ from nemo_rl_moe.errors import ConfigurationError
 
 DEFAULTS_KEY = "defaults"
 BASE_NAME = "base.yaml"
-"""The shipped file of the keys that all algorithms share; no run starts from it, as it has no algorithm's section."""
+"""The shipped file of the keys that all algorithms share. No run starts from it, as it has no algorithm's section."""
 BASE_OF = {"sft": "sft.yaml", "grpo": "grpo.yaml"}
-"""The shipped file with every key of an algorithm and no recipe, which leaves open what it cannot know."""
+"""The shipped file with every key of an algorithm and no recipe. Values that depend on the run are missing."""
 KINDS_NAME = "environment_kinds.yaml"
-"""The shipped file of the defaults of each kind of `env.driver` and `env.reward`."""
+"""The shipped file with the defaults of each kind of `env.driver` and `env.reward`."""
 KIND_KEY = "kind"
 """Key of a section whose other keys depend on its value."""
 SECTIONS_OF_KINDS = ("driver", "reward")
-"""Names of the sections that have such a key. In other sections, such as `parameters`, `kind` is a key like others."""
+"""Names of the sections that have such a key. In other sections, such as `parameters`, `kind` is an ordinary key."""
 WHERE_THE_SHIPPED_ARE_LISTED = " (nemo-rl-moe config --help lists the shipped configurations)"
 _NO_SECTIONS = "expected sections such as `policy:`, got something else"
 _PACKAGED_EXEMPLARS = Path(__file__).resolve().parents[1] / "exemplar_configs"
@@ -37,7 +37,7 @@ _REPOSITORY_EXEMPLARS = Path(__file__).resolve().parents[2] / "examples" / "conf
 
 
 def exemplars_folder() -> Path:
-    """Return the folder of the shipped configurations; a wheel has its own copy of the repository's."""
+    """Return the folder of the shipped configurations. A wheel has a copy of the repository's folder."""
     return _PACKAGED_EXEMPLARS if _PACKAGED_EXEMPLARS.is_dir() else _REPOSITORY_EXEMPLARS
 
 
@@ -76,24 +76,24 @@ def find_config(path: str | Path) -> Path:
 _BASE_60 = re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
 _BASE_8 = re.compile(r"[-+]?0[0-7_]+")
 Join = Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]
-"""Function that lays the second of two trees over the first."""
+"""Function that merges the second of two trees over the first."""
 
 
 def read_with_defaults(path: Path, *, shipped: bool = True, join: Join | None = None) -> dict[str, Any]:
     """Read a YAML file over the files that its `defaults:` names, without interpolation.
 
-    `defaults` is one file or a list, in which later ones win; the file itself wins over all. Names are searched beside
-    the including file first, then among the shipped configurations.
+    `defaults` is one file or a list, in which later files override earlier ones. The file itself overrides all. Names
+    are searched in the folder of the including file first, then among the shipped configurations.
 
     Args:
-        shipped: Search the shipped configurations; false for files of another framework.
-        join: Merges a file over those that it inherits from; None: `merge`.
+        shipped: Search the shipped configurations. False for files of another framework.
+        join: Merges a file over the files that it inherits from. None: `merge`.
     """
     return _read_with_defaults(path, (), shipped, join or merge)
 
 
 def _read_with_defaults(path: Path, including: tuple[Path, ...], shipped: bool, join: Join) -> dict[str, Any]:
-    """See `read_with_defaults`; `including` holds the files that led here, outermost first."""
+    """Read a file; `including` holds the files that include it, outermost first."""
     here = path.resolve()
     if here in including:
         circle = " -> ".join(step.name for step in (*including[including.index(here) :], here))
@@ -111,7 +111,7 @@ def _read_with_defaults(path: Path, including: tuple[Path, ...], shipped: bool, 
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge `over` into `base` section by section; other values, and sections of another kind, are replaced."""
+    """Merge `over` into `base` section by section. Other values, and sections of another kind, are replaced."""
     merged = dict(base)
     for key, value in over.items():
         below = merged.get(key)
@@ -125,7 +125,7 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield full keys, such as `a.b.c`, and values that are no sections; an empty section counts as a value."""
+    """Yield full keys, such as `a.b.c`, and values that are not sections. An empty section counts as a value."""
     for name, value in tree.items():
         key = f"{above}{name}"
         if isinstance(value, Mapping) and value:
@@ -134,18 +134,26 @@ def leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]
             yield key, value
 
 
+def value_at(tree: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a full key, or None if it is missing."""
+    value: Any = tree
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
 def parse_value(text: str) -> Any:
-    """Parse one value as YAML with OmegaConf's numbers (`1e-3` is one).
+    """Parse one value as YAML, with OmegaConf's numbers (`1e-3` is one).
 
     Raises:
-        YAMLError: The text is no YAML.
+        YAMLError: The text is not YAML.
         OmegaConfBaseException: An interpolation in it is malformed.
     """
     return with_text_keys(OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False))["value"]
 
 
 def with_text_keys(value: Any) -> Any:
-    """Copy with every key as text: YAML reads a key such as `1` as a number."""
+    """Copy a value with every key as text. YAML reads a key such as `1` as a number."""
     if isinstance(value, dict):
         return {str(key): with_text_keys(entry) for key, entry in value.items()}
     return [with_text_keys(entry) for entry in value] if isinstance(value, list) else value
@@ -155,9 +163,9 @@ def yaml_problem(error: Exception) -> str:
     """Return the problem of a YAML text, on one line."""
     if isinstance(error, RecursionError):
         return "brackets or sections are nested too deeply"
-    if isinstance(error, UnicodeError):  # bytes of a command line that are no text come as halves of characters
+    if isinstance(error, UnicodeError):  # bytes of a command line that are not text arrive as lone surrogates
         return "it holds bytes that are not UTF-8"
-    if isinstance(error, ValueError) and not isinstance(error, OmegaConfBaseException):  # as int(...) says it
+    if isinstance(error, ValueError) and not isinstance(error, OmegaConfBaseException):  # raised by int(...)
         return "a number is too long to be read"
     if isinstance(error, MarkedYAMLError):
         return str(error.problem or error.context or "not valid YAML")
@@ -167,7 +175,7 @@ def yaml_problem(error: Exception) -> str:
 def _find_parent(name: str, including: Path, shipped: bool) -> Path:
     folders = [including.parent, exemplars_folder()] if shipped else [including.parent]
     for candidate in (folder / name for folder in folders):
-        # A file never means itself: the user's own `sft.yaml` may inherit from the shipped `sft.yaml`.
+        # A file never includes itself: the user's `sft.yaml` may inherit from the shipped `sft.yaml`.
         if candidate.is_file() and candidate.resolve() != including.resolve():
             return candidate
     if (including.parent / name).resolve() == including.resolve():
@@ -196,7 +204,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 # Parsing takes most of the time of loading, and every configuration of a process inherits the same few files.
 @lru_cache(maxsize=16)
 def _parsed(path: Path, text: str) -> dict[Any, Any]:
-    """Parse a file's text; callers must not change the result."""
+    """Parse a file's text. Callers must not change the result."""
     if found := traps(text):
         raise ConfigurationError([f"{path}, line {line}: {problem}" for line, problem in found])
     try:
@@ -206,7 +214,7 @@ def _parsed(path: Path, text: str) -> dict[Any, Any]:
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         hint = _flow_hint(text.splitlines()[mark.line : mark.line + 1]) if mark else ""
         raise ConfigurationError(f"{path}{where}: not valid YAML: {yaml_problem(error)}{hint}") from error
-    except OSError as error:  # how OmegaConf says that the file holds a single number
+    except OSError as error:  # OmegaConf's error for a file with a single number
         raise ConfigurationError(f"{path}: {_NO_SECTIONS}") from error
     except OmegaConfBaseException as error:
         raise ConfigurationError(f"{path}: {error.full_key}: not valid: {yaml_problem(error)}") from error
@@ -218,18 +226,18 @@ def _parsed(path: Path, text: str) -> dict[Any, Any]:
 
 
 def _flow_hint(line: Sequence[str]) -> str:
-    """Return the hint at quotes for a line whose interpolation is split by braces or brackets."""
+    """Return a hint at quotes if braces or brackets split an interpolation of the line."""
     return '; inside of {...} and [...], put "${...}" in quotes' if line and "${" in line[0] else ""
 
 
 def traps(text: str) -> list[tuple[int, str]]:
-    """Find numbers that mean something else in YAML 1.1, to the base of 60 (`1:30` is 90) or 8 (`017` is 15).
+    """Find numbers that YAML 1.1 reads to the base of 60 (`1:30` is 90) or 8 (`017` is 15).
 
     Returns:
-        The line of each, counted from 1, and what is wrong.
+        The line of each number, counted from 1, and its problem.
     """
     found: list[tuple[int, str]] = []
-    with suppress(YAMLError):  # the parser's to report
+    with suppress(YAMLError):  # the parser reports it
         found.extend(
             (token.start_mark.line + 1, problem)
             for token in yaml.scan(text, Loader=yaml.SafeLoader)
@@ -243,6 +251,6 @@ def _number_problem(word: str) -> str | None:
         return None
     read = yaml.safe_load(word)
     if isinstance(read, str) or (":" not in word and read == int(word.replace("_", ""))):
-        return None  # no number to YAML either, or one that is the same to the base of 10
+        return None  # not a number in YAML, or the same number to the base of 10
     base = 60 if ":" in word else 8
     return f"YAML reads {word} as {read}, a number to the base of {base}; put a text in quotes, or write {read}"

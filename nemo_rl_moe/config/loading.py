@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A YAML file and overrides in, a checked configuration out."""
+"""Loading of a configuration: YAML and overrides in, a checked configuration out."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -54,15 +54,15 @@ def load_any_config(path: str | Path, overrides: Sequence[str] = (), *, check_pa
 def load_config_as(
     schema: type[ConfigT], path: str | Path, overrides: Sequence[str] = (), *, check_paths: bool = True
 ) -> ConfigT:
-    """Return the loads and check a configuration.
+    """Load and check a configuration.
 
     Args:
-        overrides: `section.key=value` (a key of the schema or of the file), `+section.key=value`, `~section.key`;
-            applied in this order, values in YAML.
+        overrides: `section.key=value` (a key of the schema or of the file), `+section.key=value` or `~section.key`,
+            applied in this order, with values in YAML.
         check_paths: Also check that local data files and model folders exist, relative to the working folder.
 
     Raises:
-        ConfigurationError: Something is wrong; carries all problems, one line each.
+        ConfigurationError: Carries all problems, one line each.
     """
     merged = read_with_defaults(find_config(path))
     algorithm = _algorithm_in(merged)
@@ -82,11 +82,7 @@ def load_config_as(
 def check_values(
     schema: type[ConfigT], merged: Mapping[str, Any], overrides: Sequence[str] = (), *, check_paths: bool
 ) -> tuple[ConfigT, list[str]]:
-    """Check values before interpolation; see `load_config_as`.
-
-    Returns:
-        The configuration, or the valid part of it, and a line for each problem.
-    """
+    """Check values before interpolation. Return the valid part of the configuration, and a line for each problem."""
     overridden, problems = apply_overrides(merged, overrides, partial(keys_around, schema))
     values, interpolation_problems = resolve(overridden, partial(is_path, schema, overridden))
     problems += filter(None, interpolation_problems.values())
@@ -106,16 +102,16 @@ def check_values(
 
 
 def problems_of_translation(translation: Translation) -> list[str]:
-    """Return a line for each thing that would keep a translated configuration from starting."""
+    """Return a line for each problem that would keep a translated configuration from starting."""
     values = translation.nested()
-    # Not by `find_config`: in a folder of NeMo-RL's it would find a file of theirs by the same name.
+    # `find_config` could find a file of the same name in a folder of NeMo-RL.
     merged = merge(read_with_defaults(exemplars_folder() / values.pop(DEFAULTS_KEY)), values)
     schema = ALGORITHMS[translation.algorithm].config_class
     return [*translation.obstacles, *check_values(schema, merged, check_paths=True)[1]]
 
 
 def _with_section_of_engine(schema: type[ConfigT], values: Mapping[str, Any]) -> tuple[type[ConfigT], list[str]]:
-    """Return the schema with the section of the engine that the values name, or the problem with that engine."""
+    """Return the schema with the section of the configuration's engine, or the problem with that engine."""
     generation = values["policy"].get("generation") if isinstance(values.get("policy"), Mapping) else None
     backend = generation.get("backend") if isinstance(generation, Mapping) else None
     if not (isinstance(backend, str) and is_custom(backend)):
@@ -128,7 +124,7 @@ def _with_section_of_engine(schema: type[ConfigT], values: Mapping[str, Any]) ->
 
 def _algorithm_in(values: Mapping[str, Any]) -> Algorithm | None:
     """Return the algorithm that a file names, or else the last built-in one whose section it has."""
-    # Those that have the sections of another one stand behind it.
+    # An algorithm that also has the sections of another one comes after it.
     named = values.get(ALGORITHM_KEY)
     if named is not None:
         return find_algorithm(str(named))
@@ -136,7 +132,7 @@ def _algorithm_in(values: Mapping[str, Any]) -> Algorithm | None:
 
 
 def installed_megatron_version() -> str | None:
-    """Return the version of the installed Megatron-Core, read without importing it; None when there is none."""
+    """Return the version of the installed Megatron-Core without importing it, or None."""
     try:
         return metadata.version("megatron-core")
     except metadata.PackageNotFoundError:
@@ -144,10 +140,10 @@ def installed_megatron_version() -> str | None:
 
 
 def dump_resolved(config: MasterConfig) -> dict[str, Any]:
-    """Return the whole configuration as nested plain values; secrets are masked (`masking.py`).
+    """Return the configuration as nested plain values, with secrets masked (`masking.py`).
 
-    Without secrets it loads, as YAML, to an equal configuration. What is not common to all algorithms comes first;
-    `moe_*` fields that the user did not set are left out.
+    Without secrets it loads, as YAML, to an equal configuration. Sections of the algorithm come first. `moe_*` fields
+    that the user did not set are omitted.
     """
     plain: dict[str, Any] = masked(_dump(config))
     return plain
@@ -159,7 +155,7 @@ def dump_with_secrets(config: MasterConfig) -> str:
 
 
 def load_dumped(text: str) -> MasterConfig:
-    """Return the configuration that `dump_with_secrets` has written; it has been checked and resolved."""
+    """Return the configuration of a text by `dump_with_secrets`, which has been checked and resolved."""
     values = yaml.safe_load(text)
     algorithm = _algorithm_in(values)
     assert algorithm is not None

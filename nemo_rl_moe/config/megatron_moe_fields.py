@@ -1,12 +1,12 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The `moe_*` fields of Megatron-Core's `TransformerConfig`, by their own names.
+"""The `moe_*` fields of Megatron-Core's `TransformerConfig`, by the same names.
 
-A static copy of names and types of 0.16.1 and 0.19.2, so that checking a configuration does not import Megatron-Core; a
-field that only some versions have says so. A field that is not set is not passed on. `moe_router_force_biased` is
-Megatron-Core's from 0.17 on; this project adds it to older routers. Not here: `moe_per_layer_logging`, a key of this
-project; `moe_extended_tp`, which the expert tensor parallel size replaced; `moe_grad_scale_func`, a function; and
-numbers of experts, which come from the model.
+This is a static copy of names and types of 0.16.1 and 0.19.2, so that checking a configuration does not import
+Megatron-Core. Fields that only some versions have are marked. A field that is not set is not passed to Megatron-Core.
+`moe_router_force_biased` exists in Megatron-Core from 0.17 on, and this package adds it to older routers. Not included:
+`moe_per_layer_logging`, a key of this package, `moe_extended_tp`, which the expert tensor parallel size replaced,
+`moe_grad_scale_func`, a function, and numbers of experts, which come from the model.
 """
 
 import re
@@ -26,10 +26,10 @@ from nemo_rl_moe.config.schema_base import (
 LoadBalancingType = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "quantile_balancing", "none"]
 
 OneOrNone = Annotated[int, Field(ge=0, le=1)]
-# A negative one is none to Megatron-Core.
+# Megatron-Core reads a negative factor as no limit.
 CapacityFactor = Annotated[float, Field(le=1000)]
 
-# Values that only newer versions know: field -> value -> first version that has it.
+# Values that only newer versions accept: field -> value -> first version with it.
 VALUE_SINCE: dict[str, dict[str, str]] = {
     "moe_router_load_balancing_type": {"quantile_balancing": "0.19"},
     "moe_router_score_function": {"sqrtsoftplus": "0.19"},
@@ -38,78 +38,79 @@ VALUE_SINCE: dict[str, dict[str, str]] = {
 
 
 def _unset(since: str | None = None, until: str | None = None) -> Any:
-    """Return an optional field; the versions are the first and the last release line that has it."""
+    """Return an optional field. The versions are the first and the last release line that has it."""
     return Field(default=None, json_schema_extra={"since": since, "until": until})
 
 
 class MoeTransformerFields(StrictModel):
-    """Any of these may be set in `policy.megatron_cfg`; what is not set keeps the model's or Megatron-Core's value."""
+    """Any of these may be set in `policy.megatron_cfg`. The others keep the model's or Megatron-Core's values."""
 
     moe_layer_freq: PositiveInt | list[OneOrNone] = _unset()
-    """One MoE layer in so many layers, or a list with 1 for each MoE layer and 0 for each dense one."""
+    """An MoE layer every this many layers, or a list with 1 for each MoE layer and 0 for each dense one."""
     moe_ffn_hidden_size: PositiveInt | None = _unset()
     """Hidden size of each routed expert."""
     moe_latent_size: PositiveInt | None = _unset()
-    """Size that tokens are projected to before they go to the experts; null: no projection."""
+    """Size to which tokens are projected before they go to the experts. null: no projection."""
     moe_mlp_glu_interleave_size: PositiveInt | None = _unset(since="0.19")
     """Block size of interleaved gate and linear halves in the routed experts."""
     moe_shared_expert_intermediate_size: PositiveInt | None = _unset()
-    """Hidden size of all shared experts together; null: none."""
+    """Hidden size of all shared experts together. null: no shared experts."""
     moe_shared_expert_gate: bool = _unset()
-    """Weigh the shared expert's output by a learnt gate."""
+    """Multiply the shared experts' output by a learnt gate."""
     moe_shared_expert_overlap: bool = _unset()
     """Compute shared experts while tokens travel between ranks."""
     moe_shared_expert_glu_interleave_size: PositiveInt | None = _unset(since="0.19")
     """Block size of interleaved gate and linear halves in the shared experts."""
 
     moe_router_topk: PositiveInt = _unset()
-    """Experts that each token goes to."""
+    """Number of experts for each token."""
     moe_router_load_balancing_type: LoadBalancingType | list[LoadBalancingType] = _unset()
-    """Load balancing method of the router; of several, a list with a coefficient each."""
+    """Load balancing method of the router, or a list of several with a coefficient each."""
     moe_aux_loss_coeff: Coefficient | list[Coefficient] = _unset()
-    """Weight of the load balancing loss; a list goes with a list of balancing types."""
+    """Weight of the load balancing loss, or a list of weights for a list of balancing types."""
     moe_z_loss_coeff: Coefficient | None = _unset()
-    """Weight of the loss on large router logits; null: none."""
+    """Weight of the loss on large router logits. null: none."""
     moe_input_jitter_eps: UnitFloat | None = _unset()
-    """Relative noise on the router's input; null: none."""
+    """Relative noise on the router's input. null: none."""
     moe_router_pre_softmax: bool = _unset()
     """Take the softmax over all experts before the top ones are chosen."""
     moe_router_score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = _unset()
     """Function from logits to scores."""
     moe_router_topk_scaling_factor: PositiveCoefficient | None = _unset()
-    """Factor on the scores of the chosen experts; null: 1."""
+    """Factor on the scores of the chosen experts. null: 1."""
     moe_router_dtype: Literal["fp32", "fp64"] | None = _unset()
-    """Number format of routing; null: the model's."""
+    """Number format of routing. null: the model's format."""
     moe_router_num_groups: PositiveInt | None = _unset()
-    """Groups of experts for group-limited routing."""
+    """Groups of experts for group-limited routing. null: no groups."""
     moe_router_group_topk: PositiveInt | None = _unset()
-    """Groups that each token may use."""
+    """Groups that each token may use. null: no groups."""
     moe_router_topk_limited_devices: PositiveInt | None = _unset()
-    """Older way to limit groups, by expert-parallel ranks."""
+    """Older setting that limits groups by expert-parallel ranks. null: no limit."""
     moe_router_enable_expert_bias: bool = _unset()
     """Balance by a bias on each expert's score, without a loss."""
     moe_router_bias_update_rate: WholeOrLess = _unset()
-    """Step of that bias."""
+    """Change of the expert bias in each update."""
     moe_router_quantile_balancing_ema: WholeOrLess = _unset(since="0.19")
     """Share of the old bias that quantile balancing keeps."""
     moe_router_force_load_balancing: bool = _unset()
-    """For benchmarks and drills only: random logits, the router's own are thrown away."""
+    """For benchmarks and drills only: replace the router's logits by random ones."""
     moe_router_force_biased: float | None = _unset()
     """For benchmarks and drills only: standard deviation of a random bias on each expert, the same on all ranks,
-    sampled anew in each forward; negative: sampled once a layer and kept, its absolute value the deviation."""
+    sampled in each forward pass. Negative: its absolute value, and the bias is sampled once for each layer. null:
+    off."""
     moe_router_fusion: bool = _unset()
-    """Fused routing kernels of Transformer Engine."""
+    """Use Transformer Engine's fused routing kernels."""
     moe_router_padding_for_quantization: bool | None = _unset()
-    """Pad each expert's tokens to what 8-bit and 4-bit kernels need."""
+    """Pad each expert's tokens to the multiple that 8-bit and 4-bit kernels need."""
     moe_router_padding_for_fp8: bool | None = _unset()
     """Older name of the padding for quantization."""
     moe_enable_routing_replay: bool = _unset()
-    """Let chosen experts be recorded and replayed."""
+    """Allow chosen experts to be recorded and replayed."""
 
     moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = _unset()
     """Dispatcher of tokens to the experts' ranks."""
     moe_flex_dispatcher_backend: Literal["deepep", "hybridep", "ncclep"] = _unset()
-    """Library behind the flex dispatcher."""
+    """Library of the flex dispatcher."""
     moe_flex_dispatcher_num_sms: PositiveInt | None = _unset(since="0.19")
     """Streaming multiprocessors that the flex dispatcher uses."""
     moe_enable_deepep: bool = _unset()
@@ -123,55 +124,55 @@ class MoeTransformerFields(StrictModel):
     moe_hybridep_num_blocks_permute: PositiveInt | None = _unset(since="0.19")
     """Thread blocks for HybridEP's permutation."""
     moe_hybridep_num_blocks_unpermute: PositiveInt | None = _unset(since="0.19")
-    """Thread blocks for the way back."""
+    """Thread blocks for HybridEP's inverse permutation."""
     moe_hybridep_pad_uneven_dispatch_inputs: bool = _unset(since="0.19")
     """Pad to the longest input of the group before HybridEP sends."""
     moe_permute_fusion_into_hybridep: bool = _unset(since="0.19")
     """Let HybridEP permute while it sends."""
     moe_ncclep_static_shape: bool = _unset(since="0.19")
-    """Fixed buffer sizes with the ncclep backend."""
+    """Use fixed buffer sizes with the ncclep backend."""
     moe_ncclep_zero_copy: bool = _unset(since="0.19")
     """Send without a staging copy with the ncclep backend."""
 
     moe_token_dropping: bool = _unset()
     """Reserved by Megatron-Core for dropping tokens."""
     moe_expert_capacity_factor: CapacityFactor | None = _unset()
-    """Tokens that an expert takes, relative to its fair share; null: all."""
+    """Tokens that an expert takes, relative to its fair share. null: all."""
     moe_expert_rank_capacity_factor: CapacityFactor | None = _unset(since="0.19")
-    """Tokens that an expert-parallel rank takes, relative to its fair share; null: all."""
+    """Tokens that an expert-parallel rank takes, relative to its fair share. null: all."""
     moe_pad_expert_input_to_capacity: bool = _unset()
-    """Pad each expert's tokens up to its capacity."""
+    """Pad each expert's tokens to its capacity."""
     moe_pad_experts_for_cuda_graph_inference: bool = _unset(since="0.19")
     """Pad while decoding, so that shapes stay fixed."""
     moe_token_drop_policy: Literal["probs", "position"] = _unset()
-    """Tokens that an expert over capacity drops: the least probable or the last."""
+    """Tokens that an expert above its capacity drops: the least probable or the last."""
 
     moe_grouped_gemm: bool = _unset()
-    """One kernel for the matrices of all experts of a rank."""
+    """Use one kernel for the matrices of all experts of a rank."""
     moe_use_legacy_grouped_gemm: bool = _unset(until="0.16")
-    """The older grouped kernels."""
+    """Use the older grouped kernels."""
     moe_single_grouped_weight: bool = _unset(since="0.19")
     """Keep the experts' weights as one parameter."""
     moe_single_grouped_bias: bool = _unset(since="0.19")
     """Keep the experts' biases as one parameter."""
     moe_permute_fusion: bool = _unset()
-    """Fused kernels for the order of tokens."""
+    """Use fused kernels to permute tokens."""
     moe_apply_probs_on_input: bool = _unset()
-    """Weigh tokens before the expert instead of after it."""
+    """Multiply tokens by their probabilities before the expert instead of after it."""
     moe_layer_recompute: bool = _unset()
     """Megatron-Core's older name for `activation_checkpointing: moe`."""
     moe_paged_stash: bool = _unset(since="0.19")
     """Keep the experts' activations for the backward pass in pages."""
     moe_paged_stash_page_size: PositiveInt = _unset(since="0.19")
-    """Tokens on a page."""
+    """Tokens of a page."""
     moe_paged_stash_buffer_size_factor_cuda: float = _unset(since="0.19")
-    """Room for pages on the GPU, relative to the average (negative: to the maximum)."""
+    """Size of the pages' buffer on the GPU, relative to the average (if negative, to the maximum)."""
     moe_paged_stash_buffer_size_factor_cpu: Coefficient = _unset(since="0.19")
-    """Room for pages in main memory; 0: none."""
+    """Size of the pages' buffer in main memory. 0: none."""
 
     @property
     def moe_transformer_fields(self) -> dict[str, Any]:
-        """Return the fields that the user has set, to be passed to `TransformerConfig` by name."""
+        """Return the fields that the user has set, as arguments of `TransformerConfig`."""
         return {name: getattr(self, name) for name in MOE_FIELD_NAMES if name in self.model_fields_set}
 
 
@@ -179,12 +180,12 @@ MOE_FIELD_NAMES = tuple(MoeTransformerFields.model_fields)
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """Return the first two numbers of a version, whatever follows them: "0.19.2rc1" is (0, 19)."""
+    """Return the first two numbers of a version: "0.19.2rc1" is (0, 19)."""
     return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
 
 def version_problem(name: str, value: Any, installed: str) -> str | None:
-    """Return the problem with a `moe_*` field under the installed Megatron-Core, in words; None without one."""
+    """Return the problem of a `moe_*` field with the installed Megatron-Core, or None."""
     extra = MoeTransformerFields.model_fields[name].json_schema_extra
     since, until = (extra.get("since"), extra.get("until")) if isinstance(extra, dict) else (None, None)
     if isinstance(since, str) and _release(installed) < _release(since):

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Sections of a mixture's environments completed from the section that they share, and each kind by its defaults."""
+"""Completion of a mixture's environments by the sections that they share, and of each kind by its defaults."""
 
 from collections.abc import Mapping
 from functools import lru_cache
@@ -9,7 +9,7 @@ from typing import Any
 from nemo_rl_moe.config.files import KIND_KEY, KINDS_NAME, exemplars_folder, merge, read_with_defaults
 
 _SECTIONS = ("driver", "reward", "limits", "train", "validation")
-"""Sections of which an environment may set single keys; others, such as `parameters`, are replaced as a whole."""
+"""Sections of which an environment may set single keys. Other values, such as `parameters`, are replaced."""
 _OF_DATA = ("train", "validation", "prompt_key", "prompt_template", "answer_key")
 
 
@@ -38,7 +38,7 @@ def _completed(section: Mapping[str, Any], name: str, shared: Mapping[str, Any])
 
 
 def _over(shared: Any, entry: Any) -> Any:
-    """Lay an entry over the shared section. Its dicts of free names replace the shared ones."""
+    """Merge an entry over the shared section. Dicts with free names replace the shared ones."""
     if not (isinstance(shared, Mapping) and isinstance(entry, Mapping)):
         return entry
     if KIND_KEY in entry and entry[KIND_KEY] != shared.get(KIND_KEY):
@@ -48,7 +48,7 @@ def _over(shared: Any, entry: Any) -> Any:
 
 
 def _with_kinds(env: Any) -> Any:
-    """Return the section of an environment with the defaults of its driver and of its reward below them."""
+    """Return the section of an environment merged over the defaults of its driver and of its reward."""
     if not isinstance(env, Mapping):
         return env
     kinds = {

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Translation of a NeMo-RL configuration, with a line for each key that has no counterpart.
 
-Single keys follow the table in `nemo_rl_keys.yaml`; `nemo_rl_training.py`, `nemo_rl_data.py`, `nemo_rl_grpo.py` and
-`nemo_rl_roles.py` have the rules for keys that decide something together.
+Single keys follow the table in `nemo_rl_keys.yaml`. `nemo_rl_training.py`, `nemo_rl_data.py`, `nemo_rl_grpo.py` and
+`nemo_rl_roles.py` have the rules for keys that belong together.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,16 +25,12 @@ from nemo_rl_moe.masking import masked
 
 
 def translate(path: Path) -> Translation:
-    """Translate a file and what it inherits from."""
+    """Translate a file, including the files that it inherits from."""
     return translate_tree(read_theirs(path), path)
 
 
 def translate_tree(theirs: Mapping[str, Any], path: Path) -> Translation:
-    """Translate a configuration that has been read; see `translate`.
-
-    Args:
-        path: Its file, for messages.
-    """
+    """Translate a configuration that has been read from `path`."""
     translation = Translation(algorithm_in(theirs, path))
     try:
         asked = Theirs(one_set_of_samples(masked(theirs), translation))
@@ -50,7 +46,7 @@ def translate_tree(theirs: Mapping[str, Any], path: Path) -> Translation:
 
 
 def _sections_off(tree: Mapping[str, Any], above: str = "") -> Iterator[str]:
-    """Return the outermost sections with `enabled: false`, except those whose values are kept."""
+    """Yield the outermost sections with `enabled: false`, except those whose values are kept."""
     for name, value in tree.items():
         key = f"{above}{name}"
         if not isinstance(value, Mapping):
@@ -72,7 +68,7 @@ _KEPT_WHILE_OFF = (
 
 
 def _sections_of_others(theirs: Theirs) -> Iterator[str]:
-    """Return the sections of backends and loggers that another key does not choose."""
+    """Yield the sections of backends and loggers that are not selected by another key."""
     backend = theirs.get("policy.generation.backend", "vllm")
     chosen, environments = environment_of(theirs), theirs.get("env", {})
     for section, is_read in (
@@ -89,7 +85,7 @@ def _sections_of_others(theirs: Theirs) -> Iterator[str]:
 
 
 def _translate_key(translation: Translation, key: str, values: Mapping[str, Any], off: list[str]) -> bool:
-    """Carry one key over by its row, or say why not; return True where that is left to a rule."""
+    """Translate one key by its row or report the reason, and return True if a rule translates it."""
     value = values[key]
     section = next((above for above in off if key.startswith(f"{above}.") or key == above), None)
     if section is not None:
@@ -112,7 +108,7 @@ def _translate_key(translation: Translation, key: str, values: Mapping[str, Any]
 
 
 def _report(translation: Translation, key: str, value: Any, off: Any, why: str) -> None:
-    """Report a key without a counterpart, as idle where it asks for nothing."""
+    """Report a key without a counterpart, as idle if its value has no effect."""
     if value in (None, False, 0, "", off) or value in ({}, []):
         translation.idle.append(f"{key}: {shown(value)}")
     else:
@@ -121,6 +117,6 @@ def _report(translation: Translation, key: str, value: Any, off: Any, why: str) 
 
 @cache
 def _keys_of(algorithm: str) -> frozenset[str]:
-    """Return the keys of the algorithm; of the places of its workers, the one of engines."""
+    """Return the keys of the algorithm, with those of the engines' machines."""
     own = {PLACE_OF_ENGINES} if algorithm in RULES_OF else set()
     return frozenset(known_keys(ALGORITHMS[algorithm].config_class)) | own

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of a translation from NeMo-RL for the samples and their text, and the data sets that it knows by name."""
+"""Rules of a translation from NeMo-RL for data and chat template, and the data sets that NeMo-RL knows by name."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,29 +14,27 @@ _WANTED: dict[str, tuple[Form, str]] = {
     "dpo": ("pairs", "its records are no pairs: write `chosen` and `rejected`"),
 }
 _ANSWERS: tuple[Form, str] = ("answers", "its records have no question with an answer under keys of their own")
-"""Form of the records that each algorithm reads, and what is to be done with those of another."""
+"""Form of the records that each algorithm reads, and the advice for records of another form."""
 _NAMED = {
     "sft": {"chat_key": "messages_key", "system_key": "system_key"},
     "dpo": {name: name for name in ("prompt_key", "chosen_key", "rejected_key")},
 }
-"""Keys here that name a key of the records, by their name there."""
+"""Keys that name a key of the records: NeMo-RL's name, and the name here."""
 _IN_FILES = "ResponseDataset"
-"""Their name of a file of questions with answers, which are under `input` and `output` if no key is named."""
+"""NeMo-RL's name of a file of questions with answers, under `input` and `output` unless keys are named."""
 _RANKED = "PreferenceDataset"
 
 
 @dataclass(frozen=True)
 class KnownDataset:
-    """A data set that NeMo-RL knows by a name of its own.
+    """A data set that NeMo-RL knows by name.
 
     Attributes:
         path: Name on the hub.
-        split: Split where the configuration names none.
+        split: Split if the configuration names none.
         other_paths: Hub names of its splits that are separate data sets.
-        image_key: None: no images.
-        system_key: Key of the text that is the system turn; None: none.
-        form: Of its records: questions with an answer, conversations, or pairs.
-        to_do: What has to be done before it can be read here; empty: nothing.
+        system_key: Key of the text of the system turn.
+        to_do: Work that is needed before it can be read here. Empty: none.
     """
 
     path: str
@@ -51,7 +49,7 @@ class KnownDataset:
 
     @property
     def has_answers(self) -> bool:
-        """Return True for questions with an answer that can be read as they are, and so be trained on."""
+        """Whether its records are questions with an answer that can be trained on without changes."""
         return self.form == "answers" and not self.to_do and self.image_key is None
 
 
@@ -79,11 +77,11 @@ DATASETS = {
     ),
     "Tulu3Preference": KnownDataset("allenai/llama-3.1-tulu-3-8b-preference-mixture", form="pairs"),
 }
-"""By their name."""
+"""Data sets by NeMo-RL's name."""
 
 
 def one_set_of_samples(theirs: Mapping[str, Any], translation: Translation) -> Mapping[str, Any]:
-    """Return a configuration with the first of several sets of samples in the place of the list of them."""
+    """Return the configuration with only the first of several sets of samples."""
     samples = theirs.get("data")
     if not isinstance(samples, Mapping):
         return theirs
@@ -114,7 +112,6 @@ def data(theirs: Theirs, translation: Translation) -> None:
 
 
 def _samples(theirs: Theirs, translation: Translation, part: str) -> None:
-    """Translate one set of samples."""
     values = translation.values
     known = _dataset(theirs, translation, part)
     split = _of(theirs, part, "split") or known.split
@@ -147,23 +144,23 @@ def _samples(theirs: Theirs, translation: Translation, part: str) -> None:
 
 
 def _dataset(theirs: Theirs, translation: Translation, part: str) -> KnownDataset:
-    """Return what is known of a set of samples; what keeps its records from being read goes to the obstacles."""
+    """Return the description of a set of samples, and report obstacles to reading it."""
     wanted, to_do = _WANTED.get(translation.algorithm, _ANSWERS)
     path = _of(theirs, part, "data_path")
     name = _of(theirs, part, "dataset_name")
     subject = f"data.{part}.dataset_name: {name}"
-    if path is not None and name == _RANKED and translation.algorithm == "dpo":
-        translation.obstacles.append(
-            f"{subject}: its records rank `completions`: write `prompt`, `chosen` and `rejected`; where the better one"
-            " always stands first, set data.prompt_key=context, data.chosen_key=completions.0.completion and"
-            " data.rejected_key=completions.1.completion"
-        )
-    elif path is not None:
-        translation.changed.append(f"{subject}: records are read by their form: docs/data.md")
     if path is not None:
-        return (
-            KnownDataset(path, "input", "output", form=wanted) if name == _IN_FILES else KnownDataset(path, form=wanted)
-        )
+        if name == _RANKED and translation.algorithm == "dpo":
+            translation.obstacles.append(
+                f"{subject}: its records rank `completions`: write `prompt`, `chosen` and `rejected`; where the better"
+                " one always stands first, set data.prompt_key=context, data.chosen_key=completions.0.completion and"
+                " data.rejected_key=completions.1.completion"
+            )
+        else:
+            translation.changed.append(f"{subject}: records are read by their form: docs/data.md")
+        if name == _IN_FILES:
+            return KnownDataset(path, "input", "output", form=wanted)
+        return KnownDataset(path, form=wanted)
     if name not in DATASETS:
         translation.obstacles.append(f"{subject}: a data set of theirs; name its file as data.{part}.path")
         return KnownDataset(str(name), form=wanted)
@@ -176,16 +173,16 @@ def _dataset(theirs: Theirs, translation: Translation, part: str) -> KnownDatase
 
 
 def _of(theirs: Theirs, part: str, name: str) -> Any:
-    """Return the value of a set of samples, or else that of all sets."""
+    """Return the value of a set of samples, or else the value for all sets."""
     return theirs.first(f"data.{part}.{name}", f"data.default.{name}")
 
 
 _PASSED_ON = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-"""Their template where the configuration says null."""
+"""NeMo-RL's template if the configuration has null."""
 
 
 def chat_template(theirs: Theirs, translation: Translation) -> None:
-    """Translate the chat template, which is a file here, and what it is called with."""
+    """Translate the chat template, which must be a file here, and its arguments."""
     if arguments := theirs.get("policy.tokenizer.chat_template_kwargs"):
         translation.values["data.chat_template_kwargs"] = {**arguments}
     key = "policy.tokenizer.chat_template"
@@ -205,7 +202,7 @@ def chat_template(theirs: Theirs, translation: Translation) -> None:
 
 
 def environment_of(theirs: Theirs) -> str:
-    """Return the name of the environment that scores the training data's responses."""
+    """Return the name of the environment that scores the responses of the training data."""
     named = _of(theirs, "train", "env_name")
     if named is None:
         keys = ("data.train.dataset_name", "data.default.dataset_name", "data.dataset_name")

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Files of NeMo-RL's configurations: with what they inherit from and the functions that they call."""
+"""Files of NeMo-RL's configurations, with the files that they inherit from and the functions that they call."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from nemo_rl_moe.errors import ConfigurationError
 
 
 def read_theirs(path: Path) -> dict[str, Any]:
-    """Read a file with what it inherits from, references resolved."""
+    """Read a file merged with the files that it inherits from, with references resolved."""
     if not path.is_file():
         raise ConfigurationError(f"{path}: no such file")
     merged = read_with_defaults(path, shipped=False, join=_joined)
@@ -33,7 +33,7 @@ def read_theirs(path: Path) -> dict[str, Any]:
 
 
 def _joined(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge `over` into `base`; sections with `_override_: true` replace whole sections."""
+    """Merge `over` into `base`. A section with `_override_: true` replaces the other one."""
     whole = {name for name, section in over.items() if isinstance(section, Mapping) and section.get("_override_")}
     stripped = {
         name: {key: value for key, value in section.items() if key != "_override_"} if name in whole else section
@@ -44,7 +44,7 @@ def _joined(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _their_resolvers() -> Iterator[None]:
-    """Register `${mul:...}` and the other functions of NeMo-RL's configurations while open."""
+    """Register `${mul:...}` and the other functions of NeMo-RL's configurations within the context."""
     functions: dict[str, Callable[[Any, Any], Any]] = {
         "add": lambda a, b: a + b,
         "mul": lambda a, b: a * b,

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of a translation from NeMo-RL for GRPO: advantages, lengths, the loss, engines that generate, rewards."""
+"""Rules of a translation from NeMo-RL for GRPO: advantages, lengths, loss, engines and rewards."""
 
 from collections.abc import Callable
 
@@ -11,11 +11,11 @@ from nemo_rl_moe.rl.estimators import ESTIMATORS
 
 BUILT_IN_REWARD_FUNCTIONS = ("math", "exact", "reasoning_gym", "callable")
 NO_BOUND = 1.0e9
-"""Bound that no importance-sampling ratio reaches: they end at e^20."""
+"""Bound above every importance-sampling ratio, which is at most e^20."""
 
 
 def estimator(theirs: Theirs, translation: Translation) -> None:
-    """Translate advantages; older configurations have the switches in the section of the loop."""
+    """Translate advantages. Older configurations have the switches in the section of the loop."""
     section, values = "grpo.adv_estimator", translation.values
     name = theirs.get(f"{section}.name", "grpo")
     normalize, leave_one_out = True, False
@@ -46,7 +46,7 @@ def estimator(theirs: Theirs, translation: Translation) -> None:
 
 
 def _several_rewards(theirs: Theirs) -> str:
-    """Return how to write an estimator of named rewards here, for which a custom function gives the rewards."""
+    """Return how to set an estimator of named rewards here, for which a custom function returns the rewards."""
     names = ["correctness", "integer", "format"] if theirs.has("env.math_multi_reward") else []
     weights = theirs.get("grpo.adv_estimator.reward_weights", [1.0] * len(names))
     names = names if len(names) == len(weights) else [f"reward_{place}" for place in range(1, len(weights) + 1)]
@@ -127,7 +127,7 @@ def policy_loss(theirs: Theirs, translation: Translation) -> None:
 
 
 def generation(theirs: Theirs, translation: Translation) -> None:
-    """Translate engines, and the GPUs that they have."""
+    """Translate engines, and their GPUs."""
     values, key = translation.values, "policy.generation.backend"
     backend = theirs.get(key, "vllm")
     values[key] = backend if backend in ("vllm", "megatron") else "vllm"
@@ -148,7 +148,7 @@ def generation(theirs: Theirs, translation: Translation) -> None:
 
 
 def environment(theirs: Theirs, translation: Translation) -> None:
-    """Translate scoring by math-verify, and lines shown."""
+    """Translate scoring by math-verify, and the number of printed samples."""
     name = environment_of(theirs)
     if name == "math":
         translation.values["env.reward.kind"] = "math"
@@ -166,7 +166,7 @@ def environment(theirs: Theirs, translation: Translation) -> None:
 
 _ANSWER = "<answer>"
 _REWARDS_OF_IMAGES = {"exact_alnum": "exact", "math_expr": "math"}
-"""Their reward functions for images that have a counterpart, to the environment that it is."""
+"""NeMo-RL's reward functions for images that have a counterpart, with the kind of reward here."""
 
 
 def images(theirs: Theirs, translation: Translation) -> None:

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The keys of NeMo-RL's configurations, each with its counterpart here.
 
-One table, `nemo_rl_keys.yaml`, which the translator (`nemo_rl.py`) and the page of migration are made from.
+The table `nemo_rl_keys.yaml` is the source of the translator (`nemo_rl.py`) and of the page on migration.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,13 +21,14 @@ class Row:
     """A key of NeMo-RL, or all keys of a section (`section.*`), and its counterpart.
 
     Attributes:
-        theirs: Full key.
-        ours: Full key; None: no counterpart.
-        note: What differs, or why there is no counterpart.
-        convert: Converts the value; None: a rule does, from several keys.
-        off: Value that asks for nothing, where that is not null, false, zero or empty.
-        of_sft: Full key in supervised fine-tuning, where it is another one.
-        repeats: Key that this one may repeat, and then needs no counterpart; for all keys of a section, `section.*`.
+        theirs: Full key in NeMo-RL.
+        ours: Full key here. None: no counterpart.
+        note: The difference, or the reason why there is no counterpart.
+        convert: Converts the value. None: a rule converts it together with other keys.
+        off: Value without an effect, in addition to null, false, zero and empty.
+        of_sft: Full key in supervised fine-tuning if it differs.
+        repeats: Key whose value this one may repeat, and then needs no counterpart. For all keys of a section,
+            `section.*`.
     """
 
     theirs: str
@@ -43,19 +44,19 @@ class Row:
         return self.of_sft if algorithm == "sft" and self.of_sft else self.ours
 
     def repeated_by(self, key: str) -> str:
-        """Return the key that a key of this row may repeat; empty where there is none."""
+        """Return the key whose value a key of this row may repeat, or an empty text."""
         repeats, above = self.repeats or "", self.theirs.removesuffix("*")
         return repeats if above == self.theirs else repeats.removesuffix("*") + key.removeprefix(above)
 
 
 def metric_name(name: Any) -> Any:
-    """Return the name of the metric that chooses checkpoints: every loss of validation is `val:loss` here."""
+    """Return the metric that selects checkpoints. Every validation loss is called `val:loss` here."""
     is_loss = isinstance(name, str) and name.startswith("val:") and name.endswith("_loss")
     return "val:loss" if is_loss else name
 
 
 def _or_never(period: Any) -> Any:
-    """Return a period of validation; below 0 there, 0 here is never."""
+    """Return a period of validation: negative values, and 0 here, mean never."""
     return max(period or 0, 0)
 
 
@@ -72,7 +73,7 @@ CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "policy.megatron_cfg.optimizer.optimizer_offload_fraction": lambda value: value or 1.0,
     "policy.generation.vllm_cfg.expert_parallel_size": lambda value: (value or 1) > 1,
 }
-"""By their key; other values are carried over as they are."""
+"""Conversions by key. Other values are not changed."""
 
 
 class _Counterpart(BaseModel):
@@ -85,7 +86,7 @@ class _Counterpart(BaseModel):
 
 
 class _Section(BaseModel):
-    """A section of the file, whose head describes it."""
+    """A section of the table, which is described at the head of the file."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -124,7 +125,7 @@ _BY_KEY = {row.theirs: row for row in ROWS}
 
 
 def row_of(key: str) -> Row | None:
-    """Return the row of a full key, or of the nearest section above it; None where the table has none."""
+    """Return the row of a full key, or of the nearest section above it, or None."""
     if key in _BY_KEY:
         return _BY_KEY[key]
     parts = key.split(".")
@@ -133,7 +134,7 @@ def row_of(key: str) -> Row | None:
 
 
 def counterpart_of(key: str) -> str | None:
-    """Return the ending of an error line about a key that NeMo-RL has and this project has not; None for other keys."""
+    """Return the end of an error line about a key that only NeMo-RL has, or None for other keys."""
     row = _BY_KEY.get(key, _BY_KEY.get(f"{key}.*"))
     if row is None or row.ours == key:
         return None

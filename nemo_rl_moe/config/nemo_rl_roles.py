@@ -1,13 +1,13 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of a translation from NeMo-RL for a second model: PPO's critic, or distillation's teacher."""
+"""Rules of a translation from NeMo-RL for a second model: the critic of PPO, or the teacher of distillation."""
 
 from typing import Any
 
-from nemo_rl_moe.config.nemo_rl_translation import Theirs, Translation
+from nemo_rl_moe.config.nemo_rl_translation import Theirs, Translation, nested
 
 _LAYOUT = {"tensor_model": "tensor", "pipeline_model": None, "expert_model": "expert", "expert_tensor": None}
-"""Parallel sizes of a role, and their names with PyTorch's engine; None: it has no such size."""
+"""Parallel sizes of a role, and their names in PyTorch's engine. None: PyTorch's engine has no such size."""
 
 
 def critic(theirs: Theirs, translation: Translation) -> None:
@@ -26,16 +26,16 @@ def critic(theirs: Theirs, translation: Translation) -> None:
 
 
 def teacher(theirs: Theirs, translation: Translation) -> None:
-    """Translate the teacher; nothing is learned from rewards, so that a response needs no group."""
+    """Translate the teacher. No reward is trained on, so that a response needs no group."""
     values = translation.values
     if not theirs.has("teacher"):
         translation.obstacles.append("distillation.teachers: no section teacher there: name the models to learn from")
-    values["distillation.teachers"] = {"teacher": _nested(_model(theirs, translation, "teacher", "teacher"))}
+    values["distillation.teachers"] = {"teacher": nested(_model(theirs, translation, "teacher", "teacher"))}
     values |= {"grpo.adv_estimator.name": "reinforce", "grpo.adv_estimator.normalize_rewards": False}
 
 
 def _model(theirs: Theirs, translation: Translation, section: str, role: str) -> dict[str, Any]:
-    """Return a role's keys, and place its workers."""
+    """Return a role's keys, and assign machines to its workers."""
     engine, values = _engine(theirs, section), translation.values
     found: dict[str, Any] = {
         "model_name": theirs.get(f"{section}.model_name", values.get("policy.model_name")),
@@ -58,16 +58,6 @@ def _model(theirs: Theirs, translation: Translation, section: str, role: str) ->
 
 
 def _engine(theirs: Theirs, section: str) -> str:
-    """Return the section of the engine that trains or runs a role."""
     uses_megatron = theirs.get(f"{section}.megatron_cfg.enabled", False)
     theirs.get(f"{section}.dtensor_cfg.enabled")
     return f"{section}.{'megatron_cfg' if uses_megatron else 'dtensor_cfg'}"
-
-
-def _nested(values: dict[str, Any]) -> dict[str, Any]:
-    """Return values by full key as a section with its sections."""
-    tree: dict[str, Any] = {}
-    for key, value in values.items():
-        section, _, name = key.rpartition(".")
-        (tree.setdefault(section, {}) if section else tree)[name] = value
-    return tree

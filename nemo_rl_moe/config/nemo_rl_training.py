@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of a translation from NeMo-RL for training: layout, optimizer, learning rate, validation, machines."""
+"""Rules of a translation from NeMo-RL for layout, optimizer, learning rate, validation and machines."""
 
 from collections.abc import Mapping
 from math import ceil
@@ -48,7 +48,7 @@ def engine_of_training(theirs: Theirs, translation: Translation) -> None:
 
 
 def _optimizer_on_the_host(theirs: Theirs, translation: Translation) -> None:
-    """Translate optimizer offload: a zero fraction is none; types of moments lose their module."""
+    """Translate optimizer offload. A fraction of 0 means no offload, and types of moments lose their module."""
     values, key = translation.values, f"{MEGATRON}.optimizer"
     if theirs.get(f"{key}.optimizer_cpu_offload") and theirs.get(f"{key}.optimizer_offload_fraction") == 0:
         values[f"{key}.optimizer_cpu_offload"] = False
@@ -76,7 +76,6 @@ def _recomputed(theirs: Theirs, translation: Translation, engine: str) -> str:
 
 
 def _torch_optimizer(theirs: Theirs, translation: Translation) -> None:
-    """Translate PyTorch's AdamW and similar optimizers."""
     name, section = theirs.get("policy.optimizer.name", "torch.optim.AdamW"), f"{MEGATRON}.optimizer"
     if not name.endswith("Adam") and not name.endswith("AdamW"):
         translation.changed.append(f"policy.optimizer.name: {name}: Adam with decoupled weight decay")
@@ -88,7 +87,7 @@ def _torch_optimizer(theirs: Theirs, translation: Translation) -> None:
 
 
 def _torch_scheduler(theirs: Theirs, translation: Translation) -> None:
-    """Translate a chain of PyTorch's schedulers: a warm-up, and its successor."""
+    """Translate a chain of PyTorch's schedulers: a warm-up, and the scheduler after it."""
     section, values = f"{MEGATRON}.scheduler", translation.values
     steps = theirs.get("policy.scheduler", [])
     steps = [step for step in (steps if isinstance(steps, list) else [steps]) if isinstance(step, Mapping)]
@@ -105,7 +104,7 @@ def _torch_scheduler(theirs: Theirs, translation: Translation) -> None:
         )
         if style and length in arguments:
             values |= {f"{section}.lr_decay_style": style, f"{section}.lr_decay_iters": warmup + arguments[length]}
-            # PyTorch's own defaults: to 0 by the cosine, to the whole rate in a line.
+            # PyTorch's defaults: the cosine ends at 0, the line at the full rate.
             factor = arguments.get("end_factor", 1.0) if name == "LinearLR" else 0.0
             end = arguments.get("eta_min", factor * values.get(f"{MEGATRON}.optimizer.lr", 0))
             values[f"{MEGATRON}.optimizer.min_lr"] = end
@@ -116,7 +115,7 @@ def _torch_scheduler(theirs: Theirs, translation: Translation) -> None:
 
 
 def batches_of_validation(theirs: Theirs, translation: Translation) -> None:
-    """Translate the size of a validation to batches of the training's size."""
+    """Translate the size of a validation to batches of the training batch size."""
     name = translation.algorithm
     number = theirs.get(f"{name}.val_batches")
     if translation.generates or number is None:

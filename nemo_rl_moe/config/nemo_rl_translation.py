@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""State of a translation from NeMo-RL: the source configuration, and the result with its remarks."""
+"""State of a translation from NeMo-RL: the source configuration, and the result with remarks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from nemo_rl_moe.config.files import BASE_OF
+from nemo_rl_moe.config.files import BASE_OF, value_at
 from nemo_rl_moe.config.suggestions import shortened
 
 BASES = {
@@ -22,20 +22,19 @@ BASES = {
 """Shipped configuration that the translation of each algorithm inherits from."""
 MEGATRON = "policy.megatron_cfg"
 PLACE_OF_ENGINES = "cluster.roles.generation"
-"""Machines of engines that are not the policy's."""
+"""Machines of engines that do not share the policy's."""
 IMAGE_ENVIRONMENTS = ("clevr-cogent", "geometry3k", "refcoco")
-"""Environments of theirs for images with questions."""
+"""NeMo-RL's environments for images with questions."""
 
 
 @dataclass
 class Translation:
-    """A translated configuration.
+    """A translated configuration, with `values` by full key.
 
     Attributes:
-        values: By full key.
-        changed: A line for each value that means something else here, or was read otherwise.
-        without: A line for each key that asks for something and has no counterpart.
-        idle: Keys without a counterpart that ask for nothing, and sections that are switched off.
+        changed: A line for each value that has another meaning here, or was changed.
+        without: A line for each key that has an effect and no counterpart.
+        idle: Keys without a counterpart and without an effect, and sections that are switched off.
         unread: A line for each key that other settings make irrelevant.
         obstacles: A line for each key that needs work before the result can be used.
     """
@@ -50,20 +49,16 @@ class Translation:
 
     @property
     def generates(self) -> bool:
-        """Return True for an algorithm with GRPO's loop, whose section of theirs has the algorithm's name."""
+        """Whether the algorithm has GRPO's loop. Its section in NeMo-RL has the algorithm's name."""
         return self.algorithm not in ("sft", "dpo")
 
     def nested(self) -> dict[str, Any]:
         """Return the values as sections, over the shipped configuration that they inherit from."""
-        tree: dict[str, Any] = {"defaults": BASES[self.algorithm]}
-        for key, value in self.values.items():
-            *sections, name = key.split(".")
-            reduce(lambda section, part: section.setdefault(part, {}), sections, tree)[name] = value
-        return tree
+        return {"defaults": BASES[self.algorithm], **nested(self.values)}
 
     def text(self, source: str) -> str:
         """Return the result as YAML, with remarks as comments below."""
-        # In a folder of NeMo-RL's, `defaults` would be a file of theirs.
+        # In a folder of NeMo-RL, `defaults` would find a file of NeMo-RL.
         head = f"# From NeMo-RL's {source}; to be kept in a folder that has no {BASES[self.algorithm]} of NeMo-RL's."
         parts = [head, yaml.safe_dump(self.nested(), sort_keys=False, width=10_000).rstrip()]
         for title, lines in (
@@ -83,39 +78,42 @@ class Theirs:
     """The source configuration, read by full keys.
 
     Attributes:
-        read: Full keys that rules have asked for, with all below: other keys are reported, so a rule asks for what it
-            uses, and for nothing that another setting rules out.
+        read: Full keys that rules have read, each with all keys below it. Other keys are reported, so a rule must only
+            read keys that it uses and that are not ruled out by another setting.
     """
 
     tree: Mapping[str, Any]
     read: set[str] = field(default_factory=set)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the value of a key; the default where it is not there or null."""
+        """Return the value of a key, or the default if it is missing or null."""
         self.read.add(key)
-        value = self._at(key)
+        value = value_at(self.tree, key)
         return default if value is None else value
 
     def has(self, key: str) -> bool:
-        """Return True where the key is there, null or not; this does not count as reading it."""
+        """Return whether the key exists, null or not. This does not count as reading it."""
         section, _, name = key.rpartition(".")
-        above = self._at(section) if section else self.tree
+        above = value_at(self.tree, section) if section else self.tree
         return isinstance(above, Mapping) and name in above
 
     def has_read(self, key: str) -> bool:
-        """Return True where the key, or a section that it is in, has been asked for."""
+        """Return whether the key, or a section that contains it, has been read."""
         parts = key.split(".")
         return any(".".join(parts[:length]) in self.read for length in range(1, len(parts) + 1))
 
     def first(self, *keys: str) -> Any:
-        """Return the value of the first of the keys that is there and not null; None without one."""
+        """Return the first value that is not null among the keys, or None."""
         return next((value for key in keys if (value := self.get(key)) is not None), None)
 
-    def _at(self, key: str) -> Any:
-        value: Any = self.tree
-        for part in key.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
-        return value
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values by full key as a section with its sections."""
+    tree: dict[str, Any] = {}
+    for key, value in values.items():
+        *sections, name = key.split(".")
+        reduce(lambda section, part: section.setdefault(part, {}), sections, tree)[name] = value
+    return tree
 
 
 def shown(value: Any) -> str:

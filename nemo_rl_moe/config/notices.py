@@ -1,14 +1,14 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Notices about a run's settings that are allowed but worth a line on the console before training.
+"""Notices on the console, before training, about settings that are allowed but questionable.
 
-Each is a pure function that yields lines; errors are the rules' (`checks.py`).
+Each is a pure function that yields lines. Errors are reported by the rules (`checks.py`).
 """
 
 from collections.abc import Iterator
 
 from nemo_rl_moe.config.algorithm import algorithm_of, metric_in_force, roles_of
-from nemo_rl_moe.config.checks_run import LoopMasterConfig, loop_section
+from nemo_rl_moe.config.checks_run import LoopMasterConfig, chooses_by_validation, loop_section
 from nemo_rl_moe.config.role_keys import key_of_role
 from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig
 from nemo_rl_moe.config.schema_grpo import generating
@@ -19,22 +19,18 @@ from nemo_rl_moe.errors import counted
 
 
 def notices(config: LoopMasterConfig, num_steps: int, num_samples: int | None = None) -> list[str]:
-    """Return all notices of a run, a line each.
-
-    Args:
-        num_samples: Samples, pairs or prompts of an epoch, of which each step takes a whole batch; None: an epoch
-            leaves none out.
-    """
+    """Return all notices of a run, a line each. `num_samples` is the size of an epoch, if it is divided into
+    batches."""
     found = [line for notice in NOTICES for line in notice(config, num_steps)]
     return found if num_samples is None else [*found, *left_out_of_an_epoch(config, num_steps, num_samples)]
 
 
 LEAST_SHARE_LEFT_OUT = 0.01
-"""Share of an epoch that is worth a line if it fills no batch."""
+"""Share of an epoch that is reported if it fills no batch."""
 
 
 def left_out_of_an_epoch(config: LoopMasterConfig, num_steps: int, num_samples: int) -> Iterator[str]:
-    """Warn of samples that are left out of each epoch since they fill no batch."""
+    """Warn of samples that each epoch skips because they fill no batch."""
     kind, key = "samples", "policy.train_global_batch_size"
     size = config.policy.train_global_batch_size
     if isinstance(config, GRPOMasterConfig):
@@ -50,7 +46,7 @@ def left_out_of_an_epoch(config: LoopMasterConfig, num_steps: int, num_samples: 
 
 
 def epochs_end_the_run(config: LoopMasterConfig, num_steps: int) -> Iterator[str]:
-    """Warn of a run that the passes over its data end before its number of steps."""
+    """Warn if the passes over the data end before the number of steps."""
     name, loop = loop_section(config)
     if loop.max_num_steps is not None and num_steps < loop.max_num_steps:
         yield (
@@ -60,7 +56,7 @@ def epochs_end_the_run(config: LoopMasterConfig, num_steps: int) -> Iterator[str
 
 
 def warmup_outlasts_the_run(config: LoopMasterConfig, num_steps: int) -> Iterator[str]:
-    """Warn of a warm-up that is longer than the run, of models beside the policy too."""
+    """Warn of a warm-up that is longer than the run, also of other trained models."""
     algorithm = algorithm_of(config)
     of_policy = config.policy.megatron_cfg.scheduler.lr_warmup_iters, algorithm.num_policy_updates(config, num_steps)
     warmups = {"policy.megatron_cfg.scheduler": of_policy}
@@ -76,7 +72,7 @@ def warmup_outlasts_the_run(config: LoopMasterConfig, num_steps: int) -> Iterato
 
 
 def policy_never_trains(config: LoopMasterConfig, num_steps: int) -> Iterator[str]:
-    """Warn of steps of the critic alone that the data end in."""
+    """Warn if the run ends while the critic still trains alone."""
     if isinstance(config, PPOMasterConfig) and config.ppo.policy_training_start_step >= num_steps:
         yield (
             f"the policy never trains: ppo.policy_training_start_step is {config.ppo.policy_training_start_step}, and"
@@ -85,13 +81,13 @@ def policy_never_trains(config: LoopMasterConfig, num_steps: int) -> Iterator[st
 
 
 def validation_is_off(config: LoopMasterConfig, num_steps: int) -> Iterator[str]:
-    """Warn of validation without data, and of settings that ask for one."""
+    """Warn of settings of validation without validation data."""
     if config.data.validation is not None:
         return
     name, loop = loop_section(config)
     idle = [f"{name}.{key}" for key in ("val_period", "val_at_start", "val_at_end") if getattr(loop, key)]
     consequence = ""
-    if _chooses_by_validation(config):
+    if chooses_by_validation(config):
         idle.append(f"checkpointing.metric_name {metric_in_force(config)}")
         consequence = "; the newest checkpoints are kept"
     if idle:
@@ -99,7 +95,7 @@ def validation_is_off(config: LoopMasterConfig, num_steps: int) -> Iterator[str]
 
 
 def metric_may_be_misspelt(config: LoopMasterConfig, num_steps: int) -> Iterator[str]:
-    """Warn of a metric whose name is nearly one that every run of the algorithm may have."""
+    """Warn of a metric whose name is nearly the same as one that all runs of the algorithm may have."""
     metric = config.checkpointing.metric_name
     if not config.checkpointing.enabled or metric is None or metric in _METRICS:
         return
@@ -111,7 +107,7 @@ def metric_may_be_misspelt(config: LoopMasterConfig, num_steps: int) -> Iterator
 
 
 def transport_is_not_used(config: LoopMasterConfig, num_steps: int) -> Iterator[str]:
-    """Warn of a way of weights to an engine that is the trainer itself."""
+    """Warn of a weight transport with an engine that is the trainer itself."""
     if isinstance(config, GRPOMasterConfig):
         generation = config.policy.generation
         if generation.backend == "megatron" and generation.weight_transport != "files":
@@ -125,14 +121,14 @@ _METRICS = [f"{source}:{name}" for source in ("val", "train") for name in ("loss
 
 
 def checkpoints_without_the_metric(config: LoopMasterConfig, num_steps: int) -> Iterator[str]:
-    """Warn of checkpoints where nothing is validated, which rank below the others."""
-    if config.data.validation is None or not _chooses_by_validation(config):
+    """Warn of checkpoints at steps without validation, which rank below the others."""
+    if config.data.validation is None or not chooses_by_validation(config):
         return
     name, loop = loop_section(config)
     period = config.checkpointing.save_period
     if period == 0 or (loop.val_period > 0 and period % loop.val_period == 0):
         return
-    # The first one is the first without: a multiple of val_period comes later.
+    # The first checkpoint is the first without the metric: a multiple of val_period comes later.
     if period < num_steps or (period == num_steps and not loop.val_at_end):
         yield (
             f"checkpointing.save_period: {period} saves at steps such as {period} where there is no"
@@ -153,15 +149,15 @@ def ipo_by_sums(config: LoopMasterConfig, num_steps: int) -> Iterator[str]:
 
 
 MOST_BFLOAT16_PARTS = 16
-"""Microbatches whose gradients may add up in bfloat16: of its 8 bits, one of 16 equal parts has 4 left."""
+"""Most microbatches whose gradients may be summed in bfloat16: one of 16 equal parts keeps 4 of its 8 bits."""
 
 
 MOST_OF_FULL_LENGTH = 64
-"""Such microbatches where their number depends on the samples' lengths, if all samples had the greatest one."""
+"""The same if the number of microbatches depends on the samples' lengths, for samples of the greatest length."""
 
 
 def gradients_add_up_in_bfloat16(config: LoopMasterConfig, num_steps: int) -> Iterator[str]:
-    """Warn of sums of many microbatches' gradients in a format with 8 bits of precision."""
+    """Warn if gradients of many microbatches are summed in a format with 8 bits of precision."""
     policy = config.policy
     if policy.precision != "bfloat16" or policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32:
         return
@@ -180,7 +176,7 @@ def gradients_add_up_in_bfloat16(config: LoopMasterConfig, num_steps: int) -> It
 
 
 def rollouts_draw_from_a_part(config: LoopMasterConfig, num_steps: int) -> Iterator[str]:
-    """Warn of top-p and top-k in training, which the ratio between rollout and training ignores."""
+    """Warn of top-p and top-k, which the ratio between rollout and training ignores."""
     policy = generating(config.policy)
     if policy is None or (isinstance(config, GRPOMasterConfig) and config.loss_fn.sampling_mask == "replay"):
         return
@@ -195,12 +191,6 @@ def rollouts_draw_from_a_part(config: LoopMasterConfig, num_steps: int) -> Itera
             " sees; top_p 1 and top_k null sample the policy that is trained, and loss_fn.sampling_mask replay trains"
             " the one that is sampled"
         )
-
-
-def _chooses_by_validation(config: LoopMasterConfig) -> bool:
-    settings = config.checkpointing
-    name = metric_in_force(config)
-    return settings.enabled and settings.keep_top_k is not None and name is not None and name.startswith("val:")
 
 
 NOTICES = (

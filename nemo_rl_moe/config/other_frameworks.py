@@ -12,17 +12,15 @@ from pydantic import TypeAdapter
 
 @cache
 def counterparts() -> dict[str, list[dict[str, str]]]:
-    """Return the tables of each framework: its names, and the full keys here."""
+    """Return the tables of each framework, from its names to the full keys here."""
     text = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
     return TypeAdapter(dict[str, list[dict[str, str]]]).validate_python(yaml.safe_load(text))
 
 
 def counterpart_elsewhere(key: str, known: Sequence[str]) -> str | None:
-    """Return the ending of an error line about an unknown key that another framework has; None for other keys.
+    """Return the end of an error line about an unknown key that another framework has, or None for other keys.
 
-    Args:
-        key: An argument of TRL in any section, or a full key of verl.
-        known: Full keys of the algorithm.
+    A key is an argument of TRL in any section, or a full key of verl.
     """
     for framework, tables in counterparts().items():
         name = key.rpartition(".")[2] if framework == "TRL" else key

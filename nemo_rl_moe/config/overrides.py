@@ -7,6 +7,8 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -14,7 +16,7 @@ from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
 from nemo_rl_moe.config.algorithm import ALGORITHM_KEY
-from nemo_rl_moe.config.files import KIND_KEY, SECTIONS_OF_KINDS, parse_value, traps, yaml_problem
+from nemo_rl_moe.config.files import KIND_KEY, SECTIONS_OF_KINDS, parse_value, traps, value_at, yaml_problem
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest_key, quoted, shortened
 from nemo_rl_moe.config.unknown_keys import unknown_key
 from nemo_rl_moe.masking import masked_assignment
@@ -25,12 +27,7 @@ _REMOVAL = re.compile(r"~(?P<key>[^=+~\s]+)")
 
 @dataclass(frozen=True)
 class Override:
-    """One override; without a value and with `remove`, the key is removed.
-
-    Attributes:
-        key: Parts of the full key.
-        add: The key need not exist.
-    """
+    """One override. With `remove`, it has no value and removes the key. With `add`, the key may be new."""
 
     key: tuple[str, ...]
     value: Any = None
@@ -39,10 +36,10 @@ class Override:
 
 
 def parse_override(text: str) -> Override:
-    """Parse one override; its value is YAML.
+    """Parse one override, whose value is YAML.
 
     Raises:
-        ValueError: It has another form, or its value is no YAML; the message is for the user.
+        ValueError: It has another form, or its value is not YAML. The message is for the user.
     """
     if removal := _REMOVAL.fullmatch(text):
         return Override(tuple(removal["key"].split(".")), remove=True)
@@ -68,18 +65,17 @@ def apply_overrides(
     overrides: Sequence[str],
     known_around: Callable[[Sequence[str], Mapping[str, Any]], Sequence[str]],
 ) -> tuple[dict[str, Any], list[str]]:
-    """Apply overrides in order, but the kinds of sections first: a section of another kind begins anew.
+    """Apply overrides in order, but the kinds of sections first, since another kind replaces its section.
 
     Args:
-        known_around: Returns every full key of the schema, with those that an override's key leads to in the values so
-            far; these need no `+` even where the YAML lacks them.
+        known_around: Returns every full key of the schema, and the keys that an override's key leads to in the current
+            values. They need no `+`, even if the YAML lacks them.
 
     Returns:
         The new mapping, and a line for each override that could not be applied.
     """
     changed: dict[str, Any] = copy.deepcopy(dict(config))
-    problems = []
-    parsed = []
+    problems, parsed = [], []
     for text in overrides:
         try:
             parsed.append(parse_override(text))
@@ -102,7 +98,7 @@ def apply_overrides(
 
 
 def present_keys(config: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Return every full key that a nested mapping holds, sections included."""
+    """Return every full key of a nested mapping, sections included."""
     keys = []
     for key, value in config.items():
         keys.append(prefix + key)
@@ -118,7 +114,7 @@ def _set(config: dict[str, Any], key: Sequence[str], value: Any) -> None:
             section[part] = {}
         section = section[part]
     if _names_kind(key) and section.get(KIND_KEY) != value:
-        section.clear()  # the other keys are those of another kind
+        section.clear()  # the other keys belong to another kind
     section[key[-1]] = value
 
 
@@ -138,9 +134,7 @@ def _remove(config: dict[str, Any], key: Sequence[str]) -> bool:
 
 MISSING = "???"
 _NAMES_A_KEY = re.compile(r"(?<!\\)\$\{\s*(?P<key>\.*[A-Za-z_]\w*(?:\.\w+)*)\s*\}")
-
 _VARIABLE = re.compile(r"\$\{oc\.env:([A-Za-z_]\w*)\}")
-
 Place = tuple[str | int, ...]
 
 
@@ -150,12 +144,12 @@ def resolve(
     """Resolve interpolations.
 
     Args:
-        is_path: Returns whether a place holds a path, in which `${oc.env:NAME}` is a variable of the environment.
+        is_path: Returns whether a position holds a path, in which `${oc.env:NAME}` is an environment variable.
 
     Returns:
-        The resolved mapping, and a line for each value that could not be resolved, by place; such a value stays as
-        written. A value `???` is left out: an override must give it. The line is empty for a value that takes its text
-        from there: what is missing is reported once.
+        The resolved mapping, and a line for each value that could not be resolved, by position. Such a value is not
+            changed. A value `???`, which an override must replace, is omitted. A value that refers to it has an empty
+            line, so that it is reported once.
     """
     problems: dict[Place, str] = {}
     allowed: dict[str, Any] = _without_missing(config)
@@ -174,7 +168,7 @@ def resolve(
         try:
             OmegaConf.select(nodes, _omegaconf_key(path), throw_on_missing=True)
         except InterpolationKeyError:
-            if any(_value_at(config, found["key"]) == MISSING for found in _NAMES_A_KEY.finditer(text)):
+            if any(value_at(config, found["key"]) == MISSING for found in _NAMES_A_KEY.finditer(text)):
                 problems[path] = ""
                 continue
             problems[path] = f"{shown} names no key{did_you_mean(_suggestion(text, names))}"
@@ -186,7 +180,7 @@ def resolve(
 
 
 def _fill_in_variables(config: dict[str, Any], is_path: Callable[[Place], bool], problems: dict[Place, str]) -> None:
-    """Fill in the variables in paths; elsewhere they stay, and are refused: secrets have no business in a file."""
+    """Expand environment variables in paths. Elsewhere they are refused, since secrets do not belong in a file."""
     for place, text in _texts(config):
         names = _VARIABLE.findall(text)
         if not names or not is_path(place):
@@ -194,16 +188,14 @@ def _fill_in_variables(config: dict[str, Any], is_path: Callable[[Place], bool],
         if missing := [name for name in names if name not in os.environ]:
             problems[place] = f"{dotted(place)}: {quoted(text, place)}: the variable {missing[0]} is not set"
             continue
-        section: Any = config
-        for part in place[:-1]:
-            section = section[part]
-        section[place[-1]] = _VARIABLE.sub(lambda found: os.environ[found[1]], text)
+        _put(config, place, _VARIABLE.sub(lambda found: os.environ[found[1]], text))
 
 
 def _plainly_resolved(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Resolve a mapping whose interpolations are all `${section.key}` of single values, without OmegaConf."""
-    # OmegaConf takes most of the time of a load. None: there are others, which are left to it.
-    found = _copied(config)
+    """Resolve interpolations that are all `${section.key}` of single values, without OmegaConf. Return None for
+    others."""
+    # OmegaConf takes most of the time of a load.
+    found = copy.deepcopy(config)
     for path, text in _texts(config):
         if "${" not in text:
             continue
@@ -217,26 +209,21 @@ def _plainly_resolved(config: Mapping[str, Any]) -> dict[str, Any] | None:
             value = value[part]
         if not isinstance(value, str | int | float | None) or (isinstance(value, str) and "${" in value):
             return None
-        section: Any = found
-        for part in path[:-1]:
-            section = section[part]
-        section[path[-1]] = value
+        _put(found, path, value)
     return {str(key): value for key, value in found.items()}
 
 
-def _copied(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _copied(entry) for key, entry in value.items()}
-    return [_copied(entry) for entry in value] if isinstance(value, list) else value
+def _put(config: Any, place: Place, value: Any) -> None:
+    reduce(getitem, place[:-1], config)[place[-1]] = value
 
 
 def dotted(path: Sequence[str | int]) -> str:
-    """Return a place in the configuration as the user writes it."""
+    """Return a position in the configuration as the user writes it."""
     return shortened(".".join(str(part) for part in path))
 
 
 def _omegaconf_key(path: Place) -> str:
-    """Write a place in OmegaConf's notation, in which keys with dots stay whole."""
+    """Write a position in OmegaConf's notation, which keeps keys with dots together."""
     return "".join(f"[{part}]" for part in path)
 
 
@@ -245,13 +232,6 @@ def _suggestion(text: str, names: Sequence[str]) -> str | None:
         if not match["key"].startswith(".") and match["key"] not in names:
             return nearest_key(match["key"], names)
     return None
-
-
-def _value_at(config: Mapping[str, Any], key: str) -> Any:
-    value: Any = config
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value
 
 
 def _texts(value: Any, path: Place = ()) -> list[tuple[Place, str]]:

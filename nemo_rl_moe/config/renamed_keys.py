@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Keys of the configuration that are now called something else; the error for the old name says so."""
+"""Renamed keys of the configuration, for the error about the old name."""
 
 import re
 
@@ -11,7 +11,7 @@ RENAMED_KEYS = {
     f"{_MEASURED}.save_tape": f"{_MEASURED}.save_capture",  # older name
     "grpo.dynamic_sampling_max_gen_batches": "grpo.dynamic_sampling_max_groups",  # in rounds
 }
-"""Old name to new name; keys below a section that is listed are renamed with it."""
+"""Old name to new name. Keys below a listed section are renamed with it."""
 _CONDITIONS = {
     "grpo.dynamic_sampling_max_gen_batches": "in groups: rounds times grpo.num_prompts_per_step",
 }
@@ -39,12 +39,12 @@ _ENV_KEYS = {
     "max_turns": ("driver.max_turns", "with driver.kind tools, agent or openenv"),
     "tool_call_cost": ("driver.call_cost", "with driver.kind tools"),
 }
-"""Old key of an environment to its new one, and its condition."""
+"""Old key of an environment to its new key and the condition for it."""
 _OF_ENVIRONMENT = re.compile(r"(env(?:\.mixture\.[^.]+)?)\.([^.]+)(.*)")
 
 
 def new_key(name: str) -> str | None:
-    """Return what a key is called now; None where it has not been renamed."""
+    """Return the new name of a key, or None if it has not been renamed."""
     for old, new in RENAMED_KEYS.items():
         if name == old or name.startswith(f"{old}."):
             return new + name[len(old) :]
@@ -56,7 +56,7 @@ def new_key(name: str) -> str | None:
 
 
 def new_key_in_words(name: str) -> str | None:
-    """Return the new name of a key with the kind of section that has it; None if it has not been renamed."""
+    """Return the new name of a key with the kind of section that has it, or None if it has not been renamed."""
     new, found = new_key(name), _OF_ENVIRONMENT.fullmatch(name)
     condition = _CONDITIONS.get(name, "") if found is None else _ENV_KEYS.get(found[2], ("", ""))[1]
     return f"{new} ({condition})" if new and condition else new

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The whole configuration of each algorithm, and the section that only DPO has."""
+"""The configuration of each algorithm, and the section that only DPO has."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -50,21 +50,21 @@ class PreferenceLossConfig(StrictModel):
     """The loss of direct preference optimization."""
 
     preference_loss_type: PreferenceLossType
-    """sigmoid (or dpo): DPO; robust: DPO, unbiased under flipped labels; hinge: zero beyond a margin of 1; ipo: squared
-    distance of the margin from 1 / (2 x `reference_policy_kl_penalty`); apo_zero, apo_down: for chosen responses that
-    are better, or worse, than the reference's own."""
+    """sigmoid (or dpo): DPO. robust: DPO, unbiased under flipped labels. hinge: zero beyond a margin of 1. ipo: squared
+    distance of the margin from 1 / (2 x `reference_policy_kl_penalty`). apo_zero, apo_down: for chosen responses that
+    are better, or worse, than the reference model's responses."""
     reference_policy_kl_penalty: PositiveCoefficient
-    """Beta: how strongly the policy is held to the reference model."""
+    """Beta: strength of the tie to the reference model."""
     label_smoothing: BelowHalf
-    """With sigmoid (conservative DPO) and robust: assumed share of flipped labels; 0: none."""
+    """Assumed share of flipped labels, for sigmoid (conservative DPO) and robust. 0: none."""
     preference_average_log_probs: bool
-    """Compare mean log-probabilities of a response's tokens instead of sums, so that its length does not count."""
+    """Compare means instead of sums of the log-probabilities of a response's tokens. Its length then does not count."""
     preference_loss_weight: Coefficient
     """Weight of the preference loss."""
     sft_loss_weight: Coefficient
-    """Weight of the negative log-likelihood of the chosen responses; 0: none."""
+    """Weight of the negative log-likelihood of the chosen responses. 0: none."""
     sft_average_log_probs: bool
-    """Take that likelihood as a mean over each response's tokens, not as a sum."""
+    """Take that likelihood as a mean over each response's tokens instead of a sum."""
 
 
 class DPOConfig(PreferenceLossConfig, SupervisedLoopConfig):
@@ -72,12 +72,11 @@ class DPOConfig(PreferenceLossConfig, SupervisedLoopConfig):
 
     reference_logprobs: Annotated[Literal["in_step", "precompute"], RenamedValue("beforehand", "precompute")]
     """When the log-probabilities of the reference model, the initial policy, are computed. in_step: in each step, with
-    its weights kept beside the policy's; precompute: for all pairs before the first step, without a second set of
-    weights."""
+    a second set of weights. precompute: for all pairs before the first step, with one set of weights."""
 
 
 class SFTConfig(SupervisedLoopConfig):
-    """Supervised fine-tuning: how long, and when to validate."""
+    """The loop of supervised fine-tuning."""
 
 
 class MasterConfig(StrictModel):
@@ -96,12 +95,12 @@ class MasterConfig(StrictModel):
 
     @property
     def data_parallel_size(self) -> int:
-        """Copies of the model, each of which works on its own part of a global batch."""
+        """Copies of the model, each of which processes its part of a global batch."""
         return self.cluster.world_size // self.policy.megatron_cfg.model_parallel_size
 
 
 class SFTMasterConfig(MasterConfig):
-    """Everything that a run of supervised fine-tuning needs."""
+    """The configuration of a run of supervised fine-tuning."""
 
     sft: SFTConfig
     """The loop."""
@@ -110,7 +109,7 @@ class SFTMasterConfig(MasterConfig):
 
 
 class DPOMasterConfig(MasterConfig):
-    """Everything that a run of direct preference optimization needs. Its batch sizes count pairs."""
+    """The configuration of a run of direct preference optimization. Its batch sizes count pairs."""
 
     dpo: DPOConfig
     """The loop and its loss."""
@@ -119,19 +118,19 @@ class DPOMasterConfig(MasterConfig):
 
 
 class GRPOMasterConfig(MasterConfig):
-    """Everything that a run of group relative policy optimization needs."""
+    """The configuration of a run of group relative policy optimization."""
 
     grpo: GRPOConfig
     """The loop."""
     loss_fn: PolicyGradientLossConfig
     """The loss."""
     policy: GeneratingPolicyConfig
-    """The model, and how it generates."""
+    """The model and its sampling."""
     env: MixtureConfig
     """Scoring of responses."""
     reward_model: RewardModelConfig | None
-    """Model whose score is added to the reward, or is all of it (`env.reward.kind: reward_model`);
-    `cluster.roles.reward_model` places its workers. null: none."""
+    """Model whose score is added to the reward, or is the only reward (`env.reward.kind: reward_model`).
+    `cluster.roles.reward_model` assigns its machines. null: no reward model."""
     data: MixedPromptDataConfig
     """The prompts."""
     logger: GenerationLoggerConfig
@@ -139,23 +138,21 @@ class GRPOMasterConfig(MasterConfig):
 
     @property
     def given_response_key(self) -> str | None:
-        """Key of the response that each record of the training prompts holds; None: the policy samples them."""
+        """Key of the response in each record of the training prompts. None: the policy samples the responses."""
         return None
 
     @property
     def responses_per_step(self) -> int:
-        """Responses that one step trains on."""
         return self.grpo.num_prompts_per_step * self.grpo.num_generations_per_prompt
 
     @property
     def updates_per_step(self) -> int:
-        """Optimizer steps of one step, each on its own part of the responses."""
+        """Optimizer steps of one step, each on a different part of the responses."""
         return self.responses_per_step // self.policy.train_global_batch_size
 
     @property
     def named_reward_weights(self) -> Mapping[str, float]:
-        """Weights of the rewards that an estimator may compare apart: those that `env.reward_weights` names, and the
-        reward model's beside them."""
+        """Weights of the rewards that an estimator may compare separately, including the reward model's."""
         weights = self.env.shared_reward_weights or {}
         if not weights or self.reward_model is None:
             return weights
@@ -163,7 +160,7 @@ class GRPOMasterConfig(MasterConfig):
 
 
 def engines_share_gpus(config: MasterConfig) -> bool:
-    """Return whether engines with a copy of the weights run on the GPUs of the policy."""
+    """Return whether engines with a copy of the weights run on the policy's GPUs."""
     generates = generating(config.policy)
     has_engines = generates is not None and not generates.generation.engine.shares_weights
     return has_engines and config.cluster.gpus_per_node > 0 and GENERATION_ROLE not in config.cluster.roles

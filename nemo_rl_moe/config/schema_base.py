@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Base of the configuration's models: strict, frozen, no unknown keys, every number with its range."""
+"""Base of the configuration's models: strict, frozen, no unknown keys, each number with its range."""
 
 import os
 import re
@@ -14,14 +14,14 @@ from pydantic_core import CoreSchema, core_schema
 
 @dataclass(frozen=True)
 class ExpectedWords:
-    """Expected form of a text, for the error message where its type does not say it."""
+    """Words for the allowed values of a text in error messages, if its type does not imply them."""
 
     words: str
 
 
 @dataclass(frozen=True)
 class RenamedValue:
-    """A former name of a field's value; the error for it gives the new one."""
+    """A former name of a field's value, so that the error can give the new name."""
 
     old: str
     new: str
@@ -29,16 +29,11 @@ class RenamedValue:
 
 @dataclass(frozen=True, eq=False)
 class NameIn:
-    """A text that has to be a name in a registry.
-
-    Attributes:
-        registry: Records by name, read when a value is checked.
-    """
+    """A text that must be a name in a registry, which is read when a value is checked."""
 
     registry: Mapping[str, object]
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Return the schema of the text, with a check against the names."""
         return core_schema.no_info_after_validator_function(self._checked, handler(source))
 
     def _checked(self, name: str) -> str:
@@ -51,11 +46,7 @@ _VARIABLE = re.compile(r"\$[A-Za-z_{]")
 
 
 def expanded(path: str) -> str:
-    """Return a path with the home folder in place of its `~`.
-
-    Raises:
-        ValueError: There is no such home, or the path has a variable, which nobody fills in.
-    """
+    """Return a path with its `~` replaced by the home folder. Raises ValueError for variables and missing homes."""
     found = os.path.expanduser(path)  # noqa: PTH111  (a name on the hub is no path)
     if found.startswith("~") or _VARIABLE.search(found):
         raise ValueError("a variable, or a home that is not there")
@@ -71,32 +62,32 @@ WholeOrLess = Annotated[float, Field(ge=0, le=1)]
 UnitFloat = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(min_length=1)]
 PATH = ExpectedWords("a path (~ is the home folder, ${oc.env:NAME} a variable)")
-"""Mark of a path, in which variables of the environment are filled in."""
+"""Mark of a path, in which environment variables are expanded."""
 PathText = Annotated[str, Field(min_length=1), AfterValidator(expanded), PATH]
-"""A file or folder, or a name on the hub."""
+"""A file, a folder, or a name on the hub."""
 
-# Upper ends beyond which a value is a slip of the keyboard, far from what anybody trains with.
+# Beyond these bounds, a value is a typing error.
 MOST_PROCESSES = 4096
 LARGEST_SEED = 2**32 - 1
 Seed = Annotated[int, Field(ge=0, le=LARGEST_SEED)]
 Processes = Annotated[int, Field(gt=0, le=MOST_PROCESSES)]
 """Processes or threads on one machine."""
 Coefficient = Annotated[float, Field(ge=0, le=1000)]
-"""Weight of a term of the loss; 0: none."""
+"""Weight of a term of the loss. 0: none."""
 PositiveCoefficient = Annotated[float, Field(gt=0, le=1000)]
 Ratio = Annotated[float, Field(ge=0, le=1_000_000_000)]
-"""A ratio of probabilities, which ends at e^20, or a size that is measured against one."""
+"""A ratio of probabilities, which is at most e^20, or a size that is compared with one."""
 PositiveRatio = Annotated[float, Field(gt=0, le=1_000_000_000)]
 RewardSize = Annotated[float, Field(ge=0, le=1_000_000)]
 Temperature = Annotated[float, Field(ge=0.01, le=100)]
-"""A divisor of logits: below its range they leave the number format, above it all tokens are equally likely."""
+"""A divisor of logits. Below the range they overflow, above it all tokens are equally likely."""
 Seconds = Annotated[float, Field(gt=0, le=100_000_000)]
-"""A time limit, of three years at most: the operating system's timers take no more than some hundred."""
+"""A time limit of at most three years. The operating system's timers end at some hundred years."""
 
 
 DurationText = Annotated[str, Field(min_length=1), ExpectedWords('"DD:HH:MM:SS" in quotes')]
 CustomCode = Annotated[str, Field(pattern=":"), ExpectedWords("package.module:name")]
-"""Name of a function or a class of the user's own."""
+"""Name of a function or class of the user's code."""
 
 SETTINGS = ConfigDict(
     extra="forbid",
@@ -109,7 +100,7 @@ SETTINGS = ConfigDict(
 
 
 class StrictModel(BaseModel):
-    """One section of the configuration. It has no defaults: values come from YAML alone."""
+    """One section of the configuration. It has no defaults: all values come from YAML."""
 
     model_config = SETTINGS
 
@@ -118,13 +109,13 @@ class SupervisedLoopConfig(StrictModel):
     """Length of a loop over samples, and times of validation."""
 
     max_num_epochs: PositiveInt
-    """Passes over the training samples after which the run ends."""
+    """The run ends after this many passes over the training samples."""
     max_num_steps: PositiveInt | None
-    """Optimizer steps after which the run ends, if that comes first; null: epochs alone decide."""
+    """The run ends after this many optimizer steps, unless its epochs end before. null: only epochs count."""
     val_period: NonNegativeInt
-    """Validate each time this many steps are done; 0: never."""
+    """Validate after every this many steps. 0: never."""
     val_batches: PositiveInt | None
-    """Global batches of one validation; null: all held-out samples."""
+    """Global batches of one validation. null: all held-out samples."""
     val_at_start: bool
     """Validate before the first step."""
     val_at_end: bool

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The section that distillation has beside those of GRPO, whose loop and rollouts it shares."""
+"""The section of distillation, which shares loop and rollouts with GRPO."""
 
 from typing import Literal
 
@@ -15,7 +15,7 @@ class TeacherConfig(RoleModelConfig):
     """A model to learn from."""
 
     def as_policy(self, policy: PolicyConfig) -> PolicyConfig:
-        """Return the teacher as a `policy` section; it captures its routes where the policy does, and replays none."""
+        """Return the teacher as a `policy` section. It captures its routes if the policy does, and replays none."""
         role, of_policy = super().as_policy(policy), policy.megatron_cfg
         if not isinstance(of_policy, RolloutMegatronConfig):
             return role
@@ -32,37 +32,36 @@ class DistillationConfig(StrictModel):
     """Teachers, the divergence from them, and the weights of the components of the loss."""
 
     responses: Literal["policy", "given"]
-    """Responses that are learned from: policy: those that it samples (on-policy); given: those of the records
-    (off-policy)."""
+    """Responses to learn from. policy: sampled by the policy (on-policy). given: in the records (off-policy)."""
     response_key: Text | None
-    """Key of a record that holds its response, with `given`; null: none."""
+    """Key of a record that holds its response. Needed with `responses: given`. null: the records hold none."""
     teachers: dict[str, TeacherConfig]
-    """Models to learn from, by name: each is a role, whose workers `cluster.roles` places under that name."""
+    """Models to learn from, by name. Each is a role, and `cluster.roles` assigns machines to it under this name."""
     teacher_by_environment: dict[str, str]
-    """Environment of `env.mixture` to the name of its teacher; one that is left out has none, and its responses count
-    in the policy gradient alone. {}: the only teacher scores all responses."""
+    """Name of the teacher of each environment of `env.mixture`. Responses of an environment without a teacher count in
+    the policy gradient only. {}: the only teacher scores all responses."""
     teacher_key: Text | None
-    """Key of a record that holds the name of its teacher; a record without it has none. null: records do not say it."""
+    """Key of a record that holds the name of its teacher. A record without it has no teacher. null: no such key."""
     kl_type: Literal["forward", "reverse", "mixed", "jensen_shannon"]
-    """Divergence from the teacher: forward: KL(teacher || policy); reverse: KL(policy || teacher); mixed: their
-    weighted mean; jensen_shannon: mean of the divergences of both from their mean distribution."""
+    """Divergence from the teacher. forward: KL(teacher || policy). reverse: KL(policy || teacher). mixed: weighted mean
+    of the two. jensen_shannon: mean of the divergences of teacher and policy from their mean distribution."""
     mixed_kl_weight: WholeOrLess
-    """Weight of `forward` in `mixed`; that of `reverse` is the rest."""
+    """Weight of the forward divergence in `mixed`. The reverse divergence has the rest."""
     topk_logits_k: PositiveInt | None
-    """Candidate tokens at each position, of which the divergence is exact; all others together count as one more. The
-    size of the vocabulary: all tokens. null: `reverse` alone, estimated from the sampled token."""
+    """Number of candidate tokens at each position, for which the divergence is exact. All others count together as one
+    more. The size of the vocabulary: all tokens. null: estimate from the sampled token, with `reverse` only."""
     topk_ids: Literal["policy", "teacher"]
-    """Whose likeliest tokens the candidates are."""
+    """Model whose most likely tokens are the candidates."""
     kl_weight: Coefficient
     """Weight of the divergence, a mean over the tokens that have a teacher."""
     policy_gradient_weight: Coefficient
-    """Weight of the policy gradient on the rewards, as `loss_fn` has it; 0: rewards are logged and not trained on."""
+    """Weight of the policy gradient of `loss_fn` on the rewards. 0: rewards are logged and not trained on."""
     cross_entropy_weight: Coefficient
     """Weight of the negative log-likelihood of given responses, a mean over their tokens."""
 
 
 class DistillationMasterConfig(GRPOMasterConfig):
-    """Everything that a run of distillation needs: what GRPO has, and teachers."""
+    """The configuration of a distillation run: GRPO's sections, and teachers."""
 
     distillation: DistillationConfig
     """Teachers and the loss."""

@@ -17,48 +17,46 @@ RewardName = Annotated[
 ]
 
 OnFailure = Literal["leave_out", "lowest", "zero", "retry"]
-"""Treatment of a response that the environment failed to score, as `env.on_failure` names it."""
+"""Values of `env.on_failure`."""
 
 
 class EnvironmentConfig(StrictModel):
     """How trajectories are made and scored."""
 
     driver: Driver
-    """How the model's responses and the messages between them follow each other."""
+    """Driver: how the model's responses and the messages between them follow each other."""
     reward: Reward | None
-    """Scoring of responses; null: the driver scores its trajectories itself."""
+    """Scoring of responses. null: the driver scores its trajectories."""
     reward_weights: dict[RewardName, RewardWeight] | None
-    """Weights of several rewards by their names, of which the weighted sum is trained on and each is logged; 0: logged
-    alone. Every response has to get each of them. null: a response gets one number."""
+    """Weights of several rewards by name. Their weighted sum is trained on, and each reward is logged. A weight of 0
+    only logs the reward. Every response must get all of them. null: a response gets one number."""
     on_failure: OnFailure
-    """Treatment of a response that the environment failed to score: it raised, took too long, returned no number or
-    lost its worker. leave_out: neither trained on nor compared with others, and a group with fewer than two other
-    responses is left out with it; lowest: it gets the lowest reward of its group's scored responses, and no positive
-    advantage; zero: reward 0, which is better than a negative one; retry: its prompt is answered once more, in a fresh
-    session, and left out if that fails too."""
+    """Treatment of a response that could not be scored because the environment raised, took too long, returned no
+    number or lost its worker. leave_out: it is neither trained on nor compared with others, and a group with fewer than
+    two other responses is dropped too. lowest: it gets the lowest reward of the scored responses of its group, and no
+    positive advantage. zero: it gets reward 0, which is better than a negative one. retry: its prompt is answered once
+    more in a fresh session. If that fails too, as leave_out."""
     score_truncated: bool
-    """Score responses that were truncated at the length limit; false: they get reward 0."""
+    """true: score responses that were truncated at the length limit. false: they get reward 0."""
     rollout_timeout_s: Seconds | None
-    """Seconds that the code and the tools of one trajectory of a function, tools or an agent may take; then it has
-    failed, and is counted. Time in which it waits for the model's responses or for `session.score()` does not count,
-    nor that of other trajectories. null: no limit."""
+    """Time limit in seconds for the code and tools of one trajectory of a function, tools or an agent, which then has
+    failed. Waiting for the model, `session.score()` or other trajectories does not count. null: no limit."""
     rewritten_turns: Literal["begin_anew", "keep"]
-    """Sets how `session.append_message` continues where the chat template now renders earlier turns in another way,
-    such as without their thinking. begin_anew: a new training sequence begins with a fresh rendering, as the model is
-    used later; keep: the sequence goes on with all tokens that are there."""
+    """How `session.append_message` continues if the chat template renders earlier turns differently now, for example
+    without their thinking. begin_anew: start a new training sequence from a fresh rendering, as the model will be used.
+    keep: continue the sequence with all its tokens."""
 
     @property
     def may_name_rewards(self) -> bool:
-        """Return whether code of the user's scores, which may give several rewards by name."""
+        """Return whether the user's code scores, which may return several rewards by name."""
         return self.reward is not None and self.reward.may_name_rewards
 
     @property
     def needs_answers(self) -> bool:
-        """Return whether a response is compared with the answer of its record."""
         return self.reward is not None and self.reward.needs_answer
 
     @property
     def reads_whole_records(self) -> bool:
-        """Return whether code or a library drives or scores, which may read any key of a record."""
+        """Return whether code or a library, which may read any key of a record, drives or scores."""
         scores = self.reward is not None and self.reward.reads_whole_records
         return scores or self.driver.named is not None

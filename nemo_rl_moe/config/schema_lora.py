@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The `policy.lora` section: low-rank adapters beside frozen weights (Hu et al. 2021, LoRA)."""
+"""The `policy.lora` section: low-rank adapters of frozen weights (Hu et al. 2021, LoRA)."""
 
 from typing import Annotated, Literal
 
@@ -30,28 +30,27 @@ Alpha = Annotated[float, Field(gt=0, le=1_000_000)]
 
 
 class LoraConfig(StrictModel):
-    """Adapters beside frozen weights, which alone are trained and saved: `W x + alpha / rank * B A x`, with `A`
-    `[rank, inputs]` and `B` `[outputs, rank]`."""
+    """Low-rank adapters of frozen weights. Only the adapters are trained and saved: `W x + alpha / rank * B A x`, with
+    `A` `[rank, inputs]` and `B` `[outputs, rank]`."""
 
     rank: Rank
-    """Columns of `B` and rows of `A`."""
+    """Number of rows of `A` and of columns of `B`."""
     alpha: Alpha
-    """The product counts `alpha / rank` times."""
+    """Scale: the product `B A` is multiplied by `alpha / rank`."""
     targets: Annotated[list[LoraTarget], Field(min_length=1)]
-    """Layers that get one, by the names of their modules in transformers; `all-linear`: all but routers and the output
-    layer. MLP names mean dense layers, shared experts and, with `experts`, routed ones."""
+    """Layers with an adapter, by the names of their modules in transformers. `all-linear`: all except routers and the
+    output layer. The names of MLPs apply to dense layers, shared experts and, with `experts`, routed ones."""
     dropout: UnitFloat
-    """Share of the adapters' inputs that training sets to zero."""
+    """Share of an adapter's inputs that training sets to zero."""
     experts: Literal["per_expert", "shared", "none"]
-    """Adapters of routed experts: one for each expert, one that all experts of a layer share, or none."""
+    """Adapters of routed experts. per_expert: one for each expert. shared: one for each layer. none: no adapters."""
     init: Literal["kaiming", "gaussian"]
-    """Values of `A`: uniform as of a linear layer (kaiming), or normal with the deviation `1 / rank` (gaussian). `B`
-    begins with zeros, so that training begins with the model as it is."""
+    """Initial values of `A`. kaiming: uniform, as in a linear layer. gaussian: normal with standard deviation `1 /
+    rank`. `B` begins at zero, so that training begins with the unchanged model."""
     path: PathText | None
-    """A folder with an adapter, of peft or of a run (`final/adapter`), that training or generation begins with; null:
-    one that changes nothing."""
+    """Folder of the adapter to begin with, of peft or of a run (`final/adapter`). null: a new adapter."""
 
     @property
     def scale(self) -> float:
-        """Factor of the product of the factors."""
+        """Factor of the product `B A`."""
         return self.alpha / self.rank

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Several environments in one run: the sections `env` and `data` of GRPO, with those of each environment."""
+"""Several environments in one run: their sections in `env` and `data` of GRPO."""
 
 from collections.abc import Iterator, Mapping
 from typing import Annotated
@@ -18,32 +18,31 @@ EnvironmentName = Annotated[
 ]
 Weight = Annotated[float, Field(gt=0, le=1_000_000)]
 THE_ONLY_ONE = ""
-"""Name of the environment of a run that has no mixture."""
+"""Name of the environment of a run without a mixture."""
 
 
 class MixedEnvironmentConfig(EnvironmentConfig):
-    """One environment of a mixture. Keys that it does not set are those of `env`."""
+    """One environment of a mixture. Missing keys have the values of `env`."""
 
     weight: Weight
-    """Its share of the prompts of each step is this over the sum of all weights."""
+    """The environment's share of the prompts of each step is this weight over the sum of all weights."""
 
 
 class MixtureConfig(EnvironmentConfig):
     """How trajectories are made and scored, in one environment or in several."""
 
     mixture: dict[EnvironmentName, MixedEnvironmentConfig]
-    """Several environments by name, each with its `weight` and the keys of `env` that differ for it; those that it does
-    not set are those of `env`, also below `driver` and `reward` where it keeps their `kind`. {}: `env` is the only
-    one."""
+    """Several environments by name, each with its `weight` and the keys of `env` that differ. Missing keys have the
+    values of `env`, also below `driver` and `reward` if the `kind` is the same. {}: `env` is the only environment."""
 
     @property
     def environments(self) -> Mapping[str, EnvironmentConfig]:
-        """Return the section of each environment by its name; the only one of a run has the name ''."""
+        """Return the section of each environment by name. Without a mixture, the only name is ''."""
         return self.mixture or {THE_ONLY_ONE: self}
 
     @property
     def shared_reward_weights(self) -> Mapping[str, float] | None:
-        """Return the weights of named rewards that all environments share; None: none, or they differ."""
+        """Return the weights of named rewards if all environments have the same ones, else None."""
         first, *others = (each.reward_weights for each in self.environments.values())
         return first if all(other == first for other in others) else None
 
@@ -54,35 +53,34 @@ class PromptSetConfig(StrictModel):
     train: PromptSourceConfig
     """The prompts to train on."""
     validation: PromptSourceConfig | None
-    """The prompts that are held out; null: this environment is not validated."""
+    """The held-out prompts. null: this environment is not validated."""
     prompt_key: Text
     """Key of a record that holds the prompt."""
     prompt_template: Text | None
-    """Text of the user's last turn, with the prompt in place of `{prompt}`."""
+    """Text of the user's last turn, in which `{prompt}` is replaced by the prompt. null: the prompt alone."""
     answer_key: Text
-    """Key of a record that holds the right answer."""
+    """Key of a record that holds the correct answer."""
 
 
 class MixedPromptDataConfig(PromptDataConfig):
     """The prompts to train on and to validate with, of one environment or of several."""
 
     environment_key: Text
-    """Key of a record that names its environment, where all environments of `env.mixture` share the data. Dots reach
-    into objects."""
+    """Key of a record that names its environment, if environments share the data. Dots reach into objects."""
     environments: dict[EnvironmentName, PromptSetConfig]
-    """Data of each environment of `env.mixture`, where each has its own: `train`, `validation`, `prompt_key`,
-    `prompt_template` and `answer_key`; what it does not set is that of `data`. {}: they share `train` and `validation`,
-    whose records name their environment."""
+    """Data of each environment of `env.mixture`: `train`, `validation`, `prompt_key`, `prompt_template` and
+    `answer_key`. Missing keys have the values of `data`. {}: all share `train` and `validation`, and records name their
+    environment."""
 
     def of(self, name: str) -> PromptDataConfig:
-        """Return the section as it is for one environment."""
+        """Return the section with the values of one environment."""
         own = self.environments.get(name)
-        return (
-            self if own is None else self.model_copy(update={key: getattr(own, key) for key in type(own).model_fields})
-        )
+        if own is None:
+            return self
+        return self.model_copy(update={key: getattr(own, key) for key in type(own).model_fields})
 
     def sources(self) -> Iterator[tuple[str, PromptDataConfig]]:
-        """Yield each section with prompts that are read, behind its key."""
+        """Yield the key and the section of each set of prompts."""
         if not self.environments:
             yield "data", self
         for name in self.environments:
@@ -90,5 +88,5 @@ class MixedPromptDataConfig(PromptDataConfig):
 
 
 def environment_key(name: str) -> str:
-    """Return the key of the section of an environment."""
+    """Return the key of an environment's section."""
     return f"env.mixture.{name}" if name else "env"

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The sections that PPO has beside those of GRPO, whose loop and loss it shares."""
+"""The sections of PPO, which shares loop and policy loss with GRPO."""
 
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.config.schema_base import NonNegativeInt, PositiveRatio, StrictModel, WholeOrLess
@@ -11,29 +11,28 @@ class PPOConfig(StrictModel):
     """Advantages by a critic (GAE), and when the policy begins to train."""
 
     gae_lambda: WholeOrLess
-    """Decay of later differences in an advantage; 1: the return less the value, 0: one step of difference."""
+    """Decay of later differences in an advantage. 1: the return minus the value. 0: the difference of one step."""
     gae_lambda_value: WholeOrLess | None
-    """`gae_lambda` in the returns that the critic learns, such as 1 for returns without its own values; null:
-    `gae_lambda`."""
+    """`gae_lambda` of the returns that the critic learns. 1: they do not use its own values. null: `gae_lambda`."""
     gae_gamma: WholeOrLess
-    """Discount of the reward for each trained token before it."""
+    """Discount of the reward for each trained token that precedes it."""
     policy_training_start_step: NonNegativeInt
-    """First steps in which the critic trains alone; 0: none."""
+    """Number of first steps in which only the critic trains. 0: none."""
 
 
 class ValueLossConfig(StrictModel):
-    """The loss that the critic is trained with: half the mean squared error from the returns."""
+    """The loss of the critic: half the mean squared error from the returns."""
 
     cliprange: PositiveRatio | None
-    """Largest move of a value from the one before the step that still counts; null: any."""
+    """Largest change of a value from its value before the step that still has a gradient. null: no limit."""
 
 
 class PPOMasterConfig(GRPOMasterConfig):
-    """Everything that a run of proximal policy optimization needs: what GRPO has, and a critic."""
+    """The configuration of a PPO run: GRPO's sections, and a critic."""
 
     ppo: PPOConfig
     """Advantages by the critic."""
     value: TrainedRoleConfig
-    """The critic: a model with a value head; `cluster.roles.critic` places its workers."""
+    """The critic: a model with a value head. `cluster.roles.critic` assigns its machines."""
     value_loss_fn: ValueLossConfig
     """The critic's loss."""

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The sections that say where a run reads, writes and works: data, checkpointing, logger, cluster."""
+"""The sections `data`, `checkpointing`, `logger` and `cluster`."""
 
 import re
 from typing import Annotated, Any, Literal
@@ -30,24 +30,24 @@ class CheckpointingConfig(StrictModel):
     enabled: bool
     """Save checkpoints, and the final weights as a Hugging Face folder."""
     checkpoint_dir: PathText | None
-    """Folder to write to; null: `checkpoints` inside the run's folder."""
+    """Folder of the checkpoints. null: `checkpoints` in the run's folder."""
     resume: Literal["auto", "never"]
-    """auto: go on from the newest checkpoint of `checkpoint_dir`, or if that is null of the newest run in
-    `logger.log_dir` that has one; never: start anew, and remove the older checkpoints once there is a new one."""
+    """auto: continue from the newest checkpoint of `checkpoint_dir` or, if that is null, of the newest run in
+    `logger.log_dir` that has one. never: start anew, and remove the older checkpoints once there is a new one."""
     metric_name: Text | None
-    """Metric that chooses the best checkpoints: `val:NAME` or `train:NAME` for the metric `val/NAME` or `train/NAME` of
-    the checkpoint's step; auto: `val:accuracy`, and `val:reward` where rewards may be graded, as those of functions
-    of your own and partial credit; null, or `val:NAME` without data.validation: keep the newest."""
+    """Metric that selects the best checkpoints: `val:NAME` or `train:NAME` for the metric `val/NAME` or `train/NAME` of
+    the checkpoint's step. auto: `val:accuracy`, or `val:reward` if rewards may be graded, as with your functions and
+    partial credit. null, or `val:NAME` without `data.validation`: keep the newest checkpoints."""
     higher_is_better: bool
-    """true: more of `metric_name` is better; false: less."""
+    """true: higher values of `metric_name` are better. false: lower ones."""
     keep_top_k: PositiveInt | None
-    """Number of the best checkpoints to keep, besides the newest; null: all checkpoints."""
+    """Number of the best checkpoints to keep, besides the newest. null: all."""
     save_period: NonNegativeInt
-    """Save each time this many steps are done; 0: only at the end and when the run is stopped."""
+    """Save after every this many steps. 0: only at the end and when the run is stopped."""
     checkpoint_must_save_by: DurationText | None
-    """Time from the start of the run, DD:HH:MM:SS, after which it saves and ends with exit code 0; null: none."""
+    """Time from the start of the run, DD:HH:MM:SS, after which it saves and ends with exit code 0. null: no limit."""
     save_optimizer: bool
-    """Save the optimizer's state too; without it a resumed run starts the optimizer anew."""
+    """Also save the optimizer's state. Without it, a resumed run starts with a new optimizer."""
 
 
 class DataSourceConfig(StrictModel):
@@ -56,84 +56,81 @@ class DataSourceConfig(StrictModel):
     path: PathText
     """A `.jsonl` file, or a name or folder that `datasets.load_dataset` takes."""
     split: Text
-    """The split to take of a dataset; a `.jsonl` file has none and ignores it."""
+    """Split of a dataset. A `.jsonl` file ignores it."""
 
 
 MOST_IMAGE_PIXELS = 178_000_000
-"""Pixels of an image that Pillow opens."""
+"""Largest image, in pixels, that Pillow opens."""
 
 
 class DataConfig(StrictModel):
-    """How records of any kind are read and rendered."""
+    """Reading and rendering of records, of any kind."""
 
     on_bad_line: Literal["stop", "skip"]
-    """Treatment of a line that cannot be used: end the run, or leave it out and count it."""
+    """Treatment of a line that cannot be used. stop: end the run. skip: skip and count it."""
     load_timeout_s: Seconds
-    """Seconds that reading or sampling one set of records may take before the run gives up."""
+    """The run ends if reading or sampling one set of records takes longer than this, in seconds."""
     chat_template_kwargs: dict[str, Any]
-    """Further names for the chat template, such as `enable_thinking: false`; a record's own `chat_template_kwargs` win
-    name by name; {}: none. A name that the template does not read is an error."""
+    """Variables for the chat template, such as `enable_thinking: false`. A record's `chat_template_kwargs` override
+    them by name. A variable that the template does not read is an error. {}: none."""
     tools: list[dict[str, Any]]
-    """Definitions of tools in the standard form, for records that have no `tools` of their own; []: none. A template
-    that does not show them is an error."""
+    """Definitions of tools in the standard form, for records without `tools`. The template must show them. []: none."""
     image_key: Text | None
-    """Key of a record's images beside its messages: one, or a list; null: such images are not read. Parts of a content
-    with images of their own are read either way."""
+    """Key of a record that holds its images, one or a list, if they are not part of its messages. null: such images are
+    not read. Images in the messages are always read."""
     image_root: PathText | None
-    """Folder that paths of images start from, and do not lead out of; null: the folder of the data file."""
+    """Folder that paths of images are relative to and must stay in. null: the folder of the data file."""
     max_image_pixels: Annotated[int, Field(ge=1, le=MOST_IMAGE_PIXELS)]
-    """Most pixels of an image as its file says, before it is decoded; a line with a larger one cannot be used."""
+    """Most pixels of an image by its file's header. A line with a larger image is not decoded and cannot be used."""
 
 
 class ResponseDataConfig(DataConfig):
-    """The samples to train on and to validate with, which hold their responses."""
+    """Samples with responses, to train on and to validate with."""
 
     train: DataSourceConfig
     """The samples to train on."""
     validation: DataSourceConfig | None
-    """The samples that are held out; null: no validation, whatever `val_*` and a `val:` metric ask for."""
+    """The held-out samples. null: no validation, regardless of `val_*` and a `val:` metric."""
     shuffle: bool
-    """Draw a new order of the training samples for each epoch, from the loop's seed."""
+    """Shuffle the training samples anew for each epoch, with the loop's seed."""
 
 
 class SampleDataConfig(ResponseDataConfig):
-    """The conversations to train on, and the names of their keys."""
+    """The conversations to train on, and their keys."""
 
     messages_key: Text | None
-    """Key of a record that holds its messages; null: `messages` or `conversations`. Dots reach into objects and
-    lists (`answers.text.0`)."""
+    """Key of a record that holds its messages. Dots reach into objects and lists (`answers.text.0`). null: `messages`
+    or `conversations`."""
     prompt_key: Text | None
-    """Key of a record that holds the prompt, text or messages; null: `prompt`, or the only usual one that it has
-    (docs/data.md)."""
+    """Key of a record that holds the prompt, a text or messages. null: `prompt`, or the usual key (docs/data.md)."""
     completion_key: Text | None
-    """Key of a record that holds the response to train on; null: `completion`, or the only usual one that it has."""
+    """Key of a record that holds the response to train on. null: `completion`, or the usual key (docs/data.md)."""
     system_key: Text | None
-    """Key of a record that holds the text of its system turn; null: `system` or `system_prompt`."""
+    """Key of a record that holds the text of its system turn. null: `system` or `system_prompt`."""
 
     @property
     def keys(self) -> dict[str, str]:
-        """Keys that are named, by the key of our own form."""
+        """Keys that the configuration names, by their names in this package's format."""
         return _named(
             messages=self.messages_key, prompt=self.prompt_key, completion=self.completion_key, system=self.system_key
         )
 
 
 class PairDataConfig(ResponseDataConfig):
-    """The pairs to train on, and the names of their keys."""
+    """The pairs to train on, and their keys."""
 
     prompt_key: Text | None
-    """Key of a record that holds the prompt, text or messages; null: `prompt`, or the only usual one that it has, or
-    the messages that both responses begin with (docs/data.md). Dots reach into objects."""
+    """Key of a record that holds the prompt, a text or messages. Dots reach into objects. null: `prompt`, or the usual
+    key, or the messages that both responses begin with (docs/data.md)."""
     chosen_key: Text | None
-    """Key of a record that holds the better response; null: `chosen`, or the only usual one that it has."""
+    """Key of a record that holds the better response. null: `chosen`, or the usual key (docs/data.md)."""
     rejected_key: Text | None
-    """Key of a record that holds the worse response; null: `rejected`, or the only usual one that it has."""
+    """Key of a record that holds the worse response. null: `rejected`, or the usual key (docs/data.md)."""
     system_key: Text | None
-    """Key of a record that holds the text of its system turn; null: `system` or `system_prompt`."""
+    """Key of a record that holds the text of its system turn. null: `system` or `system_prompt`."""
 
     @property
     def keys(self) -> dict[str, str]:
-        """Keys that are named, by the key of our own form."""
         return _named(
             prompt=self.prompt_key, chosen=self.chosen_key, rejected=self.rejected_key, system=self.system_key
         )
@@ -147,7 +144,8 @@ class ConsoleConfig(StrictModel):
     """Display of a run in the terminal."""
 
     live: Literal["auto", "always", "never"]
-    """One line that renews itself; auto: only where the output is a terminal, otherwise a plain line for each step."""
+    """Show progress in one line that is updated in place. auto: only in a terminal, otherwise one line for each
+    step."""
 
 
 class WandbConfig(StrictModel):
@@ -160,89 +158,87 @@ class WandbConfig(StrictModel):
 
 
 class MlflowConfig(StrictModel):
-    """Names and place of the run in MLflow."""
+    """Names of the run in MLflow, and its store."""
 
     experiment_name: Text
     """The experiment."""
     run_name: Text
     """The run's name."""
     tracking_uri: Text | None
-    """The store; null: `mlflow.db` beside the log folder."""
+    """The store. null: `mlflow.db` next to the log folder."""
 
 
 class ExpertLoadPlotsConfig(StrictModel):
-    """Images of how the tokens are spread over the experts, and in GRPO of how far training agrees with the routes of
-    the rollouts, for TensorBoard, Weights & Biases and MLflow."""
+    """Plots for TensorBoard, Weights & Biases and MLflow: the load of the experts and, in GRPO, how far training agrees
+    with the routes of the rollouts."""
 
     every_steps: NonNegativeInt | None
-    """Plot at the first step and each time this many steps are done; null or 0: never. The former need
-    `policy.megatron_cfg.track_moe_metrics`, the latter `policy.megatron_cfg.capture_routing`."""
+    """Plot after the first step and after every this many steps. Load needs `policy.megatron_cfg.track_moe_metrics`,
+    agreement needs `policy.megatron_cfg.capture_routing`. null or 0: never."""
 
 
 class AlertsConfig(StrictModel):
-    """Limits beyond which routing or steps count as unhealthy; each episode is reported once. Of each limit, null:
-    never. Invalid routes of rollouts are reported without a limit."""
+    """Limits of healthy routing and steps. Each episode beyond a limit is reported once. null switches a limit off.
+    Invalid routes of rollouts are reported without a limit."""
 
     enabled: bool
-    """Warn on the console, and by an alert of Weights & Biases where that is enabled."""
+    """Warn on the console, and by an alert of Weights & Biases if that is enabled."""
     dead_expert_steps: PositiveInt | None
-    """Steps in a row that an expert gets no token, beyond what chance would explain."""
+    """Steps in a row in which an expert gets no token, beyond what chance explains."""
     excess_cv: PositiveFloat | None
     """Imbalance of a layer beyond sampling noise, `sqrt(cv^2 - cv_null^2)`."""
     overload_factor: PositiveFloat | None
-    """Work of the busiest expert-parallel rank over that of the mean one, `avg_overload_factor`."""
+    """Work of the busiest expert-parallel rank over the mean of all ranks, `avg_overload_factor`."""
     sustained_steps: PositiveInt
     """Steps in a row above `excess_cv` or `overload_factor` before an alert."""
     idle_steps: PositiveInt | None
-    """Steps in a row of GRPO without any advantage, or with every response truncated at the length limit; and steps
-    from the first one on in which a reward, the whole one or one by name, has had one value in every response."""
+    """Steps of GRPO in a row without any advantage, or with every response truncated at the length limit. Also the
+    number of first steps of a run in which a reward, in total or by name, had the same value in every response."""
     failed_responses_share: WholeOrLess | None
-    """Share of the responses of a step, or of a validation, above which failed scoring is reported."""
+    """Share of the responses of a step, or of a validation, whose scoring failed."""
     missing_routes_share: Share | None
     """Share of the routed experts of GRPO's rollouts that did not arrive, `routing/rows_missing_share`."""
     missing_routes_steps: PositiveInt
-    """Steps in a row that `missing_routes_share` must be exceeded."""
+    """Steps in a row above `missing_routes_share` before an alert."""
     sudden_steps: PositiveInt | None
-    """Steps in a row of a sudden change of routing, or of invalid routing: docs/alerts.md names the conditions."""
+    """Steps in a row of a sudden change of routing, or of invalid routing. docs/alerts.md lists the conditions."""
     unbounded_lag: PositiveInt | None
-    """Optimizer steps between weights and a token that older ones sampled, where GRPO's loss bounds its weight
-    nowhere."""
+    """Lag of a token, in optimizer steps, if GRPO's loss does not bound its importance weight."""
 
 
 class LoggerConfig(StrictModel):
-    """Destinations of metrics. The JSONL file in the run's folder is always written."""
+    """Destinations of metrics. A JSONL file in the run's folder is always written."""
 
     log_dir: PathText
-    """Folder that gets one numbered folder for each run."""
+    """Folder in which each run gets a numbered folder."""
     console: ConsoleConfig
     """The terminal."""
     tensorboard_enabled: bool
     """Write TensorBoard files."""
     wandb_enabled: bool
-    """Write a Weights & Biases run; offline unless the user is logged in."""
+    """Write a Weights & Biases run, offline unless the user is logged in."""
     mlflow_enabled: bool
     """Write an MLflow run."""
     backends: Annotated[list[CustomCode], ExpectedWords("a list of package.module:name")]
-    """More loggers, each a class or function of your own, `package.module:name`, that is called with the run's folder;
-    []: none."""
+    """Your loggers, each a class or function `package.module:name` that is called with the run's folder. []: none."""
     expert_load_plots: ExpertLoadPlotsConfig
-    """plots of the expert load."""
+    """Plots of the expert load."""
     alerts: AlertsConfig
     """Warnings about unhealthy routing and idle steps."""
     wandb: WandbConfig
-    """Read when `wandb_enabled`."""
+    """Read if `wandb_enabled` is true."""
     mlflow: MlflowConfig
-    """Read when `mlflow_enabled`."""
+    """Read if `mlflow_enabled` is true."""
 
 
 POLICY_ROLE = "policy"
-"""Role of the model that a run is about."""
+"""The model that is trained."""
 CRITIC_ROLE = "critic"
-"""The model that learns the returns of PPO, in `cluster.roles`."""
+"""The model of PPO that learns the returns, in `cluster.roles`."""
 REWARD_MODEL_ROLE = "reward_model"
-"""The model that scores trajectories, in `cluster.roles`; also the name of its score among named rewards."""
+"""The model that scores trajectories, in `cluster.roles`. Its score has the same name among named rewards."""
 GENERATION_ROLE = "generation"
-"""Role of generation engines that do not share the policy's machines."""
+"""Generation engines on machines that the policy does not use, in `cluster.roles`."""
 
 
 MOST_MACHINES = 100_000
@@ -252,61 +248,59 @@ Gpus = Annotated[int, Field(ge=0, le=MOST_GPUS)]
 
 
 class RolePlacementConfig(StrictModel):
-    """Workers of one role beside the policy; what is left out is as for the policy."""
+    """Workers of one role other than the policy. Missing keys have the policy's values."""
 
     num_nodes: Machines | None = None
-    """Machines to use."""
+    """Number of machines."""
     gpus_per_node: Gpus | None = None
-    """GPUs to use on each; 0: run on CPUs."""
+    """GPUs on each machine. 0: run on CPUs."""
     cpu_workers_per_node: Processes | None = None
-    """Worker processes on each machine when `gpus_per_node` is 0."""
+    """Worker processes on each machine if `gpus_per_node` is 0."""
 
 
 class ClusterConfig(StrictModel):
-    """The machines: one worker process for each GPU, or the given number of CPU workers."""
+    """The machines. There is one worker process for each GPU, or the given number of CPU workers."""
 
     num_nodes: Machines
-    """Machines to use."""
+    """Number of machines."""
     gpus_per_node: Gpus
-    """GPUs to use on each; 0: train on CPUs."""
+    """GPUs on each machine. 0: train on CPUs."""
     cpu_workers_per_node: Processes
-    """Worker processes on each machine when `gpus_per_node` is 0."""
+    """Worker processes on each machine if `gpus_per_node` is 0."""
     worker_start_timeout_s: Seconds
-    """Seconds that the workers may take to start before the run gives up."""
+    """The run ends if the workers take longer than this to start, in seconds."""
     worker_call_timeout_s: Seconds
-    """Seconds that a worker may take to answer, for a whole step or round of generation, before the run ends with a
-    message that names it: a frozen worker, or one that waits for a dead device, never answers."""
+    """The run ends if a worker takes longer than this to answer, in seconds, for a full step or round of generation.
+    The error names the worker, which may be frozen or wait for a dead device."""
     max_restarts: NonNegativeInt
-    """Number of times that a run which fails restarts itself from its last checkpoint."""
+    """Number of times that a run restarts itself from its last checkpoint after a failure."""
     network_interface: Text | None
-    """Interface of each machine, such as `eth1`, over which the workers of several machines talk; null: the one that
-    gloo and NCCL choose."""
+    """Interface of each machine, such as `eth1`, between workers of several machines. null: gloo and NCCL choose."""
     roles: dict[str, RolePlacementConfig]
-    """Workers of models beside the policy, such as a teacher, and engines of `generation` with machines of their own,
-    by role: `num_nodes`, `gpus_per_node` and `cpu_workers_per_node` of each, by default the policy's; {}: none."""
+    """Workers of other roles by name, such as a teacher, or `generation` for engines on separate machines. Each has
+    `num_nodes`, `gpus_per_node` and `cpu_workers_per_node`, by default the policy's. {}: none."""
 
     @property
     def workers_per_node(self) -> int:
-        """Worker processes on each machine."""
         return self.gpus_per_node or self.cpu_workers_per_node
 
     @property
     def world_size(self) -> int:
-        """Worker processes in all."""
+        """Number of worker processes."""
         return self.num_nodes * self.workers_per_node
 
     @property
     def all_workers_per_node(self) -> int:
-        """Worker processes on each machine, those of all roles together where they share the machines."""
+        """Worker processes on each machine, of all roles together if they share the machines."""
         return self.workers_per_node + sum(self.place_of(role).workers_per_node for role in self.roles)
 
     @property
     def num_gpus(self) -> int:
-        """GPUs of the whole run, those of all roles together; 0 on CPUs."""
+        """GPUs of all roles together. 0 on CPUs."""
         return self.num_nodes * self.gpus_per_node + sum(self.place_of(role).num_gpus for role in self.roles)
 
     def place_of(self, role: str) -> "ClusterConfig":
-        """Return the section as it is for the workers of one role."""
+        """Return the section with the values of one role."""
         chosen = self.roles[role]
         sizes = {name: value for name in type(chosen).model_fields if (value := getattr(chosen, name)) is not None}
         return self.model_copy(update={**sizes, "roles": {}})
@@ -319,7 +313,7 @@ _LIMITS = (1000, 24, 60, 60)
 
 
 def parse_duration(text: str) -> int | None:
-    """Return the seconds of a text such as `00:03:30:00` (DD:HH:MM:SS); None for another form."""
+    """Return the seconds of a text such as `00:03:30:00` (DD:HH:MM:SS), or None for another form."""
     match = _PATTERN.fullmatch(text)
     if match is None:
         return None
@@ -330,7 +324,7 @@ def parse_duration(text: str) -> int | None:
 
 
 def format_duration(seconds: int) -> str:
-    """Return the text that `parse_duration` reads as so many seconds, less than 1000 days."""
+    """Return the text that `parse_duration` reads as this number of seconds, below 1000 days."""
     parts = []
     for unit in _SECONDS:
         number, seconds = divmod(seconds, unit)

@@ -12,7 +12,7 @@ SHIPPED_MODELS = ("tiny_qwen3_moe", "tiny_qwen3_moe_tools", "tiny_qwen3_moe_calc
 
 
 def with_shipped_models(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace names of shipped models by paths, where the working folder has no such folder.
+    """Replace names of shipped models by paths, unless the working folder has such a folder.
 
     A model is named as in the repository, `examples/assets/tiny_qwen3_moe`, or by the last part alone.
     """

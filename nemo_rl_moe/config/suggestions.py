@@ -12,7 +12,7 @@ from nemo_rl_moe.masking import MASK, is_secret, masked_text
 SAME_SECTION_CUTOFF = 0.6
 ELSEWHERE_CUTOFF = 0.75
 LONGEST_WORD = 200
-"""Longest word that is compared with others, and shown whole: the time of a comparison grows with the square."""
+"""Longest word that is compared with others and shown in full. The time of a comparison grows with the square."""
 
 
 _NAMES = """
@@ -20,26 +20,26 @@ adafactor apo bco cpo dapo dppo dpo drgrpo exo gmpo grpo gspo ipo kto lion maxrl
 remax rloo sapo sgd shampoo simpo slic soap sppo vapo
 """
 OTHER_ALGORITHMS = frozenset(_NAMES.split())
-"""Names of algorithms, losses and optimizers: one that is not allowed is no typing error for another one."""
+"""Names of algorithms, losses and optimizers. One that is not allowed is not a misspelling of another."""
 _WORDS = re.compile(r"[^\W_]+")
 _MOST_NEIGHBOURS = 5
 
 
 def shortened(text: str) -> str:
-    """Shorten a text for a message to its beginning and its length, if it is longer than `LONGEST_WORD`."""
+    """Shorten a text above `LONGEST_WORD` to its beginning and its length."""
     return text if len(text) <= LONGEST_WORD else f"{text[:60]}... ({len(text):,} characters)"
 
 
 def quoted(text: str, place: Sequence[str | int]) -> str:
-    """Return a value as a message quotes it: shortened, and masked where a part of its place names a secret."""
+    """Return a value as messages quote it: shortened, and masked if a part of its key names a secret."""
     hides = any(is_secret(str(part)) for part in place)
     return repr(shortened(MASK if hides else masked_text(text)))
 
 
 def nearest(wrong: str, allowed: Iterable[str], cutoff: float = SAME_SECTION_CUTOFF) -> str | None:
-    """Return the allowed word most like `wrong` that may be meant, or None when there is none.
+    """Return the most similar allowed word that may be meant, or None.
 
-    A word may be meant if a third of its letters at most is written otherwise, or if it has all words of the other.
+    A word may be meant if at most a third of its letters differ, or if one of the two has all words of the other.
     """
     if len(wrong) > LONGEST_WORD or wrong.lower() in OTHER_ALGORITHMS:
         return None
@@ -53,7 +53,7 @@ def _may_mean(wrong: str, word: str) -> bool:
 
 
 def edits(first: str, second: str) -> int:
-    """Return how many letters to insert, delete, replace or swap with a neighbour make one word of another."""
+    """Return the number of letters to insert, delete, replace or swap with a neighbour between two words."""
     before: list[int] = []
     row = list(range(len(second) + 1))
     for i, letter in enumerate(first, start=1):
@@ -66,7 +66,7 @@ def edits(first: str, second: str) -> int:
 
 
 def nearest_key(wrong: str, known: Sequence[str]) -> str | None:
-    """Return the nearest known full key: in the same section, otherwise anywhere."""
+    """Return the nearest known full key, in the same section or else anywhere."""
     if len(wrong) > LONGEST_WORD:
         return None
     section, _, name = wrong.rpartition(".")
@@ -74,7 +74,7 @@ def nearest_key(wrong: str, known: Sequence[str]) -> str | None:
     sibling = nearest(name, siblings)
     if sibling is not None:
         return siblings[sibling]
-    if siblings:  # the section is right: what lies in it, or above it, is alike by its section alone
+    if siblings:  # the section is right, so keys in it or above it are similar by the section alone
         known = [key for key in known if key not in siblings.values() and not f"{section}.".startswith(f"{key}.")]
 
     def likeness(key: str) -> tuple[float, float]:
@@ -93,5 +93,5 @@ def nearest_key(wrong: str, known: Sequence[str]) -> str | None:
 
 
 def did_you_mean(suggestion: str | None) -> str:
-    """Return the ending of an error line with `suggestion`; empty without one."""
+    """Return the end of an error line with `suggestion`, or an empty text."""
     return f"; did you mean {suggestion}?" if suggestion else ""

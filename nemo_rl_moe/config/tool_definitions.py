@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Form of a chat template's inputs beside the messages: definitions of tools, and further names."""
+"""Form of a chat template's inputs other than messages: definitions of tools, and variables."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,11 +16,11 @@ SET_BY_THE_RUN = (
     "continue_final_message",
     "return_assistant_tokens_mask",
 )
-"""Names that a chat template gets from the run itself, or that say how it is rendered."""
+"""Variables of a chat template that the run sets, or that control its rendering."""
 
 
 def definition_problem(definition: object) -> str | None:
-    """Return the problem of a tool's definition, to be put after its key; None for a good one."""
+    """Return the problem of a tool's definition, for a line that begins with its key, or None."""
     function: Any = definition.get("function") if isinstance(definition, Mapping) else None
     name: Any = function.get("name") if isinstance(function, Mapping) else None
     if isinstance(name, str) and name:
@@ -29,7 +29,7 @@ def definition_problem(definition: object) -> str | None:
 
 
 def reserved_name_problem(names: Mapping[str, object]) -> str | None:
-    """Return the problem of names for a chat template that the run itself sets, after the key that holds them."""
+    """Return the problem of variables for a chat template that the run sets, for a line with their key, or None."""
     taken = [name for name in names if name in SET_BY_THE_RUN]
     return (
         f"the run itself sets {' and '.join(taken)}; expected other names, such as enable_thinking" if taken else None

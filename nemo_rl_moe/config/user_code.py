@@ -19,11 +19,7 @@ _PACKAGE = str(Path(__file__).parents[1])
 
 
 def import_attribute(key: str, reference: str, form: str = "package.module:function") -> Any:
-    """Import what a value of the configuration refers to; the working folder is searched last.
-
-    Args:
-        reference: Dots reach into classes: `package.module:Class.member`.
-    """
+    """Import the object that `package.module:Class.member` names. The working folder is searched last."""
     module_name, separator, attribute = reference.partition(":")
     if not (separator and all(part.isidentifier() for part in (*module_name.split("."), *attribute.split(".")))):
         raise ConfigurationError(f"{key}: got {reference!r}, expected {form}{did_you_mean(with_colon(reference))}")
@@ -41,7 +37,6 @@ def import_attribute(key: str, reference: str, form: str = "package.module:funct
 
 
 def _is_a_file_of_the_user(module_name: str) -> bool:
-    """Return whether a module is from the working folder, by whatever name."""
     file = getattr(sys.modules.get(module_name), "__file__", None)
     return file is not None and Path(file).is_relative_to(Path.cwd())
 
@@ -52,7 +47,7 @@ def is_custom(name: str) -> bool:
 
 
 def with_colon(name: str) -> str | None:
-    """Return `module:function` for `module.function`; None for what is no such name."""
+    """Return `module:function` for `module.function`, or None for other forms."""
     module, dot, attribute = name.rpartition(".")
     return f"{module}:{attribute}" if dot and all(part.isidentifier() for part in name.split(".")) else None
 
@@ -60,10 +55,10 @@ def with_colon(name: str) -> str | None:
 def import_function(
     key: str, reference: str, takes: str, *, number: int = 1, names: Iterable[str] = ()
 ) -> Callable[..., Any]:
-    """Import a function or class to call; the working folder is searched last.
+    """Import a function or class that can be called with `number` positional arguments and the keyword arguments
+    `names`.
 
-    Args:
-        takes: What it is called with, for error messages, such as `one ScoringItem`.
+    `takes` describes these arguments in error messages, such as `one ScoringItem`.
     """
     found = import_attribute(key, reference)
     if not callable(found):
@@ -74,7 +69,7 @@ def import_function(
 
 
 def import_function_of_task(key: str, reference: str) -> Callable[..., Any]:
-    """Import a function of one `AgentTask`, a coroutine function or another."""
+    """Import a function of one `AgentTask`, which may be a coroutine function."""
     found = import_attribute(key, reference)
     if not callable(found) or inspect.isgeneratorfunction(found) or inspect.isasyncgenfunction(found):
         raise ConfigurationError(f"{key}: {reference} is {described(found)}, expected a function of one AgentTask")
@@ -86,7 +81,7 @@ def _with_signature(
 ) -> Callable[..., Any]:
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some that are written in C have none
+    except (TypeError, ValueError):  # some functions written in C have no signature
         return function
     try:
         signature.bind(*[None] * number, **dict.fromkeys(names))
@@ -97,17 +92,17 @@ def _with_signature(
 
 
 def described(value: Any) -> str:
-    """Return a value and its type, as an error message shows them."""
+    """Return a value and its type for an error message."""
     text = without_addresses(repr(value))
     return f"{text if len(text) <= 80 else text[:80] + '...'} ({type(value).__name__})"
 
 
 @contextmanager
 def named_in_errors(key: str, reference: str) -> Iterator[None]:
-    """Context of the user's code in a run: its error begins with the key and the value that brought it there."""
+    """Begin errors of the user's code in this context with the key and the value that refers to the code."""
     try:
         yield
-    except (UserError, UserCodeError):  # they name what is wrong
+    except (UserError, UserCodeError):  # they describe the problem already
         raise
     except Exception as error:
         trace = "".join(traceback.format_exception(error)).rstrip()
@@ -115,7 +110,7 @@ def named_in_errors(key: str, reference: str) -> Iterator[None]:
 
 
 def error_in_user_code(error: BaseException) -> str:
-    """Return type and first line of an error of the user's code, and the line of the user's file that led to it."""
+    """Return type and first line of an error of the user's code, and the user's line that led to it."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_passed_through(frame.filename)]
     of_user = [frame for frame in frames if frame.filename == frames[0].filename]
     return f"{one_line(error)} ({Path(of_user[-1].filename).name}:{of_user[-1].lineno})" if of_user else one_line(error)
@@ -126,32 +121,28 @@ def _is_passed_through(file: str) -> bool:
 
 
 def _hides_a_file(module: Any) -> str:
-    """Return which file an installed module is from, where the working folder has one of the same name."""
+    """Return the file of an installed module if the working folder has a file of the same name."""
     file = Path(getattr(module, "__file__", None) or "")
     own = Path.cwd() / file.name
     return f" ({file}, which comes before {own.name} of the working folder)" if own.is_file() and own != file else ""
 
 
 def _import(key: str, module_name: str, reference: str) -> Any:
-    # A program that pip has installed does not search the folder that it is started in; the file is likely there.
+    # A program that pip has installed does not search the working folder, where the user's file is likely to be.
     working_folder = str(Path.cwd())
     if working_folder not in sys.path and "" not in sys.path:
         sys.path.append(working_folder)
     try:
         return import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise ConfigurationError(
-                f"{key}: {reference}: {module_name} cannot be imported: {error_in_user_code(error)}"
-            ) from error
-        beside = [path.stem for path in Path(working_folder).glob("*.py")]
-        raise ConfigurationError(
-            f"{key}: {reference}: there is no module {error.name}, neither installed nor in the working folder"
-            f" {working_folder}{did_you_mean(nearest(error.name, beside))}"
-        ) from error
+    except KeyboardInterrupt:
+        raise
     except BaseException as error:  # a module may raise anything, or exit
-        if isinstance(error, KeyboardInterrupt):
-            raise
-        raise ConfigurationError(
-            f"{key}: {reference}: {module_name} cannot be imported: {error_in_user_code(error)}"
-        ) from error
+        problem = f"{module_name} cannot be imported: {error_in_user_code(error)}"
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and f"{module_name}.".startswith(f"{missing}."):
+            neighbours = [path.stem for path in Path(working_folder).glob("*.py")]
+            problem = (
+                f"there is no module {missing}, neither installed nor in the working folder {working_folder}"
+                f"{did_you_mean(nearest(missing, neighbours))}"
+            )
+        raise ConfigurationError(f"{key}: {reference}: {problem}") from error

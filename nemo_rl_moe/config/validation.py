@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import reduce
+from operator import getitem
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
@@ -26,7 +27,7 @@ _LONGEST_VALUE = 60
 
 
 def section_models(annotation: Any) -> list[type[BaseModel]]:
-    """Return the models of a field that is a section, also a nullable one: one, or those of its kinds."""
+    """Return the models of a field that is a section, possibly nullable: one, or one for each of its kinds."""
     if get_origin(annotation) is Annotated:
         return section_models(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
@@ -35,7 +36,7 @@ def section_models(annotation: Any) -> list[type[BaseModel]]:
 
 
 def models_for(annotation: Any, value: Any) -> list[type[BaseModel]]:
-    """Return the models that a section may have: that of the kind that its value names, or all of them."""
+    """Return the model for the kind that a section's value names, or all models of the section."""
     models = section_models(annotation)
     kind = value.get(KIND_KEY) if isinstance(value, Mapping) else None
     named = [model for model in models if len(models) > 1 and kind in kinds_of(model)]
@@ -43,18 +44,18 @@ def models_for(annotation: Any, value: Any) -> list[type[BaseModel]]:
 
 
 def kinds_of(model: type[BaseModel]) -> tuple[str, ...]:
-    """Return the values of a model's key `kind`; none where it has no such key."""
+    """Return the values of a model's key `kind`, or nothing if it has no such key."""
     return get_args(model.model_fields[KIND_KEY].annotation) if KIND_KEY in model.model_fields else ()
 
 
 def entry_annotation(annotation: Any) -> Any:
-    """Return the type of the sections that a field maps any names to; None for other fields."""
+    """Return the type of the sections to which a field maps free names, or None for other fields."""
     is_entries = get_origin(annotation) is dict and section_models(get_args(annotation)[1])
     return get_args(annotation)[1] if is_entries else None
 
 
 def known_keys(model: type[BaseModel], prefix: str = "", values: Any = None) -> list[str]:
-    """Return every full key of the schema, sections included; of sections with a kind, those of the values' kind."""
+    """Return every full key of the schema, sections included, with the keys of the values' kinds."""
     keys = []
     for name, field in model.model_fields.items():
         keys.append(prefix + name)
@@ -69,9 +70,9 @@ def _entry(values: Any, name: str) -> Any:
 
 
 def keys_around(model: type[BaseModel], path: Sequence[str], values: Mapping[str, Any]) -> list[str]:
-    """Return every full key of the schema, and those of the entry of a mapping that a path leads into.
+    """Return every full key of the schema, and the keys of the mapping's entry that a path leads into.
 
-    A mapping of plain values, such as `policy.megatron_cfg.env_vars`, has any key below it.
+    A mapping of plain values, such as `policy.megatron_cfg.env_vars`, may have any key.
     """
     known = [*known_keys(model, values=values), *_keys_beside(model, path, values)]
     place, field = field_at(model, path, values)
@@ -86,7 +87,7 @@ def keys_around(model: type[BaseModel], path: Sequence[str], values: Mapping[str
 
 
 def is_path(model: type[BaseModel], values: Mapping[str, Any], place: Sequence[Any]) -> bool:
-    """Return whether a place holds a path."""
+    """Return whether the value at a position is a path."""
     keys, field = field_at(model, place, values)
     return field is not None and len(keys) == len(place) and _has_mark(field.annotation, field.metadata)
 
@@ -103,13 +104,13 @@ def _has_mark(annotation: Any, metadata: Sequence[Any]) -> bool:
 def field_at(
     model: type[BaseModel], path: Sequence[Any], values: Any = None
 ) -> tuple[tuple[str, ...], FieldInfo | None]:
-    """Follow a place as far as the schema goes.
+    """Follow a position as far as the schema goes.
 
     Args:
-        values: Of the whole configuration, which name the kinds of sections; None: sections may be of any kind.
+        values: Values of the entire configuration, which name the kinds of sections. None: any kind.
 
     Returns:
-        The known keys, and the field at their end; None when the first key is unknown.
+        The known keys, and the field at their end, or None if the first key is unknown.
     """
     keys: list[str] = []
     field: FieldInfo | None = None
@@ -117,7 +118,7 @@ def field_at(
     entry: Any = None
     for part in path:
         values = _entry(values, part)
-        if entry is not None:  # the name of a section that may have any
+        if entry is not None:  # a free name of a section
             keys.append(part)
             sections, entry = models_for(entry, values), None
             continue
@@ -131,7 +132,7 @@ def field_at(
 
 
 def without_kinds(schema: type[BaseModel], values: Any, location: Sequence[Any]) -> tuple[Any, ...]:
-    """Return a pydantic error location without the kinds, which follow the names of sections of several kinds."""
+    """Return a pydantic error location without the kinds, which follow the names of sections with several kinds."""
     place: list[Any] = []
     is_kind = False
     for part in location:
@@ -157,7 +158,7 @@ def choices(field: FieldInfo) -> list[str]:
 
 
 def got(value: Any, key: str = "") -> str:
-    """Describe a given value: `'ten' (str)`; a secret is masked."""
+    """Describe a given value: `'ten' (str)`. A secret is masked."""
     if value is None:
         return "null"
     if isinstance(value, Mapping):
@@ -169,12 +170,10 @@ def got(value: Any, key: str = "") -> str:
     return f"{shown} ({type(value).__name__})"
 
 
-def expected_instead_of(field: FieldInfo, value: Any) -> str:
-    """Return `expected`, made clearer where the value is an infinity or not a number."""
-    words = expected(field)
-    if isinstance(value, float) and not math.isfinite(value):
-        return words.replace("a number", "a finite number")
-    return words
+def _with_finite(words: str, value: Any) -> str:
+    """Return `expected`, with a finite number if the value is an infinity or not a number."""
+    is_finite = not isinstance(value, float) or math.isfinite(value)
+    return words if is_finite else words.replace("a number", "a finite number")
 
 
 def _literals(annotation: Any) -> tuple[Any, ...]:
@@ -250,11 +249,11 @@ def validate(
     """Check values against the schema.
 
     Args:
-        reported: Places of problems that are reported already.
+        reported: Positions of problems that are reported already.
 
     Returns:
-        The configuration, one line for each problem, and whether the configuration is whole. Otherwise it holds the
-        valid values only: reading another one raises AttributeError.
+        The configuration, one line for each problem, and whether the configuration is complete. An incomplete one only
+            holds the valid values, and reading another one raises AttributeError.
     """
     try:
         return schema.model_validate(values), [], True
@@ -301,10 +300,10 @@ def _problem(
     if field is None:
         return place, f"the configuration: got {got(values)}, expected sections"
     if kind in ("union_tag_invalid", "union_tag_not_found"):
-        return place, _problem_of_kind(schema, place, field, _value_at(values, place).get(KIND_KEY))
+        return place, _problem_of_kind(schema, place, field, reduce(getitem, place, values).get(KIND_KEY))
     if kind == "missing":
-        return place, f"{name}: missing; expected {expected_instead_of(field, None)}{_or_no_section(schema, place)}"
-    value = _value_at(values, place)
+        return place, f"{name}: missing; expected {expected(field)}{_or_no_section(schema, place)}"
+    value: Any = reduce(getitem, place, values)
     renamed = next((item for item in field.metadata if isinstance(item, RenamedValue) and item.old == value), None)
     if renamed is not None:
         return place, f"{name}: got {value!r}, which is now called {renamed.new}"
@@ -316,13 +315,11 @@ def _problem(
         return place, f"{name}: got {got(value, name)}, expected a section"
     if isinstance(value, Mapping) and len(location) > len(place) and (entry := _entry_types(field.annotation)):
         return _problem_of_entry(place, location[len(place) :], value, entry)
-    suggestion = _suggestion(field, value)
-    allowed = expected_instead_of(field, value)
-    return place, f"{name}: got {got(value, name)}, expected {allowed}{did_you_mean(suggestion)}"
+    allowed = _with_finite(expected(field), value)
+    return place, f"{name}: got {got(value, name)}, expected {allowed}{did_you_mean(_suggestion(field, value))}"
 
 
 def _problem_of_kind(schema: type[BaseModel], place: Sequence[str], field: FieldInfo, kind: Any) -> str:
-    """Return the problem of a section whose kind is missing or unknown."""
     name = f"{_dotted(place)}.{KIND_KEY}"
     kinds = [kind for model in section_models(field.annotation) for kind in kinds_of(model)]
     allowed = f"expected one of {', '.join(kinds)}"
@@ -334,14 +331,14 @@ def _problem_of_kind(schema: type[BaseModel], place: Sequence[str], field: Field
 
 
 def _or_no_section(schema: type[BaseModel], place: Sequence[str]) -> str:
-    """Return the other cure of a missing key, if its section may be null."""
+    """Return the other remedy for a missing key, if its section may be null."""
     _, section = field_at(schema, place[:-1])
     may_be_null = section is not None and NoneType in get_args(section.annotation)
     return f", or {_dotted(place[:-1])}: null" if may_be_null else ""
 
 
 def _suggestion(field: FieldInfo, value: Any) -> str | None:
-    """Return the nearest name, or a reference to the user's own code with a colon in place of its last dot."""
+    """Return the nearest name, or a reference to the user's code with a colon instead of its last dot."""
     texts = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
     if "package.module:" in expected(field) and (own := [name for text in texts if (name := with_colon(text))]):
         return own[0]
@@ -351,7 +348,7 @@ def _suggestion(field: FieldInfo, value: Any) -> str | None:
 
 
 def _entry_types(annotation: Any) -> tuple[Any, Any] | None:
-    """Return the types of names and values of a field that maps any names to plain values; None for other fields."""
+    """Return the types of names and values of a field that maps free names to plain values, or None."""
     for candidate in (annotation, *get_args(annotation)):
         if get_origin(candidate) is dict and not section_models(get_args(candidate)[1]):
             names, values = get_args(candidate)
@@ -367,14 +364,12 @@ def _problem_of_entry(
     if rest[-1] == "[key]":
         return (*place, rest[0]), f"{shown}: got the name {shortened(repr(rest[0]))}, expected {_expected(entry[0])}"
     given = value.get(rest[0])
-    words = _expected(entry[1])
-    if isinstance(given, float) and not math.isfinite(given):
-        words = words.replace("a number", "a finite number")
+    words = _with_finite(_expected(entry[1]), given)
     return (*place, rest[0]), f"{shown}: got {got(given, str(rest[0]))}, expected {words}"
 
 
 def _keys_beside(schema: type[BaseModel], location: Sequence[Any], values: Any) -> list[str]:
-    """Return the keys of a section that may have any name, where the location leads into one."""
+    """Return the keys of the section with a free name that the location leads into."""
     for size in range(1, len(location)):
         place, field = field_at(schema, location[:size], values)
         entry = None if field is None else entry_annotation(field.annotation)
@@ -386,16 +381,10 @@ def _keys_beside(schema: type[BaseModel], location: Sequence[Any], values: Any) 
 
 
 def _is_entry(schema: type[BaseModel], place: Sequence[str]) -> bool:
-    """Return whether a place is that of a section which may have any name."""
+    """Return whether a section with a free name is at this position."""
     _, above = field_at(schema, place[:-1])
     return above is not None and entry_annotation(above.annotation) is not None
 
 
 def _dotted(location: Sequence[Any]) -> str:
     return ".".join(str(part) for part in location)
-
-
-def _value_at(values: Any, place: Sequence[str]) -> Any:
-    for part in place:
-        values = values[part]
-    return values

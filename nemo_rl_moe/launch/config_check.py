@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Check that what a configuration names is there: files, folders, models, libraries and the user's own code."""
+"""Check that all parts that a configuration names exist: files, folders, models, libraries and the user's code."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -12,9 +12,9 @@ from nemo_rl_moe.runs.loggers.factory import find_custom_backends
 
 
 def missing_parts(config: MasterConfig) -> list[str]:
-    """Return a line for each thing that would keep a run from starting before its model and data are read.
+    """Return a line for each problem that would keep a run from starting before its model and data are read.
 
-    Models and data of the hub are not asked for.
+    Models and data on the hub are not requested.
     """
     problems = path_problems(config, is_whole=True)
     for check in _checks_of_code(config):
@@ -28,7 +28,7 @@ def missing_parts(config: MasterConfig) -> list[str]:
 
 
 def _checks_of_code(config: MasterConfig) -> Iterator[Callable[[], object]]:
-    """Yield what a run calls before it reads the model: each raises where code is missing or wrong."""
+    """Yield the functions that a run calls before it reads the model. Each raises if code is missing or wrong."""
     yield partial(find_custom_backends, config.logger)
     if not isinstance(config, GRPOMasterConfig):
         return

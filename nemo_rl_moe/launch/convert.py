@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion of a model's folder between Hugging Face's format and Megatron-Core's, in this process, on the host."""
+"""Conversion of a model's folder between the formats of Hugging Face and Megatron-Core, on the host."""
 
 import math
 import os
@@ -43,13 +43,13 @@ if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-# Of it only what every model has is used: one worker on the host, no layout, Megatron-Core's modules.
+# Only its settings that fit every model are used: one worker on the host, no layout, Megatron-Core's modules.
 _BASE_CONFIG = "sft_tiny_moe.yaml"
 _FORMAT_OF_TYPE = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
-"""By the type's name in safetensors files."""
+"""Number formats by the type's name in safetensors files."""
 
 MOST_TIMES = 4
-"""Sizes in `config.json` may say so many times the stored numbers; missing tensors are then reported by name."""
+"""The sizes in `config.json` may give this many times the stored numbers. Missing tensors are then reported by name."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,10 @@ class Conversion:
     """A conversion of one folder into another.
 
     Attributes:
-        target: Folder of the output; it must not exist, or be empty.
-        dtype: Number format of the weights; None: the input's.
-        adapter: Folder of an adapter of the input's; None: there is none.
-        experts: Form of an adapter's experts in the output; None: fused.
+        target: Folder of the output, which must be empty or not exist.
+        dtype: Number format of the weights. None: the input's.
+        adapter: Folder of an adapter of the input. None: no adapter.
+        experts: Form of an adapter's experts in the output. None: fused.
     """
 
     source_format: WeightsFormat
@@ -81,15 +81,15 @@ class _Model:
 
 
 def convert(conversion: Conversion) -> None:
-    """Read the input into one model on the host, and write it out again; the output appears whole or not at all."""
+    """Read the input into a model on the host and write the output, completely or not at all."""
     _check_folders(conversion)
-    # Before torch looks for one: a model that is only converted needs no accelerator's memory.
+    # Before torch looks for an accelerator, whose memory a conversion does not need.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     console = ConsoleLogger(total_steps=0, live="auto")
     try:
         _convert(conversion, console)
     except UserError as error:
-        # The checks know the input as what a run's configuration calls it.
+        # The checks use the names of a run's configuration.
         raise ConfigurationError([_as_options(line) for line in error.problems]) from error
 
 
@@ -130,7 +130,7 @@ def _check_folders(conversion: Conversion) -> None:
 
 
 def _hint(source: Path, found: WeightsFormat) -> str:
-    """Return the probable intention, in words; empty where there is none."""
+    """Return the probable intention in words, or an empty text."""
     if found == "megatron":
         return "; did you mean --from megatron?"
     if holds_megatron_weights(source.parent) and source.name == MEGATRON_WEIGHTS_FOLDER:
@@ -160,7 +160,7 @@ def _convert(conversion: Conversion, console: ConsoleLogger) -> None:
     config = build_transformer_config(policy, hf_config)
     if held is not None:
         _check_size(held, whole_model_parameters(config, hf_config))
-    # All weights are read: drawing random ones first would take longer than that.
+    # All weights are read. Sampling random ones first would take longer than that.
     config.perform_initialization = False
     announce_moe(console, effective_moe_configuration(config), setting_sources(policy, hf_config, config_json, config))
     with _process_group_of_one(policy):
@@ -200,7 +200,7 @@ def _convert(conversion: Conversion, console: ConsoleLogger) -> None:
 
 
 def _with_adapter(model: _Model, folder: Path, *, is_merged: bool) -> _Model:
-    """Return the model with an adapter beside its layers, or merged into them."""
+    """Return the model with an adapter attached to its layers, or merged into them."""
     from nemo_rl_moe.models.families.linear_targets import target_problems
     from nemo_rl_moe.models.megatron.lora.attach import add_adapters
     from nemo_rl_moe.models.megatron.lora.merge import merge_adapters
@@ -217,7 +217,7 @@ def _with_adapter(model: _Model, folder: Path, *, is_merged: bool) -> _Model:
 
 
 def _write_adapter(model: _Model, lora: LoraConfig, staging: Path, base: Path, form: ExpertForm) -> int:
-    """Write the adapter alone; return the number of its parameters."""
+    """Write only the adapter, and return the number of its parameters."""
     from nemo_rl_moe.models.megatron.lora.peft_folder import factors_on_first_rank, write_adapter
 
     factors = factors_on_first_rank(model.chunks)
@@ -226,7 +226,7 @@ def _write_adapter(model: _Model, lora: LoraConfig, staging: Path, base: Path, f
 
 
 def _check_size(held: SafetensorsFolder, num_parameters: int) -> None:
-    """Refuse a model many times as large as its files, before memory is taken for it."""
+    """Refuse a model many times as large as its files before memory is allocated for it."""
     num_stored = sum(math.prod(tensor.shape) for tensor in held.tensors.values())
     if num_parameters > MOST_TIMES * num_stored:
         raise ConfigurationError(
@@ -237,7 +237,7 @@ def _check_size(held: SafetensorsFolder, num_parameters: int) -> None:
 
 @contextmanager
 def _staged(target: Path) -> Iterator[Path]:
-    """Give the folder in which the output is put together, see `staged`; errors name the output."""
+    """Yield the folder in which the output is assembled (see `staged`). Errors name the output."""
     with staged(target) as staging:
         try:
             yield staging
@@ -253,7 +253,7 @@ def _next_step(target_format: TargetFormat, target: Path, *, has_vision: bool) -
 
 
 def _dtype_of(config_json: Mapping[str, Any], held: SafetensorsFolder | None, console: ConsoleLogger) -> NumberFormat:
-    """Return the number format of the input's files, whatever `config.json` says: nothing is rounded unasked."""
+    """Return the number format of the input's files, regardless of `config.json`, so that nothing is rounded."""
     stated = config_json.get("dtype", config_json.get("torch_dtype"))
     if held is None:
         return _writable(stated or "float32", "config.json: dtype")
@@ -263,7 +263,7 @@ def _dtype_of(config_json: Mapping[str, Any], held: SafetensorsFolder | None, co
     sizes: Counter[str] = Counter()
     for name, number_format in formats.items():
         sizes[number_format] += math.prod(held.tensors[name].shape)
-    # Where no tensor is of a type that can be read, reading will say so.
+    # If no tensor has a type that can be read, reading reports it.
     chosen = _writable(sizes.most_common(1)[0][0] if sizes else "float32", "most weights")
     if stated is not None and stated != chosen:
         console.message(f"config.json says {stated}, and the weights are {chosen}: written as they are; see --dtype")
@@ -298,7 +298,7 @@ def _policy(source: Path, dtype: NumberFormat) -> PolicyConfig:
     ]
     chosen = load_config(_BASE_CONFIG, overrides, check_paths=False).policy.megatron_cfg.moe_transformer_fields
     overrides += [f"~policy.megatron_cfg.{name}" for name in chosen]
-    # Not by an override: its value would be read as YAML, and a folder may be called `2024` or `[z]`.
+    # An override would be read as YAML, but a folder may be called `2024` or `[z]`.
     return load_config(_BASE_CONFIG, overrides, check_paths=False).policy.model_copy(update={"model_name": str(source)})
 
 
@@ -306,7 +306,7 @@ def _policy(source: Path, dtype: NumberFormat) -> PolicyConfig:
 def _process_group_of_one(policy: PolicyConfig) -> Iterator[None]:
     from nemo_rl_moe.models.megatron.model.parallel_state import destroy_parallel_state, initialize_parallel_state
 
-    # Nobody else joins: any free port of this machine does.
+    # No other process joins, so any free port works.
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     initialize_parallel_state(policy.megatron_cfg, rank=0, world_size=1, local_rank=0, seed=0)
     try:
@@ -330,7 +330,7 @@ def _write_megatron(
     from nemo_rl_moe.models.megatron.checkpoint.contents import sharded_model
     from nemo_rl_moe.models.megatron.checkpoint.save import start_write
 
-    del progress  # Megatron-Core's writer says none
+    del progress  # Megatron-Core's writer reports none
     weights = staging / MEGATRON_WEIGHTS_FOLDER
     weights.mkdir(parents=True)
     write_model_files(files, staging)

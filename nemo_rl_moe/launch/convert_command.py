@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The command `nemo-rl-moe convert`: its words and options. Imports no torch."""
+"""Texts and options of the command `nemo-rl-moe convert`. Imports no torch."""
 
 import argparse
 from pathlib import Path
@@ -11,10 +11,10 @@ SUMMARY = "convert a model's folder between Hugging Face's format and Megatron-C
 DESCRIPTION = """\
 Convert a model's folder between Hugging Face's format and Megatron-Core's.
 
-hf        config.json, tokenizer, and weights in *.safetensors files, with an index where there are several
+hf        config.json, tokenizer, and weights in *.safetensors files, with an index if there are several
 megatron  config.json, tokenizer, and weights in Megatron-Core's torch_dist format, in the folder 'policy':
-          a checkpoint of a run (results/sft_tiny_moe/step_50), or what this command has written
-adapter   an adapter alone, as peft reads it; --adapter names the one to write, beside its base (--input)
+          a checkpoint of a run (results/sft_tiny_moe/step_50), or an output of this command
+adapter   only the adapter, as peft reads it: --adapter names it, and --input its base
 
 With --adapter and another format, the adapter is merged into the weights.
 Runs can start from both (policy.model_name=DIR policy.init=pretrained). The output is written completely or not at all.
@@ -33,18 +33,19 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
-    for option, destination, choices, what in (
-        ("--from", "source_format", WEIGHTS_FORMATS, "format of the input"),
-        ("--to", "target_format", TARGET_FORMATS, "format of the output"),
-    ):
-        parser.add_argument(option, dest=destination, choices=choices, required=True, help=what)
+    parser.add_argument(
+        "--from", dest="source_format", choices=WEIGHTS_FORMATS, required=True, help="format of the input"
+    )
+    parser.add_argument(
+        "--to", dest="target_format", choices=TARGET_FORMATS, required=True, help="format of the output"
+    )
     parser.add_argument("--input", metavar="DIR", required=True, help="the model's folder")
-    parser.add_argument("--output", metavar="DIR", required=True, help="a folder that is not there yet, or is empty")
+    parser.add_argument("--output", metavar="DIR", required=True, help="a new folder, or an empty one")
     parser.add_argument("--dtype", choices=NUMBER_FORMATS, help="number format of the weights (default: the input's)")
     parser.add_argument(
         "--adapter",
         metavar="DIR",
-        help="an adapter beside the input: of peft's, or a checkpoint of a run with policy.lora",
+        help="an adapter of the input: peft's folder, or a checkpoint of a run with policy.lora",
     )
     parser.add_argument(
         "--experts",

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Training data as a run would see it, in the terminal: tokens as text, those trained on and truncated ones marked."""
+"""The training data of a run in the terminal: tokens as text, with marks on trained and truncated ones."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MOST_CUT_TOKENS = 200
-"""Tokens after the truncation that are shown."""
+"""Number of tokens after the truncation that are shown."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class ShownSequence:
     """One sequence to show.
 
     Attributes:
-        example: Its tokens, beyond `max_length` too.
+        example: Its tokens, including those beyond `max_length`.
         max_length: Tokens before truncation.
     """
 
@@ -70,14 +70,14 @@ class ShownSequence:
         return [CUT if i >= self.max_length else TRAINED if mask[i] else CONTEXT for i in range(len(mask))]
 
     def image_numbers(self) -> list[int | None]:
-        """Return the number of the image that each token stands for."""
+        """Return the number of the image that each token belongs to, None for text."""
         numbers: list[int | None] = [None] * len(self.example)
         for number, (first, count) in enumerate(self.example.images.runs if self.example.images is not None else ()):
             numbers[first : first + count] = [number] * count
         return numbers
 
     def images(self) -> list[str]:
-        """Return the words for each image: its sizes in the file, height first, and its tokens."""
+        """Return a description of each image: its size in the file, height first, and its tokens."""
         images = self.example.images
         if images is None:
             return []
@@ -100,7 +100,7 @@ class ShownSequence:
 
 @dataclass(frozen=True)
 class DataView:
-    """The samples to show, and statistics of all of them.
+    """The samples to show, and statistics of all samples.
 
     Attributes:
         lengths: Tokens of every sequence of the data, as a run would train on it.
@@ -115,7 +115,7 @@ def show_data(config: MasterConfig, number: int, stream: TextIO | None = None) -
     """Read the training data, and print the first samples and statistics of all of them. Starts no worker.
 
     Args:
-        stream: Where to; None: standard output.
+        stream: Destination. None: standard output.
     """
     console = Console(file=stream, highlight=False, markup=False, emoji=False)
     in_colour = console.is_terminal and not os.environ.get("NO_COLOR")
@@ -141,19 +141,14 @@ def show_data(config: MasterConfig, number: int, stream: TextIO | None = None) -
 
 
 def _image_rule(config: MasterConfig) -> ImageRule | None:
-    """Return the rule by which the model takes images; None for a model of text alone."""
     name = config.policy.model_name
-    # What else is wrong with the model is reported by a run.
+    # A run reports other problems of the model.
     return load_image_rule(name, load_hf_config(name)) if "vision_config" in load_config_json(name) else None
 
 
 @dataclass(frozen=True)
 class _DataReader:
-    """Reader of an algorithm's training data.
-
-    Attributes:
-        number: Samples to show.
-    """
+    """Reader of an algorithm's training data, which shows `number` samples."""
 
     tokenizer: "PreTrainedTokenizerBase"
     logger: ConsoleLogger
@@ -217,7 +212,7 @@ class _DataReader:
         examples: Sequence[TokenizedExample],
         originals: Iterator[Example],
     ) -> list[ShownSequence]:
-        """Return the examples with the tokens after the truncation, for which the data is read once more."""
+        """Return the examples with the tokens after the truncation, for which the data is read again."""
         max_length, data = config.policy.max_total_sequence_length, config.data
         cut = {example.sample_id for example in examples if example.truncated}
         run_wide = run_wide_inputs(data.tools, data.chat_template_kwargs)
@@ -239,7 +234,7 @@ class _DataReader:
 
 
 def sequence_text(sequence: ShownSequence, decode: Callable[[Sequence[int]], str], in_colour: bool) -> Text:
-    """Show a sequence as text, its kinds of tokens marked by colours or by signs."""
+    """Return a sequence as text, with its kinds of tokens marked by colours or signs."""
     ids = sequence.example.input_ids.tolist()
     text, place, reported = Text(), 0, ""
     shown = sequence.images()
@@ -249,7 +244,7 @@ def sequence_text(sequence: ShownSequence, decode: Callable[[Sequence[int]], str
             text.append_text(_piece(shown[image], kind, in_colour))
             reported = decode(ids[:place])
             continue
-        # Some tokenizers drop a space at the beginning of what they decode: take what the whole gains by these tokens.
+        # Some tokenizers drop a leading space, so take the text that these tokens add to the text so far.
         so_far = decode(ids[:place])
         gained = so_far[len(reported) :] if so_far.startswith(reported) else decode(ids[first:place])
         text.append_text(_piece(gained, kind, in_colour))
@@ -260,9 +255,9 @@ def sequence_text(sequence: ShownSequence, decode: Callable[[Sequence[int]], str
 
 
 def _piece(text: str, kind: Kind, in_colour: bool) -> Text:
-    """Return the text from outside, with its control characters written out."""
+    """Return a text from outside, with its control characters escaped."""
     shown = printable(text)
     if in_colour:
         return Text(shown, style=kind.style)
-    before, behind = kind.marks
-    return Text(f"{before}{shown}{behind}")
+    before, after = kind.marks
+    return Text(f"{before}{shown}{after}")

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Entry point of distillation: rollouts as in GRPO, teachers in workers of their own, then GRPO's loop."""
+"""Entry point of distillation: GRPO's rollouts and loop, with teachers in separate workers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -43,11 +43,11 @@ def run_distillation(config: DistillationMasterConfig, run: TrainingRun) -> None
 
 @dataclass(frozen=True)
 class PreparedTeachers(PreparedRoles):
-    """Teachers of a run, checked before anything is started.
+    """Teachers of a run, checked before any worker starts.
 
     Attributes:
         models: The teachers, by name.
-        by_sample: Name of the teacher of each sample that has one, where records say it.
+        by_sample: Teacher of each sample whose record names one.
     """
 
     config: DistillationMasterConfig
@@ -77,7 +77,7 @@ class PreparedTeachers(PreparedRoles):
 def prepare_teachers(
     config: DistillationMasterConfig, run: TrainingRun, policy: PreparedModel
 ) -> Mapping[str, PreparedModel]:
-    """Fetch and check the teachers' models; start nothing."""
+    """Fetch and check the teachers' models without starting workers."""
     k, size = config.distillation.topk_logits_k, policy.hf_config.vocab_size
     if k is not None and k > size:
         raise ConfigurationError(f"distillation.topk_logits_k: got {k}, expected at most the policy's {size} tokens")
@@ -88,7 +88,7 @@ def prepare_teachers(
 
 
 def teachers_of_records(config: DistillationMasterConfig, prepared: PreparedRollouts) -> dict[str, str]:
-    """Return the name of the teacher of each sample whose record names one; empty where records do not say it."""
+    """Return the teacher of each sample whose record names one, or nothing without `teacher_key`."""
     key, names = config.distillation.teacher_key, list(config.distillation.teachers)
     if key is None:
         return {}
@@ -109,7 +109,7 @@ def teachers_of_records(config: DistillationMasterConfig, prepared: PreparedRoll
 
 
 def router_shape(model: PreparedModel) -> tuple[int, int, int] | None:
-    """Return the MoE layers of a model, its experts, and how many of them a token gets; None without any."""
+    """Return the number of MoE layers, of experts, and of experts for each token, or None without MoE layers."""
     from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config
 
     config = build_transformer_config(model.policy, model.hf_config)
@@ -123,11 +123,9 @@ def make_teacher_routes(
     teachers: Teachers,
     comparable: Mapping[str, "ModelWorkers"],
 ) -> list[RunObserver]:
-    """Return what compares the routes of policy and teachers, where routes are captured and a teacher has them."""
+    """Return the comparison of routes of policy and teachers, if routes are captured and a teacher is comparable."""
     megatron = config.policy.megatron_cfg
     captures = megatron.capture_routing or megatron.routing_replay != "none"
     if not captures or not comparable or policy.moe_configuration.get("moe_router_fusion"):
         return []
-    return [
-        TeacherRoutes(megatron.routing_measurements, policy, comparable, teachers.rows_of, config.grpo.seed),
-    ]
+    return [TeacherRoutes(megatron.routing_measurements, policy, comparable, teachers.rows_of, config.grpo.seed)]

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Entry point of direct preference optimization: pairs in batches, log-probabilities of the reference, the loop."""
+"""Entry point of direct preference optimization: pairs in batches, the reference's log-probabilities, the loop."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ from nemo_rl_moe.algorithms.dpo import batches_to_measure, precompute_reference_
 from nemo_rl_moe.algorithms.step_recorder import num_training_steps
 from nemo_rl_moe.checkpoints.fingerprints import MODEL, TRAINING_DATA, model_fingerprint, samples_fingerprint
 from nemo_rl_moe.config.schema import DPOMasterConfig
+from nemo_rl_moe.config.schema_run import DataSourceConfig
 from nemo_rl_moe.data.loader import GlobalBatchLoader, sequential_batches, token_ids_and_images
 from nemo_rl_moe.data.preferences import PreferenceDataset, collate_pairs, load_preferences
 from nemo_rl_moe.data.tokenizer import pad_token_id
@@ -25,10 +26,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Preference pairs of a run, and the batches made of them.
+    """Preference pairs of a run, and their batches.
 
     Attributes:
-        validation: The pairs that are held out; None: no validation.
+        validation: The held-out pairs. None: no validation.
     """
 
     config: DPOMasterConfig
@@ -44,7 +45,7 @@ class Pairs:
         )
 
     def validation_batches(self) -> Callable[[], Iterator[TokenBatch]] | None:
-        """Make one pass over the held-out batches; None without validation data."""
+        """Return a function that makes one pass over the held-out batches, or None without validation data."""
         if self.validation is None:
             return None
         size = self.config.policy.train_global_batch_size
@@ -53,13 +54,17 @@ class Pairs:
         )
 
     def measured(self, policy: "MegatronPolicy", steps: range, console: ConsoleLogger) -> "Pairs":
-        """Return the same pairs with the reference model's log-probabilities of those that are going to be used.
+        """Return the pairs with the reference model's log-probabilities of all pairs that will be used.
 
         Args:
-            policy: With the weights that the run began with.
-            steps: The steps that are still to be done.
+            policy: Must have the weights that the run began with.
+            steps: The remaining steps.
         """
-        measure = partial(_measure, policy, self.pad_token_id, console)
+
+        def measure(pairs: PreferenceDataset, batches: Sequence[Sequence[int]], name: str) -> PreferenceDataset:
+            with console.phase(f"measuring {sum(map(len, batches)):,} {name} pairs with the reference model"):
+                return precompute_reference_sums(policy.logprobs, pairs, batches, self.pad_token_id)
+
         training = measure(self.training, batches_to_measure(self.loader(), steps), "training")
         validation = self.validation
         if validation is not None and steps:
@@ -74,14 +79,12 @@ def run_dpo(config: DPOMasterConfig, run: TrainingRun) -> None:
     """Run direct preference optimization from start to end."""
     model = run.prepare_model()
     tokenizer = model.tokenizer
-    training = read_samples(
-        load_preferences, config, config.data.train, tokenizer, run.console, model.image_rule, model.speech
-    )
-    held_out = None
-    if config.data.validation is not None:
-        held_out = read_samples(
-            load_preferences, config, config.data.validation, tokenizer, run.console, model.image_rule, model.speech
-        )
+
+    def read(source: DataSourceConfig) -> PreferenceDataset:
+        return read_samples(load_preferences, config, source, tokenizer, run.console, model.image_rule, model.speech)
+
+    training = read(config.data.train)
+    held_out = None if config.data.validation is None else read(config.data.validation)
     pairs = Pairs(config, pad_token_id(tokenizer), training, held_out)
     fingerprints = {
         TRAINING_DATA: samples_fingerprint(config.data.train.path, _token_ids(training)),
@@ -92,23 +95,11 @@ def run_dpo(config: DPOMasterConfig, run: TrainingRun) -> None:
         return
     policy = run.start_policy()
     if config.dpo.reference_logprobs == "precompute":
-        # Until a checkpoint is loaded, the policy is the reference, after a restart too.
+        # The policy is the reference until a checkpoint is loaded, also after a restart.
         pairs = pairs.measured(policy, run.remaining_steps, run.console)
     run.restore()
     recorder = run.open()
     run.end(train_dpo(config.dpo, policy, pairs.loader(), pairs.validation_batches(), recorder))
-
-
-def _measure(
-    policy: "MegatronPolicy",
-    pad_token_id: int,
-    console: ConsoleLogger,
-    pairs: PreferenceDataset,
-    batches: Sequence[Sequence[int]],
-    name: str,
-) -> PreferenceDataset:
-    with console.phase(f"measuring {sum(map(len, batches)):,} {name} pairs with the reference model"):
-        return precompute_reference_sums(policy.logprobs, pairs, batches, pad_token_id)
 
 
 def _token_ids(pairs: PreferenceDataset) -> Iterator[Any]:

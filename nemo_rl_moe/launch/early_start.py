@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Ray and what workers import, started in the background while a run reads its data."""
+"""Start of Ray, and of imports in workers, in the background while a run reads its data."""
 
 import os
 import threading
@@ -20,9 +20,9 @@ ROUTE_BYTES_OF_A_TOKEN = 1024
 
 
 def stored_bytes(config: MasterConfig) -> int:
-    """Return the bytes of the routed experts that a run keeps in Ray's object store at a time, at most.
+    """Return the most bytes of routed experts that a run keeps in Ray's object store at the same time.
 
-    The model is not read yet; of asynchronous rollouts the responses of several steps are there.
+    The model is not read yet. Asynchronous rollouts keep the responses of several steps.
     """
     if not isinstance(config, GRPOMasterConfig) or not config.policy.generation.engine.captures_routes(config):
         return 0
@@ -34,9 +34,9 @@ def stored_bytes(config: MasterConfig) -> int:
 
 
 class EarlyCluster:
-    """The cluster of a run; a local Ray starts at once, in a thread.
+    """The cluster of a run. A local Ray starts at once, in a thread.
 
-    The system ends Ray's servers with the thread that has started them, so that it stays until `close`.
+    The system ends Ray's servers with the thread that has started them, so the thread lives until `close`.
     """
 
     def __init__(self, config: MasterConfig):
@@ -56,11 +56,11 @@ class EarlyCluster:
 
     @property
     def is_starting(self) -> bool:
-        """True while a local Ray is starting, which `close` waits for."""
+        """Whether a local Ray is starting, so that `close` would wait for it."""
         return self._thread is not None and not self._cluster.done()
 
     def close(self) -> None:
-        """Stop Ray, or let go of a cluster that was there before."""
+        """Stop Ray, or detach from a cluster that existed before."""
         if self._thread is None and not self._cluster.done():
             return
         if self._cluster.exception() is None:
@@ -79,18 +79,18 @@ class EarlyCluster:
             self._cluster.set_exception(error)
             return
         is_on_cpus = self._config.cluster.gpus_per_node == 0
-        # Variables of the user's may change what libraries do when they are loaded.
+        # The user's variables may change the behaviour of libraries when they are loaded.
         if ray.is_initialized() and is_on_cpus and not self._config.policy.megatron_cfg.env_vars:
-            with suppress(Exception):  # the group starts its own then
+            with suppress(Exception):  # the group then starts its processes
                 _start_workers(cluster)
         self._cluster.set_result(cluster)
         self._closing.wait()
 
 
 def _start_workers(cluster: RayCluster) -> None:
-    """Start the processes of the first group of workers, and have them import what they need."""
+    """Start the processes of the first group of workers, and let them import their modules."""
     threads = str(threads_per_worker(usable_cores(), cluster.config.workers_per_node, cluster.num_threads))
-    # Numeric libraries read these when they are loaded; workers get the same.
+    # Numeric libraries read these when they are loaded. Workers get the same values.
     environment = {
         THREADS: threads,
         "MKL_NUM_THREADS": threads,
@@ -98,7 +98,7 @@ def _start_workers(cluster: RayCluster) -> None:
         "TOKENIZERS_PARALLELISM": "false",
         "CUDA_VISIBLE_DEVICES": "",
     }
-    # Actors, not tasks: Ray never makes an actor of a process that has run a task.
+    # Actors, not tasks: Ray does not reuse the process of a task for an actor.
     cluster.started_processes = start_processes(cluster)
     for process in cluster.started_processes:
         process.prepare.remote(environment, IMPORTED_BY_WORKERS)

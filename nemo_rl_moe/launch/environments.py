@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Environments of a run: checked before anything starts, then started, each with workers of its own."""
+"""Environments of a run: checked before any worker starts, then started, each with separate workers."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -50,11 +50,7 @@ def _check_reward(env: EnvironmentConfig) -> None:
 def prepare_environments(
     config: GRPOMasterConfig, tokenizer: "PreTrainedTokenizerBase", sampling: SamplingParameters
 ) -> dict[str, StartDriver]:
-    """Check the driver of each environment with the tokenizer; return the functions that start them, by name.
-
-    Args:
-        sampling: How the run samples responses that are trained on.
-    """
+    """Check the driver of each environment with the tokenizer, and return the functions that start them, by name."""
     found = {}
     for name, env in config.env.environments.items():
         with problems_of_environment(name):
@@ -63,9 +59,9 @@ def prepare_environments(
 
 
 def start_environment(setup: DriverSetup, run: ModelRun, start_driver: StartDriver, notices: Notices) -> RunEnvironment:
-    """Start the workers of rewards, tools and agents of an environment, for the rest of the run."""
+    """Start the workers of an environment's rewards, tools and agents for the rest of the run."""
     env, name = setup.env, setup.name
-    driver = start_driver(run, _with_name(name, notices.warn))  # first: its process starts meanwhile
+    driver = start_driver(run, _with_name(name, notices.warn))  # first, as its process starts in the background
     reward: BatchReward = NoReward()
     if isinstance(env.reward, RewardModelAloneConfig):
         reward = LeftToTheModel()
@@ -98,7 +94,7 @@ def wait_for_environments(environments: Mapping[str, RunEnvironment], console: C
 
 
 def described(env: EnvironmentConfig, name: str = "") -> str:
-    """Return the parts of an environment that are code of the user's, for messages, or else its name."""
+    """Return the user's code in an environment for messages, or else the environment's name."""
     named = None if env.driver.named is None else f"env.driver: {env.driver.named}"
     own = [text for text in (named, env.reward and env.reward.code) if text]
     return " with ".join(own) or f"the environment {name}".strip()
@@ -110,7 +106,7 @@ def _with_name(name: str, say: Callable[[str], None]) -> Callable[[str], None]:
 
 @contextmanager
 def problems_of_environment(name: str) -> Iterator[None]:
-    """Name the keys of one of several environments in the problems that are found inside."""
+    """Name the keys of one of several environments in problems found within the context."""
     try:
         yield
     except ConfigurationError as error:
@@ -128,7 +124,7 @@ def problems_of_environment(name: str) -> Iterator[None]:
 def running_reward_workers(
     reward: WorkerRewardConfig, env: EnvironmentConfig, console: ConsoleLogger
 ) -> Iterator[RewardWorkers]:
-    """Start the reward workers of an environment, and stop them whatever happens."""
+    """Run the reward workers of an environment within the context."""
     with console.phase(f"starting the reward workers ({reward.kind})"):
         workers = RewardWorkers(reward, env)
     try:

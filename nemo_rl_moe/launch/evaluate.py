@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Validation of a model without training: responses to held-out prompts, scored, with estimates and their errors."""
+"""Validation of a model without training: scored responses to held-out prompts, and estimates with standard errors."""
 
 import json
 from collections.abc import Mapping
@@ -27,17 +27,12 @@ from nemo_rl_moe.runs.loggers.console import ConsoleLogger
 
 RESULTS_FILE = "results.json"
 OUTPUT_NAME = "eval"
-"""Default name of an output folder in `logger.log_dir`, before its number."""
+"""Default name of an output folder in `logger.log_dir`, without its number."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Result of an evaluation.
-
-    Attributes:
-        metrics: As a validation of a run logs them, `val/...` and `timing/validation/...`.
-        trajectories: Group after group.
-    """
+    """Result of an evaluation, with the metrics of a run's validation and the trajectories by group."""
 
     summary: EvaluationSummary
     metrics: Mapping[str, float]
@@ -48,8 +43,8 @@ def evaluate(config: GRPOMasterConfig, output: Path | None, threshold: float | N
     """Evaluate the model of a GRPO configuration, print the result, and write it to a folder.
 
     Args:
-        output: Folder of the output; None: the next free one in `logger.log_dir`.
-        threshold: Least reward of a response that passes; None: the environment's own judgement.
+        output: Folder of the output. None: the next free one in `logger.log_dir`.
+        threshold: Lowest reward of a response that passes. None: the environment decides.
     """
     console = ConsoleLogger(total_steps=0, live=config.logger.console.live)
     with ModelRun(config, console) as run:
@@ -63,7 +58,7 @@ def evaluate(config: GRPOMasterConfig, output: Path | None, threshold: float | N
 
 
 def run_evaluation(config: GRPOMasterConfig, run: ModelRun, threshold: float | None) -> Evaluation:
-    """Have the model answer and the environment score."""
+    """Let the model answer and the environment score."""
     prepared = prepare_rollouts(config, run)
     policy = run.start_policy()
     announce_moe(run.console, policy.moe_configuration, policy.moe_configuration_sources)
@@ -75,7 +70,7 @@ def run_evaluation(config: GRPOMasterConfig, run: ModelRun, threshold: float | N
         f"generating {counted(number, 'response')} to {counted(len(prompts), 'prompt')}"
     ) as progress:
         answer_in_chunks(config, runner.engine)
-        # Of several turns, how many there will be is not known.
+        # The number of turns of other drivers is unknown.
         is_known = all(env.driver.named is None for env in config.env.environments.values())
         failures = failure_rule(config)
         validate = Validator(
@@ -92,7 +87,7 @@ def run_evaluation(config: GRPOMasterConfig, run: ModelRun, threshold: float | N
 
 
 def result_lines(config: GRPOMasterConfig, evaluation: Evaluation, threshold: float | None) -> list[str]:
-    """Return the result as lines for a person."""
+    """Return the result as lines for the console."""
     summary, samples = evaluation.summary, config.grpo.val_num_generations
     num_prompts = len(evaluation.trajectories) // samples
     rows: list[tuple[str, Estimate | str]] = [
@@ -122,7 +117,7 @@ def _adapter_of(config: GRPOMasterConfig) -> str | None:
 
 
 def pass_rule(threshold: float | None) -> str:
-    """Return the rule of what counts as passed, in words."""
+    """Return the rule for a passed response in words."""
     if threshold is None:
         return "a response passes where the reward function calls it right"
     return f"a response passes with a reward of at least {threshold:g}"
@@ -147,7 +142,7 @@ def _write(
 def results_of(config: GRPOMasterConfig, evaluation: Evaluation, threshold: float | None) -> dict[str, Any]:
     """Return the content of `results.json`."""
     source, loop = config.data.validation, config.grpo
-    assert source is not None  # the command asks for it
+    assert source is not None  # the command checks it
     summary = evaluation.summary
     return {
         "model": config.policy.model_name,

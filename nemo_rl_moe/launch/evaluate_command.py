@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The command `nemo-rl-moe evaluate`: its words, and what is checked before anything starts. Imports no torch."""
+"""Texts, options and checks of the command `nemo-rl-moe evaluate`. Imports no torch."""
 
 import argparse
 import math
@@ -45,14 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config", metavar="FILE", help="a YAML file of GRPO, or the name of a shipped one such as grpo_tiny_moe.yaml"
     )
-    parser.add_argument(
-        "--output", metavar="DIR", help="a folder that is not there yet (default: the next LOG_DIR/eval_NNN)"
-    )
+    parser.add_argument("--output", metavar="DIR", help="a new folder (default: the next LOG_DIR/eval_NNN)")
     parser.add_argument(
         "--threshold",
         type=_finite,
         metavar="R",
-        help="least reward of a response that passes (default: what the reward function calls right)",
+        help="lowest reward of a response that passes (default: the reward function decides)",
     )
 
 
@@ -76,7 +74,7 @@ def load(options: argparse.Namespace, overrides: Sequence[str]) -> GRPOMasterCon
 
 
 def run(options: argparse.Namespace, config: GRPOMasterConfig) -> None:
-    """Run the command with what `load` has returned."""
+    """Run the command with the configuration that `load` returned."""
     from nemo_rl_moe.launch.evaluate import evaluate
 
     evaluate(config, Path(options.output) if options.output is not None else None, options.threshold)

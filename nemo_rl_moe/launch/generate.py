@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Responses of a model to prompts, as JSON lines."""
+"""Generation of responses to prompts, as JSON lines."""
 
 import json
 import os
@@ -40,12 +40,12 @@ def generate(config: GRPOMasterConfig, output: Path | None, *, with_logprobs: bo
     """Generate responses to the prompts of `data.train`, and write them.
 
     Args:
-        config: A checked configuration. `grpo.val_num_generations`, `grpo.val_temperature` and `grpo.seed` say how
-            many responses to each prompt are sampled, and how.
-        output: A file that is not there yet; None: standard output, in the prompts' order as they are ready.
+        config: A checked configuration. `grpo.val_num_generations`, `grpo.val_temperature` and `grpo.seed` set the
+            number of responses to each prompt, and their sampling.
+        output: A new file. None: standard output, in the order of the prompts, as soon as responses are ready.
         with_logprobs: Write tokens and log-probabilities too.
     """
-    # Standard output is for the responses alone.
+    # Standard output only gets responses.
     console = ConsoleLogger(total_steps=0, live=config.logger.console.live, stream=sys.stderr)
     with ModelRun(_with_positions_of_the_model(config), console) as run:
         lines = (json.dumps(record, ensure_ascii=False) for record in _records(run, with_logprobs))
@@ -73,7 +73,6 @@ def _with_positions_of_the_model(config: GRPOMasterConfig) -> GRPOMasterConfig:
 
 
 def _records(run: ModelRun, with_logprobs: bool) -> Iterator[dict[str, Any]]:
-    """Yield one record for each response, prompt after prompt."""
     config = run.config
     assert isinstance(config, GRPOMasterConfig)
     generation, samples = config.policy.generation, config.grpo.val_num_generations
@@ -118,7 +117,7 @@ def _records(run: ModelRun, with_logprobs: bool) -> Iterator[dict[str, Any]]:
 
 
 class OneResponse:
-    """An environment that asks for one response, which nothing scores."""
+    """An environment of one response, without a score."""
 
     async def rollout(self, session: Session) -> Trajectory:
         """Make one trajectory."""
@@ -129,11 +128,7 @@ class OneResponse:
 def runner_of(
     config: GRPOMasterConfig, run: ModelRun, engine: GenerationEngine, model: PreparedModel, names: Iterable[str]
 ) -> RolloutRunner:
-    """Return a runner of single responses.
-
-    Args:
-        names: Environments of the prompts.
-    """
+    """Return a runner of single responses for the environments `names`."""
     environment = RunEnvironment(OneResponse(), NoReward())
     return RolloutRunner(
         engine,
@@ -155,11 +150,11 @@ def responses(
     at_a_time: int | None = None,
     note: Callable[[GeneratedSequence], object] = lambda sequence: None,
 ) -> Iterator[tuple[Prompt, int, Trajectory]]:
-    """Generate responses in the order of the prompts, each as soon as those before it are there.
+    """Generate responses and yield them in the order of the prompts, as soon as all earlier ones are ready.
 
     Args:
         prompts: At least one.
-        at_a_time: Most prompts that are answered at a time, with their images; None: all.
+        at_a_time: Most prompts that are answered at the same time, with their images. None: all.
         note: Called with each response.
 
     Yields:
@@ -184,7 +179,7 @@ def responses(
 
 
 def record_of(prompt: Prompt, sample: int, trajectory: Trajectory, with_logprobs: bool) -> dict[str, Any]:
-    """Return a response as it is written."""
+    """Return the record of a response in the output."""
     (sequence,) = trajectory.sequences
     token_ids = sequence.token_ids[sequence.loss_mask].tolist()
     record = {
@@ -205,7 +200,7 @@ def _print_lines(lines: Iterator[str]) -> None:
     try:
         for line in lines:
             print(line, flush=True)
-    except BrokenPipeError:  # who reads has enough, as `head` does
+    except BrokenPipeError:  # the reader has closed the pipe, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

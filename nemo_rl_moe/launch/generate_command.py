@@ -1,12 +1,13 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The command `nemo-rl-moe generate`: its words, which are keys of a configuration by other names. Imports no torch."""
+"""Texts and options of the command `nemo-rl-moe generate`. Options set keys of a configuration. Imports no torch."""
 
 import argparse
 import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_rl_moe.config.engines import BUILT_IN
@@ -39,18 +40,16 @@ examples:
 """
 
 
+@dataclass(frozen=True)
 class _Option:
-    """An option that sets a key.
+    """An option that sets a key. With `is_text`, its value is not read as YAML."""
 
-    Args:
-        is_text: The value is a text, whatever it looks like in YAML.
-    """
-
-    def __init__(self, key: str, metavar: str, text: str, *, is_text: bool = False):
-        self.key, self.metavar, self.text, self.is_text = key, metavar, text, is_text
+    key: str
+    metavar: str
+    text: str
+    is_text: bool = False
 
     def override(self, value: str) -> str:
-        """Return the option as an override of the configuration."""
         return f"{self.key}={json.dumps(value) if self.is_text else value}"
 
 
@@ -81,13 +80,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, option in OPTIONS.items():
         parser.add_argument(name, metavar=option.metavar, help=option.text, required=name in _REQUIRED)
     parser.add_argument("--logprobs", action="store_true", help="write the tokens and their log-probabilities too")
-    parser.add_argument("--output", metavar="FILE", help="a file that is not there yet (default: standard output)")
+    parser.add_argument("--output", metavar="FILE", help="a new file (default: standard output)")
 
 
 def load(options: argparse.Namespace, overrides: Sequence[str]) -> GRPOMasterConfig:
     """Load the configuration, and check that the output can be written."""
     with reported_by_option(options):
-        # What overrides say comes last, as on the command line of a run.
+        # Overrides come last, as on the command line of a run.
         config = load_grpo_config(BASE_CONFIG, [*overrides_of(options), *overrides])
     if options.output is not None:
         _check_output(Path(options.output))
@@ -95,12 +94,12 @@ def load(options: argparse.Namespace, overrides: Sequence[str]) -> GRPOMasterCon
 
 
 def overrides_of(options: argparse.Namespace) -> list[str]:
-    """Return the options that were given as overrides of `BASE_CONFIG`."""
+    """Return the given options as overrides of `BASE_CONFIG`."""
     return [OPTIONS[name].override(value) for name, value in _given(options).items()]
 
 
 def run(options: argparse.Namespace, config: GRPOMasterConfig) -> None:
-    """Run the command with what `load` has returned."""
+    """Run the command with the configuration that `load` returned."""
     from nemo_rl_moe.launch.generate import generate
 
     with reported_by_option(options):
@@ -109,7 +108,7 @@ def run(options: argparse.Namespace, config: GRPOMasterConfig) -> None:
 
 @contextmanager
 def reported_by_option(options: argparse.Namespace) -> Iterator[None]:
-    """Name in errors the options that were given instead of the keys that they set."""
+    """Replace keys in errors by the given options that set them."""
     try:
         yield
     except (ConfigurationError, DataError) as error:
@@ -119,7 +118,7 @@ def reported_by_option(options: argparse.Namespace) -> Iterator[None]:
 
 def _renamed(problems: list[str], options: argparse.Namespace) -> list[str]:
     for name in _given(options):
-        # The key itself, and no longer one that begins or ends with it.
+        # Only the full key, not a longer one that begins or ends with it.
         key = re.compile(rf"(?<![\w.]){re.escape(OPTIONS[name].key)}(?![\w.]*\w)")
         problems = [key.sub(name, problem) for problem in problems]
     return problems

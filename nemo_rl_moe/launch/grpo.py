@@ -63,19 +63,18 @@ if TYPE_CHECKING:
 
 
 _SAMPLED = "drawn"
-"""Name of sampled prompts in the fingerprints of checkpoints, those of older releases too."""
+"""Name of sampled prompts in the fingerprints of checkpoints, also of older releases."""
 
 
 @dataclass(frozen=True)
 class PreparedRollouts:
-    """Parts that rollouts are made from: prompts, environment, engine, sampling; checked before anything is started.
+    """Parts of rollouts, checked before any worker starts: prompts, environments, engine, sampling.
 
     Attributes:
-        environments: By name; the only one of a run has the name ''.
-        sampling: How training responses are sampled.
-        training: The prompts to train on, of each environment.
-        held_out: The prompts to validate with; empty: no validation.
-        reward_model: Scores trajectories beside the environment; None: nothing does.
+        environments: Environments by name. The only one of a run has the name ''.
+        training: The prompts to train on, by environment.
+        held_out: The prompts to validate with. Empty: no validation.
+        reward_model: Scores trajectories in addition to the environment. None: there is no reward model.
     """
 
     model: PreparedModel
@@ -101,41 +100,29 @@ class PreparedRollouts:
 
 
 class PreparedRoles:
-    """Models beside the policy, checked before anything is started; here none."""
+    """Models other than the policy, checked before any worker starts. This base class has none."""
 
     def start(self, policy: "MegatronPolicy") -> tuple[RoleModels, Sequence[RunObserver]]:
-        """Start the models; return what they add to a step, and their observers."""
+        """Start the models. Return their part in a step, and their observers."""
         return NO_ROLES, ()
 
     def own_source(self, runner: RolloutRunner, loader: PromptRounds, batches_taken: int) -> RolloutSource | None:
-        """Return the source of responses that the policy does not sample; None: it samples them.
-
-        Args:
-            batches_taken: Rounds of prompts after which the run goes on.
-        """
+        """Return the source of responses that the policy does not sample, which continues after `batches_taken` rounds,
+        or None."""
         return None
-
-
-def no_roles(prepared: PreparedRollouts) -> PreparedRoles:
-    """Return no models beside the policy, as GRPO has none."""
-    return PreparedRoles()
 
 
 def run_grpo(
     config: GRPOMasterConfig,
     run: TrainingRun,
-    prepare_roles: Callable[[PreparedRollouts], PreparedRoles] = no_roles,
+    prepare_roles: Callable[[PreparedRollouts], PreparedRoles] = lambda prepared: PreparedRoles(),
 ) -> None:
-    """Run GRPO from start to end.
-
-    Args:
-        prepare_roles: Checks the models beside the policy, before anything starts.
-    """
-    plan = plan_rollouts(config)  # first: what is wrong with a schedule is reported before models and data are read
+    """Run GRPO from start to end. `prepare_roles` checks models other than the policy before any worker starts."""
+    plan = plan_rollouts(config)  # first, to report problems of a schedule before models and data are read
     prepared = prepare_rollouts(config, run)
     roles = prepare_roles(prepared)
     loader = prepared.loader(config)
-    # Each environment of a mixture goes on over the epochs.
+    # Environments of a mixture have no common epoch.
     num_prompts = None if config.env.mixture else sum(map(len, prepared.training.values()))
     run.begin(num_training_steps(config.grpo, len(loader)), prepared.fingerprints(config), num_prompts)
     if run.is_complete:
@@ -143,7 +130,7 @@ def run_grpo(
     plan.check(config, loader, run.remaining_steps.start)
     policy = run.start_policy()
     models, observers_of_roles = roles.start(policy)
-    run.restore()  # before engines share its GPUs
+    run.restore()  # before engines share the GPUs
     runner = start_rollouts(config, run, policy, prepared)
     recorder = run.open()
     failures = failure_rule(config)
@@ -185,8 +172,8 @@ def start_source(
 
 
 def prepare_rollouts(config: GRPOMasterConfig, run: ModelRun) -> PreparedRollouts:
-    """Check environment, engine and model, and read the prompts; start nothing."""
-    check_environments(config)  # so that what is wrong with them is reported before a worker starts
+    """Check environment, engine and model, and read the prompts, without starting workers."""
+    check_environments(config)  # to report their problems before a worker starts
     check_estimator(config)
     check_objective(config.loss_fn)
     engine = config.policy.generation.engine
@@ -211,9 +198,9 @@ def prepare_rollouts(config: GRPOMasterConfig, run: ModelRun) -> PreparedRollout
 def start_engine(
     config: GRPOMasterConfig, run: ModelRun, policy: "MegatronPolicy", model: PreparedModel
 ) -> GenerationEngine:
-    """Start the generation engine for the rest of the run; one that keeps a copy of the weights has none yet.
+    """Start the generation engine for the rest of the run. One that keeps a copy has no weights yet.
 
-    The policy makes room before, as an engine wants its whole share of a GPU when it starts; then it sleeps until it
+    An engine needs its full share of a GPU to start, so the policy makes room before. The engine then sleeps until it
     gets weights.
     """
     policy.prepare_for_generation(PhaseClock())
@@ -229,7 +216,7 @@ def start_engine(
 def make_run_observers(
     config: GRPOMasterConfig, policy: "MegatronPolicy", engine: GenerationEngine, model: PreparedModel, run: TrainingRun
 ) -> list[RunObserver]:
-    """Return the observers that a configuration asks for, in the order in which they see a step."""
+    """Return the observers of a configuration, in the order in which they see a step."""
     megatron = config.policy.megatron_cfg
     stops = megatron.routing_replay != "none" and megatron.routing_replay_on_anomaly == "stop"
     check = make_refit_check(config, policy, engine, model.hf_config, run.console)
@@ -241,7 +228,7 @@ def make_run_observers(
 def make_routing_measurements(
     config: GRPOMasterConfig, policy: "MegatronPolicy", engine: GenerationEngine, run: TrainingRun
 ) -> RoutingMeasurements | None:
-    """Return the measurements that a configuration asks for; None without a capture, which says what routers choose."""
+    """Return the measurements of a configuration, or None without a capture of the routers' choices."""
     megatron, moe = config.policy.megatron_cfg, policy.moe_configuration
     has_capture = megatron.capture_routing or megatron.routing_replay != "none"
     if not has_capture or not moe or moe.get("moe_router_fusion"):
@@ -273,7 +260,7 @@ def make_routing_measurements(
 def start_rollouts(
     config: GRPOMasterConfig, run: ModelRun, policy: "MegatronPolicy", prepared: PreparedRollouts
 ) -> RolloutRunner:
-    """Start the workers of rewards, tools and the reward model, and the generation engine, for the rest of the run."""
+    """Start the workers of rewards, tools and reward model, and the generation engine, for the rest of the run."""
     tokenizer = prepared.model.tokenizer
     notices = Notices(run.console.message, run.console.warn)
     environments = {
@@ -297,14 +284,14 @@ def start_rollouts(
 
 
 def announce_named_stops(generation: GenerationConfig, tokenizer: Any, console: ConsoleLogger) -> None:
-    """Show the stop tokens that the configuration names in place of the model's."""
+    """Show the stop tokens of the configuration if they replace the model's."""
     if (named := generation.stop_token_ids) is not None:
         shown = ", ".join(f"{tokenizer.decode([token])!r} {token}" for token in named)
         console.message(f"{STOPS_KEY}: {shown or 'none: the length ends a response'}, in place of the model's")
 
 
 def scored_thinking(config: GRPOMasterConfig, speech: Speech) -> Iterator[str]:
-    """Yield a line for each environment that compares whole responses of a model that thinks, thinking included."""
+    """Yield a line for each environment that compares responses, including the model's thinking, with an answer."""
     if speech.thinking is None:
         return
     mark = speech.thinking.before_answer
@@ -318,12 +305,7 @@ def scored_thinking(config: GRPOMasterConfig, speech: Speech) -> Iterator[str]:
 
 
 def sampling_parameters(generation: GenerationConfig, speech: Speech, vocabulary_size: int) -> SamplingParameters:
-    """Return the sampling parameters of training responses.
-
-    Args:
-        speech: Has the stop tokens that end responses if the user names none.
-        vocabulary_size: Token ids that the model can draw are below this.
-    """
+    """Return the sampling parameters of training responses. `speech` has the stop tokens if the user names none."""
     stop_token_ids: Sequence[int] | None = generation.stop_token_ids
     if stop_token_ids is None:
         stop_token_ids = speech.stop_token_ids
@@ -349,7 +331,7 @@ def sampling_parameters(generation: GenerationConfig, speech: Speech, vocabulary
 
 
 def _token_ids_and_images(prompts: Iterable[Prompt]) -> Iterator[Any]:
-    """Yield the token ids of each prompt, and behind them digests of its images."""
+    """Yield the token ids of each prompt, followed by digests of its images."""
     for prompt in prompts:
         digests = prompt.images.digests() if prompt.images is not None else ()
         yield (*prompt.token_ids, *b"".join(digests))
@@ -357,7 +339,7 @@ def _token_ids_and_images(prompts: Iterable[Prompt]) -> Iterator[Any]:
 
 @contextmanager
 def running_engine(setup: EngineSetup, console: ConsoleLogger) -> Iterator[GenerationEngine]:
-    """Start the generation engine, and stop it whatever happens."""
+    """Run the generation engine within the context."""
     with console.phase(f"starting the generation engine ({setup.config.policy.generation.backend})"):
         engine = make_engine(setup)
     try:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A started generation engine made ready to answer without training: its weights, and its progress."""
+"""Weights and progress of a started generation engine that answers without training."""
 
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ _ROUNDS_OF_A_CHUNK = 4
 def give_weights(
     config: GRPOMasterConfig, run: ModelRun, policy: "MegatronPolicy", engine: GenerationEngine, model: PreparedModel
 ) -> None:
-    """Give an engine with a copy of the weights those of the workers, and check that they have arrived.
+    """Send the workers' weights to an engine with a copy, and check that they have arrived.
 
     Raises:
         WeightSyncError: They have not.
@@ -36,10 +36,10 @@ def give_weights(
 
 
 def answer_in_chunks(config: GRPOMasterConfig, engine: GenerationEngine) -> int | None:
-    """Have the trainer's own engine answer so few requests at a time that progress can be shown.
+    """Limit the requests that the trainer's engine answers at the same time, so that progress can be shown.
 
     Returns:
-        Requests of a chunk; None for an engine that reports each response as it finishes.
+        Requests of a chunk, or None for an engine that reports each response as it finishes.
     """
     if not isinstance(engine, LockstepEngine):
         return None

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Output folders of commands: they appear whole or not at all, and never in place of something."""
+"""Output folders of commands, which appear completely or not at all, and never replace anything."""
 
 import shutil
 import tempfile
@@ -13,20 +13,20 @@ from nemo_rl_moe.errors import ConfigurationError
 
 
 def is_free(target: Path) -> bool:
-    """Return True where nothing is, or a folder with nothing in it, such as `mktemp -d` makes."""
+    """Return whether nothing exists there, or only an empty folder, such as `mktemp -d` makes."""
     if target.is_symlink() or not target.is_dir():
         return not target.exists() and not target.is_symlink()
     return next(target.iterdir(), None) is None
 
 
 def require_free(target: Path) -> None:
-    """Check that an output has its place."""
+    """Check that an output folder is new or empty."""
     if not is_free(target):
         raise ConfigurationError(f"--output: {target} is there already; name a folder that is not")
 
 
 def next_free(parent: Path, name: str) -> Path:
-    """Return the first of `NAME_001`, `NAME_002`, ... that is not there."""
+    """Return the first free folder of `NAME_001`, `NAME_002`, ..."""
     number = 1
     while not is_free(folder := parent / f"{name}_{number:03d}"):
         number += 1
@@ -35,9 +35,9 @@ def next_free(parent: Path, name: str) -> Path:
 
 @contextmanager
 def staged(target: Path) -> Iterator[Path]:
-    """Yield the folder in which the output is put together; it gets its name when it is whole.
+    """Yield the folder in which the output is assembled. It gets its name when it is complete.
 
-    After a full disk or an interrupt nothing stays.
+    Nothing remains after a full disk or an interrupt.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     own = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))

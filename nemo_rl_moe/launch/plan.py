@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Layout, parameters and memory of a run by arithmetic, without starting it."""
+"""Layout, parameters and memory of a run, calculated without starting it."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -11,7 +11,7 @@ from nemo_rl_moe.config.checks_run import model_folder_exists, role_model_folder
 from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.distributed.accelerators import Target
 from nemo_rl_moe.errors import ConfigurationError
-from nemo_rl_moe.launch.plan_gpus import UNITS, aligned, engine_lines, fit_line, has_engine_beside, moment_lines
+from nemo_rl_moe.launch.plan_gpus import UNITS, aligned, engine_lines, fit_line, has_engine_beside, moment_lines, table
 from nemo_rl_moe.launch.plan_roles import role_lines, role_memories
 from nemo_rl_moe.launch.setup import announce_moe, model_warnings
 from nemo_rl_moe.models.hf_files import load_config_json, load_hf_config
@@ -42,17 +42,12 @@ from nemo_rl_moe.runs.loggers.console import ConsoleLogger
 _FULLEST = "at the fullest moment, at least"
 _TOWER, _IN_THE_OPTIMIZER, _HOST = "+ of the vision tower", "+ in the optimizer", "in the host's memory: "
 _ONLY_WHERE_THERE_ARE_ANY = (_TOWER, _IN_THE_OPTIMIZER, _HOST)
-"""First parts of labels of rows that are left out where all of them are 0."""
+"""Prefixes of labels of rows that are omitted if all their values are 0."""
 _NOT_COUNTED = "not counted: the rest of the activations, buffers of kernels, what the allocator cannot use"
 
 
 def print_plan(config: MasterConfig, target: Target | None = None) -> None:
-    """Print the plan of a run.
-
-    Args:
-        config: A checked configuration; of the files that it names, the models' `config.json` alone are read.
-        target: Machines that it is for; None: such as this one.
-    """
+    """Print the plan of a run for machines like this one or `target`. Of its models, only `config.json` is read."""
     if problems := [*model_folder_exists(config), *role_model_folders_exist(config)]:
         raise ConfigurationError(problems)
     hf_config, config_json = load_hf_config(config.policy.model_name), load_config_json(config.policy.model_name)
@@ -81,7 +76,7 @@ def print_plan(config: MasterConfig, target: Target | None = None) -> None:
 
 
 def layout_lines(config: MasterConfig, transformer: TransformerConfig) -> list[str]:
-    """Return the lines on the workers of the run and the part of the model that each holds."""
+    """Return the lines on the workers of the run and on the part of the model that each holds."""
     megatron, cluster = config.policy.megatron_cfg, config.cluster
     kind = "GPUs" if cluster.gpus_per_node else "CPU workers"
     nodes = "1 node" if cluster.num_nodes == 1 else f"{cluster.num_nodes} nodes"
@@ -132,23 +127,16 @@ def parameter_lines(config: MasterConfig, transformer: TransformerConfig, hf_con
 
 
 def memory_lines(config: MasterConfig, transformer: TransformerConfig, hf_config: Any) -> list[str]:
-    """Return the table of the memory of each worker, a column for each pipeline stage."""
+    """Return the table of the memory of each worker, with a column for each pipeline stage."""
     stages = range(transformer.pipeline_model_parallel_size)
     workers = [worker_memory(config, transformer, hf_config, stage) for stage in stages]
     rows = _memory_rows(config, workers, microbatch_patches(config, hf_config))
-    # Small models, for trying things out, are reported in smaller units.
+    # Small models for experiments are reported in smaller units.
     unit = "GB" if max(worker.peak_at_least for worker in workers) >= 10**8 else "MB"
-    cells = [[f"{value / UNITS[unit]:.2f}" for value in values] for _, values in rows]
     heads = [f"stage {stage}" for stage in stages] if len(stages) > 1 else [unit]
-    label_width = max(len(label) for label, _ in rows)
-    width = max(len(cell) for cell in [*heads, *(cell for row in cells for cell in row)])
-    table = [
-        f"  {label:<{label_width}}  " + "  ".join(f"{cell:>{width}}" for cell in row)
-        for (label, _), row in zip([("", ()), *rows], [heads, *cells], strict=True)
-    ]
     place = "GPU" if config.cluster.gpus_per_node else "host"
     heading = f"{place} memory of each worker, by arithmetic, in {unit} of {UNITS[unit]:,} bytes:"
-    return [heading, *table, f"  {_NOT_COUNTED}"]
+    return [heading, *table(heads, rows, unit), f"  {_NOT_COUNTED}"]
 
 
 def _memory_rows(config: MasterConfig, workers: Sequence[WorkerMemory], patches: int) -> list[tuple[str, list[int]]]:
@@ -193,7 +181,6 @@ def _memory_rows(config: MasterConfig, workers: Sequence[WorkerMemory], patches:
 
 
 def _optimizer_label(config: MasterConfig) -> str:
-    """Return the name of the row of what the optimizer holds on the device."""
     megatron = config.policy.megatron_cfg
     chosen = megatron.optimizer
     sharded = ", sharded" if megatron.distributed_data_parallel_config.use_distributed_optimizer else ""

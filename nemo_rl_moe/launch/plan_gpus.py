@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Lines of a plan on the GPUs of a run: generation engines, the memory of a GPU at each moment, and whether it fits."""
+"""Lines of a plan on the GPUs of a run: engines, the memory of a GPU at each moment, and whether it fits."""
 
 import math
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ _GPU_SIZES_GB = (80, 141)
 
 
 def engine_size(config: MasterConfig) -> EngineSize | None:
-    """Return the size of the engines with a copy of the weights; None where there are none, or none is known."""
+    """Return the size of engines with a copy of the weights, or None if there are none or it is unknown."""
     if not isinstance(config, GRPOMasterConfig):
         return None
     size = config.policy.generation.engine.size
@@ -52,28 +52,19 @@ def moment_lines(
     size = _GPU_SIZES_GB[0] if target is None else target.card.memory_gb
     found = moments_of_the_fullest(config, transformer, hf_config, size * UNITS["GB"])
     heads = ["trainer", "engine", "processes", "sum"]
-    cells = [
-        [f"{part / UNITS['GB']:.2f}" for part in (moment.trainer, moment.engine, moment.processes, moment.total)]
-        for moment in found
-    ]
-    width = max(map(len, heads))
-    names = [moment.event for moment in found]
-    label_width = max(map(len, names))
+    rows = [(moment.event, (moment.trainer, moment.engine, moment.processes, moment.total)) for moment in found]
     most = fullest(found)
     marks = ["", *("  <- the peak" if moment is most else "" for moment in found)]
-    table = [
-        f"  {label:<{label_width}}  " + "  ".join(f"{cell:>{width}}" for cell in row) + mark
-        for label, row, mark in zip(["", *names], [heads, *cells], marks, strict=True)
-    ]
+    lines = [line + mark for line, mark in zip(table(heads, rows, "GB"), marks, strict=True)]
     estimates = (
         f"  estimates: CUDA's context and NCCL, {PROCESS_BYTES / UNITS['GB']:g} GB a process; what an engine keeps"
         f" besides while it sleeps, {KEPT_BYTES / UNITS['GB']:g} GB"
     )
-    return [f"Memory of a GPU with {size} GB at each moment, at least, in GB:", *table, estimates]
+    return [f"Memory of a GPU with {size} GB at each moment, at least, in GB:", *lines, estimates]
 
 
 def fit_line(config: MasterConfig, transformer: TransformerConfig, hf_config: Any, target: Target) -> str:
-    """Return the line on the target's memory: how much of it the fullest moment leaves, of what is counted."""
+    """Return the line on whether the fullest moment fits the target's memory, and the rest."""
     memory = target.card.memory_gb * UNITS["GB"]
     moment = fullest(moments_of_the_fullest(config, transformer, hf_config, memory))
     of_it = f"the {target.card.memory_gb} GB of each {target.card.name}"
@@ -88,7 +79,7 @@ def fit_line(config: MasterConfig, transformer: TransformerConfig, hf_config: An
 def moments_of_the_fullest(
     config: MasterConfig, transformer: TransformerConfig, hf_config: Any, memory: int
 ) -> list[Entry]:
-    """Return the moments of the pipeline stage whose GPUs are the fullest, on cards with so many bytes."""
+    """Return the moments of the pipeline stage with the fullest GPUs, for cards with `memory` bytes."""
     size = engine_size(config)
     engine = None if size is None else _engine_share(config, transformer, hf_config, int(size.largest_share * memory))
     by_stage = [moments(worker, engine) for worker in _workers(config, transformer, hf_config)]
@@ -98,7 +89,7 @@ def moments_of_the_fullest(
 def _engine_share(
     config: MasterConfig, transformer: TransformerConfig, hf_config: Any, share: int
 ) -> EngineShare | None:
-    """Return an engine's rank on a GPU of the trainer; None where engines are elsewhere."""
+    """Return an engine's rank on a GPU of the trainer, or None if engines do not share its GPUs."""
     size = engine_size(config)
     if size is None or not engines_share_gpus(config):
         return None
@@ -113,7 +104,6 @@ def _workers(config: MasterConfig, transformer: TransformerConfig, hf_config: An
 
 
 def _engines_lack_room(config: MasterConfig, transformer: TransformerConfig, hf_config: Any, memory: int) -> bool:
-    """Return whether engines, on the trainer's GPUs or their own, lack memory for their weights and a cache."""
     size = engine_size(config)
     if size is None:
         return False
@@ -123,7 +113,7 @@ def _engines_lack_room(config: MasterConfig, transformer: TransformerConfig, hf_
 def engine_lines(
     config: MasterConfig, transformer: TransformerConfig, hf_config: Any, target: Target | None = None
 ) -> list[str]:
-    """Return lines on the engines: their places, their memory, and what lies beside them; none without a known size."""
+    """Return lines on the engines: number, memory, and other users of their GPUs. Empty if their size is unknown."""
     size = engine_size(config)
     if size is None:
         return []
@@ -168,10 +158,8 @@ def _device_rows(
     longest: int,
     target: Target | None,
 ) -> list[tuple[str, str]]:
-    """Return rows on a GPU of an engine, in GB."""
-    # beside: The engine's rank, on a GPU of the trainer; None: on its own.
-    # workers: Ranks of the trainer that share its GPU, one for each pipeline stage; empty: none does.
-    # target: Machines that it is for; None: any.
+    """Return rows on a GPU of an engine, in GB. `beside` is its rank if it shares the GPU with the trainer's ranks
+    `workers`."""
     rows = []
     least = memory.fits_from(0, utilization)
     if workers and beside is not None:
@@ -189,6 +177,17 @@ def _device_rows(
         value = f"{cache / UNITS['GB']:.2f}{sequences}" if fits else "they do not fit"
         rows.append((f"GPUs with {size} GB: key-value cache, in GB", value))
     return rows
+
+
+def table(heads: Sequence[str], rows: Sequence[tuple[str, Sequence[int]]], unit: str) -> list[str]:
+    """Return a line of heads, and a line with the label and the bytes of each row in GB or MB."""
+    cells = [heads, *([f"{value / UNITS[unit]:.2f}" for value in values] for _, values in rows)]
+    label_width = max(len(label) for label, _ in rows)
+    width = max(len(cell) for row in cells for cell in row)
+    return [
+        f"  {label:<{label_width}}  " + "  ".join(f"{cell:>{width}}" for cell in row)
+        for label, row in zip(["", *(label for label, _ in rows)], cells, strict=True)
+    ]
 
 
 def aligned(rows: Sequence[tuple[str, str]]) -> list[str]:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Lines of a plan on the models beside the policy, each in workers of its own."""
+"""Lines of a plan on the models other than the policy, each in separate workers."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.config.schema_policy import RoleModelConfig, TrainedRoleConfig
 from nemo_rl_moe.distributed.accelerators import Target
 from nemo_rl_moe.errors import ConfigurationError, counted
-from nemo_rl_moe.launch.plan_gpus import UNITS
+from nemo_rl_moe.launch.plan_gpus import UNITS, table
 from nemo_rl_moe.models.hf_files import load_hf_config
 from nemo_rl_moe.models.megatron.model.memory_estimate import worker_memory
 from nemo_rl_moe.models.megatron.model.memory_moments import PROCESS_BYTES
@@ -20,12 +20,11 @@ from nemo_rl_moe.models.megatron.model.transformer_config import build_transform
 
 @dataclass(frozen=True)
 class RoleMemory:
-    """Bytes that each worker of a role holds all the time, by arithmetic, on the fullest pipeline stage.
+    """Bytes that each worker of a role always holds, calculated for the fullest pipeline stage.
 
     Attributes:
-        label: Role, model and workers.
-        gradients: 0 of a role that does not train, as `optimizer`.
-        process: An estimate for CUDA's context and NCCL; 0 on CPUs.
+        gradients: 0 if the role does not train, like `optimizer`.
+        process: An estimate for CUDA's context and NCCL, 0 on CPUs.
     """
 
     label: str
@@ -36,7 +35,6 @@ class RoleMemory:
 
     @property
     def total(self) -> int:
-        """Return all of them together."""
         return self.weights + self.gradients + self.optimizer + self.process
 
 
@@ -67,24 +65,15 @@ def _role_memory(config: MasterConfig, name: str, role: RoleModelConfig) -> Role
 
 
 def role_lines(memories: dict[str, RoleMemory], target: Target | None) -> Iterator[str]:
-    """Yield a table of the roles, and whether each fits the target's cards; nothing without a role."""
+    """Yield a table of the roles, and whether each fits the target's cards."""
     if not memories:
         return
     found = memories.values()
     unit = "GB" if max(each.total for each in found) >= 10**8 else "MB"
     heads = ["weights", "gradients", "optimizer", "process", "sum"]
-    cells = [
-        [
-            f"{value / UNITS[unit]:.2f}"
-            for value in (each.weights, each.gradients, each.optimizer, each.process, each.total)
-        ]
-        for each in found
-    ]
-    label_width = max(len(each.label) for each in found)
-    width = max(len(cell) for row in [heads, *cells] for cell in row)
+    rows = [(each.label, (each.weights, each.gradients, each.optimizer, each.process, each.total)) for each in found]
     yield f"Memory of each worker beside the policy, held all the time, in {unit} of {UNITS[unit]:,} bytes:"
-    for label, row in zip(["", *(each.label for each in found)], [heads, *cells], strict=True):
-        yield f"  {label:<{label_width}}  " + "  ".join(f"{cell:>{width}}" for cell in row)
+    yield from table(heads, rows, unit)
     yield "  not counted: their activations"
     if target is None:
         return

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Entry point of PPO: that of GRPO, with a critic."""
+"""Entry point of PPO: GRPO with a critic."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ def run_ppo(config: PPOMasterConfig, run: TrainingRun) -> None:
 
 @dataclass(frozen=True)
 class PreparedCritic(PreparedRoles):
-    """Critic of a run, checked before anything is started."""
+    """Critic of a run, checked before any worker starts."""
 
     config: PPOMasterConfig
     run: TrainingRun

@@ -1,14 +1,14 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts of a run, of each of its environments."""
+"""Prompts of each environment of a run."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from nemo_rl_moe.config.schema import GRPOMasterConfig
-from nemo_rl_moe.config.schema_grpo import PromptDataConfig, PromptSourceConfig
+from nemo_rl_moe.config.schema_grpo import PromptSourceConfig
 from nemo_rl_moe.config.schema_mixture import THE_ONLY_ONE
 from nemo_rl_moe.data.mixture import interleaved
 from nemo_rl_moe.data.prompts import Prompt, PromptDataset, load_prompts, without_training_prompts
@@ -31,7 +31,7 @@ def read_training_prompts(
     image_rule: ImageRule | None,
     is_scored: bool = True,
 ) -> dict[str, PromptDataset]:
-    """Read or sample the prompts to train on, of each environment by its name; see `read_prompts`."""
+    """Read or sample the prompts to train on, by environment. See `read_prompts`."""
     found = {}
     shared = _shared_records(config)
     for name in config.env.environments:
@@ -65,10 +65,14 @@ def read_held_out_prompts(
     *,
     image_rule: ImageRule | None,
 ) -> Sequence[Prompt]:
-    """Read or sample the held-out prompts of all environments; empty: there is no validation."""
+    """Read or sample the held-out prompts of all environments. Empty: no validation."""
     found: dict[str, PromptDataset] = {}
     shared, lacking = _shared_records(config), list[str]()
-    for name, data, source in _held_out_sources(config):
+    for name in config.env.environments:
+        data = config.data.of(name)
+        source = data.validation
+        if config.data.validation is None or source is None:
+            continue
         is_overfitting = is_same_file(data.train, source)
         if is_overfitting:
             console.message("validating with the training prompts: data.validation.path is data.train.path")
@@ -89,16 +93,8 @@ def read_held_out_prompts(
     return found[THE_ONLY_ONE] if THE_ONLY_ONE in found else interleaved(found)
 
 
-def _held_out_sources(config: GRPOMasterConfig) -> Iterator[tuple[str, PromptDataConfig, PromptSourceConfig]]:
-    """Yield the name of each environment that is validated, with its data and the source of its held-out prompts."""
-    for name in config.env.environments:
-        data = config.data.of(name)
-        if config.data.validation is not None and data.validation is not None:
-            yield name, data, data.validation
-
-
 def _shared_records(config: GRPOMasterConfig) -> SharedRecords | None:
-    """Return what finds the records of each environment in data that they share; None where they do not."""
+    """Return the finder of each environment's records in shared data, or None if data is not shared."""
     if not config.env.mixture or config.data.environments:
         return None
     return SharedRecords(config.data.environment_key, tuple(config.env.mixture))
@@ -116,22 +112,23 @@ def read_prompts(
     environment: str = THE_ONLY_ONE,
     shared: SharedRecords | None = None,
 ) -> PromptDataset:
-    """Read or sample one set of prompts, without the training prompts; tokenise it, and say what was left out.
+    """Read or sample one set of prompts, without the training prompts, tokenise it, and report skipped prompts.
 
     Args:
-        image_rule: Rule by which the model takes images; None: it takes text alone.
-        is_scored: False: prompts need no answer, and repeated ones stay.
+        image_rule: Rule by which the model reads images. None: a text-only model.
+        is_scored: False: prompts need no answer, and repeated ones are kept.
         environment: Name of their environment.
-        shared: Finds the records of this environment in data of several; None: all are of this one.
+        shared: Finds the records of this environment in shared data. None: data is not shared.
     """
     longest = config.policy.max_total_sequence_length - config.policy.generation.max_new_tokens
-    own = kind_of(config.env.environments[environment].driver).prompts
+    settings = config.env.environments[environment]
+    own = kind_of(settings.driver).prompts
     number = "the" if source.num_items is None else source.num_items
     what = f"reading {source.path}" if source.path else f"sampling {number} prompts"
     what += f" of the environment {environment}" if environment else ""
     with console.phase(what), load_limit(config.data.load_timeout_s, source.path or "sampled prompts"):
         images = images_of_data(config.data, source.path, tokenizer, image_rule)
-        env = config.env.environments[environment] if is_scored else None
+        env = settings if is_scored else None
         data = data_with_tools(config, environment)
         key = config.given_response_key
         lines = None if own is None or source.path is not None else own(source)
@@ -142,9 +139,9 @@ def read_prompts(
 
 
 def is_same_file(training: PromptSourceConfig, validation: PromptSourceConfig) -> bool:
-    """Return True where validation names the training prompts themselves, to see whether a run learns them by heart.
+    """Return whether validation uses the training prompts on purpose, to see whether a run memorises them.
 
-    Otherwise held-out prompts that are training prompts too are an accident, and are left out.
+    Other held-out prompts that are also training prompts are skipped, since they are an accident.
     """
     path = training.path
     if path is None or path != validation.path:

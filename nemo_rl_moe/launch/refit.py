@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The refit check of a run: what it scores, how the weights are sent again, how a failure is explained."""
+"""The refit check of a run: the scored sequences, the repetition of a refit, and the explanation of a failure."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 
 PROBE_OF_TEXT = 16
-"""Tokens of the sequences without images that distinguish tower and decoder."""
+"""Length of the sequences without images that distinguish tower and decoder, in tokens."""
 
 
 def make_refit_check(
     config: GRPOMasterConfig, policy: "MegatronPolicy", engine: GenerationEngine, hf_config: Any, console: ConsoleLogger
 ) -> RefitCheck | None:
-    """Return the check of an engine's weights; None where it shares the trainer's, or there is to be none."""
+    """Return the check of an engine's weights, or None if it is off or the engine shares the trainer's weights."""
     generation = config.policy.generation
     chosen = generation.refit_check
     if engine.shares_weights or not chosen.enabled:
@@ -43,7 +43,7 @@ def make_refit_check(
     if not engine.can_score:
         console.warn(f"refits are not checked: the engine {generation.backend} cannot score given tokens")
         return None
-    longest = config.policy.max_total_sequence_length - 1  # an engine draws one token more
+    longest = config.policy.max_total_sequence_length - 1  # an engine samples one more token
     sequences = probe_sequences(chosen.num_sequences, chosen.num_tokens, hf_config.vocab_size)
     probes = [image_probe(sequence, hf_config, longest, n) for n, sequence in enumerate(sequences)]
     sequences, inputs = [list(ids) for ids, _ in probes], [found for _, found in probes if found]
@@ -53,7 +53,7 @@ def make_refit_check(
     def explain(copy: int) -> str:
         if not engine.gives_module_outputs or config.cluster.num_nodes > 1:  # other machines have folders of their own
             return ""
-        if inputs and not in_float32:  # rounding hides what the comparison would show
+        if inputs and not in_float32:  # rounding hides the difference
             return ""
         try:
             if inputs:
@@ -66,7 +66,7 @@ def make_refit_check(
                     in_float32=in_float32,
                     topk=getattr(hf_config, "num_experts_per_tok", None),
                 )
-        except Exception as error:  # the check's own error is what the user is to see
+        except Exception as error:  # the user should see the check's own error
             return f"Which module differs cannot be said: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
     return RefitCheck(
@@ -93,8 +93,8 @@ def image_probe(
     """Return a sequence of the check with an image of noise, so that tower and projector are checked.
 
     Args:
-        hf_config: The model's configuration; of a model of text alone the sequence stays as it is.
-        longest: Most tokens; what is beyond them is cut off.
+        hf_config: The model's configuration. For a text-only model, the sequence is not changed.
+        longest: Length at which the sequence is cut, in tokens.
     """
     vision = family_of(hf_config).vision
     if vision is None:
@@ -107,14 +107,14 @@ def image_probe(
     ids = [*sequence[:1], *[hf_config.image_token_id] * count, *sequence[1:]][:longest]
     if len(ids) < count + 2:  # no prompt with an image fits either
         return sequence, image_inputs([], np.zeros(len(sequence), dtype=np.bool_))
-    places = np.arange(len(ids))
-    return ids, image_inputs([ModelImage(pixels)], (places > 0) & (places <= count))
+    positions = np.arange(len(ids))
+    return ids, image_inputs([ModelImage(pixels)], (positions > 0) & (positions <= count))
 
 
 def explain_by_text(
     policy: "MegatronPolicy", engine: GenerationEngine, copy: int, temperature: float, count: int, hf_config: Any
 ) -> str:
-    """Return the side of a model of images whose weights differ, by sequences without images."""
+    """Return the part of a vision-language model whose weights differ, by sequences without images."""
     sequences = probe_sequences(count, PROBE_OF_TEXT, hf_config.vocab_size)
     none = image_inputs([], np.zeros(PROBE_OF_TEXT, dtype=np.bool_))
     expected = start_scores(policy, sequences, model_inputs=[none] * count)()
@@ -130,13 +130,13 @@ def start_scores(
     *,
     model_inputs: Sequence[Mapping[str, ModelInput]] = (),
 ) -> Callable[[], Scores]:
-    """Have the trainer begin to score sequences of one length, for the log-probs of all tokens but the first."""
+    """Start to score sequences of equal length with the trainer. No score is returned for the first token."""
     logprobs = policy.start_logprobs(batch_of(sequences, model_inputs), by_one_copy=True)
     return lambda: [row[1:].numpy() for row in logprobs()]
 
 
 def batch_of(sequences: Sequence[Sequence[int]], model_inputs: Sequence[Mapping[str, ModelInput]] = ()) -> TokenBatch:
-    """Return the sequences of one length as the trainer scores them, with their images."""
+    """Return sequences of equal length as a batch of the trainer, with their images."""
     input_ids = torch.tensor(sequences)
     batch = TokenBatch(
         input_ids=input_ids,

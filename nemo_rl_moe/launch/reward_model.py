@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The reward model of a run: checked before anything starts, then started in workers of its own."""
+"""The reward model of a run: checked before any worker starts, then started in separate workers."""
 
 from functools import partial
 
@@ -19,7 +19,7 @@ _CLASSIFIER = "ForSequenceClassification"
 
 
 def prepare_reward_model(config: GRPOMasterConfig, run: ModelRun, policy: PreparedModel) -> PreparedModel | None:
-    """Fetch and check the reward model, and warn of a chat template of its own; None: the run has none."""
+    """Fetch and check the reward model, and warn if its chat template differs. None: the run has no reward model."""
     if config.reward_model is None:
         return None
     name = config.reward_model.model_name
@@ -32,7 +32,7 @@ def prepare_reward_model(config: GRPOMasterConfig, run: ModelRun, policy: Prepar
         raise ConfigurationError(f"{_KEY}: got {name}, {found}, expected a {_CLASSIFIER} with one label")
     theirs = tokenizer_of_role(_KEY, name, config, policy).chat_template
     settings = config.policy.tokenizer
-    ours = load_tokenizer(settings.name, settings.chat_template).chat_template  # without corrections of ours
+    ours = load_tokenizer(settings.name, settings.chat_template).chat_template  # without this package's corrections
     if ours is not None and theirs is not None and ours != theirs:
         run.console.warn(
             f"{_KEY}: {name} has a chat template of its own: it scores conversations as that of {settings.name} renders"

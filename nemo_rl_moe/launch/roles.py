@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Models beside the policy: checked before anything starts, then started, each in workers of its own."""
+"""Models other than the policy: checked before any worker starts, then each started in separate workers."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,44 +24,40 @@ if TYPE_CHECKING:
 Workers = TypeVar("Workers", bound="ModelWorkers")
 
 
-def prepare_role(config: MasterConfig, role: str, beside: PreparedModel, console: ConsoleLogger) -> PreparedModel:
+def prepare_role(config: MasterConfig, role: str, policy: PreparedModel, console: ConsoleLogger) -> PreparedModel:
     """Fetch and check the model of a role."""
-    policy = roles_of(config)[role].as_policy(config.policy)
+    settings = roles_of(config)[role].as_policy(config.policy)
     try:
-        model = prepare_model(policy, console, role)
+        model = prepare_model(settings, console, role)
     except ConfigurationError as error:
-        # Its weights are never drawn at random.
+        # Its weights are never random.
         problems = [problem.removesuffix(f"; {RANDOM_HINT}") for problem in error.problems]
         raise ConfigurationError(role_problems(config, role, problems)) from error
     key = f"{key_of_role(config, role)}.model_name"
-    if problem := image_problem(model.image_rule, beside.image_rule):
+    if problem := image_problem(model.image_rule, policy.image_rule):
         raise ConfigurationError(
-            f"{key}: got {policy.model_name}, which {problem}, expected a model that reads the"
+            f"{key}: got {settings.model_name}, which {problem}, expected a model that reads the"
             f" batches of policy.model_name {config.policy.model_name} as they are"
         )
-    known, needed = model.hf_config.vocab_size, beside.hf_config.vocab_size
+    known, needed = model.hf_config.vocab_size, policy.hf_config.vocab_size
     if known < needed:
         raise ConfigurationError(
-            f"{key}: {policy.model_name} has {known} tokens, expected at least the {needed} of"
+            f"{key}: {settings.model_name} has {known} tokens, expected at least the {needed} of"
             f" {config.policy.model_name}, whose tokens it reads"
         )
     return model
 
 
 def tokenizer_of_role(
-    key: str, model_name: str, config: MasterConfig, beside: PreparedModel
+    key: str, model_name: str, config: MasterConfig, policy: PreparedModel
 ) -> "PreTrainedTokenizerBase":
-    """Load the tokenizer of a role's model, which gives the policy's tokens the same ids.
-
-    Args:
-        key: Of the model's name.
-    """
+    """Load the tokenizer of a role's model, and check that it gives the policy's tokens the same ids."""
     try:
         tokenizer = load_tokenizer(model_name)
     except ConfigurationError as error:
         problems = [problem.removeprefix("policy.tokenizer.name: ") for problem in error.problems]
         raise ConfigurationError([f"{key}: {problem}" for problem in problems]) from error
-    if problem := vocabulary_problem(beside.tokenizer, tokenizer):
+    if problem := vocabulary_problem(policy.tokenizer, tokenizer):
         raise ConfigurationError(
             f"{key}: got {model_name}, which has another vocabulary than {config.policy.tokenizer.name}:"
             f" {problem}; expected a model with the policy's tokenizer"
@@ -70,11 +66,8 @@ def tokenizer_of_role(
 
 
 def start_role(run: ModelRun, role: str, model: PreparedModel, start: Callable[..., Workers]) -> Workers:
-    """Start the workers of a role after those of the policy, until the run ends.
-
-    Args:
-        start: Class of the workers, or makes them by the same arguments.
-    """
+    """Start the workers of a role after the policy's, until the run ends. `start` is their class, or makes them like
+    it."""
     place = run.start_places(role)
     if model.source.hub is not None and not place.is_local:
         fetch_on_machines(place, model.source.hub)

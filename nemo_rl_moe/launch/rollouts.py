@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Start of rollouts: their order, the runner that makes them, the source of a run's steps, and their end."""
+"""Start of rollouts: the order of groups, the source of a run's steps, and the state that a resumed run begins with."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,16 +35,16 @@ from nemo_rl_moe.runs.folder.lines import LineFile, rewind_lines
 from nemo_rl_moe.runs.folder.time_line import TimeLine
 
 SCHEDULE_FILE = "schedule.jsonl"
-"""File of a run's folder: the groups that each step was trained on."""
+"""File in the run's folder with the groups that each step was trained on."""
 
 
 @dataclass(frozen=True)
 class RolloutPlan:
-    """Order of the groups of a run; checked before anything is started.
+    """Order of the groups of a run, checked before any worker starts.
 
     Attributes:
         policy: Selects the groups of a step.
-        schedule: Steps of an earlier run, which are repeated. None without a schedule.
+        schedule: Steps of an earlier run, which are repeated. None: no schedule.
     """
 
     policy: StalenessPolicy
@@ -66,7 +66,7 @@ class RolloutPlan:
 
 
 def plan_rollouts(config: GRPOMasterConfig) -> RolloutPlan:
-    """Return the order of a run's groups; a synchronous run has no staleness."""
+    """Return the order of a run's groups. A synchronous run has no staleness."""
     rollouts = config.grpo.rollouts
     if not rollouts.is_asynchronous:
         bounds = Bounds(config.grpo.num_prompts_per_step, updates_per_step=config.updates_per_step)
@@ -111,30 +111,23 @@ def running_source(
     message: Callable[[str], None],
     record: Callable[[TimeLine], None] = lambda time_line: None,
 ) -> Iterator[SampledGroups]:
-    """Start the source of a run's groups, which the end of the runner cancels.
+    """Run the source of a run's groups within the context. The end of the runner cancels it.
 
     Args:
-        plan: Order of the groups.
-        runner: Makes them.
-        loader: The prompts of each epoch.
-        sampling: How tokens are sampled.
         folder: The run's folder, which gets the schedule of an asynchronous run.
-        state: State of the run that is resumed.
+        state: State of the resumed run.
         warn: Receives a line on each prompt that is given up, and on a schedule that cannot be written.
         message: Receives a line when the schedule can be written again.
-        record: Gets the time line of each step.
 
     Raises:
         CheckpointError: The prompts differ from those of the state.
     """
-    observe: Callable[[Batch], None] = _unobserved
     schedule: LineFile | None = None
     if config.grpo.rollouts.is_asynchronous:
         path = folder / SCHEDULE_FILE
         if path.is_file():
             rewind_lines(path, state.version // config.updates_per_step)
         schedule = LineFile(path, warn, message)
-        observe = _observer(schedule, config.updates_per_step, warn)
     source = SampledGroups(
         config.grpo,
         runner,
@@ -146,7 +139,7 @@ def running_source(
         state=state if plan.schedule is None else needed_of(plan.schedule, state),
         runs_ahead=runs_ahead(config),
         fetch=fetch_objects,
-        observe=observe,
+        observe=partial(_observe, schedule, config.updates_per_step, warn),
         record=record,
     )
     try:
@@ -157,7 +150,7 @@ def running_source(
 
 
 def runs_ahead(config: GRPOMasterConfig) -> bool:
-    """Return whether groups are generated while the trainer works: its own engine computes with its weights."""
+    """Return whether groups are generated during training, which the trainer's own engine cannot."""
     return config.grpo.rollouts.is_asynchronous and not config.policy.generation.engine.shares_weights
 
 
@@ -169,17 +162,15 @@ def state_at(
     *,
     with_optimizer: bool = True,
 ) -> QueueState:
-    """Return the state of the run that is resumed: the queue of its checkpoint, or the prompts of its steps.
+    """Return the state to resume from: the queue of the checkpoint, or the prompts of the steps so far.
 
     Args:
-        loop: State of the loop.
-        checkpoint: Folder of the checkpoint; None: the run begins.
-        loader: The prompts of each epoch.
-        with_optimizer: The checkpoint has the optimizer, and so the count of its steps. Without it they begin at 0
-            again, so that nobody can tell how old the tokens of the queue are: they are drawn again.
+        checkpoint: Folder of the checkpoint. None: the run begins.
+        with_optimizer: Whether the checkpoint has the optimizer's state, which counts its steps. Otherwise they begin
+            at 0 again, so that the age of the queue's tokens is unknown and they are sampled again.
 
     Raises:
-        CheckpointError: The queue is damaged, or one of other prompts.
+        CheckpointError: The queue is damaged, or belongs to other prompts.
     """
     version = loop.step * config.updates_per_step
     if checkpoint is not None:
@@ -192,7 +183,7 @@ def state_at(
 
 
 def _can_be_trained_on(config: GRPOMasterConfig, group: Group) -> bool:
-    """Return whether this run can train on a group of the checkpoint, which other settings may have sampled."""
+    """Return whether this run can train on a group of the checkpoint, which had perhaps other settings."""
     sequences = sequences_of(group)
     return (
         len(group) == config.grpo.num_generations_per_prompt
@@ -204,17 +195,11 @@ def _can_be_trained_on(config: GRPOMasterConfig, group: Group) -> bool:
     )
 
 
-def _unobserved(batch: Batch) -> None:
-    """Do nothing."""
-
-
-def _observer(schedule: LineFile, updates_per_step: int, warn: Callable[[str], None]) -> Callable[[Batch], None]:
-    """Return the function that sees each batch: it writes the schedule and warns of prompts that are given up."""
-
-    def observe(batch: Batch) -> None:
-        schedule.append([line_of(ScheduledStep.of(batch), batch.version // updates_per_step + 1)])
-        for each in batch.cancelled:
-            if each.is_given_up:
-                warn(f"{each.sample_id} is given up after {each.attempt + 1} groups ({each.reason}): {each.message}")
-
-    return observe
+def _observe(schedule: LineFile | None, updates_per_step: int, warn: Callable[[str], None], batch: Batch) -> None:
+    """Write a batch to the schedule of an asynchronous run, and warn of prompts that are given up."""
+    if schedule is None:
+        return
+    schedule.append([line_of(ScheduledStep.of(batch), batch.version // updates_per_step + 1)])
+    for each in batch.cancelled:
+        if each.is_given_up:
+            warn(f"{each.sample_id} is given up after {each.attempt + 1} groups ({each.reason}): {each.message}")

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Saved state of a training run: the checkpoint that it resumes from, those that it writes, its final weights."""
+"""Saved state of a training run: the checkpoint to resume from, its checkpoints, and its final weights."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -39,22 +39,20 @@ if TYPE_CHECKING:
     from nemo_rl_moe.models.policy.lm_policy import TrainableModel
 
 FINAL_RUN_FILE = "training_run.json"
-"""Beside the final weights: which training they are the end of."""
+"""File next to the final weights that identifies their training."""
 
 
 class SavedTraining:
-    """Saved state of one run: what it resumes from, and what it writes.
+    """Saved state of one run: the checkpoint that it resumes from, and its own checkpoints.
 
     Args:
-        config: A checked configuration.
-        launch: Identity of the run, and which of its restarts this is.
-        console: Messages to the user.
-        opened: Closes what is opened here when the run ends.
+        launch: Identity of the run, and the number of its restart.
+        opened: Closes everything that is opened here when the run ends.
 
     Attributes:
-        resume: The checkpoint that the run resumes from; None: it starts at the beginning.
-        models: The models that are trained, by role.
-        num_steps: Steps of the whole run; known from `begin` on.
+        resume: The checkpoint that the run resumes from. None: it starts at the beginning.
+        models: The trained models, by role.
+        num_steps: Steps of the complete run, known after `begin`.
     """
 
     def __init__(self, config: MasterConfig, launch: RunLaunch, console: ConsoleLogger, opened: ExitStack):
@@ -66,7 +64,7 @@ class SavedTraining:
         self._store: CheckpointStore | None = None
 
     def claim(self) -> None:
-        """Find the checkpoint to resume from, and lock the folder of checkpoints where it is known."""
+        """Find the checkpoint to resume from, and lock the folder of checkpoints if it is known."""
         run_id, restart_number = self._launch.run_id, self._launch.restart_number
         self.resume = find_resume_point(self._config, run_id, restart_number, self._console.warn)
         self._store = _known_store(self._config, self.resume, self._console)
@@ -75,15 +73,15 @@ class SavedTraining:
             self._store.sweep()
 
     def begin(self, num_steps: int, fingerprints: Mapping[str, str]) -> None:
-        """Report from where the run goes on, and which inputs have changed since.
+        """Report the step from which the run continues, and the inputs that have changed since.
 
         Args:
-            num_steps: Steps of the whole run.
-            fingerprints: Texts that change when an input does which a resumed run relies on, by the input's name; those
-                of models are added.
+            num_steps: Steps of the complete run.
+            fingerprints: Texts by the name of an input, which change with the input if a resumed run relies on it.
+                Fingerprints of models are added.
 
         Raises:
-            CheckpointError: The checkpoint's adapters would stand beside another base.
+            CheckpointError: The checkpoint's adapters belong to another base.
         """
         fingerprints = {**fingerprints, **model_fingerprints(self._config)}
         self.num_steps, self._fingerprints = num_steps, fingerprints
@@ -105,7 +103,7 @@ class SavedTraining:
 
     @property
     def is_complete(self) -> bool:
-        """True when an earlier run has come to its end and has written the final weights."""
+        """Whether an earlier run has finished and written the final weights."""
         if self.resume is None:
             return False
         final = self.resume.folder.parent / FINAL_WEIGHTS_FOLDER / FINAL_RUN_FILE
@@ -115,16 +113,17 @@ class SavedTraining:
             return False
         expected = self.origin_of_weights(self.resume.step)
         if self.resume.step >= self.num_steps and isinstance(written, dict):
-            expected["num_steps"] = written.get("num_steps")  # fewer steps than were done ask for nothing more
+            expected["num_steps"] = written.get("num_steps")  # a lower number of steps needs no more training
         return bool(written == expected)
 
     def restore(self) -> None:
-        """Load the checkpoint into the models that are trained; the reference stays the one that the run began with.
+        """Load the checkpoint into the trained models. The reference model keeps the initial weights of the run.
 
-        Where its files are not what was written, the newest older checkpoint of the run is taken instead.
+        If its files are damaged, the newest older checkpoint of the run is loaded.
 
         Raises:
-            CheckpointError: All checkpoints are damaged, or one holds anything but tensors or belongs to another model.
+            CheckpointError: All checkpoints are damaged, or one holds anything but tensors or belongs to another
+                model.
         """
         damaged: list[Path] = []
         while self.resume is not None:
@@ -149,14 +148,9 @@ class SavedTraining:
         return older
 
     def open_checkpointer(self, loggers: FanOutLogger, folder: Path) -> Checkpointer:
-        """Return what saves the models while the loop goes on.
-
-        Args:
-            loggers: Continued by a resumed run.
-            folder: The run's folder.
-        """
+        """Return the writer of checkpoints during the loop. A resumed run continues the loggers."""
         store, config = self._store, self._config
-        loop_config: Any = config  # every algorithm's has data
+        loop_config: Any = config  # every algorithm has data
         if store is None:
             store = CheckpointStore(self.checkpoint_dir(folder), self._console.warn)
             self._opened.enter_context(store.locked())
@@ -176,10 +170,9 @@ class SavedTraining:
         return checkpointer
 
     def save_final_weights(self, run_folder: Path, num_steps: int) -> Path:
-        """Write the weights of all trained models, the policy's last: they say that the run is complete.
+        """Write the weights of all trained models, and return the folder of the policy's.
 
-        Returns:
-            The policy's.
+        The policy's are last, since they mark the run as complete.
         """
         checkpoint_dir = self.checkpoint_dir(run_folder)
         weights = final_weights_folder(checkpoint_dir, POLICY_ROLE)
@@ -196,8 +189,8 @@ class SavedTraining:
         return weights
 
     def _sign(self, weights: Path, step: int) -> None:
-        """Write beside the final weights whose they are."""
-        # Survives a disk that is full, and a folder that somebody removes, between the weights and this.
+        """Write the run id and step next to the final weights."""
+        # The disk may get full, or the folder be removed, after the weights have been written.
         try:
             (weights / FINAL_RUN_FILE).write_text(f"{json.dumps(self.origin_of_weights(step))}\n", encoding="utf-8")
             add_to_inventory(weights, FINAL_RUN_FILE)
@@ -205,16 +198,15 @@ class SavedTraining:
             raise CheckpointError(f"{weights}: cannot be written: {one_line(error)}") from None
 
     def origin_of_weights(self, step: int) -> dict[str, Any]:
-        """Return the origin of the final weights: those of another training may stand in the same folder."""
+        """Return the origin of the final weights, as the same folder may hold weights of another training."""
         return {"first_run_id": self._first_run_id, "step": step, "num_steps": self.num_steps}
 
     def checkpoint_dir(self, run_folder: Path) -> Path:
-        """Return the folder of checkpoints, which may lie in the run's own."""
+        """Return the folder of checkpoints, which may be in the run's folder."""
         return self._store.folder if self._store is not None else checkpoint_dir_of(self._config, run_folder)
 
     @property
     def _first_run_id(self) -> str:
-        """The run at the beginning of this history of training."""
         return self.resume.state.first_run_id if self.resume is not None else self._launch.run_id
 
     def _beginning(self, resume: ResumePoint) -> str:
@@ -243,7 +235,7 @@ class SavedTraining:
 
 
 def _known_store(config: MasterConfig, resume: ResumePoint | None, console: ConsoleLogger) -> CheckpointStore | None:
-    """Return the folder of checkpoints; None without any, or where it lies in the run's folder, not made yet."""
+    """Return the folder of checkpoints, or None if they are off or in the run's folder, which does not exist yet."""
     if not config.checkpointing.enabled:
         return None
     known = resume.folder.parent if resume is not None else config.checkpointing.checkpoint_dir

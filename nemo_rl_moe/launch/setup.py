@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Setup of a run before its loop: the model checked, Ray and the workers started, the settings in force shown."""
+"""Setup of a run before its loop: checks of the model, the start of Ray and workers, and the effective settings."""
 
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -61,10 +61,10 @@ class PreparedModel:
     """The model of a run as the driver knows it.
 
     Attributes:
-        files: What lies beside exported weights, file name to content.
-        policy: The section that describes it, of the policy or of another role.
-        speech: How it speaks, by its files.
-        image_rule: Rule by which it takes images; None: it takes text alone.
+        files: Files next to exported weights, file name to content.
+        policy: The section of its settings, of the policy or of another role.
+        speech: Its chat format, by its files.
+        image_rule: Rule by which it reads images. None: a text-only model.
     """
 
     source: ModelSource
@@ -82,11 +82,11 @@ def prepare_model(
     role: str | None = None,
     template_kwargs: Mapping[str, Any] = MappingProxyType({}),
 ) -> PreparedModel:
-    """Fetch and check the model, so that what is wrong with it is reported before Ray starts; load the tokenizer.
+    """Fetch and check the model, to report its problems before Ray starts, and load the tokenizer.
 
     Args:
-        role: Of a model beside the policy, whose router settings are its own and no reason for a warning.
-        template_kwargs: The run's names for the chat template.
+        role: Role of a model other than the policy. Its router settings are its own and need no warning.
+        template_kwargs: The run's variables for the chat template.
     """
     source, folder = _fetched(policy, console)
     with console.phase("checking the model" if role is None else f"checking the model of the {role}"):
@@ -109,7 +109,7 @@ def prepare_model(
             console.warn(line)
     tokenizer = load_tokenizer(policy.tokenizer.name, policy.tokenizer.chat_template)
     files = collect_model_files(exported.content, hf_config, folder, tokenizer)
-    use_corrected_template(tokenizer, policy.tokenizer, console)  # behind what is exported, which keeps the model's own
+    use_corrected_template(tokenizer, policy.tokenizer, console)  # after the export, which keeps the model's template
     speech = describe_speech(tokenizer, load_published(str(folder)), template_kwargs)
     if role is None:
         announce_speech(speech, tokenizer, console)
@@ -117,7 +117,7 @@ def prepare_model(
 
 
 def announce_speech(speech: Speech, tokenizer: "PreTrainedTokenizerBase", console: ConsoleLogger) -> None:
-    """Show how the model speaks and calls tools."""
+    """Show the model's chat format and format of calls."""
     for line in (*speech.lines(), calls_line(tokenizer)):
         if line is not None:
             console.message(line)
@@ -128,7 +128,7 @@ def announce_speech(speech: Speech, tokenizer: "PreTrainedTokenizerBase", consol
 def use_corrected_template(
     tokenizer: "PreTrainedTokenizerBase", settings: TokenizerConfig, console: ConsoleLogger
 ) -> None:
-    """Take a chat template of ours where the tokenizer's own loses parts of a conversation, and report it."""
+    """Use this package's chat template if the tokenizer's loses parts of a conversation, and report it."""
     if settings.chat_template is None and (line := correct_template(tokenizer, settings.corrected_template)):
         console.message(line)
 
@@ -136,11 +136,7 @@ def use_corrected_template(
 def model_warnings(
     policy: PolicyConfig, hf_config: Any, config_json: Mapping[str, Any], transformer: "TransformerConfig"
 ) -> list[str]:
-    """Return the warnings about the model's settings before a run, a line each.
-
-    Args:
-        transformer: What `build_transformer_config` made of them.
-    """
+    """Return the warnings about the model's settings before a run, a line each."""
     from nemo_rl_moe.models.megatron.model.router_settings import (
         SIZES_OF_THE_MODEL,
         exported_config,
@@ -165,7 +161,6 @@ def model_warnings(
 
 
 def _fetched(policy: PolicyConfig, console: ConsoleLogger) -> tuple[ModelSource, Path]:
-    """Return the source of the model, and its folder on this machine."""
     if Path(policy.model_name).is_dir():
         source = find_model(policy)
     else:
@@ -188,13 +183,11 @@ def read_samples(
     image_rule: ImageRule | None,
     speech: Speech,
 ) -> Samples:
-    """Read and tokenise one set of samples, and say what was truncated, dropped or skipped.
+    """Read and tokenise one set of samples, and report truncated, dropped and skipped ones.
 
     Args:
         load: `load_sft_dataset` or `load_preferences`.
-        source: Entry of the `data` section.
-        image_rule: Rule by which the model takes images; None: it takes text alone.
-        speech: How the model speaks.
+        image_rule: Rule by which the model reads images. None: a text-only model.
     """
     longest = config.policy.max_total_sequence_length
     with console.phase(f"reading {source.path}"), load_limit(config.data.load_timeout_s, source.path):
@@ -218,7 +211,7 @@ def read_samples(
 def images_of_data(
     data: DataConfig, path: str | None, tokenizer: Any, image_rule: ImageRule | None
 ) -> ImageTokenizer | None:
-    """Return the treatment of a data set's images; None: the model takes text alone."""
+    """Return the treatment of a data set's images, or None for a text-only model."""
     if image_rule is None:
         return None
     reader = ImageReader(image_folder(path, data.image_root), data.max_image_pixels)
@@ -226,7 +219,7 @@ def images_of_data(
 
 
 def fetch_on_machines(cluster: RayCluster, model: HubModel) -> None:
-    """Bring a hub's model onto every machine of the run; nothing is fetched where the cache (HF_HOME) is shared."""
+    """Fetch a model of the hub on every machine of the run, unless the cache (HF_HOME) is shared."""
     if problems := [problem for problem in cluster.call_on_each_machine(fetching_problem, model) if problem]:
         raise ConfigurationError(list(dict.fromkeys(problems)))
 
@@ -234,7 +227,7 @@ def fetch_on_machines(cluster: RayCluster, model: HubModel) -> None:
 class ModelRun:
     """A command that runs a model and does not train it: `prepare_model`, then `start_policy`.
 
-    What these and `use` open is closed in reverse order when the run, a context manager, is left.
+    Everything that these and `use` open is closed in reverse order when the run, a context manager, is left.
     """
 
     def __init__(self, config: MasterConfig, console: ConsoleLogger):
@@ -253,7 +246,7 @@ class ModelRun:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if isinstance(error, UserError) and self._early_cluster is not None and self._early_cluster.is_starting:
-            report_problems(error)  # the user need not wait for Ray, which cannot be stopped before it has started
+            report_problems(error)  # at once, as Ray cannot be stopped before it has started
         self._opened.__exit__(kind, error, traceback)
 
     def use(self, context: AbstractContextManager[Opened]) -> Opened:
@@ -264,13 +257,13 @@ class ModelRun:
         """Fetch and check the model, load the tokenizer, and let Ray start."""
         kwargs = self.config.data.chat_template_kwargs
         self._model = prepare_model(self.config.policy, self.console, template_kwargs=kwargs)
-        # Starts while data are read. Not before: what is wrong with a model is reported without waiting for Ray.
+        # Starts while data is read. Not earlier, so that problems of a model are reported without waiting for Ray.
         self._early_cluster = EarlyCluster(self.config)
         self._opened.callback(self._early_cluster.close)
         return self._model
 
     def stop_reason(self) -> str | None:
-        """Return the request to stop that waits for a good moment; None where there is none, or it would not wait."""
+        """Return a request to stop that waits for a good moment. Without training, requests do not wait."""
         return None
 
     @property
@@ -280,19 +273,14 @@ class ModelRun:
         return self._cluster
 
     def start_policy(self) -> "MegatronPolicy":
-        """Start Ray and the workers, for forward passes alone."""
+        """Start Ray and the workers, for forward passes only."""
         return self._start_workers(seed=0, num_steps=None, keep_reference=False)
 
     def start_places(self, role: str) -> RayCluster:
-        """Reserve the places of a role, until the run ends."""
+        """Reserve the machines of a role, until the run ends."""
         place = RayCluster(self.config.cluster.place_of(role), beside=self.cluster)
         self._opened.callback(place.shutdown)
         return place
-
-    @property
-    def _started(self) -> "MegatronPolicy":
-        assert self._policy is not None  # start_policy comes first
-        return self._policy
 
     def _start_workers(self, *, seed: int, num_steps: int | None, keep_reference: bool) -> "MegatronPolicy":
         from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy  # with Megatron-Core, which takes seconds
@@ -322,12 +310,7 @@ class ModelRun:
 
 
 def announce_moe(console: ConsoleLogger, moe_configuration: Mapping[str, Any], sources: Mapping[str, str]) -> None:
-    """Show the router settings that are really in force.
-
-    Args:
-        sources: Name to who has set it; Megatron-Core's own defaults are not in it. Of these, those of what is
-            switched off are left out.
-    """
+    """Show the effective router settings with their sources. A default is not shown if its feature is off."""
     if not moe_configuration:
         console.message("the model has no MoE layers: there is nothing to track")
         return
@@ -347,7 +330,7 @@ def announce_moe(console: ConsoleLogger, moe_configuration: Mapping[str, Any], s
 
 
 def _has_effect(name: str, moe_configuration: Mapping[str, Any]) -> bool:
-    """Return False for defaults of what is switched off."""
+    """Return False for defaults of a feature that is off."""
     if name.startswith(("moe_deepep_", "moe_flex_", "moe_hybridep_", "moe_ncclep_")):
         return bool(moe_configuration.get("moe_token_dispatcher_type") == "flex")
     if name == "moe_router_bias_update_rate":
@@ -371,11 +354,7 @@ def summarise(
     *,
     loggers: Collection[str],
 ) -> str:
-    """Return a few lines: what was learned, what was wrong with the rewards, and where to look.
-
-    Args:
-        loggers: Names of the loggers that have taken part to the end.
-    """
+    """Return a few lines on the results, problems with rewards, and files of the run."""
     lines = [f"\n{summary.num_steps} steps done."]
     for name in ("loss", "accuracy"):
         if f"val/{name}" in summary.last_validation:
@@ -392,10 +371,12 @@ def summarise(
         lines.append(
             f"  refit check of the last step: log-probs of engine and trainer differ by {gap:.1e} nats at most"
         )
-    lines += scoring
-    lines.append("Where to look:")
-    lines.append(f"  the run on one page           nemo-rl-moe report {run_folder}")
-    lines.append(f"  every metric, a line a step   {run_folder / 'metrics.jsonl'}")
+    lines += [
+        *scoring,
+        "Where to look:",
+        f"  the run on one page           nemo-rl-moe report {run_folder}",
+        f"  every metric, a line a step   {run_folder / 'metrics.jsonl'}",
+    ]
     if (run_folder / FOLDER_NAME).is_dir():
         lines.append(f"  load of every expert          {run_folder / FOLDER_NAME}")
     samples = run_folder / SAMPLES_FILE_NAME

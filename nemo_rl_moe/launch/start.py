@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Start of a run: in the process of the command, or under a supervisor that starts it again. Imports no torch."""
+"""Start of a run: in the process of the command, or under a supervisor that restarts it. Imports no torch."""
 
 import os
 import sys
@@ -28,9 +28,9 @@ class RunLaunch:
     """One launch of a run: the first one, or a restart after a failure.
 
     Attributes:
-        run_id: Identifies the command that the user started; restarts keep it.
+        run_id: Identifies the user's command. Restarts keep it.
         restart_number: 0 for the first launch, then 1, 2, ...
-        started: Start of the command on the machine's monotonic clock, in seconds; None: now.
+        started: Start of the command on the machine's monotonic clock, in seconds. None: now.
     """
 
     run_id: str
@@ -39,13 +39,10 @@ class RunLaunch:
 
 
 def train(config: MasterConfig, overrides: Sequence[str], *, owns_process: bool) -> int:
-    """Run a configuration's algorithm from start to end.
+    """Run a configuration's algorithm from start to end, and return the exit code.
 
     Args:
-        owns_process: True where this process runs nothing else.
-
-    Returns:
-        The exit code.
+        owns_process: True if this process runs nothing else.
     """
     launch = RunLaunch(uuid.uuid4().hex, started=time.monotonic())
     if owns_process and config.cluster.max_restarts:
@@ -57,7 +54,7 @@ def train(config: MasterConfig, overrides: Sequence[str], *, owns_process: bool)
         with StopSignals() as stop_signals:
             launch_run(config, launch, stop_signals)
     except Exception as error:
-        # The exit code of an error that has none of its own, a bug, is the same.
+        # Errors without an exit code, which are bugs, end with the same one.
         if getattr(error, "exit_code", EXIT_RUN_FAILED) == EXIT_RUN_FAILED and (hint := _resume_hint(config, launch)):
             error.add_note(hint)
         raise
@@ -65,7 +62,7 @@ def train(config: MasterConfig, overrides: Sequence[str], *, owns_process: bool)
 
 
 def train_supervised(launch: RunLaunch) -> int:
-    """Run the configuration that a supervisor hands on; it says itself how to go on after a failure."""
+    """Run the configuration that a supervisor sends. After a failure, the supervisor prints how to resume."""
     config = load_dumped(sys.stdin.read())
     watch_this_process()
     with StopSignals() as stop_signals:
@@ -76,7 +73,7 @@ def train_supervised(launch: RunLaunch) -> int:
 def launch_run(config: MasterConfig, launch: RunLaunch, stop_signals: StopSignals) -> None:
     """Run a configuration's algorithm from start to end, in this process.
 
-    Everything that can be wrong with the input is found before a worker starts or a file is written.
+    All problems of the input are reported before a worker starts or a file is written.
     """
     algorithm = algorithm_of(config)
     run_algorithm = entry_point_of(algorithm)
@@ -90,8 +87,8 @@ def launch_run(config: MasterConfig, launch: RunLaunch, stop_signals: StopSignal
 
 
 def entry_point_of(algorithm: Algorithm) -> Callable[[Any, "TrainingRun"], None]:
-    """Return the function that runs an algorithm: a built-in one's, or the one that its record names."""
-    # Imported here, and not by a supervisor: torch takes seconds.
+    """Return the function that runs an algorithm, built in or named by its record."""
+    # Imported here, as torch takes seconds, and a supervisor does not need it.
     from nemo_rl_moe.launch.distillation import run_distillation
     from nemo_rl_moe.launch.dpo import run_dpo
     from nemo_rl_moe.launch.grpo import run_grpo
@@ -109,10 +106,10 @@ def entry_point_of(algorithm: Algorithm) -> Callable[[Any, "TrainingRun"], None]
 
 
 def take_process(overrides: Sequence[str], report_end: Callable[[], None] = lambda: None) -> None:
-    """Make this process that of a run: watched, and with no secret on its command line.
+    """Prepare this process for a run: with a watcher, and without secrets on its command line.
 
     Args:
-        report_end: Says how to go on when this process has failed and cannot say it.
+        report_end: Prints how to resume after a failure that this process cannot report.
     """
     os.environ["PYTHONPATH"] = _search_path()
     _hide_secrets(overrides)  # before the watcher is forked, which has the same command line
@@ -120,11 +117,11 @@ def take_process(overrides: Sequence[str], report_end: Callable[[], None] = lamb
 
 
 def _hide_secrets(overrides: Sequence[str]) -> None:
-    """Mask the secrets on this process's command line, which anybody on the machine, W&B and Ray's dashboard see."""
+    """Mask the secrets on this process's command line, which other users, W&B and Ray's dashboard can see."""
     shown = {text: masked_assignment(text) for text in overrides}
     words = [shown.get(word, word) for word in sys.argv]
     if words != sys.argv:
-        # Where the title is written over the environment too, a run's processes are not found by their mark.
+        # If the title also overwrites the environment, a run's processes are not found by their mark.
         os.environ.setdefault("SPT_NOENV", "1")
         from ray._raylet import setproctitle  # type: ignore[attr-defined]
 
@@ -133,9 +130,9 @@ def _hide_secrets(overrides: Sequence[str]) -> None:
 
 
 def _supervise(config: MasterConfig, launch: RunLaunch) -> int:
-    """Have a process of its own run the configuration, again after failures; return the exit code of the last."""
+    """Run the configuration in a separate process, again after failures, and return the last exit code."""
     os.environ["PYTHONPATH"] = _search_path()
-    # -P: modules are looked for where this process does, and that is not always the working folder.
+    # -P: search modules in the folders of this process, which need not include the working folder.
     words = [sys.executable, "-P", "-m", "nemo_rl_moe.cli", "run", "--run-id", launch.run_id]
     return supervise(
         Supervision(
@@ -148,7 +145,7 @@ def _supervise(config: MasterConfig, launch: RunLaunch) -> int:
 
 
 def _search_path() -> str:
-    """Return the folders in which Ray's workers look for modules: those of this process."""
+    """Return the folders of this process's modules, for Ray's workers."""
     return os.pathsep.join(filter(None, [sys.path[0], os.environ.get("PYTHONPATH")]))
 
 
@@ -158,7 +155,7 @@ def _print_resume_hint(config: MasterConfig, launch: RunLaunch) -> None:
 
 
 def _resume_hint(config: MasterConfig, launch: RunLaunch) -> str | None:
-    """Return how to resume a run that has failed; None where there is no checkpoint."""
+    """Return how to resume a run that has failed, or None without a checkpoint."""
     try:
         point = find_resume_point(config, launch.run_id, 1, lambda problem: None)
     except (UserError, OSError):

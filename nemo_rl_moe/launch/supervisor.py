@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The supervisor of a run with `cluster.max_restarts`: starts its process again after failures, passes on signals."""
+"""The supervisor of a run with `cluster.max_restarts`: restarts its process after failures, and passes on signals."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ from nemo_rl_moe.errors import EXIT_RUN_FAILED, exit_code_of_signal, printable
 LONGEST_WAIT_S = 30.0
 POLL_S = 1.0
 CLEARING_LIMIT_S = LOGGERS_GRACE_S + ENDING_LIMIT_S + 15.0
-"""Seconds to wait for the watcher of a run that has failed, which ends what is left of it."""
+"""Seconds to wait for the watcher of a failed run, which ends its remaining processes."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class Supervision:
 
     Attributes:
         command: Returns the command of the run's process, given the number of restarts so far.
-        stdin: What the process reads from standard input: the resolved configuration, which may hold secrets.
-        resume_hint: Returns a line on how to resume a run that has failed; None where it has no checkpoint.
-        restart_wait_s: Seconds before the first restart; doubles with each.
+        stdin: Standard input of the process: the resolved configuration, which may contain secrets.
+        resume_hint: Returns a line on how to resume a failed run, or None without a checkpoint.
+        restart_wait_s: Seconds before the first restart, doubled for each later one.
     """
 
     command: Callable[[int], Sequence[str]]
@@ -49,17 +49,16 @@ class Supervision:
 
 
 def supervise(supervision: Supervision) -> int:
-    """Run a process to its end, and again after each failure while restarts are left.
+    """Run a process to its end, and again after each failure while restarts remain.
 
-    Returns:
-        The exit code: the process's own, 1 where it was killed, 128 and the signal's number where it was stopped.
+    Return the exit code of the process, 1 if it was killed, or 128 plus the signal's number if it was stopped.
     """
     adopt_orphans()
     awaited = stop_signals()
-    # Held back from here on and asked for in turn, so that none is lost between two looks.
+    # Blocked from here on and polled, so that none is lost between two polls.
     former_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*awaited, signal.SIGCHLD})
     try:
-        with tempfile.TemporaryFile("w+", encoding="utf-8") as stdin:  # has no name, so that nothing of it can stay
+        with tempfile.TemporaryFile("w+", encoding="utf-8") as stdin:  # has no name, so that nothing of it remains
             stdin.write(supervision.stdin)
             stdin.flush()
             return _Supervisor(supervision, awaited, stdin).run()
@@ -106,47 +105,43 @@ class _Supervisor:
             signal_when_parent_ends(signal.SIGKILL)
             if os.getppid() != supervisor:
                 os._exit(EXIT_RUN_FAILED)
-            # Shells let their background jobs ignore SIGINT, which everything started from there would inherit.
+            # Background jobs of a shell ignore SIGINT, and their child processes inherit that.
             for number in STOP_SIGNALS:
                 signal.signal(number, signal.SIG_DFL)
-            # The run lets them through when it has its handlers.
+            # The run unblocks them when it has its handlers.
             signal.pthread_sigmask(signal.SIG_SETMASK, STOP_SIGNALS)
 
         self._stdin.seek(0)
         process = subprocess.Popen(
             list(self._supervision.command(restart_number)),
             stdin=self._stdin,
-            start_new_session=True,  # out of the terminal's reach: signals from there are passed on
+            start_new_session=True,  # the terminal's signals are passed on instead
             preexec_fn=prepare,
         )
-        process.returncode = 0  # its exit code is waited for elsewhere; Popen is not to ask for it
+        process.returncode = 0  # `_collect` waits for the exit code, so Popen must not
         return process.pid
 
     def _wait_for(self, process: int) -> int:
         while (exit_code := _collect(process)) is None:
             received = signal.sigtimedwait({*self._stop_signals, signal.SIGCHLD}, POLL_S)
             if received is not None and received.si_signo in self._stop_signals:
-                self._request = _passed_on(received.si_signo)
+                # The run has no terminal, so it gets SIGTERM when the terminal is closed.
+                is_closed = received.si_signo == signal.SIGHUP
+                self._request = signal.SIGTERM if is_closed else signal.Signals(received.si_signo)
                 os.kill(process, self._request)
         return exit_code
 
 
-def _passed_on(number: int) -> signal.Signals:
-    """Return the signal to pass on: the run, which has no terminal, gets SIGTERM when that is closed."""
-    return signal.SIGTERM if number == signal.SIGHUP else signal.Signals(number)
-
-
 def _collect(process: int) -> int | None:
-    """Collect the exit codes of children that have ended, which stay as zombies until then."""
-    # Returns the exit code of the run's process, negative where a signal has killed it; None while it runs.
-    while True:
+    """Return the exit code of the run's process, negative if a signal killed it, or None while it runs."""
+    while True:  # ended children stay as zombies until they are collected
         ended, status = os.waitpid(-1, os.WNOHANG)
         if ended in (0, process):
             return os.waitstatus_to_exitcode(status) if ended else None
 
 
 def _wait_until_cleared() -> None:
-    """Wait until the watcher of the ended process has cleared away: orphans of the run are children of this process."""
+    """Wait until the watcher of the ended process has ended the run's orphans, which are children of this process."""
     deadline = time.monotonic() + CLEARING_LIMIT_S
     with suppress(ChildProcessError):
         while time.monotonic() < deadline:

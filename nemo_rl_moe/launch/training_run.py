@@ -53,20 +53,20 @@ _NOTHING_SAVED = -1
 
 
 class TrainingRun(ModelRun):
-    """One run of any algorithm, around its loop. An algorithm's entry point calls, in this order:
+    """One run of any algorithm, around its loop.
 
-    `prepare_model`, then `begin` with what it has made of the data; `start_policy`, `restore`, `open`; the loop, with
-    the recorder that `open` gives; `end` with the loop's summary. What these and `use` open is closed in reverse order
-    when the run, a context manager, is left.
+    An algorithm's entry point calls `prepare_model`, `begin` after it has read the data, `start_policy`, `restore`,
+    `open`, which returns the recorder for the loop, and after the loop `end` with its summary. Everything that these
+    and `use` open is closed in reverse order when the run, a context manager, is left.
 
-    Entering it finds the checkpoint to resume from, before a model or data are read: no other run writes to this run's
-    checkpoints from then on, and a checkpoint that the run cannot go on from is a CheckpointError.
+    Entering it finds the checkpoint to resume from, before a model or data is read, and locks the run's checkpoints. It
+    raises a CheckpointError if the run cannot continue from the checkpoint.
 
     Args:
-        stop_signals: Requests to stop; from `open` on, the first one only ends the loop after its step.
+        stop_signals: Requests to stop. After `open`, the first one ends the loop only after its step.
 
     Attributes:
-        saved: What it resumes from, and what it saves.
+        saved: The checkpoint that the run resumes from, and its own checkpoints.
     """
 
     def __init__(self, config: MasterConfig, launch: RunLaunch, stop_signals: StopSignals):
@@ -99,16 +99,16 @@ class TrainingRun(ModelRun):
             self.console.message(self._ending)
 
     def stop_reason(self) -> str | None:
-        """Return the request to stop after the present step; None while there is none."""
+        """Return the request to stop after the present step, or None."""
         return self._stop_signals.reason()
 
     def prepare_role(self, role: str) -> PreparedModel:
-        """Fetch and check the model of a role beside the policy; after `prepare_model`."""
+        """Fetch and check the model of another role, after `prepare_model`."""
         assert self._model is not None
         return prepare_role(self.config, role, self._model, self.console)
 
     def start_role(self, role: str, model: PreparedModel) -> "ModelWorkers":
-        """Start the workers of a role beside the policy, after those of the policy."""
+        """Start the workers of another role, after the policy's."""
         from nemo_rl_moe.models.policy.model_workers import ModelWorkers  # with Megatron-Core, which takes seconds
 
         return start_role(self, role, model, ModelWorkers)
@@ -116,9 +116,9 @@ class TrainingRun(ModelRun):
     def start_trainable_role(
         self, role: str, model: PreparedModel, heads: Collection[Head] = (Head.LOGPROBS,)
     ) -> "TrainableModel":
-        """Start the workers of a role that trains beside the policy; after the policy's, before `restore`.
+        """Start the workers of another role that trains, after the policy's and before `restore`.
 
-        It takes its optimizer steps in every step of the run, and is saved and resumed with it.
+        It trains in every step of the run, and is saved and resumed with it.
         """
         from nemo_rl_moe.models.policy.lm_policy import TrainableModel  # with Megatron-Core, which takes seconds
 
@@ -134,32 +134,33 @@ class TrainingRun(ModelRun):
         return started
 
     def begin(self, num_steps: int, fingerprints: Mapping[str, str], num_samples: int | None = None) -> None:
-        """Report where the run begins, and what its settings come to. Writes nothing of the run's own.
+        """Report the first step of the run, and notices about its settings. Writes no files.
 
         Args:
-            fingerprints: Texts that change when an input does which a resumed run relies on, by the input's name.
-            num_samples: Samples of an epoch, of which each step takes a whole batch; None: an epoch leaves none out.
+            fingerprints: Texts by the name of an input, which change with the input if a resumed run relies on it.
+            num_samples: Samples of an epoch, of which each step takes a complete batch. None: an epoch skips no
+                samples.
         """
         self.saved.begin(num_steps, fingerprints)
         if not self.is_complete:
-            loop_config: Any = self.config  # every algorithm's has a loop and data
+            loop_config: Any = self.config  # every algorithm has a loop and data
             for line in notices(loop_config, num_steps, num_samples):
                 self.console.warn(line)
         self.console.begin(num_steps)
 
     @property
     def num_steps(self) -> int:
-        """Steps of the whole run; known from `begin` on."""
+        """Steps of the complete run, known after `begin`."""
         return self.saved.num_steps
 
     @property
     def is_complete(self) -> bool:
-        """True when an earlier run has come to its end and has written the final weights."""
+        """Whether an earlier run has finished and written the final weights."""
         return self.saved.is_complete
 
     @property
     def remaining_steps(self) -> range:
-        """From the number of steps that are done to that of the whole run."""
+        """Steps from the number of done steps to that of the complete run."""
         return range(self.saved.resume.step if self.saved.resume is not None else 0, self.num_steps)
 
     def start_policy(self) -> "MegatronPolicy":
@@ -173,24 +174,17 @@ class TrainingRun(ModelRun):
         return policy
 
     def restore(self) -> None:
-        """Load the checkpoint into the models that are trained; the reference stays the one that the run began with.
-
-        Where its files are not what was written, the newest older checkpoint of the run is taken instead.
-
-        Raises:
-            CheckpointError: All checkpoints are damaged, or one holds anything but tensors or belongs to another model.
-        """
+        """Load the checkpoint into the trained models. See `SavedTraining.restore`."""
         self.saved.restore()
 
     def open(self) -> StepRecorder:
-        """Open the run's folder, its loggers and its checkpoints, and say what is in force.
+        """Open the run's folder, its loggers and its checkpoints, show the effective settings, and return the loop's
+        recorder.
 
-        A resumed run goes on in its folder: what that holds of later steps is cut off, and the loggers continue.
-
-        Returns:
-            The recorder of the loop's steps.
+        A resumed run continues in its folder, without the records of later steps.
         """
-        policy, config = self._started, self.config
+        policy, config = self._policy, self.config
+        assert policy is not None  # start_policy comes first
         self._folder, resume = self._run_folder()
         resolved = dump_resolved(config)
         resumed_at = None if resume is None or resume.step == _NOTHING_SAVED else resume.step
@@ -205,18 +199,18 @@ class TrainingRun(ModelRun):
 
     @property
     def folder(self) -> Path:
-        """The run's folder; known from `open` on."""
+        """The run's folder, known after `open`."""
         assert self._folder is not None
         return self._folder
 
     def end(self, summary: RunSummary) -> None:
-        """Write the final weights of a run that is complete; prepare what is reported when everything is closed."""
+        """Write the final weights of a complete run, and prepare the report that follows when everything is closed."""
         assert self._folder is not None
         folder, saves = self._folder, self.config.checkpointing.enabled
         scoring = scoring_lines(folder)
         if summary.stopped_for is not None:
             if summary.num_steps == 0:
-                self._stop_signals.end_now()  # nothing to keep: as before the loop
+                self._stop_signals.end_now()  # nothing to keep, as before the loop
             checkpoint_dir = self.saved.checkpoint_dir(folder) if saves else None
             self._ending = "\n".join([self._stopped(summary, checkpoint_dir), *scoring])
             return
@@ -231,7 +225,7 @@ class TrainingRun(ModelRun):
             if resume.run_folder is not None:
                 rewind_run_folder(resume.run_folder, resume.step)
                 return resume.run_folder, LoggerResume(resume.step, resume.state.logger_run_ids)
-            # Its folder is gone or another's; an earlier launch of this run may have made a new one.
+            # Its folder is gone or another's. An earlier launch of this run may have made a new one.
             if (earlier := find_run_folder(log_dir, run_id)) is not None:
                 rewind_run_folder(earlier, resume.step)
                 return earlier, LoggerResume(resume.step, {})
@@ -243,7 +237,7 @@ class TrainingRun(ModelRun):
 
     def _recorder(self, loggers: FanOutLogger, folder: Path) -> StepRecorder:
         settings = self.config.checkpointing
-        # Entered before what closes first after the loop: a request to stop must not cut off its last writes.
+        # Entered first, so that it is left last: a request to stop must not cut off the last writes after the loop.
         self.use(self._stop_signals.graceful())
         sinks = self._record_sinks(loggers, folder)
         checkpointer = self.saved.open_checkpointer(loggers, folder) if settings.enabled else None
@@ -296,7 +290,7 @@ class TrainingRun(ModelRun):
 
 
 def _all_samples(error: TrainingDivergedError, run_folder: Path) -> str:
-    """Write the samples of the step to a file, and say where."""
+    """Write the samples of the step to a file, and return a line with its path."""
     path = run_folder / DIVERGED_SAMPLES_FILE
     try:
         path.write_text(json.dumps({"sample_ids": error.sample_ids}, indent=1) + "\n", encoding="utf-8")

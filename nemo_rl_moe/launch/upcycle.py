@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The work of `nemo-rl-moe upcycle`: a dense model's folder in, one with experts out, and both computed once."""
+"""The command `nemo-rl-moe upcycle`: makes a model with experts of a dense model, and compares their logits."""
 
 import os
 from collections.abc import Mapping
@@ -35,13 +35,13 @@ _OF_16_BITS = ("BF16", "F16")
 
 @dataclass(frozen=True)
 class UpcyclingRequest:
-    """A dense model's folder, and the one to write.
+    """Folders and shape of an upcycling.
 
     Attributes:
-        target: It must not exist, or be empty.
-        seed: Of the routers.
-        is_checked: Whether the logits of both models are compared; None: if the new one takes half of the free memory
-            or less, in float32.
+        target: Folder of the output, which must be empty or not exist.
+        seed: Seed of the routers.
+        is_checked: Whether the logits of both models are compared. None: if the new one takes at most half of the free
+            memory in float32.
     """
 
     source: Path
@@ -58,7 +58,7 @@ class LogitsDifference:
     Attributes:
         largest: Largest absolute difference of two logits.
         scale: Largest absolute logit of the first model.
-        num_same: Positions at which both models rank the same token first, of `num_tokens`.
+        num_same: Positions, of `num_tokens`, at which both models rank the same token first.
     """
 
     largest: float
@@ -75,12 +75,12 @@ class LogitsDifference:
 
 def upcycle(request: UpcyclingRequest) -> None:
     """Write the model with experts, completely or not at all, and print the difference of its logits."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks for one
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks for an accelerator
     console = ConsoleLogger(total_steps=0, live="auto")
     try:
         _upcycle(request, console)
     except UserError as error:
-        # The checks call the input by the key of a run's configuration.
+        # The checks use the names of a run's configuration.
         raise ConfigurationError([line.replace("policy.model_name:", "--model:") for line in error.problems]) from error
 
 
@@ -110,13 +110,13 @@ def _upcycle(request: UpcyclingRequest, console: ConsoleLogger) -> None:
     console.message(
         f"{target}: {upcycling.num_parameters:,} parameters, of which a token uses {upcycling.num_active_parameters:,}"
     )
-    # In bfloat16 copies tie, and a token takes slices of two.
+    # In bfloat16, copies tie, and a token would use slices of two.
     routers = " policy.megatron_cfg.moe_router_dtype=fp32" if request.shape.granularity > 1 else ""
     console.message(f"to train it: policy.model_name={target} policy.init=pretrained{routers}")
 
 
 def _warnings(shape: ExpertShape, held: SafetensorsFolder, files: Mapping[str, bytes]) -> list[str]:
-    """Return lines on weights that are rounded, tensors that are left out, and code that is not copied."""
+    """Return lines on rounded weights, omitted tensors, and code that is not copied."""
     lines = []
     if shape.rounds_weights and any(tensor.dtype in _OF_16_BITS for tensor in held.tensors.values()):
         lines.append(
@@ -131,7 +131,7 @@ def _warnings(shape: ExpertShape, held: SafetensorsFolder, files: Mapping[str, b
 
 
 def _is_checked(request: UpcyclingRequest, upcycling: Upcycling, console: ConsoleLogger) -> bool:
-    """Return whether the logits are compared; if nobody has decided and there is no memory, print so."""
+    """Return whether the logits are compared. Without a decision of the user, print a line if there is no memory."""
     if request.is_checked is not None:
         return request.is_checked
     needed, free = 4 * upcycling.num_parameters, psutil.virtual_memory().available
@@ -145,7 +145,7 @@ def _is_checked(request: UpcyclingRequest, upcycling: Upcycling, console: Consol
 
 
 def _checked_config(request: UpcyclingRequest) -> Mapping[str, Any]:
-    """Return the dense model's `config.json`, after checks that need no more than that."""
+    """Return the dense model's `config.json`, after the checks that need nothing else."""
     source, target = request.source, request.target
     if not source.is_dir():
         raise ConfigurationError(
@@ -183,7 +183,7 @@ def _logits(folder: Path) -> Float[Tensor, "tokens vocabulary"]:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    # Of grouped matrix products, widths must be multiples of 16 bytes.
+    # Grouped matrix products need widths that are multiples of 16 bytes.
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, local_files_only=True, experts_implementation="eager"
     )

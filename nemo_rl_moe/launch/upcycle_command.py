@@ -1,12 +1,12 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The command `nemo-rl-moe upcycle`: its words and options. Imports no torch."""
+"""Texts and options of the command `nemo-rl-moe upcycle`. Imports no torch."""
 
 import argparse
 from pathlib import Path
 
 _MOST = 10_000
-"""Experts that a layer of a supported model may have."""
+"""Most experts in a layer of a supported model."""
 
 SUMMARY = "make a Mixture-of-Experts model of a dense one: copies of its MLPs, or slices of copies, as experts"
 DESCRIPTION = """\
@@ -52,7 +52,7 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.add_argument("--model", metavar="DIR", required=True, help="the dense model's folder")
-    parser.add_argument("--output", metavar="DIR", required=True, help="a folder that is not there yet, or is empty")
+    parser.add_argument("--output", metavar="DIR", required=True, help="a new folder, or an empty one")
     parser.add_argument("--experts", type=_count, metavar="N", required=True, help="experts in each layer")
     parser.add_argument("--top-k", type=_count, metavar="K", required=True, help="experts that a token uses")
     parser.add_argument(
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=1,
         help="experts that each copy of an MLP is cut into (default: 1)",
     )
-    parser.add_argument("--seed", type=_seed, metavar="S", default=0, help="of the routers (default: 0)")
+    parser.add_argument("--seed", type=_seed, metavar="S", default=0, help="seed of the routers (default: 0)")
     parser.add_argument(
         "--check",
         action=argparse.BooleanOptionalAction,

@@ -101,11 +101,11 @@ def test_reference_in_words() -> None:
     assert lines.count("### `policy.megatron_cfg`") == 1
     for row in (
         "| `max_grad_norm` | a number above 0 and up to 1000000000 or null | `1.0` "
-        "| Clip the gradient to this norm; null: no clipping. |",
+        "| Clip the gradient to this norm. null: no clipping. |",
         "| `train_global_batch_size` | a whole number above 0 | sft `64`, dpo `64`, grpo `512`, ppo `512`, "
         "distillation `512` | Samples of one optimizer step, over all ranks. |",
         "| `moe_use_legacy_grouped_gemm` | true or false | the model's own "
-        "| The older grouped kernels. Megatron-Core up to 0.16. |",
+        "| Use the older grouped kernels. Megatron-Core up to 0.16. |",
     ):
         assert lines.count(row) == 1
     assert sum(line.startswith("| `num_samples_to_print` (grpo, ppo, distillation) |") for line in lines) == 1

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The driver that is a program which asks the model as a client of a server."""
+"""The driver for programs that ask the model as clients of a server."""
 
 from typing import ClassVar, Literal
 
@@ -9,28 +9,28 @@ from nemo_rl_moe.config.schema_base import PathText, PositiveInt, Processes, Str
 
 
 class AgentLimitsConfig(StrictModel):
-    """Limits of agents. That of a trajectory in time is `env.rollout_timeout_s`."""
+    """Limits of agents. The time limit of a trajectory is `env.rollout_timeout_s`."""
 
     num_workers: Processes
     """Processes of agents on the driver's machine. Trajectories wait for a free one."""
     memory_mb: PositiveInt
-    """Megabytes that the process of an agent may take, and each process that it starts."""
+    """Megabytes that an agent's process, and each process that it starts, may use."""
 
 
 class AgentProgramLimitsConfig(AgentLimitsConfig):
-    """Limits of agents that are programs of the user's."""
+    """Limits of agents that are the user's programs."""
 
     agents_per_worker: PositiveInt
-    """Agents that a process runs at the same time: more than 1 needs an `async def`. One that blocks its process keeps
-    the others waiting."""
+    """Agents that a process runs at the same time. More than 1 needs an `async def`. A blocking agent delays the
+    others."""
 
 
 class EndpointDriverConfig(DriverConfig):
-    """A driver that asks the model through an OpenAI-compatible endpoint, in processes of its own."""
+    """A driver whose processes ask the model through an OpenAI-compatible endpoint."""
 
     format: Text | None
-    """Format in which the model writes calls of the tools that requests define. The names are those of the kind
-    `tools`."""
+    """Format in which the model writes calls of the tools that requests define. The names are the same as with the kind
+    `tools`. null: the format of the chat template."""
     limits: AgentLimitsConfig
     """Limits of agents."""
     max_turns: PositiveInt
@@ -54,5 +54,4 @@ class AgentConfig(EndpointDriverConfig):
 
     @property
     def named(self) -> str | None:
-        """Return the function, or the command line."""
         return self.program if isinstance(self.program, str) else " ".join(self.program)

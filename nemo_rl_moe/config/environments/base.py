@@ -16,25 +16,20 @@ class DriverConfig(StrictModel):
     """Name of the kind."""
 
     scoring: ClassVar[Literal["by_reward", "by_either", "by_driver"]] = "by_reward"
-    """Scorer of a trajectory: `env.reward`, the driver, or either of them if the user's code decides."""
+    """Source of a trajectory's reward: `env.reward`, the driver, or either of the two if the user's code decides."""
     has_own_prompts: ClassVar[bool] = False
-    """The prompts are the environment's own data."""
+    """The prompts are the environment's data."""
     has_own_tools: ClassVar[bool] = False
-    """The driver defines the tools that the chat template shows, so that `data.tools` must be empty."""
+    """The driver defines the tools that the chat template shows, so `data.tools` must be empty."""
 
     @property
     def named(self) -> str | None:
-        """Return the code, program or library that drives; None: the run itself."""
+        """Return the code, program or library that drives, or None if the run itself does."""
         return None
 
     def problems(self, key: str, data_key: str, data: PromptDataConfig) -> Iterator[str]:
-        """Yield a line for each setting that does not go with this driver.
-
-        Args:
-            key: Key of this section.
-            data_key: Key of the section of its prompts.
-            data: That section.
-        """
+        """Yield a line for each setting that this driver excludes. `key` is this section, and `data_key` that of its
+        prompts."""
         if self.has_own_tools and data.tools:
             yield (
                 f"data.tools: got {len(data.tools)}, expected [] with {key}.kind {self.kind}, which has tools of its"

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The driver that is a function of the user's own."""
+"""The driver that is the user's function."""
 
 from typing import Literal
 
@@ -9,7 +9,7 @@ from nemo_rl_moe.config.schema_base import Text
 
 
 class FunctionConfig(DriverConfig):
-    """A coroutine function of the user's own, over one or several turns."""
+    """The user's coroutine function, over one or several turns."""
 
     kind: Literal["function"]
     """This kind."""
@@ -20,5 +20,4 @@ class FunctionConfig(DriverConfig):
 
     @property
     def named(self) -> str | None:
-        """Return the function."""
         return self.function

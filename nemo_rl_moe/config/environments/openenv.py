@@ -14,12 +14,12 @@ class OpenEnvConfig(DriverConfig):
     kind: Literal["openenv"]
     """This kind."""
     server: Text
-    """`package.module:app`, an app that `openenv.core.create_app` makes and the run serves on the loopback interface;
-    or the address of a server that runs already, such as `http://localhost:8000`."""
+    """`package.module:app`, an app made by `openenv.core.create_app`, which the run serves on the loopback interface,
+    or the address of a running server, such as `http://localhost:8000`."""
     num_servers: Processes
     """Processes that serve an app. An address counts as one server."""
     sessions_per_server: PositiveInt
-    """Episodes that a server takes at a time, its `max_concurrent_envs`; other trajectories wait."""
+    """Episodes that a server runs at the same time, its `max_concurrent_envs`. Other trajectories wait."""
     action_key: Text
     """Field of an action that takes the model's response."""
     observation_key: Text
@@ -36,10 +36,9 @@ class OpenEnvConfig(DriverConfig):
 
     @property
     def app(self) -> str | None:
-        """Return the app that the run serves; None: a server runs already."""
+        """Return the app that the run serves, or None if a server is already running."""
         return None if "://" in self.server else self.server
 
     @property
     def named(self) -> str | None:
-        """Return the library and the server."""
         return f"openenv {self.server}"

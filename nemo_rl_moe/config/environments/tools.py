@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The driver of conversations with tools of the run."""
+"""The driver of conversations with the run's tools."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
@@ -18,25 +18,24 @@ class ToolLimitsConfig(StrictModel):
     num_workers: Processes
     """Processes that run tools, each one call at a time."""
     call_timeout_s: Seconds
-    """Time limit of a call, in seconds. The model reads an error in place of the result if it is exceeded."""
+    """Time limit of a call, in seconds. If it is exceeded, the model reads an error instead of the result."""
     turn_timeout_s: Seconds
-    """Time limit of all calls of one turn, in seconds. Later calls of the turn are not made. The limit of a trajectory
-    is `env.rollout_timeout_s`."""
+    """Time limit of all calls of one turn, in seconds. Later calls of the turn are not made."""
     max_result_characters: PositiveInt
-    """Longest result. A longer one is cut and ends with a note for the model."""
+    """Longest result, in characters. A longer one is cut and ends with a note for the model."""
     memory_mb: PositiveInt
-    """Megabytes that the tools of a process may take."""
+    """Megabytes that the tools of a process may use."""
 
 
 class McpServerConfig(StrictModel):
-    """A server of the Model Context Protocol, which speaks through its standard input and output."""
+    """A server of the Model Context Protocol, which uses its standard input and output."""
 
     command: PathText
-    """The program: on the path, or its file."""
+    """The program: a name on the path, or a file."""
     args: list[str] = Field(default_factory=list)
-    """Its arguments."""
+    """Arguments of the program."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Variables of its environment in addition to PATH, HOME and the like. It gets no others of the run's."""
+    """Environment variables of the server, in addition to PATH, HOME and the like. It gets no others of the run."""
 
 
 class ToolsConfig(DriverConfig):
@@ -48,8 +47,8 @@ class ToolsConfig(DriverConfig):
     """Tools that the model may call: `package.module:function`, typed and with a docstring, or calculator, python,
     search. []: only the tools of `mcp_servers`."""
     mcp_servers: dict[Text, McpServerConfig]
-    """MCP servers by names of your choice, whose tools the model may also call. Each process that runs tools starts its
-    own servers. {}: none."""
+    """MCP servers by names of your choice, whose tools the model may also call. Each tool process starts them. {}:
+    none."""
     parameters: dict[str, dict[str, Any]]
     """Values of keyword-only parameters by the name of the tool. The model does not see them. {}: none."""
     format: Text | None
@@ -68,11 +67,9 @@ class ToolsConfig(DriverConfig):
 
     @property
     def tool_names(self) -> list[str]:
-        """Return the tools and servers as the configuration names them."""
         return [*self.tools, *self.mcp_servers]
 
     def problems(self, key: str, data_key: str, data: PromptDataConfig) -> Iterator[str]:
-        """Yield a line where there is no tool, or definitions of others."""
         if not self.tool_names:
             yield f"{key}.tools: got [], expected a tool, or a server in {key}.mcp_servers"
         yield from super().problems(key, data_key, data)

@@ -9,14 +9,14 @@ from nemo_rl_moe.config.schema_base import Text
 
 
 class VerifiersConfig(DriverConfig):
-    """An environment of the verifiers library, with its own prompts, tools and rubric."""
+    """An environment of the verifiers library, with its prompts, tools and rubric."""
 
     kind: Literal["verifiers"]
     """This kind."""
     id: Text
     """Name of the environment, such as gsm8k."""
     arguments: dict[str, Any]
-    """Arguments of its `load_environment`; {}: none."""
+    """Arguments of its `load_environment`. {}: none."""
 
     scoring = "by_driver"
     has_own_prompts: ClassVar[bool] = True
@@ -24,5 +24,4 @@ class VerifiersConfig(DriverConfig):
 
     @property
     def named(self) -> str | None:
-        """Return the library and the environment."""
         return f"verifiers {self.id}"

@@ -22,35 +22,34 @@ _OF_THE_RUN = {
         "sampling": "policy.generation",
     },
 }
-"""Keys of the library's sections, and where the run has them from."""
+"""Keys of the library's sections that the run sets, and the source of their values."""
 
 
 class VerifiersV1Config(EndpointDriverConfig):
-    """A taskset of the verifiers library from 0.4 on (`verifiers.v1`), with its own prompts, tools and rewards."""
+    """A taskset of the verifiers library from 0.4 on (`verifiers.v1`), with its prompts, tools and rewards."""
 
     kind: Literal["verifiers_v1"]
     """This kind."""
     id: Text
     """Name of the taskset, such as gsm8k-v1."""
     taskset: dict[str, Any]
-    """Settings of the taskset, `env.taskset` of the library; {}: its defaults."""
+    """Settings of the taskset, `env.taskset` of the library. {}: its defaults."""
     validation: dict[str, Any] | PositiveInt | None = Field(union_mode="left_to_right")
     """Tasks to validate with. A mapping has the settings that differ from `taskset`, such as `{split: test}`. A number
-    holds out that number of tasks at the end of the taskset. null: none; `data.validation` must be null."""
+    holds out that number of tasks at the end of the taskset. null: none. `data.validation` must then be null."""
     agent: dict[str, Any]
-    """Settings of the agent that plays, `env.agent` of the library, such as `harness` and `runtime`. Without a harness
-    it is the taskset's own, or else the library's chat program (`null`)."""
+    """Settings of the agent that plays, `env.agent` of the library, such as `harness` and `runtime`. Without a harness,
+    the taskset's harness is used, or else the library's chat program (`null`)."""
 
     scoring = "by_driver"
     has_own_prompts: ClassVar[bool] = True
 
     @property
     def named(self) -> str | None:
-        """Return the library and the taskset."""
         return f"verifiers {self.id}"
 
     def problems(self, key: str, data_key: str, data: PromptDataConfig) -> Iterator[str]:
-        """Yield a line for each setting that the run makes itself, and where there is nothing to validate with."""
+        """Yield also a line for each setting that the run makes, and for missing tasks to validate with."""
         yield from super().problems(key, data_key, data)
         for section, elsewhere in _OF_THE_RUN.items():
             given = getattr(self, section)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The driver that is an agent: checked before anything starts, then its endpoint and its processes."""
+"""The driver of agents: checks before any worker starts, then the endpoint and the agents' processes."""
 
 import inspect
 import shutil
@@ -23,7 +23,7 @@ from nemo_rl_moe.tools.detection import format_of
 from nemo_rl_moe.tools.formats.interface import ToolFormat
 
 LOG_SUFFIX = ".agents.log"
-"""Suffix of the log file, which lies next to the folder of the runs and has its name."""
+"""Suffix of the log file, which has the name of the folder of the runs and lies next to it."""
 
 
 def check_agent(driver: AgentConfig) -> None:
@@ -56,7 +56,7 @@ def prepare_agent(driver: AgentConfig, setup: DriverSetup) -> StartDriver:
 
 
 def prepare_program(driver: EndpointDriverConfig, setup: DriverSetup, program: Program) -> StartDriver:
-    """Check that the model can answer a program at the endpoint."""
+    """Check that a program can use the endpoint with the run's tokenizer."""
     if not setup.tokenizer.chat_template:
         raise ConfigurationError(
             f"env.driver.kind: {driver.kind} sends messages, for which the tokenizer has no chat template; set"
@@ -85,11 +85,11 @@ def running_agents(
     reward_weights: Mapping[str, float] | None,
     log: Path,
 ) -> Iterator[Environment]:
-    """Start the endpoint and the processes of agents, in the process of their environment, and stop them at its end.
+    """Run the endpoint and the processes of agents within the context, in the process of their environment.
 
     Args:
-        tool_format: Format in which the model writes calls; None: requests have no tools.
-        log: File that gets what agents print.
+        tool_format: Format in which the model writes calls. None: requests must have no tools.
+        log: File for the output of agents.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     rules = make_rules()

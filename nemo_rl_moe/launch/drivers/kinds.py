@@ -17,21 +17,21 @@ from nemo_rl_moe.data.verifiers_prompts import verifiers_prompts
 from nemo_rl_moe.launch.drivers.agent import check_agent, prepare_agent
 from nemo_rl_moe.launch.drivers.function import prepare_function
 from nemo_rl_moe.launch.drivers.openenv import check_openenv, prepare_openenv
-from nemo_rl_moe.launch.drivers.setup import DriverKind, StartDriver
+from nemo_rl_moe.launch.drivers.setup import DriverKind
 from nemo_rl_moe.launch.drivers.tools import prepare_tools
 from nemo_rl_moe.launch.drivers.verifiers import prepare_verifiers
 from nemo_rl_moe.launch.drivers.verifiers_v1 import verifiers_v1
 from nemo_rl_moe.rewards.verifiers_library import load_verifiers
-from nemo_rl_moe.rollouts.environment import Environment, SingleTurn
+from nemo_rl_moe.rollouts.environment import SingleTurn
 from nemo_rl_moe.rollouts.rollout_function import load_rollout_function
 from nemo_rl_moe.tools.definitions import load_tools
 
 
 def kind_of(driver: Driver) -> DriverKind:
-    """Return what a run needs of a driver."""
+    """Return the functions by which a run uses a driver."""
     match driver:
         case SingleTurnConfig():
-            return DriverKind(lambda setup: _always(SingleTurn()))
+            return DriverKind(lambda setup: lambda run, warn: SingleTurn())
         case FunctionConfig():
             return DriverKind(partial(prepare_function, driver), partial(load_rollout_function, driver.function))
         case ToolsConfig():
@@ -47,7 +47,3 @@ def kind_of(driver: Driver) -> DriverKind:
             return DriverKind(partial(prepare_openenv, driver), partial(check_openenv, driver))
         case _:
             assert_never(driver)
-
-
-def _always(environment: Environment) -> StartDriver:
-    return lambda run, warn: environment

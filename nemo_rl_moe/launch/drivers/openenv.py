@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The driver that is an environment of OpenEnv: the library checked before anything starts, and its servers."""
+"""The driver that is an environment of OpenEnv: the check of the library, and the servers."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -23,16 +23,16 @@ def check_openenv(driver: OpenEnvConfig) -> None:
 
 
 def prepare_openenv(driver: OpenEnvConfig, setup: DriverSetup) -> StartDriver:
-    """Return the start of the servers: they are tried when they start."""
+    """Return the function that starts the servers. They are not checked before."""
     start = partial(running_servers, driver, score_truncated=setup.env.score_truncated)
     return in_separate_process(setup, f"env.driver: {driver.named}", start)
 
 
 @contextmanager
 def running_servers(driver: OpenEnvConfig, *, score_truncated: bool) -> Iterator[Environment]:
-    """Start the servers of an app, in the process of their environment, and stop them at its end.
+    """Run the servers of an app within the context, in the process of their environment.
 
-    An address needs none.
+    An address needs no servers.
     """
     app = driver.app
     servers = [] if app is None else [OpenEnvServer(app) for _ in range(driver.num_servers)]

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs that drivers are prepared with, and the checks that several kinds share."""
+"""Inputs for the preparation of drivers, and parts that several kinds share."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -36,16 +36,16 @@ if TYPE_CHECKING:
 StartDriver = Callable[[ModelRun, Callable[[str], None]], Environment]
 """Starts the workers of a driver for the rest of a run. The second argument receives warnings."""
 StartInProcess = Callable[[], AbstractContextManager[Environment]]
-"""Starts an environment whose code is the user's, in a process to which this is sent."""
+"""Starts an environment of user code in a separate process. It must be picklable."""
 
 
 @dataclass(frozen=True)
 class DriverSetup:
-    """Inputs that the driver of one environment is prepared with.
+    """Inputs for the preparation of the driver of one environment.
 
     Attributes:
-        name: Name of the environment in `env.mixture`; empty for the only one of a run.
-        sampling: How the run samples responses that are trained on.
+        name: Name of the environment in `env.mixture`. Empty for the only one of a run.
+        sampling: Sampling parameters of training responses.
     """
 
     config: GRPOMasterConfig
@@ -55,12 +55,11 @@ class DriverSetup:
 
     @property
     def env(self) -> EnvironmentConfig:
-        """Return the section of the environment."""
         return self.config.env.environments[self.name]
 
     @property
     def run_wide(self) -> TemplateInputs:
-        """Return the inputs of the chat template that all prompts share, without tools."""
+        """Inputs of the chat template that all prompts share, without tools."""
         return run_wide_inputs([], self.config.data.chat_template_kwargs)
 
     def continuation(self) -> Continuation:
@@ -74,10 +73,10 @@ class DriverSetup:
         )
 
     def tool_format(self, named: str | None) -> ToolFormat:
-        """Return the format of calls, whose definitions and results the chat template shows.
+        """Return the format of calls, and check that the chat template shows definitions and results of tools.
 
         Args:
-            named: Name in the configuration; None: the format of the chat template.
+            named: Name in the configuration. None: the format of the chat template.
         """
         found = format_of(self.tokenizer, named, self.run_wide)
         require_definitions(self.tokenizer, self.run_wide)
@@ -88,12 +87,12 @@ class DriverSetup:
 
 @dataclass(frozen=True)
 class DriverKind:
-    """A driver of the configuration as a run uses it. What raises, raises `ConfigurationError`.
+    """The functions by which a run uses a driver. Errors are `ConfigurationError`s.
 
     Attributes:
-        prepare: Checks it with the tokenizer of the run, and returns the function that starts it.
+        prepare: Checks the driver with the tokenizer of the run, and returns the function that starts it.
         check: Checks that its code, its program or its library exists. Reads no model.
-        prompts: Returns the prompts that the environment has itself; None: it has none.
+        prompts: Returns the environment's prompts. None: it has none.
     """
 
     prepare: Callable[[DriverSetup], StartDriver]
@@ -102,7 +101,7 @@ class DriverKind:
 
 
 def in_separate_process(setup: DriverSetup, name: str, start: StartInProcess) -> StartDriver:
-    """Return the start of an environment whose trajectories are driven by code of the user's or of a library.
+    """Return the start of an environment whose trajectories are driven by code of the user or of a library.
 
     Args:
         name: Name of the code in messages.
@@ -131,7 +130,7 @@ def in_separate_process(setup: DriverSetup, name: str, start: StartInProcess) ->
 def running_in_process(
     settings: ProcessSettings, name: str, show: Callable[[str], None], warn: Callable[[str], None]
 ) -> Iterator[RemoteEnvironment]:
-    """Begin to start the process of an environment, and end it whatever happens."""
+    """Begin to start the process of an environment, which ends with the context."""
     environment = RemoteEnvironment(settings, name, show, warn)
     try:
         yield environment
@@ -140,7 +139,7 @@ def running_in_process(
 
 
 def data_with_tools(config: GRPOMasterConfig, name: str = THE_ONLY_ONE) -> PromptDataConfig:
-    """Return the `data` section of an environment, with the definitions of the tools that it has."""
+    """Return the `data` section of an environment, with the definitions of its tools."""
     driver, data = config.env.environments[name].driver, config.data.of(name)
     if not isinstance(driver, ToolsConfig):
         return data
@@ -148,7 +147,7 @@ def data_with_tools(config: GRPOMasterConfig, name: str = THE_ONLY_ONE) -> Promp
 
 
 def described_tools(driver: ToolsConfig) -> Tools:
-    """Return the tools of a run for the run's own process, in which tools of servers cannot be called."""
+    """Return the tools of a run for the run's process, which cannot call tools of servers."""
 
     def elsewhere(**arguments: object) -> object:
         raise NotImplementedError("tools of servers are called in the tool workers")

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The driver of conversations with tools: checked before anything starts, and run in its workers."""
+"""The driver of conversations with tools, which run in worker processes."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,7 +27,7 @@ def prepare_tools(driver: ToolsConfig, setup: DriverSetup) -> StartDriver:
 
 @contextmanager
 def running_tool_workers(driver: ToolsConfig, console: ConsoleLogger) -> Iterator[ToolWorkers]:
-    """Start the tool workers, and stop them whatever happens."""
+    """Run the tool workers within the context."""
     limits = driver.limits
     with console.phase(f"starting the tool workers ({', '.join(driver.tool_names)})"):
         workers = ToolWorkers(

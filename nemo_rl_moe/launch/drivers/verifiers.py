@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The driver that is an environment of the verifiers library: checked before anything starts."""
+"""The driver that is an environment of the verifiers library."""
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -16,12 +16,12 @@ from nemo_rl_moe.tools.formats.interface import ToolFormat
 
 
 def prepare_verifiers(driver: VerifiersConfig, setup: DriverSetup) -> StartDriver:
-    """Load an environment of the library."""
+    """Load an environment of the library to check it."""
     environment = load_verifiers(driver)
     tool_format = None
     try:
         tool_format = setup.tool_format(None)
-    except ConfigurationError:  # rows of its data may have tools too, which the template then does not show
+    except ConfigurationError:  # tools of single rows of its data are then not shown by the template
         if environment.tool_defs:
             raise
     start = partial(start_verifiers, driver, tool_format, score_truncated=setup.env.score_truncated)
@@ -31,6 +31,6 @@ def prepare_verifiers(driver: VerifiersConfig, setup: DriverSetup) -> StartDrive
 def start_verifiers(
     driver: VerifiersConfig, tool_format: ToolFormat | None, *, score_truncated: bool
 ) -> AbstractContextManager[Environment]:
-    """Load the environment, in its process."""
+    """Load the environment in its process."""
     rollout = VerifiersRollout(load_verifiers(driver), tool_format, score_truncated=score_truncated)
     return nullcontext(RolloutFunction(rollout, str(driver.named)))
