@@ -27,7 +27,7 @@ class AgentTask:
     """One trajectory for an agent. Each attempt at each response to a prompt is a separate task.
 
     Attributes:
-        sample_id: Source of the prompt: file and line.
+        sample_id: Source of the prompt, such as file and line.
         record: All fields of the prompt's record in the data.
         messages: The prompt. The agent need not send it to the model.
         base_url: URL of the endpoint for this trajectory alone.
