@@ -75,7 +75,7 @@ def line_of(step: ScheduledStep, number: int) -> str:
 
 
 def read_schedule(path: Path) -> list[ScheduledStep]:
-    """Read the steps of a schedule file. Old releases recorded steps twice if a run was resumed: the later ones count."""
+    """Read the steps of a schedule file. If a resumed run of an old release recorded a step twice, the last counts."""
     if path.exists() and not path.is_file():  # a device or a pipe may have no end
         raise DataError(f"{path}: is no plain file; expected schedule.jsonl of an asynchronous run")
     steps: list[ScheduledStep] = []
