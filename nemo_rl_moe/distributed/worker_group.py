@@ -104,7 +104,7 @@ def worker_environment(
 
 
 ROOT_CAUSE_WAIT_S = 3.0
-"""Seconds to wait after the first failure. A peer's "connection closed" often arrives before the death that caused it."""
+"""Seconds to wait after the first failure, as a peer's "connection closed" often arrives before the death behind it."""
 LONGEST_WAIT_S = 1.0
 """Seconds between two checks of Ray's servers, for which Ray itself would wait for a minute."""
 END_GRACE_S = 2.0
