@@ -172,7 +172,6 @@ class CheckpointStore:
         return target
 
     def discard(self, step: int) -> None:
-        """Delete the staged checkpoint of a step."""
         delete(self.staged(step))
 
     def remove(self, step: int) -> None:

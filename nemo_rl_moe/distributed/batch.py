@@ -126,7 +126,6 @@ class StoredColumn:
     fill: float = 0.0
 
     def select(self, indices: Int[Tensor, " selected"]) -> "StoredColumn":
-        """Return the column of some sequences, in that order."""
         return replace(self, rows=tuple(self.rows[index] for index in indices.tolist()))
 
 
@@ -137,14 +136,12 @@ def stored_per_token(rows: Sequence[StoredRows | None], fill: float = 0.0) -> St
 
 
 def per_sequence(values: Shaped[Tensor, "batch ..."], goes_to: Destination = Destination.LOSS) -> Column:
-    """Return a column with one value for each sequence."""
     return Column(values, Axis.SEQUENCE, goes_to)
 
 
 def per_token(
     values: Shaped[Tensor, "batch sequence ..."], goes_to: Destination = Destination.LOSS, fill: float = 0.0
 ) -> Column:
-    """Return a column with one value for each token."""
     return Column(values, Axis.TOKEN, goes_to, fill=fill)
 
 
@@ -250,11 +247,9 @@ class TokenBatch:
         return {name: column for name, column in self.columns.items() if column.goes_to is reader}
 
     def with_stored(self, name: str, column: StoredColumn) -> "TokenBatch":
-        """Return the batch with a further or replaced stored column."""
         return replace(self, stored={**self.stored, name: column})
 
     def without_stored(self, name: str) -> "TokenBatch":
-        """Return the batch without one of its stored columns."""
         return replace(self, stored={other: column for other, column in self.stored.items() if other != name})
 
     def for_model(self) -> "TokenBatch":

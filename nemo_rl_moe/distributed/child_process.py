@@ -63,7 +63,6 @@ class ChildProcess:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process has ended."""
         return self._process.poll() is not None
 
     def end(self, limit_s: float) -> None:

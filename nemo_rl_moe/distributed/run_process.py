@@ -124,7 +124,7 @@ class StopSignals:
 
 
 def stop_signals() -> set[signal.Signals]:
-    """Return the requests to stop that this process handles, without the ones that it was started to ignore."""
+    """Return the requests to stop, except signals that this process was started to ignore."""
     ignored = {number for number in _LEFT_TO_STARTERS if signal.getsignal(number) == signal.SIG_IGN}
     return set(STOP_SIGNALS) - ignored
 
@@ -258,7 +258,7 @@ class _Watch:
 
 
 def _end_family(owner: str, main: int | None = None, spared: int | None = None) -> None:
-    """Kill every process of a run until none is left, and remove their temporary folders and those of `main`."""
+    """Kill every process of a run until none is left. Remove the temporary folders of these and of `main`."""
     start = time.monotonic()
     seen = {os.getpid() if main is None else main}
     empty_looks = 0

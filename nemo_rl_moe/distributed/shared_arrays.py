@@ -27,11 +27,9 @@ class SharedColumn:
     arrays: tuple[tuple[SharedArray, ...], ...]
 
     def select(self, indices: Sequence[int]) -> "SharedColumn":
-        """Return the column of some sequences, in that order."""
         return replace(self, arrays=tuple(self.arrays[index] for index in indices))
 
     def fetched(self, fetch: Fetch) -> "SharedColumn":
-        """Return the column with all arrays fetched."""
         of = fetch_arrays((array for arrays in self.arrays for array in arrays), fetch)
         return replace(self, arrays=tuple(tuple(of[id(array)] for array in arrays) for arrays in self.arrays))
 

@@ -86,13 +86,11 @@ class SharedGpu:
         self._reserved, self._has_room = self._live, True
 
     def measure(self, event: str = "in log-probability passes") -> None:
-        """Compute log-probabilities of a batch."""
         self._require(self._sleeps, event, "engines asleep")
         self._has_room = False
         self._note(event, self._live + self._sizes.measuring)
 
     def train(self, event: str = "while training") -> None:
-        """Take optimizer steps."""
         self._require(self._sleeps, event, "engines asleep")
         self._training_is_here, self._has_room = True, False
         self._note(event, self._live + self._sizes.in_a_step)
@@ -129,7 +127,6 @@ class SharedGpu:
         self._note(event, self._live)
 
     def generate(self, event: str = "while responses are generated") -> None:
-        """Generate or score."""
         self._require(self._weights_awake and self._cache_awake, event, "engines awake")
         self._require(self._has_weights, event, "weights")
         self._note(event, self._live)

@@ -348,7 +348,8 @@ class WorkerGroup(Generic[Worker]):
         self, doing: str, failures: Mapping[int, WorkerFailure | RayError], unanswered: Iterable[int]
     ) -> NoReturn:
         """Stop all workers and raise the error that most likely caused the others."""
-        # Deaths come before errors of other ranks, which they usually cause.
+        # Deaths come first, as they cause errors of other ranks. Otherwise the first error counts, such as that of a
+        # rank whose library gave up waiting for a frozen one.
         died = [rank for rank, failure in failures.items() if isinstance(failure, OutOfMemoryError)]
         died += [rank for rank, failure in failures.items() if isinstance(failure, RayActorError)]
         rank = died[0] if died else next(iter(failures))

@@ -150,7 +150,6 @@ class WorkerPool(Generic[Worker]):
         return _Starting(number, call, time.monotonic() + START_TIMEOUT_S)
 
     def _finish_start(self, starting: _Starting) -> None:
-        """Wait until a worker has started."""
         name = f"{self._name} {starting.number}"
         is_over = ray.wait([starting.call], timeout=max(0.0, starting.deadline - time.monotonic()))[0]
         if not is_over:

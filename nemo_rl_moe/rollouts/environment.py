@@ -151,9 +151,10 @@ class Session:
         """Whether another token fits."""
         return self.room > 0
 
-    def ends_in(self, text: str) -> bool:
-        """Return whether the sequence ends in a short text, except for blanks."""
-        return self.decode(self._sequences.last.token_ids[-_TAIL_TOKENS:]).rstrip().endswith(text)
+    def ends_in(self, text: str, sequence: GrowingSequence | None = None) -> bool:
+        """Return whether a sequence, or the one that grows, ends in a short text, except for blanks."""
+        token_ids = (self._sequences.last if sequence is None else sequence).token_ids
+        return self.decode(token_ids[-_TAIL_TOKENS:]).rstrip().endswith(text)
 
     async def generate(self) -> Turn:
         """Continue the sequence with a response of the model. Its tokens are trained on.
@@ -421,9 +422,9 @@ class Session:
         ]
         turn_rewards = [self._turn_rewards.get(turn, 0.0) for turn in sorted(order)]
         score = checked_score(score, self.reward_weights)  # it may come from user code
-        own = {**self.metrics, **(metrics or {})}
-        # A wrong metric of a failed trajectory must not hide its fault.
-        own = _checked_metrics(own if score.fault is None else dict(filter(_is_metric, own.items())))
+        own: Mapping[str, Any] = {**self.metrics, **(metrics or {})}
+        if score.fault is not None:  # which a wrong metric must not hide
+            own = {name: value for name, value in own.items() if _is_number(value)}
         score = with_turn_rewards(score, turn_rewards if self._turn_rewards else [])
         kept = {KEPT_MASS: float(np.mean(self._kept_mass))} if self._kept_mass else {}
         cached = {} if self._num_cached is None else {CACHED_TOKENS: float(self._num_cached)}
@@ -441,7 +442,7 @@ class Session:
             fault_message=encodable(score.message),
             overlong=self._overlong,
             rewards=dict(score.rewards),
-            metrics={**own, **kept, **cached},
+            metrics={**_checked_metrics(own), **kept, **cached},
             conversation=self._transcript.conversation(self._sequences.kept),
             times=self._transcript.times(),
             environment=self.prompt.environment,
@@ -467,15 +468,14 @@ class Session:
         return self.finish(Score(0.0, is_correct=False, fault=fault, message=message), truncated_by=truncated_by)
 
 
-def _is_metric(named: tuple[str, Any]) -> bool:
-    value = named[1]
+def _is_number(value: Any) -> bool:
     return isinstance(value, Real | np.bool_) or (hasattr(value, "item") and np.shape(value) == ())
 
 
 def _checked_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return the metrics of user code as plain numbers. Lists must not be averaged silently."""
     for name, value in metrics.items():
-        if not _is_metric((name, value)):
+        if not _is_number(value):
             raise TypeError(f"session.finish: the metric {name!r} is {described(value)}, expected a number")
     return {name: float(value) for name, value in metrics.items()}
 
@@ -502,7 +502,6 @@ class SingleTurn:
     """One response to the prompt, scored by the configured reward function."""
 
     async def rollout(self, session: Session) -> Trajectory:
-        """Make one trajectory."""
         await session.generate()
         return session.finish(await session.score())
 

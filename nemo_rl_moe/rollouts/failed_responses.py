@@ -64,7 +64,7 @@ class FailureRule:
     def held_down(
         self, advantages: Float[Tensor, "groups generations ..."], trajectories: Sequence[Trajectory]
     ) -> Float[Tensor, "groups generations ..."]:
-        """Return advantages with those of failed responses clamped to at most 0.
+        """Return advantages, clamped to at most 0 for failed responses.
 
         A baseline that is not the mean of the group can make them positive.
         """

@@ -50,11 +50,9 @@ class GivenResponses:
 
     @property
     def is_used_up(self) -> bool:
-        """True when no prompts are left."""
         return self._next_round is None
 
     def next(self, step: int, clock: PhaseClock) -> RolloutGroups:
-        """Return the next round of prompts with their responses."""
         self._runner.engine.sleep()  # a validation may have woken it
         prompts, self._next_round = self._next_round, next(self._rounds, None)
         assert prompts is not None

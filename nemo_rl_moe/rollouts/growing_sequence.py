@@ -24,7 +24,6 @@ class GrowingSequence:
 
     def __init__(self, token_ids: Sequence[int]):
         self.token_ids: list[int] = []
-        self._loss_mask: list[bool] = []
         self._logprobs: list[float] = []
         self._versions: list[int] = []
         self.routed_experts: StoredRows | None = None
@@ -42,19 +41,15 @@ class GrowingSequence:
 
     def add_given(self, token_ids: Sequence[int]) -> None:
         """Add tokens that the model did not sample. They are not trained on."""
-        size = len(token_ids)
         self.token_ids += token_ids
-        self._loss_mask += [False] * size
-        self._logprobs += [0.0] * size
-        self._versions += [NOT_SAMPLED] * size
+        self._logprobs += [0.0] * len(token_ids)
+        self._versions += [NOT_SAMPLED] * len(token_ids)
 
     def add_sampled(self, found: GeneratedSequence) -> None:
         """Add a response of the model, which is trained on."""
-        size = len(found.token_ids)
         self.token_ids += found.token_ids.tolist()
-        self._loss_mask += [True] * size
         self._logprobs += found.logprobs.tolist()
-        self._versions += np.broadcast_to(np.asarray(found.weight_version), size).tolist()
+        self._versions += np.broadcast_to(np.asarray(found.weight_version), len(found.token_ids)).tolist()
         if found.routed_experts is not None:
             # No pass has seen the last token. An engine may still report a meaningless row for it.
             routes = found.routed_experts.before(len(self) - 1)
@@ -66,16 +61,17 @@ class GrowingSequence:
 
     def remove_given(self, size: int) -> None:
         """Remove the last tokens, which `add_given` has added."""
-        for values in (self.token_ids, self._loss_mask, self._logprobs, self._versions):
+        for values in (self.token_ids, self._logprobs, self._versions):
             del values[len(values) - size :]
 
     def finished(self, model_inputs: Mapping[str, ModelInput]) -> TokenSequence:
-        """Return the sequence as it is now, with further inputs of the model."""
+        """Return the sequence as it is now, with further inputs of the model. Sampled tokens are trained on."""
+        versions = np.array(self._versions, dtype=np.int64)
         return TokenSequence(
             token_ids=np.array(self.token_ids, dtype=np.int64),
-            loss_mask=np.array(self._loss_mask, dtype=np.bool_),
+            loss_mask=versions != NOT_SAMPLED,
             logprobs=np.array(self._logprobs, dtype=np.float32),
-            weight_versions=np.array(self._versions, dtype=np.int64),
+            weight_versions=versions,
             routed_experts=self.routed_experts,
             model_inputs=dict(model_inputs),
             kept_tokens=self._kept_tokens,

@@ -218,11 +218,9 @@ class RolloutRunner:
             await self._leave(group)
 
     async def settled(self) -> None:
-        """Wait until no trajectory runs, and all phases of the clock have ended."""
         await self._supervisor.settled()
 
     async def generate(self, request: GenerationRequest) -> GeneratedSequence:
-        """Continue one sequence of a trajectory."""
         return await self._gate.generate(request)
 
     async def score(self, item: ScoringItem, place: int) -> Score:
@@ -234,7 +232,6 @@ class RolloutRunner:
         await self._gate.close()
 
     def resume(self) -> None:
-        """Wake the engine and let requests through."""
         self.engine.wake()
         self._gate.open()
 

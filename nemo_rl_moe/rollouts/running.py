@@ -96,13 +96,11 @@ class RunningTrajectory:
         self._start_time()
 
     async def generate(self, request: GenerationRequest) -> GeneratedSequence:
-        """Continue one sequence."""
         found = await self._wait_for("generation", self._answers.generate(replace(request, place=self._place)))
         self._note_sequence(found)
         return found
 
     async def score(self, item: ScoringItem) -> Score:
-        """Score one response."""
         return await self._wait_for("rewards", self._answers.score(item, self._place))
 
     async def wait_aside(self, process: Coroutine[Any, Any, Result]) -> Result:
@@ -130,7 +128,6 @@ class RunningTrajectory:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the trajectory has ended."""
         return self._failed is not None or self.task.done()
 
     @property
@@ -240,7 +237,6 @@ class RetriedTrajectory:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the last attempt has ended."""
         return self.attempts[-1].has_ended
 
     @property

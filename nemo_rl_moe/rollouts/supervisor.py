@@ -103,7 +103,6 @@ class Supervisor:
         self.note_change()
 
     def remove(self, trajectory: RunningTrajectory) -> None:
-        """Forget a trajectory."""
         self._started.remove(trajectory)
 
     def note_change(self) -> None:

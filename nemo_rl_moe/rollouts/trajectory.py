@@ -131,7 +131,6 @@ class Trajectory:
 
     @property
     def num_sequences(self) -> int:
-        """Number of its sequences."""
         return len(self.sequences)
 
     @property
@@ -146,17 +145,14 @@ class Trajectory:
 
     @property
     def longest_response(self) -> int:
-        """Number of tokens of its longest response."""
         return max(self.turn_lengths, default=self.num_sampled_tokens)
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of all sequences."""
         return sum(map(len, self.sequences))
 
     @property
     def num_sampled_tokens(self) -> int:
-        """Number of tokens that the model sampled, end tokens included."""
         return sum(sequence.num_sampled_tokens for sequence in self.sequences)
 
     @property
@@ -199,8 +195,7 @@ def environments_in(trajectories: Sequence[Trajectory]) -> dict[str, list[Trajec
 
 def group_rewards(trajectories: Sequence[Trajectory], num_generations: int) -> Float[Tensor, "groups generations"]:
     """Return the rewards of the environment as float64, one row per group."""
-    rewards = [trajectory.reward for trajectory in trajectories]
-    return torch.tensor(rewards, dtype=torch.float64).view(-1, num_generations)
+    return torch.tensor([each.reward for each in trajectories], dtype=torch.float64).view(-1, num_generations)
 
 
 def group_named_rewards(
@@ -215,9 +210,7 @@ def group_turn_rewards(
     trajectories: Sequence[Trajectory], num_generations: int
 ) -> Float[Tensor, "groups generations turns"]:
     """Return the rewards of turns as float64, one row per group, 0 for turns without one."""
-    num_turns = max(
-        1, *(len(each.turn_lengths) for each in trajectories), *(len(each.turn_rewards) for each in trajectories)
-    )
+    num_turns = max(1, *(max(len(each.turn_lengths), len(each.turn_rewards)) for each in trajectories))
     found = torch.zeros(len(trajectories), num_turns, dtype=torch.float64)
     for row, trajectory in enumerate(trajectories):
         found[row, : len(trajectory.turn_rewards)] = torch.tensor(trajectory.turn_rewards, dtype=torch.float64)
@@ -226,21 +219,19 @@ def group_turn_rewards(
 
 def group_correctness(trajectories: Sequence[Trajectory], num_generations: int) -> Bool[Tensor, "groups generations"]:
     """Return the correctness of each trajectory, one row per group."""
-    return torch.tensor([trajectory.is_correct for trajectory in trajectories]).view(-1, num_generations)
+    return torch.tensor([each.is_correct for each in trajectories]).view(-1, num_generations)
 
 
 def group_sampled_tokens(trajectories: Sequence[Trajectory], num_generations: int) -> Int[Tensor, "groups generations"]:
     """Return the number of sampled tokens of each trajectory, one row per group."""
-    counts = [trajectory.num_sampled_tokens for trajectory in trajectories]
-    return torch.tensor(counts).view(-1, num_generations)
+    return torch.tensor([each.num_sampled_tokens for each in trajectories]).view(-1, num_generations)
 
 
 def group_longest_responses(
     trajectories: Sequence[Trajectory], num_generations: int
 ) -> Int[Tensor, "groups generations"]:
     """Return the number of tokens of the longest response of each trajectory, one row per group."""
-    counts = [trajectory.longest_response for trajectory in trajectories]
-    return torch.tensor(counts).view(-1, num_generations)
+    return torch.tensor([each.longest_response for each in trajectories]).view(-1, num_generations)
 
 
 def rollout_metrics(

@@ -44,7 +44,6 @@ class Transcript:
         self._places: dict[str, _PlaceOfCall] = {}
 
     def now_s(self) -> float:
-        """Return the seconds since the start."""
         return self._clock() - self._began_s
 
     def add_messages(self, messages: Sequence[Message], sequence: GrowingSequence, first: int) -> None:

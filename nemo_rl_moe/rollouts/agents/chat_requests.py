@@ -186,7 +186,7 @@ def _positive(name: str, value: object) -> int:
 
 
 def _messages(value: object) -> tuple[Message, ...]:
-    """Parse messages. Unlike in data, those of the assistant may be empty: a model can answer nothing."""
+    """Parse messages. Unlike in data, assistant messages may be empty, as a model can answer nothing."""
     given = value if isinstance(value, list) else []
     sent = [_without_client_keys(each) if isinstance(each, Mapping) else each for each in given]
     silent = {index for index, each in enumerate(sent) if isinstance(each, dict) and _is_silent(each)}

@@ -28,7 +28,6 @@ from nemo_rl_moe.tools.formats.interface import ToolFormat
 
 REFUSED = "agent/refused_requests"
 CALL_METRICS = CallMetrics("agent/tool_calls", "agent/malformed_calls", "agent/failed_calls", "agent/unknown_calls")
-_TAIL_TOKENS = 16
 
 
 @dataclass
@@ -79,7 +78,6 @@ class AgentEnvironment:
             return await self._driven(session, leased.result())
 
     async def _leased(self) -> "Future[AgentRun]":
-        """Wait for a lease, and return it."""
         leased = self._workers.lease()
         try:
             await asyncio.wrap_future(leased)
@@ -214,9 +212,9 @@ class _Talk:
             raise RequestError(str(error), parameter="messages") from None
         self.limit = None
         prompt_ids = list(place.sequence.token_ids)
+        begins_in_thinking = session.ends_in(THINK_START, place.sequence)
         room = session.max_tokens - len(prompt_ids)
         turn = await session.continue_sequence(place.sequence, room, request.max_tokens)
-        begins_in_thinking = session.decode(prompt_ids[-_TAIL_TOKENS:]).rstrip().endswith(THINK_START)
         read = read_turn(turn.text, request, self._format, begins_in_thinking=begins_in_thinking)
         message: Message = message_of(read, int(session.metrics[CALL_METRICS.made]))
         ids = [call["id"] for call in message.get("tool_calls", ())]

@@ -160,7 +160,6 @@ class EndpointServer:
 
 
 def _is_nested_deeper(value: object, most: int) -> bool:
-    """Return whether lists and objects are nested deeper than `most` levels."""
     level: list[object] = [value]
     for _ in range(most + 1):
         inner = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))

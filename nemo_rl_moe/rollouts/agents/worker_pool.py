@@ -62,7 +62,6 @@ class _Process(ChildProcess):
         self.reader = threading.Thread(target=self._read, name="answers of agents", daemon=True)
 
     def wait_for_start(self) -> None:
-        """Wait until the agent is loaded."""
         if not self.connection.poll(START_TIMEOUT_S):
             raise WorkerDiedError(f"the process of an agent did not start within {START_TIMEOUT_S:g} s")
         try:

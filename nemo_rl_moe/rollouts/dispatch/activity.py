@@ -39,7 +39,6 @@ class StateRecorder:
         self._intervals: list[Interval] = []
 
     def set(self, state: int) -> None:
-        """Change the state now."""
         if state != self._state:
             self._end()
             self._state = state
@@ -60,8 +59,9 @@ class StateRecorder:
 class EngineActivity:
     """State of all engines together, used in the thread of the rollouts.
 
-    They generate while one has a request. Otherwise they are paused for weights, or they wait: for the environment (its
-    code, tools and rewards) while groups are open, for training if no group may begin.
+    They generate while one has a request. Otherwise they are paused, with requests held back until new weights arrive,
+    or they wait: for the environment (its code, tools and rewards) while groups are open, for training if no group may
+    begin.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
@@ -71,37 +71,30 @@ class EngineActivity:
         self._is_paused = False
 
     def request_began(self) -> None:
-        """Note the start of a request."""
         self._num_requests += 1
         self._note()
 
     def request_ended(self) -> None:
-        """Note the end of a request."""
         self._num_requests -= 1
         self._note()
 
     def group_began(self) -> None:
-        """Note the start of a group."""
         self._num_groups += 1
         self._note()
 
     def group_ended(self) -> None:
-        """Note the end of a group."""
         self._num_groups -= 1
         self._note()
 
     def paused(self) -> None:
-        """Note that requests are held back."""
         self._is_paused = True
         self._note()
 
     def resumed(self) -> None:
-        """Note that requests are sent again."""
         self._is_paused = False
         self._note()
 
     def take(self) -> list[Interval]:
-        """Return and forget the intervals up to now."""
         return self._recorder.take()
 
     def _note(self) -> None:
@@ -114,29 +107,24 @@ class EngineActivity:
 
 
 class TrainerActivity:
-    """State of the trainer, used in its thread."""
+    """State of the trainer, used in its thread: it waits for rollouts, updates engines, validates, or else trains."""
 
     def __init__(self, clock: Callable[[], float]):
         self._recorder = StateRecorder(TRAINING, clock)
 
     def wait(self) -> None:
-        """Note that it waits for rollouts."""
         self._recorder.set(WAITING)
 
     def update(self) -> None:
-        """Note that engines get its weights."""
         self._recorder.set(UPDATING)
 
     def validate(self) -> None:
-        """Note that it validates."""
         self._recorder.set(VALIDATING)
 
     def train(self) -> None:
-        """Note that it does anything else."""
         self._recorder.set(TRAINING)
 
     def take(self) -> list[Interval]:
-        """Return and forget the intervals up to now."""
         return self._recorder.take()
 
 

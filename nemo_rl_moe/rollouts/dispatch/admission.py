@@ -36,7 +36,6 @@ class Bounds:
 
     @property
     def lag(self) -> int:
-        """Optimizer steps that generation may run ahead."""
         return self.max_staleness if self.target_lag is None else self.target_lag
 
     def most_admitted(self, version: int) -> int:
@@ -114,15 +113,12 @@ class Admission:
         return replace(self, admitted=self.admitted + 1, running=self.running + 1)
 
     def finish(self) -> "Admission":
-        """Count a running group that is finished."""
         return replace(self, running=self.running - 1, finished=self.finished + 1)
 
     def reject_running(self) -> "Admission":
-        """Count a group that is cancelled while it runs."""
         return replace(self, running=self.running - 1, rejected=self.rejected + 1)
 
     def reject_finished(self) -> "Admission":
-        """Count a group that is cancelled in the queue."""
         return replace(self, finished=self.finished - 1, rejected=self.rejected + 1)
 
     def consume(self) -> "Admission":

@@ -65,7 +65,6 @@ class _Live:
         return self.ticket.lost_s + (now_s if self.ended_s is None else self.ended_s) - self.started_s
 
     def view(self) -> LiveGroup:
-        """Return its view for policies."""
         number = None if self.finished is None else self.finished.number
         return LiveGroup(self.ticket.position, self.ticket.version, self.ticket.admitted_version, number)
 
@@ -154,7 +153,8 @@ class Dispatcher:
     async def next_batch(self, version: int) -> Batch | None:
         """Wait for the groups of the next training step. Return None if too few are left, or the run was stopped.
 
-        A trainer that is ahead of the engines waits until they have its weights, which age is counted from.
+        A trainer that is ahead of the engines waits until they have its weights. Otherwise these would count as older
+        than they are.
 
         Args:
             version: Optimizer steps of the weights that are trained.

@@ -47,7 +47,6 @@ class EngineGate:
         await self._is_idle.wait()
 
     def open(self) -> None:
-        """Send requests again."""
         self._activity.resumed()
         self._is_open.set()
 

@@ -140,7 +140,6 @@ class Batch:
 
     @property
     def staleness(self) -> Sequence[Staleness]:
-        """Age of each group."""
         return [staleness(found, self.version) for found in self.groups]
 
     @property

@@ -27,7 +27,6 @@ class OpenPrompt:
 
     @staticmethod
     def of(ticket: Ticket) -> "OpenPrompt":
-        """Return the prompt of a ticket."""
         return OpenPrompt(ticket.position, ticket.prompt.sample_id, ticket.attempt, ticket.num_faults)
 
 
@@ -122,11 +121,9 @@ class PromptFeed:
 
     @property
     def num_left(self) -> int:
-        """Prompts that have no ticket now and may get one later."""
         return self._num_prompts - self._num_taken + len(self._returned)
 
     def next(self, version: int) -> Ticket | None:
-        """Return the next ticket. None if no prompt is left."""
         if self._positions:
             back = self._returned.pop(heapq.heappop(self._positions))
             return Ticket(back.prompt, back.position, version, version, back.attempt, back.num_faults)
@@ -136,7 +133,6 @@ class PromptFeed:
         return Ticket(prompt, position, version, version)
 
     def give_back(self, ticket: Ticket, reason: Reason) -> bool:
-        """Take back the prompt of a cancelled group. Return whether it is given up."""
         num_faults = ticket.num_faults + reason.is_own_fault
         if num_faults >= self._max_faults:
             self._given_up.append(ticket.position)
@@ -152,7 +148,6 @@ class PromptFeed:
         return QueueState(version, self._num_taken, opened, tuple(self._given_up), tuple(queue))
 
     def restore(self, state: QueueState) -> None:
-        """Continue from a state, before the first ticket."""
         opened = {prompt.position: prompt for prompt in state.open}
         queued = {found.ticket.position: found.ticket.prompt.sample_id for found in state.queue}
         self._given_up = list(state.given_up)

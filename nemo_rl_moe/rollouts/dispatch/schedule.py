@@ -52,7 +52,6 @@ class ScheduledStep:
 
     @staticmethod
     def of(batch: Batch) -> "ScheduledStep":
-        """Return the record of a batch."""
         groups = (
             ScheduledGroup(
                 found.ticket.position,
@@ -164,7 +163,6 @@ class ReplayedFeed:
 
     @property
     def num_left(self) -> int:
-        """Prompts that have no ticket now and may get one later."""
         return len(self._waiting) + len(self._returned)
 
     def next(self, version: int) -> Ticket | None:

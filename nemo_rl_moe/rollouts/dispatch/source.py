@@ -28,12 +28,10 @@ from nemo_rl_moe.runs.folder.time_line import StepActivity, TimeLine
 
 
 def prompts_of_epochs(rounds: PromptRounds, num_epochs: int) -> Iterator[Prompt]:
-    """Yield the prompts of all epochs."""
     return (prompt for epoch in range(num_epochs) for prompts in rounds.epoch(epoch) for prompt in prompts)
 
 
 def feed_of_epochs(rounds: PromptRounds, num_epochs: int, groups_per_step: int) -> PromptFeed:
-    """Return the feed of the prompts of all epochs."""
     return PromptFeed(prompts_of_epochs(rounds, num_epochs), num_epochs * len(rounds) * groups_per_step)
 
 
@@ -109,7 +107,6 @@ class SampledGroups:
 
     @property
     def is_used_up(self) -> bool:
-        """Whether too few prompts are left for a step."""
         # In the loop's thread, between whose steps each group is counted exactly once.
         return self._run(in_loop(lambda: self.dispatcher.is_used_up))
 
@@ -148,7 +145,6 @@ class SampledGroups:
         self._pause_s = time.perf_counter() - began_s
 
     def updated(self, step: int) -> None:
-        """Resume with the weights after a step, which the engine has now."""
         self._arrived_version = self._version(step)
         if not self._has_begun:
             self._take_activity()  # drops the time before the first weights, which belongs to no step
@@ -169,7 +165,6 @@ class SampledGroups:
         return SourceState(batches_taken, lambda folder: write_queue(folder, queue, self._fetch))
 
     def queue_state(self, step: int) -> QueueState:
-        """Return the prompts and the finished groups after a step."""
         return self._run(in_loop(lambda: self.dispatcher.state(self._version(step))))
 
     async def _make_group(self, ticket: Ticket) -> Group:

@@ -36,7 +36,6 @@ class LiveGroup:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it is finished."""
         return self.finish_number is not None
 
 

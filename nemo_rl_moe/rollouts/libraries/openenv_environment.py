@@ -58,7 +58,6 @@ class OpenEnvRollout:
             self._free.put_nowait(session % number)
 
     async def __call__(self, session: Session) -> Trajectory:
-        """Make one trajectory."""
         async with session.place(self._free.get, self._free.put_nowait) as server:
             return await self._in_place(session, self._servers[server] if self._servers else None)
 

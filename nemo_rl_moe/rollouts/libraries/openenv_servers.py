@@ -51,7 +51,6 @@ class OpenEnvServer:
         )
 
     def wait(self) -> None:
-        """Wait until it answers."""
         assert self._process is not None
         deadline = time.monotonic() + START_S
         while not is_healthy(self.url, 1.0):
@@ -73,7 +72,6 @@ class OpenEnvServer:
             self.wait()
 
     def stop(self) -> None:
-        """End it."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()

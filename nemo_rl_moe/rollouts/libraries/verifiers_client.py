@@ -128,7 +128,6 @@ class SessionClient(Client):
         ]
 
     def _as_message(self, message: Any) -> Message:
-        """Return a message of the library in the standard form."""
         given = _as_mapping(message)
         made: Message = {"role": given["role"], "content": given.get("content", "")}
         if calls := given.get("tool_calls"):

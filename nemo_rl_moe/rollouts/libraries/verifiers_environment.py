@@ -31,7 +31,6 @@ class VerifiersRollout:
         self._environment, self._format, self._score_truncated = environment, tool_format, score_truncated
 
     async def __call__(self, session: Session) -> Trajectory:
-        """Make one trajectory."""
         from nemo_rl_moe.rollouts.libraries.verifiers_client import SessionClient
 
         failures = set[str]()

@@ -54,7 +54,6 @@ class RemoteEnvironment:
         self._child = self._begin_start()
 
     def wait_for_start(self) -> None:
-        """Wait until the environment has started."""
         connection = self._child.connection
         if not connection.poll(START_TIMEOUT_S):
             raise WorkerDiedError(f"{self._name}: the process did not start within {START_TIMEOUT_S:g} s")
@@ -68,7 +67,6 @@ class RemoteEnvironment:
             raise error if isinstance(error, UserError) else WorkerDiedError(f"{self._name}: cannot start: {error}")
 
     async def rollout(self, session: Session) -> Trajectory:
-        """Make one trajectory in the process."""
         remembered: Remembered = {}
         while True:
             session.trajectory.seen_at = "the start of its process"

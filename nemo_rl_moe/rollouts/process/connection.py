@@ -191,7 +191,7 @@ class ServerConnection:
             await asyncio.sleep(LOOK_S)
             if self._child.has_ended:  # another process may keep the connection open
                 await self._lose_ended()
-            if not any(not each.is_waiting for each in self._remotes.values()):
+            if all(each.is_waiting for each in self._remotes.values()):
                 self._looks_unanswered = 0
                 continue
             self._looks_unanswered += 1
@@ -206,8 +206,8 @@ class ServerConnection:
                     " asyncio.to_thread(...)"
                 )
             if blocked_s > self._longest_s:
-                what = f"its code blocked the process for more than {self._longest_s:g} s{self._where()}"
-                self._lose(Lost(Fault.TIMEOUT, what))
+                reason = f"its code blocked the process for more than {self._longest_s:g} s{self._where()}"
+                self._lose(Lost(Fault.TIMEOUT, reason))
                 await asyncio.to_thread(self._child.kill)
 
     def _name_of_entered(self) -> str:

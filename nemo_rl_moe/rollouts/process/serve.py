@@ -105,11 +105,9 @@ class EnteredTrajectory:
             self.clear()
 
     def clear(self) -> None:
-        """Store that no trajectory runs."""
         _ENTERED.pack_into(self._memory, 0, NO_TRAJECTORY)
 
     def close(self) -> None:
-        """Unmap the memory."""
         self._memory.close()
 
 
@@ -163,17 +161,14 @@ class _Trajectory:
         self.running.start(session, begin.prompt.sample_id, coroutine, settings.timeout_s, steps)
 
     async def generate(self, request: GenerationRequest) -> GeneratedSequence:
-        """Continue one sequence of the trajectory."""
         found: GeneratedSequence = await self._ask(request)
         return found
 
     async def score(self, item: ScoringItem, place: int) -> Score:
-        """Score one response."""
         found: Score = await self._ask(item)
         return found
 
     def answer(self, answer: Answer) -> None:
-        """Take an answer of the run."""
         future = self._waiting.pop(answer.number, None)
         if future is not None and not future.done():
             future.set_result(answer.answer)
@@ -244,12 +239,10 @@ class EnvironmentServer:
             watch.cancel()
 
     def send(self, number: int, data: bytes) -> None:
-        """Send a message of a trajectory to the run."""
         assert self._writer is not None, "it serves"
         write(self._writer, number, data)
 
     def forget(self, number: int) -> None:
-        """Forget a trajectory that has ended."""
         self._trajectories.pop(number, None)
 
     def _take(self, number: int, message: ToProcess) -> None:
