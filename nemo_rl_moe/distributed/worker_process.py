@@ -182,5 +182,4 @@ def describe_failure(error: BaseException) -> WorkerFailure:
         return WorkerFailure("failed", error.trace, headline=f"{error.problem}\n")
     # The first frame is that of `WorkerProcess`.
     frames = error.__traceback__.tb_next if error.__traceback__ else None
-    text = "".join(traceback.format_exception(error.with_traceback(frames)))
-    return WorkerFailure(summary, text.rstrip())
+    return WorkerFailure(summary, "".join(traceback.format_exception(error.with_traceback(frames))).rstrip())

@@ -34,8 +34,8 @@ class Transcript:
     ):
         self._decode, self._clock, self._began_s = decode, clock, clock()
         tokens = (0, len(prompt.token_ids))
-        turns = [_of_message(message, tokens) for message in prompt.messages]
-        self._turns = [_Placed(turn, sequence) for turn in turns or [ConversationTurn(PROMPT, prompt.text, 0, tokens)]]
+        as_text = _Placed(ConversationTurn(PROMPT, prompt.text, 0, tokens), sequence)
+        self._turns = _placed(prompt.messages, sequence, tokens) or [as_text]
         self._num_prompt_turns = len(self._turns)
         self._answers = range(0)
         self._last_response: int | None = None
@@ -49,8 +49,7 @@ class Transcript:
     def add_messages(self, messages: Sequence[Message], sequence: GrowingSequence, first: int) -> None:
         """Add messages that a sequence has from the token `first` to its end."""
         self._answers = range(0)
-        tokens = (first, len(sequence))
-        self._turns += [_Placed(_of_message(message, tokens), sequence) for message in messages]
+        self._turns += _placed(messages, sequence, (first, len(sequence)))
 
     def add_response(self, text: str, sequence: GrowingSequence, start: int, asked_s: float, waited_s: float) -> None:
         """Add a response of the model that has arrived now.
@@ -76,14 +75,13 @@ class Transcript:
     def answer(self, messages: Sequence[Message], sequence: GrowingSequence, first: int) -> None:
         """Replace the messages that answer the last response. A sequence has them from the token `first` to its end."""
         start = self._answers.start if self._answers else len(self._turns)
-        tokens = (first, len(sequence))
-        turns = [_Placed(_of_message(message, tokens), sequence) for message in messages]
+        turns = _placed(messages, sequence, (first, len(sequence)))
         self._turns[start : start + len(self._answers)] = turns
         self._answers = range(start, start + len(turns))
 
     def add_unread(self, messages: Sequence[Mapping[str, object]]) -> None:
         """Add messages that the model does not get, as they do not fit or the chat template cannot show them."""
-        self._turns += [_Placed(_of_message(message, (0, 0)), None) for message in messages]
+        self._turns += _placed(messages, None, (0, 0))
 
     def add_call(self, call: ToolUse, seconds: float) -> None:
         """Note a call in the last response, which has ended now after some seconds."""
@@ -150,6 +148,12 @@ class _Placed:
 
     turn: ConversationTurn
     sequence: GrowingSequence | None
+
+
+def _placed(
+    messages: Sequence[Mapping[str, object]], sequence: GrowingSequence | None, tokens: tuple[int, int]
+) -> list[_Placed]:
+    return [_Placed(_of_message(message, tokens), sequence) for message in messages]
 
 
 def _numbered(turn: ConversationTurn, sequence: int | None) -> ConversationTurn:

@@ -111,8 +111,8 @@ class Branches:
         if len(sequence) == earlier.size:
             session.extend_sequence(sequence, extension.token_ids, new)
         else:
-            copied = sequence.token_ids[: earlier.size]
-            sequence = session.begin_sequence([*copied, *extension.token_ids], request.messages)
+            token_ids = [*sequence.token_ids[: earlier.size], *extension.token_ids]
+            sequence = session.begin_sequence(token_ids, request.messages)
         return Place(request, sequence, extension)
 
     def _require_room(self, size_before: int, extension: Extension) -> None:

@@ -65,9 +65,8 @@ class EndpointServer:
 
     def __exit__(self, *error: object) -> None:
         self._sessions.clear()
-        closing = asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop)
         try:
-            closing.result(_CLOSING_LIMIT_S)
+            asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(_CLOSING_LIMIT_S)
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(_CLOSING_LIMIT_S)
@@ -101,8 +100,7 @@ class EndpointServer:
             app, logger=_LOG, handler_cancellation=True, access_log=None, shutdown_timeout=1.0, auto_decompress=False
         )
         await runner.setup()
-        site = web.TCPSite(runner, HOST, 0)
-        await site.start()
+        await web.TCPSite(runner, HOST, 0).start()
         self.port = runner.addresses[0][1]
         return runner
 

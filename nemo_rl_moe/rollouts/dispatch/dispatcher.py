@@ -226,7 +226,8 @@ class Dispatcher:
     async def stop(self) -> tuple[Cancellation, ...]:
         """Cancel all groups, also in the queue, and return the cancellations that no batch had.
 
-        A pending update may still call `updated`. Take the state before, as the queue's prompts then count as open.
+        A pending update may still call `updated`. Take the state before: afterwards the queue is empty, and its prompts
+        count as open.
         """
         self._is_stopped = True
         for live in list(self._live.values()):
@@ -250,14 +251,14 @@ class Dispatcher:
         loop = asyncio.get_running_loop()
         live.started_s = loop.time()
         live.task = loop.create_task(self._make_group(live.ticket))
-        live.task.add_done_callback(lambda task: self._ending_the_run(lambda: self._end(live, task)))
+        live.task.add_done_callback(lambda task: self._ending_the_run(self._end, live, task))
         if self._deadline_s is not None:
-            live.timer = loop.call_later(self._deadline_s, lambda: self._ending_the_run(lambda: self._expire(live)))
+            live.timer = loop.call_later(self._deadline_s, self._ending_the_run, self._expire, live)
 
-    def _ending_the_run(self, callback: Callable[[], None]) -> None:
+    def _ending_the_run(self, callback: Callable[..., None], *args: Any) -> None:
         """Call back. An error ends the run. Otherwise the loop would log it while the trainer waits forever."""
         try:
-            callback()
+            callback(*args)
         except Exception as error:
             self._error = self._error or error
             self._changed.set()

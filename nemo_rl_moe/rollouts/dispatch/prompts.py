@@ -144,7 +144,7 @@ class PromptFeed:
     def state(self, version: int, running: Sequence[Ticket], queue: Sequence[Finished]) -> QueueState:
         """Return the state for a checkpoint, in which prompts of running groups are open."""
         tickets = sorted([*running, *self._returned.values()], key=lambda ticket: ticket.position)
-        opened = tuple(OpenPrompt.of(ticket) for ticket in tickets)
+        opened = tuple(map(OpenPrompt.of, tickets))
         return QueueState(version, self._num_taken, opened, tuple(self._given_up), tuple(queue))
 
     def restore(self, state: QueueState) -> None:
@@ -167,6 +167,5 @@ class PromptFeed:
         return self._num_taken - 1, prompt
 
     def _put_back(self, prompt: Prompt, opened: OpenPrompt) -> None:
-        ticket = Ticket(prompt, opened.position, 0, 0, opened.attempt, opened.num_faults)
-        self._returned[opened.position] = ticket
+        self._returned[opened.position] = Ticket(prompt, opened.position, 0, 0, opened.attempt, opened.num_faults)
         heapq.heappush(self._positions, opened.position)
