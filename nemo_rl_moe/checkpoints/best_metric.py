@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The best checkpoints by a metric, and those to remove."""
+"""Choice of the best checkpoints by a metric, and of the ones to remove."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +10,7 @@ from nemo_rl_moe.config.suggestions import did_you_mean, nearest
 
 
 class BestMetric:
-    """Metric by which the best checkpoints are kept; warns once where the metric is missing."""
+    """Metric by which the best checkpoints are kept. Warns once if it is missing."""
 
     def __init__(self, settings: CheckpointingConfig, warn: Callable[[str], None]):
         self._settings = settings
@@ -18,11 +18,7 @@ class BestMetric:
         self._has_reported = False
 
     def value(self, step: int, metrics: Mapping[str, float]) -> float | None:
-        """Return the metric's value at a step; None where it was not measured.
-
-        Args:
-            metrics: By complete key, such as `val/accuracy`.
-        """
+        """Return the metric's value at a step, if it was measured. Keys of metrics are like `val/accuracy`."""
         name = self._settings.metric_name
         if name is None:
             return None
@@ -34,18 +30,15 @@ class BestMetric:
             measured = [f"{source}:{key.removeprefix(f'{source}/')}" for key in metrics if key.startswith(f"{source}/")]
             if measured:  # otherwise the step has no validation, which the run has reported at its start
                 self._has_reported = True
-                self._warn(self._missing(name, step, measured))
+                self._warn(
+                    f"checkpointing.metric_name: {name} is not among the metrics of step {step}, so that its checkpoint"
+                    f" ranks below those that have it{did_you_mean(nearest(name, measured))}"
+                )
         return None
-
-    def _missing(self, name: str, step: int, measured: list[str]) -> str:
-        return (
-            f"checkpointing.metric_name: {name} is not among the metrics of step {step}, so that its checkpoint ranks"
-            f" below those that have it{did_you_mean(nearest(name, measured))}"
-        )
 
 
 def choice_in_force(settings: CheckpointingConfig, metric: str | None, *, validates: bool) -> CheckpointingConfig:
-    """Return the settings by which checkpoints are chosen: without validation the newest, whatever `val:` says.
+    """Return the settings with the metric that chooses checkpoints: None for a `val:` metric without validation.
 
     Args:
         metric: The resolved `metric_name` (`config.algorithm.metric_in_force`).
@@ -59,10 +52,10 @@ def steps_to_remove(
 ) -> list[int]:
     """List the steps, ascending, whose checkpoints are neither among the best nor the newest.
 
-    A checkpoint without a value, or with NaN, ranks below all others; of equals, the newer one ranks higher.
+    A checkpoint without a value, or with NaN, ranks below all others. Of equals, the newer one ranks higher.
 
     Args:
-        keep_top_k: None: keep all.
+        keep_top_k: Number of best checkpoints. None to keep all.
     """
     if keep_top_k is None or not checkpoints:
         return []

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Differences between the run that wrote a checkpoint and the run that resumes from it."""
+"""Differences between the run that wrote a checkpoint and a run that resumes from it."""
 
 import re
 from collections.abc import Mapping
@@ -61,15 +61,15 @@ _WRONG_TO_CHANGE_WITH_OPTIMIZER = {
     "policy.freeze.language_model": _OPTIMIZER_STATE,
 }
 _RENAMED_VALUES = {("dpo.reference_logprobs", "beforehand"): "precompute"}
-"""Key and value of a checkpoint's configuration to the value's present name."""
+"""New name of a value, by the key and the old value in a checkpoint's configuration."""
 _ABSENT = "not set"
 _EXPERIMENT = ("policy.model_name", "policy.tokenizer", "data.train", "data.shuffle")
 
 
 def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """Return both values, as text, of each key that differs; keys that cannot change the training are left out.
+    """Return both values, as text, of each key that differs, except keys that cannot change the training.
 
-    Secrets are masked on both sides, and never differ. A key that was null and is gone since changes nothing.
+    Secrets are masked on both sides, and never differ. A key that was null and was removed does not count.
     """
     renamed = {new_key(key) or key: value for key, value in _as_texts(before).items()}
     old = {key: _RENAMED_VALUES.get((key, value), value) for key, value in renamed.items()}
@@ -90,13 +90,13 @@ def wrong_changes(
     with_adapters: bool = False,
     base_is_known: bool = False,
 ) -> dict[str, tuple[str, str, str]]:
-    """Return changes that prevent resuming: key to the two values and the reason.
+    """Return changes that prevent resuming, by key, with the two values and the reason.
 
     Args:
-        changes: Of `changed_keys`.
-        with_optimizer: The checkpoint holds the optimizer.
-        with_adapters: The checkpoint holds adapters, and the base is made anew.
-        base_is_known: The checkpoint has the fingerprint of the base: a copy at another place is the same one.
+        changes: Result of `changed_keys`.
+        with_optimizer: The checkpoint has optimizer state.
+        with_adapters: The checkpoint has adapters without their base.
+        base_is_known: The checkpoint has the fingerprint of the base, so that the base may have moved.
     """
     wrong = {**algorithm.resume_keys, **_WRONG_TO_CHANGE_EVERYWHERE}
     if with_optimizer:
@@ -111,8 +111,8 @@ def wrong_changes(
 def other_experiment(algorithm: Algorithm, changes: Mapping[str, tuple[str, str]]) -> tuple[str, str, str] | None:
     """Return the first change that makes a run another experiment: key and both values, or None.
 
-    These are changes of the model, the tokenizer, the training data, their order, or the loop's seed; not a key that is
-    newer than the checkpoint's release.
+    Such keys are the model, the tokenizer, the training data, their order, and the loop's seed. A key that the
+    checkpoint's release did not have does not count.
     """
     for name in (*_EXPERIMENT, f"{algorithm.loop_name}.seed"):
         for key, (old, new) in changes.items():
@@ -122,13 +122,13 @@ def other_experiment(algorithm: Algorithm, changes: Mapping[str, tuple[str, str]
 
 
 def changes_line(changes: Mapping[str, tuple[str, str]]) -> str | None:
-    """Return a warning with all changed keys except the layout's; None without changes."""
+    """Return a warning with all changed keys except the layout's, if there are any."""
     reported = [f"{key} {old} -> {new}" for key, (old, new) in changes.items() if key not in _LAYOUT]
     return f"the configuration differs from the checkpoint's: {'; '.join(reported)}" if reported else None
 
 
 def layout_line(before: Mapping[str, int], now: Mapping[str, int]) -> str | None:
-    """Return a warning with the changed parallel dimensions; None without changes."""
+    """Return a warning with the changed parallel dimensions, if there are any."""
     changed = [
         f"{name} {before.get(name, _ABSENT)} -> {now.get(name, _ABSENT)}"
         for name in sorted(before.keys() | now.keys())
@@ -153,9 +153,9 @@ _AT_RISK = re.compile(rf"{CHECKPOINT_NAME}|{re.escape(FINAL_WEIGHTS_FOLDER)}(_.+
 
 
 def refuse_model_among_checkpoints(config: MasterConfig, checkpoint_dir: Path) -> None:
-    """Refuse a run that would delete the model that it starts from: a checkpoint or final weights in its own folder."""
+    """Refuse a run that would delete its initial model, if that is a checkpoint or final weights in its folder."""
     model = Path(config.policy.model_name)
-    # Both as it is named and where a link leads: the one or the other may be removed.
+    # Check the given path and the target of links, as either may be removed.
     for path, folder in (
         (model.absolute(), checkpoint_dir.absolute()),
         (model.resolve(), checkpoint_dir.resolve()),

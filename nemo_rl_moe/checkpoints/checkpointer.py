@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Saving of checkpoints in the background, and removal of those that are not to be kept."""
+"""Saving of checkpoints in the background, and removal of old ones."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,17 +29,20 @@ class SavedModel(Protocol):
 
 
 class Checkpointer:
-    """Save a run's checkpoints in the background, one at a time, and keep the best.
+    """Saves a run's checkpoints in the background, one at a time, and keeps the best.
 
-    Training waits only for the models' snapshots, and for an earlier save that is not finished. A save that fails, as
-    on a full disk, is deleted with a warning, and training goes on.
+    Training only waits for the models' snapshots, and for an unfinished earlier save. A save that fails, for example
+    on a full disk, is deleted with a warning, and training continues.
 
     Args:
-        models: By role; one of them is the policy.
+        models: By role, the policy included.
         describe: Returns the description of the run at the time of saving.
-        records_are_on_disk: Flushes the metrics of all steps and returns whether all are on disk; otherwise the
-            checkpoint is given up. Called in another thread, such as `FanOutLogger.flush_to_disk`.
+        records_are_on_disk: Flushes the metrics of all steps, such as `FanOutLogger.flush_to_disk`, and returns whether
+            all are on disk. Otherwise the checkpoint is given up. Called in another thread.
         write_beside: Writes further files that make the weights loadable without the run. Called in another thread.
+
+    Attributes:
+        longest_save_s: Most seconds from the beginning of a save to its complete checkpoint, 0 before the first.
     """
 
     def __init__(
@@ -59,16 +62,16 @@ class Checkpointer:
         self._describe = describe
         self._warn = warn
         self._message = message
-        # Waiting for a disk, and deleting much, takes long: it happens beside the training.
         self._records_are_on_disk = records_are_on_disk
         self._write_beside = write_beside
+        # Waiting for the disk and deleting can take long.
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
         self._writing: int | None = None
         self._write_more: Callable[[Path], None] = lambda folder: None
         self._problems: dict[str, Sequence[str]] = {}
         self._publishing: tuple[int, Future[Path | None]] | None = None
         self._saving_since = 0.0
-        self._longest_save_s = 0.0
+        self.longest_save_s = 0.0
         self._tidying: list[Future[list[str]]] = []
         self._first_run_id = ""
         self._last_started: int | None = None
@@ -81,14 +84,8 @@ class Checkpointer:
         """Newest checkpoint that this run has saved or resumed from."""
         if self._last_published is not None:
             return self._last_published
-        history = self._describe().first_run_id
-        own = of_history(self._store.checkpoints(), history)
+        own = of_history(self._store.checkpoints(), self._describe().first_run_id)
         return own[-1].folder if own else None
-
-    @property
-    def longest_save_s(self) -> float:
-        """Longest time in seconds from the beginning of a save to its complete checkpoint; 0 before the first."""
-        return self._longest_save_s
 
     def is_due(self, step: int) -> bool:
         """Return whether a checkpoint follows this step, counted from 1."""
@@ -101,10 +98,10 @@ class Checkpointer:
         metrics: Mapping[str, float],
         write_more: Callable[[Path], None] = lambda folder: None,
     ) -> None:
-        """Begin to save, after an earlier save has ended; do nothing for the step that was saved last.
+        """Begin to save after an earlier save has ended. Do nothing for the step that was saved last.
 
         Args:
-            write_more: Writes what else the state consists of into the checkpoint's folder. Called in another thread.
+            write_more: Writes further state into the checkpoint's folder. Called in another thread.
         """
         if self._last_started == state.step and self._last_failure is None:
             return
@@ -125,11 +122,7 @@ class Checkpointer:
         self._writing, self._problems, self._write_more = state.step, {}, write_more
 
     def poll(self, *, wait: bool = False) -> None:
-        """Publish a checkpoint that is written, and remove those that are no longer kept.
-
-        Args:
-            wait: Return only when no save is under way.
-        """
+        """Publish a checkpoint that has been written, and remove old ones. With `wait`, wait for an unfinished save."""
         if self._writing is not None and self._all_are_written(wait=wait):
             step, self._writing = self._writing, None
             if problems := [problem for of_model in self._problems.values() for problem in of_model]:
@@ -140,7 +133,7 @@ class Checkpointer:
             (step, publishing), self._publishing = self._publishing, None
             try:
                 published = publishing.result()
-            except Exception as error:  # whatever the writers of further state have met
+            except Exception as error:  # of any writer of further state
                 self._give_up(step, _reason(error))
             else:
                 if published is None:
@@ -154,7 +147,7 @@ class Checkpointer:
                 self._warn(problem)
 
     def finish(self) -> None:
-        """Wait until everything is on disk; nothing can be saved afterwards.
+        """Wait until everything is on disk. Nothing can be saved afterwards.
 
         Raises:
             CheckpointSaveError: The last checkpoint could not be saved.
@@ -165,17 +158,14 @@ class Checkpointer:
             raise CheckpointSaveError(self._last_failure)
 
     def close(self, timeout_s: float = _CLOSING_S) -> None:
-        """End background work, before other runs may use the folder; a second call does nothing.
-
-        An unfinished save is lost, as after a kill.
-        """
+        """End background work, so that other runs can use the folder. An unfinished save is lost, as after a kill."""
         self._disk.shutdown(wait=False, cancel_futures=True)
         running: list[Future[Any]] = [*self._tidying, *([self._publishing[1]] if self._publishing else [])]
         if wait_for(running, timeout_s).not_done:
             self._warn(f"{self._store.folder}: the disk has not answered for {timeout_s:g} s and is not waited for")
 
     def _all_are_written(self, *, wait: bool) -> bool:
-        """Ask the models that have not finished yet; return whether all have, with or without success."""
+        """Poll the models that have not finished. Return whether all have, with or without success."""
         for role, model in self._models.items():
             if role not in self._problems and (problems := model.poll_checkpoint(wait=wait)) is not None:
                 whose = "" if role == POLICY_ROLE else f"role {role}: "
@@ -188,7 +178,7 @@ class Checkpointer:
         self._write_beside(self._store.staged(step))
         write_more(self._store.staged(step))
         published = self._store.publish(step)
-        self._longest_save_s = max(self._longest_save_s, time.monotonic() - self._saving_since)
+        self.longest_save_s = max(self.longest_save_s, time.monotonic() - self._saving_since)
         return published
 
     def _state_to_write(self, state: LoopState, metrics: Mapping[str, float]) -> CheckpointState:
@@ -211,7 +201,7 @@ class Checkpointer:
         last = f"the last good one is {good}" if good else "there is none yet"
         self._last_failure = f"the checkpoint of step {step} could not be saved: {reason}; {last}"
         self._warn(f"{self._last_failure}; training goes on")
-        # A full disk gets its space back before the next one is tried.
+        # Frees space on a full disk before the next save.
         self._tidying.append(self._disk.submit(self._discard, step))
 
     def _discard(self, step: int) -> list[str]:

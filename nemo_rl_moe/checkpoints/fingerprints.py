@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Fingerprints of what a resumed run reads anew, data and models, by which it notices that they have changed."""
+"""Fingerprints of data and models, by which a resumed run notices that they have changed."""
 
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -27,13 +27,13 @@ def samples_fingerprint(name: str, samples: Iterable[ArrayLike]) -> str:
     """Compute the fingerprint of a data set: its name, size and a hash of all tokens in order.
 
     Args:
-        samples: Tokens of each sample; of a pair, both sequences joined.
+        samples: Tokens of each sample, or of both sequences of a pair.
     """
     digest, count = hashlib.sha256(), 0
     for tokens in samples:
         count += 1
         ids = np.asarray(tokens, dtype=np.int64)
-        digest.update(ids.size.to_bytes(8, "little"))  # or two samples could be cut elsewhere without a change
+        digest.update(ids.size.to_bytes(8, "little"))  # so that other boundaries between samples change the hash
         digest.update(ids.tobytes())
     return f"{name}: {count} samples, {digest.hexdigest()[:_DIGITS]}"
 
@@ -41,10 +41,10 @@ def samples_fingerprint(name: str, samples: Iterable[ArrayLike]) -> str:
 def model_fingerprint(model_name: str) -> str:
     """Compute the fingerprint of a model: `config.json`, and sizes, beginnings and ends of the weight files.
 
-    Times of files are left out: a copy is the same model.
+    It does not depend on times of files, so that a copy is the same model.
 
     Args:
-        model_name: A folder, or a hub's name, which is returned as it is.
+        model_name: A folder, or a name on a hub, which is returned unchanged.
     """
     folder = Path(model_name)
     if not folder.is_dir():
@@ -65,9 +65,9 @@ def model_fingerprint(model_name: str) -> str:
 
 
 def model_fingerprints(config: MasterConfig) -> dict[str, str]:
-    """Return the fingerprint of each model that a resumed run reads anew, by its name for messages.
+    """Return the fingerprint of each model that a resumed run reads again, by its name for messages.
 
-    These are the policy's where it is the reference or the base of adapters, teachers, and a reward model.
+    These are teachers, a reward model, and the policy's initial model if it is the reference or the base of adapters.
     """
     policy, found = config.policy, {}
     if policy.lora is not None or algorithm_of(config).needs_reference(config):
@@ -79,7 +79,7 @@ def model_fingerprints(config: MasterConfig) -> dict[str, str]:
 
 
 def other_base(config: MasterConfig, before: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return the fingerprints of the base then and now where adapters would stand beside another one.
+    """Return the fingerprints of the base before and now if the checkpoint's adapters have another base.
 
     Args:
         before: The checkpoint's fingerprints.
@@ -100,5 +100,5 @@ def changed_inputs(before: Mapping[str, str], now: Mapping[str, str]) -> list[st
 
 
 def _content(fingerprint: str) -> str:
-    """Return a fingerprint without the place of files: a copy is the same model."""
+    """Return a fingerprint without the path of the model, as a copy is the same model."""
     return fingerprint.rpartition(": ")[2] if _WEIGHT_FILES in fingerprint else fingerprint

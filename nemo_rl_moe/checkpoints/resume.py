@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The checkpoint that a run resumes from: its own after a restart, else the newest one of the same experiment."""
+"""The checkpoint that a run resumes from: its own after a restart, or else the newest one of the same experiment."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +25,7 @@ from nemo_rl_moe.errors import CheckpointError
 from nemo_rl_moe.runs.folder.folder import find_run_folder, newest_run_folders, read_run_id
 
 CHECKPOINTS_FOLDER_NAME = "checkpoints"
-"""Inside the run's folder, where no other folder is configured."""
+"""Default folder of checkpoints, in the run's folder."""
 
 WAY_OUT = "set checkpointing.resume=never to start anew, or another checkpointing.checkpoint_dir"
 
@@ -35,24 +35,20 @@ class ResumePoint(Checkpoint):
     """Checkpoint that a run resumes from.
 
     Attributes:
-        run_folder: Folder of the run that wrote it and that now continues; None where it is gone.
+        run_folder: Folder of the run that wrote it and that now continues. None if it does not exist.
     """
 
     run_folder: Path | None
 
     def state_folder(self, role: str) -> Path:
-        """Return the folder of a role's training state.
-
-        Raises:
-            CheckpointError: The checkpoint has none, because its run trained no such role.
-        """
+        """Return the folder of a role's training state, which must exist."""
         folder = state_folder(self.folder, role)
         if not folder.is_dir():
             raise CheckpointError(f"{self.folder}: holds no state of the role {role}, which this run trains; {WAY_OUT}")
         return folder
 
     def summary(self, num_steps: int) -> str:
-        """Return one line for the user: the step to resume at, or how to get more steps where all are done."""
+        """Return a line for the user with the step to resume at, or how to get more steps if all are done."""
         if self.step >= num_steps:
             return (
                 f"{self.folder} is the end of this run: {self.step} of {num_steps} steps are done. For more of them set"
@@ -68,23 +64,23 @@ def checkpoint_dir_of(config: MasterConfig, run_folder: Path) -> Path:
 def find_resume_point(
     config: MasterConfig, run_id: str, restart_number: int, warn: Callable[[str], None]
 ) -> ResumePoint | None:
-    """Find the checkpoint to resume from; None to start at the beginning.
+    """Find the checkpoint to resume from. None to start at the beginning.
 
-    A restart resumes from the newest checkpoint of its own run. Without one, and on a first launch,
-    `checkpointing.resume` decides; where no folder is configured, the newest run with checkpoints is continued only if
-    it is the same experiment. Leftovers of a save that was killed are deleted.
+    A restart resumes from the newest checkpoint of its run. Without one, and on a first launch, `checkpointing.resume`
+    decides. If no folder is configured, the newest run with checkpoints is continued only if it is the same experiment.
+    Leftovers of a save that was killed are deleted.
 
     Args:
         restart_number: 0 for the first launch.
 
     Raises:
-        CheckpointError: Another run is writing there, or the run cannot go on from what is there.
+        CheckpointError: Another run is writing to the folder, or the run cannot resume from its checkpoints.
     """
     if not config.checkpointing.enabled:
         return None
     if config.checkpointing.checkpoint_dir is not None:
         refuse_model_among_checkpoints(config, Path(config.checkpointing.checkpoint_dir))
-    warn = functools.cache(warn)  # several reads of one folder meet the same damage
+    warn = functools.cache(warn)  # a folder is read several times
     checkpoint = _own_checkpoint(config, run_id, warn) if restart_number > 0 else None
     if checkpoint is None and not (restart_number > 0 and _has_begun_anew(config, run_id)):
         checkpoint = _checkpoint_of_earlier_run(config, warn)
@@ -97,21 +93,21 @@ def find_resume_point(
 def older_resume_point(
     config: MasterConfig, damaged: Sequence[Path], warn: Callable[[str], None]
 ) -> ResumePoint | None:
-    """Return the newest checkpoint older than those that were found damaged on loading; None where there is none.
+    """Return the newest checkpoint without damage, if there is one.
 
     Args:
-        damaged: Folders of one training history, all in one folder.
+        damaged: Checkpoints of one training history, in one folder, that were found damaged on loading.
     """
     checkpoints = CheckpointStore(damaged[0].parent, warn).checkpoints()
     history = next(found.state.first_run_id for found in checkpoints if found.folder == damaged[0])
-    whole = [found for found in of_history(checkpoints, history) if found.folder not in damaged]
-    return _checked_resume_point(whole[-1], config, warn) if whole else None
+    usable = [found for found in of_history(checkpoints, history) if found.folder not in damaged]
+    return _checked_resume_point(usable[-1], config, warn) if usable else None
 
 
 def newest_history(checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
     """Return the checkpoints, ascending by step, of the training history that was written last.
 
-    A folder holds several histories where a run that started anew was killed before it had removed the older ones.
+    A folder has several histories if a run that started anew was killed before it removed the older ones.
     """
     if not checkpoints:
         return []
@@ -120,12 +116,12 @@ def newest_history(checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
 
 
 def _has_begun_anew(config: MasterConfig, run_id: str) -> bool:
-    """Return whether a run with a new folder has begun: it ignores what others have saved since."""
+    """Return whether a run with a new folder has begun, which ignores later checkpoints of other runs."""
     return config.checkpointing.checkpoint_dir is None and find_run_folder(config.logger.log_dir, run_id) is not None
 
 
 def _stores(config: MasterConfig, warn: Callable[[str], None]) -> Iterator[CheckpointStore]:
-    """Yield checkpoint folders: the configured one, or else those of the run folders, newest first."""
+    """Yield the configured folder of checkpoints, or else the folder of each run, newest first."""
     if config.checkpointing.checkpoint_dir is not None:
         yield CheckpointStore(Path(config.checkpointing.checkpoint_dir), warn)
     else:
@@ -140,7 +136,7 @@ def _swept_checkpoints(store: CheckpointStore) -> list[Checkpoint]:
 
 
 def _own_checkpoint(config: MasterConfig, run_id: str, warn: Callable[[str], None]) -> Checkpoint | None:
-    """Find the run's own newest checkpoint, without locking folders of other runs, which may be active."""
+    """Find the run's newest checkpoint, without locking folders of other runs, which may be active."""
     for store in _stores(config, warn):
         if any(checkpoint.state.run_id == run_id for checkpoint in store.checkpoints()):
             own = [checkpoint for checkpoint in _swept_checkpoints(store) if checkpoint.state.run_id == run_id]
@@ -168,13 +164,13 @@ def _checkpoint_of_earlier_run(config: MasterConfig, warn: Callable[[str], None]
 
 
 def _refuse_damage_alone(store: CheckpointStore, usable: Sequence[Checkpoint]) -> None:
-    """Raise where every checkpoint of a run is damaged: only the user may decide to start anew."""
+    """Raise if every checkpoint of a run is damaged, as only the user may decide to start anew."""
     if not usable and store.has_any():
         raise CheckpointError(f"{store.folder}: none of the checkpoints there can be used; {WAY_OUT}")
 
 
 def _newest_of_same_experiment(config: MasterConfig, warn: Callable[[str], None]) -> Checkpoint | None:
-    """Find the newest checkpoint of the newest run with any; None, and a warning, for another experiment."""
+    """Find the newest checkpoint of the newest run with any. Warn if that run is another experiment."""
     resolved = dump_resolved(config)
     algorithm = algorithm_of(config)
     for store in _stores(config, warn):
@@ -199,7 +195,7 @@ def _newest_of_same_experiment(config: MasterConfig, warn: Callable[[str], None]
 
 
 def _checked_resume_point(checkpoint: Checkpoint, config: MasterConfig, warn: Callable[[str], None]) -> ResumePoint:
-    """Resume point of a checkpoint whose training the configuration can continue."""
+    """Check that the configuration can continue a checkpoint, and return its resume point."""
     state, resolved = checkpoint.state, dump_resolved(config)
     algorithm = algorithm_of(config)
     if state.algorithm != algorithm.name:
@@ -207,12 +203,11 @@ def _checked_resume_point(checkpoint: Checkpoint, config: MasterConfig, warn: Ca
             f"{checkpoint.folder}: a checkpoint of {state.algorithm}, and this run is {algorithm.name}; {WAY_OUT}"
         )
     changes = changed_keys(state.config, resolved)
-    with_adapters = config.policy.lora is not None
     wrong = wrong_changes(
         algorithm,
         changes,
         with_optimizer=state.with_optimizer,
-        with_adapters=with_adapters,
+        with_adapters=config.policy.lora is not None,
         base_is_known=MODEL in state.fingerprints,
     )
     if wrong:
@@ -236,14 +231,14 @@ def _checked_resume_point(checkpoint: Checkpoint, config: MasterConfig, warn: Ca
 
 def _run_folder_of(checkpoint: Checkpoint, config: MasterConfig, warn: Callable[[str], None]) -> Path | None:
     """Return the folder of the checkpoint's run, whose metrics the resumed run truncates and continues."""
-    # None, with a warning, where the checkpoint is a copy or the folder is gone: two runs must not share one folder.
+    # None, with a warning, if the checkpoint is a copy, as two runs must not share a folder, or the folder is missing.
     state, recorded = checkpoint.state, Path(checkpoint.state.run_folder)
     around = checkpoint.folder.parent.parent
     is_copy = checkpoint.folder.parent.resolve() != Path(state.checkpoint_dir)
     if is_copy and (config.checkpointing.checkpoint_dir is not None or _belongs_to(recorded, state)):
         warn(f"{checkpoint.folder} is a copy: {recorded} is left as it is, and metrics go on in a new folder")
         return None
-    # A moved run folder, or the same one under the shorter name that the user knows; else the recorded one.
+    # A moved run folder, or the same one under the path that the user gave. Otherwise the recorded one.
     folder = around if is_copy or around.resolve() == recorded.resolve() else recorded
     if _belongs_to(folder, state):
         return folder

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`state.json` of a checkpoint: the training loop's state, and the run that wrote it."""
+"""`state.json` of a checkpoint, with the training loop's state and the run that wrote it."""
 
 import json
 import math
@@ -33,11 +33,11 @@ _STRICT = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespa
 
 @dataclass(frozen=True)
 class LoopState:
-    """State of a training loop between two steps, beside the policy's.
+    """State of a training loop between two steps, without the models.
 
     Attributes:
         batches_taken: Global batches, or rounds of prompts, taken from the data.
-        first_validation: Metrics for the summary; empty before the first validation.
+        first_validation: Metrics for the summary, empty before the first validation.
         skipped_in_a_row: Consecutive skipped updates up to this step.
     """
 
@@ -56,11 +56,11 @@ class RunDescription(BaseModel):
 
     Attributes:
         algorithm: Name of its configuration section, such as `sft`.
-        first_run_id: Run that started at step 0; equal in one history of training.
-        run_folder: Absolute.
+        first_run_id: Run that started at step 0, which identifies a history of training.
+        run_folder: Absolute path.
         logger_run_ids: Id under which each logger resumes, by logger.
-        layout: Names and sizes of the parallel dimensions, from `layout_of`.
-        fingerprints: Input's name to a text that changes when the input does.
+        layout: Sizes of the parallel dimensions, from `layout_of`.
+        fingerprints: Fingerprints of inputs by name.
     """
 
     model_config = _STRICT
@@ -80,11 +80,11 @@ class CheckpointState(RunDescription):
     """Description of a checkpoint and of the run that wrote it.
 
     Attributes:
-        format_version: Raised when older readers could not read it.
-        run_folder_id: Id in the run folder's `run.json`; None where it had none.
-        checkpoint_dir: Absolute path of the folder that it was made in, without links.
+        format_version: Increased when older releases could not read it.
+        run_folder_id: Id in the run folder's `run.json`, if it had one.
+        checkpoint_dir: Absolute path of the folder of checkpoints when it was written, without links.
         metric_name: Metric that ranks checkpoints, such as `val:accuracy`.
-        metric_value: None where it was not measured.
+        metric_value: None if it was not measured.
         time: Unix seconds of writing.
     """
 
@@ -114,7 +114,7 @@ def layout_of(config: MasterConfig) -> dict[str, int]:
 
 
 def json_ready(value: Any) -> Any:
-    """Convert content to JSON's types, with NaN and infinities as text."""
+    """Convert content to JSON's types, with NaN and infinities as strings."""
     if isinstance(value, Mapping):
         return {str(key): json_ready(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -124,11 +124,7 @@ def json_ready(value: Any) -> Any:
 
 
 def write_state(folder: Path, state: CheckpointState) -> None:
-    """Write `state.json` into a checkpoint's folder. Numbers come back to the last bit.
-
-    Raises:
-        OSError: The disk is full, or the folder cannot be written to.
-    """
+    """Write `state.json` into a checkpoint's folder, with all bits of numbers."""
     content = json_ready(dict(state) | {"loop": vars(state.loop)})
     text = json.dumps(content, allow_nan=False, indent=1)
     (folder / STATE_FILE_NAME).write_text(text + "\n", encoding="utf-8")
@@ -138,7 +134,7 @@ def read_state(folder: Path) -> CheckpointState:
     """Read `state.json` of a checkpoint's folder.
 
     Raises:
-        CheckpointError: It is missing or no JSON, or a field is missing or wrong.
+        CheckpointError: It is missing or invalid.
     """
     path = folder / STATE_FILE_NAME
     try:
@@ -150,7 +146,7 @@ def read_state(folder: Path) -> CheckpointState:
 
 
 def validation_problems(path: Path, error: ValidationError) -> list[str]:
-    """Return the lines that name the file and its wrong fields."""
+    """Return lines with the file and its wrong fields."""
     details = error.errors(include_url=False, include_context=False, include_input=False)
     if details[0]["type"] == "json_invalid":  # a torn file
         return [f"{path}: not valid JSON: {details[0]['msg'].removeprefix('Invalid JSON: ')}"]

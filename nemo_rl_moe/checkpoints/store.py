@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of checkpoints: whole ones are found, new ones published by renaming, torn ones left out."""
+"""The folder of checkpoints, in which new ones are published by renaming and damaged ones are skipped."""
 
 import contextlib
 import fcntl
@@ -20,13 +20,13 @@ from nemo_rl_moe.models.hf_files import MEGATRON_WEIGHTS_FOLDER
 
 POLICY_FOLDER_NAME = MEGATRON_WEIGHTS_FOLDER
 FINAL_WEIGHTS_FOLDER = "final"
-"""Beside the checkpoints of a complete run: the policy's. Another role's has the role's name behind, `final_critic`."""
+"""Folder of the policy's final weights, next to the checkpoints. Other roles have a suffix, as in `final_critic`."""
 LOCK_FILE_NAME = ".lock"
 _LOCK_ATTEMPTS = 10
 CHECKPOINT_NAME = r"step_(0|[1-9][0-9]{0,17})"
 """Pattern of the name of a checkpoint's folder."""
-_WHOLE = re.compile(CHECKPOINT_NAME)
-_LEFTOVER = re.compile(rf"\.({_WHOLE.pattern})\.(incomplete|replaced|removed)")
+_COMPLETE = re.compile(CHECKPOINT_NAME)
+_LEFTOVER = re.compile(rf"\.({CHECKPOINT_NAME})\.(incomplete|replaced|removed)")
 _KEY = "checkpointing.checkpoint_dir"
 
 
@@ -39,12 +39,12 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """Steps done when it was taken."""
+        """Number of steps before it."""
         return self.state.loop.step
 
 
 def model_folder(checkpoint: Path, role: str) -> Path:
-    """Return the folder of a role's model in a checkpoint; the policy's is the checkpoint itself.
+    """Return the folder of a role's model in a checkpoint, which is the checkpoint itself for the policy.
 
     It is a model in Megatron-Core's format (`config.json`, tokenizer, training state in `POLICY_FOLDER_NAME`), so that
     a run can start from it and `convert` can read it.
@@ -66,14 +66,13 @@ def of_history(checkpoints: Sequence[Checkpoint], first_run_id: str | None) -> l
 
 
 class CheckpointStore:
-    """Write, find and remove the checkpoints of one folder.
+    """Writes, finds and removes the checkpoints of one folder.
 
-    Only one run may write at a time, see `locked`; reading is always safe. Only the names above are touched, so that
-    other things may stand in the folder.
+    Only one run may write at a time (see `locked`). Reading is always safe. Other files in the folder are untouched.
 
     Args:
-        checkpoint_dir: Created with the first checkpoint; machines of one run must share it.
-        warn: Called once for each checkpoint that cannot be used.
+        checkpoint_dir: Created with the first checkpoint. Machines of one run must share it.
+        warn: Called once for each unusable checkpoint.
     """
 
     def __init__(self, checkpoint_dir: Path, warn: Callable[[str], None] = lambda text: None):
@@ -83,17 +82,17 @@ class CheckpointStore:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Create the folder and keep other runs out: two runs would remove each other's checkpoints.
+        """Create the folder and lock it, as two runs would remove each other's checkpoints.
 
-        Folders that were made for the lock are removed again where they stay empty.
+        Folders that were created for the lock and are still empty are removed at the end.
 
         Raises:
-            CheckpointError: Another run uses the folder, or it cannot be written to.
+            CheckpointError: Another run uses the folder, or it is not writable.
         """
         made = [folder for folder in (self.folder, *self.folder.parents) if not folder.exists()]
         with self._lock_file():
             try:
-                yield  # the operating system takes the lock back when the process ends, however it ends
+                yield  # the operating system releases the lock if the process dies
             finally:
                 with contextlib.suppress(OSError):
                     if made and [entry.name for entry in self.folder.iterdir()] == [LOCK_FILE_NAME]:
@@ -102,14 +101,14 @@ class CheckpointStore:
                             folder.rmdir()
 
     def _lock_file(self) -> TextIO:
-        """Open the lock's file, creating it and its folder."""
+        """Create, open and lock the lock file in its folder."""
         path = self.folder / LOCK_FILE_NAME
         for attempt in range(_LOCK_ATTEMPTS):
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 file = path.open("w")
             except OSError as error:
-                # A run that leaves may just have taken it away, or be doing so while it is made.
+                # A run that ends may be removing the folder meanwhile.
                 if isinstance(error, FileNotFoundError | FileExistsError) and attempt + 1 < _LOCK_ATTEMPTS:
                     continue
                 raise CheckpointError(
@@ -126,7 +125,7 @@ class CheckpointStore:
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                     return file
-            file.close()  # a run that has left took it away before this one had the lock
+            file.close()  # a run that ended removed the file before this one had the lock
         raise CheckpointError(
             f"{_KEY}: another run is writing to {str(self.folder)!r}; wait for it to end, or take another folder (where"
             " it is null: checkpointing.resume=never starts a new one)"
@@ -136,48 +135,47 @@ class CheckpointStore:
         return self.folder / f"step_{step}"
 
     def checkpoints(self) -> list[Checkpoint]:
-        """Return complete checkpoints, ascending by step; warn about damaged ones and leave them out."""
+        """Return complete checkpoints, ascending by step. Warn of damaged ones, and skip them."""
         if not self.folder.is_dir():
             return []
         found = []
         for entry in self.folder.iterdir():
-            match = _WHOLE.fullmatch(entry.name)
+            match = _COMPLETE.fullmatch(entry.name)
             if match is not None and entry.is_dir():
                 try:
                     found.append(self._read(entry, int(match[1])))
                 except CheckpointError as error:
-                    if entry.is_dir():  # or its run has removed it meanwhile
+                    if entry.is_dir():  # otherwise its run has removed it meanwhile
                         self._warn_once(f"{entry} is damaged and is not used: {error.problems[0]}")
         return sorted(found, key=lambda checkpoint: checkpoint.step)
 
     def has_any(self) -> bool:
-        """Return whether anything has a checkpoint's name, damaged or not."""
-        return self.folder.is_dir() and any(_WHOLE.fullmatch(entry.name) for entry in self.folder.iterdir())
+        """Return whether a file or folder has a checkpoint's name, damaged or not."""
+        return self.folder.is_dir() and any(_COMPLETE.fullmatch(entry.name) for entry in self.folder.iterdir())
 
     def stage(self, step: int) -> Path:
         """Create the empty folder in which the checkpoint of a step is assembled."""
-        staging = self._leftover(step, "incomplete")
+        staging = self.staged(step)
         delete(staging)
         staging.mkdir(parents=True)
         return staging
 
     def staged(self, step: int) -> Path:
-        """Return the folder that `stage` has made."""
+        """Return the folder that `stage` creates."""
         return self._leftover(step, "incomplete")
 
     def publish(self, step: int) -> Path:
-        """Give the staged checkpoint of a step its name, once all of it is on disk."""
+        """Rename the staged checkpoint of a step to its final name, once all of it is on disk."""
         target = self.path_of(step)
         write_inventory(self.staged(step))
         put_in_place(self.staged(step), target, self._leftover(step, "replaced"))
         return target
 
     def discard(self, step: int) -> None:
-        """Delete what was staged of a step."""
-        delete(self._leftover(step, "incomplete"))
+        delete(self.staged(step))
 
     def remove(self, step: int) -> None:
-        """Delete a checkpoint; half a deletion never looks like a checkpoint."""
+        """Delete a checkpoint, so that an interrupted deletion never looks like a checkpoint."""
         removed = self._leftover(step, "removed")
         delete(removed)
         self.path_of(step).rename(removed)
@@ -197,7 +195,7 @@ class CheckpointStore:
                     entry.rename(self.folder / match[1])
                 else:
                     delete(entry)
-            except OSError as error:  # a worker of the run before may still be writing there
+            except OSError as error:  # a worker of the previous run may still be writing
                 self._warn_once(f"{entry}, left by a run that was stopped, cannot be cleared away: {error.strerror}")
 
     def _read(self, folder: Path, step: int) -> Checkpoint:

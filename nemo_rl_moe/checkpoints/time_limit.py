@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The time by which a run must have saved."""
+"""The time limit of a run, before which it saves."""
 
 import time
 from collections.abc import Callable
@@ -9,14 +9,14 @@ from nemo_rl_moe.config.schema_run import parse_duration
 
 
 class TimeLimit:
-    """Time limit of a run: it stops after the last step that leaves time to save.
+    """Time limit of a run, which stops after the last step that leaves time to save.
 
-    Further steps (with validation) and saves are assumed to last as long as the longest so far.
+    Further steps (with validation) and saves are assumed to take as long as the longest so far.
 
     Args:
-        must_save_by: Time after the start, DD:HH:MM:SS (`checkpointing.checkpoint_must_save_by`); None: no limit.
-        started: Start of the run on `clock`; None: now.
-        clock: Monotonic, in seconds.
+        must_save_by: Time after the start as DD:HH:MM:SS (`checkpointing.checkpoint_must_save_by`). None for no limit.
+        started: Start of the run on `clock`. None for now.
+        clock: Returns seconds of a monotonic clock.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class TimeLimit:
         self._longest_step = self._longest_saving = 0.0
 
     def is_up_after_step(self) -> bool:
-        """Return whether another step as long as the longest would be too long; called once a step."""
+        """Return whether another step could exceed the limit. Call it once after each step."""
         now = self._clock()
         self._longest_step = max(self._longest_step, now - self._last)
         self._last = now

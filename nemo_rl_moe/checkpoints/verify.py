@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`nemo-rl-moe verify`: every file of checkpoints and exported models against the checksums that were written."""
+"""`nemo-rl-moe verify`: comparison of the files of checkpoints and exported models with their checksums."""
 
 import argparse
 import os
@@ -37,12 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
-    """Compare each folder with its checksums, and print a line for each that is whole."""
+    """Compare each folder with its checksums, and print a line for each undamaged one."""
     checksums = _checksums()
     name = checksums.INVENTORY_FILE_NAME
     folders = [found for top in [*options.runs, *map(Path, more)] for found in _with_inventory(top, name)]
     if options.accept:
-        # The innermost first: the checksum of its list of files stands in the one above.
+        # Inner folders first, as the list of an outer one has the checksum of the inner list.
         for folder in reversed(folders):
             checksums.accept_files(folder)
             print(f"{folder}: checksums of the files as they are now")
@@ -64,7 +64,7 @@ def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
 
 
 def _checksums() -> ModuleType:
-    """Import checksums, which need one more package than the other commands without training."""
+    """Import checksums, which need a package that other commands without training do not need."""
     try:
         from nemo_rl_moe import checksums
     except ModuleNotFoundError as error:
@@ -80,7 +80,7 @@ def _with_inventory(top: Path, list_name: str) -> list[Path]:
         raise ConfigurationError(f"{top}: is no folder")
     found = []
     for parent, folders, names in os.walk(top):
-        # Staged, replaced and removed checkpoints of a run are nobody's any more.
+        # Skip staged, replaced and removed checkpoints.
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         if list_name in names:
             found.append(Path(parent))

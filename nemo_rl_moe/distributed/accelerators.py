@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Accelerators: their memory and speed, and machines of them that a run is planned for."""
+"""Accelerators with their memory and speed, and machines of them that a run is planned for."""
 
 import re
 from collections.abc import Iterable
@@ -17,6 +17,7 @@ class Accelerator:
     Attributes:
         memory_gb: Memory in GB of 10^9 bytes.
         bfloat16_tflops: Peak of dense matrix products.
+        device_names: CUDA's names of the device.
     """
 
     name: str
@@ -25,7 +26,7 @@ class Accelerator:
     device_names: tuple[str, ...]
 
 
-# NVIDIA's data sheets of each; of those that give speeds with sparsity alone, half.
+# From NVIDIA's data sheets, halved if they only give speeds with sparsity.
 ACCELERATORS: dict[str, Accelerator] = {
     card.name: card
     for card in (
@@ -43,10 +44,9 @@ ACCELERATORS: dict[str, Accelerator] = {
 
 
 def peak_flops_per_second(device_names: Iterable[str]) -> float | None:
-    """Return the peak FLOP/s of dense bfloat16 matrix products of several devices; None where one is unknown.
+    """Return the peak FLOP/s of dense bfloat16 matrix products of several devices. None if one is unknown.
 
-    Args:
-        device_names: CUDA's name of each, compared whole: an H200 NVL, and a slice of an H200, are not an H200.
+    Names are compared in full, as an H200 NVL or a slice of an H200 is not an H200.
     """
     by_name = {name: card.bfloat16_tflops for card in ACCELERATORS.values() for name in card.device_names}
     tflops = [by_name.get(name) for name in device_names]

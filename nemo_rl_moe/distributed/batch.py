@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Batches of token sequences with typed columns, and the shards of them that data-parallel ranks get."""
+"""Batches of token sequences with typed columns, and their shards for data-parallel ranks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +16,7 @@ from nemo_rl_moe.distributed.shared_arrays import ArrayStore, SharedColumn
 from nemo_rl_moe.distributed.stored_rows import Fetch, StoredRows, fetch_rows
 
 FILLER_LENGTH = 2
-"""Tokens of a row that stands for no sequence: as many as have a target."""
+"""Tokens of a filler row. With fewer, it would have no target."""
 
 
 class Axis(Enum):
@@ -27,18 +27,17 @@ class Axis(Enum):
     TOKEN = "token"
     """One value (of any further shape) for each token."""
     RAGGED = "ragged"
-    """A number of values of its own for each sequence, such as the sizes of its images."""
+    """Any number of values for each sequence, such as the sizes of its images."""
     SHARED = "shared"
-    """A number of arrays for each sequence, which sequences may have in common, such as the pixels of its images."""
+    """Any number of arrays for each sequence, which sequences may share, such as the pixels of its images."""
 
 
 class Destination(Enum):
     """Reader of a column."""
 
     MODEL = "model"
-    """The model's forward pass, in training, log-probability and evaluation passes alike."""
+    """The model, in training, log-probability and evaluation passes."""
     LOSS = "loss"
-    """The loss function."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +45,8 @@ class ModelInput:
     """A further input of the model for one sequence, such as an image.
 
     Attributes:
-        values: `[tokens, ...]` on the token axis, `[...]` on the sequence axis, `[values, ...]` where ragged; a tuple
-            of `SharedArray` where shared, the same objects in all sequences that have them.
+        values: `[tokens, ...]` on the token axis, `[...]` on the sequence axis, `[values, ...]` if ragged. If shared, a
+            tuple of `SharedArray`, with identical objects in all sequences that share them.
         fill: Value on padding, on the token axis.
     """
 
@@ -57,7 +56,7 @@ class ModelInput:
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy to a device without waiting: a GPU copies from pinned memory alone while the host goes on."""
+    """Copy to a device without waiting. For a GPU, this needs pinned memory."""
     from_host = device.type == "cuda" and tensor.device.type == "cpu"
     return (tensor.contiguous().pin_memory() if from_host else tensor).to(device, non_blocking=True)
 
@@ -67,10 +66,10 @@ class Column:
     """A further tensor of a batch, with an explicit axis and reader.
 
     Attributes:
-        values: `[batch, ...]` on the sequence axis, `[batch, sequence, ...]` on the token axis, and where ragged
+        values: `[batch, ...]` on the sequence axis, `[batch, sequence, ...]` on the token axis, and if ragged
             `[sum of sizes, ...]`, sequence after sequence.
-        sizes: Number of values of each sequence, where ragged.
-        fill: Value on padding; routed experts have -1.
+        sizes: Number of values of each sequence, if ragged.
+        fill: Value on padding, such as -1 for routed experts.
     """
 
     values: Shaped[Tensor, "..."]
@@ -95,7 +94,7 @@ class Column:
         return replace(self, values=torch.cat(chosen) if chosen else self.values[:0], sizes=self.sizes[indices])
 
     def with_empty_rows(self, number: int) -> "Column":
-        """Return the column with rows of fillers behind the others: without values where ragged."""
+        """Return the column with rows of fillers at the end, which have no values if ragged."""
         if self.axis is Axis.RAGGED:
             assert self.sizes is not None
             return replace(self, sizes=torch.cat([self.sizes, self.sizes.new_zeros(number)]))
@@ -103,12 +102,12 @@ class Column:
         return replace(self, values=torch.cat([self.values, rows]))
 
     def to(self, device: torch.device) -> "Column":
-        """Copy to a device; the copy may still be under way."""
+        """Copy to a device without waiting."""
         sizes = None if self.sizes is None else to_device(self.sizes, device)
         return replace(self, values=to_device(self.values, device), sizes=sizes)
 
     def of_targets(self) -> "Column":
-        """Return the column aligned with targets, as log-probabilities are: without the first token's value."""
+        """Return the column aligned with targets, like log-probabilities: without the value of the first token."""
         return replace(self, values=self.values[:, 1:]) if self.axis is Axis.TOKEN else self
 
 
@@ -117,8 +116,8 @@ class StoredColumn:
     """A column for the model on the token axis whose values stay in a store until a rank fetches them.
 
     Attributes:
-        rows: For each sequence; None where it has none.
-        fill: Value on padding, and of tokens that have none.
+        rows: Rows of each sequence, if it has any.
+        fill: Value on padding and for tokens without a row.
     """
 
     rows: tuple[StoredRows | None, ...]
@@ -127,25 +126,22 @@ class StoredColumn:
     fill: float = 0.0
 
     def select(self, indices: Int[Tensor, " selected"]) -> "StoredColumn":
-        """Return the column of some of the sequences, in that order."""
         return replace(self, rows=tuple(self.rows[index] for index in indices.tolist()))
 
 
 def stored_per_token(rows: Sequence[StoredRows | None], fill: float = 0.0) -> StoredColumn | None:
-    """Return a stored column of sequences; None where no sequence has rows."""
+    """Return a stored column of sequences. None if no sequence has rows."""
     first = next((found for found in rows if found is not None), None)
     return None if first is None else StoredColumn(tuple(rows), first.row_shape, first.dtype, fill)
 
 
 def per_sequence(values: Shaped[Tensor, "batch ..."], goes_to: Destination = Destination.LOSS) -> Column:
-    """Return a column with one value for each sequence."""
     return Column(values, Axis.SEQUENCE, goes_to)
 
 
 def per_token(
     values: Shaped[Tensor, "batch sequence ..."], goes_to: Destination = Destination.LOSS, fill: float = 0.0
 ) -> Column:
-    """Return a column with one value for each token."""
     return Column(values, Axis.TOKEN, goes_to, fill=fill)
 
 
@@ -153,10 +149,7 @@ def collate_inputs(inputs: Sequence[ModelInput], longest: int) -> Column:
     """Collate an input of each sequence into one column for the model.
 
     Args:
-        inputs: On one unshared axis, of one shape apart from the number of values.
-
-    Raises:
-        ValueError: They differ in their axis, or are shared.
+        inputs: On the same axis, which is not shared, with equal shapes except for the number of values.
     """
     first = inputs[0]
     if first.axis is Axis.SHARED:
@@ -180,18 +173,18 @@ class TokenBatch:
     """Right-padded token sequences with a mask of the tokens that are trained on.
 
     Attributes:
-        lengths: Number of real tokens of each sequence; the rest is padding.
-        token_mask: True where a token counts in the loss *as a target* (position `t` is predicted
-            from position `t - 1`); False on prompts and padding.
+        lengths: Number of tokens of each sequence without padding.
+        token_mask: True on tokens that count in the loss *as a target* (position `t` is predicted from position
+            `t - 1`), False on prompts and padding.
         sample_ids: For error messages.
-        group_size: Neighbours that always run in one microbatch; `policy.train_global_batch_size` and
+        group_size: Number of neighbours that always run in one microbatch. `policy.train_global_batch_size` and
             `policy.train_micro_batch_size` count such groups.
-        stored: Columns that a rank fetches where it needs them, by name.
-        shared: Columns for the model of arrays that sequences share, by name; at hand or stored.
-        sample_sizes: Number of sequences of each sample, which are neighbours; empty: a sample is a group.
-            `policy.train_global_batch_size` counts samples. Not kept by `select`, which may split some.
-        is_filler: True for rows that stand for no sequence, and that a rank runs because all ranks run equally many
-            microbatches; they count nowhere. None: there is none.
+        stored: Columns that a rank fetches when it needs them, by name.
+        shared: Columns for the model of arrays that sequences share, by name.
+        sample_sizes: Number of sequences of each sample, which are neighbours. If empty, a sample is a group.
+            `policy.train_global_batch_size` counts samples. `select` drops it, as it may split samples.
+        is_filler: True for rows without a sequence, which only give all ranks the same number of microbatches. They
+            have no effect on any result. None without fillers.
     """
 
     input_ids: Int[Tensor, "batch sequence"]
@@ -209,7 +202,7 @@ class TokenBatch:
         return self.input_ids.shape[0]
 
     def select(self, indices: Sequence[int]) -> "TokenBatch":
-        """Return the sequences at `indices` (whole groups), in that order, cut to the longest of them."""
+        """Return the sequences at `indices` (complete groups), in that order, cut to the longest of them."""
         index = torch.as_tensor(indices, dtype=torch.long)
         longest = int(self.lengths[index].max()) if len(index) else 0
         return TokenBatch(
@@ -226,7 +219,7 @@ class TokenBatch:
 
     @property
     def counted_lengths(self) -> Int[Tensor, " batch"]:
-        """Number of tokens of each sequence; 0 of fillers, whose tokens are padding."""
+        """Number of tokens of each sequence, 0 for fillers."""
         return self.lengths if self.is_filler is None else self.lengths.where(~self.is_filler, 0)
 
     def first_rows_of_samples(self) -> list[int]:
@@ -235,15 +228,11 @@ class TokenBatch:
         return [end - size for end, size in zip(accumulate(sizes), sizes, strict=True)]
 
     def with_columns(self, **columns: Column) -> "TokenBatch":
-        """Return the batch with further columns, or others of the same names."""
+        """Return the batch with further or replaced columns."""
         return replace(self, columns={**self.columns, **columns})
 
     def with_inputs(self, inputs: Sequence[Mapping[str, ModelInput]]) -> "TokenBatch":
-        """Return the batch with further inputs of the model.
-
-        Args:
-            inputs: For each sequence, all with the same names.
-        """
+        """Return the batch with further inputs of the model, which have the same names in all sequences."""
         columns, shared = dict(self.columns), dict(self.shared)
         for name, first in inputs[0].items():
             of_sequences = [each[name] for each in inputs]
@@ -254,27 +243,25 @@ class TokenBatch:
         return replace(self, columns=columns, shared=shared)
 
     def columns_for(self, reader: Destination) -> dict[str, Column]:
-        """Return the columns that one reader gets; not those that are still stored."""
+        """Return the columns of a reader, except stored ones."""
         return {name: column for name, column in self.columns.items() if column.goes_to is reader}
 
     def with_stored(self, name: str, column: StoredColumn) -> "TokenBatch":
-        """Return the batch with a stored column, or another one of the same name."""
         return replace(self, stored={**self.stored, name: column})
 
     def without_stored(self, name: str) -> "TokenBatch":
-        """Return the batch without one of its stored columns."""
         return replace(self, stored={other: column for other, column in self.stored.items() if other != name})
 
     def for_model(self) -> "TokenBatch":
-        """Return the batch with the columns that the model reads, stored ones too, and no others."""
+        """Return the batch with only the columns for the model, stored ones included."""
         return replace(self, columns=self.columns_for(Destination.MODEL))
 
     def for_loss(self) -> "TokenBatch":
-        """Return the batch with the columns that the loss reads, and no others."""
+        """Return the batch with only the columns for the loss."""
         return replace(self, columns=self.columns_for(Destination.LOSS), stored={}, shared={})
 
     def with_shared_in(self, store: ArrayStore) -> "TokenBatch":
-        """Return the batch with handles in place of its shared arrays."""
+        """Return the batch with handles instead of its shared arrays."""
         shared = {name: replace(column, arrays=store.place(column.arrays)) for name, column in self.shared.items()}
         return replace(self, shared=shared)
 
@@ -282,7 +269,7 @@ class TokenBatch:
         """Return the batch with its stored columns and shared arrays fetched.
 
         Args:
-            with_shared: Otherwise the batch loses its shared arrays.
+            with_shared: If False, the result has no shared arrays.
         """
         found = {}
         for name, column in self.stored.items():
@@ -293,7 +280,7 @@ class TokenBatch:
         return replace(self, columns={**self.columns, **found}, stored={}, shared=shared)
 
     def to(self, device: torch.device) -> "TokenBatch":
-        """Copy to a device; the copies may still be under way. Shared arrays stay."""
+        """Copy to a device without waiting, except for shared arrays."""
         return replace(
             self,
             input_ids=to_device(self.input_ids, device),
@@ -304,7 +291,7 @@ class TokenBatch:
         )
 
     def num_valid_tokens(self) -> int:
-        """Return the number of tokens in the loss; the first of a sequence has no prediction and never counts."""
+        """Return the number of targets in the loss. The first token of a sequence is never one."""
         return int(self.token_mask[:, 1:].sum())
 
 
@@ -313,14 +300,14 @@ class GlobalBatchShard:
     """One data-parallel rank's shard of a global batch.
 
     Attributes:
-        microbatches: In execution order; equally many on every rank.
+        microbatches: In execution order. Every rank has the same number.
         global_valid_tokens: Targets in the loss, over all ranks.
         global_sequences: Sequences with such a target, over all ranks.
-        global_tokens: All tokens but padding, over all ranks: those that routers see.
+        global_tokens: All tokens but padding, over all ranks.
         global_rows: Sequences with a token, over all ranks.
-        places: Index in the whole batch of each sequence of the microbatches.
-        samples: Index in the whole batch of the sample of each of them.
-        num_batch_sequences: Sequences of the whole batch, over all ranks and global batches.
+        places: Index in the full batch of each sequence of the microbatches.
+        samples: Index in the full batch of the sample of each of these sequences.
+        num_batch_sequences: Sequences of the full batch, over all ranks and global batches.
     """
 
     microbatches: tuple[TokenBatch, ...]
@@ -339,23 +326,18 @@ def count_trained_sequences(batch: TokenBatch) -> int:
 
 
 def make_shard(batch: TokenBatch, microbatches: Sequence[Sequence[int]], totals: TokenBatch) -> GlobalBatchShard:
-    """Select one rank's microbatches of a batch.
-
-    Args:
-        microbatches: Sequence indices of each microbatch.
-        totals: The whole global batch that the loss is normalised by.
-    """
+    """Select the microbatches of one rank, as `make_shards` for several."""
     return make_shards(batch, [microbatches], totals)[0]
 
 
 def make_shards(
     batch: TokenBatch, by_rank: Sequence[Sequence[Sequence[int]]], totals: TokenBatch
 ) -> list[GlobalBatchShard]:
-    """Select the microbatches of all ranks, with the totals of the batch computed once.
+    """Select the microbatches of all ranks.
 
     Args:
         by_rank: Sequence indices of each microbatch, for each data-parallel rank.
-        totals: The whole global batch that the loss is normalised by.
+        totals: The global batch of all ranks, by which the loss is normalized.
     """
     valid_tokens, sequences = totals.num_valid_tokens(), count_trained_sequences(totals)
     lengths = totals.counted_lengths
@@ -378,7 +360,7 @@ def make_shards(
 
 
 def with_empty_rows(batch: TokenBatch, number: int) -> TokenBatch:
-    """Return the batch with fillers behind its sequences: rows of padding, which count nowhere."""
+    """Return the batch with fillers after its sequences, which are rows of padding."""
     if not number:
         return batch
     longest = batch.input_ids.shape[1]
@@ -396,11 +378,7 @@ def with_empty_rows(batch: TokenBatch, number: int) -> TokenBatch:
 
 
 def append_fillers(batch: TokenBatch, fillers: Sequence[int]) -> TokenBatch:
-    """Append copies of some sequences, without tokens in the loss and without stored values.
-
-    Args:
-        fillers: Sequences to repeat, as `EvaluationPlan.fillers` lists them.
-    """
+    """Append copies of the sequences in `EvaluationPlan.fillers`, without tokens in the loss and stored values."""
     if not fillers:
         return batch
     filled = batch.select([*range(len(batch)), *fillers])

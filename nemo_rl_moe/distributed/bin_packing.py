@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Bins of items: packed by size, split to the number that the ranks need, and dealt to the ranks."""
+"""Packing of items into bins by size, splitting of bins, and their distribution over ranks."""
 
 import heapq
 from collections import Counter
@@ -10,7 +10,7 @@ from nemo_rl_moe.distributed.patch_limit import Images, PatchRoom
 from nemo_rl_moe.errors import ConfigurationError
 
 MOST_REFUSED = 64
-"""Items that a bin may refuse for their patches before it is closed."""
+"""Items that a bin refuses for their patches before it is closed."""
 
 
 def round_up(length: int, multiple: int) -> int:
@@ -23,12 +23,12 @@ def first_fit_decreasing(
 ) -> list[list[int]]:
     """Pack items into few bins: the largest item first, each into the first bin that has room.
 
-    A bin that has refused `MOST_REFUSED` items for their patches is closed.
+    A bin that has refused `MOST_REFUSED` items for their patches is closed. Otherwise the time would be quadratic.
 
     Args:
         sizes: Each at least 1 and at most `capacity`.
-        images: For each item; empty: none has any.
-        most_patches: Maximum patches of the distinct images of a bin whose items have different images; None: any.
+        images: Images of each item. Empty without any.
+        most_patches: Maximum patches of the distinct images of a bin whose items have different images.
 
     Returns:
         Items of each bin, largest first.
@@ -53,9 +53,8 @@ def first_fit_decreasing(
             bins[position].append(item)
             patch_rooms[position].add(own)
         room.take(position, sizes[item])
-        # Full of patches: to ask it again for every further item would take the square of their number.
-        for place in full:
-            room.close(place)
+        for each in full:
+            room.close(each)
     return bins
 
 
@@ -70,13 +69,13 @@ class _RoomOfBins:
         self._room = [capacity] * (2 * self._leaves)
 
     def places_for(self, size: int) -> Iterator[int]:
-        """Yield bins with that much room, in order."""
+        """Yield bins with room for a size, in order."""
         room, node = self._room, 1
         while room[node] >= size:
             while node < self._leaves:
                 node = 2 * node if room[2 * node] >= size else 2 * node + 1
             yield node - self._leaves
-            # Up to where a right neighbour has room, and over to it.
+            # Go up until the right neighbour has room, and to that neighbour.
             while node > 1 and (node % 2 or room[node + 1] < size):
                 node //= 2
             if node == 1:
@@ -95,11 +94,7 @@ class _RoomOfBins:
 
 
 def split_evenly(sizes: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Split positions into two non-empty parts of about the same sum.
-
-    Args:
-        sizes: Largest first; at least two.
-    """
+    """Split positions into two non-empty parts of about the same sum. `sizes` has at least two, largest first."""
     halves: tuple[list[int], list[int]] = ([], [])
     totals = [0, 0]
     for position, size in enumerate(sizes):
@@ -112,11 +107,11 @@ def split_evenly(sizes: Sequence[int]) -> tuple[list[int], list[int]]:
 def deal_by_work(work: Sequence[int], num_ranks: int) -> list[list[int]]:
     """Deal items to ranks in equal numbers, with about the same work at each turn and in total.
 
-    Ranks that share experts wait for each other in every microbatch, so the items of one turn are neighbours in size;
-    within a turn the largest goes to the rank with the least work so far.
+    Ranks that share experts wait for each other in every microbatch, so the items of one turn are neighbours in size.
+    Within a turn the largest goes to the rank with the least work so far.
 
     Args:
-        work: For each item; their number is a multiple of `num_ranks`.
+        work: Work of each item. The number of items is a multiple of `num_ranks`.
 
     Returns:
         Items of each rank, most work first.
@@ -133,7 +128,7 @@ def deal_by_work(work: Sequence[int], num_ranks: int) -> list[list[int]]:
 
 
 def rounded_number(num_microbatches: int, unit: int, num_items: int) -> int:
-    """Return the next multiple of `unit`, if each microbatch can have an item."""
+    """Return the next multiple of `unit`. Refuse it if it exceeds the number of items."""
     target = round_up(num_microbatches, unit)
     if target > num_items:
         raise ConfigurationError(
@@ -157,7 +152,7 @@ def split_until(
         cut: Splits a bin's items into two lists of positions.
     """
     target = rounded_number(len(bins), unit, sum(map(len, bins)))
-    # Entries are unique by their first item, so that ties never compare further and the order is deterministic.
+    # The first items differ, so that the lists are never compared and the order is deterministic.
     heap = [(-work(items), items[0], items) for items in bins if len(items) > 1]
     heapq.heapify(heap)
     done = [items for items in bins if len(items) == 1]

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Child processes for users' code on the driver's machine. They end with the driver, and all they started with them."""
+"""Child processes for users' code on the driver's machine, which end with the driver and all that they have started."""
 
 import os
 import signal
@@ -12,13 +12,14 @@ from collections.abc import Mapping
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import IO
 
 import psutil
 
+from nemo_rl_moe.distributed.node_tools import module_search_path
+
 END_LIMIT_S = 10.0
-"""Seconds that a killed process may take for its end."""
+"""Seconds that a killed process may take to end."""
 
 
 class ChildProcess:
@@ -53,7 +54,7 @@ class ChildProcess:
                 stderr=output,
                 pass_fds=inherited,
                 start_new_session=True,
-                env={**os.environ, **(environment or {}), "PYTHONPATH": _search_path()},
+                env={**os.environ, **(environment or {}), "PYTHONPATH": os.pathsep.join(module_search_path())},
             )
         finally:
             theirs.close()
@@ -62,7 +63,6 @@ class ChildProcess:
 
     @property
     def has_ended(self) -> bool:
-        """Return whether the process has ended."""
         return self._process.poll() is not None
 
     def end(self, limit_s: float) -> None:
@@ -103,27 +103,22 @@ class ChildProcess:
 
 
 def connect() -> Connection:  # pragma: no cover  (runs in other processes)
-    """Return the connection to the parent, in a child. The child ends with its parent."""
+    """Return the connection of a child to its parent. The child ends with its parent."""
     for file in map(int, sys.argv[1:]):
-        os.set_inheritable(file, False)  # an open copy would hide the end of the child
+        os.set_inheritable(file, False)  # an open copy in its children would hide the end of this process
     threading.Thread(target=_end_with_parent, args=(int(sys.argv[2]),), daemon=True).start()
     return Connection(int(sys.argv[1]))
 
 
 def _end_with_parent(lifeline: int) -> None:  # pragma: no cover
-    os.read(lifeline, 1)  # until the parent has closed its end, or has ended
+    os.read(lifeline, 1)  # until the parent closes its end, or dies
     os.killpg(0, signal.SIGKILL)
 
 
 def _children_of_stopped(pid: int) -> list[psutil.Process]:
-    """Stop a process. Return all processes that it has started, in any session."""
+    """Stop a process, and return all processes that it has started in any session."""
     try:
         os.kill(pid, signal.SIGSTOP)
         return psutil.Process(pid).children(recursive=True)
     except (ProcessLookupError, psutil.NoSuchProcess):
         return []
-
-
-def _search_path() -> str:
-    """Return where this process looks for modules, so that a child finds the code that was checked here."""
-    return os.pathsep.join(str(Path(folder).absolute()) for folder in sys.path)

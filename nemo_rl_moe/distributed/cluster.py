@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The Ray cluster of a run, local or joined, with a reserved place for every worker."""
+"""The Ray cluster of a run, local or joined, with reserved resources for every worker."""
 
 import logging
 import os
@@ -23,19 +23,16 @@ JOIN_TIMEOUT_S = 10.0
 
 
 def node_resources(config: ClusterConfig) -> dict[str, float]:
-    """Return the resources to reserve on each machine, by Ray's names: one CPU a worker, and its GPU."""
+    """Return the resources to reserve on each machine, by Ray's names: a CPU and a GPU per worker."""
     resources = {"CPU": float(config.workers_per_node)}
     return resources | {"GPU": float(config.gpus_per_node)} if config.gpus_per_node else resources
 
 
 def describe_shortage(config: ClusterConfig, nodes: Sequence[Mapping[str, float]]) -> list[str]:
-    """Return the list resources that a run asks for and a cluster lacks.
+    """Return a line for each resource that the cluster lacks for a run.
 
     Args:
         nodes: Resources of each live node, by Ray's names.
-
-    Returns:
-        One line for each missing resource.
     """
     if len(nodes) < config.num_nodes:
         return [
@@ -70,28 +67,28 @@ _ON_CPUS = (
 
 
 def _most_on_each(amounts: Sequence[int], num_nodes: int) -> int:
-    """Return the largest amount that this many nodes have."""
+    """Return the largest amount that at least `num_nodes` nodes have."""
     return sorted(amounts, reverse=True)[num_nodes - 1]
 
 
 def _by_node(amounts: Sequence[int]) -> str:
-    return f"{amounts[0]}" if len(amounts) == 1 else f"{', '.join(map(str, amounts))} on its {len(amounts)} nodes"
+    return str(amounts[0]) if len(amounts) == 1 else f"{', '.join(map(str, amounts))} on its {len(amounts)} nodes"
 
 
 class RayCluster:
-    """Machines of a run, with a reserved place for every worker.
+    """Machines of a run, with reserved resources for every worker.
 
-    Starts a local Ray, or joins the cluster of RAY_ADDRESS ("host:port" or "auto"), or uses the Ray that this process
-    is connected to. Each machine is one bundle of a placement group, on a machine of its own.
+    Uses the Ray that this process is connected to, joins the cluster of RAY_ADDRESS ("host:port" or "auto"), or starts
+    a local Ray. The bundles of its placement group are on different machines.
 
     Args:
-        beside: Cluster of the run's policy, for workers of another role; it is to be shut down later.
-        stored_bytes: What the run keeps in a local Ray's object store besides batches and metrics.
+        beside: Cluster of the run's policy, for workers of another role. It must be shut down later than this one.
+        stored_bytes: Bytes in a local Ray's object store besides batches and metrics.
         placement_timeout_s: Seconds to wait for other jobs to free resources.
 
     Attributes:
-        is_local: True when every worker runs on this machine.
-        num_threads: `OMP_NUM_THREADS` for each worker; None: not set.
+        is_local: All workers run on this machine.
+        num_threads: The user's `OMP_NUM_THREADS` for each worker, if it is set.
     """
 
     def __init__(
@@ -125,14 +122,14 @@ class RayCluster:
 
     @property
     def failure(self) -> str | None:
-        """Death of one of a local Ray's servers, in words; None: all live."""
+        """Message on the death of one of a local Ray's servers. None while all live."""
         if self._beside is not None:
             return self._beside.failure
         return self._local_ray.failure if self._local_ray else None
 
     @property
     def can_be_called(self) -> bool:
-        """False when Ray has been stopped or its servers have died, so that a call could wait for ever."""
+        """False if Ray has been stopped or its servers have died, so that a call could wait forever."""
         return ray.is_initialized() and self.failure is None
 
     def call_on_each_machine(self, function: Callable[..., Any], *args: Any, with_gpus: bool = False) -> list[Any]:
@@ -157,14 +154,14 @@ class RayCluster:
             raise WorkerDiedError(f"`{function.__name__}` on the machines of the run: {error}") from error
 
     def let_die(self) -> None:
-        """Mark Ray as no longer needed: its death is no failure of the run any more."""
+        """Mark Ray as unneeded, so that its death is not a failure of the run."""
         if self._local_ray:
             self._local_ray.let_die()
 
     def shutdown(self) -> None:
-        """Release what was reserved, and stop Ray if this object started it; a second call does nothing."""
+        """Release the reserved resources, and stop Ray if this object started it. Do nothing the second time."""
         if self.failure is not None:
-            return  # nobody answers
+            return  # Ray would not answer
         if self.placement_group is not None and ray.is_initialized():
             remove_placement_group(self.placement_group)
         self.placement_group = None
@@ -175,7 +172,7 @@ class RayCluster:
         self._local_ray, self._has_joined = None, False
 
     def _require_usable_gpus(self) -> None:
-        """Refuse GPUs that torch cannot use: Megatron-Core's workers would silently run on the CPUs."""
+        """Refuse GPUs that torch cannot use. Megatron-Core's workers would silently run on the CPUs."""
         problems = [problem for problem in self.call_on_each_machine(problem_with_gpus, with_gpus=True) if problem]
         if problems:
             raise ConfigurationError(problems)
@@ -184,10 +181,10 @@ class RayCluster:
         if ray.is_initialized():
             return
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        # Workers without a GPU hide the GPUs themselves; without this Ray warns about its own way of doing so.
+        # Workers without a GPU hide the GPUs themselves. This keeps Ray from a warning about how it hides them.
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         address = os.environ.get("RAY_ADDRESS", "")
-        # What workers print goes to Ray's log files; when one fails, its error and the end of its log are shown.
+        # Workers print into Ray's log files. If one fails, its error and the end of its log are shown.
         if address in ("", "local"):
             self._start_local()
         elif address.startswith("ray://"):
@@ -201,7 +198,7 @@ class RayCluster:
     def _join(self, address: str) -> None:
         try:
             if address != "auto":
-                # Of a wrong address Ray itself would say so after minutes.
+                # Ray itself would only report a wrong address after minutes.
                 host, separator, port = address.rpartition(":")
                 if not separator or not port.isdigit():
                     raise ValueError("expected host:port or auto")
@@ -221,12 +218,12 @@ class RayCluster:
                 f"cluster.num_nodes: got {self.config.num_nodes}, this machine is 1; to use more, start Ray on all of"
                 " them (ray start) and set RAY_ADDRESS; nearest: cluster.num_nodes=1"
             )
-        # Ray counts logical CPUs: more workers than cores only means that they take turns.
+        # Ray's CPUs are logical. More workers than cores take turns.
         num_cpus = max(usable_cores(), self.config.all_workers_per_node)
         self._local_ray = LocalRay(num_cpus, self._stored_bytes)
 
     def _reserve(self, timeout_s: float) -> None:
-        # One bundle a machine, each on another: as many workers on every machine as asked, never more on one.
+        # One bundle per machine, so that every machine gets its number of workers.
         resources = node_resources(self.config)
         self.placement_group = placement_group([resources] * self.config.num_nodes, strategy="STRICT_SPREAD")
         if self.placement_group.wait(timeout_seconds=timeout_s):

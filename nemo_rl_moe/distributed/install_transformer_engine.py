@@ -1,10 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Compilation of Transformer Engine against the torch of this environment, and the check that it still is that torch.
+"""Compilation of Transformer Engine against the installed torch, and the check that it still matches it.
 
-`make gpu` runs it. Its extension for torch comes as sources only. They are compiled by what pip installs: NVIDIA's
-compiler and headers of the CUDA release of torch. A CUDA toolkit is not needed, and one that is there is not used: its
-cuDNN may be another than torch's.
+`make gpu` runs it. The extension for torch is only released as sources. pip installs NVIDIA's compiler and headers for
+the CUDA release of torch. An installed CUDA toolkit is neither needed nor used, as its cuDNN may differ from torch's.
 """
 
 import argparse
@@ -22,7 +21,7 @@ from nemo_rl_moe.distributed.usable_gpus import installed_driver, problem_with_d
 from nemo_rl_moe.errors import EXIT_BAD_INPUT, EXIT_RUN_FAILED, one_line, report_error
 
 CUDA = "13"
-"""First number of the CUDA release that the compiler's packages are for; torch's must be the same."""
+"""Major version of CUDA of the compiler's packages, which must be that of torch."""
 BUILD_TOOLS = ("ninja", "packaging", "pybind11", "setuptools", "wheel")
 COMPILER = ("nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-cuda-cccl")
 ENGINE = f"transformer-engine[core_cu{CUDA},pytorch]"
@@ -30,33 +29,33 @@ EXTENSION = "transformer-engine-torch"
 REPAIR = "compile it anew: make gpu"
 
 _BUILD_PREFIX = "0_torch_"
-"""Beginning of the wheel's build number, which must be a digit. A wheel's own metadata goes when the package goes."""
+"""Prefix of the wheel's build number, which must begin with a digit and records the version of torch."""
 
 
 def build_environment(environment: Mapping[str, str], site_packages: Path) -> dict[str, str]:
     nvidia = site_packages / "nvidia"
     toolkit = nvidia / f"cu{CUDA}"
-    # With a compiler, Transformer Engine looks for headers of other packages nowhere.
+    # If it finds a compiler, Transformer Engine does not look for headers in other packages.
     headers = [str(nvidia / package / "include") for package in ("cudnn", "nccl")]
     return {
         **environment,
         "CUDA_HOME": str(toolkit),
         "PATH": os.pathsep.join([str(toolkit / "bin"), environment.get("PATH", os.defpath)]),
         "CPATH": os.pathsep.join([*headers, *filter(None, [environment.get("CPATH")])]),
-        # Else it asks for a wheel on the internet first.
+        # Otherwise it first looks for a wheel on the internet.
         "NVTE_PYTORCH_FORCE_BUILD": "TRUE",
     }
 
 
 def compile_command(pip: Sequence[str], limits: Sequence[str], torch_version: str) -> list[str]:
-    """Return pip's call that compiles and installs Transformer Engine, and notes for which torch."""
+    """Return pip's call that compiles and installs Transformer Engine, and records the version of torch."""
     note = f"--config-settings=--build-option=--build-number={_BUILD_PREFIX}{torch_version}"
-    # Not from pip's cache, which may hold the extension as compiled for another torch.
+    # pip's cache may contain an extension that was compiled for another torch.
     return [*pip, "install", "--no-build-isolation", "--no-cache-dir", note, *limits, ENGINE]
 
 
 def torch_of_extension() -> str | None:
-    """Return the version of torch that the installed extension was compiled for; None where that is not known."""
+    """Return the version of torch that the installed extension was compiled for, if that is known."""
     try:
         text = importlib.metadata.distribution(EXTENSION).read_text("WHEEL")
     except importlib.metadata.PackageNotFoundError:
@@ -66,10 +65,10 @@ def torch_of_extension() -> str | None:
 
 
 def problem_with_extension() -> str | None:
-    """Return why the installed Transformer Engine cannot be used with the torch that is here; None where it can.
+    """Return why the installed Transformer Engine cannot be used with the installed torch. None if it can.
 
-    Survives another torch that was installed afterwards. Megatron-Core takes an extension that does not load for none
-    at all, and fails in the first layer with experts.
+    Without this check, Megatron-Core treats an extension that does not load as not installed, and fails in the first
+    layer with experts.
     """
     import torch
 
@@ -96,10 +95,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return EXIT_BAD_INPUT
     driver = installed_driver()
-    # An image for machines with GPUs may be made on one without.
-    # CUDA's own packages for compatibility let some older drivers do.
-    is_unusable = driver is not None and not torch.cuda.is_available()
-    if is_unusable and driver is not None and (problem := problem_with_driver(torch.version.cuda, driver)):
+    # An image for machines with GPUs may be built on one without a driver. With CUDA's compatibility packages, torch
+    # can use some older drivers.
+    is_usable = driver is None or torch.cuda.is_available()
+    if not is_usable and (problem := problem_with_driver(torch.version.cuda, driver)):
         report_error(f"torch {torch.__version__} cannot use the GPUs of this machine: {problem}")
         return EXIT_BAD_INPUT
     limits = ["--constraint", str(parsed.constraint)] if parsed.constraint else []

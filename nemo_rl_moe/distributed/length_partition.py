@@ -8,8 +8,7 @@ import numpy as np
 
 _NEVER = 2**62
 _SCALE = 1 << 16
-"""Parts of a token in which costs are counted. A run costs one part more, so that of equal partitions the one of fewer
-runs is the cheapest."""
+"""Units of cost per token. Each run costs one unit more, so that fewer runs win among equal partitions."""
 
 
 def cheapest_partition(
@@ -17,24 +16,24 @@ def cheapest_partition(
 ) -> list[int]:
     """Split sorted lengths into runs of the least total cost, and return the ends of the runs.
 
-    A run costs its number of sequences times its longest, which is the padded computation, plus `overhead` tokens for a
-    microbatch. The result is the cheapest of all partitions, also of those that are not neighbours in length:
-    exchanging sequences of overlapping runs never makes a longest one longer. (This does not hold with further limits.)
-    Fewer runs win among equal ones.
+    A run costs its number of sequences times its longest, which is the padded computation, plus `overhead` tokens per
+    microbatch. The result is the cheapest of all partitions, also among partitions into other sets than neighbours in
+    length: exchanging sequences of overlapping runs never makes a longest one longer. (This does not hold with `most`.)
+    Fewer runs win among equal partitions.
 
     Args:
         lengths: Longest first, each at least 1 and at most `max_tokens`.
         max_tokens: Maximum tokens of a run, padding included.
-        overhead: Cost of a microbatch in tokens; 0 or more.
+        overhead: Cost of a microbatch in tokens, at least 0.
         unit: The number of runs is a multiple of it. The fewest runs that hold the lengths, rounded up to such a
             multiple, must not exceed the number of lengths.
-        most: Maximum number of lengths of a run that begins at each of them, at least 1; None: no limit.
+        most: Maximum number of lengths in a run that begins at each of them, at least 1. None for no limit.
 
     Returns:
         For each run, ascending, the index after its last length.
     """
     number = len(lengths)
-    # Cost of the cheapest way to cut the first lengths, by how many these are and the remainder of the number of runs.
+    # Cost of the cheapest partition of the first lengths, by their number and the number of runs modulo `unit`.
     cost = np.full((number + 1, unit), _NEVER, dtype=np.int64)
     previous = np.zeros((number + 1, unit), dtype=np.int64)
     cost[0, 0] = 0

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Ray on this machine for one run: out of reach of signals meant for the program, watched, and ended at once."""
+"""Ray on this machine for one run: shielded from signals to the program, monitored, and ended quickly."""
 
 import atexit
 import ctypes
@@ -30,15 +30,15 @@ from nemo_rl_moe.errors import EXIT_RUN_FAILED, WorkerDiedError, printable, repo
 USUAL_OBJECT_STORE_BYTES = 512 * 1024**2
 SMALLEST_OBJECT_STORE_BYTES = 80 * 1024**2
 MOST_OF_THE_MEMORY = 0.3
-"""Share of a machine's memory that an object store may take, as Ray's own default."""
+"""Share of a machine's memory that an object store may take, which is Ray's default."""
 SERVERS = ("gcs_server", "raylet")
 POLL_S = 0.1
 _NEWEST_BYTES, _LONGEST_ERROR = 8192, 300
 _ERROR_LINE = re.compile(r"\[[^\]]* [ECF] \d+ \d+\] \(\w+\) (.*)")
-"""Line of a server's log, of an error or worse, without its time."""
+"""Line of a server's log with an error or worse, whose group is the text."""
 _RAYS_EXCUSE = re.compile(r"An unexpected system state has occurred\..*?fix it\. ")
 _ACTION_BYTES = 1024
-"""More than the C library's `struct sigaction` has."""
+"""At least the size of the C library's `struct sigaction`."""
 _GET_NODE = ray._private.services.get_node
 _LATE_AGENT = "Timed out waiting for file"
 _STARTING_AGAIN = (
@@ -47,14 +47,14 @@ _STARTING_AGAIN = (
 MOST_STARTS = 3
 MOST_REMOVALS = 20
 UNWINDING_S = 6.0
-"""Time for the program to end in order once the servers have died: calls to Ray that wait for them may never return."""
+"""Seconds for the program to end in order after the servers have died. Calls to Ray may then never return."""
 
 
 def object_store_bytes(stored_bytes: int = 0) -> int:
-    """Return the size of an object store for batches and metrics; less where shared memory is scarce.
+    """Return the size of an object store for batches and metrics, less if shared memory is scarce.
 
     Args:
-        stored_bytes: What a run keeps there besides; more than the store holds goes to the disk and back.
+        stored_bytes: Further bytes that a run stores. Ray spills objects to the disk if the store is full.
     """
     try:
         free = shutil.disk_usage(SHARED_MEMORY).free
@@ -67,7 +67,7 @@ def object_store_bytes(stored_bytes: int = 0) -> int:
 
 
 def last_error(log: Path) -> str:
-    """Return the last error among the newest lines of a server's log; empty without one."""
+    """Return the last error among the newest lines of a server's log. Empty without one."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - _NEWEST_BYTES))
@@ -82,17 +82,17 @@ def last_error(log: Path) -> str:
 def preserved_handlers() -> Iterator[None]:
     """Keep `ray.init` from replacing the program's handling of SIGTERM and its output.
 
-    Ray prints pages of its servers' logs when a worker or server dies; the driver's errors say the same.
+    Ray prints pages of its servers' logs when a worker or server dies. The driver reports the same in its errors.
     """
     ray._private.worker.print_to_stdstream = lambda *args, **options: None
     handler, action = signal.getsignal(signal.SIGTERM), ctypes.create_string_buffer(_ACTION_BYTES)
     ctypes.CDLL(None).sigaction(signal.SIGTERM, None, action)
     try:
-        # Not only afterwards: a request that comes meanwhile is the program's too. Ray would end it with exit code 15.
+        # Also during `ray.init`, in which Ray's handler would end the program with exit code 15.
         with patch.object(ray._private.utils, "set_sigterm_handler", lambda handler: None):
             yield
     finally:
-        # Ray's library has put a handler of its own before the program's: it prints a stack.
+        # Ray's C++ library has installed a handler in front of the program's, which prints a stack.
         ctypes.CDLL(None).sigaction(signal.SIGTERM, action, None)
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)
@@ -100,8 +100,8 @@ def preserved_handlers() -> Iterator[None]:
 
 @contextmanager
 def _blocked_stop_signals() -> Iterator[None]:
-    """Keep requests to stop from child processes and threads that are started inside."""
-    # Batch systems signal every process of a job, and terminals every foreground process: Ray's servers would be gone
+    """Block requests to stop in child processes and threads that are started inside."""
+    # Batch systems signal every process of a job, and terminals every foreground process. Ray's servers would end
     # before the run has saved.
     former = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
@@ -110,28 +110,21 @@ def _blocked_stop_signals() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, former)
 
 
-def _keep_token_private() -> None:
-    """Make the authentication token of Ray's servers unreadable for others; Ray's default allows it."""
-    token = Path.home() / ".ray" / "auth_token"
-    with suppress(OSError, RuntimeError):  # there is none, or no home
-        token.chmod(0o600)
-
-
 class _DiedInTheStartError(Exception):
-    """End of the wait for a raylet that is dead; no `RuntimeError`, at which Ray would ask again."""
+    """A starting raylet has died. Not a `RuntimeError`, after which Ray would try again."""
 
 
 class LocalRay:
     """Ray's servers as children of this process.
 
-    A thread notices within a second that a server died, for example of memory, which Ray reports after a minute or
-    never. If the program still runs a few seconds later, it is ended with a message.
+    A thread notices within a second that a server has died, for example from lack of memory, which Ray reports after a
+    minute or never. If the program still runs a few seconds later, it is ended with a message.
 
     On a busy machine the raylet may die at start, as it waits at most 15 s for its agents' ports
-    (ray-project/ray#65983): then Ray is started once more.
+    (ray-project/ray#65983). Then Ray is started again.
 
     Args:
-        stored_bytes: What the run keeps in the object store besides batches and metrics.
+        stored_bytes: Bytes in the object store besides batches and metrics.
     """
 
     def __init__(self, num_cpus: int, stored_bytes: int = 0):
@@ -143,14 +136,14 @@ class LocalRay:
         self._failure: str | None = None
         self._exit_code = EXIT_RUN_FAILED
         self._stopped, self._starts_again, self._lock = threading.Event(), threading.Event(), threading.Lock()
-        # What was registered later, such as the ends of loggers, comes before it. Ray's own end would come after it,
-        # and wait for the servers or crash.
+        # Handlers that are registered later, such as the ends of loggers, run before it. Ray's handler would run after
+        # it, and wait for dead servers or crash.
         atexit.register(self._leave_out_ray)
         self._thread = threading.Thread(target=self._watch, name="watch over Ray", daemon=True)
         self._thread.start()
         try:
-            # Servers and workers listen on the loopback interface alone, as Ray does where it has no clusters; on Linux
-            # it looks up this machine's own address, from where its ports could be reached.
+            # Servers and workers listen on the loopback interface, as Ray's do on systems without clusters. On Linux
+            # they would listen on this machine's address, where others could reach their ports.
             loopback_only = patch.object(ray_constants, "ENABLE_RAY_CLUSTER", False)
             while_they_live = patch.object(ray._private.services, "get_node", self._get_node)
             with preserved_handlers(), _blocked_stop_signals(), loopback_only, while_they_live:
@@ -167,37 +160,37 @@ class LocalRay:
         except Exception as error:
             problem = self._failure
             self._stop_watching()
-            # Ray leaves the servers that did start to the end of this process.
+            # Ray would leave the started servers running until this process ends.
             end_processes(self._family())
             shutil.rmtree(self._folder, ignore_errors=True)
             raise WorkerDiedError(f"Ray could not be started on this machine: {problem or error}") from error
-        # Children that come later, a logger's service say, are not Ray's.
+        # Later children, such as a logger's service, are not Ray's.
         self._processes = self._children()
 
     @property
     def failure(self) -> str | None:
-        """Death of a server, in words; None: all live. After it, calls to Ray may never return."""
+        """Message on the death of a server, after which calls to Ray may never return. None while all live."""
         return self._failure
 
     def let_die(self) -> None:
-        """Mark the servers as no longer needed: their death is no failure any more."""
+        """Mark the servers as unneeded, so that their death is not a failure."""
         self._exit_code = 0
 
     def shutdown(self) -> None:
-        """End the servers and all that they have started."""
+        """End the servers and all processes that they have started."""
         self._stop_watching()
         family = self._family()
         node: Any = getattr(ray._private.worker, "_global_node", None)
         if kill := getattr(node, "kill_all_processes", None):
-            # SIGTERM is blocked in the servers: Ray would wait a second for each to follow it.
+            # SIGTERM is blocked in the servers, and Ray would wait a second for each.
             node.kill_all_processes = lambda **options: kill(**options | {"allow_graceful": False})
         ray.shutdown()
         end_processes(family)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self, num_cpus: int) -> None:
-        # Ray makes its folders for everybody to write to, whatever they were: so they lie in one of the user's own. One
-        # that is there is of an earlier process of this number, or of somebody who waits for us to use it.
+        # Ray makes its folders writable for all users, so they are in a private folder. An existing one is from an
+        # earlier process with this id, or from another user who waits for us to use it.
         for _ in range(MOST_REMOVALS):
             if not self._folder.exists():
                 break
@@ -212,10 +205,11 @@ class LocalRay:
             log_to_driver=False,
             logging_level=logging.ERROR,
             object_store_memory=self._object_store_bytes,
-            # Ray gives its workers the lowest priority but four; here they are the program itself.
+            # By default, Ray's workers have a low priority (niceness 15). Here they are the program itself.
             _system_config={"worker_niceness": 0},
         )
-        _keep_token_private()
+        with suppress(OSError, RuntimeError):  # without a token or a home
+            (Path.home() / ".ray" / "auth_token").chmod(0o600)  # Ray lets other users read it
 
     def _get_node(self, *args: Any) -> Any:
         """Replace Ray's function, which waits half a minute for a starting raylet even if it is dead."""
@@ -234,11 +228,11 @@ class LocalRay:
         raise _DiedInTheStartError(self._failure)
 
     def _clear_away(self) -> None:
-        """Clean up after a failed start; what was found dead of it is no failure."""
-        with self._lock:  # the watch waits for it, however long it takes
+        """Clean up after a failed start, whose dead servers are not a failure of the run."""
+        with self._lock:  # blocks the watch meanwhile
             end_processes(self._family())
             ray.shutdown()
-            # A dead server is a child with a server's name for as long as Ray keeps its handle.
+            # A dead server is still listed as a child while Ray has its handle.
             self._others |= set(self._children())
             self._servers, self._failure = {}, None
             self._starts_again.set()
@@ -247,12 +241,12 @@ class LocalRay:
         return self._folder / "ray" / "session_latest" / "logs" / f"{server}.out"
 
     def _children(self) -> list[psutil.Process]:
-        """Return Ray's processes among the children of this one, whose other threads start some of their own."""
+        """Return Ray's processes among the children of this one. Other threads may start children too."""
         return [child for child in psutil.Process().children() if child not in self._others and self._is_rays(child)]
 
     def _is_rays(self, child: psutil.Process) -> bool:
         with suppress(psutil.NoSuchProcess):
-            # One that has ended has a name yet, and no command line.
+            # An ended process still has a name, but no command line.
             return child.name() in SERVERS or any(str(self._folder) in word for word in child.cmdline())
         return False
 
@@ -272,7 +266,7 @@ class LocalRay:
         return None
 
     def _stop_watching(self) -> None:
-        """End the watch before the servers are ended on purpose, unless it has found them dead."""
+        """Stop the watch before the servers are ended on purpose, unless it has found them dead."""
         if self._failure is None:
             self._stopped.set()
             self._thread.join()
@@ -282,7 +276,7 @@ class LocalRay:
             with self._lock:
                 self._failure = problem = self._dead_server()
             if problem is not None:
-                # One that dies in the start is left to it: it may start again.
+                # If a server dies during the start, `__init__` cleans up and may start Ray again.
                 if self._processes is not None:
                     end_processes(self._family())
                 self._starts_again.wait(UNWINDING_S)

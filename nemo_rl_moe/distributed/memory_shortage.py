@@ -17,10 +17,10 @@ def memory_shortage(report: str, names: Mapping[tuple[str, int], str]) -> str:
 
     Args:
         report: Text of Ray's `OutOfMemoryError`.
-        names: Processes of this run, by address of the machine and process id; others are shown by their command.
+        names: Processes of this run, by address of the machine and process id. Others are shown by their command.
 
     Returns:
-        One line; for an unknown form of report, its first line.
+        One line. For an unknown form of report, its first line.
     """
     use, threshold = _USE.search(report), _THRESHOLD.search(report)
     if use is None or threshold is None:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Plan of microbatches: the sequences that each data-parallel rank runs, padded, by tokens or packed."""
+"""Plans of microbatches: the sequences of each data-parallel rank, in fixed numbers, by tokens or packed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,24 +20,20 @@ from nemo_rl_moe.errors import ConfigurationError
 
 
 def padded_group_lengths(lengths: Sequence[int], group_size: int) -> list[int]:
-    """Return the tokens of each group where every sequence is padded to the longest of its microbatch.
+    """Return the tokens of each group if every sequence is padded to the longest of its microbatch.
 
-    A microbatch takes its number of groups times the largest of these numbers.
+    A microbatch has its number of groups times the largest of these numbers.
     """
     return [group_size * max(group) for group in _groups(lengths, group_size)]
 
 
 def packed_group_lengths(lengths: Sequence[int], group_size: int, sequence_multiple: int) -> list[int]:
-    """Return the tokens of each group where sequences are packed end to end.
-
-    Args:
-        sequence_multiple: Each sequence is padded to a multiple of it.
-    """
+    """Return the tokens of each group if sequences are packed, each padded to a multiple of `sequence_multiple`."""
     return [sum(round_up(length, sequence_multiple) for length in group) for group in _groups(lengths, group_size)]
 
 
 def sequences_of(groups: Sequence[int], group_size: int) -> tuple[int, ...]:
-    """Return the indices of the sequences of these groups; a group's sequences stay neighbours and in their order."""
+    """Return the indices of the sequences of groups, which are neighbours."""
     return tuple(group * group_size + member for group in groups for member in range(group_size))
 
 
@@ -50,23 +46,23 @@ def _groups(lengths: Sequence[int], group_size: int) -> list[Sequence[int]]:
 Microbatch = tuple[int, ...]
 """Indices of the sequences that run together."""
 RankMicrobatches = tuple[tuple[Microbatch, ...], ...]
-"""The microbatches of one global batch by data-parallel rank, then in the order in which they run."""
+"""Microbatches of one global batch, by data-parallel rank and in execution order."""
 
 
 @dataclass(frozen=True)
 class PlainBatching:
-    """A fixed number of sequences (or groups of them) a microbatch, in the order of the batch."""
+    """A fixed number of sequences (or groups) per microbatch, in the order of the batch."""
 
     micro_batch_size: int
 
 
 @dataclass(frozen=True)
 class DynamicBatching:
-    """Sequences of similar length together; their number times the longest stays within `max_tokens`.
+    """Sequences of similar length together. Their number times the longest is at most `max_tokens`.
 
     Attributes:
-        max_tokens: Padding included.
-        max_patches: Maximum patches of distinct images, unless all sequences (or groups) have the same; None: any.
+        overhead_tokens: Cost of a microbatch in tokens, besides its padded tokens.
+        max_patches: Maximum patches of distinct images, unless all sequences (or groups) have the same images.
     """
 
     max_tokens: int
@@ -76,7 +72,7 @@ class DynamicBatching:
 
 @dataclass(frozen=True)
 class PackedBatching:
-    """Sequences end to end in one row of at most `max_tokens`, each padded to a multiple of `sequence_multiple`.
+    """Sequences packed into one row of at most `max_tokens`, each padded to a multiple of `sequence_multiple`.
 
     Attributes:
         max_patches: See `DynamicBatching`.
@@ -95,10 +91,9 @@ class MicrobatchPlan:
     """Assignment of sequences to data-parallel ranks and microbatches.
 
     Attributes:
-        global_batches: Sequence indices in the whole batch, by global batch, data-parallel rank and microbatch; every
-            rank of a global batch has equally many microbatches.
-        num_fillers: Indices from the number of sequences on, each alone in a microbatch: rows that stand for no
-            sequence. See `batch.with_empty_rows`.
+        global_batches: Sequence indices in the full batch, by global batch, data-parallel rank and microbatch. Every
+            rank of a global batch has the same number of microbatches.
+        num_fillers: Number of indices after the sequences, each alone in a microbatch. See `batch.with_empty_rows`.
     """
 
     global_batches: tuple[RankMicrobatches, ...]
@@ -106,7 +101,7 @@ class MicrobatchPlan:
 
     @property
     def num_microbatches(self) -> tuple[int, ...]:
-        """Number of microbatches that each rank runs in each global batch."""
+        """Number of microbatches of each rank, by global batch."""
         return tuple(len(by_rank[0]) for by_rank in self.global_batches)
 
 
@@ -115,9 +110,9 @@ class EvaluationPlan:
     """Assignment of sequences to ranks and microbatches, for a batch of any size.
 
     Attributes:
-        by_rank: Microbatches by data-parallel rank; every rank has equally many.
-        fillers: Sequences that are repeated to that end. Filler `i` has the index `number of sequences + i` in
-            `by_rank` and must not count: see `fillers.append_fillers`.
+        by_rank: Microbatches by data-parallel rank, the same number for each.
+        fillers: Sequences that are repeated for that. Filler `i` has the index `number of sequences + i` in `by_rank`
+            and must not count. See `batch.append_fillers`.
     """
 
     by_rank: RankMicrobatches
@@ -139,15 +134,15 @@ def plan_microbatches(
 
     Args:
         lengths: In tokens, each at least 1.
-        global_batch_size: Groups, or samples, in one optimizer step, neighbours in the batch.
-        batching: With `PlainBatching` and samples of one sequence the microbatches are the same for every number of
+        global_batch_size: Groups, or samples, of one optimizer step, which are neighbours in the batch.
+        batching: With `PlainBatching` and samples of one sequence, the microbatches do not depend on the number of
             ranks, and rank `r` runs the `r`-th block of them.
-        microbatch_multiple: Of each rank's number of microbatches (an interleaved pipeline needs its number of stages).
-        group_size: Neighbours that always run in one microbatch; all sizes above count such groups.
-        sample_sizes: Sequences of each sample, neighbours that always run in one optimizer step. Where a global batch
-            has too few of them for the microbatches that the ranks need, there are fillers. Empty: each group is a
-            sample, and there is none.
-        images: For each sequence; empty: none has any, or patches are not limited.
+        microbatch_multiple: Each rank has a multiple of this number of microbatches. An interleaved pipeline needs its
+            number of stages.
+        group_size: Number of neighbours that always run in one microbatch. All sizes above count such groups.
+        sample_sizes: Sequences of each sample, neighbours that always run in one optimizer step. A global batch with
+            too few sequences for the microbatches of all ranks gets fillers. If empty, each group is a sample.
+        images: Images of each sequence. Empty without images, or without a limit on patches.
     """
     sizes = _group_lengths(lengths, group_size, batching)
     num_samples = len(sample_sizes) or len(sizes)
@@ -196,18 +191,15 @@ def plan_evaluation(
     group_size: int = 1,
     images: Sequence[Images] = (),
 ) -> EvaluationPlan:
-    """Share a batch of any size over the ranks; where it does not divide, the shortest group is run again.
+    """Distribute a batch of any size over the ranks. If it does not divide, the shortest group is repeated.
 
-    The arguments are those of `plan_microbatches`.
-
-    Raises:
-        ValueError: There is no sequence at all.
+    The arguments are described in `plan_microbatches`.
     """
     if not lengths:
         raise ValueError("nothing to evaluate: the batch holds no sequence")
     sizes = _group_lengths(lengths, group_size, batching)
     unit = num_data_parallel_ranks * microbatch_multiple
-    # With a multiple of the unit there is always a group left to split off for a rank that lacks a microbatch.
+    # With a multiple of the unit, there is always a group to split off for a rank that lacks a microbatch.
     num_fillers = -len(sizes) % (unit * (batching.micro_batch_size if isinstance(batching, PlainBatching) else 1))
     shortest = min(range(len(sizes)), key=lambda index: sizes[index])
     filled = [*sizes, *[sizes[shortest]] * num_fillers]
@@ -230,7 +222,7 @@ def _plan_one(
 ) -> RankMicrobatches:
     """Return the microbatches of the groups at `indices`, in a number that is a multiple of `unit`."""
     if isinstance(batching, PlainBatching):
-        # As even as can be: with samples of several sequences their number need not divide.
+        # As evenly as possible, as samples of several sequences need not divide.
         number = round_up(-(-len(indices) // batching.micro_batch_size), unit)
         ends = [len(indices) * (count + 1) // number for count in range(number)]
         microbatches = [tuple(indices[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
@@ -258,28 +250,35 @@ def _plan_one(
 
 
 def _num_fillers(sizes: Sequence[int], images: Sequence[Images], unit: int, batching: Batching) -> int:
-    """Return how many rows a global batch lacks to have one for each microbatch that the ranks need."""
-    if len(sizes) % unit == 0:  # one a microbatch is enough
+    """Return how many rows a global batch lacks to have one for each microbatch of all ranks."""
+    if len(sizes) % unit == 0:  # one per microbatch is enough
         return 0
     if isinstance(batching, PlainBatching):
         fewest = -(-len(sizes) // batching.micro_batch_size)
     elif isinstance(batching, DynamicBatching):
-        order = sorted(range(len(sizes)), key=lambda item: -sizes[item])
-        own = [images[item] for item in order] if images else [{}] * len(order)
-        most = most_neighbours(own, batching.max_patches)
-        fewest = _fewest_by_length([sizes[item] for item in order], most, batching)
+        _, lengths, most = _by_length(sizes, images, batching)
+        fewest = _fewest_by_length(lengths, most, batching)
     else:
         fewest = len(first_fit_decreasing(sizes, batching.max_tokens, images, batching.max_patches))
     return max(0, round_up(fewest, unit) - len(sizes))
 
 
 def _of(images: Sequence[Images], indices: Sequence[int]) -> list[Images]:
-    """Return the images of some groups; empty where there are none."""
+    """Return the images of some groups. Empty without images."""
     return [images[index] for index in indices] if images else []
 
 
+def _by_length(
+    sizes: Sequence[int], images: Sequence[Images], batching: DynamicBatching
+) -> tuple[list[int], list[int], list[int]]:
+    """Sort items by length, longest first. Return them, their lengths, and how many from each on fit by patches."""
+    order = sorted(range(len(sizes)), key=lambda item: (-sizes[item], item))
+    own = [images[item] for item in order] if images else [{}] * len(order)
+    return order, [sizes[item] for item in order], most_neighbours(own, batching.max_patches)
+
+
 def _fewest_by_length(lengths: Sequence[int], most: Sequence[int], batching: DynamicBatching) -> int:
-    """Return the fewest microbatches of sequences that are sorted by length, longest first."""
+    """Return the smallest number of microbatches for sequences that are sorted by length."""
     fewest = start = 0
     while start < len(lengths):
         start += min(batching.max_tokens // lengths[start], most[start])
@@ -290,18 +289,14 @@ def _fewest_by_length(lengths: Sequence[int], most: Sequence[int], batching: Dyn
 def _cheapest_by_length(
     sizes: Sequence[int], images: Sequence[Images], batching: DynamicBatching, unit: int
 ) -> list[list[int]]:
-    """Sort by length, longest first, and cut where it costs least."""
-    order = sorted(range(len(sizes)), key=lambda item: (-sizes[item], item))
-    lengths = [sizes[item] for item in order]
-    own = [images[item] for item in order] if images else [{}] * len(order)
-    most = most_neighbours(own, batching.max_patches)
+    order, lengths, most = _by_length(sizes, images, batching)
     rounded_number(_fewest_by_length(lengths, most, batching), unit, len(order))
     ends = cheapest_partition(lengths, batching.max_tokens, batching.overhead_tokens, unit, most)
     return [order[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def _with_sequences(by_rank: RankMicrobatches, group_size: int) -> RankMicrobatches:
-    """Replace groups by their sequences."""
+    """Replace groups with their sequences."""
     return tuple(tuple(sequences_of(groups, group_size) for groups in microbatches) for microbatches in by_rank)
 
 
@@ -315,7 +310,7 @@ def _noun(group_size: int) -> str:
 
 
 def _group_lengths(lengths: Sequence[int], group_size: int, batching: Batching) -> list[int]:
-    """Return the tokens of each group in a microbatch, padding included; every group fits one."""
+    """Return the tokens of each group in a microbatch, padding included. Refuse groups that do not fit into one."""
     if lengths and min(lengths) < 1:
         raise ValueError(f"sequence {list(lengths).index(min(lengths))} holds no token")
     if isinstance(batching, PackedBatching):

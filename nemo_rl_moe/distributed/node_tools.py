@@ -1,10 +1,11 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Tools for the processes of one machine: cores, ends of logs, and killing of process families."""
+"""Tools for the processes of one machine: cores, module path, ends of logs, and killing of process families."""
 
 import os
 import shutil
 import socket
+import sys
 import tempfile
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -23,16 +24,12 @@ _LONGEST_TEMPORARY = 16
 _ENDING_S = 5.0
 MOST_THREADS = 1024
 RAY_MARKERS = (":job_id:", ":actor_name:", ":task_name:")
-"""Lines that Ray writes into a worker's log for its own use."""
+"""Beginnings of lines that Ray writes into a worker's log for internal use."""
 
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """Identity of a process, also in another process, which distinguishes it from a later one with the same id.
-
-    Attributes:
-        create_time: Seconds since the epoch.
-    """
+    """Identity of a process. The time of its creation distinguishes it from a later one with the same id."""
 
     pid: int
     create_time: float
@@ -43,7 +40,7 @@ class ProcessIdentity:
         return cls(process.pid, process.create_time())
 
     def find(self) -> psutil.Process | None:
-        """Return the process; None when it has ended."""
+        """Return the process, unless it has ended."""
         with suppress(psutil.NoSuchProcess):
             process = psutil.Process(self.pid)
             if process.create_time() == self.create_time and is_running(process):
@@ -52,7 +49,7 @@ class ProcessIdentity:
 
 
 def state_of(process: psutil.Process | None) -> str:
-    """Return a state such as psutil.STATUS_STOPPED; empty for an ended process, collected by its parent or not."""
+    """Return a state such as psutil.STATUS_STOPPED. Empty for an ended process, also if it is a zombie."""
     with suppress(psutil.NoSuchProcess):
         if process is not None and process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
             return str(process.status())
@@ -60,7 +57,7 @@ def state_of(process: psutil.Process | None) -> str:
 
 
 def is_running(process: psutil.Process) -> bool:
-    """Return False for an ended process, also before its parent has collected it."""
+    """Return False for an ended process, also if it is a zombie."""
     return state_of(process) != ""
 
 
@@ -70,14 +67,14 @@ def process_states(identities: Iterable[ProcessIdentity]) -> list[str]:
 
 
 def ray_folder(pid: int) -> Path:
-    """Return the temporary folder of a process's Ray: sockets and logs, readable by its owner alone."""
-    # Names of sockets are at most 107 bytes long, and Ray adds 70.
+    """Return the temporary folder for a process's Ray, with sockets and logs that only its owner can read."""
+    # Paths of sockets are limited to 107 bytes, and Ray adds 70.
     parent = Path(tempfile.gettempdir())
     return (parent if len(str(parent)) < _LONGEST_TEMPORARY else Path("/tmp")) / f"nemo_rl_moe-ray-{pid}"
 
 
 def folder_of_this_process(parent: Path, purpose: str) -> Path:
-    """Make a folder named by machine and process; remove those of processes that run no more."""
+    """Make a folder named by machine and process. Remove such folders of processes that have ended."""
     parent.mkdir(parents=True, exist_ok=True)
     _remove_folders_of_the_dead(parent, purpose)
     prefix = f"{_OWN_PREFIX}{purpose}-{socket.gethostname()}-{os.getpid()}-"
@@ -85,10 +82,7 @@ def folder_of_this_process(parent: Path, purpose: str) -> Path:
 
 
 def remove_folders_of(pids: Iterable[int]) -> None:
-    """Remove what killed processes could not: the folder of their Ray, and their temporary ones.
-
-    Works also where a server of Ray dies and takes engines with it before anybody has seen them.
-    """
+    """Remove the temporary folders of killed processes, also of engines that died with a server of Ray before."""
     killed = set(pids)
     for pid in killed:
         shutil.rmtree(ray_folder(pid), ignore_errors=True)
@@ -97,11 +91,16 @@ def remove_folders_of(pids: Iterable[int]) -> None:
 
 
 def _remove_folders_of_the_dead(parent: Path, purpose: str, killed: Collection[int] = ()) -> None:
-    """Remove folders of `folder_of_this_process` whose processes run no more or were killed, if still listed."""
+    """Remove folders of `folder_of_this_process` whose processes have ended or were killed, even if still listed."""
     for folder in parent.glob(f"{_OWN_PREFIX}{purpose}-{socket.gethostname()}-*-*"):
         pid = folder.name.rsplit("-", 2)[1]
         if pid.isdecimal() and (int(pid) in killed or not psutil.pid_exists(int(pid))):
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def module_search_path() -> list[str]:
+    """Return `sys.path` with absolute folders, so that other processes import the same code."""
+    return [str(Path(folder).absolute()) for folder in sys.path]
 
 
 def usable_cores() -> int:
@@ -116,19 +115,19 @@ def usable_cores() -> int:
 
 THREADS = "OMP_NUM_THREADS"
 SHORTEST_WAIT = {"OMP_WAIT_POLICY": "passive"}
-"""Threads of a worker that wait for each other sleep. Where they spin, as they do by default, they take the cores from
-those that they wait for: on two cores with a load of eight, two threads took 100 times as long as one."""
+"""Waiting threads of a worker sleep. By default they spin, and take the cores from the threads that they wait for: on
+two cores with a load of eight, two threads took 100 times as long as one."""
 
 
 def threads_per_worker(cores: int, workers: int, chosen: int | None = None) -> int:
-    """Return the number of threads that the user has chosen, or an equal share of a machine's cores, at least one."""
+    """Return the number of threads chosen by the user, or else an equal share of a machine's cores, at least one."""
     return chosen or max(1, cores // workers)
 
 
 def chosen_threads(environment: Mapping[str, str]) -> int | None:
-    """Return the user's number of threads in `OMP_NUM_THREADS`; None: not set.
+    """Return the user's number of threads in `OMP_NUM_THREADS`, if it is set.
 
-    From a list, which is for nested regions, take the first number.
+    Of a list, which is for nested regions, the first number counts.
     """
     value = environment.get(THREADS, "").strip()
     if not value:
@@ -142,7 +141,7 @@ def chosen_threads(environment: Mapping[str, str]) -> int | None:
 
 
 def read_tail(path: Path | None, num_lines: int) -> str:
-    """Return the last lines of a log file; empty when it is missing or has none."""
+    """Return the last lines of a log file. Empty if it is missing."""
     if path is None:
         return ""
     try:
@@ -166,7 +165,7 @@ def families(roots: Iterable[psutil.Process]) -> list[psutil.Process]:
 
 
 def end_processes(processes: Sequence[psutil.Process]) -> None:
-    """Kill processes and wait until they are gone, at most for some seconds."""
+    """Kill processes, and wait some seconds for their end."""
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.kill()
@@ -184,7 +183,7 @@ def find_families(roots: Iterable[ProcessIdentity]) -> list[ProcessIdentity]:
 
 
 def end_families(members: Iterable[ProcessIdentity], grace_s: float) -> None:
-    """Wait for processes to end, and kill those that do not within so many seconds."""
+    """Wait for processes to end, and kill them after `grace_s` seconds."""
     running = [process for member in members if (process := member.find())]
     _, stubborn = psutil.wait_procs(running, timeout=grace_s)
     end_processes(stubborn)

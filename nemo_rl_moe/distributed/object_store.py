@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Ray's object store as a store of rows: arrays that one actor puts and others fetch."""
+"""Ray's object store as a store of rows, which one actor puts and others fetch."""
 
 import time
 from collections import deque
@@ -15,11 +15,11 @@ from ray.exceptions import RayError
 from nemo_rl_moe.distributed.stored_rows import RowStore
 
 HELD_S = 60.0
-"""Seconds for which an object outlives the task that has put it."""
+"""Seconds for which an object outlives the task that put it."""
 
 
 def fetch_objects(sources: Sequence[Any]) -> list[Shaped[np.ndarray, "rows ..."] | None]:
-    """Fetch arrays by handle, read-only; None for one that was lost with the process that stored it."""
+    """Fetch arrays by handle, read-only. None for an array that was lost with the process that stored it."""
     try:
         return list(ray.get(list(sources)))
     except RayError:
@@ -34,18 +34,17 @@ def _fetched(source: Any) -> Shaped[np.ndarray, "rows ..."] | None:
 
 
 RAY_STORE = RowStore(fetch_objects, ray.put)
-"""Ray's object store, which must have started when a row is put or fetched."""
+"""Ray's object store. Ray must be running when a row is put or fetched."""
 
 
 class HeldObjects:
-    """Objects that their process holds in Ray's store for `HELD_S`, until their reader holds them.
+    """Objects that this process holds in Ray's store for `HELD_S`, until their reader holds them.
 
     Ray may free an object of a streaming task before the reader's reference counts: 3 of 8,420 in a trial, and a fifth
     of a step's rows when short tasks followed each other.
 
     Args:
-        put: Puts an array into the store.
-        clock: Seconds on a clock that only goes forward.
+        clock: Returns seconds of a monotonic clock.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class HeldObjects:
         self._held: deque[tuple[float, Any]] = deque()
 
     def put(self, array: Shaped[np.ndarray, "rows ..."]) -> Any:
-        """Put an array into the store; return its handle."""
+        """Put an array into the store, and return its handle."""
         now = self._clock()
         while self._held and self._held[0][0] < now - HELD_S:
             self._held.popleft()

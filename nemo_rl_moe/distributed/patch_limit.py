@@ -1,16 +1,16 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Patches of a microbatch's images as its second size beside tokens; equal images count once.
+"""Limit on the patches of a microbatch's images, besides its tokens.
 
-That is what the vision tower runs. A microbatch keeps the limit, or all its items have the same images, so that it
-takes no more than one item alone. Both properties hold for each part of such a microbatch, too.
+Equal images count once, as the vision tower runs them once. A microbatch keeps the limit, or all its items have the
+same images, so that it takes no more than one item alone. Both properties also hold for each part of a microbatch.
 """
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
 Images = Mapping[int, int]
-"""Patches of each of an item's images, by the image's id."""
+"""Patches of each image of an item, by the image's id."""
 
 
 class PatchRoom:
@@ -22,7 +22,7 @@ class PatchRoom:
 
     def has_room_for(self, images: Images) -> bool:
         """Return whether another item may join."""
-        # What is like the first one adds nothing, and where that is too much by itself, nothing else is there.
+        # Items with the images of the first one add nothing. If these exceed the limit, no other items are in here.
         if self._most is None or images.keys() == self._first:
             return True
         return self._patches + self._added(images) <= self._most
@@ -36,7 +36,7 @@ class PatchRoom:
 
 
 def most_neighbours(images: Sequence[Images], most: int | None) -> list[int]:
-    """Return, for each item, how many neighbours from it on may run together; at least one."""
+    """Return, for each item, how many neighbours from it on may run together, at least one."""
     number = len(images)
     if most is None:
         return [number - start for start in range(number)]

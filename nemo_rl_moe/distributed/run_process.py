@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The process of a run: requests to stop it, and its end, which leaves no process and no folder behind.
+"""The process of a run: requests to stop it, and cleanup of its processes and folders at its end.
 
-`watch_this_process` forks a watcher that outlives a killed run. All processes of the run, whatever has become of their
-parents, carry a mark in their environment, by which the watcher finds them.
+`watch_this_process` forks a watcher that outlives a killed run. It finds all processes of the run, orphans included, by
+a mark in their environment.
 """
 
 import atexit
@@ -28,25 +28,25 @@ from nemo_rl_moe.distributed.node_tools import is_running, remove_folders_of
 from nemo_rl_moe.errors import exit_code_of_signal, report_error
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Requests to stop: batch systems announce the end of a job's time by SIGTERM or by one that the user chooses, often
-SIGUSR1."""
+"""Requests to stop. Batch systems announce the end of a job's time with SIGTERM or a signal that the user chooses,
+often SIGUSR1."""
 _LEFT_TO_STARTERS = STOP_SIGNALS[2:]
-"""Those that a program which starts the run may have it ignore, as `nohup` does with SIGHUP."""
+"""Signals that the run ignores if the program that starts it does, as `nohup` with SIGHUP."""
 SAME_REQUEST_S = 1.0
-"""Signals so many seconds apart are one request: a batch system signals all processes of a run."""
+"""Signals within this time are one request, as a batch system signals all processes of a run."""
 STUBBORN_S = 10.0
-"""Seconds that a run has left to end after a second request to stop."""
+"""Seconds after a second request to stop, after which the run is killed."""
 LOGGERS_GRACE_S = 5.0
 """Seconds in which W&B's writer may end by itself, with all records on the disk."""
 ENDING_LIMIT_S = 10.0
 LEAVING_S = 15.0
-"""Seconds that a run's process may take to end when all of its work is done."""
+"""Seconds that a run's process may take to end after its work is done."""
 OWNER = "NEMO_RL_MOE_OWNER"
-"""Variable of the environment that says to which run a process belongs."""
+"""Environment variable with the run of a process."""
 WATCHER_NAME = "run-watcher"
 _ENDING_POLL_S = 0.05
 _ENOUGH_LOOKS = 2
-"""Looks at all processes in a row that find none left: one that starts another may be missed in the first."""
+"""Number of searches in a row without a process. One search may miss a process that is just being started."""
 _POLL_S = 1.0
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
 _IN_ORDER, _REPORTED = b"\x00", b"\xff"  # other bytes in the watcher's pipe are numbers of signals
@@ -55,11 +55,11 @@ _pipe_to_watcher: int | None = None
 
 
 class StopSignals:
-    """Context in the main thread that handles `STOP_SIGNALS` for a whole run.
+    """Context in the main thread that handles `STOP_SIGNALS` of a run.
 
     Outside of `graceful` the first signal raises, which stops everything in order. Inside it only sets `reason`, and
     the loop ends after its step. A second signal ends the process at once. A closed terminal (SIGHUP), SIGUSR1 and
-    SIGUSR2 count as SIGTERM, unless the program that started the run has them ignored, as `nohup` does.
+    SIGUSR2 count as SIGTERM, unless the program that started the run ignores them, as `nohup` does.
     """
 
     def __init__(self) -> None:
@@ -70,17 +70,17 @@ class StopSignals:
         self._former_handlers: dict[signal.Signals, Any] = {}
 
     def reason(self) -> str | None:
-        """Return the name of the signal that asked the run to stop, such as "SIGTERM"; None: none did."""
+        """Return the name of the signal that asked the run to stop, such as "SIGTERM", if one came."""
         return None if self._reason is None else self._reason.name
 
     def end_now(self) -> None:
-        """End the run by the signal that asked it to stop, as if that had come outside of `graceful`."""
+        """Raise for the signal that asked the run to stop, as if it had come outside of `graceful`."""
         if self._reason is not None:
             self._raise(self._reason)
 
     @contextmanager
     def graceful(self) -> Iterator[None]:
-        """Enter the training loop, which asks for `reason` after each step and stops by itself."""
+        """Context of the training loop, which checks `reason` after each step and stops by itself."""
         self._is_graceful = True
         try:
             yield
@@ -90,7 +90,7 @@ class StopSignals:
     def __enter__(self) -> "StopSignals":
         for number in stop_signals():
             self._former_handlers[number] = signal.signal(number, self._handle)
-        # A supervisor starts the run with these held back, so that none comes before the handlers.
+        # A supervisor starts the run with these blocked, so that none comes before the handlers.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         return self
 
@@ -100,7 +100,7 @@ class StopSignals:
         for number, handler in self._former_handlers.items():
             signal.signal(number, handler)
         if isinstance(error, SystemExit) and self._exit_code is not None:
-            error.code = self._exit_code  # Ray makes a 1 of any code where the signal comes while it waits
+            error.code = self._exit_code  # Ray changes it to 1 if the signal comes while Ray waits
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -124,18 +124,18 @@ class StopSignals:
 
 
 def stop_signals() -> set[signal.Signals]:
-    """Return the requests to stop that this process takes: those that its starter has not had it ignore."""
+    """Return the requests to stop, except signals that this process was started to ignore."""
     ignored = {number for number in _LEFT_TO_STARTERS if signal.getsignal(number) == signal.SIG_IGN}
     return set(STOP_SIGNALS) - ignored
 
 
 def as_known(number: int) -> signal.Signals:
-    """Return SIGINT or SIGTERM: whoever looks at exit codes knows no other requests to stop."""
+    """Return SIGINT or SIGTERM, as callers that check exit codes know no other requests to stop."""
     return signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
 
 
 def _write_to_stderr(message: str) -> None:
-    """Write a line from a signal handler, bypassing Python's buffers, which the interrupted code may be using."""
+    """Write a line from a signal handler, past Python's buffers, which the interrupted code may be using."""
     with suppress(OSError):  # a closed pipe must not end the run in the middle of a step
         os.write(_STDERR, f"\n{message}\n".encode())
 
@@ -144,12 +144,12 @@ def watch_this_process(report_end: Callable[[], None] = lambda: None) -> None:
     """Fork the watcher of this process, which must still have a single thread.
 
     Args:
-        report_end: Called in the watcher after this process has failed: says how to go on.
+        report_end: Called in the watcher after this process has failed, to print how to continue.
     """
     global _pipe_to_watcher
     main, owner = os.getpid(), f"{os.getpid()}-{time.time_ns()}"
     os.environ[OWNER] = owner
-    # Ray writes titles of its workers over their command lines; without this, over their environments too.
+    # Ray overwrites the command lines of its workers with titles. Without this, also their environments.
     os.environ.setdefault("SPT_NOENV", "1")
     reader, writer = os.pipe()
     sys.stdout.flush()
@@ -160,14 +160,14 @@ def watch_this_process(report_end: Callable[[], None] = lambda: None) -> None:
         _be_watcher(main, owner, reader, report_end)
     os.close(reader)
     os.set_blocking(writer, False)
-    # Each signal with a handler is written there at once, also while the main thread hangs in a library.
+    # Each signal with a handler is written there at once, even while the main thread hangs in a library.
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     _pipe_to_watcher = writer
-    atexit.register(_end_in_order, watcher, owner)  # the first to be registered is the last to be called
+    atexit.register(_end_in_order, watcher, owner)  # registered first, called last
 
 
 def leave(code: int) -> NoReturn:
-    """End this process at once, without exit handlers; the error is reported already, and the watcher cleans up."""
+    """End this process at once, without exit handlers. The caller has reported any error, and the watcher cleans up."""
     if _pipe_to_watcher is not None:
         with suppress(OSError):
             os.write(_pipe_to_watcher, _REPORTED)
@@ -175,9 +175,9 @@ def leave(code: int) -> NoReturn:
 
 
 def limit_ending(code: int) -> None:
-    """Give a finished run some seconds to end, whatever threads a user's code has left behind.
+    """Limit the time that a finished run takes to end.
 
-    Python waits for such threads at its end: a tool that hangs in `asyncio.to_thread` would keep the process for ever.
+    Python waits for threads of a user's code. A tool that hangs in `asyncio.to_thread` would keep the process forever.
     """
     if _pipe_to_watcher is not None:
         sys.stdout.flush()
@@ -187,7 +187,7 @@ def limit_ending(code: int) -> None:
 
 
 def _end_in_order(watcher: int, owner: str) -> None:
-    """End what this process has started, at its own end, and dismiss the watcher."""
+    """End all processes that this one has started, at its exit, and dismiss the watcher."""
     assert _pipe_to_watcher is not None
     _end_family(owner, spared=watcher)
     signal.set_wakeup_fd(-1)
@@ -197,10 +197,10 @@ def _end_in_order(watcher: int, owner: str) -> None:
 
 
 def _be_watcher(main: int, owner: str, reader: int, report_end: Callable[[], None]) -> NoReturn:
-    """Run the forked process, which never returns into the code that forked it."""
+    """Run the forked process, and exit."""
     try:
         gc.disable()
-        os.setsid()  # out of the terminal's reach
+        os.setsid()  # away from the terminal's signals
         signal.pthread_sigmask(signal.SIG_BLOCK, {*STOP_SIGNALS, signal.SIGQUIT})  # a batch system signals it too
         _prctl(_PR_SET_NAME, WATCHER_NAME.encode())
         watch = _Watch(main, reader)
@@ -224,7 +224,7 @@ def _be_watcher(main: int, owner: str, reader: int, report_end: Callable[[], Non
 
 
 class _Watch:
-    """Wait for the end of the main process, and kill it where it ignores a second request to stop."""
+    """Waits for the end of the main process, and kills it if it ignores a second request to stop."""
 
     def __init__(self, main: int, reader: int):
         self._main, self._reader = main, reader
@@ -233,17 +233,17 @@ class _Watch:
         self.ended_in_order = self.is_reported = False
 
     def wait_for_end(self) -> None:
-        """Return when the main process has ended, or has said that it does so in order."""
+        """Return when the main process has ended, or has reported that it ends in order."""
         while os.getppid() == self._main and not self.ended_in_order:
             if select.select([self._reader], [], [], _POLL_S)[0]:
                 received = os.read(self._reader, 4096)
                 if not received:
-                    time.sleep(_ENDING_POLL_S)  # its files are closed a moment before it has ended
+                    time.sleep(_ENDING_POLL_S)  # its files are closed a moment before it ends
                 for byte in received:
                     self._receive(bytes([byte]))
             if self.num_requests > 1 and time.monotonic() - self._last_request > STUBBORN_S:
                 os.kill(self._main, signal.SIGKILL)
-        # What came with the end.
+        # Bytes that were written at the end.
         while select.select([self._reader], [], [], 0)[0] and (received := os.read(self._reader, 4096)):
             for byte in received:
                 self._receive(bytes([byte]))
@@ -258,8 +258,7 @@ class _Watch:
 
 
 def _end_family(owner: str, main: int | None = None, spared: int | None = None) -> None:
-    """Kill every process of a run until none is left, and remove their temporary folders."""
-    # main: Id of the main process, if it has ended.
+    """Kill every process of a run until none is left. Remove the temporary folders of these and of `main`."""
     start = time.monotonic()
     seen = {os.getpid() if main is None else main}
     empty_looks = 0
@@ -281,7 +280,7 @@ def _end_family(owner: str, main: int | None = None, spared: int | None = None) 
 
 
 def _find_family(owner: str) -> list[psutil.Process]:
-    """Find the processes that carry a run's mark, and those below this one."""
+    """Find the processes with a run's mark, and the descendants of this process."""
     mark = f"{OWNER}={owner}".encode()
     found = {process.pid: process for process in psutil.Process().children(recursive=True)}
     for folder in Path("/proc").glob("[0-9]*"):
@@ -293,12 +292,12 @@ def _find_family(owner: str) -> list[psutil.Process]:
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of every orphan among its descendants, whatever session that is in."""
+    """Make this process the parent of every orphan among its descendants, in any session."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def signal_when_parent_ends(number: signal.Signals) -> None:
-    """Send a signal to this process when its parent ends, in whatever way."""
+    """Have the kernel send a signal to this process when its parent ends in any way."""
     _prctl(_PR_SET_PDEATHSIG, number)
 
 

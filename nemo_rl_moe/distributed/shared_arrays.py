@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays that sequences share, such as images: each is stored and transferred once.
+"""Arrays that sequences share, such as images, and that are stored and transferred once.
 
-Sequences share the same object, so that a pickle holds it once. In a store it lies apart from the sequences, which
-carry its handle, and only its readers fetch it.
+Sequences refer to the same object, so that a pickle contains it once. In a store, it is separate from the sequences,
+which have its handle, and only its readers fetch it.
 """
 
 import weakref
@@ -17,25 +17,19 @@ from jaxtyping import Shaped
 from nemo_rl_moe.distributed.stored_rows import Fetch, StoredRows, put_together
 
 SharedArray = Shaped[np.ndarray, " values"] | StoredRows
-"""An array at hand, or the place where it is stored, as one piece."""
+"""An array, or the handle of a stored one, as one piece."""
 
 
 @dataclass(frozen=True)
 class SharedColumn:
-    """A column for the model of arrays that sequences may share: for each sequence as many as it has."""
+    """A column for the model, with any number of arrays for each sequence, which sequences may share."""
 
     arrays: tuple[tuple[SharedArray, ...], ...]
 
     def select(self, indices: Sequence[int]) -> "SharedColumn":
-        """Return the column of some of the sequences, in that order."""
         return replace(self, arrays=tuple(self.arrays[index] for index in indices))
 
     def fetched(self, fetch: Fetch) -> "SharedColumn":
-        """Return the column with all arrays at hand.
-
-        Raises:
-            ValueError: A stored array is lost.
-        """
         of = fetch_arrays((array for arrays in self.arrays for array in arrays), fetch)
         return replace(self, arrays=tuple(tuple(of[id(array)] for array in arrays) for arrays in self.arrays))
 
@@ -45,11 +39,7 @@ def num_bytes_of(array: SharedArray) -> int:
 
 
 def fetch_arrays(arrays: Iterable[SharedArray], fetch: Fetch) -> dict[int, Shaped[np.ndarray, " values"]]:
-    """Fetch arrays, each once; return them by the identity of their handles.
-
-    Raises:
-        ValueError: A stored array is lost.
-    """
+    """Fetch arrays, each once, and return them by the `id` of their handles."""
     found, pieces = {}, {}
     for array in arrays:
         if isinstance(array, StoredRows):
@@ -59,18 +49,18 @@ def fetch_arrays(arrays: Iterable[SharedArray], fetch: Fetch) -> dict[int, Shape
     sources = {id(piece.source): piece.source for piece in pieces.values()}
     stored = dict(zip(sources, fetch(list(sources.values())), strict=True))
     for key, piece in pieces.items():
-        whole = stored[id(piece.source)]
-        if whole is None:
+        source = stored[id(piece.source)]
+        if source is None:
             raise ValueError("an array that sequences share, such as an image, is lost: its store has ended")
-        found[key] = whole[piece.first : piece.first + piece.num_rows]
+        found[key] = source[piece.first : piece.first + piece.num_rows]
     return found
 
 
 class ArrayStore:
-    """Store that holds each shared array once as long as it is in use here.
+    """Store of shared arrays, each of which is stored once while this process uses it.
 
     Args:
-        put: Puts an array into the store; returns its handle, whose end frees it.
+        put: Puts an array into the store, and returns a handle whose deletion frees it.
     """
 
     def __init__(self, put: Callable[[Shaped[np.ndarray, " values"]], Any]):
@@ -78,7 +68,7 @@ class ArrayStore:
         self._stored: dict[int, StoredRows] = {}
 
     def place(self, columns: Sequence[Sequence[SharedArray]]) -> tuple[tuple[SharedArray, ...], ...]:
-        """Return the handles of arrays, and put those that are not stored yet."""
+        """Return the handles of arrays, and store arrays that are not stored yet."""
         new = {
             id(array): array
             for arrays in columns
@@ -87,7 +77,7 @@ class ArrayStore:
         }
         for (key, array), rows in zip(new.items(), put_together(list(new.values()), self._put), strict=True):
             self._stored[key] = rows
-            # Another array may get its identity afterwards.
+            # Another array may get the same id afterwards.
             weakref.finalize(array, self._stored.pop, key, None).atexit = False
         return tuple(
             tuple(array if isinstance(array, StoredRows) else self._stored[id(array)] for array in arrays)

@@ -1,10 +1,10 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The account of a GPU that a rank of the trainer and one of an engine use in turn: who holds what, and who may go on.
+"""Model of the memory of a GPU that a rank of the trainer and one of an engine use in turn.
 
-The policy and the engine report each event before they act. One that would come too early, such as a request to an
-engine that sleeps or an engine that wakes beside the trainer's full allocator, is an error that says what was missing,
-in place of a GPU without memory or of a wait without end. With the sizes of the parts, `plan` follows the same account.
+The policy and the engine report each event before they act. An event in a wrong state, such as a request to a sleeping
+engine or an engine that wakes next to the trainer's full allocator, raises an error with the missing condition, instead
+of running out of memory or hanging. `plan` uses the same model with sizes.
 """
 
 from dataclasses import dataclass
@@ -14,18 +14,18 @@ from nemo_rl_moe.errors import GenerationError
 
 @dataclass(frozen=True)
 class GpuBytes:
-    """Bytes of what lies on a GPU, at least; without sizes only the order of events is followed.
+    """Lower bounds of bytes on a GPU. Without them, only the order of events is checked.
 
     Attributes:
-        process: Each process's context and the buffers of its groups.
-        weights: The trainer's.
+        process: Context of each process, and the buffers of its groups.
+        weights: Weights of the trainer.
         training: Gradients, master weights and moments.
-        in_a_step: What a step takes besides, at its fullest.
-        measuring: What a log-probability pass takes besides, at its fullest.
-        buckets: Of weights that are sent, and what an engine keeps of them until a layer is complete.
-        engine_weights: An engine's.
-        engine_share: Of an engine that is awake: weights and key-value cache.
-        engine_kept: What an engine keeps while it sleeps: graphs, workspaces.
+        in_a_step: Further peak memory of a training step.
+        measuring: Further peak memory of a log-probability pass.
+        buckets: Buckets of weights that are sent, and the engine's copies until a layer is complete.
+        engine_weights: Weights of the engine.
+        engine_share: Weights and key-value cache of the engine.
+        engine_kept: Memory of the sleeping engine, such as graphs and workspaces.
     """
 
     process: int = 0
@@ -54,18 +54,14 @@ class Entry:
 
 
 class SharedGpu:
-    """The account of the fullest GPU.
+    """Memory of the fullest GPU. Its methods are events, which raise `GenerationError` in a wrong state or over budget.
 
     Args:
-        moves_training_state: It goes to the host while responses are generated.
-        sizes: Of the parts.
-        budget: Bytes of the GPU; None: unknown.
+        moves_training_state: Training state is moved to the host while responses are generated.
+        budget: Bytes of the GPU, if known.
 
     Attributes:
-        ledger: What lay on the GPU at each event so far.
-
-    Raises:
-        GenerationError: By each event that may not come now, or that the budget does not allow.
+        ledger: Bytes at each event so far.
     """
 
     def __init__(self, *, moves_training_state: bool, sizes: GpuBytes | None = None, budget: int | None = None):
@@ -79,24 +75,22 @@ class SharedGpu:
     # The trainer
 
     def load(self, event: str = "when a checkpoint is loaded") -> None:
-        """Make the whole training state, as workers start or a checkpoint is read."""
+        """Make all training state, as at the start of workers or when a checkpoint is read."""
         self._require(self._sleeps, event, "engines asleep")
         self._training_is_here, self._has_room = True, False
         self._note(event, self._live)
 
     def make_room(self) -> None:
-        """Move what moves, and give back what the allocator keeps."""
+        """Move training state to the host if it moves, and release the allocator's cache."""
         self._training_is_here = self._training_is_here and not self._moves
         self._reserved, self._has_room = self._live, True
 
     def measure(self, event: str = "in log-probability passes") -> None:
-        """Compute log-probabilities of a batch, while engines sleep."""
         self._require(self._sleeps, event, "engines asleep")
         self._has_room = False
         self._note(event, self._live + self._sizes.measuring)
 
     def train(self, event: str = "while training") -> None:
-        """Take optimizer steps."""
         self._require(self._sleeps, event, "engines asleep")
         self._training_is_here, self._has_room = True, False
         self._note(event, self._live + self._sizes.in_a_step)
@@ -104,28 +98,28 @@ class SharedGpu:
     # The engine
 
     def start_engine(self, event: str = "when engines start") -> None:
-        """Start one with its whole share, which it takes at once; also in the place of one that died."""
+        """Start an engine, which takes its full share at once. It may replace one that died."""
         self._require(self._has_room, event, "room beside the trainer")
         self._engine_is_there = self._weights_awake = self._cache_awake = True
         self._has_weights = False
         self._note(event, self._live)
 
     def sleep_engine(self) -> None:
-        """Free its weights and key-value cache; the weights are lost."""
+        """Free the weights and key-value cache. The weights are lost."""
         self._weights_awake = self._cache_awake = self._has_weights = False
 
     def receive_weights(self, event: str = "when weights arrive") -> None:
-        """Take the memory of its weights, if they sleep, and the weights."""
+        """Receive weights, and allocate their memory if they sleep."""
         beside = " beside the cache" if self._cache_awake else ""
         self._require(self._engine_is_there, event, "engines")
         self._require(self._has_room, event, "room beside the trainer")
         self._weights_awake = True
         self._note(f"{event}{beside}", self._live + self._sizes.buckets)
-        self._reserved = self._live  # ranks give back what they have sent from
+        self._reserved = self._live  # ranks release their buckets
         self._has_weights = True
 
     def wake_cache(self, event: str = "when the key-value cache wakes") -> None:
-        """Take the memory of its key-value cache; that of weights which sleep is taken when they come."""
+        """Allocate the key-value cache. Sleeping weights are allocated when they are received."""
         if self._cache_awake or not self._engine_is_there:
             return
         self._require(self._has_room, event, "room beside the trainer")
@@ -133,13 +127,12 @@ class SharedGpu:
         self._note(event, self._live)
 
     def generate(self, event: str = "while responses are generated") -> None:
-        """Generate or score."""
         self._require(self._weights_awake and self._cache_awake, event, "engines awake")
         self._require(self._has_weights, event, "weights")
         self._note(event, self._live)
 
     def end_engine(self) -> None:
-        """End it, or notice that it has ended."""
+        """End the engine, or note that it has ended."""
         self.sleep_engine()
         self._engine_is_there = False
 
@@ -171,7 +164,7 @@ class SharedGpu:
             )
 
     def _note(self, event: str, trainer: int) -> None:
-        """Note what lies there; what the trainer frees, its allocator keeps until it makes room."""
+        """Add to the ledger. The trainer's allocator keeps freed memory until `make_room`."""
         self._reserved = max(self._reserved, trainer)
         processes = self._sizes.process * (2 if self._engine_is_there else 1)
         entry = Entry(event, self._reserved, self._engine_bytes(), processes)
@@ -183,13 +176,13 @@ class SharedGpu:
 
 
 class OwnGpu(SharedGpu):
-    """The account of GPUs that trainer and engines do not share: everything may come at any time."""
+    """GPUs that trainer and engines do not share, on which every event is allowed at any time."""
 
     def __init__(self) -> None:
         super().__init__(moves_training_state=False)
 
     def _require(self, holds: bool, event: str, wanted: str) -> None:
-        """Require nothing."""
+        """Do nothing."""
 
     def _note(self, event: str, trainer: int) -> None:
-        """Note nothing."""
+        """Do nothing."""

@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Values of tokens that lie in a store between their producer and their reader.
+"""Values of tokens in a store between their producer and their reader.
 
-Large values, such as routed experts, travel in Ray's object store from an engine to the trainer's ranks; the driver
-handles only references.
+Large values, such as routed experts, are transferred from an engine to the trainer's ranks in Ray's object store. The
+driver only has references.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,12 +16,12 @@ import numpy as np
 from jaxtyping import Shaped
 
 Fetch = Callable[[Sequence[Any]], Sequence[Shaped[np.ndarray, "rows ..."] | None]]
-"""From the handles of arrays to the arrays; None for one that is lost. `list` where arrays stand in their place."""
+"""Returns arrays for their handles, None for lost ones. `list` if the handles are the arrays themselves."""
 
 
 @cache
 def _name_of(dtype: np.dtype[Any]) -> str:
-    """Return a type's name from a cache, because numpy takes ten times as long as a piece."""
+    """Return a type's name, cached because numpy takes ten times as long for it as for a `Piece`."""
     return str(dtype)
 
 
@@ -29,9 +29,9 @@ class Piece(NamedTuple):
     """Successive rows of one stored array, for successive tokens of one sequence.
 
     Attributes:
-        source: Handle, such as an `ObjectRef`; or the array itself.
-        first: Index in the array of the first row.
-        start: Position in the sequence of its token.
+        source: Handle, such as an `ObjectRef`, or the array itself.
+        first: Index of the first row in the array.
+        start: Position of its token in the sequence.
     """
 
     source: Any
@@ -52,11 +52,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class StoredRows:
-    """A row for each known token of one sequence.
-
-    Attributes:
-        pieces: In the order of the sequence, disjoint.
-    """
+    """Rows of the known tokens of one sequence, in disjoint pieces in the order of the sequence."""
 
     pieces: tuple[Piece, ...]
     row_shape: tuple[int, ...]
@@ -64,7 +60,7 @@ class StoredRows:
 
     @classmethod
     def of(cls, rows: Shaped[np.ndarray, "tokens ..."]) -> "StoredRows":
-        """Return the rows of an array for the tokens from the first one on."""
+        """Return the rows of an array for the first tokens."""
         return cls((Piece(rows, 0, 0, len(rows)),), rows.shape[1:], _name_of(rows.dtype))
 
     @property
@@ -74,11 +70,11 @@ class StoredRows:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the rows as a reader gets them."""
+        """Number of bytes that a reader gets."""
         return sum(piece.num_rows for piece in self.pieces) * prod(self.row_shape) * np.dtype(self.dtype).itemsize
 
     def moved(self, by: int) -> "StoredRows":
-        """Return the rows for tokens so many places later in the sequence."""
+        """Return the rows for tokens that are `by` positions later in the sequence."""
         return replace(self, pieces=tuple(piece._replace(start=piece.start + by) for piece in self.pieces))
 
     def before(self, end: int) -> "StoredRows":
@@ -87,7 +83,7 @@ class StoredRows:
         return replace(self, pieces=tuple(piece for piece in kept if piece.num_rows > 0))
 
     def followed_by(self, later: "StoredRows") -> "StoredRows":
-        """Append rows of later tokens: of a token that was computed twice, the first counts."""
+        """Append rows of later tokens. If a token has two rows, the first counts."""
         more = tuple(piece.since(self.end) for piece in later.pieces if piece.end > self.end)
         return replace(self, pieces=self.pieces + more)
 
@@ -97,14 +93,14 @@ def put_together(
     put: Callable[[Shaped[np.ndarray, "rows ..."]], Any],
     most_bytes: int = 1 << 20,
 ) -> list[StoredRows]:
-    """Put the rows of sequences into a store, short sequences together: each stored array has a cost.
+    """Put the rows of sequences into a store, short sequences together, as each stored array has a cost.
 
-    A reader of one sequence fetches the whole array over the network, so that arrays stay small. Numbers of 16 bits
-    that all fit 8, such as those of up to 128 experts, are stored in 8.
+    A reader of one sequence fetches the full array over the network, so that arrays must be small. int16 numbers that
+    all fit int8, such as ids of up to 128 experts, are stored as int8.
 
     Args:
-        arrays: For each sequence from its first token on; all of one type, with rows of one shape.
-        put: Puts an array into the store; returns its handle.
+        arrays: Rows of each sequence from its first token on, all of one type and row shape.
+        put: Puts an array into the store, and returns its handle.
         most_bytes: Maximum size of an array of several sequences.
     """
     found: list[StoredRows] = []
@@ -124,7 +120,7 @@ def put_together(
 
 
 def narrowed(rows: Shaped[np.ndarray, "rows ..."]) -> Shaped[np.ndarray, "rows ..."]:
-    """Return numbers of 16 bits in 8 where all of them fit; others as they are."""
+    """Return int16 numbers as int8 if all of them fit. Return other arrays unchanged."""
     bounds = np.iinfo(np.int8)
     if rows.dtype != np.int16 or not rows.size or rows.max() > bounds.max or rows.min() < bounds.min:
         return rows
@@ -133,18 +129,17 @@ def narrowed(rows: Shaped[np.ndarray, "rows ..."]) -> Shaped[np.ndarray, "rows .
 
 @dataclass(frozen=True)
 class RowStore:
-    """Store of rows between the process that computes them and those that read them.
+    """Store of rows between the process that computes them and their readers.
 
     Attributes:
-        fetch: Fetches stored arrays.
-        put: Puts an array into the store and returns its handle; None: arrays stay at hand, within one process.
+        put: Puts an array into the store and returns its handle. If None, handles are the arrays, in one process.
     """
 
     fetch: Fetch = list
     put: Callable[[Shaped[np.ndarray, "rows ..."]], Any] | None = None
 
     def keep(self, arrays: Sequence[Shaped[np.ndarray, "tokens ..."]]) -> list[StoredRows]:
-        """Store the rows of sequences, each from its first token on; all of one type, with rows of one shape."""
+        """Store the rows of sequences, each from its first token on, all of one type and row shape."""
         return [StoredRows.of(rows) for rows in arrays] if self.put is None else put_together(arrays, self.put)
 
 
@@ -163,14 +158,11 @@ def fetch_rows(
 
     Args:
         fill: Value of tokens without a row, or whose array is lost.
-
-    Raises:
-        ValueError: A stored array has another shape than stated, a type whose numbers do not fit, or fewer rows.
     """
     values = np.full((len(sequences), longest, *row_shape), fill, dtype=dtype)
     sources = {id(piece.source): piece.source for rows in sequences if rows is not None for piece in rows.pieces}
     arrays = dict(zip(sources, fetch(list(sources.values())), strict=True))
-    expected = np.dtype(dtype)  # names take longer to compare, of each of hundreds of short sequences
+    expected = np.dtype(dtype)  # comparing names for each of hundreds of short sequences would take longer
     for number, rows in enumerate(sequences):
         for source, first, start, num_rows in rows.pieces if rows is not None else ():
             array = arrays[id(source)]

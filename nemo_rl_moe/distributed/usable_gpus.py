@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Check that torch can use a machine's GPUs: Ray hands out all of them, also those that torch cannot use."""
+"""Check that torch can use a machine's GPUs. Ray assigns all GPUs, also ones that torch cannot use."""
 
 import os
 import re
@@ -12,14 +12,14 @@ from pathlib import Path
 from nemo_rl_moe.errors import one_line
 
 LOWEST_DRIVER = {12: 525, 13: 580}
-"""Oldest branch of NVIDIA's driver for builds of a CUDA release, by the release's first number."""
+"""Oldest branch of NVIDIA's driver for a CUDA release, by the release's major version."""
 
 _KERNEL_MODULE = Path("/proc/driver/nvidia/version")
 _QUERY = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 
 
 def installed_driver() -> str | None:
-    """Return the version of this machine's NVIDIA driver; None without one."""
+    """Return the version of this machine's NVIDIA driver, if it has one."""
     with suppress(OSError):
         if found := re.search(r"\s(\d{3,}(?:\.\d+)+)\s", _KERNEL_MODULE.read_text().partition("\n")[0] + " "):
             return found[1]
@@ -31,7 +31,7 @@ def installed_driver() -> str | None:
 
 
 def problem_with_driver(cuda: str, driver: str | None) -> str | None:
-    """Return why a driver cannot run what is built for a CUDA release, such as `13.0`; None where it can."""
+    """Return why a driver cannot run builds for a CUDA release, such as `13.0`. None if it can."""
     lowest = LOWEST_DRIVER.get(int(cuda.partition(".")[0]))
     needed = f"CUDA {cuda} needs NVIDIA's driver" + (f" {lowest} or newer" if lowest else "")
     if driver is None:
@@ -42,7 +42,7 @@ def problem_with_driver(cuda: str, driver: str | None) -> str | None:
 
 
 def problem_with_gpus() -> str | None:
-    """Return why torch cannot use the GPUs that CUDA_VISIBLE_DEVICES names, in one line; None where it can."""
+    """Return one line on why torch cannot use the GPUs in CUDA_VISIBLE_DEVICES. None if it can."""
     import torch
 
     if torch.cuda.is_available():

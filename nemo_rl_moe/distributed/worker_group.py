@@ -1,9 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""All ranks of one program as Ray actors; the first failure of a call ends all."""
+"""All ranks of one program as Ray actors, which are all stopped after the first failure of a call."""
 
 import os
-import sys
 import threading
 import time
 from collections import Counter, defaultdict
@@ -28,6 +27,7 @@ from nemo_rl_moe.distributed.node_tools import (
     ProcessIdentity,
     end_families,
     find_families,
+    module_search_path,
     process_states,
     read_tail,
     threads_per_worker,
@@ -49,7 +49,7 @@ def outcome(call: Any) -> Any:
 
 
 def exit_reason(error: RayActorError) -> str:
-    """Return the cause of a process's end out of Ray's message, in one line and without its guesses."""
+    """Return the cause of a process's end from Ray's message, in one line and without its guesses."""
     text = " ".join(str(error).split())
     for start in ("Worker exit type:", "The actor is dead because"):
         if start in text:
@@ -72,11 +72,10 @@ def worker_environment(
     """Return the environment variables of each rank.
 
     Args:
-        places: Ordered by rank, neighbours on one node.
-        workers_per_node: In ranks.
-        master_port: Reserved on the node of rank 0.
-        network_interface: For ranks of several machines; None: chosen by gloo and NCCL.
-        num_threads: For each worker; None: an equal share of its machine's cores.
+        places: Places by rank, node after node.
+        master_port: Port that is reserved on the node of rank 0.
+        network_interface: For ranks on several machines. If None, gloo and NCCL choose.
+        num_threads: Threads of each worker. None for an equal share of its machine's cores.
     """
     environments = []
     for rank, place in enumerate(places):
@@ -95,7 +94,7 @@ def worker_environment(
             **{name: os.environ.get(name, value) for name, value in SHORTEST_WAIT.items()},
             "TOKENIZERS_PARALLELISM": "false",
             # Every worker sees all GPUs of the run on its node, so that LOCAL_RANK is the CUDA device and NCCL finds
-            # the direct ways between them. Empty on CPUs: GPUs that happen to be there stay out of it.
+            # direct connections. Empty on CPUs, to hide GPUs that the run does not use.
             "CUDA_VISIBLE_DEVICES": ",".join(gpu for neighbour in on_this_node for gpu in neighbour.gpu_ids),
         }
         if network_interface is not None and not is_local:
@@ -105,11 +104,11 @@ def worker_environment(
 
 
 ROOT_CAUSE_WAIT_S = 3.0
-"""After the first failure: a peer's "connection closed" often arrives before the news of the death that caused it."""
+"""Seconds to wait after the first failure, as a peer's "connection closed" often arrives before the death behind it."""
 LONGEST_WAIT_S = 1.0
-"""Between two looks at whether Ray's own servers are there: Ray would wait for them for a minute."""
+"""Seconds between two checks of Ray's servers, for which Ray itself would wait for a minute."""
 END_GRACE_S = 2.0
-"""For Ray's own kill of the workers, before what is left of them is killed."""
+"""Seconds for Ray to kill the workers, before their remaining processes are killed."""
 LOG_TAIL_LINES = 30
 MOST_TAILS = 8
 REMOTE_CALL_TIMEOUT_S = 8.0
@@ -122,7 +121,7 @@ SMALL_TYPES = (bool, int, float, str, type(None), Path)
 
 
 def start_processes(cluster: RayCluster) -> list[Any]:
-    """Return the actors of all ranks' processes, without waiting for them to start."""
+    """Start the processes of all ranks, and return their actors without waiting."""
     config = cluster.config
     actor_class = ray.remote(WorkerProcess)
     return [
@@ -143,23 +142,22 @@ class WorkerGroup(Generic[Worker]):
     """All ranks of one program, each with a worker in a separate process.
 
     A call names a method of the worker's class, `group.call_all(Worker.method, argument)`, so that arguments and
-    results are typed and go-to-definition works; exactly that method runs.
+    results are typed and go-to-definition works.
 
     Args:
-        make_worker: Called on each rank as `make_worker(rank, world_size)`, after the rank's environment is set; what
-            it refers to is imported there. Usually a `partial` of a worker class. A `UserError` that it returns, such
-            as every rank finds in a model, is raised when all ranks have answered; one that it raises ends all at once.
-        start_timeout_s: For all ranks together.
-        call_timeout_s: For a call on any rank.
+        make_worker: Called on each rank as `make_worker(rank, world_size)`. Its modules are imported there, after the
+            rank's environment is set. Usually a `partial` of a worker class. It may return a `UserError` that every
+            rank finds, which is raised when all ranks have answered. A raised error stops all ranks at once.
+        start_timeout_s: Limit for the start of all ranks.
+        call_timeout_s: Limit for a call.
         environment: Further environment variables of each rank.
-        ranks_per_job: Neighbours that form one distributed job, on one machine; `make_worker` gets rank and size within
-            it. None: all ranks are one job.
-        model: Which model of the run the workers have, as errors name it, such as `teacher`; None: the only one, or the
-            policy.
+        ranks_per_job: Number of neighbours on one machine that form one distributed job, with rank and size within it.
+            If None, all ranks are one job.
+        model: Name of the model in errors, such as `teacher`. None for the policy or the only model.
 
     Raises:
-        WorkerDiedError: A worker failed or did not start in time; all of them have been stopped.
-        ConfigurationError: Ranks have returned errors; all of them have been stopped.
+        WorkerDiedError: A worker failed or did not start in time. All of them have been stopped.
+        ConfigurationError: Ranks have returned errors. All of them have been stopped.
     """
 
     def __init__(
@@ -198,33 +196,31 @@ class WorkerGroup(Generic[Worker]):
         return [self._places[rank].process.pid for rank in sorted(self._places)]
 
     def call_all(self, method: Callable[[Worker, *Args], Result], *args: *Args) -> list[Result]:
-        """Call a method with the same arguments on every rank; return the results by rank.
+        """Call a method with the same arguments on every rank, and return the results by rank.
 
         Raises:
-            WorkerDiedError: A worker raised, died or did not answer in time; all of them have been stopped.
-            CheckpointError: Raised by the first rank that raised one, when all have answered; the workers live on.
-            WeightSyncError: Likewise.
+            WorkerDiedError: A worker raised, died or did not answer in time. All of them have been stopped.
+            CheckpointError, WeightSyncError: Raised by a rank, when all have answered. The workers continue.
         """
         return list(self.start_each(method, [args] * self.world_size)().values())
 
     def start_each(
         self, method: Callable[[Worker, *Args], Result], args_by_rank: Sequence[tuple[*Args] | None]
     ) -> Callable[[], dict[int, Result]]:
-        """Start a method with arguments for each rank, after what the rank was asked for before.
+        """Start a method with arguments for each rank, which runs after earlier calls.
 
-        An object for several ranks is transferred once. Threads may call it at a time: every rank gets their calls in
+        An object for several ranks is transferred once. Several threads may call this: every rank gets their calls in
         the same order.
 
         Args:
-            args_by_rank: Positional arguments; None: that rank is not called.
+            args_by_rank: Positional arguments of each rank. A rank with None is not called.
 
         Returns:
-            A function that waits for the results of the called ranks, in rank order, and raises as `call_all` does. The
-            call's time limit begins with it.
+            A function that waits for the results of the called ranks, in rank order, and raises like `call_all`. The
+            time limit begins when it is called.
 
         Raises:
-            WorkerDiedError: The workers have been stopped; the failure after which they were, if there was one.
-            ValueError: The number of arguments is not the number of ranks.
+            WorkerDiedError: The workers have been stopped. Its message is the failure that caused this, if any.
         """
         name = method.__name__
         if self._failure is not None:
@@ -252,7 +248,7 @@ class WorkerGroup(Generic[Worker]):
         return results
 
     def shutdown(self) -> None:
-        """Stop every worker and everything that it has started. Does nothing the second time."""
+        """Stop every worker and everything that it has started. Do nothing the second time."""
         self._ended = True
         actors, self._actors = self._actors, []
         if not actors:
@@ -264,11 +260,11 @@ class WorkerGroup(Generic[Worker]):
             node: self._on_node(node, find_families, processes, default=[]) for node, processes in by_node.items()
         }
         if self._cluster.can_be_called:
-            # First, or Ray would warn the user of workers that were killed.
+            # Ray must kill them first, or it would warn of killed workers.
             for actor in actors:
                 with suppress(RayError, ValueError):
                     ray.kill(actor, no_restart=True)
-        # Ray's own kill leaves out what a worker has started, and may be late for one that hangs in a library.
+        # Ray does not kill the children of a worker, and may be late for one that hangs in a library.
         for node, family in members.items():
             self._on_node(node, end_families, family, END_GRACE_S, default=None)
 
@@ -297,7 +293,7 @@ class WorkerGroup(Generic[Worker]):
                 num_threads=self._cluster.num_threads,
             )
         ]
-        search_path = [str(Path(folder).absolute()) for folder in sys.path]
+        search_path = module_search_path()
         remaining_s = deadline - time.monotonic()
         payload = ray.put(cloudpickle.dumps(make_worker))
         answers = wait(
@@ -320,7 +316,7 @@ class WorkerGroup(Generic[Worker]):
         on_result: Callable[[int, Any], None] = lambda rank, result: None,
     ) -> dict[int, Any]:
         """Wait for a call on each rank, until the first failure or the deadline."""
-        # A rank whose call is None has nothing to do, and is not in the result, which has the order of the ranks.
+        # Ranks whose call is None are not in the result.
         pending = {call: rank for rank, call in enumerate(calls) if call is not None}
         results: dict[int, Any] = {}
         failures: dict[int, WorkerFailure | RayError] = {}
@@ -352,7 +348,8 @@ class WorkerGroup(Generic[Worker]):
         self, doing: str, failures: Mapping[int, WorkerFailure | RayError], unanswered: Iterable[int]
     ) -> NoReturn:
         """Stop all workers and raise the error that most likely caused the others."""
-        # A rank that waited for a frozen one until its own library gave up comes first: it knows what it waited for.
+        # Deaths come first, as they cause errors of other ranks. Otherwise the first error counts, such as that of a
+        # rank whose library gave up waiting for a frozen one.
         died = [rank for rank, failure in failures.items() if isinstance(failure, OutOfMemoryError)]
         died += [rank for rank, failure in failures.items() if isinstance(failure, RayActorError)]
         rank = died[0] if died else next(iter(failures))
@@ -383,8 +380,7 @@ class WorkerGroup(Generic[Worker]):
 
     def _fail_for_silence(self, method: str, ranks: Sequence[int]) -> NoReturn:
         """Stop all workers and raise an error with the ranks that did not answer a call."""
-        # Ranks that cannot run are named, and the others as waiting for them; without such ranks all, with their
-        # stacks.
+        # Name the ranks that cannot run, and the others as waiting for them. Otherwise name all, with their stacks.
         too_late = f"did not answer `{method}` within {self._call_timeout_s:g} s (cluster.worker_call_timeout_s)"
         held = self._held(ranks)
         if not held:
@@ -416,7 +412,7 @@ class WorkerGroup(Generic[Worker]):
 
     def _stop_and_raise(self, message: str) -> NoReturn:
         stopped = "The worker has" if self.world_size == 1 else f"All {self.world_size} workers have"
-        # Before they are stopped: what another thread calls meanwhile ends with the cause, not with its effect.
+        # Set before the stop, so that calls of other threads fail with the cause and not with its effect.
         self._failure = self._failure or f"{message}\n{stopped} been stopped."
         self.shutdown()
         raise WorkerDiedError(self._failure)
@@ -436,7 +432,7 @@ class WorkerGroup(Generic[Worker]):
         return {(ray.util.get_node_ip_address(), os.getpid()): "main process"} | names
 
     def _tail(self, rank: int) -> str:
-        """Return the end of what a worker has written to stderr."""
+        """Return the end of a worker's stderr."""
         place = self._places.get(rank)
         if place is None:
             return ""
@@ -444,7 +440,7 @@ class WorkerGroup(Generic[Worker]):
         return f"The end of the stderr of rank {rank}{self._of_model}:\n{tail}" if tail else ""
 
     def _on_node(self, node_id: str, function: Callable[..., Any], *args: Any, default: Any) -> Any:
-        """Call a function on one of the machines; return `default` when the machine is dead."""
+        """Call a function on one of the machines. Return `default` if the machine is dead."""
         if node_id == self._driver_node:
             return function(*args)
         if not self._cluster.can_be_called:
@@ -458,7 +454,7 @@ class WorkerGroup(Generic[Worker]):
 
 
 def _problems_of_ranks(answers: Sequence[UserError | None]) -> list[str]:
-    """Return the problems of the first rank that has any, with its number where others have none."""
+    """Return the problems of the first rank that has any, with its number if other ranks have none."""
     found = [(rank, answer) for rank, answer in enumerate(answers) if answer is not None]
     if not found:
         return []
@@ -468,7 +464,7 @@ def _problems_of_ranks(answers: Sequence[UserError | None]) -> list[str]:
 
 
 def _put_shared(args_by_rank: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """Replace each larger object that several ranks get by a reference to one copy in the object store."""
+    """Replace each larger object for several ranks with a reference to one copy in the object store."""
     times = Counter(id(arg) for args in args_by_rank for arg in args)
     stored: dict[int, Any] = {}
 

@@ -1,15 +1,13 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Worker processes beside the ranks, for rewards and tools: Ray actors that take no place, core or GPU from them."""
+"""Worker processes for rewards and tools: Ray actors that reserve no resources, so that the ranks have them all."""
 
-import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar, TypeVarTuple
 
@@ -18,6 +16,7 @@ from ray import cloudpickle
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError
 
 from nemo_rl_moe.distributed.memory_shortage import memory_shortage
+from nemo_rl_moe.distributed.node_tools import module_search_path
 from nemo_rl_moe.distributed.worker_group import exit_reason, outcome
 from nemo_rl_moe.distributed.worker_process import WorkerFailure, WorkerProcess
 from nemo_rl_moe.errors import WorkerDiedError
@@ -28,9 +27,9 @@ Result = TypeVar("Result")
 
 START_TIMEOUT_S = 300.0
 CALL_SLACK_S = 30.0
-"""Seconds that a call may take beyond the limit of its work, before its worker is taken for dead."""
+"""Seconds that a call may take beyond the limit of its work, before its worker counts as dead."""
 _ENVIRONMENT = {
-    # The policy workers have the cores and the GPUs.
+    # The ranks of the policy use the cores and the GPUs.
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -43,9 +42,9 @@ class Lost:
     """End of a call whose worker was lost.
 
     Attributes:
-        reason: In one line.
+        reason: One line.
         seconds: Time from the call to the loss.
-        was_before: The worker had been lost before the call, such as one that was killed from outside.
+        was_before: The worker had died before the call, for example killed from outside.
     """
 
     reason: str
@@ -61,25 +60,24 @@ class _Starting:
 
 
 class WorkerPool(Generic[Worker]):
-    """Worker processes that are alike, spread over the nodes of the cluster; a context manager. Ray must be running.
+    """Equal worker processes, spread over the nodes of the running Ray cluster.
 
-    Each has one call at a time. A worker that is lost, or does not answer in time, is replaced. Ray ends them when the
-    driver is killed, even those that are blocked.
+    Each runs one call at a time. A worker that dies, or does not answer in time, is replaced. Ray ends them when the
+    driver is killed, even if they are blocked.
 
     Args:
-        name: Of one of them, such as `reward worker`.
-        make: Function of a worker's number and their count that makes the worker, in its process.
-        num_workers: Calls that run at the same time; others wait.
+        name: Name of a worker, such as `reward worker`.
+        make: Makes a worker in its process, from its number and the number of workers.
+        num_workers: Number of calls that run at the same time. Others wait.
     """
 
     def __init__(self, name: str, make: Callable[[int, int], Worker], num_workers: int):
         self._name, self._num_workers = name, num_workers
-        search_path = [str(Path(folder).absolute()) for folder in sys.path]
-        self._arguments = (_ENVIRONMENT, search_path, cloudpickle.dumps(make))
+        self._arguments = (_ENVIRONMENT, module_search_path(), cloudpickle.dumps(make))
         self._actors: dict[int, Any] = {}
         self._idle: SimpleQueue[int] = SimpleQueue()
         self._lock, self._is_stopped = threading.Lock(), False
-        # A thread for each worker: it waits for the call.
+        # Each thread waits for the call of one worker.
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix=name)
         try:
             for starting in [self._start(number) for number in range(num_workers)]:
@@ -91,10 +89,10 @@ class WorkerPool(Generic[Worker]):
     def submit(
         self, limit_s: float, method: Callable[[Worker, *Args], Result], *args: *Args
     ) -> "Future[Result | Lost]":
-        """Call a method of the next worker that is free; return the future result.
+        """Call a method of the next free worker, and return the future result.
 
         Args:
-            limit_s: Seconds that the work may take; waiting for a worker does not count.
+            limit_s: Seconds that the work may take, without waiting for a worker.
         """
         try:
             return self._threads.submit(lambda: self._call(limit_s, method, *args))
@@ -106,7 +104,7 @@ class WorkerPool(Generic[Worker]):
         return WorkerDiedError(f"the {self._name}s have been stopped")
 
     def shutdown(self) -> None:
-        """Stop all workers, and so the calls that run. Does nothing the second time."""
+        """Stop all workers and their calls. Do nothing the second time."""
         with self._lock:
             self._is_stopped = True
             actors, self._actors = self._actors, {}
@@ -138,7 +136,7 @@ class WorkerPool(Generic[Worker]):
         return lost
 
     def _start(self, number: int) -> _Starting:
-        """Start a worker, in place of an earlier one with its number."""
+        """Start a worker, which replaces an earlier one with its number."""
         options = ray.remote(WorkerProcess).options(
             num_cpus=0, num_gpus=0, max_restarts=0, scheduling_strategy="SPREAD"
         )
@@ -152,7 +150,6 @@ class WorkerPool(Generic[Worker]):
         return _Starting(number, call, time.monotonic() + START_TIMEOUT_S)
 
     def _finish_start(self, starting: _Starting) -> None:
-        """Wait until a worker has started."""
         name = f"{self._name} {starting.number}"
         is_over = ray.wait([starting.call], timeout=max(0.0, starting.deadline - time.monotonic()))[0]
         if not is_over:
@@ -166,15 +163,14 @@ class WorkerPool(Generic[Worker]):
 
 
 def kill(actor: Any) -> None:
-    """End a worker's process; does nothing where it has ended already."""
-    # Raised where Ray has been stopped or the actor has died already.
-    with suppress(RayError, ValueError):
+    """End a worker's process, unless it has ended already."""
+    with suppress(RayError, ValueError):  # Ray has been stopped, or the actor has died
         if ray.is_initialized():
             ray.kill(actor, no_restart=True)
 
 
 def _reason_of_end(result: object) -> str:
-    """Return why a call has failed, in one line."""
+    """Return one line on why a call has failed."""
     if isinstance(result, WorkerFailure):
         return result.details
     if isinstance(result, OutOfMemoryError):

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The Ray actor around any object: sets its environment, calls its methods, and returns its errors as text."""
+"""The Ray actor around a worker object, which sets its environment, calls its methods, and returns errors as text."""
 
 import ctypes
 import faulthandler
@@ -26,20 +26,14 @@ from nemo_rl_moe.errors import CheckpointError, UserCodeError, UserError, Weight
 Result = TypeVar("Result")
 STACK_BEFORE_TIMEOUT_S = 1.0
 RECOVERABLE = (CheckpointError, WeightSyncError)
-"""Errors that every rank raises, and after which all of them can go on."""
+"""Errors that every rank raises, and after which all of them can continue."""
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 _KEPT_BYTES, _LARGEST_KEPT_BYTES = 256 * 1024**2, 32 * 1024**2
 
 
 @dataclass(frozen=True)
 class WorkerPlace:
-    """Place of a worker's process.
-
-    Attributes:
-        num_cores: Usable cores of the node.
-        gpu_ids: The worker's GPUs, as CUDA_VISIBLE_DEVICES names them.
-        stderr_path: None where it cannot be found.
-    """
+    """A worker's process, with its node (`num_cores` usable cores), GPUs (as in CUDA_VISIBLE_DEVICES) and log."""
 
     process: ProcessIdentity
     node_id: str
@@ -51,11 +45,11 @@ class WorkerPlace:
 
 @dataclass(frozen=True)
 class WorkerFailure:
-    """Text of an exception that a worker raised: the exception itself may not survive pickling.
+    """Text of an exception that a worker raised, as the exception itself may not survive pickling.
 
     Attributes:
-        details: The traceback from the worker class's frame on; only the message of an error made for users.
-        headline: What the user reads first; empty: which worker failed.
+        details: The traceback from the worker's frame on, or only the message of an error for users.
+        headline: Text before the name of the worker that failed.
     """
 
     summary: str
@@ -64,9 +58,9 @@ class WorkerFailure:
 
 
 class WorkerProcess:  # pragma: no cover  (runs in another process)
-    """One rank's process, which imports nothing heavy before it knows its environment.
+    """One rank's process.
 
-    Numeric libraries read thread counts once, when they are loaded.
+    It sets its environment before heavy imports, as numeric libraries read the number of threads when they are loaded.
     """
 
     def __init__(self) -> None:
@@ -87,7 +81,7 @@ class WorkerProcess:  # pragma: no cover  (runs in another process)
         )
 
     def reserve_port(self) -> int:
-        """Return a TCP port of this node that others do not get while this process lives."""
+        """Return a TCP port of this node that other processes do not get while this one lives."""
         self._reserved_port = bound_socket()
         port: int = self._reserved_port.getsockname()[1]
         return port
@@ -96,7 +90,7 @@ class WorkerProcess:  # pragma: no cover  (runs in another process)
         """Set the environment and import modules ahead of `start`."""
         os.environ.update(environment)
         for name in modules:
-            with suppress(Exception):  # the worker's own import says what is wrong
+            with suppress(Exception):  # the import in `start` reports it
                 import_module(name)
 
     def start(
@@ -108,14 +102,14 @@ class WorkerProcess:  # pragma: no cover  (runs in another process)
         world_size: int,
         timeout_s: float,
     ) -> WorkerFailure | UserError | None:
-        """Set the environment, and only then import and make the worker; return an error that is made in its place.
+        """Set the environment, then import and make the worker. Return an error that is made instead of it.
 
-        A worker that hangs, as when ranks cannot reach each other, writes its stack to stderr before the driver gives
-        up.
+        If it hangs, for example because ranks cannot reach each other, it writes its stack to stderr before the driver
+        gives up.
 
         Args:
-            search_path: The driver's `sys.path`; Ray passes on only some of it.
-            payload: Function of rank and world size that makes the worker, pickled as unpickling imports its modules.
+            search_path: The driver's `sys.path`, of which Ray only passes on a part.
+            payload: Pickled function of rank and world size that makes the worker. Unpickling imports its modules.
         """
         _write_stack_before(timeout_s)
         try:
@@ -130,11 +124,9 @@ class WorkerProcess:  # pragma: no cover  (runs in another process)
             faulthandler.cancel_dump_traceback_later()
 
     def call(self, timeout_s: float, method: Callable[..., Result], *args: Any) -> Result | Exception | WorkerFailure:
-        """Call a method of the worker's class on the worker.
+        """Call a method of the worker's class on the worker. Return errors as `WorkerFailure`, except `RECOVERABLE`.
 
-        An error comes back as a `WorkerFailure`; one that the worker survives, of `RECOVERABLE`, as it is.
-
-        One that hangs writes its stack to stderr before the driver gives up, after `timeout_s`.
+        If it hangs, it writes its stack to stderr before the driver gives up after `timeout_s`.
         """
         _write_stack_before(timeout_s)
         try:
@@ -148,10 +140,7 @@ class WorkerProcess:  # pragma: no cover  (runs in another process)
 
 
 def bound_socket() -> socket.socket:
-    """Return a socket bound to a free port, on which a server with SO_REUSEADDR can still listen.
-
-    A port that is only looked up may be taken by another process before the server starts.
-    """
+    """Return a socket that reserves a free port, on which a server with SO_REUSEADDR can still listen."""
     bound = socket.socket()
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     bound.bind(("", 0))
@@ -163,9 +152,9 @@ def _write_stack_before(timeout_s: float) -> None:  # pragma: no cover  (runs in
 
 
 def outlive_requests_to_stop() -> None:  # pragma: no cover  (runs in another process)
-    """Make this process survive the signals that batch systems send to every process of a job: the driver ends workers.
+    """Make this process survive the signals that batch systems send to every process of a job. The driver ends workers.
 
-    SIGTERM is handled, not ignored or blocked, which child processes would inherit.
+    SIGTERM is handled, as child processes would inherit that it is ignored or blocked.
     """
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, lambda number, frame: None)
@@ -174,12 +163,11 @@ def outlive_requests_to_stop() -> None:  # pragma: no cover  (runs in another pr
 
 
 def keep_freed_memory() -> None:
-    """Make this process keep up to 256 MiB of freed memory, except arrays of 32 MiB and more.
+    """Have glibc keep up to 256 MiB of freed memory, except arrays of 32 MiB and more.
 
-    glibc's default returns it to the system: a step of the demo's GRPO had 10,000 page faults, 3% of its time. Other C
-    libraries are left as they are.
+    By default it returns the memory to the system: a step of the demo's GRPO had 10,000 page faults, 3% of its time.
     """
-    with suppress(AttributeError):
+    with suppress(AttributeError):  # other C libraries
         set_option = ctypes.CDLL(None).mallopt
         set_option(_TRIM_THRESHOLD, _KEPT_BYTES)
         set_option(_MMAP_THRESHOLD, _LARGEST_KEPT_BYTES)
@@ -192,7 +180,6 @@ def describe_failure(error: BaseException) -> WorkerFailure:
         return WorkerFailure(summary, str(error))
     if isinstance(error, UserCodeError):
         return WorkerFailure("failed", error.trace, headline=f"{error.problem}\n")
-    # The first frame is the dispatcher's, which means nothing to the reader.
+    # The first frame is that of `WorkerProcess`.
     frames = error.__traceback__.tb_next if error.__traceback__ else None
-    text = "".join(traceback.format_exception(error.with_traceback(frames)))
-    return WorkerFailure(summary, text.rstrip())
+    return WorkerFailure(summary, "".join(traceback.format_exception(error.with_traceback(frames))).rstrip())

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The conversation of a session: its messages, and the tokens of those that are appended."""
+"""The conversation of a session: its messages, and the tokens of appended messages."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from nemo_rl_moe.data.template_inputs import TemplateInputs
 
 @dataclass(frozen=True)
 class Answer:
-    """Messages behind the last turn of the model.
+    """Messages after the last turn of the model.
 
     Attributes:
-        messages: All of them, earlier ones included.
-        replaced: Extension of the earlier ones, whose place this one's takes; None: there are none.
+        messages: All messages after the turn, earlier ones included.
+        replaced: Extension with the earlier ones alone, which this one replaces. None if there are none.
     """
 
     messages: tuple[Message, ...]
@@ -25,18 +25,16 @@ class Answer:
 
 
 class Conversation:
-    """Messages, turns of the model, and messages that answer them.
+    """First messages, turns of the model, and messages that answer them.
 
-    All tokens behind a generation prompt are one turn of the model, those included that the environment adds there,
+    All tokens after a generation prompt are one turn of the model, including tokens that the environment adds there,
     such as the first words of an answer.
 
     Args:
-        messages: What it begins with.
         inputs: Tools and names for the chat template.
-        num_prompt_messages: First messages whose texts are tokenized as those of prompts, control tokens included.
+        num_prompt_messages: Number of first messages in whose text control tokens are tokenized as such.
         stop_token_ids: Tokens that end a turn.
-        decode: From token ids to text.
-        continuation: Renders messages; None: there is no chat template.
+        continuation: Renders messages. None without a chat template.
     """
 
     def __init__(
@@ -60,7 +58,7 @@ class Conversation:
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """Messages so far; what the model wrote is the content of an assistant's, with its calls and thinking."""
+        """Messages so far. Content of an assistant message is its full text, calls and thinking included."""
         own: list[Message] = []
         if self._turn:
             size = len(self._turn) - (self._turn[-1] in self._stop_token_ids)
@@ -68,7 +66,7 @@ class Conversation:
         return (*self._earlier, *own, *(self._answer.messages if self._answer is not None else ()))
 
     def add_to_turn(self, token_ids: Sequence[int], *, is_sampled: bool) -> None:
-        """Add tokens to the turn behind the last generation prompt."""
+        """Add tokens to the turn after the last generation prompt."""
         if self._answer is not None:
             self._earlier = list(self.messages)
             self._before, self._text_before = self._answer.extension.messages, self._answer.extension.text
@@ -97,9 +95,9 @@ class Conversation:
         return self._continuation
 
     def answer(self, messages: Sequence[Mapping[str, object]]) -> Answer:
-        """Return messages behind the last turn, together with those that were added there before.
+        """Return messages after the last turn, together with earlier ones after the same turn.
 
-        Where the template would change what is there, the conversation begins anew.
+        If the template would change earlier tokens, the conversation begins anew.
 
         Raises:
             RuntimeError: The model has not answered yet, or there is no chat template.
@@ -116,8 +114,7 @@ class Conversation:
             extension = continuation.extend(turn, new)
         except NoExtension as reason:
             extension = self._begin_anew(continuation, turn, new, str(reason))
-        num_new = len(new)
-        return Answer(extension.messages[-num_new:], extension, earlier.extension if earlier is not None else None)
+        return Answer(extension.messages[-len(new) :], extension, None if earlier is None else earlier.extension)
 
     def _begin_anew(
         self, continuation: Continuation, turn: SampledTurn, new: Sequence[Mapping[str, object]], reason: str
@@ -130,5 +127,5 @@ class Conversation:
             raise NoExtension(f"{reason}; it cannot be rendered afresh either: {error}") from None
 
     def accept(self, answer: Answer) -> None:
-        """Take messages in, whose tokens stand in the sequence now."""
+        """Add messages whose tokens the sequence has now."""
         self._answer = answer

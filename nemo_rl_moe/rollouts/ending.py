@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The end of a trajectory that raises: the one place that makes its fault of an exception."""
+"""Conversion of an exception that a trajectory raises into the fault of that trajectory."""
 
 from asyncio import CancelledError
 from collections.abc import Awaitable
@@ -12,19 +12,18 @@ from nemo_rl_moe.rollouts.environment import Session
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 
 ENDS_THE_RUN = (UserError, WorkerDiedError, GenerationError, CancelledError)
-"""Exceptions that are no fault of one trajectory: a user has to do something, or nothing works any more."""
+"""Exceptions that are no fault of one trajectory: the user has to act, or the engine or a worker has failed."""
 
 
 async def ended(
     rollout: Awaitable[Trajectory], session: Session, ends_the_run: tuple[type[BaseException], ...] = ENDS_THE_RUN
 ) -> Trajectory:
-    """Return what a rollout gives; where it raises, the trajectory as it is, with the error as its fault.
+    """Return the trajectory of a rollout. If it raises, return the trajectory so far, with the error as its fault.
 
-    What models, agents, tools and servers send can be wrong in ways that nobody has thought of. It costs the
-    trajectory, and never the run.
+    Models, agents, tools and servers can send malformed data of any kind. That costs the trajectory, never the run.
 
     Args:
-        ends_the_run: What is raised all the same; nothing for a user's own code, whose every error is its own.
+        ends_the_run: Exceptions that are raised again. Empty for a user's code, whose errors are all faults.
     """
     try:
         return await rollout

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Environments: they drive a trajectory from its prompt to its reward, in one turn or several."""
+"""Environments, which drive a trajectory from its prompt to its reward in one turn or several."""
 
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -36,7 +36,7 @@ from nemo_rl_moe.rollouts.transcript import Transcript
 from nemo_rl_moe.runs.folder.conversations import Outcome, ToolUse
 
 CACHED_TOKENS = "mean_cached_tokens_per_sample"
-"""Metric of tokens that an engine did not have to compute."""
+"""Metric of prompt tokens that an engine had in its cache."""
 
 Decode = Callable[[Sequence[int]], str]
 Encode = Callable[[str], Sequence[int]]
@@ -52,11 +52,11 @@ class Turn:
     """One response of the model.
 
     Attributes:
-        token_ids: Its sampled tokens, the end token included where there is one.
+        token_ids: Its sampled tokens, with the end token if it has one.
         text: The same as text, without the end token.
         is_truncated: It was truncated at the run's limit on its tokens.
-        is_cut: It was truncated at that limit, or at the one of who asked for it.
         logprobs: Log-probability of each of its tokens, in nats.
+        is_cut: It was truncated at that limit or at the limit of its request.
     """
 
     token_ids: TokenIds
@@ -68,21 +68,18 @@ class Turn:
 
 @dataclass
 class Session:
-    """A trajectory while it grows: what an environment asks to generate, and the tokens that it adds itself.
+    """A trajectory while it grows, from responses of the model and tokens of the environment.
 
     Attributes:
-        prompt: What the trajectory begins with.
-        group_id: Trajectories of one group are compared with each other.
-        sampling: How tokens are sampled.
-        seed: Of the first response; later ones have seeds that follow from it.
-        max_tokens: Most tokens of the whole sequence.
-        trajectory: Has sequences continued and responses scored.
-        decode: From token ids to text.
-        encode: From text to token ids, special tokens in the text included.
-        reward_weights: Of each named reward; None where a score is one number.
-        model_inputs: Further inputs of the model; an environment may add some between turns.
-        continuation: Renders messages that are appended; None: there is no chat template.
-        metrics: Further numbers, logged as means over trajectories; they stay where the trajectory fails.
+        group_id: Equal for the trajectories of a group, which are compared with each other.
+        seed: Seed of the first response. Seeds of later ones are derived from it.
+        max_tokens: Most tokens of a sequence.
+        trajectory: Makes the requests for sequences and scores.
+        encode: Tokenizes text, special tokens in it included.
+        reward_weights: Weight of each named reward. None if a score is one number.
+        model_inputs: Further inputs of the model. An environment may add some between turns.
+        continuation: Renders appended messages. None without a chat template.
+        metrics: Further numbers, logged as means over trajectories, failed ones included.
     """
 
     prompt: Prompt
@@ -122,11 +119,11 @@ class Session:
     async def place(
         self, take: Callable[[], Coroutine[Any, Any, Place]], give_back: Callable[[Place], object]
     ) -> AsyncIterator[Place]:
-        """Hold one of few places inside, such as a free process, for which trajectories wait.
+        """Hold a limited resource in a context, such as a free process.
 
         Args:
-            take: Waits for one; cancelled, it has none.
-            give_back: Gives it to the next.
+            take: Waits for the resource. If it is cancelled, it holds none.
+            give_back: Releases the resource for the next trajectory.
         """
         place = await self.trajectory.wait_aside(take())
         try:
@@ -136,34 +133,35 @@ class Session:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens so far of the sequence that grows."""
+        """Number of tokens of the sequence that grows."""
         return len(self._sequences.last)
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """Messages so far: the prompt's, what the model wrote as assistant's, and those that were appended."""
+        """Messages so far: the prompt's, responses as assistant messages, and appended ones."""
         return self._conversation.messages
 
     @property
     def room(self) -> int:
-        """Tokens that still fit; 0 from the first tokens of the environment on that did not."""
+        """Number of tokens that still fit. 0 once tokens of the environment did not fit."""
         return 0 if self._overlong else max(0, self.max_tokens - self.num_tokens)
 
     @property
     def has_room(self) -> bool:
-        """True when another token fits."""
+        """Whether another token fits."""
         return self.room > 0
 
-    def ends_in(self, text: str) -> bool:
-        """Return whether the sequence ends in a short text; blanks behind it do not count."""
-        return self.decode(self._sequences.last.token_ids[-_TAIL_TOKENS:]).rstrip().endswith(text)
+    def ends_in(self, text: str, sequence: GrowingSequence | None = None) -> bool:
+        """Return whether a sequence, or the one that grows, ends in a short text, except for blanks."""
+        token_ids = (self._sequences.last if sequence is None else sequence).token_ids
+        return self.decode(token_ids[-_TAIL_TOKENS:]).rstrip().endswith(text)
 
     async def generate(self) -> Turn:
-        """Continue the sequence by a response of the model; its tokens are trained on.
+        """Continue the sequence with a response of the model. Its tokens are trained on.
 
         Raises:
-            ValueError: The sequence is full; see `has_room`.
-            RuntimeError: An earlier response or score is still waited for.
+            ValueError: The sequence is full (see `has_room`).
+            RuntimeError: An earlier request is still pending.
         """
         room = self.room
         if not room:
@@ -177,30 +175,30 @@ class Session:
         return turn
 
     def begin_sequence(self, token_ids: Sequence[int], messages: Sequence[Message]) -> GrowingSequence:
-        """Begin another sequence of the trajectory, with tokens that are not trained on; for `continue_sequence`.
+        """Begin another sequence, with tokens that are not trained on, to be continued by `continue_sequence`.
 
-        The prompt's own sequence is no part of the trajectory where nothing of it was sampled and others were.
+        The trajectory does not include the prompt's sequence if tokens were sampled in other sequences alone.
 
         Args:
-            messages: What the tokens say.
+            messages: The content of the tokens.
         """
         sequence = self._sequences.begin(token_ids)
         self._transcript.add_messages(messages, sequence, 0)
         return sequence
 
     def extend_sequence(self, sequence: GrowingSequence, token_ids: Sequence[int], messages: Sequence[Message]) -> None:
-        """Add messages behind a response in any sequence of the trajectory; they are not trained on."""
+        """Add messages after a response in any sequence of the trajectory. They are not trained on."""
         first = len(sequence)
         sequence.add_given(token_ids)
         self._transcript.add_messages(messages, sequence, first)
 
     def begin_conversation(self, messages: Sequence[Mapping[str, object]]) -> None:
-        """Begin another sequence with a conversation of its own, such as a history that its environment has rewritten.
+        """Begin another sequence with another conversation, such as a history that the environment has rewritten.
 
-        Its tokens are not trained on; where they do not fit, the trajectory is full, as with `append`.
+        Its tokens are not trained on. If they do not fit, the trajectory is full, as with `append`.
 
         Raises:
-            RuntimeError: A response is still waited for, or there is no chat template.
+            RuntimeError: A response is still pending, or there is no chat template.
             NoExtension: The chat template cannot show the conversation.
             RecordError: A message is malformed.
         """
@@ -211,14 +209,14 @@ class Session:
             self._conversation = conversation
 
     async def continue_sequence(self, sequence: GrowingSequence, room: int, wanted: int | None = None) -> Turn:
-        """Continue any sequence of the trajectory by a response of the model; its tokens are trained on.
+        """Continue any sequence of the trajectory with a response of the model. Its tokens are trained on.
 
         Args:
-            room: Most tokens of the response, where it is below the run's.
-            wanted: Most tokens that who asks wants. A response that ends there is not truncated; None: any number.
+            room: Most tokens of the response, in addition to the run's limit.
+            wanted: Limit of the request. A response that ends there is not `is_truncated`.
 
         Raises:
-            RuntimeError: An earlier response or score is still waited for.
+            RuntimeError: An earlier request is still pending.
         """
         asked_s, most = self._transcript.now_s(), min(room, self.sampling.max_new_tokens)
         is_short = wanted is not None and wanted < most
@@ -254,17 +252,17 @@ class Session:
         return turn
 
     def append(self, token_ids: Sequence[int]) -> None:
-        """Add tokens of the environment, such as an observation; they are not trained on.
+        """Add tokens of the environment, such as an observation. They are not trained on.
 
-        Where they do not fit, none is added: the trajectory is full from then on, and ends as one that was cut.
+        If they do not fit, none is added. The trajectory is then full, and ends as truncated.
 
         Raises:
-            RuntimeError: A response is still waited for, behind which they would stand.
+            RuntimeError: A response is still pending.
         """
         self._append(token_ids, None)
 
     def append_text(self, text: str) -> None:
-        """Add text of the environment; it is not trained on."""
+        """Add text of the environment, as with `append`."""
         self._require_no_response_pending("tokens were")
         if self._may_fit(text):
             too_many = too_many_tokens(text, self.max_tokens, self.encode)
@@ -285,24 +283,24 @@ class Session:
             self._transcript.add_given(shown, None)
 
     def append_message(self, message: Mapping[str, object]) -> None:
-        """Add a message behind a response, such as the result of a tool, and the next generation prompt.
+        """Add a message after a response, such as the result of a tool, and the next generation prompt.
 
-        The chat template renders it; sampled tokens stay as they are. Where the template would change them, another
-        sequence begins with a fresh rendering of the conversation. Tokens of messages are not trained on, and where
-        they do not fit none is added, as with `append`.
+        The chat template renders it. Sampled tokens never change: if the template would change them, another sequence
+        begins with a fresh rendering of the conversation. The message is not trained on. If it does not fit, nothing
+        is added, as with `append`.
 
         Args:
             message: With `role` (tool, user, system or developer), `content`, and further keys for the template.
 
         Raises:
-            RuntimeError: A response is still waited for, or none was asked for yet, or there is no chat template.
+            RuntimeError: A response is pending, none has been requested yet, or there is no chat template.
             NoExtension: The chat template cannot show the conversation.
             RecordError: The message is malformed.
         """
         self.append_messages([message])
 
     def append_messages(self, messages: Sequence[Mapping[str, object]]) -> None:
-        """Add messages behind a response, such as the results of several tools; see `append_message`."""
+        """Add messages after a response, such as the results of several tools, as with `append_message`."""
         self._require_no_response_pending("a message was")
         if not self._may_fit(messages):
             self._transcript.add_unread(messages)
@@ -321,16 +319,11 @@ class Session:
             self._transcript.add_unread(messages)
 
     def note_call(self, call: ToolUse, seconds: float = 0.0) -> None:
-        """Note a call of a tool in the last response, for those who read the trajectory.
-
-        Args:
-            call: What was called, and what came of it.
-            seconds: How long it took; it is over now.
-        """
+        """Note a tool call in the last response that has ended now after some seconds, for people to read."""
         self._transcript.add_call(call, seconds)
 
     def note_result(self, call_id: str, outcome: Outcome) -> None:
-        """Note what came of a call that was noted before; its result is there now."""
+        """Note the outcome of an earlier call whose result has arrived now."""
         self._transcript.add_result(call_id, outcome)
 
     def _require_no_response_pending(self, what: str) -> None:
@@ -338,7 +331,7 @@ class Session:
             raise RuntimeError(f"{what} added while {_RESPONSE} was still waited for; {_ONE_AT_A_TIME}")
 
     def _may_fit(self, value: object) -> bool:
-        """Return False for texts that are far too long to be tokenized; the trajectory is full from then on."""
+        """Return whether texts are short enough to be tokenized. If not, the trajectory is full from then on."""
         if (number := num_characters(value)) > most_characters(self.max_tokens) and not self._overlong:
             self._overlong = (
                 f"{number:,} characters of the environment do not fit into a sequence of at most {self.max_tokens:,}"
@@ -347,7 +340,7 @@ class Session:
         return not self._overlong
 
     def _fit(self, size: int, size_before: int) -> bool:
-        """Return whether so many tokens of the environment fit; where not, the trajectory is full from then on."""
+        """Return whether tokens of the environment fit. If not, the trajectory is full from then on."""
         if size_before + size > self.max_tokens and not self._overlong:
             where = f"behind {size_before:,} of" if size_before else "into a sequence of"
             self._overlong = (
@@ -357,17 +350,17 @@ class Session:
         return not self._overlong
 
     def cut_short(self, reason: str) -> None:
-        """Have the trajectory end as one that was cut, as its environment's tokens did not fit."""
+        """Have the trajectory end as truncated, for the reason that its environment's tokens did not fit."""
         self._overlong = self._overlong or reason
 
     async def score(self, response: str | None = None) -> Score:
-        """Ask the reward function that the configuration names.
+        """Score a response with the configured reward function.
 
         Args:
-            response: What is scored; None: the last response of the model.
+            response: Text to score. None for the last response of the model.
 
         Raises:
-            RuntimeError: There is no response yet, or an earlier request is still waited for.
+            RuntimeError: There is no response yet, or an earlier request is still pending.
         """
         if not self.turns:
             raise RuntimeError("a score was asked for before the first response; await session.generate() before")
@@ -381,11 +374,11 @@ class Session:
             return await self.trajectory.score(item)
 
     def reward(self, amount: float) -> None:
-        """Give a reward for the last response; several add up. The trajectory's reward is their sum and its score.
+        """Add a reward for the last response. The trajectory's reward is the sum of these and of its score.
 
         Raises:
             RuntimeError: There is no response yet.
-            ValueError: It is no number, or too large.
+            ValueError: It is not a number, or too large.
         """
         if not self.turns:
             raise RuntimeError("a reward was given before the first response; await session.generate() before")
@@ -393,8 +386,8 @@ class Session:
             raise ValueError(
                 f"a turn's reward is {amount}, expected a number from {-LARGEST_REWARD:,.0f} to {LARGEST_REWARD:,.0f}"
             )
-        place = len(self.turns) - 1
-        self._turn_rewards[place] = self._turn_rewards.get(place, 0.0) + float(amount)
+        turn = len(self.turns) - 1
+        self._turn_rewards[turn] = self._turn_rewards.get(turn, 0.0) + float(amount)
 
     @contextmanager
     def _asking(self, what: str) -> Iterator[None]:
@@ -416,22 +409,22 @@ class Session:
         """Return the trajectory as it is now.
 
         Args:
-            score: What it is worth, beside the rewards of its turns.
-            metrics: Further numbers, logged as means over trajectories, beside those in `metrics` of the session.
-            truncated_by: Limit at which it was truncated, beside those on tokens, which are known; None: none.
+            score: Its score. Rewards of turns are added.
+            metrics: Further numbers, logged as means over trajectories, in addition to `metrics` of the session.
+            truncated_by: Another limit than those on tokens at which it was truncated.
 
         Raises:
             TypeError: A metric is not a number.
         """
-        # Conversations that alternate add turns to one sequence and to another: in time the turns are 0, 1, 2.
+        # Turns count in time. They are listed by sequence here, and alternating conversations change the order.
         order = [
-            turn for each in self._sequences.kept for turn, place in enumerate(self._sequence_of_turn) if place is each
+            turn for each in self._sequences.kept for turn, owner in enumerate(self._sequence_of_turn) if owner is each
         ]
         turn_rewards = [self._turn_rewards.get(turn, 0.0) for turn in sorted(order)]
-        score = checked_score(score, self.reward_weights)  # a function of the user's own may have made it
-        own = {**self.metrics, **(metrics or {})}
-        # Of one that has failed, those that are numbers tell something.
-        own = _checked_metrics(own if score.fault is None else dict(filter(_is_metric, own.items())))
+        score = checked_score(score, self.reward_weights)  # it may come from user code
+        own: Mapping[str, Any] = {**self.metrics, **(metrics or {})}
+        if score.fault is not None:  # which a wrong metric must not hide
+            own = {name: value for name, value in own.items() if _is_number(value)}
         score = with_turn_rewards(score, turn_rewards if self._turn_rewards else [])
         kept = {KEPT_MASS: float(np.mean(self._kept_mass))} if self._kept_mass else {}
         cached = {} if self._num_cached is None else {CACHED_TOKENS: float(self._num_cached)}
@@ -449,7 +442,7 @@ class Session:
             fault_message=encodable(score.message),
             overlong=self._overlong,
             rewards=dict(score.rewards),
-            metrics={**own, **kept, **cached},
+            metrics={**_checked_metrics(own), **kept, **cached},
             conversation=self._transcript.conversation(self._sequences.kept),
             times=self._transcript.times(),
             environment=self.prompt.environment,
@@ -464,33 +457,25 @@ class Session:
         return truncated_by or "stop"
 
     def _response_text(self) -> str:
-        """Return what follows the prompt; later sequences stand there as a whole."""
+        """Return the text after the prompt, followed by the full texts of later sequences."""
         if len(self.turns) < 2:
             return "".join(turn.text for turn in self.turns)
         first, *later = self._sequences.kept
         return "\n\n".join(map(self.decode, [first.token_ids[first.num_first :], *(each.token_ids for each in later)]))
 
     def failed(self, fault: Fault, message: str, *, truncated_by: Literal["time"] | None = None) -> Trajectory:
-        """Return the trajectory as it is now, with the reason why it has no score.
-
-        Args:
-            fault: Kind of the failure.
-            message: What went wrong, in one line.
-            truncated_by: Limit at which it was truncated, beside those on tokens; None: none.
-        """
+        """Return the trajectory as it is now, with a fault (`message` in one line) instead of a score."""
         return self.finish(Score(0.0, is_correct=False, fault=fault, message=message), truncated_by=truncated_by)
 
 
-def _is_metric(named: tuple[str, Any]) -> bool:
-    value = named[1]
+def _is_number(value: Any) -> bool:
     return isinstance(value, Real | np.bool_) or (hasattr(value, "item") and np.shape(value) == ())
 
 
 def _checked_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics of a user's own as plain numbers."""
-    # Of a list, a mean over all trajectories would pass for one.
+    """Return the metrics of user code as plain numbers. Lists must not be averaged silently."""
     for name, value in metrics.items():
-        if not _is_metric((name, value)):
+        if not _is_number(value):
             raise TypeError(f"session.finish: the metric {name!r} is {described(value)}, expected a number")
     return {name: float(value) for name, value in metrics.items()}
 
@@ -503,27 +488,26 @@ def response_text(token_ids: TokenIds, sampling: SamplingParameters, decode: Dec
 
 
 class Environment(Protocol):
-    """Driver of trajectories. One object serves all of them at a time; what belongs to one is in its session."""
+    """Driver of trajectories. One object drives all of them concurrently, with the state of each in its session."""
 
     async def rollout(self, session: Session) -> Trajectory:
-        """Make one trajectory: generate, answer with further tokens or not, and end with `session.finish`.
+        """Make one trajectory: generate, optionally answer with further tokens, and end with `session.finish`.
 
-        It asks the session for one thing at a time. An error ends the run.
+        A session allows one request at a time. An error ends the run.
         """
         ...
 
 
 class SingleTurn:
-    """One response to the prompt, scored by the reward function that the configuration names."""
+    """One response to the prompt, scored by the configured reward function."""
 
     async def rollout(self, session: Session) -> Trajectory:
-        """Make one trajectory."""
         await session.generate()
         return session.finish(await session.score())
 
 
 def _seed_of_turn(seed: int, turn: int) -> int:
-    """Return the trajectory's own seed for its first response; for later ones, numbers that no other trajectory has."""
+    """Return the trajectory's seed for its first response, and for later ones seeds that no other trajectory has."""
     if turn == 0:
         return seed
     return int(np.random.SeedSequence([seed, turn]).generate_state(1, np.uint64)[0])

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Responses that the environment failed to score: which of a step's responses are compared and trained on."""
+"""Treatment of responses that the environment failed to score: which ones are compared and trained on."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,21 +14,21 @@ from nemo_rl_moe.rollouts.trajectory import Trajectory
 
 
 def scored_responses(trajectories: Sequence[Trajectory], num_generations: int) -> Bool[Tensor, "groups generations"]:
-    """Return which responses have a score of the environment, one row a group."""
+    """Return which responses the environment has scored, one row per group."""
     scored = [trajectory.fault is None for trajectory in trajectories]
     return torch.tensor(scored, dtype=torch.bool).view(-1, num_generations)
 
 
 @dataclass(frozen=True)
 class FailureRule:
-    """Treatment of failed responses in the groups of a step, so that failing is never better than an answer.
+    """Treatment of failed responses in the groups of a step, so that a failure is never better than an answer.
 
-    Trajectories are given group after group; all of a group are of one environment.
+    Its methods take trajectories group after group. A group has one environment.
 
     Attributes:
-        on_failure: As `env.on_failure`, by the name of the environment.
-        fewest_of_group: Scored responses below which a group is left out, where failed ones are.
-        fewest_of_step: Scored responses below which the whole step is left out, where failed ones are.
+        on_failure: `env.on_failure` by the name of the environment.
+        fewest_of_group: A group with fewer scored responses is omitted, unless failed ones count as zero or lowest.
+        fewest_of_step: The same for a step.
         leave_truncated: Names of environments that give truncated responses reward 0 without scoring them.
     """
 
@@ -54,7 +54,7 @@ class FailureRule:
     def filled(
         self, rewards: Float[Tensor, "groups generations"], trajectories: Sequence[Trajectory]
     ) -> Float[Tensor, "groups generations"]:
-        """Return rewards with the lowest scored one of its group in place of each failed response's; 0 without any."""
+        """Return rewards in which a failed response has the lowest scored reward of its group, or 0 without any."""
         num_generations = rewards.shape[1]
         is_scored = scored_responses(trajectories, num_generations)
         lowest = rewards.masked_fill(~is_scored, float("inf")).amin(dim=1, keepdim=True)
@@ -64,7 +64,10 @@ class FailureRule:
     def held_down(
         self, advantages: Float[Tensor, "groups generations ..."], trajectories: Sequence[Trajectory]
     ) -> Float[Tensor, "groups generations ..."]:
-        """Return advantages without positive ones of failed responses, which a baseline beyond the group can give."""
+        """Return advantages, clamped to at most 0 for failed responses.
+
+        A baseline that is not the mean of the group can make them positive.
+        """
         num_generations = advantages.shape[1]
         may_gain = scored_responses(trajectories, num_generations)
         may_gain = may_gain | self._groups_of("zero", trajectories, num_generations)
@@ -76,7 +79,7 @@ class FailureRule:
         return [found for found in trajectories if found.fault is None or self.of(found) == "zero"]
 
     def unscored_metrics(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-        """Return the share of trajectories that got reward 0 unscored; empty if their environments score all."""
+        """Return the share of trajectories that got reward 0 without a score. Empty if all environments score all."""
         if not any(found.environment in self.leave_truncated for found in trajectories):
             return {}
         unscored = [
@@ -88,6 +91,6 @@ class FailureRule:
     def _groups_of(
         self, on_failure: OnFailure, trajectories: Sequence[Trajectory], num_generations: int
     ) -> Bool[Tensor, "groups 1"]:
-        """Return which groups are of an environment with this treatment."""
+        """Return which groups have an environment with this treatment."""
         found = [self.of(first) == on_failure for first in trajectories[::num_generations]]
         return torch.tensor(found, dtype=torch.bool)[:, None]

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Failures of the environment in a run, the first of each kind reported at once; a run without any score ends."""
+"""Failures of the environment in a run: the first of each kind is reported, and a run without any score ends."""
 
 from collections.abc import Callable, Sequence
 
@@ -19,17 +19,17 @@ _CONSEQUENCES: dict[OnFailure, str] = {
 
 
 class FaultWatch:
-    """Watch over the trajectories of one generation after the other, training's and validation's.
+    """Watch over the trajectories of each training step and validation.
 
-    Where all responses of a generation that were to be scored failed, nothing can be learned from it. Responses that
-    were cut are not scored without `score_truncated`: they neither fail nor show that the environment works.
+    A step or validation fails if every response that was to be scored has failed. Without `score_truncated`, truncated
+    responses are not scored: they neither fail nor show that the environment works.
 
     Args:
-        max_failed: Generations in a row that fail in this way, at the last of which the run ends; None: it never does.
-        score_truncated: Responses that were cut are scored too.
-        on_failure: As `env.on_failure`.
-        warn: Receives a line at the first failure of each kind, and where all of a generation failed.
-        environment: What scores, as the lines name it.
+        max_failed: Number of failed steps and validations in a row at which the run ends. None for no limit.
+        score_truncated: Truncated responses are scored too.
+        on_failure: `env.on_failure`.
+        warn: Receives a line at the first failure of each kind, and if a step or validation fails.
+        environment: Name of the environment in these lines.
     """
 
     def __init__(
@@ -42,21 +42,20 @@ class FaultWatch:
         environment: str = "the environment",
     ):
         self._max_failed, self._score_truncated, self._warn = max_failed, score_truncated, warn
-        self._on_failure: OnFailure = on_failure
-        self._environment = environment
+        self._on_failure, self._environment = on_failure, environment
         self._reported: set[Fault] = set()
         self._has_reported_overlong = False
         self._failed_in_a_row = 0
 
     def observe(self, trajectories: Sequence[Trajectory]) -> None:
-        """Look at the trajectories of the next generation."""
+        """Check the trajectories of the next step or validation."""
         failed = [trajectory for trajectory in trajectories if trajectory.fault is not None]
         for trajectory in failed:
             self._report_first_of_its_kind(trajectory)
         self._report_first_overlong(trajectories)
         if any(self._is_scored(trajectory) for trajectory in trajectories):
             self._failed_in_a_row = 0
-        elif failed:  # otherwise all were cut
+        elif failed:  # otherwise all were truncated
             self._failed_in_a_row += 1
             self._end_if_one_too_many(failed, len(trajectories))
 
@@ -94,7 +93,7 @@ class FaultWatch:
             self._warn(f"{problem}; a step of which nothing is scored changes no weights ({KEY}: {limit})")
 
     def _is_scored(self, trajectory: Trajectory) -> bool:
-        """Return True where the environment gave a score: a response that was cut may have got its 0 without it."""
+        """Return whether the environment gave a score. A truncated response may have got its 0 without it."""
         may_be_unscored = trajectory.is_truncated and not self._score_truncated and trajectory.reward == 0
         return trajectory.fault is None and not may_be_unscored
 

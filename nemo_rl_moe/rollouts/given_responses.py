@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Responses that the records of prompts hold, as a source of trajectories that nobody samples."""
+"""A source of trajectories whose responses are in the data instead of sampled."""
 
 from collections.abc import Iterable, Mapping
 from itertools import islice
@@ -19,17 +19,17 @@ from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED, TokenSequence, Trajecto
 
 
 class GivenResponses:
-    """A `RolloutSource` whose trajectories are prompts with the response of their record, one of each prompt.
-
-    What is beyond a sequence's limit is cut off.
+    """A `RolloutSource` of one trajectory per prompt, with the response of its record, cut to the runner's limit.
 
     Args:
-        runner: Its engine answers validations alone.
+        runner: Its engine is only used for validations.
         rounds: The prompts of each epoch, at least one round.
-        num_epochs: Number of epochs.
-        response_key: Key of a record that holds its response.
-        end: The token at which generation would have ended a response; empty: none.
-        batches_taken: Rounds after which the run goes on.
+        response_key: Key of the response in a record.
+        end: The token that ends a response, which is added. Empty for none.
+        batches_taken: Rounds that the resumed run has done.
+
+    Attributes:
+        steps_per_epoch: Steps of one pass over the prompts.
     """
 
     def __init__(
@@ -42,25 +42,17 @@ class GivenResponses:
         batches_taken: int = 0,
     ):
         self._runner, self._end, self._response_key = runner, end, response_key
-        self._steps_per_epoch, self._taken = len(rounds), batches_taken
+        self.steps_per_epoch, self._taken = len(rounds), batches_taken
         first_epoch, first_round = divmod(batches_taken, len(rounds))
         all_rounds = (prompts for epoch in range(first_epoch, num_epochs) for prompts in rounds.epoch(epoch))
         self._rounds = islice(all_rounds, first_round, None)
-        # One round ahead, so that a loop knows its last step when it comes.
-        self._next_round = next(self._rounds, None)
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Steps of one pass over the prompts."""
-        return self._steps_per_epoch
+        self._next_round = next(self._rounds, None)  # one ahead, so that a loop recognizes its last step
 
     @property
     def is_used_up(self) -> bool:
-        """True when no prompts are left."""
         return self._next_round is None
 
     def next(self, step: int, clock: PhaseClock) -> RolloutGroups:
-        """Return the next round of prompts with their responses."""
         self._runner.engine.sleep()  # a validation may have woken it
         prompts, self._next_round = self._next_round, next(self._rounds, None)
         assert prompts is not None
@@ -70,19 +62,18 @@ class GivenResponses:
         return RolloutGroups(trajectories, [], num_generations=1, num_filled=0)
 
     def update_pending(self, step: int) -> None:
-        """Do nothing: nothing is generated."""
+        """Do nothing, as nothing is generated."""
 
     def updated(self, step: int) -> None:
-        """Do nothing."""
+        """Do nothing, as nothing is generated."""
 
     def state(self, step: int) -> SourceState:
-        """Return the rounds of prompts that have been taken, of all epochs."""
         return SourceState(self._taken)
 
     def _trajectory(self, prompt: Prompt, inputs: Mapping[str, ModelInput]) -> Trajectory:
         text = prompt.record[self._response_key]
-        whole = [*prompt.token_ids, *self._runner.encode(text[: most_characters(self._runner.max_tokens)]), *self._end]
-        token_ids = np.array(whole[: self._runner.max_tokens], dtype=np.int64)
+        tokens = [*prompt.token_ids, *self._runner.encode(text[: most_characters(self._runner.max_tokens)]), *self._end]
+        token_ids = np.array(tokens[: self._runner.max_tokens], dtype=np.int64)
         sequence = TokenSequence(
             token_ids=token_ids,
             loss_mask=np.arange(len(token_ids)) >= len(prompt.token_ids),
@@ -96,7 +87,7 @@ class GivenResponses:
             sequences=(sequence,),
             reward=0.0,
             is_correct=False,
-            finish_reason="stop" if len(token_ids) == len(whole) else "length",
+            finish_reason="stop" if len(token_ids) == len(tokens) else "length",
             prompt_text=prompt.text,
             response_text=text,
             environment=prompt.environment,

@@ -14,20 +14,16 @@ from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED, TokenSequence
 
 
 class GrowingSequence:
-    """Tokens with what is known of each: whether it is trained on, and how it was sampled.
-
-    Args:
-        token_ids: What it begins with; not trained on.
+    """One sequence while it grows, from first tokens that are not trained on.
 
     Attributes:
         token_ids: All tokens so far.
-        num_first: Tokens that it began with.
-        routed_experts: Experts of the tokens that a pass has seen; None where no engine reports them.
+        num_first: Number of first tokens.
+        routed_experts: Experts of the tokens that a pass has seen. None if the engine does not report them.
     """
 
     def __init__(self, token_ids: Sequence[int]):
         self.token_ids: list[int] = []
-        self._loss_mask: list[bool] = []
         self._logprobs: list[float] = []
         self._versions: list[int] = []
         self.routed_experts: StoredRows | None = None
@@ -40,46 +36,42 @@ class GrowingSequence:
 
     @property
     def has_sampled(self) -> bool:
-        """True once a model has sampled a token of it."""
+        """Whether the model has sampled a token of it."""
         return any(version != NOT_SAMPLED for version in self._versions)
 
     def add_given(self, token_ids: Sequence[int]) -> None:
-        """Add tokens that no model sampled; they are not trained on."""
-        size = len(token_ids)
+        """Add tokens that the model did not sample. They are not trained on."""
         self.token_ids += token_ids
-        self._loss_mask += [False] * size
-        self._logprobs += [0.0] * size
-        self._versions += [NOT_SAMPLED] * size
+        self._logprobs += [0.0] * len(token_ids)
+        self._versions += [NOT_SAMPLED] * len(token_ids)
 
     def add_sampled(self, found: GeneratedSequence) -> None:
-        """Add a response of the model; it is trained on."""
-        size = len(found.token_ids)
+        """Add a response of the model, which is trained on."""
         self.token_ids += found.token_ids.tolist()
-        self._loss_mask += [True] * size
         self._logprobs += found.logprobs.tolist()
-        self._versions += np.broadcast_to(np.asarray(found.weight_version), size).tolist()
+        self._versions += np.broadcast_to(np.asarray(found.weight_version), len(found.token_ids)).tolist()
         if found.routed_experts is not None:
-            # No pass has seen the last token; an engine may give a row for it all the same, which means nothing.
+            # No pass has seen the last token. An engine may still report a meaningless row for it.
             routes = found.routed_experts.before(len(self) - 1)
-            # Of earlier tokens the routes stay with which they were sampled.
+            # Earlier tokens keep the routes with which they were sampled.
             self.routed_experts = routes if self.routed_experts is None else self.routed_experts.followed_by(routes)
-
         if found.kept_tokens is not None:
             before = self._kept_tokens
             self._kept_tokens = found.kept_tokens if before is None else before.followed_by(found.kept_tokens)
 
     def remove_given(self, size: int) -> None:
         """Remove the last tokens, which `add_given` has added."""
-        for values in (self.token_ids, self._loss_mask, self._logprobs, self._versions):
+        for values in (self.token_ids, self._logprobs, self._versions):
             del values[len(values) - size :]
 
     def finished(self, model_inputs: Mapping[str, ModelInput]) -> TokenSequence:
-        """Return the sequence as it is now, with further inputs of the model."""
+        """Return the sequence as it is now, with further inputs of the model. Sampled tokens are trained on."""
+        versions = np.array(self._versions, dtype=np.int64)
         return TokenSequence(
             token_ids=np.array(self.token_ids, dtype=np.int64),
-            loss_mask=np.array(self._loss_mask, dtype=np.bool_),
+            loss_mask=versions != NOT_SAMPLED,
             logprobs=np.array(self._logprobs, dtype=np.float32),
-            weight_versions=np.array(self._versions, dtype=np.int64),
+            weight_versions=versions,
             routed_experts=self.routed_experts,
             model_inputs=dict(model_inputs),
             kept_tokens=self._kept_tokens,
@@ -87,11 +79,7 @@ class GrowingSequence:
 
 
 class GrowingSequences:
-    """The sequences of a trajectory, of which the last one grows; where requests branch, any of them may.
-
-    Args:
-        token_ids: What the first one begins with.
-    """
+    """The sequences of a trajectory. Usually the last one grows. Requests of an agent may continue any of them."""
 
     def __init__(self, token_ids: Sequence[int]):
         self._sequences = [GrowingSequence(token_ids)]
@@ -107,10 +95,10 @@ class GrowingSequences:
         return self.last
 
     def size_before(self, extension: Extension, replaced: Extension | None) -> int:
-        """Return the number of tokens before those of an extension, in their sequence.
+        """Return the number of tokens before an extension in its sequence.
 
         Args:
-            replaced: The extension whose place it takes, behind the same turn.
+            replaced: The extension after the same turn that it replaces.
         """
         if extension.begins_anew:
             return 0
@@ -119,7 +107,7 @@ class GrowingSequences:
         return len(self._sequences[-2]) if replaced.begins_anew else len(self.last) - len(replaced.token_ids)
 
     def extend(self, extension: Extension, replaced: Extension | None) -> None:
-        """Add the tokens of an extension: to the last sequence, or as the beginning of another."""
+        """Add the tokens of an extension to the last sequence, or begin another one with them."""
         if replaced is not None and replaced.begins_anew:
             self._sequences.pop()
         elif replaced is not None:
@@ -131,9 +119,9 @@ class GrowingSequences:
 
     @property
     def kept(self) -> list[GrowingSequence]:
-        """Sequences in which something was sampled; the first one where nothing was."""
+        """Sequences with sampled tokens, or the first one if there are none."""
         return [each for each in self._sequences if each.has_sampled] or self._sequences[:1]
 
     def finished(self, model_inputs: Mapping[str, ModelInput]) -> tuple[TokenSequence, ...]:
-        """Return the sequences as they are now, without those in which nothing was sampled."""
+        """Return the `kept` sequences as they are now."""
         return tuple(sequence.finished(model_inputs) for sequence in self.kept)

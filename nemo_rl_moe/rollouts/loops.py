@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Event loops of rollouts: in a separate thread, or in the thread that waits for them."""
+"""Event loops of rollouts, in a separate thread or in the thread that waits for them."""
 
 import asyncio
 import threading
@@ -9,14 +9,14 @@ from typing import Any, Protocol, TypeVar
 
 Result = TypeVar("Result")
 CLEANUP_S = 5.0
-"""Seconds that code may take for its end when it is cancelled."""
+"""Seconds that code may take to end when it is cancelled."""
 
 
 class RolloutLoop(Protocol):
     """An event loop of rollouts."""
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """Run a coroutine to its end, and return its result."""
+        """Run a coroutine, and return its result."""
         ...
 
     def close(self, last: Coroutine[Any, Any, object] | None = None) -> None:
@@ -25,7 +25,7 @@ class RolloutLoop(Protocol):
 
 
 class LoopThread:
-    """An event loop in a separate thread, which runs while the main thread trains."""
+    """An event loop in a separate thread, which also runs while the main thread trains."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
         self._loop = loop or asyncio.new_event_loop()
@@ -33,11 +33,9 @@ class LoopThread:
         self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """Run a coroutine in the loop, and wait for its result."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def close(self, last: Coroutine[Any, Any, object] | None = None) -> None:
-        """Run a last coroutine and end the loop, with all remaining tasks."""
         self.run(_finished(last))
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -45,20 +43,15 @@ class LoopThread:
 
 
 class CallersLoop:
-    """An event loop that runs while its caller waits, and at no other time.
-
-    An engine that shares the trainer's weights computes with them in the caller's thread, when it does not train.
-    """
+    """An event loop that only runs while its caller waits, for an engine that computes in the trainer's thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
         self._loop = loop or asyncio.new_event_loop()
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """Run the loop until a coroutine has ended, and return its result."""
         return self._loop.run_until_complete(coroutine)
 
     def close(self, last: Coroutine[Any, Any, object] | None = None) -> None:
-        """Run a last coroutine and end the loop, with all remaining tasks."""
         self.run(_finished(last))
         self._loop.close()
 
@@ -66,11 +59,11 @@ class CallersLoop:
 async def _finished(last: Coroutine[Any, Any, object] | None) -> None:
     if last is not None:
         await last
-    await cancelled(asyncio.all_tasks() - {asyncio.current_task()})  # tasks that ignore it are abandoned
+    await cancelled(asyncio.all_tasks() - {asyncio.current_task()})  # tasks that ignore the cancellation are abandoned
 
 
 async def in_loop(function: Callable[[], Result]) -> Result:
-    """Call a function in the thread of the loop that runs this."""
+    """Call a function in the thread of the loop."""
     return function()
 
 

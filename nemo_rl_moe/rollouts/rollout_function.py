@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The driver that is a coroutine function of the user's own."""
+"""The driver that runs a user's coroutine function."""
 
 import inspect
 from collections.abc import Awaitable, Callable
@@ -16,23 +16,21 @@ _EXPECTED = "the Trajectory that session.finish(score) of its own session makes"
 
 
 class RolloutFunction:
-    """An environment of a user's own, as a coroutine function of a session.
+    """An environment that is a user's coroutine function of a session.
 
     Args:
-        function: Makes one trajectory.
-        name: Its name in the configuration.
+        name: Name of the function in the configuration.
     """
 
     def __init__(self, function: Callable[[Session], Awaitable[object]], name: str):
         self._function, self._name = function, name
 
     async def rollout(self, session: Session) -> Trajectory:
-        """Make one trajectory; where the function raises it ends as it is, with the fault."""
-        # A cancellation is a tool's own; of the run's, nobody reads the fault.
+        """Make one trajectory. An error of the function is a fault of the trajectory."""
+        # So is a cancellation by the user's code. After a cancellation by the run, the result is unused.
         return await ended(self._checked(session), session, ends_the_run=())
 
     async def _checked(self, session: Session) -> Trajectory:
-        """Check what a user's function has returned: its type is not known before."""
         found = await self._function(session)
         if not isinstance(found, Trajectory):
             got = "None" if found is None else f"an object of type {type(found).__name__}"
@@ -46,7 +44,7 @@ class RolloutFunction:
 
 
 def load_rollout_function(reference: str) -> RolloutFunction:
-    """Return the environment that a coroutine function of the user's own is."""
+    """Import a user's coroutine function as an environment."""
     function = import_attribute(ROLLOUT_KEY, reference, form="package.module:function")
     if not inspect.iscoroutinefunction(function):
         raise ConfigurationError(

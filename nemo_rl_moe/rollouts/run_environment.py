@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Environments of a run whose workers have started: each drives, scores and watches the trajectories of its prompts."""
+"""Environments of a run, each of which drives, scores and watches the trajectories of its prompts."""
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,15 +15,13 @@ from nemo_rl_moe.rollouts.trajectory import Trajectory, environments_in
 
 @dataclass(frozen=True)
 class RunEnvironment:
-    """An environment of a run.
+    """An environment of a run whose workers have started.
 
     Attributes:
-        driver: Drives its trajectories.
-        reward: Scores its responses.
-        watch: Sees its trajectories, and may end the run by an error. None for no watch.
-        reward_weights: Of each named reward; None where a score is one number.
-        continuation: Renders messages that an environment appends; None: there is no chat template.
-        timeout_s: Seconds of one trajectory's own code and waiting; None: no limit.
+        watch: Checks its trajectories, and may end the run by an error.
+        reward_weights: Weight of each named reward. None if a score is one number.
+        continuation: Renders messages that an environment appends. None without a chat template.
+        timeout_s: Maximum seconds of one trajectory, without waiting for the engine or the reward. None for no limit.
         num_attempts: Most attempts at a trajectory whose environment fails.
     """
 
@@ -37,25 +35,25 @@ class RunEnvironment:
 
 
 Environments = Mapping[str, RunEnvironment]
-"""By the name that prompts have; the only environment of a run has the name ''."""
+"""By `Prompt.environment`. The only environment of a run has the name ''."""
 
 
 def score_items(environments: Environments, items: Sequence[ScoringItem]) -> list[Score]:
-    """Score responses by the reward functions of their environments, all at the same time; return them in order."""
-    places: dict[str, list[int]] = {}
-    for place, item in enumerate(items):
-        places.setdefault(item.environment, []).append(place)
-    if len(places) == 1:
+    """Score responses with the reward functions of their environments in parallel. Return the scores in order."""
+    indices: dict[str, list[int]] = {}
+    for index, item in enumerate(items):
+        indices.setdefault(item.environment, []).append(index)
+    if len(indices) == 1:
         return environments[items[0].environment].reward.score(items)
     scores: dict[int, Score] = {}
-    with ThreadPoolExecutor(max(len(places), 1)) as threads:
+    with ThreadPoolExecutor(max(len(indices), 1)) as threads:
         found = {
-            name: threads.submit(environments[name].reward.score, [items[place] for place in own])
-            for name, own in places.items()
+            name: threads.submit(environments[name].reward.score, [items[index] for index in own])
+            for name, own in indices.items()
         }
-        for name, own in places.items():
+        for name, own in indices.items():
             scores |= zip(own, found[name].result(), strict=True)
-    return [scores[place] for place in range(len(items))]
+    return [scores[index] for index in range(len(items))]
 
 
 def watch_trajectories(environments: Environments, trajectories: Sequence[Trajectory]) -> None:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The rollout runner: makes all trajectories of a run, for training, validation and evaluation, in one event loop."""
+"""The rollout runner, which makes all trajectories for training, validation and evaluation in one event loop."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
@@ -31,26 +31,20 @@ AddRewards = Callable[[Sequence[Trajectory]], list[Trajectory]]
 
 
 class RolloutRunner:
-    """Maker of trajectories: the environment drives each, the engine generates, the reward function scores.
+    """Maker of trajectories, which an environment drives, the engine continues and a reward function scores.
 
     Usually, a trajectory resumes as soon as its sequence has arrived, and is scored as soon as it asks for a score. An
     engine in lockstep answers when every trajectory waits, first all requests and then all scores, so that a run can
     be repeated bit for bit.
 
     Args:
-        engine: Generates.
-        environments: Drive and score the trajectories of their prompts.
-        decode: From token ids to text.
-        encode: From text to token ids.
         max_tokens: Most tokens of a trajectory.
         loop: Event loop of all trajectories.
-        reports: Where the user hears of rollouts that take long.
-        add_rewards: Adds rewards to trajectories that have ended, such as a reward model's; None: there are none.
+        reports: Receives lines on rollouts that take long.
+        add_rewards: Adds rewards to trajectories that have ended, such as those from a reward model.
 
     Attributes:
-        engine, encode, max_tokens: As given.
-        activity: What the engines do.
-        trainer: What the trainer does.
+        activity, trainer: Record the states of the engines and of the trainer.
         stop_groups: Cancels the training groups. Their source sets it.
     """
 
@@ -86,7 +80,7 @@ class RolloutRunner:
 
     @property
     def clock(self) -> PhaseClock:
-        """Return the clock that gets the phases `generation`, `rewards` and `reward_model` of what runs now."""
+        """Clock that gets the current phases `generation`, `rewards` and `reward_model`."""
         return self._supervisor.clock
 
     @clock.setter
@@ -100,17 +94,15 @@ class RolloutRunner:
         sampling: SamplingParameters,
         note: Callable[[GeneratedSequence], object] = lambda sequence: None,
     ) -> Iterator[tuple[int, list[Trajectory]]]:
-        """Yield the index of each prompt with its trajectories, as they end.
+        """Yield the index of each prompt with its group of trajectories, as they end.
 
         Args:
-            prompts: Of one group each.
-            seeds: Of the trajectories of each group.
-            sampling: How tokens are sampled.
+            seeds: Seed of each trajectory, by group.
             note: Called with each sequence.
 
         Raises:
             RolloutsGivenUpError: The run was asked to stop, and no trajectory makes progress.
-            DataError: An image of a prompt cannot be read any more, or has changed.
+            DataError: An image of a prompt cannot be read, or has changed.
         """
 
         async def begin() -> dict[asyncio.Task[list[Trajectory]], int]:
@@ -143,21 +135,20 @@ class RolloutRunner:
         seed_key: Sequence[int],
         report_progress: Callable[[int], object] = lambda num_sequences: None,
     ) -> list[Trajectory]:
-        """Return the trajectories of each prompt, group after group, with the weights that the engine has.
+        """Return the trajectories of each prompt, group after group, with the engine's current weights.
 
         Training groups continue meanwhile.
 
         Args:
             prompts: At least one.
             num_generations: Trajectories of each prompt.
-            sampling: How tokens are sampled.
-            seed_key: Integers that name this call. The same ones give the same trajectories.
+            seed_key: Integers that identify this call. The same integers give the same trajectories.
             report_progress: Receives the number of sequences so far.
 
         Raises:
             RewardWorkersFailedError: A watch ends the run.
             RolloutsGivenUpError: The run was asked to stop, and no trajectory makes progress.
-            DataError: An image of a prompt cannot be read any more, or has changed.
+            DataError: An image of a prompt cannot be read, or has changed.
         """
         seeds = np.random.SeedSequence(list(seed_key)).generate_state(len(prompts) * num_generations, np.uint64)
         numbers = count(1)
@@ -178,15 +169,11 @@ class RolloutRunner:
         return trajectories
 
     def observe(self, trajectories: Sequence[Trajectory]) -> None:
-        """Show the trajectories of a step or validation to the watches.
-
-        Raises:
-            RewardWorkersFailedError: A watch ends the run.
-        """
+        """Show the trajectories of a step or validation to the watches, which may end the run."""
         watch_trajectories(self._environments, trajectories)
 
     def close(self) -> None:
-        """End the loop with all that runs in it."""
+        """End the loop with all its tasks."""
         self._loop.close(self.end())
 
     async def make_group(
@@ -197,21 +184,18 @@ class RolloutRunner:
         sampling: SamplingParameters,
         note: Callable[[GeneratedSequence], object] = lambda sequence: None,
     ) -> list[Trajectory]:
-        """Return the trajectories of one prompt. When it is cancelled, so are they.
+        """Return the trajectories of one prompt. A cancellation cancels them too.
 
         Errors of the engine and of the reward function end the run. Errors of a user's environment are faults of its
         trajectory.
 
         Args:
-            prompt: What they begin with.
-            group_id: Trajectories of one group are compared with each other.
-            seeds: Of the first response of each in its first attempt.
-            sampling: How tokens are sampled.
-            note: Called with each of their sequences.
+            seeds: Seed of the first response of each trajectory in its first attempt.
+            note: Called with each sequence.
 
         Raises:
             RolloutsGivenUpError: The run was asked to stop, and no trajectory makes progress.
-            DataError: An image of the prompt cannot be read any more, or has changed.
+            DataError: An image of the prompt cannot be read, or has changed.
         """
         self._supervisor.begin()
         changed = asyncio.Event()
@@ -234,23 +218,20 @@ class RolloutRunner:
             await self._leave(group)
 
     async def settled(self) -> None:
-        """Wait until nothing runs, and all phases of the clock have ended."""
         await self._supervisor.settled()
 
     async def generate(self, request: GenerationRequest) -> GeneratedSequence:
-        """Continue one sequence of a trajectory."""
         return await self._gate.generate(request)
 
     async def score(self, item: ScoringItem, place: int) -> Score:
-        """Score one response of a trajectory. In lockstep, responses are scored in the order of their numbers."""
+        """Score one response of a trajectory. In lockstep, responses are sorted by `place`."""
         return await self._scores.ask(item, place)
 
     async def pause(self) -> None:
-        """Wait until the engine has no request. Trajectories wait for their sequences until `resume`."""
+        """Wait until the engine has no request. Further requests wait until `resume`."""
         await self._gate.close()
 
     def resume(self) -> None:
-        """Wake the engine and let requests through."""
         self.engine.wake()
         self._gate.open()
 
@@ -265,7 +246,7 @@ class RolloutRunner:
         note_change: Callable[[], None],
         note: Callable[[GeneratedSequence], object],
     ) -> RetriedTrajectory:
-        """Start a trajectory. If an attempt fails, a new session begins, up to the attempts of its environment."""
+        """Start a trajectory. Each attempt has a new session."""
         place, environment = next(self._places), self._environments[prompt.environment]
 
         def begin(attempt: int) -> RunningTrajectory:
@@ -300,7 +281,7 @@ class RolloutRunner:
         return RetriedTrajectory(begin, environment.num_attempts)
 
     def _have_ended(self, group: Sequence[RetriedTrajectory]) -> bool:
-        """Return whether all trajectories have ended. Raises the error of a trajectory or of the supervisor."""
+        """Return whether all trajectories have ended. Raise the error of a trajectory or of the supervisor."""
         if self._supervisor.failure is not None:
             raise self._supervisor.failure
         for each in group:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Running trajectories: their tasks, their waiting, and their limit in time."""
+"""Running trajectories: their tasks, their waiting, and their time limit."""
 
 import asyncio
 import inspect
@@ -28,14 +28,14 @@ _NOT_A_USERS = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]))
 
 
 class Answers(Protocol):
-    """Answers what trajectories ask for: the runner, or in another process the connection to it."""
+    """Answers requests of trajectories: the runner, or in another process the connection to it."""
 
     async def generate(self, request: GenerationRequest) -> GeneratedSequence:
         """Continue one sequence of a trajectory."""
         ...
 
     async def score(self, item: ScoringItem, place: int) -> Score:
-        """Score one response of the trajectory with this place."""
+        """Score one response of the trajectory with this index."""
         ...
 
 
@@ -43,15 +43,15 @@ class RunningTrajectory:
     """One attempt at a trajectory, from its start to its end.
 
     Args:
-        answers: Has it generated and scored.
-        place: Its number, by which an engine in lockstep sorts requests.
-        note_change: Called when it ends, begins to wait or has its answer.
+        answers: Answers its requests.
+        place: Index by which an engine in lockstep sorts requests.
+        note_change: Called when it ends, begins to wait or gets an answer.
         note_sequence: Called with each of its sequences.
 
     Attributes:
-        task: Runs its code; set by `start`.
+        task: Runs its code. Set by `start`.
         waits_for: Kind of the answer that it waits for. None while its code runs or awaits anything else.
-        seen_at: Line of its code in another process; None if it runs in this one.
+        seen_at: Line of its code in another process. None if it runs in this one.
     """
 
     task: "asyncio.Task[Trajectory]"
@@ -83,12 +83,12 @@ class RunningTrajectory:
         timeout_s: float | None = None,
         steps: Callable[[RunningCode], RunningCode] = lambda coroutine: coroutine,
     ) -> None:
-        """Start its code, which asks for sequences and scores by the session.
+        """Start its code, which requests sequences and scores through the session.
 
         Args:
-            label: Its name in messages.
+            label: Name in messages.
             timeout_s: Maximum seconds, without waiting for answers. None for no limit.
-            steps: Wraps the coroutine whose steps something observes.
+            steps: Wraps the coroutine, to observe its steps.
         """
         self._session, self.label, self._coroutine, self._timeout_s = session, label, coroutine, timeout_s
         self.task = asyncio.get_running_loop().create_task(steps(coroutine))
@@ -96,17 +96,15 @@ class RunningTrajectory:
         self._start_time()
 
     async def generate(self, request: GenerationRequest) -> GeneratedSequence:
-        """Continue one sequence."""
         found = await self._wait_for("generation", self._answers.generate(replace(request, place=self._place)))
         self._note_sequence(found)
         return found
 
     async def score(self, item: ScoringItem) -> Score:
-        """Score one response."""
         return await self._wait_for("rewards", self._answers.score(item, self._place))
 
     async def wait_aside(self, process: Coroutine[Any, Any, Result]) -> Result:
-        """Await something for which other trajectories are not kept waiting, such as a free process."""
+        """Await a limited resource, such as a free process. In lockstep, other trajectories do not wait for it."""
         return await self._wait_for("a process", process)
 
     async def _wait_for(self, what: WaitsFor, answer: Coroutine[Any, Any, Result]) -> Result:
@@ -130,28 +128,27 @@ class RunningTrajectory:
 
     @property
     def has_ended(self) -> bool:
-        """Return whether the trajectory has ended."""
         return self._failed is not None or self.task.done()
 
     @property
     def has_failed(self) -> bool:
-        """Return whether it has ended with a fault of its environment; `check` has raised any error before."""
+        """Whether it has ended with a fault of its environment. Call `check` before."""
         return self.has_ended and self.trajectory.fault is not None
 
     @property
     def is_running(self) -> bool:
-        """Return whether it has neither ended nor waits for the engine, the reward function or a free process."""
+        """Whether it has not ended and does not wait for the engine, the reward function or a free process."""
         return not self.has_ended and self.waits_for is None
 
     @property
     def seconds(self) -> float:
-        """Return the seconds in which its code ran or awaited something else than an answer."""
+        """Seconds in which its code ran or awaited anything but an answer."""
         is_counted = self.waits_for is None and not self.has_ended
         return self._own_s + (asyncio.get_running_loop().time() - self._since if is_counted else 0.0)
 
     @property
     def time_of_limit(self) -> str:
-        """Return its seconds and their limit, for messages."""
+        """Its seconds and their limit, for messages."""
         limit = "" if self._timeout_s is None else f" of {self._timeout_s:g}"
         return f"{self.seconds:.0f}{limit} s"
 
@@ -160,7 +157,7 @@ class RunningTrajectory:
         return self.seen_at or where_in(self._coroutine)
 
     def check(self) -> None:
-        """Raise the error of the engine or of the reward function, or another one that ends the run."""
+        """Raise an error that ends the run, such as one of the engine or of the reward function."""
         if self._error is not None:
             raise self._error
         if self._failed is None and self.task.done():
@@ -168,11 +165,11 @@ class RunningTrajectory:
 
     @property
     def trajectory(self) -> Trajectory:
-        """Return the trajectory, once it has ended."""
+        """The trajectory, once it has ended."""
         return self._failed if self._failed is not None else self.task.result()
 
     def leave_out(self, seconds: float) -> None:
-        """Do not count time in which the engine computed in the thread of its code."""
+        """Exclude seconds in which the engine computed in the thread of its code."""
         self._own_s -= seconds
         self._stop_time()
         self._start_time()
@@ -191,7 +188,7 @@ class RunningTrajectory:
             self._expire()
 
     def _expire(self) -> None:
-        """End it as it is now, as it has taken too long; its code is cancelled, and not waited for."""
+        """End it as it is now, as it has taken too long. Cancel its code without waiting for it."""
         if self.has_ended:
             return
         reason = f"took longer than {TIMEOUT_KEY}={self._timeout_s:g} (at {self.where()})"
@@ -213,14 +210,14 @@ class RunningTrajectory:
 
 
 class RetriedTrajectory:
-    """A trajectory in one attempt, or in several if attempts fail; each is a fresh session.
+    """A trajectory in one attempt, or in several if attempts fail.
 
     Args:
         begin: Starts an attempt, counted from 0.
         num_attempts: Most attempts.
 
     Attributes:
-        attempts: All attempts so far; the last one counts.
+        attempts: All attempts so far, of which the last one counts.
     """
 
     def __init__(self, begin: Callable[[int], RunningTrajectory], num_attempts: int):
@@ -231,7 +228,7 @@ class RetriedTrajectory:
         """Start the next attempt if the last one has failed and another is allowed.
 
         Raises:
-            Exception: That of the engine, of the reward function, or of an environment that is no user's function.
+            Exception: Of the engine, of the reward function, or of an environment that is not a user's function.
         """
         last = self.attempts[-1]
         last.check()
@@ -240,18 +237,17 @@ class RetriedTrajectory:
 
     @property
     def has_ended(self) -> bool:
-        """Return whether the last attempt has ended."""
         return self.attempts[-1].has_ended
 
     @property
     def trajectory(self) -> Trajectory:
-        """Return the result of the last attempt, when it has ended."""
+        """The result of the last attempt, once it has ended."""
         found = self.attempts[-1].trajectory
         return replace(found, num_retries=len(self.attempts) - 1) if len(self.attempts) > 1 else found
 
 
 def seed_of_attempt(seed: int, attempt: int) -> int:
-    """Return a trajectory's own seed for its first attempt; for later ones, numbers that no other trajectory has."""
+    """Return a trajectory's seed for its first attempt, and for later ones seeds that no other trajectory has."""
     if attempt == 0:
         return seed
     return int(np.random.SeedSequence([seed, 0, attempt]).generate_state(1, np.uint64)[0])
@@ -267,10 +263,10 @@ def where_in(coroutine: object) -> str:
 
 
 def innermost(frames: Iterable[tuple[str, int | str, str]]) -> str:
-    """Name the first frame whose file is neither Python's nor this package's nor an installed one's.
+    """Return file, line and function of the first frame outside of Python, this package and installed packages.
 
     Args:
-        frames: File, line and function of each, from the innermost on.
+        frames: File, line and function of each frame, from the innermost on.
     """
     all_frames = list(frames)
     own = [each for each in all_frames if not each[0].startswith(_NOT_A_USERS) and "site-packages" not in each[0]]

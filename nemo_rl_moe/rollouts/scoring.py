@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Scoring of responses and of groups: together in lockstep, or as they come."""
+"""Scoring of responses and groups: all together in lockstep, or as they arrive."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ class ScoringQueue(Lockstep[Item, Scored]):
     """A queue of items that are scored when all trajectories wait, or by a thread in batches of all queued items.
 
     Args:
-        score: Scores many items, in their order; called by one thread at a time.
+        score: Scores items in their order. Called by one thread at a time.
         in_lockstep: The supervisor calls `answer_all` when all trajectories wait.
     """
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rollout sources: they supply the groups of trajectories of each training step."""
+"""Rollout sources, which supply the groups of trajectories of each training step."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from nemo_rl_moe.data.prompts import Prompt
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 
-# The first number of a seed key: training and validation never share their random numbers.
+# Part of a seed key, so that training and validation never share random numbers.
 TRAINING_SEEDS, VALIDATION_SEEDS = 0, 1
 
 
@@ -20,10 +20,10 @@ class RolloutGroups:
     """The trajectories of one training step.
 
     Attributes:
-        trained: Those that are trained on, group after group.
-        generated: All of them, group after group.
+        trained: Trajectories to train on, group after group.
+        generated: All trajectories, group after group.
         num_generations: Trajectories of a group.
-        num_filled: Uninformative groups among the trained ones, which dynamic sampling would have replaced.
+        num_filled: Trained groups that are uninformative and that dynamic sampling could not replace.
         is_on_policy: The weights that are trained have sampled every token.
         metrics: Further metrics of the source.
     """
@@ -37,17 +37,17 @@ class RolloutGroups:
 
     @property
     def num_batches(self) -> float:
-        """Return how many batches of a step's size were generated."""
+        """Number of generated batches of a step's size."""
         return len(self.generated) / len(self.trained) if self.trained else 1.0
 
 
 @dataclass(frozen=True)
 class SourceState:
-    """State of a source for a checkpoint, opaque to all others.
+    """State of a source for a checkpoint.
 
     Attributes:
         batches_taken: Rounds of prompts that were taken.
-        write: Writes the rest of it into the checkpoint's folder, now or later.
+        write: Writes the rest of the state into the checkpoint's folder, now or later.
     """
 
     batches_taken: int
@@ -55,7 +55,7 @@ class SourceState:
 
 
 class RolloutSource(Protocol):
-    """The groups of one step after the other. A loop knows nothing else of how and when they are made."""
+    """The groups of one step after the other. It hides from a training loop how and when they are made."""
 
     @property
     def steps_per_epoch(self) -> int:
@@ -68,20 +68,20 @@ class RolloutSource(Protocol):
         ...
 
     def next(self, step: int, clock: PhaseClock) -> RolloutGroups:
-        """Return the groups of the next step; only while it is not used up.
+        """Return the groups of the next step, unless it is used up.
 
         Args:
-            step: Steps done.
-            clock: Times the phases.
+            step: Number of completed steps.
+            clock: Gets the phases.
         """
         ...
 
     def update_pending(self, step: int) -> None:
-        """Prepare for the weights after a step, before an engine with a copy gets them."""
+        """Prepare for the weights after a step, before an engine with separate weights gets them."""
         ...
 
     def updated(self, step: int) -> None:
-        """Resume with the weights after a step, which the engine has. Also called before the first step."""
+        """Resume with the weights after a step, which the engine has now. Also called before the first step."""
         ...
 
     def state(self, step: int) -> SourceState:
@@ -90,12 +90,12 @@ class RolloutSource(Protocol):
 
 
 class PromptRounds(Protocol):
-    """The prompts of each round of generation; `data.prompts.PromptLoader` is one."""
+    """The prompts of each round of generation, such as `data.prompts.PromptLoader`."""
 
     def __len__(self) -> int:
         """Return the number of rounds of one epoch."""
         ...
 
     def epoch(self, epoch_index: int) -> Iterator[list[Prompt]]:
-        """Return the rounds of one epoch, counted from 0."""
+        """Return the rounds of one epoch. Epochs count from 0."""
         ...

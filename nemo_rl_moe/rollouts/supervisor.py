@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The supervisor of trajectories: reports slow ones, and answers an engine in lockstep."""
+"""The supervisor of trajectories, which reports stragglers and answers requests in lockstep."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -16,26 +16,26 @@ from nemo_rl_moe.rollouts.running import RunningTrajectory
 CHECK_S = 0.1
 """Seconds between two checks."""
 STOP_GRACE_S = 10.0
-"""Seconds that a step may make no progress after a request to stop; then it is given up."""
+"""Seconds without progress after a request to stop, after which a step is given up."""
 QUIET_S = 10.0
-"""Seconds without progress after which the user hears who is waited for, then after twice as many, and so on."""
+"""Seconds without progress after which stragglers are reported, then after twice as many, and so on."""
 SETTLING_TURNS = 8
 """Loop iterations within which a group that replaces another one has made its requests."""
 MANY = 4096
-"""Trajectories that are checked at this interval. With more of them it grows in proportion."""
+"""Number of trajectories above which the interval between checks grows in proportion."""
 _MOST_REPORTED = 4
 
 
 class RolloutsGivenUpError(Exception):
-    """A request to stop met rollouts that made no progress; nothing of their step is kept."""
+    """Rollouts made no progress after a request to stop. Their step is lost."""
 
 
 @dataclass(frozen=True)
 class RolloutReports:
-    """Where the user hears of rollouts, and asks them to stop.
+    """Callbacks between rollouts and the user.
 
     Attributes:
-        stop_reason: Returns the request to stop, such as "SIGTERM"; None while there is none.
+        stop_reason: Returns the request to stop, such as "SIGTERM", if there is one.
         message: Receives a line on rollouts that take long.
         warn: Receives a line on a step that is given up.
     """
@@ -50,8 +50,8 @@ class LockstepQueues:
     """Queues that are answered when all trajectories wait, in this order.
 
     Attributes:
-        requests: Of the engine.
-        scores: Responses that are scored.
+        requests: Requests to the engine.
+        scores: Responses to score.
         added: Groups that get added rewards once all trajectories have ended. None without such rewards.
     """
 
@@ -64,14 +64,13 @@ class Supervisor:
     """Supervises the trajectories of one event loop.
 
     Args:
-        reports: Where the user hears of trajectories that make no progress.
-        queues: None: an engine answers requests as they come.
-        note_failure: Called when it ends by an error.
+        queues: None if the engine answers requests as they arrive.
+        note_failure: Called when it ends with an error.
 
     Attributes:
-        clock: Gets the phases `generation`, `rewards` and `reward_model` of what runs now.
+        clock: Gets the current phases `generation`, `rewards` and `reward_model`.
         num_adding: Groups that wait for added rewards.
-        failure: The error by which it has ended.
+        failure: The error with which it has ended.
     """
 
     def __init__(self, reports: RolloutReports, queues: LockstepQueues | None, note_failure: Callable[[], None]):
@@ -88,33 +87,32 @@ class Supervisor:
         self._stop_seen_at: float | None = None
 
     def begin(self) -> None:
-        """Begin in the running loop, unless it has begun."""
+        """Begin in the running loop. Do nothing the second time."""
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._supervise())
 
     async def end(self) -> None:
-        """End; all trajectories have been cancelled."""
+        """End the supervision. All trajectories must have been cancelled."""
         await cancelled([self._task])
 
     def add(self, trajectory: RunningTrajectory) -> None:
-        """Supervise a trajectory that has started. Silence before it is not its own."""
+        """Supervise a trajectory that has started."""
         self._started.append(trajectory)
         self._next_notice_s = QUIET_S
         self._is_idle = False
         self.note_change()
 
     def remove(self, trajectory: RunningTrajectory) -> None:
-        """Forget a trajectory."""
         self._started.remove(trajectory)
 
     def note_change(self) -> None:
-        """Note that a trajectory begins, ends, begins to wait or has its answer."""
+        """Note that a trajectory begins, ends, begins to wait or gets an answer."""
         self._note_progress()
         self._num_changes += 1
         self._changed.set()
 
     async def settled(self) -> None:
-        """Wait until nothing runs, and all phases of the clock have ended."""
+        """Wait until no trajectory runs, and all phases of the clock have ended."""
         while not self._is_idle and self.failure is None:
             await asyncio.sleep(0)
 
@@ -133,7 +131,7 @@ class Supervisor:
             self._note_failure()
 
     def _look_at_progress(self, running: Sequence[RunningTrajectory]) -> None:
-        """Report who is waited for, and give up after a request to stop."""
+        """Report stragglers, and give up after a request to stop."""
         if self._queues is None and any(each.waits_for in ("generation", "rewards") for each in self._started):
             self._note_progress()  # engines and reward functions have other limits
         now = asyncio.get_running_loop().time()
@@ -167,12 +165,12 @@ class Supervisor:
             await self._answer(queues.scores, "rewards")
         elif queues.added is not None and queues.added.is_waited_for and not unfinished:
             await self._answer(queues.added, "reward_model")
-        else:  # nothing runs, or all wait until the engine has its new weights
+        else:  # no trajectory runs, or all wait until the engine has its new weights
             await self._wait_for_a_change(unfinished)
 
     async def _is_settled(self) -> bool:
         """Return whether no trajectory begins, ends or makes a request during some loop iterations."""
-        # Retried trajectories and replacing groups thus join the batch of the others.
+        # Thus retried trajectories and replacement groups join the batch of the others.
         before = self._num_changes
         for _ in range(SETTLING_TURNS):
             await asyncio.sleep(0)
@@ -211,7 +209,7 @@ class Supervisor:
 
 
 def check_s(num_unfinished: int) -> float:
-    """Return the seconds between two checks, which keep the loop mostly free."""
+    """Return the seconds between two checks, so that checks of many trajectories leave time for their code."""
     return CHECK_S * max(1.0, num_unfinished / MANY)
 
 

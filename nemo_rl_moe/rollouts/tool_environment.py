@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The environment of a run with tools: the model calls them until it answers."""
+"""The environment of a run with tools: the model calls tools until it answers."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,24 +21,24 @@ from nemo_rl_moe.tools.formats.typed_values import properties_of
 from nemo_rl_moe.tools.results import ToolResult, cut, error_text
 
 CallTool = Callable[[str, Mapping[str, object], float], Awaitable[ToolResult]]
-"""From the name of a tool, checked arguments and a limit in seconds to the result."""
+"""Calls a tool by its name, checked arguments and a limit in seconds."""
 CALLS, WRONG_CALLS, FAILED_CALLS = "tools/calls", "tools/wrong_calls", "tools/failed_calls"
 RESULTS_CUT, SECONDS = "tools/cut_results", "tools/seconds"
 UNKNOWN_CALLS = "tools/unknown_calls"
-"""Of environments of other libraries: nothing came back."""
+"""Calls without a result, in environments of other libraries."""
 METRICS = (CALLS, WRONG_CALLS, FAILED_CALLS, RESULTS_CUT, SECONDS)
+_OUTCOMES: dict[Fault, Outcome] = {Fault.ERROR: "error", Fault.TIMEOUT: "timeout", Fault.DIED: "died"}
 NO_TOOL = "unknown"
-"""Name of the tool in the answer to a call that names none of the run's."""
+"""Name of the tool in the answer to a call of an unknown tool."""
 
 
 @dataclass
 class _Calls:
-    """Calls of a trajectory so far.
+    """Calls of a trajectory so far. Their metrics are in its session, so that they survive a failure.
 
     Attributes:
-        session: Its session, which keeps their metrics whatever becomes of it.
-        tools: What it may call.
-        turn_s: Seconds that those of this turn have taken.
+        tools: Tools that it may call.
+        turn_s: Seconds that the calls of this turn have taken.
     """
 
     session: Session
@@ -49,21 +49,19 @@ class _Calls:
         self.session.metrics.update(dict.fromkeys(METRICS, 0.0))
 
     def count(self, name: str, number: float = 1.0) -> None:
-        """Add to a metric."""
         self.session.metrics[name] += number
 
 
 class ToolConversation:
-    """A conversation in which the model calls tools, and answers when it calls none.
+    """A conversation in which the model calls tools, and ends with a response without calls.
 
-    The calls of a turn are made one after the other, in their order. One that is malformed, unknown or late gets an
-    answer that says so, and the conversation goes on.
+    The calls of a turn are made one after the other. A malformed, unknown or late call gets an error message as its
+    answer, and the conversation continues.
 
     Args:
-        tools: Tools of the run; a prompt whose record names some may call those alone.
+        tools: Tools of the run. A prompt whose record names tools may only call these.
         tool_format: Format in which the model writes calls.
-        call: Calls a tool.
-        driver: Limits, the most responses, and the cost of a call; calls of the last turn, which are not made, cost
+        driver: Limits, the most responses, and the cost of a call. Calls of the last turn are not made and cost
             nothing.
         warn: Receives a line at the first failure of each kind.
     """
@@ -82,7 +80,7 @@ class ToolConversation:
         self._schemas = {name: properties_of(tool.definition["function"]["parameters"]) for name, tool in tools.items()}
 
     async def rollout(self, session: Session) -> Trajectory:
-        """Make one trajectory; the reward function scores its last response."""
+        """Make one trajectory. The reward function scores its last response."""
         names = session.prompt.inputs.tool_names
         made = _Calls(session, self._tools if names is None else {name: self._tools[name] for name in names})
         truncated_by: Literal["turns"] | None = None
@@ -113,7 +111,7 @@ class ToolConversation:
         messages: list[dict[str, object]] = []
         for call in calls:
             call_id = f"call{int(made.session.metrics[CALLS]) % 100_000:05}"  # some templates want nine characters
-            # What the model wrote in place of a name may hold the text of a control token.
+            # The model's text for a name may contain a control token, so that an unknown name is not repeated.
             messages.append(
                 {
                     "role": "tool",
@@ -129,7 +127,8 @@ class ToolConversation:
         """Make a call, note it, and return the text for the model."""
 
         def note(outcome: Outcome, seconds: float = 0.0) -> None:
-            made.session.note_call(_as_written(call, call_id, outcome), seconds)
+            written = ("", "") if isinstance(call, MalformedCall) else (call.name, as_arguments(call.arguments))
+            made.session.note_call(ToolUse(call_id, *written, outcome), seconds)
 
         try:
             name, arguments = self._checked(call, made.tools)
@@ -146,8 +145,10 @@ class ToolConversation:
         made.turn_s += result.seconds
         made.count(SECONDS, result.seconds)
         made.count(RESULTS_CUT, result.is_cut)
-        note(_outcome_of(result), result.seconds)
-        if result.fault is not None:
+        if result.fault is None:
+            note("cut" if result.is_cut else "ok", result.seconds)
+        else:
+            note(_OUTCOMES[result.fault], result.seconds)
             made.count(FAILED_CALLS)
             self._report_first_of_its_kind(name, result.fault, result.text)
         return result.text
@@ -170,19 +171,3 @@ class ToolConversation:
             hint = did_you_mean(nearest(call.name, tools))
             raise ArgumentError(f"there is no tool {shortened(call.name)!r}{hint}; expected one of {usages}")
         return call.name, checked_arguments(call.arguments, tool.parameters, tool.usage)
-
-
-_OUTCOMES: dict[Fault, Outcome] = {Fault.ERROR: "error", Fault.TIMEOUT: "timeout", Fault.DIED: "died"}
-
-
-def _outcome_of(result: ToolResult) -> Outcome:
-    if result.fault is not None:
-        return _OUTCOMES[result.fault]
-    return "cut" if result.is_cut else "ok"
-
-
-def _as_written(call: ParsedCall, call_id: str, outcome: Outcome) -> ToolUse:
-    """Return a call as the model wrote it."""
-    if isinstance(call, MalformedCall):
-        return ToolUse(call_id, "", "", outcome)
-    return ToolUse(call_id, call.name, as_arguments(call.arguments), outcome)

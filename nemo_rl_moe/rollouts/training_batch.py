@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The batch of trajectories that a policy is trained with: a row is a sequence, a sample a trajectory."""
+"""The training batch of trajectories, in which a row is a sequence and a sample is a trajectory."""
 
 from collections.abc import Sequence
 
@@ -18,21 +18,20 @@ from nemo_rl_moe.token_lag import NO_LAG
 from nemo_rl_moe.token_writers import RESULT, TOKEN_WRITERS, token_writers
 
 NO_TURN = -1
-"""Number of the turn of a token that no model sampled."""
+"""Turn of a token that the model did not sample."""
 
 
 def loss_masks(trajectories: Sequence[Trajectory]) -> Bool[Tensor, "trajectories tokens"]:
-    """Return the tokens of each trajectory that are trained on, truncated ones included: its sequences behind one
-    another, and False behind them.
-    """
-    masks = [np.concatenate([each.loss_mask for each in trajectory.sequences]) for trajectory in trajectories]
-    return _padded_masks(masks)
+    """Return the loss mask of each trajectory's concatenated sequences, truncated ones included, padded with False."""
+    return _padded_masks(
+        [np.concatenate([each.loss_mask for each in trajectory.sequences]) for trajectory in trajectories]
+    )
 
 
 def turns_of_tokens(trajectories: Sequence[Trajectory]) -> Int[Tensor, "trajectories tokens"]:
-    """Return the number in time, from 0, of the turn in which each token was sampled; `NO_TURN` on all other tokens.
+    """Return the index in time of the turn of each sampled token, and `NO_TURN` for all other tokens.
 
-    Sequences of a trajectory stand behind one another, as in `loss_masks`: a turn is sampled in one of them.
+    The sequences of a trajectory are concatenated, as in `loss_masks`.
     """
     rows = []
     for trajectory in trajectories:
@@ -45,30 +44,23 @@ def turns_of_tokens(trajectories: Sequence[Trajectory]) -> Int[Tensor, "trajecto
 
 
 def sampled_tokens(trajectories: Sequence[Trajectory]) -> Bool[Tensor, "sequences tokens"]:
-    """Return the tokens of each row that are trained on, truncated ones included; False behind a sequence's end."""
+    """Return the loss mask of each row, truncated ones included, padded with False."""
     return _padded_masks([sequence.loss_mask for sequence in sequences_of(trajectories)])
 
 
 def _padded_masks(masks: Sequence[Bool[np.ndarray, " tokens"]]) -> Bool[Tensor, "masks tokens"]:
-    padded = torch.zeros(len(masks), max(map(len, masks)), dtype=torch.bool)
-    for row, mask in enumerate(masks):
-        padded[row, : len(mask)] = torch.as_tensor(mask)
-    return padded
+    return pad_sequence([torch.as_tensor(mask) for mask in masks], batch_first=True)
 
 
 def token_lags(trajectories: Sequence[Trajectory], weight_version: int) -> Int[Tensor, "sequences tokens"]:
-    """Return the lag of each sampled token behind the weights that are trained; `NO_LAG` on all other tokens.
+    """Return the lag of each sampled token as int32, and `NO_LAG` for all other tokens.
 
     Args:
         weight_version: Optimizer steps of the weights that are trained.
     """
-    sequences = sequences_of(trajectories)
-    lags = torch.full((len(sequences), max(map(len, sequences))), NO_LAG, dtype=torch.int32)
-    for row, sequence in enumerate(sequences):
-        versions = sequence.weight_versions
-        of_tokens = np.where(versions == NOT_SAMPLED, NO_LAG, weight_version - versions)
-        lags[row, : len(versions)] = torch.as_tensor(of_tokens)
-    return lags
+    versions = [sequence.weight_versions for sequence in sequences_of(trajectories)]
+    lags = [np.where(each == NOT_SAMPLED, NO_LAG, weight_version - each).astype(np.int32) for each in versions]
+    return pad_sequence([torch.as_tensor(each) for each in lags], batch_first=True, padding_value=NO_LAG)
 
 
 def training_batch(
@@ -82,16 +74,14 @@ def training_batch(
     """Return the batch of trajectories for the policy-gradient loss.
 
     Args:
-        trajectories: In the order of the advantages.
-        pad_token_id: What stands after a sequence's end.
-        leave_out_truncated: Train on no token of a trajectory that was truncated at a limit (DAPO's overlong
+        leave_out_truncated: Do not train on trajectories that were truncated at a limit on tokens (DAPO's overlong
             filtering).
-        takes_part: Trajectories that are trained on; of the others no token is. They stay in the batch, so that sizes
-            of global batches and microbatches do not depend on what the environment could score. None: all.
+        takes_part: Trajectories that are trained on, None for all. The others stay in the batch without trained
+            tokens, so that sizes of global batches and microbatches do not depend on failures of the environment.
 
     Returns:
-        A batch with the columns `advantages`, `generation_logprobs`, the model's inputs, `token_writers` where an
-        environment wrote tokens, and, stored, `routed_experts` and `kept_tokens` where an engine reports them.
+        A batch with the columns `advantages`, `generation_logprobs`, the model's inputs, `token_writers` if an
+        environment wrote tokens, and, stored, `routed_experts` and `kept_tokens` if the engine reports them.
     """
     sequences, owners = sequences_of(trajectories), trajectory_of_each_sequence(trajectories)
     lengths = [len(sequence) for sequence in sequences]
@@ -108,7 +98,7 @@ def training_batch(
     columns = {"advantages": advantage_column(advantages, trajectories), "generation_logprobs": per_token(logprobs)}
     writers = [token_writers(sequence.weight_versions != NOT_SAMPLED) for sequence in sequences]
     if any((of_sequence == RESULT).any() for of_sequence in writers):
-        columns[TOKEN_WRITERS] = _writer_column(writers)
+        columns[TOKEN_WRITERS] = per_token(pad_sequence([torch.as_tensor(each) for each in writers], batch_first=True))
     capture = stored_per_token([sequence.routed_experts for sequence in sequences], fill=UNKNOWN)
     stored = {} if capture is None else {ROUTED_EXPERTS: capture}
     if (kept := kept_tokens_column([sequence.kept_tokens for sequence in sequences])) is not None:
@@ -124,17 +114,10 @@ def training_batch(
     ).with_inputs([sequence.model_inputs for sequence in sequences])
 
 
-def _writer_column(writers: Sequence[Int[np.ndarray, " tokens"]]) -> Column:
-    values = torch.zeros(len(writers), max(map(len, writers)), dtype=torch.int8)
-    for row, of_sequence in enumerate(writers):
-        values[row, : len(of_sequence)] = torch.as_tensor(of_sequence)
-    return per_token(values)
-
-
 def tokens_of_trajectories(
     values: Shaped[Tensor, "sequences tokens"], trajectories: Sequence[Trajectory]
 ) -> Shaped[Tensor, "trajectories tokens"]:
-    """Return a value of each token with the sequences of a trajectory behind one another, and 0 behind them."""
+    """Return values of tokens with the sequences of each trajectory concatenated, padded with 0."""
     rows = iter(values)
     joined = [torch.cat([next(rows)[: len(each)] for each in trajectory.sequences]) for trajectory in trajectories]
     return pad_sequence(joined, batch_first=True)
@@ -147,22 +130,17 @@ def advantage_column(
     """Return advantages as a column of the batch of trajectories.
 
     Args:
-        advantages: One for each trajectory, `[groups, generations]`, which all its sequences get; or one for each token
-            of its sequences behind one another, with a third dimension as long as the longest trajectory or as a
-            tensor for each trajectory.
-        trajectories: In the order of the advantages.
+        advantages: One per trajectory, `[groups, generations]`, for all its sequences. Or one per token of its
+            concatenated sequences, as `[groups, generations, tokens]` or as a tensor per trajectory.
     """
     owners = trajectory_of_each_sequence(trajectories)
     if isinstance(advantages, Tensor):
         advantages = advantages.flatten(0, 1).float()
         if advantages.ndim == 1:
             return per_sequence(advantages[owners])
-    sequences = sequences_of(trajectories)
-    values = torch.zeros(len(sequences), max(map(len, sequences)))
-    row = 0
-    for trajectory, of_tokens in zip(trajectories, advantages, strict=True):
-        parts = of_tokens[: trajectory.num_tokens].split([len(sequence) for sequence in trajectory.sequences])
-        for part in parts:
-            values[row, : len(part)] = part
-            row += 1
-    return per_token(values)
+    of_sequences = [
+        of_sequence.float()
+        for trajectory, of_tokens in zip(trajectories, advantages, strict=True)
+        for of_sequence in of_tokens[: trajectory.num_tokens].split([len(each) for each in trajectory.sequences])
+    ]
+    return per_token(pad_sequence(of_sequences, batch_first=True))

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Trajectories: token sequences with a mask of what is trained on, and one reward for all of them."""
+"""Trajectories: token sequences with a loss mask, and one reward for all of them."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,13 +20,12 @@ from nemo_rl_moe.rewards.interface import Fault
 from nemo_rl_moe.runs.folder.conversations import ConversationTurn, RolloutTimes
 
 FinishReason = Literal["stop", "length", "turns", "time"]
-"""stop: the model or the environment ended it; length: it was truncated at a limit on its tokens; turns: at a limit on
-its turns; time: at a limit on its time."""
+"""stop: ended by the model or the environment. length, turns, time: truncated at a limit on tokens, turns or time."""
 NOT_SAMPLED = -1
 """Weight version of a token that no model sampled."""
 
 KEPT_MASS = "sampling_kept_mass"
-"""Metric of what top-k and top-p leave to draw from: of a trajectory, and of several, a mean over sampled tokens."""
+"""Metric of the probability mass that top-k and top-p leave: the mean over the sampled tokens of all trajectories."""
 OVERLONG_METRIC = "env/num_overlong"
 RETRIES_METRIC = "env/num_retries"
 TURN_REWARDS_METRIC = "mean_turn_rewards_per_sample"
@@ -34,25 +33,24 @@ TRUNCATION_METRICS: Mapping[str, FinishReason] = {
     "truncation_rate_by_turns": "turns",
     "truncation_rate_by_time": "time",
 }
-"""Shares of trajectories that were truncated at another limit than one on their tokens."""
+"""Metrics with the shares of trajectories that were truncated at a limit on their turns or time."""
 
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """One sequence of tokens as a model has read and continued it, over any number of turns.
+    """One sequence of tokens as the model has read and continued it, over any number of turns.
 
-    There is no split into prompt and completion: the mask says which tokens are trained on.
+    It is not split into prompt and completion. The loss mask marks the tokens that are trained on.
 
     Attributes:
-        token_ids: The whole sequence.
         loss_mask: True on tokens that are trained on, as targets.
-        logprobs: Log-probability of each sampled token by the engine that sampled it, in nats; 0 on all other tokens.
-        weight_versions: Optimizer steps of the weights that sampled each token; `NOT_SAMPLED` on all other tokens.
-        routed_experts: Experts of each token in each MoE layer, `[moe_layers, topk]` int16 a token, as the pass chose
-            them that first saw it; None where no engine reports them.
+        logprobs: Log-probability of each sampled token from the engine, in nats, 0 on all other tokens.
+        weight_versions: Optimizer steps of the weights that sampled each token, `NOT_SAMPLED` on all other tokens.
+        routed_experts: Experts of each token in each MoE layer, `[moe_layers, topk]` int16 per token, from the first
+            pass over the token. None if the engine does not report them.
         model_inputs: Further inputs of the model, such as images.
-        kept_tokens: Tokens that top-k and top-p had left to draw each sampled one from, over which `logprobs` are then;
-            None where the engine was not asked for them.
+        kept_tokens: Sampling mask of each sampled token, over which `logprobs` are normalized then. None if the engine
+            was not asked for it.
     """
 
     token_ids: Int[np.ndarray, " tokens"]
@@ -74,36 +72,33 @@ class TokenSequence:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """What a policy and an environment have made together: one sequence or several, with one reward.
+    """The token sequences that a policy and an environment have made from a prompt, with one reward.
 
-    Several where a sequence does not continue the one before. What a later sequence repeats of an earlier one counts as
-    given in it, as a prompt does: a sampled token is trained on in the sequence in which it was sampled, once.
+    A second sequence begins if new tokens do not continue the first one. Tokens that it repeats count as given, like a
+    prompt: a sampled token is trained on once, in the sequence in which it was sampled.
 
     Attributes:
-        sample_id: Where its prompt came from.
-        group_id: Trajectories of one group are compared with each other; the others of its group have the same.
+        sample_id: Source of its prompt, such as file and line.
+        group_id: Equal for the trajectories of a group, which are compared with each other.
         sequences: At least one, in the order in which they began.
-        reward: What it is worth, the rewards of its turns included; finite.
-        is_correct: Whether it counts as right in `accuracy`.
-        finish_reason: Why it ended.
-        num_turns: Responses of the model.
+        reward: Finite, with the rewards of its turns included.
+        is_correct: It counts as right in `accuracy`.
+        num_turns: Number of the model's responses.
         num_retries: Failed attempts before it.
-        prompt_text: What was asked, for the eye.
-        response_text: What came of it, for the eye.
-        fault: Why the environment gave no reward; None where it did.
-        fault_message: What went wrong, in one line.
-        overlong: Message about tokens of the environment that did not fit, before which it ended; empty where all did.
-        rewards: Several rewards by name, of which `reward` is the weighted sum; empty where there is one number, and
-            where the environment gave none.
+        prompt_text, response_text: Texts for people to read.
+        fault: Reason why the environment gave no reward. None if it gave one.
+        fault_message: One line on the fault.
+        overlong: Message on tokens of the environment that did not fit, so that it ended. Empty if all did.
+        rewards: Named rewards, of which `reward` is the weighted sum. Empty if a score is one number, or without score.
         metrics: Further numbers of the environment, logged as means over trajectories.
-        conversation: Its turns, for the eye: the prompt's, those of the model and those of the environment.
-        times: What it did when; None: nobody noted it.
-        left_out: Why it is not trained on; empty where it is, and where nothing is, as in a validation.
-        environment: Name in `env.mixture`; empty where a run has one environment.
-        turn_lengths: Sampled tokens of each turn, in the order of the sampled tokens of all sequences; empty where it
-            is not known, and taken for one turn.
-        turn_order: Number in time, from 0, of each turn of `turn_lengths`; empty where that is their order.
-        turn_rewards: Reward of each turn in the order of time, which `reward` includes; empty where none was given.
+        conversation: Turns of the prompt, the model and the environment, for people to read.
+        times: When it generated and when its tools ran, if that was recorded.
+        left_out: Reason why it is not trained on. Empty if it is, and in validations.
+        environment: Name in `env.mixture`. Empty if the run has one environment.
+        turn_lengths: Sampled tokens of each turn, in the order of the sampled tokens of all sequences. Empty if
+            unknown, which counts as one turn.
+        turn_order: Index in time of each turn of `turn_lengths`. Empty if it is the same order.
+        turn_rewards: Reward of each turn in the order of time, included in `reward`. Empty if none was given.
     """
 
     sample_id: str
@@ -131,17 +126,16 @@ class Trajectory:
 
     @property
     def is_truncated(self) -> bool:
-        """True when it was truncated at a limit on its tokens."""
+        """Whether it was truncated at a limit on its tokens."""
         return self.finish_reason == "length"
 
     @property
     def num_sequences(self) -> int:
-        """Number of its sequences."""
         return len(self.sequences)
 
     @property
     def last_sequence(self) -> TokenSequence:
-        """The sequence of the last response: a conversation that began before another may go on after it."""
+        """The sequence of the last response. It need not be the last one, as conversations may alternate."""
         if not self.turn_order:
             return self.sequences[-1]
         last = self.turn_order.index(max(self.turn_order))
@@ -151,27 +145,24 @@ class Trajectory:
 
     @property
     def longest_response(self) -> int:
-        """Number of tokens of its longest response."""
         return max(self.turn_lengths, default=self.num_sampled_tokens)
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens of all sequences."""
         return sum(map(len, self.sequences))
 
     @property
     def num_sampled_tokens(self) -> int:
-        """Number of tokens that the model sampled, end tokens included."""
         return sum(sequence.num_sampled_tokens for sequence in self.sequences)
 
     @property
     def weight_version(self) -> int:
-        """Optimizer steps of the newest weights that sampled a token; `NOT_SAMPLED` where none did."""
+        """Optimizer steps of the newest weights that sampled a token, `NOT_SAMPLED` without sampled tokens."""
         return max(int(sequence.weight_versions.max(initial=NOT_SAMPLED)) for sequence in self.sequences)
 
     @property
     def images(self) -> list[ModelImage]:
-        """Images that the model was shown; none for text. Those that a later sequence repeats come once."""
+        """Images that the model was shown. Images that a later sequence repeats are listed once."""
         first, *later = (images_in(sequence.model_inputs) for sequence in self.sequences)
         shown = {image.digest for image in first} if later else set()
         new = {image.digest: image for images in later for image in images if image.digest not in shown}
@@ -179,7 +170,7 @@ class Trajectory:
 
 
 def sequences_of(trajectories: Sequence[Trajectory]) -> list[TokenSequence]:
-    """Return the sequences of trajectories, one after another: the rows of their batch."""
+    """Return the sequences of trajectories, which are the rows of their batch."""
     return [sequence for trajectory in trajectories for sequence in trajectory.sequences]
 
 
@@ -195,7 +186,7 @@ def trajectory_of_each_sequence(trajectories: Sequence[Trajectory]) -> list[int]
 
 
 def environments_in(trajectories: Sequence[Trajectory]) -> dict[str, list[Trajectory]]:
-    """Return the trajectories of each environment, in their order."""
+    """Return the trajectories of each environment by its name, in their order."""
     found: dict[str, list[Trajectory]] = {}
     for trajectory in trajectories:
         found.setdefault(trajectory.environment, []).append(trajectory)
@@ -203,15 +194,14 @@ def environments_in(trajectories: Sequence[Trajectory]) -> dict[str, list[Trajec
 
 
 def group_rewards(trajectories: Sequence[Trajectory], num_generations: int) -> Float[Tensor, "groups generations"]:
-    """Return the rewards as the environment gave them, one row a group; float64."""
-    rewards = [trajectory.reward for trajectory in trajectories]
-    return torch.tensor(rewards, dtype=torch.float64).view(-1, num_generations)
+    """Return the rewards of the environment as float64, one row per group."""
+    return torch.tensor([each.reward for each in trajectories], dtype=torch.float64).view(-1, num_generations)
 
 
 def group_named_rewards(
     trajectories: Sequence[Trajectory], num_generations: int, names: Iterable[str]
 ) -> Float[Tensor, "names groups generations"]:
-    """Return the named rewards as the environment gave them, one row a group; float64. Where it failed they are 0."""
+    """Return the named rewards of the environment as float64, one row per group, 0 for failed trajectories."""
     rewards = [[trajectory.rewards.get(name, 0.0) for trajectory in trajectories] for name in names]
     return torch.tensor(rewards, dtype=torch.float64).view(len(rewards), -1, num_generations)
 
@@ -219,10 +209,8 @@ def group_named_rewards(
 def group_turn_rewards(
     trajectories: Sequence[Trajectory], num_generations: int
 ) -> Float[Tensor, "groups generations turns"]:
-    """Return the rewards of turns as the environment gave them, one row a group; float64, 0 where it gave none."""
-    num_turns = max(
-        1, *(len(each.turn_lengths) for each in trajectories), *(len(each.turn_rewards) for each in trajectories)
-    )
+    """Return the rewards of turns as float64, one row per group, 0 for turns without one."""
+    num_turns = max(1, *(max(len(each.turn_lengths), len(each.turn_rewards)) for each in trajectories))
     found = torch.zeros(len(trajectories), num_turns, dtype=torch.float64)
     for row, trajectory in enumerate(trajectories):
         found[row, : len(trajectory.turn_rewards)] = torch.tensor(trajectory.turn_rewards, dtype=torch.float64)
@@ -230,41 +218,41 @@ def group_turn_rewards(
 
 
 def group_correctness(trajectories: Sequence[Trajectory], num_generations: int) -> Bool[Tensor, "groups generations"]:
-    """Return the correctness of each trajectory, one row a group."""
-    return torch.tensor([trajectory.is_correct for trajectory in trajectories]).view(-1, num_generations)
+    """Return the correctness of each trajectory, one row per group."""
+    return torch.tensor([each.is_correct for each in trajectories]).view(-1, num_generations)
 
 
 def group_sampled_tokens(trajectories: Sequence[Trajectory], num_generations: int) -> Int[Tensor, "groups generations"]:
-    """Return the number of sampled tokens of each trajectory, one row a group."""
-    counts = [trajectory.num_sampled_tokens for trajectory in trajectories]
-    return torch.tensor(counts).view(-1, num_generations)
+    """Return the number of sampled tokens of each trajectory, one row per group."""
+    return torch.tensor([each.num_sampled_tokens for each in trajectories]).view(-1, num_generations)
 
 
 def group_longest_responses(
     trajectories: Sequence[Trajectory], num_generations: int
 ) -> Int[Tensor, "groups generations"]:
-    """Return the number of tokens of the longest response of each trajectory, one row a group."""
-    counts = [trajectory.longest_response for trajectory in trajectories]
-    return torch.tensor(counts).view(-1, num_generations)
+    """Return the number of tokens of the longest response of each trajectory, one row per group."""
+    return torch.tensor([each.longest_response for each in trajectories]).view(-1, num_generations)
 
 
 def rollout_metrics(
     trajectories: Sequence[Trajectory], counted: Sequence[Trajectory] | None = None
 ) -> dict[str, float]:
-    """Return the metrics of trajectories without regard to their groups; training and validation report the same.
+    """Return metrics that do not depend on groups. Training and validation report the same ones.
 
-    `accuracy`, `mean_gen_tokens_per_sample`, `max_gen_tokens_per_sample` (sampled tokens), `truncation_rate`,
-    `mean_turns_per_sample`, `truncation_rate_by_turns` and `truncation_rate_by_time` where any has several turns (the
-    rates also where they are above 0), `mean_sequences_per_sample` where any has several sequences,
-    `env/num_overlong` where tokens of the environment did not fit,
-    `env/num_retries` where attempts failed before, and the means of the environment's own are of all trajectories: one
-    that could not be scored is not right. `reward`, `reward_std`, and of each named reward `rewards/NAME/mean` and
-    `rewards/NAME/std`, are of those whose rewards count, and are left out where none does. The weighted sum of the
-    named means is `reward`.
+    Over all trajectories, of which unscored ones count as not correct:
+
+    - `accuracy`, `truncation_rate`, `mean_gen_tokens_per_sample`, `max_gen_tokens_per_sample` (sampled tokens)
+    - if a trajectory has several turns: `mean_turns_per_sample`, `truncation_rate_by_turns`, `truncation_rate_by_time`
+      (the rates also if they are above 0)
+    - if a trajectory has several sequences: `mean_sequences_per_sample`
+    - if above 0: `env/num_overlong` (tokens of the environment did not fit), `env/num_retries` (failed attempts)
+    - means of the environment's metrics
+
+    Over trajectories whose rewards count, if there are any: `reward`, `reward_std`, and for each named reward
+    `rewards/NAME/mean` and `rewards/NAME/std`. `reward` is the weighted sum of the named means.
 
     Args:
-        trajectories: All of them.
-        counted: Those whose rewards count; None: all.
+        counted: Trajectories whose rewards count. None for all.
     """
     lengths = np.array([trajectory.num_sampled_tokens for trajectory in trajectories])
     metrics = _reward_metrics(trajectories if counted is None else counted) | {
@@ -295,7 +283,7 @@ def rollout_metrics(
 
 
 def _reward_metrics(counted: Sequence[Trajectory]) -> dict[str, float]:
-    """Return the mean and deviation of the reward, and of each named reward; empty of no trajectory."""
+    """Return the mean and deviation of the reward and of each named reward. Empty without trajectories."""
     if not counted:
         return {}
     rewards = np.array([trajectory.reward for trajectory in counted])
@@ -304,7 +292,7 @@ def _reward_metrics(counted: Sequence[Trajectory]) -> dict[str, float]:
         metrics[TURN_REWARDS_METRIC] = float(np.mean([math.fsum(trajectory.turn_rewards) for trajectory in counted]))
     of_environments = environments_in(counted)
     for name in dict.fromkeys(name for trajectory in counted for name in trajectory.rewards):
-        # Environments may give different rewards: those that do not know one have no part in its mean.
+        # Environments may give different rewards. A mean is over the environments that give this one.
         givers = [own for own in of_environments.values() if any(name in trajectory.rewards for trajectory in own)]
         named = np.array([trajectory.rewards.get(name, 0.0) for own in givers for trajectory in own])
         metrics[f"rewards/{name}/mean"] = float(named.mean())
@@ -313,5 +301,5 @@ def _reward_metrics(counted: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _sample_deviation(values: Float[np.ndarray, " values"]) -> float:
-    """Sample standard deviation; 0 of one value."""
+    """Return the sample standard deviation, 0 for one value."""
     return float(values.std(ddof=1)) if len(values) > 1 else 0.0

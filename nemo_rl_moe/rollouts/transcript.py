@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Transcript of a session: who said what, in which tokens, and when, for those who read the trajectory."""
+"""Transcript of a session for people to read: texts of its turns, with their tokens and times."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,15 +16,13 @@ _IMAGE = "[image]"
 
 
 class Transcript:
-    """Turns of a trajectory while it grows. Texts are those of its messages and responses, and no copies.
+    """Turns of a trajectory while it grows.
 
-    What the environment has added to a sequence without a word is told as its text.
+    Tokens that the environment has added to a sequence without a text are decoded.
 
     Args:
-        prompt: What it begins with.
-        sequence: The sequence that begins with it.
-        decode: From token ids to text.
-        clock: Seconds on a clock that only goes forward.
+        sequence: The sequence that begins with the prompt.
+        clock: Returns seconds of a monotonic clock.
     """
 
     def __init__(
@@ -36,8 +34,8 @@ class Transcript:
     ):
         self._decode, self._clock, self._began_s = decode, clock, clock()
         tokens = (0, len(prompt.token_ids))
-        turns = [_of_message(message, tokens) for message in prompt.messages]
-        self._turns = [_Placed(turn, sequence) for turn in turns or [ConversationTurn(PROMPT, prompt.text, 0, tokens)]]
+        as_text = _Placed(ConversationTurn(PROMPT, prompt.text, 0, tokens), sequence)
+        self._turns = _placed(prompt.messages, sequence, tokens) or [as_text]
         self._num_prompt_turns = len(self._turns)
         self._answers = range(0)
         self._last_response: int | None = None
@@ -46,26 +44,20 @@ class Transcript:
         self._places: dict[str, _PlaceOfCall] = {}
 
     def now_s(self) -> float:
-        """Return the seconds since its start."""
         return self._clock() - self._began_s
 
     def add_messages(self, messages: Sequence[Message], sequence: GrowingSequence, first: int) -> None:
-        """Add messages that end a sequence now.
-
-        Args:
-            sequence: Where they stand, from the token `first` on.
-        """
+        """Add messages that a sequence has from the token `first` to its end."""
         self._answers = range(0)
-        tokens = (first, len(sequence))
-        self._turns += [_Placed(_of_message(message, tokens), sequence) for message in messages]
+        self._turns += _placed(messages, sequence, (first, len(sequence)))
 
     def add_response(self, text: str, sequence: GrowingSequence, start: int, asked_s: float, waited_s: float) -> None:
-        """Add a response of the model, which is there now.
+        """Add a response of the model that has arrived now.
 
         Args:
-            sequence: Where it stands, from the token `start` on.
-            asked_s: When it was asked for, in seconds since the start.
-            waited_s: Seconds from then on in which no engine worked on it.
+            sequence: Has the response from the token `start` to its end.
+            asked_s: Time of the request, in seconds since the start.
+            waited_s: Seconds after the request in which no engine worked on it.
         """
         now_s = self.now_s()
         if (known := self._end_of(sequence)) < start:
@@ -75,33 +67,24 @@ class Transcript:
         self._generation.append((min(asked_s + waited_s, now_s), now_s))
 
     def add_given(self, text: str, sequence: GrowingSequence | None) -> None:
-        """Add tokens of the environment that are no message, which end a sequence now.
-
-        Args:
-            sequence: None: they do not fit.
-        """
+        """Add text of the environment that is no message, at the end of a sequence. None if it did not fit."""
         self._answers = range(0)
         tokens = (0, 0) if sequence is None else (self._end_of(sequence), len(sequence))
         self._add(ENVIRONMENT, text, sequence, tokens)
 
     def answer(self, messages: Sequence[Message], sequence: GrowingSequence, first: int) -> None:
-        """Take the messages that answer a response, in place of those that did so far.
-
-        Args:
-            sequence: Where they stand, from the token `first` on.
-        """
+        """Replace the messages that answer the last response. A sequence has them from the token `first` to its end."""
         start = self._answers.start if self._answers else len(self._turns)
-        tokens = (first, len(sequence))
-        turns = [_Placed(_of_message(message, tokens), sequence) for message in messages]
+        turns = _placed(messages, sequence, (first, len(sequence)))
         self._turns[start : start + len(self._answers)] = turns
         self._answers = range(start, start + len(turns))
 
     def add_unread(self, messages: Sequence[Mapping[str, object]]) -> None:
-        """Add messages that the model cannot read, as they do not fit or the chat template cannot show them."""
-        self._turns += [_Placed(_of_message(message, (0, 0)), None) for message in messages]
+        """Add messages that the model does not get, as they do not fit or the chat template cannot show them."""
+        self._turns += _placed(messages, None, (0, 0))
 
     def add_call(self, call: ToolUse, seconds: float) -> None:
-        """Note a call in the last response, which is over now and took so many seconds."""
+        """Note a call in the last response, which has ended now after some seconds."""
         if self._last_response is None:
             return
         calls = self._turns[self._last_response].turn.calls
@@ -112,7 +95,7 @@ class Transcript:
         self._tools.append((max(0.0, now_s - seconds), now_s))
 
     def add_result(self, call_id: str, outcome: Outcome) -> None:
-        """Note what came of a call that was noted before, whose result is there now."""
+        """Note the outcome of an earlier call whose result has arrived now."""
         place = self._places.get(call_id)
         if place is None:
             return
@@ -129,30 +112,30 @@ class Transcript:
         """Return the turns so far.
 
         Args:
-            kept: Sequences of the trajectory; what stands in others the model has not read. The prompt's turns are told
-                where its sequence is one of them.
+            kept: Sequences of the trajectory. Turns in other sequences count as unread. The prompt's turns are only
+                included if its sequence is kept.
         """
         numbers = {id(sequence): number for number, sequence in enumerate(kept)}
         first = self._turns[0].sequence
-        told = self._turns if id(first) in numbers else self._turns[self._num_prompt_turns :]
-        return tuple(_numbered(placed.turn, numbers.get(id(placed.sequence))) for placed in told)
+        shown = self._turns if id(first) in numbers else self._turns[self._num_prompt_turns :]
+        return tuple(_numbered(placed.turn, numbers.get(id(placed.sequence))) for placed in shown)
 
     def _add(self, role: str, text: str, sequence: GrowingSequence | None, tokens: tuple[int, int]) -> None:
         turn = ConversationTurn(role, text, 0, tokens, is_sampled=role == ASSISTANT)
         self._turns.append(_Placed(turn, sequence))
 
     def _end_of(self, sequence: GrowingSequence) -> int:
-        """Return the number of tokens of a sequence that are told."""
+        """Return the number of tokens of a sequence that the turns so far cover."""
         return max((placed.turn.tokens[1] for placed in self._turns if placed.sequence is sequence), default=0)
 
     def times(self) -> RolloutTimes:
-        """Return what it did when."""
+        """Return the seconds so far, with the times of generation and of tools."""
         return RolloutTimes(self.now_s(), tuple(self._generation), tuple(self._tools))
 
 
 @dataclass(frozen=True)
 class _PlaceOfCall:
-    """Indices of a call: of its turn, within that turn, and of its time."""
+    """Indices of a call: its turn, its position among the calls of that turn, and its time span."""
 
     turn: int
     call: int
@@ -161,10 +144,16 @@ class _PlaceOfCall:
 
 @dataclass(frozen=True)
 class _Placed:
-    """A turn, and the sequence in which it stands; None: the model has not read it."""
+    """A turn, and the sequence that has it. None if the model has not read it."""
 
     turn: ConversationTurn
     sequence: GrowingSequence | None
+
+
+def _placed(
+    messages: Sequence[Mapping[str, object]], sequence: GrowingSequence | None, tokens: tuple[int, int]
+) -> list[_Placed]:
+    return [_Placed(_of_message(message, tokens), sequence) for message in messages]
 
 
 def _numbered(turn: ConversationTurn, sequence: int | None) -> ConversationTurn:
@@ -187,13 +176,13 @@ def _name(value: object) -> str:
 
 
 def _calls_of(calls: object) -> str:
-    """Return the calls of a message that was given, a line each: nobody has made them now."""
+    """Return the calls of a message that was not sampled, a line each."""
     functions = [call.get("function") for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
     return "".join(f"\n{each.get('name')} {each.get('arguments')}" for each in functions if isinstance(each, dict))
 
 
 def _text_of(content: object) -> str:
-    """Return the text of a message, images as `[image]`."""
+    """Return the text of a message, with images as `[image]`."""
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else []

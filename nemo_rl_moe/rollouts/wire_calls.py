@@ -1,9 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Calls that a program of the user's own makes: what became of them, by the messages that come back.
+"""Outcomes of tool calls that a user's program makes, from the messages that it sends back.
 
-Nobody here sees such a call run. A message of role tool that answers it says that there is a result; whether the call
-has failed is known where the result says so.
+These calls do not run here. A message of role tool shows that a call has a result, and its text may show an error.
 """
 
 import json
@@ -25,7 +24,7 @@ _ERROR_KEYS = ("error", "is_error", "isError")
 
 
 def outcome_of_result(text: str) -> Outcome:
-    """Return what a result says of its call: error, or answered where it does not say so."""
+    """Return "error" if the text of a result looks like one, otherwise "answered"."""
     if _ERROR_TEXT.match(text):
         return "error"
     if text.lstrip().startswith("{"):
@@ -43,10 +42,10 @@ class CallMetrics:
     """Names of the metrics of calls.
 
     Attributes:
-        made: Calls that the code got.
-        wrong: Calls that cannot be read.
-        failed: Calls whose results say that they have failed.
-        unknown: Calls that nothing has come back for.
+        made: Calls that the program got.
+        wrong: Malformed calls.
+        failed: Calls whose results show an error.
+        unknown: Calls without a result.
     """
 
     made: str
@@ -59,12 +58,12 @@ class CallMetrics:
 
 
 class WireCalls:
-    """The calls of one trajectory, from the response that has them to the message that answers each.
+    """The calls of one trajectory, from a response to the message that answers each call.
 
     Args:
-        session: Shows them in its conversation, and keeps their metrics whatever becomes of it.
-        names: Of the metrics.
-        failures: Results that are known to say that a call has failed; more may come while calls are made.
+        session: Gets the calls and their metrics.
+        names: Names of the metrics.
+        failures: Texts of results that are known to be errors. The caller may add further ones later.
     """
 
     def __init__(self, session: Session, names: CallMetrics, failures: Collection[str] = ()):
@@ -73,12 +72,7 @@ class WireCalls:
         session.metrics.update(dict.fromkeys(names, 0.0))
 
     def note(self, calls: Iterable[tuple[str, ToolCall]], num_malformed: int) -> None:
-        """Note the calls in the last response.
-
-        Args:
-            calls: Their ids, and what is called.
-            num_malformed: Calls that cannot be read.
-        """
+        """Note the calls in the last response, with their ids."""
         for call_id, call in calls:
             self._session.note_call(ToolUse(call_id, call.name, as_arguments(call.arguments), UNKNOWN))
             self._open.add(call_id)
@@ -89,7 +83,7 @@ class WireCalls:
             self._count(self._names.wrong)
 
     def note_results(self, messages: Iterable[Mapping[str, object]]) -> None:
-        """Note what messages say of calls that nothing had come back for."""
+        """Note the results in messages of calls that had none."""
         for message in messages:
             call_id = message.get("tool_call_id")
             if message.get("role") != "tool" or not isinstance(call_id, str) or call_id not in self._open:
@@ -97,7 +91,7 @@ class WireCalls:
             self._open.remove(call_id)
             self._count(self._names.unknown, -1.0)
             content = message.get("content")
-            text = content if isinstance(content, str) else content_text(content if isinstance(content, list) else None)
+            text = content_text(content if isinstance(content, str | list) else None)
             outcome: Outcome = "error" if text in self._failures else outcome_of_result(text)
             if outcome in FAILED_OUTCOMES:
                 self._count(self._names.failed)

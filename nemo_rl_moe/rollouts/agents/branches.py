@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The conversations of a trajectory as requests send them: each continues what it repeats, or begins a sequence."""
+"""The conversations that requests of a trajectory send: each continues an earlier one or begins a sequence."""
 
 from dataclasses import dataclass
 
@@ -20,9 +20,9 @@ class _Response:
     """A response, with the conversation up to it.
 
     Attributes:
-        keys: Of all messages, its own included.
-        prompted: What it answers.
-        sequence: Has its tokens, which end at `size`.
+        keys: Keys of all messages, the response included.
+        prompted: The messages before it, with their tokens.
+        sequence: The sequence with its tokens, which end at `size`.
     """
 
     keys: tuple[MessageKey, ...]
@@ -35,11 +35,11 @@ class _Response:
 
 @dataclass(frozen=True)
 class Place:
-    """The place of the response to a request.
+    """Where the response to a request is added.
 
     Attributes:
         sequence: Ends in the generation prompt.
-        prompted: What is answered.
+        prompted: The messages before the response, with their tokens.
     """
 
     request: ChatRequest
@@ -48,19 +48,15 @@ class Place:
 
 
 class TooLong(Exception):
-    """A request leaves no room for a response; its text says how long it is."""
+    """A request leaves no room for a response."""
 
 
 class Branches:
-    """All responses of a trajectory, by the messages that lead to them.
+    """All responses of a trajectory, by the messages before them.
 
-    A request that repeats the messages up to a response and adds further ones continues its tokens: they are never
-    rendered again. Where other tokens follow them already, another sequence begins with a copy of them, not trained on
+    A request that repeats the messages up to a response and adds further ones continues its tokens, which are never
+    rendered again. If other tokens follow them already, another sequence begins with a copy, which is not trained on
     again. Any other request begins a sequence with a rendering of its messages.
-
-    Args:
-        session: Gets the sequences.
-        continuation: Renders messages.
     """
 
     def __init__(self, session: Session, continuation: Continuation):
@@ -71,7 +67,7 @@ class Branches:
         """Prepare a sequence for the response to a request.
 
         Raises:
-            TooLong: It would have no room; nothing has changed.
+            TooLong: A response would have no room. Nothing has changed.
             NoExtension: No tokens are known that show the messages.
             RecordError: The chat template does not show the messages.
         """
@@ -84,36 +80,30 @@ class Branches:
         earlier = self._earlier(request)
         if earlier is not None:
             try:
-                return self._behind(earlier, request)
+                return self._after(earlier, request)
             except NoExtension:
-                pass  # the template renders what was there in another way by now, as it may drop thinking
-        extension = self._continuation.begin(request.messages, _inputs(request))
+                pass  # the template now renders earlier messages differently, as it may drop thinking
+        extension = self._continuation.begin(request.messages, TemplateInputs(request.tools or None))
         self._require_room(0, extension)
         return Place(request, self._session.begin_sequence(extension.token_ids, request.messages), extension)
 
     def add(self, place: Place, message: Message, token_ids: TokenIds) -> None:
-        """Take a response in, whose tokens stand in the sequence now.
-
-        Args:
-            message: As the agent gets it.
-        """
+        """Add a response whose tokens the sequence has now. `message` is its form that the agent gets."""
         keys = (*map(key_of, place.request.messages), key_of(message))
         tools, sequence = place.request.tools, place.sequence
         self._responses.append(_Response(keys, tools, place.prompted, token_ids, sequence, len(sequence)))
 
     def _earlier(self, request: ChatRequest) -> _Response | None:
-        """Return the last response that a request has in its history."""
+        """Return the last response in the history that a request sends."""
         keys = tuple(map(key_of, request.messages))
         size = next((index for index in range(len(keys), 0, -1) if keys[index - 1][0] == "assistant"), 0)
-        for each in reversed(self._responses):
-            if each.keys == keys[:size] and each.tools == request.tools:
-                return each
-        return None
+        known = reversed(self._responses)
+        return next((each for each in known if each.keys == keys[:size] and each.tools == request.tools), None)
 
-    def _behind(self, earlier: _Response, request: ChatRequest) -> Place:
+    def _after(self, earlier: _Response, request: ChatRequest) -> Place:
         prompted, session = earlier.prompted, self._session
-        stops = session.sampling.stop_token_ids
-        turn = SampledTurn(prompted.messages, earlier.token_ids, stops, _inputs(request), prompted.text)
+        inputs, stops = TemplateInputs(request.tools or None), session.sampling.stop_token_ids
+        turn = SampledTurn(prompted.messages, earlier.token_ids, stops, inputs, prompted.text)
         new = request.messages[len(earlier.keys) :]
         extension = self._continuation.extend(turn, new)
         self._require_room(earlier.size, extension)
@@ -121,8 +111,8 @@ class Branches:
         if len(sequence) == earlier.size:
             session.extend_sequence(sequence, extension.token_ids, new)
         else:
-            copied = sequence.token_ids[: earlier.size]
-            sequence = session.begin_sequence([*copied, *extension.token_ids], request.messages)
+            token_ids = [*sequence.token_ids[: earlier.size], *extension.token_ids]
+            sequence = session.begin_sequence(token_ids, request.messages)
         return Place(request, sequence, extension)
 
     def _require_room(self, size_before: int, extension: Extension) -> None:
@@ -132,7 +122,3 @@ class Branches:
                 f"the messages have {size:,} tokens, which leaves no room for a response below {limit:,}"
                 " (policy.max_total_sequence_length)"
             )
-
-
-def _inputs(request: ChatRequest) -> TemplateInputs:
-    return TemplateInputs(request.tools or None)

@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Requests for chat completions: what they may ask for, and what is refused because training needs the run's own."""
+"""Requests for chat completions. Parameters that would change the run's sampling are refused."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +13,10 @@ from nemo_rl_moe.data.messages import Message, content_text, parse_messages
 from nemo_rl_moe.data.record_values import RecordError, kind_of
 from nemo_rl_moe.data.template_inputs import ToolDefinition
 from nemo_rl_moe.generation.interface import SamplingParameters
-from nemo_rl_moe.tools.formats.typed_values import properties_of
 
 _NO_MESSAGE_KEYS = ("refusal", "annotations", "audio", "function_call")
-"""Keys that clients put into the assistant's messages, and that chat templates do not know."""
+"""Keys of assistant messages that clients add and chat templates do not know."""
+_USED = ("model", "messages", "tools", "max_tokens", "max_completion_tokens", "logprobs", "return_token_ids")
 _WITHOUT_EFFECT = (
     "user",
     "metadata",
@@ -26,16 +26,16 @@ _WITHOUT_EFFECT = (
     "safety_identifier",
     "prompt_cache_key",
 )
-"""Parameters that change nothing of a response."""
+"""Parameters that do not change a response."""
 
 
 class RequestError(Exception):
     """A request is refused.
 
     Attributes:
-        status: Of HTTP.
-        code: In OpenAI's words where it has one.
-        parameter: At fault; None: no single one.
+        status: HTTP status.
+        code: OpenAI's code of the error, if it has one.
+        parameter: The wrong parameter, if it is a single one.
     """
 
     def __init__(self, message: str, *, status: int = 400, code: str | None = None, parameter: str | None = None):
@@ -44,7 +44,7 @@ class RequestError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """Return it in OpenAI's form."""
+        """Return the error in OpenAI's form."""
         kind = "authentication_error" if self.status == 401 else "invalid_request_error"
         return {"error": {"message": str(self), "type": kind, "param": self.parameter, "code": self.code}}
 
@@ -54,8 +54,8 @@ class ChatRequest:
     """A request that the model can answer.
 
     Attributes:
-        reads_calls: Calls of tools in the response are returned as such.
-        max_tokens: Most tokens of the response; None: the run's.
+        reads_calls: Tool calls in the response are parsed and returned as `tool_calls`.
+        max_tokens: Most tokens of the response. None for the run's limit.
         wants_logprobs: The reply has the log-probability of each token.
         wants_token_ids: The reply has the token ids of prompt and response.
     """
@@ -72,7 +72,7 @@ MessageKey = tuple[str, str, str]
 
 
 def key_of(message: Message) -> MessageKey:
-    """Return what makes two messages the same: of an assistant's its text, blanks around it aside, and its calls."""
+    """Return a key that is equal for equal messages. Of the assistant's, it has the stripped text and the calls."""
     text = content_text(message["content"])
     if message["role"] != "assistant":
         return message["role"], text, json.dumps([message.get("name"), message.get("tool_call_id")])
@@ -83,7 +83,7 @@ def key_of(message: Message) -> MessageKey:
 
 
 def _decoded(arguments: object) -> object:
-    """Return arguments of a call as an object: on the wire they are a text."""
+    """Return arguments of a call as an object. Requests have them as JSON text."""
     return json.loads(arguments) if isinstance(arguments, str) else arguments
 
 
@@ -91,9 +91,8 @@ class RequestRules:
     """Limits of the requests of a run.
 
     Args:
-        model: Its name.
-        sampling: How the run samples responses that are trained on.
-        no_tools: Why requests cannot have tools; None: they can.
+        sampling: The run's sampling, which requests cannot change.
+        no_tools: Reason why requests cannot have tools. None if they can.
     """
 
     def __init__(self, model: str, sampling: SamplingParameters, no_tools: str | None = None):
@@ -119,21 +118,12 @@ class RequestRules:
                 None if value in ("auto", "none") else "auto or none: training knows no constraint"
             ),
         }
-        self._used = (
-            "model",
-            "messages",
-            "tools",
-            "max_tokens",
-            "max_completion_tokens",
-            "logprobs",
-            "return_token_ids",
-        )
 
     def parse(self, body: object) -> ChatRequest:
         """Parse the body of a request.
 
         Raises:
-            RequestError: It is malformed, or asks for something else than the run's own sampling.
+            RequestError: It is malformed, or asks for other sampling than the run's.
         """
         if not isinstance(body, Mapping):
             raise RequestError(f"the body is {kind_of(body)}, expected an object with model and messages")
@@ -155,10 +145,10 @@ class RequestRules:
         )
 
     def _check(self, name: str, value: Any) -> None:
-        if name in self._used or name in _WITHOUT_EFFECT:
+        if name in _USED or name in _WITHOUT_EFFECT:
             return
         if name not in self._checks:
-            known = (*self._used, *self._checks, *_WITHOUT_EFFECT)
+            known = (*_USED, *self._checks, *_WITHOUT_EFFECT)
             raise RequestError(
                 f"{shortened(name)}: is no parameter that this endpoint knows{did_you_mean(nearest(name, known))}",
                 parameter=name,
@@ -196,7 +186,7 @@ def _positive(name: str, value: object) -> int:
 
 
 def _messages(value: object) -> tuple[Message, ...]:
-    """Parse messages; unlike in data, the assistant's may be empty: a model can answer nothing."""
+    """Parse messages. Unlike in data, assistant messages may be empty, as a model can answer nothing."""
     given = value if isinstance(value, list) else []
     sent = [_without_client_keys(each) if isinstance(each, Mapping) else each for each in given]
     silent = {index for index, each in enumerate(sent) if isinstance(each, dict) and _is_silent(each)}
@@ -225,8 +215,3 @@ def _without_client_keys(message: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_silent(message: Mapping[str, Any]) -> bool:
     return message.get("role") == "assistant" and not message.get("content") and not message.get("tool_calls")
-
-
-def schemas_of(tools: Sequence[ToolDefinition]) -> dict[str, Mapping[str, Any]]:
-    """Return the schemas of the parameters of tools, as formats of calls read them."""
-    return {tool["function"]["name"]: properties_of(tool["function"].get("parameters")) for tool in tools}

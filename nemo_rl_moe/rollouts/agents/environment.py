@@ -1,12 +1,11 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The environment of a run with an agent: a program that asks the model through the endpoint, until it ends."""
+"""The environment of a run with agents: programs that send requests for responses to the run's endpoint."""
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +15,7 @@ from nemo_rl_moe.data.thinking import THINK_START
 from nemo_rl_moe.data.turn_glue import NoExtension
 from nemo_rl_moe.errors import DataError
 from nemo_rl_moe.rewards.interface import Fault, Score
-from nemo_rl_moe.rollouts.agents.branches import Branches, Place, TooLong
+from nemo_rl_moe.rollouts.agents.branches import Branches, TooLong
 from nemo_rl_moe.rollouts.agents.chat_requests import RequestError, RequestRules
 from nemo_rl_moe.rollouts.agents.replies import message_of, read_turn, reply_to
 from nemo_rl_moe.rollouts.agents.server import EndpointServer
@@ -29,16 +28,11 @@ from nemo_rl_moe.tools.formats.interface import ToolFormat
 
 REFUSED = "agent/refused_requests"
 CALL_METRICS = CallMetrics("agent/tool_calls", "agent/malformed_calls", "agent/failed_calls", "agent/unknown_calls")
-_TAIL_TOKENS = 16
 
 
 @dataclass
 class _Asked:
-    """A request that waits for its reply.
-
-    Attributes:
-        reply: Cancelled where the client has left.
-    """
+    """A request that waits for its reply. The reply is cancelled if the client disconnects."""
 
     body: object
     reply: "Future[dict[str, Any]]" = field(default_factory=Future)
@@ -56,15 +50,12 @@ _Event = _Asked | _Unread | AgentEnd | BaseException
 
 
 class AgentEnvironment:
-    """Trajectories that a program drives. Each request is answered before the next of its trajectory is looked at.
+    """Trajectories that a program drives. The requests of a trajectory are answered one after the other.
 
     Args:
-        rules: What requests may ask for.
-        tool_format: Format in which the model writes calls; None: it writes none.
-        max_turns: Most responses of a trajectory; further requests are refused.
-        server: Takes requests.
-        workers: Run the agents.
-        reward_weights: Of each named reward; None where a score is one number.
+        tool_format: Format in which the model writes calls. None without tools.
+        max_turns: Most responses of a trajectory. Further requests are refused.
+        reward_weights: Weight of each named reward. None if a score is one number.
     """
 
     def __init__(
@@ -80,14 +71,13 @@ class AgentEnvironment:
         self._server, self._workers, self._weights = server, workers, reward_weights
 
     async def rollout(self, session: Session) -> Trajectory:
-        """Make one trajectory; the agent gives the reward, or else the reward function scores the last response."""
+        """Make one trajectory. If the agent returns no reward, the reward function scores the last response."""
         if session.model_inputs:
             raise DataError(f"{session.prompt.sample_id}: the prompt has images, expected text: agents send text alone")
         async with session.place(self._leased, self._workers.give_back) as leased:
             return await self._driven(session, leased.result())
 
     async def _leased(self) -> "Future[AgentRun]":
-        """Return a lease that is granted."""
         leased = self._workers.lease()
         try:
             await asyncio.wrap_future(leased)
@@ -110,26 +100,27 @@ class AgentEnvironment:
                 _refuse(event, _has_ended())
 
         def note(event: _Event) -> None:
-            loop.call_soon_threadsafe(take, event)
+            try:
+                loop.call_soon_threadsafe(take, event)
+            except RuntimeError:  # the loop has been closed
+                if isinstance(event, _Asked):
+                    _refuse(event, _has_ended())
+
+        def note_end(ended: "Future[AgentEnd]") -> None:
+            if not ended.cancelled():
+                note(ended.exception() or ended.result())
 
         def ask(body: object) -> "Future[dict[str, Any]]":
             asked = _Asked(body)
-            try:
-                note(asked)
-            except RuntimeError:  # the loop has been closed
-                _refuse(asked, _has_ended())
+            note(asked)
             return asked.reply
 
-        def unread(body: object, reply: dict[str, Any]) -> None:
-            with suppress(RuntimeError):  # the loop has been closed
-                note(_Unread(body, reply))
-
-        with self._server.session(ask, unread) as base_url:
+        with self._server.session(ask, lambda body, reply: note(_Unread(body, reply))) as base_url:
             prompt = session.prompt
             task = AgentTask(
                 prompt.sample_id, prompt.record, prompt.messages, base_url, self._server.key, self._rules.model
             )
-            agent.start(task).add_done_callback(lambda ended: _tell(note, ended))
+            agent.start(task).add_done_callback(note_end)
             try:
                 while True:
                     event = await events.get()
@@ -149,12 +140,13 @@ class AgentEnvironment:
 
     async def _finished(self, session: Session, end: AgentEnd, limit: Exception | None) -> Trajectory:
         if end.fault is Fault.ERROR and limit:
-            # It could not go on, and has not failed: an answer is never worse than one that is too long.
+            # It did not fail. It gets reward 0, so that no answer is worse than an attempt that is too long.
             if isinstance(limit, TooLong):
                 session.cut_short(str(limit))
-            zero = Score(0.0, is_correct=False)
-            named = Score.named(dict.fromkeys(self._weights, 0.0), is_correct=False) if self._weights else zero
-            return session.finish(named, truncated_by=None if isinstance(limit, TooLong) else "turns")
+            score = Score(0.0, is_correct=False)
+            if self._weights:
+                score = Score.named(dict.fromkeys(self._weights, 0.0), is_correct=False)
+            return session.finish(score, truncated_by=None if isinstance(limit, TooLong) else "turns")
         if end.fault is not None:
             return session.failed(end.fault, end.message)
         if not session.turns:
@@ -166,7 +158,7 @@ class _Talk:
     """The requests of one trajectory.
 
     Attributes:
-        limit: The last refusal at a limit of the run; None: there was none since the last reply.
+        limit: The last refusal at a limit of the run. None if a reply came after it.
     """
 
     def __init__(self, session: Session, rules: RequestRules, tool_format: ToolFormat | None, max_turns: int):
@@ -179,7 +171,7 @@ class _Talk:
         self.limit: Exception | None = None
 
     async def answer(self, asked: _Asked) -> None:
-        """Answer a request, unless its client has left meanwhile."""
+        """Answer a request, unless its client has disconnected."""
         if asked.reply.cancelled():
             return
         try:
@@ -188,7 +180,7 @@ class _Talk:
             self._session.metrics[REFUSED] += 1
             _refuse(asked, error)
             return
-        except BaseException:  # such as the trajectory's own end
+        except BaseException:  # such as the end of the trajectory
             _refuse(asked, _has_ended())
             raise
         if asked.reply.set_running_or_notify_cancel():
@@ -197,7 +189,7 @@ class _Talk:
             self.keep(_Unread(asked.body, reply))
 
     def keep(self, unread: _Unread) -> None:
-        """Keep a reply for the client that asks again, as clients do after a time-out."""
+        """Keep a reply for a client that repeats its request, as clients do after a timeout."""
         self._unread[_text_of(unread.body)] = unread.reply
 
     async def _reply(self, body: object) -> dict[str, Any]:
@@ -220,28 +212,16 @@ class _Talk:
             raise RequestError(str(error), parameter="messages") from None
         self.limit = None
         prompt_ids = list(place.sequence.token_ids)
+        begins_in_thinking = session.ends_in(THINK_START, place.sequence)
         room = session.max_tokens - len(prompt_ids)
         turn = await session.continue_sequence(place.sequence, room, request.max_tokens)
-        read = read_turn(turn.text, request, self._format, begins_in_thinking=self._opens_thinking(place, prompt_ids))
+        read = read_turn(turn.text, request, self._format, begins_in_thinking=begins_in_thinking)
         message: Message = message_of(read, int(session.metrics[CALL_METRICS.made]))
         ids = [call["id"] for call in message.get("tool_calls", ())]
         self._calls.note(zip(ids, read.calls, strict=True), read.num_malformed)
         self._branches.add(place, message, turn.token_ids)
         name = f"{session.group_id}-{len(session.turns)}"
         return reply_to(request, turn, message, prompt_ids, name=name, model=self._rules.model, text_of=session.decode)
-
-    def _opens_thinking(self, place: Place, prompt_ids: list[int]) -> bool:
-        return self._session.decode(prompt_ids[-_TAIL_TOKENS:]).rstrip().endswith(THINK_START)
-
-
-def _tell(note: Callable[[_Event], None], ended: "Future[AgentEnd]") -> None:
-    """Tell how an agent has ended, unless nobody waits for it any more."""
-    if ended.cancelled():
-        return
-    try:
-        note(ended.exception() or ended.result())
-    except RuntimeError:  # the loop has been closed
-        return
 
 
 def _has_ended() -> RequestError:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Replies to requests for chat completions: the model's turn as a message, with its calls of tools."""
+"""Replies to requests for chat completions: a response as a message, with its tool calls."""
 
 import json
 import re
@@ -13,19 +13,19 @@ from typing import Any
 from nemo_rl_moe.data.messages import Message
 from nemo_rl_moe.data.thinking import THINK_END
 from nemo_rl_moe.generation.interface import TokenIds
-from nemo_rl_moe.rollouts.agents.chat_requests import ChatRequest, schemas_of
+from nemo_rl_moe.rollouts.agents.chat_requests import ChatRequest
 from nemo_rl_moe.rollouts.environment import Turn
 from nemo_rl_moe.tools.formats.interface import ParsedCall, Schemas, ToolCall, ToolFormat
+from nemo_rl_moe.tools.formats.typed_values import properties_of
 
 
 @dataclass(frozen=True)
 class ReadTurn:
-    """A turn of the model as an agent gets it.
+    """A response as an agent gets it.
 
     Attributes:
         content: Its text without calls.
-        calls: Calls in it; none where one of them cannot be read, which leaves the text as it is.
-        num_malformed: Calls that cannot be read.
+        calls: Calls in it. Empty if one of them is malformed, so that `content` is the full text.
     """
 
     content: str
@@ -34,15 +34,16 @@ class ReadTurn:
 
 
 def read_turn(text: str, request: ChatRequest, tool_format: ToolFormat | None, *, begins_in_thinking: bool) -> ReadTurn:
-    """Read the calls of a turn.
+    """Read the calls of a response.
 
     Args:
-        tool_format: None: the model writes none.
+        tool_format: None without tools.
         begins_in_thinking: The prompt has opened a think block.
     """
     if tool_format is None or not request.reads_calls:
         return ReadTurn(text)
-    schemas = schemas_of(request.tools)
+    functions = [tool["function"] for tool in request.tools]
+    schemas = {function["name"]: properties_of(function.get("parameters")) for function in functions}
     found = tool_format.calls(text, schemas, begins_in_thinking=begins_in_thinking)
     calls = tuple(call for call in found if isinstance(call, ToolCall) and _is_encodable(call))
     if len(calls) < len(found):
@@ -53,11 +54,7 @@ def read_turn(text: str, request: ChatRequest, tool_format: ToolFormat | None, *
 
 
 def message_of(turn: ReadTurn, first_call: int) -> Message:
-    """Return a turn as a message in OpenAI's form.
-
-    Args:
-        first_call: Number of its first call in the trajectory.
-    """
+    """Return a response as a message in OpenAI's form. `first_call` is the number of earlier calls."""
     message: Message = {"role": "assistant", "content": turn.content or (None if turn.calls else "")}
     if turn.calls:
         message["tool_calls"] = [
@@ -84,11 +81,10 @@ def reply_to(
     """Return the reply in OpenAI's form.
 
     Args:
-        message: As `message_of` returns it.
-        prompt_ids: Tokens before the turn.
-        name: Of the reply.
-        model: Its name.
-        text_of: From token ids to text.
+        message: Result of `message_of`.
+        prompt_ids: Tokens before the response.
+        name: Id of the reply.
+        text_of: Decodes token ids.
     """
     reason = "length" if turn.is_cut else "tool_calls" if message.get("tool_calls") else "stop"
     choice: dict[str, Any] = {"index": 0, "message": message, "finish_reason": reason, "logprobs": None}
@@ -114,11 +110,7 @@ def reply_to(
 
 
 def as_events(reply: dict[str, Any], *, with_usage: bool) -> bytes:
-    """Return a reply as the events of a stream: the whole message is one of them.
-
-    Args:
-        with_usage: Add one with the numbers of tokens.
-    """
+    """Return a reply as a stream with the message as one event, and another with the numbers of tokens if asked."""
     [choice] = reply["choices"]
     message = dict(choice["message"])
     if calls := message.get("tool_calls"):
@@ -137,7 +129,7 @@ def _logprob(text: str, logprob: float) -> dict[str, Any]:
 
 
 def _is_encodable(call: ToolCall) -> bool:
-    """Return whether clients can send a call back: JSON in a text may hold half a character."""
+    """Return whether clients can send a call back. JSON text may contain half a surrogate pair."""
     try:
         json.dumps([call.name, call.arguments], ensure_ascii=False, allow_nan=False).encode()
     except (TypeError, ValueError):
@@ -148,14 +140,14 @@ def _is_encodable(call: ToolCall) -> bool:
 def _before_calls(
     text: str, calls: list[ParsedCall], tool_format: ToolFormat, schemas: Schemas, *, begins_in_thinking: bool
 ) -> str:
-    """Return the text before the first call, of which formats do not return the place."""
-    # The text from a place on has all calls if the place is before the first one, and fewer if not: a binary search.
+    """Return the text before the first call, whose position formats do not return."""
+    # The text from a position on has all calls only if the position is before the first one: a binary search.
     first = text.index(THINK_END) + len(THINK_END) if begins_in_thinking and THINK_END in text else 0
 
     def has_all_from(place: int) -> bool:
         return tool_format.calls(text[place:], schemas) == calls
 
-    # A think block that is cut in two could show a call of its own.
+    # Half of a think block could look like a call.
     thought = text.rfind(THINK_END) + len(THINK_END)
     if THINK_END in text and has_all_from(thought):
         first = thought

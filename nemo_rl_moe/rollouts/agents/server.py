@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The HTTP server of agents' requests: loopback alone, with a key made for the run and a path for each trajectory."""
+"""The HTTP server for agents: on the loopback interface, with a key of the run and a path for each trajectory."""
 
 import asyncio
 import hmac
@@ -22,19 +22,18 @@ from nemo_rl_moe.rollouts.agents.replies import as_events
 HOST = "127.0.0.1"
 MOST_BODY_BYTES = 64 << 20
 MOST_NESTED = 100
-"""Lists and objects of a body inside each other; code that reads them calls itself for each."""
+"""Deepest nesting of lists and objects in a body. Code that reads a body is recursive."""
 _CLOSING_LIMIT_S = 20.0
-_ENDED = "this trajectory has ended, or there was none of this name"
 
 Ask = Callable[[object], "Future[dict[str, Any]]"]
-"""From the body of a request to its reply; called in the server's thread, and does not block it."""
+"""Returns the future reply to the body of a request. Called in the server's thread, which it does not block."""
 Unread = Callable[[object, dict[str, Any]], object]
-"""Takes body and reply of a request whose client has left before it could read it."""
+"""Takes body and reply of a request whose client disconnected before it read the reply."""
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def _is_of_us(record: logging.LogRecord) -> bool:
-    """Return False for requests that are no HTTP, which any process of the machine may send without the key."""
+    """Return False for errors of requests that are not HTTP. Any process of the machine can send these."""
     return not isinstance(record.exc_info[1] if record.exc_info else None, HttpProcessingError)
 
 
@@ -43,14 +42,11 @@ _LOG.addFilter(_is_of_us)
 
 
 class EndpointServer:
-    """An OpenAI-compatible server in a thread of its own; a context manager.
-
-    Args:
-        model: Name of the model.
+    """An OpenAI-compatible server in a separate thread, as a context manager.
 
     Attributes:
-        key: That requests need, made at random.
-        port: On which it listens.
+        key: Random key that requests need.
+        port: Port on which it listens.
     """
 
     def __init__(self, model: str):
@@ -69,16 +65,15 @@ class EndpointServer:
 
     def __exit__(self, *error: object) -> None:
         self._sessions.clear()
-        closing = asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop)
         try:
-            closing.result(_CLOSING_LIMIT_S)
+            asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(_CLOSING_LIMIT_S)
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(_CLOSING_LIMIT_S)
 
     @contextmanager
     def session(self, ask: Ask, unread: Unread = lambda body, reply: None) -> Iterator[str]:
-        """Answer the requests of one trajectory at an address of its own, which the context gives."""
+        """Answer the requests of one trajectory at a separate URL, which the context yields."""
         name = secrets.token_urlsafe(16)
         self._sessions[name] = ask, unread
         try:
@@ -100,19 +95,18 @@ class EndpointServer:
         app = web.Application(middlewares=[self._guarded], client_max_size=MOST_BODY_BYTES)
         app.router.add_post("/sessions/{session}/v1/chat/completions", self._complete)
         app.router.add_get("/sessions/{session}/v1/models", self._models)
-        # A client that has left is no longer answered; no client compresses its requests.
+        # Handlers of disconnected clients are cancelled. No client compresses its requests.
         runner = web.AppRunner(
             app, logger=_LOG, handler_cancellation=True, access_log=None, shutdown_timeout=1.0, auto_decompress=False
         )
         await runner.setup()
-        site = web.TCPSite(runner, HOST, 0)
-        await site.start()
+        await web.TCPSite(runner, HOST, 0).start()
         self.port = runner.addresses[0][1]
         return runner
 
     @web.middleware
     async def _guarded(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
-        """Let through who has the key; answer errors in OpenAI's form."""
+        """Refuse requests without the key, and answer errors in OpenAI's form."""
         try:
             given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
             if not hmac.compare_digest(given, f"Bearer {self.key}".encode()):
@@ -138,7 +132,7 @@ class EndpointServer:
         asked = ask(body)
         try:
             reply = await asyncio.wrap_future(asked)
-        except asyncio.CancelledError:  # the client has left, maybe while the reply was made
+        except asyncio.CancelledError:  # the client has disconnected, maybe while the reply was made
             if not asked.cancel():
                 asked.add_done_callback(lambda late: late.exception() or unread(body, late.result()))
             raise
@@ -158,12 +152,12 @@ class EndpointServer:
     def _session_of(self, request: web.Request) -> tuple[Ask, Unread]:
         session = self._sessions.get(request.match_info["session"])
         if session is None:
-            raise RequestError(_ENDED, status=404, code="session_not_found")
+            message = "this trajectory has ended, or there was none of this name"
+            raise RequestError(message, status=404, code="session_not_found")
         return session
 
 
 def _is_nested_deeper(value: object, most: int) -> bool:
-    """Return whether lists and objects are nested deeper than so many."""
     level: list[object] = [value]
     for _ in range(most + 1):
         inner = (each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list))

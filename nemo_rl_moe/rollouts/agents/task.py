@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The task that an agent gets."""
+"""The task of an agent, and its result."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,11 +9,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class AgentResult:
-    """What an agent may return in place of a reward alone.
+    """Result of an agent with more than a reward.
 
     Attributes:
-        reward: A number, or several by name; None: `env.reward` scores the last response.
-        is_correct: Whether the trajectory is right; None: it is from a reward of 1 on.
+        reward: A number, or several by name. If None, `env.reward` scores the last response.
+        is_correct: Whether the trajectory is right. If None, it is right if its reward is at least 1.
         metrics: Further numbers by name, which are logged.
     """
 
@@ -24,15 +24,14 @@ class AgentResult:
 
 @dataclass(frozen=True)
 class AgentTask:
-    """One trajectory for an agent. Each attempt at each response to a prompt is a task of its own.
+    """One trajectory for an agent. Each attempt at each response to a prompt is a separate task.
 
     Attributes:
-        sample_id: Where the prompt came from.
-        record: Whatever the data say of it.
-        messages: The prompt, as the agent may send it to the model, or not.
-        base_url: Of the endpoint, for this trajectory alone.
-        api_key: Of this run.
-        model: Name of the model.
+        sample_id: Source of the prompt, such as file and line.
+        record: All fields of the prompt's record in the data.
+        messages: The prompt. The agent need not send it to the model.
+        base_url: URL of the endpoint for this trajectory alone.
+        api_key: Key of this run.
     """
 
     sample_id: str

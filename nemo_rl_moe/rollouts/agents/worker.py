@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The process that runs agents, one after the other. It ends with the driver, and with it all that it has started."""
+"""The process that runs agents. It ends with the driver, and so do all processes that it has started."""
 
 import asyncio
 import inspect
@@ -29,28 +29,23 @@ READY = b"ready"
 
 
 class Program(Protocol):
-    """Code that drives trajectories in processes of agents, to which it is sent."""
+    """Code that drives trajectories. It is pickled and sent to the processes of agents."""
 
     @property
     def memory_mb(self) -> int:
-        """Return the megabytes that a process may take."""
+        """Return the limit of a process in megabytes."""
 
     @property
     def agents_per_worker(self) -> int:
-        """Return the agents that run in a process at the same time. Several must be coroutines."""
+        """Return the number of agents that run in a process at the same time. If above 1, they must be coroutines."""
 
     def load(self) -> Callable[[AgentTask], object]:
-        """Return the function of a task that returns its reward, a pair with a bool, or an awaitable of either."""
+        """Return a function from a task to its reward, a pair of reward and bool, or an awaitable of either."""
 
 
 @dataclass(frozen=True)
 class AgentProgram:
-    """The function or the program of the user's that drives trajectories.
-
-    Attributes:
-        reference: `package.module:function`; None: a command.
-        command: Program and arguments.
-    """
+    """The user's function (`reference`, as `package.module:function`) or command that drives trajectories."""
 
     reference: str | None
     command: tuple[str, ...]
@@ -58,14 +53,13 @@ class AgentProgram:
     agents_per_worker: int = 1
 
     def load(self) -> Callable[[AgentTask], object]:  # pragma: no cover  (runs in other processes)
-        """Return the function that runs it."""
         if self.reference is None:
             return self._run_command
         function: Callable[[AgentTask], object] = import_attribute(AGENT_KEY, self.reference)
         return function
 
     def _run_command(self, task: AgentTask) -> object:  # pragma: no cover
-        """Run the command: the task is its standard input, and it may write a reward to a file."""
+        """Run the command with the task as its standard input. It may write a reward to a file."""
         with tempfile.TemporaryDirectory(prefix="agent-") as folder:
             reward_file = Path(folder) / "reward"
             given = {"sample_id": task.sample_id, "record": task.record, "messages": list(task.messages)}
@@ -82,7 +76,7 @@ class AgentProgram:
 
 
 def main() -> None:  # pragma: no cover
-    """Run the tasks that come through a connection until it is closed."""
+    """Run the tasks that the driver sends until it closes the connection."""
     tasks = connect()
     program: Program = pickle.loads(tasks.recv_bytes())  # noqa: S301  (from the driver)
     forget_secrets()
@@ -111,14 +105,14 @@ def main() -> None:  # pragma: no cover
 
 
 async def _run_together(tasks: Connection, run: Callable[[AgentTask], object]) -> None:  # pragma: no cover
-    """Run tasks as coroutines of one loop, until the connection is closed. None in place of a task cancels it."""
+    """Run tasks as coroutines of one loop until the connection is closed. A number with None cancels its task."""
     loop, is_over = asyncio.get_running_loop(), asyncio.Event()
     running: dict[int, asyncio.Task[None]] = {}
 
     async def play(number: int, task: AgentTask) -> None:
         try:
             answer = _answer(number, await cast("Awaitable[object]", run(task)))
-        except BaseException as error:  # that it is cancelled, too
+        except BaseException as error:  # a cancellation, too
             answer = _failure(number, error)
         del running[number]
         tasks.send_bytes(answer)
@@ -129,7 +123,7 @@ async def _run_together(tasks: Connection, run: Callable[[AgentTask], object]) -
         except EOFError:
             is_over.set()
             return
-        except BaseException:  # otherwise the loop goes on without the task
+        except BaseException:  # otherwise the loop continues without the task
             traceback.print_exc()
             os._exit(1)
         if task is not None:
@@ -142,11 +136,11 @@ async def _run_together(tasks: Connection, run: Callable[[AgentTask], object]) -
 
 
 def _answer(number: int, result: object) -> bytes:
-    """Return the result of an agent as text: what models steer sends the driver no pickles."""
+    """Return the result of an agent as JSON: code that a model influences sends the driver no pickles."""
     pair = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     found = result if isinstance(result, AgentResult) else AgentResult(*pair)
-    told = {"result": found.reward, "is_correct": found.is_correct, "metrics": dict(found.metrics)}
-    return json.dumps((number, told), default=_plain).encode()
+    answer = {"result": found.reward, "is_correct": found.is_correct, "metrics": dict(found.metrics)}
+    return json.dumps((number, answer), default=_plain).encode()
 
 
 def _failure(number: int, error: BaseException) -> bytes:
@@ -154,7 +148,7 @@ def _failure(number: int, error: BaseException) -> bytes:
 
 
 def _plain(value: Any) -> object:
-    """Return a number of another library as Python's."""
+    """Return a number of another library, such as numpy, as Python's."""
     item = getattr(value, "item", None)
     if item is None:
         raise TypeError(f"{AGENT_KEY} returned {described(value)}, expected a reward or None")

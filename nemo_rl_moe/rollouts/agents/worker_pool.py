@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The driver's side of the processes that run agents: who has one, and what comes of it."""
+"""The driver's side of the processes that run agents: leases of processes, and the ends of agents."""
 
 import json
 import os
@@ -30,7 +30,7 @@ CANCEL_LIMIT_S = 5.0
 """Seconds that an agent may take to end when it is cancelled, before the process that it shares is killed."""
 _STOPPED = "no agent can run: their processes have been stopped"
 MOST_LOG_BYTES = 64 << 20
-"""Output of agents that is kept, all together."""
+"""Most bytes of the common log of all agents."""
 _LOG_LOOK_S = 1.0
 
 
@@ -39,9 +39,9 @@ class AgentEnd:
     """How an agent has ended.
 
     Attributes:
-        score: What it gave; None: nothing, so that the reward function scores.
-        fault: Why it gave nothing; None where it ended well.
-        metrics: Numbers that it gave besides.
+        score: The score that it returned. If None, the reward function scores.
+        fault: None unless it failed.
+        metrics: Further numbers that it returned.
     """
 
     score: Score | None = None
@@ -51,7 +51,7 @@ class AgentEnd:
 
 
 class _Process(ChildProcess):
-    """One process that runs agents; a thread reads its answers."""
+    """One process that runs agents. A thread reads its answers."""
 
     def __init__(self, program: Program, log: IO[bytes]):
         super().__init__(worker.__name__, log)
@@ -62,7 +62,6 @@ class _Process(ChildProcess):
         self.reader = threading.Thread(target=self._read, name="answers of agents", daemon=True)
 
     def wait_for_start(self) -> None:
-        """Wait until the agent is loaded."""
         if not self.connection.poll(START_TIMEOUT_S):
             raise WorkerDiedError(f"the process of an agent did not start within {START_TIMEOUT_S:g} s")
         try:
@@ -74,7 +73,7 @@ class _Process(ChildProcess):
         self.reader.start()
 
     def run(self, task: AgentTask) -> "tuple[int, Future[AgentEnd]]":
-        """Start an agent; return its number, and its future end."""
+        """Start an agent, and return its number and its future end."""
         future: Future[AgentEnd] = Future()
         with self._sending:
             number = next(self._numbers)
@@ -87,11 +86,11 @@ class _Process(ChildProcess):
         return number, future
 
     def cancel(self, number: int, end: "Future[AgentEnd]") -> None:
-        """Cancel one of several agents; kill the process if it does not answer in time."""
+        """Cancel one of several agents. Kill the process if it does not answer in time."""
 
         def limit() -> None:
             if not end.done():
-                self.kill()  # what is sent to it ends, too
+                self.kill()  # which also ends a blocked send
 
         timer = threading.Timer(CANCEL_LIMIT_S, limit)
         timer.daemon = True
@@ -126,14 +125,14 @@ _Begun = tuple[_Process, int, "Future[AgentEnd]"]
 
 
 class _Place:
-    """Place of a process, which is replaced when it has ended."""
+    """Slot of a process, which is replaced when it has ended."""
 
     def __init__(self, start: Callable[[], _Process]):
         self._start, self._lock = start, threading.Lock()
         self._process = start()
 
     def process(self) -> _Process:
-        """Return the process, once it has started."""
+        """Wait until the process has started, and return it."""
         with self._lock:
             if self._process.is_over:
                 self._process = self._start()
@@ -152,17 +151,17 @@ class AgentRun:
         self._is_closed = False
 
     def start(self, task: AgentTask) -> "Future[AgentEnd]":
-        """Start the agent; return its future end."""
+        """Start the agent, and return its future end."""
         found: Future[AgentEnd] = Future()
 
-        def tell(end: "Future[AgentEnd]") -> None:
+        def finish(end: "Future[AgentEnd]") -> None:
             if found.set_running_or_notify_cancel():
                 found.set_result(end.result())
 
         def begin() -> _Begun:
             process = self._process = self._place.process()
             number, end = process.run(task)
-            end.add_done_callback(tell)
+            end.add_done_callback(finish)
             return process, number, end
 
         def note(begun: "Future[_Begun]") -> None:
@@ -175,7 +174,7 @@ class AgentRun:
         return found
 
     def close(self) -> None:
-        """End the agent if it still runs, and give its place to the next one. Do nothing the second time."""
+        """End the agent if it still runs, and give its slot to the next one. Do nothing the second time."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -200,11 +199,7 @@ class AgentRun:
 
 
 class _LogLimit:
-    """Begin a log anew when it gets too long: agents write to it themselves, and may write without end.
-
-    Args:
-        log: Open at its end, for these processes too.
-    """
+    """Truncates the log when it gets too long. Processes of agents write to it directly, and may never stop."""
 
     def __init__(self, log: IO[bytes]):
         self._log, self._is_over = log, threading.Event()
@@ -227,14 +222,13 @@ class _LogLimit:
 
 
 class AgentWorkers:
-    """Processes that run agents on the driver's machine; a context manager.
+    """Processes that run agents on the driver's machine, as a context manager.
 
     A process whose agent hangs or ends it is replaced.
 
     Args:
-        program: What drives trajectories.
         num_workers: Processes. Each runs `program.agents_per_worker` agents at the same time.
-        log: File that gets what agents print.
+        log: File for the output of agents.
     """
 
     def __init__(self, program: Program, num_workers: int, log: Path):
@@ -246,7 +240,7 @@ class AgentWorkers:
         self._waiting: deque[Future[AgentRun]] = deque()
         self._processes: list[_Process] = []
         self._lock, self._is_stopped = threading.Lock(), False
-        # They wait for processes that start, or take a task.
+        # Threads that wait until a process starts or takes a task.
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="agents")
         try:
             places = [_Place(self._start) for _ in range(num_workers)]
@@ -264,7 +258,7 @@ class AgentWorkers:
         self.shutdown()
 
     def lease(self) -> "Future[AgentRun]":
-        """Ask for a place: who asks first gets the first that is free. `give_back` it in any case."""
+        """Ask for a share of a process, which is granted in the order of the calls. Always call `give_back` with it."""
         future: Future[AgentRun] = Future()
         with self._lock:
             if self._is_stopped:
@@ -281,7 +275,7 @@ class AgentWorkers:
             leased.result().close()
 
     def pass_on(self, place: _Place) -> None:
-        """Give a place to who waits for one."""
+        """Give a slot to the next lease, or keep it as free."""
         with self._lock:
             while self._waiting and not self._is_stopped:
                 future = self._waiting.popleft()
@@ -291,14 +285,14 @@ class AgentWorkers:
             self._free.append(place)
 
     def submit(self, call: Callable[[], Result]) -> "Future[Result]":
-        """Have a thread call a function that waits."""
+        """Call a blocking function in a thread."""
         try:
             return self._threads.submit(call)
         except RuntimeError:
             raise WorkerDiedError(_STOPPED) from None
 
     def shutdown(self) -> None:
-        """Stop all processes, and so the agents that run. Does nothing the second time."""
+        """Stop all processes and their agents. Do nothing the second time."""
         with self._lock:
             if self._is_stopped:
                 return
@@ -333,7 +327,7 @@ def _is_result(answer: dict[str, Any]) -> bool:
 
 
 def end_of(answer: dict[str, Any]) -> AgentEnd:
-    """Return how an agent has ended, by what its process answers."""
+    """Return how an agent has ended, from the answer of its process."""
     if "error" in answer:
         return AgentEnd(fault=Fault.ERROR, message=str(answer["error"]))
     result, is_correct, metrics = answer["result"], answer["is_correct"], answer.get("metrics", {})

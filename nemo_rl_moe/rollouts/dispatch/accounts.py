@@ -1,24 +1,22 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of asynchronous rollouts: the age of what is trained on, who waited, and what was generated in vain."""
+"""Metrics of asynchronous rollouts: staleness, waiting and wasted tokens."""
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import MutableMapping
 
 import numpy as np
 
 from nemo_rl_moe.rollouts.dispatch.groups import Batch, Reason
-from nemo_rl_moe.rollouts.trajectory import Trajectory
 
 
 def batch_metrics(batch: Batch) -> dict[str, float]:
     """Return the metrics of a step's groups.
 
-    - `staleness/mean`, `staleness/max`: optimizer steps since their dispatch; `staleness/in_flight` and
-      `staleness/in_queue` are the parts of the mean in which they were generated and in which they waited
+    - `staleness/mean`, `staleness/max`: optimizer steps since their dispatch. `staleness/in_flight` and
+      `staleness/in_queue` are the parts of the mean during generation and in the queue
     - `rollouts/queue_length`: finished groups that wait for later steps
-    - `rollouts/trainer_wait_s`: seconds that training waited for them
-    - `rollouts/pause_s`: seconds until the engine stood still for the weights of this step
-    - `rollouts/num_cancelled/REASON`: groups cancelled since the step before, where there are any
+    - `rollouts/trainer_wait_s`: seconds that training waited for the groups
+    - `rollouts/num_cancelled/REASON`: groups cancelled since the previous step, if there are any
     - `rollouts/num_given_up`: prompts among them that are not generated again
     """
     ages = batch.staleness
@@ -38,13 +36,12 @@ def batch_metrics(batch: Batch) -> dict[str, float]:
 
 
 def wasted_tokens(batch: Batch, num_tokens: MutableMapping[tuple[int, int], int]) -> dict[str, float]:
-    """Return `rollouts/wasted_tokens` and, by reason, `rollouts/wasted_tokens/REASON`; they leave the counts.
+    """Return `rollouts/wasted_tokens`, and `rollouts/wasted_tokens/REASON` by reason.
 
-    Tokens of responses that were not finished are counted where the engine has reported them.
+    Tokens of unfinished responses are counted if the engine has reported them.
 
     Args:
-        batch: Groups of a step, and cancelled ones.
-        num_tokens: Tokens sampled for each group, by position and attempt.
+        num_tokens: Tokens sampled for each group, by position and attempt. Groups of the batch are removed from it.
     """
     wasted = dict.fromkeys([*map(str, Reason), "restart"], 0)
     for each in batch.cancelled:
@@ -52,10 +49,6 @@ def wasted_tokens(batch: Batch, num_tokens: MutableMapping[tuple[int, int], int]
     for found in batch.groups:
         sampled = num_tokens.pop((found.ticket.position, found.ticket.attempt), None)
         if sampled is not None:  # this run has generated the group
-            wasted["restart"] += sampled - _sampled(found.group)
+            wasted["restart"] += sampled - sum(each.num_sampled_tokens for each in found.group)
     by_reason = {f"rollouts/wasted_tokens/{reason}": float(number) for reason, number in wasted.items() if number}
     return {"rollouts/wasted_tokens": float(sum(wasted.values()))} | by_reason
-
-
-def _sampled(trajectories: Sequence[Trajectory]) -> int:
-    return sum(each.num_sampled_tokens for each in trajectories)

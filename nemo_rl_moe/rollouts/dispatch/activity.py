@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Activity of trainer and engines in asynchronous rollouts: who worked, who waited, and for whom."""
+"""Activity of trainer and engines in asynchronous rollouts: when they worked, and why they waited."""
 
 import time
 from collections import deque
@@ -22,15 +22,15 @@ from nemo_rl_moe.runs.folder.time_line import (
 )
 
 STEPS_SHOWN = 8
-"""Steps of a time line."""
+"""Number of steps in a time line."""
 
 
 class StateRecorder:
-    """Intervals of one state after the other.
+    """Consecutive intervals of states.
 
     Args:
-        state: The first one.
-        clock: Seconds on a clock that only goes forward.
+        state: The first state.
+        clock: Returns seconds of a monotonic clock.
     """
 
     def __init__(self, state: int, clock: Callable[[], float]):
@@ -39,13 +39,12 @@ class StateRecorder:
         self._intervals: list[Interval] = []
 
     def set(self, state: int) -> None:
-        """Change the state, now."""
         if state != self._state:
             self._end()
             self._state = state
 
     def take(self) -> list[Interval]:
-        """Return the intervals up to now, one at least, and begin anew."""
+        """Return and forget the intervals up to now, at least one."""
         self._end()
         found, self._intervals = self._intervals, []
         return found or [Interval(self._state, self._since_s, self._since_s)]
@@ -58,13 +57,11 @@ class StateRecorder:
 
 
 class EngineActivity:
-    """State of all engines together; in the thread of the rollouts.
+    """State of all engines together, used in the thread of the rollouts.
 
-    They generate while one has a request. Otherwise they are paused for weights, or they wait: for the environment (its
-    code, tools and rewards) while groups are open, for training if none may begin.
-
-    Attributes:
-        clock: Seconds on a clock that only goes forward.
+    They generate while one has a request. Otherwise they are paused, with requests held back until new weights arrive,
+    or they wait: for the environment (its code, tools and rewards) while groups are open, for training if no group may
+    begin.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
@@ -74,37 +71,30 @@ class EngineActivity:
         self._is_paused = False
 
     def request_began(self) -> None:
-        """Note a request at an engine."""
         self._num_requests += 1
         self._note()
 
     def request_ended(self) -> None:
-        """Note the end of a request."""
         self._num_requests -= 1
         self._note()
 
     def group_began(self) -> None:
-        """Note a group that is generated."""
         self._num_groups += 1
         self._note()
 
     def group_ended(self) -> None:
-        """Note the end of a group."""
         self._num_groups -= 1
         self._note()
 
     def paused(self) -> None:
-        """Note that requests are held back."""
         self._is_paused = True
         self._note()
 
     def resumed(self) -> None:
-        """Note that requests are held back no longer."""
         self._is_paused = False
         self._note()
 
     def take(self) -> list[Interval]:
-        """Return the intervals up to now, and begin anew."""
         return self._recorder.take()
 
     def _note(self) -> None:
@@ -117,29 +107,24 @@ class EngineActivity:
 
 
 class TrainerActivity:
-    """State of the trainer; in its thread."""
+    """State of the trainer, used in its thread: it waits for rollouts, updates engines, validates, or else trains."""
 
     def __init__(self, clock: Callable[[], float]):
         self._recorder = StateRecorder(TRAINING, clock)
 
     def wait(self) -> None:
-        """Note that it waits for rollouts."""
         self._recorder.set(WAITING)
 
     def update(self) -> None:
-        """Note that engines get its weights."""
         self._recorder.set(UPDATING)
 
     def validate(self) -> None:
-        """Note that it validates."""
         self._recorder.set(VALIDATING)
 
     def train(self) -> None:
-        """Note that it does all else."""
         self._recorder.set(TRAINING)
 
     def take(self) -> list[Interval]:
-        """Return the intervals up to now, and begin anew."""
         return self._recorder.take()
 
 
@@ -150,17 +135,17 @@ class RecentSteps:
         self._steps: deque[StepActivity] = deque(maxlen=STEPS_SHOWN)
 
     def add(self, step: StepActivity) -> TimeLine:
-        """Return the time line that ends with a step."""
+        """Add a step, and return the time line that ends with it."""
         self._steps.append(step)
         return TimeLine(tuple(self._steps))
 
 
 def idle_shares(step: StepActivity) -> dict[str, float]:
-    """Return the metrics of who waited, as shares of the step without validation; empty of a step without length.
+    """Return the shares of waiting time in a step without its validation. Empty if that has no length.
 
     - `rollouts/idle_share/trainer`: training waits for rollouts
-    - `rollouts/idle_share/engines`: no engine has a request; its parts are `engines_for_environment`,
-      `engines_paused` and `engines_for_training`
+    - `rollouts/idle_share/engines`: no engine has a request, the sum of `engines_for_environment`, `engines_paused` and
+      `engines_for_training`
     """
     seconds = step.seconds - seconds_of(step.trainer, VALIDATING)
     if seconds <= 0:

@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Admission of groups: how many may be under way, so that none is older than allowed when it is trained on.
+"""Admission of groups: how many may be live, so that none is older than allowed when it is trained on.
 
 A version is a number of optimizer steps. Staleness is the version that is trained minus the version at which a group
-was dispatched: the time in the queue counts.
+was dispatched, so that time in the queue counts.
 """
 
 from dataclasses import dataclass, replace
@@ -15,13 +15,10 @@ class Bounds:
 
     Attributes:
         groups_per_step: Groups of a training step.
-        max_staleness: Most optimizer steps between the dispatch of a group and its training; 0: synchronous.
-        concurrency: Most groups that are generated at the same time; None: no limit of its own.
-        target_lag: Optimizer steps that generation may run ahead; at most `max_staleness`, which it is where None.
+        max_staleness: Most optimizer steps between the dispatch of a group and its training. 0 for synchronous runs.
+        concurrency: Most groups that are generated at the same time. None for no limit.
+        target_lag: Optimizer steps that generation may run ahead, at most `max_staleness`, which None means.
         updates_per_step: Optimizer steps of a training step.
-
-    Raises:
-        ValueError: A limit is too small, or the target is above the bound.
     """
 
     groups_per_step: int
@@ -39,22 +36,21 @@ class Bounds:
 
     @property
     def lag(self) -> int:
-        """Return the optimizer steps that generation may run ahead."""
         return self.max_staleness if self.target_lag is None else self.target_lag
 
     def most_admitted(self, version: int) -> int:
-        """Return the most groups that may be trained on or under way at a version, since version 0.
+        """Return the most groups since version 0 that may be consumed or live at a version.
 
-        All of them are trained on, first come first served, no later than `lag` optimizer steps behind this version.
+        Training consumes all of them, first come first served, at most `lag` optimizer steps after this version.
         """
         return ((version + self.lag) // self.updates_per_step + 1) * self.groups_per_step
 
     def is_stale(self, since: int, version: int) -> bool:
-        """Return whether a group of one version is too old to be trained on at another."""
+        """Return whether a group of version `since` is too old to be trained on at `version`."""
         return version - since > self.max_staleness
 
     def steps_left(self, since: int, version: int) -> int:
-        """Return after how many further steps a group is too old, if it is not trained on at this version."""
+        """Return the number of further training steps until a group is too old, if it is not trained on now."""
         return (self.max_staleness - version + since) // self.updates_per_step
 
 
@@ -63,15 +59,11 @@ class Admission:
     """Counts of groups. Every admitted group is in exactly one of the other four counts.
 
     Attributes:
-        bounds: Limits.
-        admitted: Groups that were ever admitted.
+        admitted: Groups that were admitted in all.
         running: Groups that are generated now.
         finished: Groups that wait in the queue.
-        rejected: Groups that were cancelled, running or in the queue.
+        rejected: Groups that were cancelled while they ran or in the queue.
         consumed: Groups that were trained on.
-
-    Raises:
-        ValueError: A count would be negative, or a group would be in none or in two of them.
     """
 
     bounds: Bounds
@@ -88,26 +80,23 @@ class Admission:
 
     @staticmethod
     def resumed(bounds: Bounds, version: int, finished: int = 0) -> "Admission":
-        """Return the counts at the start of a run, or where it goes on from a checkpoint.
+        """Return the counts at the start of a run, or of a run that is resumed at a version.
 
-        The version stands for the groups that were trained on: a version that jumps without them would open the
-        admission for all the groups between.
+        The groups before the version count as consumed. Otherwise they would all be admitted at once.
 
         Args:
-            bounds: Limits.
-            version: Optimizer steps of the weights.
-            finished: Groups that come back into the queue.
+            finished: Groups that are restored into the queue.
         """
         consumed = version // bounds.updates_per_step * bounds.groups_per_step
         return Admission(bounds, admitted=consumed + finished, finished=finished, consumed=consumed)
 
     @property
     def live(self) -> int:
-        """Return the groups that run or wait in the queue."""
+        """Groups that run or wait in the queue."""
         return self.running + self.finished
 
     def capacity(self, version: int) -> int:
-        """Return how many groups may be admitted at a version; never negative."""
+        """Return how many groups may be admitted at a version, at least 0."""
         free = self.bounds.most_admitted(version) - self.consumed - self.live
         if self.bounds.concurrency is not None:
             free = min(free, self.bounds.concurrency - self.running)
@@ -124,15 +113,12 @@ class Admission:
         return replace(self, admitted=self.admitted + 1, running=self.running + 1)
 
     def finish(self) -> "Admission":
-        """Count a group that goes from its generation into the queue."""
         return replace(self, running=self.running - 1, finished=self.finished + 1)
 
     def reject_running(self) -> "Admission":
-        """Count a group that is cancelled while it runs."""
         return replace(self, running=self.running - 1, rejected=self.rejected + 1)
 
     def reject_finished(self) -> "Admission":
-        """Count a group that is cancelled in the queue."""
         return replace(self, finished=self.finished - 1, rejected=self.rejected + 1)
 
     def consume(self) -> "Admission":

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The gate before a generation engine: closed while weights arrive, and who was broken off goes on behind it."""
+"""The gate before a generation engine, which is closed while weights arrive. Aborted requests continue afterwards."""
 
 import asyncio
 import time
@@ -17,11 +17,9 @@ from nemo_rl_moe.rollouts.dispatch.activity import EngineActivity
 
 
 class EngineGate:
-    """Lets requests through to an engine, except while its weights change.
+    """Sends requests to an engine, except while its weights change.
 
-    Args:
-        engine: Its requests are broken off when the gate is closed, or end before.
-        activity: Notes what the engine does.
+    When the gate is closed, the engine aborts its requests or finishes them first.
     """
 
     def __init__(self, engine: GenerationEngine, activity: EngineActivity | None = None):
@@ -32,7 +30,7 @@ class EngineGate:
         self._num_running = 0
 
     async def generate(self, request: GenerationRequest) -> GeneratedSequence:
-        """Continue one sequence, under new weights where they come meanwhile."""
+        """Continue one sequence. After an update of the weights meanwhile, the rest is sampled with the new ones."""
         found = await self._ask(request)
         while found.is_partial:
             if found.routed_experts is not None:  # no pass has seen the last token yet
@@ -42,14 +40,13 @@ class EngineGate:
         return found
 
     async def close(self) -> None:
-        """Hold further requests back, and wait until the engine has none."""
+        """Hold back further requests, and wait until the engine has none."""
         self._is_open.clear()
         self._activity.paused()
         await self._engine.pause()
         await self._is_idle.wait()
 
     def open(self) -> None:
-        """Let requests through again."""
         self._activity.resumed()
         self._is_open.set()
 
@@ -72,14 +69,14 @@ class EngineGate:
 
 
 def rest_of(request: GenerationRequest, found: GeneratedSequence) -> GenerationRequest:
-    """Return the request for what is missing of a sequence, with a seed that no turn of a trajectory has."""
+    """Return the request for the rest of a sequence, with a seed that no turn of a trajectory has."""
     size = len(found.token_ids)
     if not size:
         return request
     return replace(
         request,
         token_ids=(*request.token_ids, *found.token_ids.tolist()),
-        # Numbers behind the others would do not: of zeros, numpy makes none.
+        # Entropy after these numbers would not do, as numpy ignores trailing zeros.
         seed=int(np.random.SeedSequence([request.seed, size], spawn_key=(1,)).generate_state(1, np.uint64)[0]),
         sampling=replace(request.sampling, max_new_tokens=request.sampling.max_new_tokens - size),
     )

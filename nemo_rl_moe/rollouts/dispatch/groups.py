@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Groups of trajectories on their way from a prompt to a training step, and the two ends that they can have."""
+"""Groups of trajectories from a prompt to a training step or a cancellation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,21 +17,21 @@ class Reason(StrEnum):
     """Reason of a cancellation."""
 
     STALE = "stale"
-    """Too old to be trained on."""
+    """Older than the bound on staleness."""
     UPDATE = "update"
     """Weights changed while it ran, and `partial` is `discard`."""
     DEADLINE = "deadline"
     """Took too long."""
     FAILED = "failed"
-    """Raised an error, or its task was cancelled by somebody else."""
+    """Raised an error, or other code cancelled its task."""
     UNINFORMATIVE = "uninformative"
-    """Finished with nothing to learn from: dynamic sampling replaces it by the group of another prompt."""
+    """Finished without anything to learn from, and replaced by dynamic sampling with the group of another prompt."""
     STOPPED = "stopped"
     """The run ends."""
 
     @property
     def is_own_fault(self) -> bool:
-        """Return whether the same prompt is likely to fail again."""
+        """Whether the same prompt is likely to fail again."""
         return self in (Reason.DEADLINE, Reason.FAILED)
 
 
@@ -40,14 +40,13 @@ class Ticket:
     """Permission to generate the group of one prompt.
 
     Attributes:
-        prompt: The prompt.
-        position: Number of the prompt in the order of all epochs. No two groups under way have the same.
-        version: Optimizer steps of the weights at its dispatch; of its restart, where it was restarted.
-        admitted_version: Optimizer steps of the weights at its admission. Age decides what is too old and what cannot
-            be overtaken any more, so that restarts do not put a long group off for ever.
-        attempt: Groups of this prompt that were cancelled before.
-        num_faults: Those among them whose reason was their own fault.
-        lost_s: Seconds of generation that restarts have lost.
+        position: Index of the prompt in the order of all epochs, which identifies a live group.
+        version: Optimizer steps of the weights at its dispatch, or at its last restart.
+        admitted_version: Optimizer steps of the weights at its admission. The age for policies counts from here, so
+            that restarts do not postpone a long group forever.
+        attempt: Number of earlier cancelled groups of this prompt.
+        num_faults: Number of these that were cancelled for their own fault.
+        lost_s: Seconds of generation lost by restarts.
     """
 
     prompt: Prompt
@@ -61,13 +60,11 @@ class Ticket:
 
 @dataclass(frozen=True)
 class Finished:
-    """A group that is generated.
+    """A finished group.
 
     Attributes:
-        ticket: Its ticket.
-        group: What was made.
         version: Optimizer steps of the weights when it was finished.
-        number: Its number in the order of finishing.
+        number: Its index in the order of finishing.
     """
 
     ticket: Ticket
@@ -90,7 +87,7 @@ class Staleness:
 
     @property
     def total(self) -> int:
-        """Return the steps since its dispatch."""
+        """Steps since its dispatch."""
         return self.in_flight + self.in_queue
 
 
@@ -104,12 +101,10 @@ class Cancellation:
     """End of an admitted group that is not trained on.
 
     Attributes:
-        position: Number of its prompt.
-        sample_id: Where its prompt came from.
-        attempt: Groups of this prompt that were cancelled before.
-        reason: Why.
-        message: What went wrong, in one line; may be empty.
-        lost_s: Seconds of its generation, all of them lost; 0 where an earlier run generated it.
+        position, sample_id: Index and source of its prompt.
+        attempt: Number of earlier cancelled groups of this prompt.
+        message: One line on a failure. May be empty.
+        lost_s: Seconds of its generation in this run.
         is_given_up: Its prompt is not generated again.
     """
 
@@ -128,12 +123,11 @@ class Batch:
 
     Attributes:
         version: Optimizer steps of the weights that are trained.
-        groups: The groups.
-        cancelled: Groups that were cancelled since the batch before.
-        replaced: Those among them that dynamic sampling has replaced.
-        num_filled: Groups of the step that it would have replaced, but for its bound or for want of prompts.
-        waited_s: Seconds that the trainer waited for it.
-        num_queued: Finished groups that stay in the queue.
+        cancelled: Groups that were cancelled since the previous batch.
+        replaced: Groups among them that dynamic sampling has replaced.
+        num_filled: Uninformative groups that it could not replace, due to its bound or for lack of prompts.
+        waited_s: Seconds that the trainer waited for the batch.
+        num_queued: Finished groups that remain in the queue.
     """
 
     version: int
@@ -146,10 +140,9 @@ class Batch:
 
     @property
     def staleness(self) -> Sequence[Staleness]:
-        """Return the age of each group."""
         return [staleness(found, self.version) for found in self.groups]
 
     @property
     def is_on_policy(self) -> bool:
-        """Return whether the weights that are trained have sampled every token: no group is older."""
+        """Whether the weights that are trained have sampled every token."""
         return all(each.total == 0 for each in self.staleness)

@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts of asynchronous rollouts: which comes next, which come back, and which of them a checkpoint keeps.
+"""Prompts of asynchronous rollouts: their order, returned prompts, and their state in a checkpoint.
 
-The position of a data loader says nothing here: prompts are consumed in another order than they are taken. A checkpoint
-keeps each prompt that was taken and not consumed.
+The position of a data loader is not enough, as prompts are consumed in another order than they are taken. A checkpoint
+lists each prompt that was taken and not consumed.
 """
 
 import heapq
@@ -18,14 +18,7 @@ from nemo_rl_moe.rollouts.dispatch.groups import Finished, Group, Reason, Ticket
 
 @dataclass(frozen=True)
 class OpenPrompt:
-    """A prompt that was taken and not consumed.
-
-    Attributes:
-        position: Its number in the order of all epochs.
-        sample_id: Where it came from.
-        attempt: Groups of it that were cancelled.
-        num_faults: Those among them whose reason was their own fault.
-    """
+    """A prompt that was taken and not consumed. Its fields are those of `Ticket`."""
 
     position: int
     sample_id: str
@@ -34,20 +27,19 @@ class OpenPrompt:
 
     @staticmethod
     def of(ticket: Ticket) -> "OpenPrompt":
-        """Return the prompt of a ticket."""
         return OpenPrompt(ticket.position, ticket.prompt.sample_id, ticket.attempt, ticket.num_faults)
 
 
 @dataclass(frozen=True)
 class QueueState:
-    """Prompts and finished groups that a checkpoint keeps between two steps.
+    """Prompts and finished groups in a checkpoint between two steps.
 
     Attributes:
         version: Optimizer steps of the weights.
-        num_taken: Prompts that were ever taken.
+        num_taken: Number of prompts that were taken in all.
         open: Prompts whose groups are generated again.
         given_up: Positions of prompts that are not generated again.
-        queue: Groups that are finished; they come back as they are.
+        queue: Finished groups, which are restored.
     """
 
     version: int
@@ -58,13 +50,13 @@ class QueueState:
 
     @property
     def consumed(self) -> list[int]:
-        """Return the positions of the prompts that were trained on."""
+        """Positions of the prompts that were trained on."""
         others = {prompt.position for prompt in self.open} | {found.ticket.position for found in self.queue}
         others |= set(self.given_up)
         return [position for position in range(self.num_taken) if position not in others]
 
     def keeping(self, is_kept: Callable[[Finished], bool], version: int) -> "QueueState":
-        """Return the state in which the other finished groups count as running, at a version."""
+        """Return the state at a version in which the other finished groups are open, to be generated again."""
         kept, opened = list[Finished](), list(self.open)
         for found in self.queue:
             if is_kept(found):
@@ -76,70 +68,62 @@ class QueueState:
 
 
 def drawn_again(state: QueueState, version: int, is_usable: Callable[[Group], bool]) -> QueueState:
-    """Return a state for a run with other settings: what it cannot train on counts as running, and is drawn again.
+    """Return a state for a run with other settings, which generates finished groups again that it cannot train on.
 
     Args:
-        state: As a checkpoint has it.
-        version: Optimizer steps by the run's settings; by others the ages in the queue mean something else.
-        is_usable: Says which finished groups the run can train on.
+        state: State in a checkpoint.
+        version: Optimizer steps by the run's settings. If it differs from the state's, the ages in the queue are
+            meaningless, and all groups are generated again.
+        is_usable: Returns whether the run can train on a group.
     """
     return state.keeping(lambda found: version == state.version and is_usable(found.group), version)
 
 
 class TicketSource(Protocol):
-    """Gives out tickets; `PromptFeed` is one, and `ReplayedFeed` in `schedule.py`."""
+    """Source of tickets: `PromptFeed`, or `ReplayedFeed` in `schedule.py`."""
 
     @property
     def num_left(self) -> int:
-        """Return the prompts that have no ticket now, and may have one later."""
+        """Prompts that have no ticket now and may get one later."""
         ...
 
     def next(self, version: int) -> Ticket | None:
-        """Return the next ticket; None: there is none at this version."""
+        """Return the next ticket at a version, if there is one."""
         ...
 
     def give_back(self, ticket: Ticket, reason: Reason) -> bool:
-        """Take back the prompt of a cancelled group; return whether it is given up."""
+        """Take back the prompt of a cancelled group. Return whether it is given up."""
         ...
 
     def state(self, version: int, running: Sequence[Ticket], queue: Sequence[Finished]) -> QueueState:
-        """Return what a checkpoint keeps.
-
-        Args:
-            version: Optimizer steps of the weights.
-            running: Tickets of groups that are generated.
-            queue: Finished groups.
-        """
+        """Return the state for a checkpoint with weights of a version."""
         ...
 
     def restore(self, state: QueueState) -> None:
-        """Go on where another one stood, before the first ticket."""
+        """Continue from a state. Called before the first ticket."""
         ...
 
 
 class PromptFeed:
-    """A `TicketSource` of the prompts of all epochs. Prompts that come back go first, in the order of their numbers.
+    """A `TicketSource` of the prompts of all epochs. Returned prompts come first, in the order of their positions.
 
     Args:
         prompts: The prompts of all epochs, from the first one on.
-        num_prompts: Number of them.
-        max_faults: Groups of a prompt that may fail or take too long; then it is given up.
+        max_faults: Failures or time-outs of groups at which a prompt is given up.
     """
 
     def __init__(self, prompts: Iterator[Prompt], num_prompts: int, max_faults: int = 2):
         self._prompts, self._num_prompts, self._max_faults = prompts, num_prompts, max_faults
         self._num_taken = 0
         self._returned: dict[int, Ticket] = {}
-        self._positions: list[int] = []  # a heap of those that came back
+        self._positions: list[int] = []  # heap of the positions in `_returned`
         self._given_up: list[int] = []
 
     @property
     def num_left(self) -> int:
-        """Return the prompts that have no ticket now, and may have one later."""
         return self._num_prompts - self._num_taken + len(self._returned)
 
     def next(self, version: int) -> Ticket | None:
-        """Return the next ticket; None: no prompt is left."""
         if self._positions:
             back = self._returned.pop(heapq.heappop(self._positions))
             return Ticket(back.prompt, back.position, version, version, back.attempt, back.num_faults)
@@ -149,23 +133,21 @@ class PromptFeed:
         return Ticket(prompt, position, version, version)
 
     def give_back(self, ticket: Ticket, reason: Reason) -> bool:
-        """Take back the prompt of a cancelled group; return whether it is given up, for its own faults."""
         num_faults = ticket.num_faults + reason.is_own_fault
         if num_faults >= self._max_faults:
             self._given_up.append(ticket.position)
             return True
-        attempt = ticket.attempt + (reason is not Reason.STOPPED)  # the next run generates it as this one would have
+        attempt = ticket.attempt + (reason is not Reason.STOPPED)  # a resumed run generates the same group again
         self._put_back(ticket.prompt, OpenPrompt(ticket.position, ticket.prompt.sample_id, attempt, num_faults))
         return False
 
     def state(self, version: int, running: Sequence[Ticket], queue: Sequence[Finished]) -> QueueState:
-        """Return what a checkpoint keeps: running groups count as prompts that came back."""
+        """Return the state for a checkpoint, in which prompts of running groups are open."""
         tickets = sorted([*running, *self._returned.values()], key=lambda ticket: ticket.position)
-        opened = tuple(OpenPrompt.of(ticket) for ticket in tickets)
+        opened = tuple(map(OpenPrompt.of, tickets))
         return QueueState(version, self._num_taken, opened, tuple(self._given_up), tuple(queue))
 
     def restore(self, state: QueueState) -> None:
-        """Go on where another one stood, before the first ticket."""
         opened = {prompt.position: prompt for prompt in state.open}
         queued = {found.ticket.position: found.ticket.prompt.sample_id for found in state.queue}
         self._given_up = list(state.given_up)
@@ -185,6 +167,5 @@ class PromptFeed:
         return self._num_taken - 1, prompt
 
     def _put_back(self, prompt: Prompt, opened: OpenPrompt) -> None:
-        ticket = Ticket(prompt, opened.position, 0, 0, opened.attempt, opened.num_faults)
-        self._returned[opened.position] = ticket
+        self._returned[opened.position] = Ticket(prompt, opened.position, 0, 0, opened.attempt, opened.num_faults)
         heapq.heappush(self._positions, opened.position)

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The queue of asynchronous rollouts in a checkpoint: prompts in `queue.json`, tokens in `queue.safetensors`.
 
-Finished groups come back as they are, running ones are drawn again. Groups with images or kept tokens, and those whose
-routed experts were lost with an engine, count as running ones.
+Finished groups are restored, and running ones are generated again. So are finished groups with images or sampling
+masks, or whose routed experts were lost with an engine.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,18 +44,15 @@ from nemo_rl_moe.runs.folder.conversations import (
 )
 
 FOLDER = "rollouts"
-"""Folder of a checkpoint."""
+"""Folder in a checkpoint."""
 JSON_FILE, TENSOR_FILE = "queue.json", "queue.safetensors"
-State = QueueState
-Found = Finished
 
 _PER_TOKEN = ("token_ids", "loss_mask", "logprobs", "weight_versions")
 _ROUTES = "routed_experts"
 _STRICT = ConfigDict(extra="forbid", frozen=True, strict=True, ser_json_inf_nan="strings")
 Count = Annotated[int, Field(ge=0)]
 Number = Annotated[float, Field(strict=False)]
-"""Number of an environment: a truth counts as 0 or 1, and NaN and infinities are texts in JSON."""
-
+"""Number of an environment. Bools count as 0 or 1. NaN and infinities are strings in JSON."""
 
 Conversation = Annotated[
     tuple[ConversationTurn, ...],
@@ -104,7 +101,7 @@ class _Trajectory(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _of_one_sequence(cls, found: Any) -> Any:
-        """Read what format version 1 says of the only sequence of a trajectory."""
+        """Convert format version 1, in which a trajectory has one sequence."""
         if not isinstance(found, dict) or "num_tokens" not in found:
             return found
         only = {name: found[name] for name in _Sequence.model_fields if name in found}
@@ -146,12 +143,10 @@ class _Queue(BaseModel):
     groups: list[_Group]
 
 
-def write_queue(checkpoint: Path, state: State, fetch: Fetch) -> None:
-    """Write what a run goes on with into the folder of a checkpoint.
+def write_queue(checkpoint: Path, state: QueueState, fetch: Fetch) -> None:
+    """Write a queue into the folder of a checkpoint.
 
     Args:
-        checkpoint: Its folder.
-        state: What it keeps.
         fetch: Fetches routed experts by their handles.
     """
     routes = {found.ticket.position: _fetched_routes(found.group, fetch) for found in state.queue}
@@ -174,17 +169,16 @@ def write_queue(checkpoint: Path, state: State, fetch: Fetch) -> None:
     write_inventory(folder)
 
 
-def read_queue(checkpoint: Path, prompts: Iterator[Prompt], store: RowStore) -> State | None:
-    """Read what a run goes on with; None: the checkpoint has no queue.
+def read_queue(checkpoint: Path, prompts: Iterator[Prompt], store: RowStore) -> QueueState | None:
+    """Read the queue from the folder of a checkpoint, if it has one.
 
     Args:
-        checkpoint: Its folder.
-        prompts: Those of all epochs, from the first one on.
-        store: Takes routed experts.
+        prompts: Prompts of all epochs, from the first one on.
+        store: Stores routed experts.
 
     Raises:
-        DamagedCheckpointError: Files are not what was written.
-        CheckpointError: The prompts are others, or another version has written the files.
+        DamagedCheckpointError: The files have changed since they were written.
+        CheckpointError: The prompts differ, or another release has written the files.
     """
     folder = checkpoint / FOLDER
     if not folder.is_dir():
@@ -208,7 +202,7 @@ def read_queue(checkpoint: Path, prompts: Iterator[Prompt], store: RowStore) -> 
 
 
 def _fetched_routes(group: Sequence[Trajectory], fetch: Fetch) -> list[Shaped[np.ndarray, "rows ..."] | None] | None:
-    """Return the routed experts of each sequence at hand; None where the group cannot be written."""
+    """Return the routed experts of each sequence as arrays. None if the group cannot be written."""
     found: list[Shaped[np.ndarray, "rows ..."] | None] = []
     for sequence in sequences_of(group):
         stored = sequence.routed_experts
@@ -224,7 +218,7 @@ def _fetched_routes(group: Sequence[Trajectory], fetch: Fetch) -> list[Shaped[np
         ]
         present = [part for part in parts if part is not None]
         if len(present) < len(parts) or sum(map(len, present)) < stored.end:
-            return None  # lost with an engine, or with a gap
+            return None  # arrays were lost with an engine, or there is a gap
         found.append(_joined(present).astype(stored.dtype, copy=False))
     return found
 
@@ -233,7 +227,7 @@ def _joined(arrays: Sequence[Shaped[np.ndarray, "rows ..."]]) -> Shaped[np.ndarr
     return np.ascontiguousarray(np.concatenate(arrays))
 
 
-def _group(found: Found, routes: Sequence[Shaped[np.ndarray, "rows ..."] | None]) -> _Group:
+def _group(found: Finished, routes: Sequence[Shaped[np.ndarray, "rows ..."] | None]) -> _Group:
     ticket, of_sequences = found.ticket, iter(routes)
     return _Group(
         position=ticket.position,
@@ -250,7 +244,7 @@ def _group(found: Found, routes: Sequence[Shaped[np.ndarray, "rows ..."] | None]
 
 
 def _trajectory(trajectory: Trajectory, routes: Iterator[Shaped[np.ndarray, "rows ..."] | None]) -> _Trajectory:
-    """Return what is written of a trajectory; the routes are those of its sequences, and of the ones behind."""
+    """Return the JSON form of a trajectory. Take the routes of its sequences from an iterator."""
     return _Trajectory(
         sequences=[
             _Sequence(num_tokens=len(sequence), num_route_rows=None if (rows := next(routes)) is None else len(rows))
@@ -259,7 +253,7 @@ def _trajectory(trajectory: Trajectory, routes: Iterator[Shaped[np.ndarray, "row
         sample_id=trajectory.sample_id,
         group_id=trajectory.group_id,
         reward=trajectory.reward,
-        is_correct=bool(trajectory.is_correct),  # numpy's own, where an environment compares by it
+        is_correct=bool(trajectory.is_correct),  # may be numpy's bool
         finish_reason=trajectory.finish_reason,
         num_turns=trajectory.num_turns,
         num_retries=trajectory.num_retries,
@@ -284,7 +278,7 @@ def _finished(
     tensors: Mapping[str, Shaped[np.ndarray, "..."]],
     prompts: Mapping[int, Prompt],
     store: RowStore,
-) -> Iterator[Found]:
+) -> Iterator[Finished]:
     """Yield the groups, in the order in which they were written."""
     sequences = _sequences(queue, tensors, store)
     for group in queue.groups:

@@ -1,10 +1,10 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Schedules of asynchronous runs: which groups each step trained on, in a file, and a run that repeats them.
+"""Schedules of asynchronous runs: a file with the groups of each step, and repetition of a run from it.
 
 A repeated run generates each group with the weights of the version at which it was dispatched, and finishes it before
-the weights change. It equals every other repetition to the bit, where the engine does; it equals the recorded run where
-no group was generated across an update.
+the weights change. Repetitions are equal to the bit if the engine is deterministic. They equal the recorded run if no
+group was generated across an update.
 """
 
 import json
@@ -30,9 +30,8 @@ class ScheduledGroup:
     """A group of a recorded step.
 
     Attributes:
-        position: Number of its prompt.
-        sample_id: Where its prompt came from.
-        attempt: Groups of this prompt that were cancelled before.
+        position, sample_id: Index and source of its prompt.
+        attempt: Number of earlier cancelled groups of this prompt.
         version: Optimizer steps of the weights at its dispatch.
         finished_version: Optimizer steps of the weights when it was finished.
     """
@@ -46,19 +45,13 @@ class ScheduledGroup:
 
 @dataclass(frozen=True)
 class ScheduledStep:
-    """A recorded training step.
-
-    Attributes:
-        version: Optimizer steps of the weights that were trained.
-        groups: What they were trained on.
-    """
+    """A recorded training step. `version` is the number of optimizer steps before it."""
 
     version: NonNegativeInt
     groups: tuple[ScheduledGroup, ...]
 
     @staticmethod
     def of(batch: Batch) -> "ScheduledStep":
-        """Return the record of a batch."""
         groups = (
             ScheduledGroup(
                 found.ticket.position,
@@ -76,14 +69,12 @@ _STEP = TypeAdapter(ScheduledStep)
 
 
 def line_of(step: ScheduledStep, number: int) -> str:
-    """Return a step as the line of a schedule's file, with the number of the step in the run."""
+    """Return a step as a line of a schedule file, with the number of the step in the run."""
     return json.dumps({"step": number} | asdict(step))
 
 
 def read_schedule(path: Path) -> list[ScheduledStep]:
-    """Read the steps of a schedule's file. One of an earlier release may have steps twice, of a run that went on from a
-    checkpoint: the later ones count.
-    """
+    """Read the steps of a schedule file. If a resumed run of an old release recorded a step twice, the last counts."""
     if path.exists() and not path.is_file():  # a device or a pipe may have no end
         raise DataError(f"{path}: is no plain file; expected schedule.jsonl of an asynchronous run")
     steps: list[ScheduledStep] = []
@@ -103,11 +94,10 @@ def read_schedule(path: Path) -> list[ScheduledStep]:
 
 
 def replay_policy(schedule: Sequence[ScheduledStep], bounds: Bounds) -> StalenessPolicy:
-    """Return the policy that trains on the groups of a schedule, and waits until all that were dispatched are finished.
+    """Return the policy that trains on the groups of a schedule, and waits until all dispatched groups are finished.
 
     Args:
-        schedule: The recorded steps.
-        bounds: Those of the run, whose staleness becomes the largest one of the schedule.
+        bounds: Bounds of the run. The policy has the largest staleness of the schedule instead of theirs.
     """
     _check_steps(schedule, bounds)
     lags = [step.version - group.version for step in schedule for group in step.groups]
@@ -120,7 +110,7 @@ def replay_policy(schedule: Sequence[ScheduledStep], bounds: Bounds) -> Stalenes
                 live[version].add(group.position)
 
     def choose(view: QueueView) -> Sequence[int]:
-        """Choose the groups of the recorded step, when all that were live then are finished."""
+        """Choose the groups of the recorded step once all groups that were live then are finished."""
         ready = {group.position for group in view.ready}
         return consumed[view.version] if live[view.version].issubset(ready) else []
 
@@ -156,7 +146,7 @@ class ReplayedFeed:
     Args:
         schedule: The recorded steps, from version 0 on.
         prompts: The prompts of all epochs, from the first one on.
-        max_faults: Groups of a prompt that may fail or take too long; then the run ends.
+        max_faults: Failures or time-outs of a group at which the run ends.
     """
 
     def __init__(self, schedule: Sequence[ScheduledStep], prompts: Iterator[Prompt], max_faults: int = 2):
@@ -173,11 +163,10 @@ class ReplayedFeed:
 
     @property
     def num_left(self) -> int:
-        """Return the prompts that have no ticket now, and may have one later."""
         return len(self._waiting) + len(self._returned)
 
     def next(self, version: int) -> Ticket | None:
-        """Return the next ticket of a version; None: all of it have been dispatched."""
+        """Return the next ticket of a version. None if all its groups have been dispatched."""
         if self._returned:
             return self._returned.pop(0)
         if not self._waiting or self._waiting[0].version > version:
@@ -197,11 +186,11 @@ class ReplayedFeed:
         return False
 
     def state(self, version: int, running: Sequence[Ticket], queue: Sequence[Finished]) -> QueueState:
-        """Return what a checkpoint keeps: the finished groups. Which prompts are left, the schedule says."""
+        """Return the state for a checkpoint: the finished groups. The schedule determines the other prompts."""
         return QueueState(version, num_taken=0, open=(), given_up=(), queue=tuple(queue))
 
     def restore(self, state: QueueState) -> None:
-        """Go on behind the steps before a version; what is in the queue is not dispatched again."""
+        """Resume at the step with the state's version. Groups in the queue are not dispatched again."""
         left = _steps_from(self._schedule, state.version)
         if left and left[0].version > state.version:
             raise DataError(f"the schedule begins at version {left[0].version}, and this run at {state.version}")

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The source of sampled groups: a dispatcher has them made by the runner, in turn with training or ahead of it."""
+"""The source of sampled groups, which a dispatcher has the runner generate in turn with training or ahead of it."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -28,24 +28,20 @@ from nemo_rl_moe.runs.folder.time_line import StepActivity, TimeLine
 
 
 def prompts_of_epochs(rounds: PromptRounds, num_epochs: int) -> Iterator[Prompt]:
-    """Yield the prompts of all epochs."""
     return (prompt for epoch in range(num_epochs) for prompts in rounds.epoch(epoch) for prompt in prompts)
 
 
 def feed_of_epochs(rounds: PromptRounds, num_epochs: int, groups_per_step: int) -> PromptFeed:
-    """Return the feed of the prompts of all epochs."""
     return PromptFeed(prompts_of_epochs(rounds, num_epochs), num_epochs * len(rounds) * groups_per_step)
 
 
 def group_seeds(ticket: Ticket, seed: int, groups_per_step: int, num_generations: int) -> list[int]:
     """Return the seeds of a group's trajectories.
 
-    They do not depend on time: a resumed run that generates a group again uses the same seeds.
+    They only depend on the arguments, so that a resumed run generates a group again with the same seeds.
 
     Args:
-        ticket: Its ticket.
-        seed: As `grpo.seed`.
-        groups_per_step: Groups of a training step.
+        seed: `grpo.seed`.
         num_generations: Trajectories of a group.
     """
     step, number = divmod(ticket.position, groups_per_step)
@@ -55,24 +51,23 @@ def group_seeds(ticket: Ticket, seed: int, groups_per_step: int, num_generations
 
 
 class SampledGroups:
-    """A `RolloutSource` of groups that the runner makes, as old as a policy of staleness allows.
+    """A `RolloutSource` of groups from the runner, as old as a policy of staleness allows.
 
     The first call of `updated` starts the first groups, as the engine has weights then. Unless the source runs ahead,
-    groups begin when `next` asks for the groups of a step.
+    groups begin when `next` is called.
 
     Args:
         config: The `grpo` section.
-        runner: Makes groups.
-        feed: Gives out tickets.
-        policy: Selects the groups of a step, and rejects groups that are too old.
-        sampling: How tokens are sampled.
-        steps_per_epoch: Steps of one pass over the prompts.
-        dynamic_sampling: Replaces groups from which nothing can be learned; None: each is trained on.
+        policy: Selects the groups of a step, and rejects stale groups.
+        dynamic_sampling: Replaces uninformative groups. If None, they are trained on.
         state: State of the run that is resumed. None at the start of a run.
         runs_ahead: Groups are generated while the trainer works.
         observe: Called with each batch.
         fetch: Fetches routed experts by their handles, for checkpoints.
-        record: Gets the time line of each step of a source that runs ahead.
+        record: Receives the time line of each step if the source runs ahead.
+
+    Attributes:
+        steps_per_epoch: Steps of one pass over the prompts.
     """
 
     def __init__(
@@ -93,7 +88,7 @@ class SampledGroups:
     ):
         self._config, self._runner, self._sampling = config, runner, sampling
         self._run = runner.run
-        self._steps_per_epoch, self._runs_ahead = steps_per_epoch, runs_ahead
+        self.steps_per_epoch, self._runs_ahead = steps_per_epoch, runs_ahead
         self._observe, self._fetch, self._record = observe, fetch, record
         self._num_tokens: dict[tuple[int, int], int] = {}
         self._arrived_version, self._pause_s = 0, 0.0
@@ -111,23 +106,17 @@ class SampledGroups:
         runner.stop_groups = self.dispatcher.stop
 
     @property
-    def steps_per_epoch(self) -> int:
-        """Steps of one pass over the prompts."""
-        return self._steps_per_epoch
-
-    @property
     def is_used_up(self) -> bool:
-        """True when too few prompts are left for a step."""
-        # In the loop's thread: between two of its steps each group is counted once.
+        # In the loop's thread, between whose steps each group is counted exactly once.
         return self._run(in_loop(lambda: self.dispatcher.is_used_up))
 
     def next(self, step: int, clock: PhaseClock) -> RolloutGroups:
-        """Return the groups of the next step; only while it is not used up.
+        """Return the groups of the next step, unless it is used up.
 
         Args:
-            step: Steps done.
-            clock: Gets the phase `generation`: the time in which training waits. Of an engine that is used in turn with
-                training it gets the runner's phases.
+            step: Number of completed steps.
+            clock: Gets the phase `generation` while training waits, or the runner's phases if the source does not run
+                ahead.
 
         Raises:
             RolloutsGivenUpError: The source was stopped, or its last prompts were given up.
@@ -156,10 +145,9 @@ class SampledGroups:
         self._pause_s = time.perf_counter() - began_s
 
     def updated(self, step: int) -> None:
-        """Resume with the weights after a step, which the engine has."""
         self._arrived_version = self._version(step)
         if not self._has_begun:
-            self._take_activity()  # time before the first weights belongs to no step
+            self._take_activity()  # drops the time before the first weights, which belongs to no step
             self._has_begun = True
         if self._runs_ahead:
             self._run(in_loop(self._go_on))
@@ -177,7 +165,6 @@ class SampledGroups:
         return SourceState(batches_taken, lambda folder: write_queue(folder, queue, self._fetch))
 
     def queue_state(self, step: int) -> QueueState:
-        """Return the prompts and the finished groups after a step."""
         return self._run(in_loop(lambda: self.dispatcher.state(self._version(step))))
 
     async def _make_group(self, ticket: Ticket) -> Group:
@@ -217,7 +204,7 @@ class SampledGroups:
         return metrics | idle_shares(found)
 
     def _version(self, step: int) -> int:
-        """Return the optimizer steps after a step, skipped ones included. Admission counts groups by them."""
+        """Return the optimizer steps after a training step, skipped ones included."""
         return step * self.dispatcher.bounds.updates_per_step
 
     def _take_activity(self) -> StepActivity:

@@ -1,16 +1,16 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Policies of staleness: which finished groups make the next training step, and which are too old.
+"""Policies of staleness, which select the finished groups of the next training step and reject stale ones.
 
-A policy only orders groups. The rules hold for all policies, custom ones included: a group that is too old is never
-trained on, and with `on_stale: wait` no group is overtaken so often that it gets too old: groups of one age get too old
-at the same time, and the steps before that must have room for all of them. One number decides on both: the age of a
-group since its admission.
+A policy function only orders groups. Two rules hold for all of them, custom ones included. A stale group is never
+trained on. With `on_stale: wait`, no group is overtaken so often that it becomes stale: groups of one age become stale
+at the same time, and the steps before must have room for all of them. Both rules use the age since admission.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice, takewhile
 
 from nemo_rl_moe.config.schema_rollouts import OnStale
 from nemo_rl_moe.config.user_code import described, import_function, is_custom, named_in_errors
@@ -23,10 +23,10 @@ class LiveGroup:
     """A group that runs or waits in the queue.
 
     Attributes:
-        position: Number of its prompt.
+        position: Index of its prompt.
         version: Optimizer steps of the weights at its dispatch.
-        admitted_version: Optimizer steps of the weights at its admission; its age begins there.
-        finish_number: Its number in the order of finishing; None: it still runs.
+        admitted_version: Optimizer steps of the weights at its admission, from which its age counts.
+        finish_number: Its index in the order of finishing. None while it runs.
     """
 
     position: int
@@ -36,7 +36,6 @@ class LiveGroup:
 
     @property
     def is_ready(self) -> bool:
-        """Return whether it is finished."""
         return self.finish_number is not None
 
 
@@ -56,21 +55,22 @@ class QueueView:
 
     @property
     def ready(self) -> list[LiveGroup]:
-        """Return the finished groups, in the order of their prompts."""
+        """Finished groups, in the order of their prompts."""
         return [group for group in self.groups if group.is_ready]
 
 
 Choose = Callable[[QueueView], Sequence[int]]
-"""Returns the positions of `num_needed` finished groups; fewer: training waits."""
+"""Returns the positions of `num_needed` finished groups. If they are fewer, training waits."""
 
 
 def in_order(view: QueueView) -> Sequence[int]:
-    """Choose groups in the order of their prompts: what is trained on does not depend on time."""
-    return [group.position for group in _until_one_runs(view.groups)[: view.num_needed]]
+    """Choose groups in the order of their prompts, so that batches do not depend on timing."""
+    finished = takewhile(lambda group: group.is_ready, view.groups)
+    return [group.position for group in islice(finished, view.num_needed)]
 
 
 def windowed(view: QueueView) -> Sequence[int]:
-    """Choose finished groups, the oldest version first; groups that run are overtaken."""
+    """Choose finished groups, the oldest version first, past groups that still run."""
     oldest_first = sorted(view.ready, key=lambda group: (group.version, group.position))
     return [group.position for group in oldest_first[: view.num_needed]]
 
@@ -81,25 +81,12 @@ def ready_first(view: QueueView) -> Sequence[int]:
     return [position for _, position in numbered[: view.num_needed]]
 
 
-def _until_one_runs(groups: Sequence[LiveGroup]) -> Sequence[LiveGroup]:
-    first = next((index for index, group in enumerate(groups) if not group.is_ready), len(groups))
-    return groups[:first]
-
-
 POLICIES: Mapping[str, Choose] = {"in_order": in_order, "windowed": windowed, "ready_first": ready_first}
-"""By name."""
 
 
 @dataclass(frozen=True)
 class StalenessPolicy:
-    """All that decides on the age of what is trained on.
-
-    Attributes:
-        choose: Orders finished groups.
-        bounds: Limits.
-        on_stale: Treatment of groups that get too old.
-        name: Name in the configuration.
-    """
+    """A policy function with the rules on staleness. `name` is its name in messages."""
 
     choose: Choose
     bounds: Bounds
@@ -109,15 +96,15 @@ class StalenessPolicy:
     def stale(self, groups: Sequence[LiveGroup], version: int) -> list[int]:
         """Return the positions of groups that are too old to be trained on at a version.
 
-        With `wait` there are none, unless a run goes on with a smaller bound.
+        With `wait` there are none, unless a run was resumed with a smaller bound.
         """
         return [group.position for group in groups if self.bounds.is_stale(group.admitted_version, version)]
 
     def select(self, groups: Sequence[LiveGroup], version: int) -> list[int]:
-        """Return the positions of the groups of the next training step, in order; empty: training waits.
+        """Return the sorted positions of the groups of the next training step. Empty if training has to wait.
 
         Args:
-            groups: Groups that run or wait, in the order of their prompts; none is too old.
+            groups: Groups that run or wait, in the order of their prompts, without stale ones.
             version: Optimizer steps of the weights that are trained.
         """
         chosen: list[int] = []
@@ -131,9 +118,9 @@ class StalenessPolicy:
         return sorted(chosen)
 
     def _claims(self, groups: Sequence[LiveGroup], version: int) -> Iterator[tuple[Sequence[LiveGroup], int]]:
-        """Yield groups, and how many of them this step needs at least: those that get too old first, at last all."""
-        # Of groups that are too old after `n` further steps, those steps take `n * groups_per_step`, and this one the
-        # rest.
+        """Yield growing sets of groups, the most urgent first, and how many of each this step needs at least."""
+        # Of the groups that become stale after `n` further steps, these steps train on at most `n * groups_per_step`,
+        # and this step must train on the rest.
         size = self.bounds.groups_per_step
         if self.on_stale == "wait":
             steps_left = {group.position: self.bounds.steps_left(group.admitted_version, version) for group in groups}
@@ -161,13 +148,10 @@ class StalenessPolicy:
 
 
 def make_policy(key: str, name: str, bounds: Bounds, on_stale: OnStale) -> StalenessPolicy:
-    """Return the policy that a configuration names: one of `POLICIES`, or a custom function of a `QueueView`.
+    """Return the policy with a name in `POLICIES`, or with a custom function (`package.module:function`).
 
     Args:
         key: Key of the configuration, for error messages.
-        name: Name in `POLICIES`, or `package.module:function`.
-        bounds: Limits.
-        on_stale: Treatment of groups that get too old.
     """
     if is_custom(name):
         choose: Choose = partial(_chosen_in_run, key, name, import_function(key, name, "a QueueView"))

@@ -1,3 +1,3 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Environments of other libraries, as drivers of trajectories."""
+"""Drivers of trajectories for environments of other libraries."""

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Histories of messages as other libraries send them, each time the whole, and the sequences of a session."""
+"""Matching of full message histories, which other libraries send with each request, to a session's sequences."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -16,11 +16,11 @@ _Known = tuple[str, str, tuple[tuple[str, str], ...]]
 class MessageHistory:
     """The conversation of a session, for code that sends all messages with each request.
 
-    Where they continue the conversation, its sequence grows: what the model sampled stays as it is, token by token.
+    If the messages continue the conversation, its sequence grows, and sampled tokens stay exactly as they are.
     Otherwise another sequence begins.
 
     Args:
-        session: Nobody else asks it.
+        session: Used through this object alone.
 
     Attributes:
         begins_in_thinking: The prompt of the last response has opened a think block.
@@ -33,7 +33,7 @@ class MessageHistory:
         self.begins_in_thinking = False
 
     async def respond(self, messages: Sequence[Message]) -> Turn:
-        """Continue messages by a response of the model.
+        """Continue messages with a response of the model.
 
         Raises:
             TrajectoryFull: They do not fit.
@@ -52,7 +52,7 @@ class MessageHistory:
         return await self._session.generate()
 
     def note_response(self, message: Message) -> None:
-        """Note in which form the last response is given to the code, which sends it back in that form."""
+        """Remember the form in which the code gets the last response, as it sends it back in that form."""
         self._known.append(_known(message))
         self._has_answered = True
 
@@ -63,16 +63,15 @@ class MessageHistory:
 
 
 class TrajectoryFull(Exception):
-    """What is to be added does not fit into the trajectory."""
+    """Messages do not fit into the trajectory."""
 
 
 def _known(message: Mapping[str, object]) -> _Known:
-    """Return what two messages have in common that are the same."""
+    """Return a key that is equal for equal messages."""
     content, calls = message.get("content"), message.get("tool_calls")
-    text = content if isinstance(content, str) else content_text(content if isinstance(content, list) else None)
     return (
         str(message.get("role")),
-        text,
+        content_text(content if isinstance(content, str | list) else None),
         tuple(_known_call(call) for call in (calls if isinstance(calls, list) else ())),
     )
 

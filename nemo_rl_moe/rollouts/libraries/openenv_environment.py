@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Environments of OpenEnv servers as drivers of trajectories: a response is an action, its observation the answer."""
+"""Environments of OpenEnv servers as drivers of trajectories: each response is an action."""
 
 import asyncio
 import json
@@ -24,13 +24,13 @@ RESET = "reset"
 """Key of a record with arguments of the environment's `reset`."""
 STEPS, FAILED_STEPS = "openenv/steps", "openenv/failed_steps"
 STEP = "step"
-"""Name of the call in conversations."""
+"""Name of the call that a conversation shows for an action."""
 _AGAIN_S = 0.1
 
 
 @dataclass
 class _Episode:
-    """What an environment has given so far."""
+    """Summed reward of an episode, and its state after the last step."""
 
     reward: float = 0.0
     is_done: bool = False
@@ -41,14 +41,14 @@ class OpenEnvRollout:
     """Rollouts in the environments of servers. Rewards of all steps add up.
 
     Args:
-        servers: Those that the run has started; empty: the server of the configuration runs already.
-        score_truncated: Keep rewards of trajectories that were cut; they are 0 otherwise.
+        servers: Servers that the run has started. If empty, `config.server` is the URL of a running server.
+        score_truncated: Keep the rewards of truncated trajectories. Otherwise they are 0.
     """
 
     def __init__(self, servers: Sequence[OpenEnvServer], config: OpenEnvConfig, *, score_truncated: bool):
-        # Imports take seconds, in which no trajectory may wait.
+        # These imports take seconds, which would block all trajectories later.
         from openenv.core import GenericEnvClient
-        from websockets.exceptions import ConnectionClosed  # the library's own connection
+        from websockets.exceptions import ConnectionClosed
 
         self._client, self._lost = GenericEnvClient, (ConnectionClosed, ConnectionError)
         self._servers, self._config, self._score_truncated = servers, config, score_truncated
@@ -58,7 +58,6 @@ class OpenEnvRollout:
             self._free.put_nowait(session % number)
 
     async def __call__(self, session: Session) -> Trajectory:
-        """Make one trajectory."""
         async with session.place(self._free.get, self._free.put_nowait) as server:
             return await self._in_place(session, self._servers[server] if self._servers else None)
 
@@ -72,7 +71,7 @@ class OpenEnvRollout:
             failed = session.failed(
                 Fault.TIMEOUT, f"the server gave no answer within {limit_s:g} s (env.driver.step_timeout_s)"
             )
-        except Exception as error:  # of the connection, or what the server says has gone wrong
+        except Exception as error:  # of the connection, or an error that the server reports
             failed = session.failed(Fault.ERROR, one_line(error))
         finally:
             await client.disconnect()
@@ -85,7 +84,9 @@ class OpenEnvRollout:
         session.metrics.update(dict.fromkeys((STEPS, FAILED_STEPS), 0.0))
         self._note(episode, await self._reset(session, client))
         if episode.observation:
-            session.begin_conversation(_with_observation(session, episode.observation))
+            *earlier, last = session.prompt.messages
+            content = f"{last['content']}\n\n{episode.observation}"
+            session.begin_conversation([*earlier, {**last, "content": content}])
         while session.has_room and not episode.is_done:
             turn = await session.generate()
             if turn.is_truncated and not self._score_truncated:
@@ -94,14 +95,14 @@ class OpenEnvRollout:
             if episode.is_done or len(session.turns) == self._config.max_turns:
                 break
             session.append_message({"role": "user", "content": episode.observation})
-        score = Score(episode.reward, is_correct=episode.reward > 0)
-        found = session.finish(score)
-        is_wrong = found.is_truncated and not self._score_truncated
-        return replace(found, reward=0.0, is_correct=False) if is_wrong else found
+        found = session.finish(Score(episode.reward, is_correct=episode.reward > 0))
+        if found.is_truncated and not self._score_truncated:
+            return replace(found, reward=0.0, is_correct=False)
+        return found
 
     async def _step(self, session: Session, client: Any, text: str) -> Any:
-        """Take a step, which the conversation shows as a call of its response with what became of it."""
-        action = {self._config.action_key: self._action(text)}
+        """Take a step, which the conversation shows as a call in the response, with its outcome."""
+        action = {self._config.action_key: answer_in(text, self._config.answer_after).strip()}
         name, began_s = f"step{len(session.turns)}", time.monotonic()
 
         def note(outcome: Outcome) -> None:
@@ -125,7 +126,7 @@ class OpenEnvRollout:
         return result
 
     async def _reset(self, session: Session, client: Any) -> Any:
-        """Begin an episode. All responses to a prompt begin in the same state; servers take a moment to free places."""
+        """Begin an episode, in the same state for all responses to a prompt. Retry while the server has no capacity."""
         own = session.prompt.record.get(RESET)
         arguments = {"seed": _seed_of(session.prompt.sample_id)} | (dict(own) if isinstance(own, Mapping) else {})
         deadline = asyncio.get_running_loop().time() + self._config.step_timeout_s
@@ -138,32 +139,20 @@ class OpenEnvRollout:
                 await client.disconnect()
                 await asyncio.sleep(_AGAIN_S)
 
-    def _action(self, text: str) -> str:
-        return answer_in(text, self._config.answer_after).strip()
-
     def _note(self, episode: _Episode, result: Any) -> None:
-        """Add what a step gives."""
+        """Add the result of a step to an episode."""
         reward = 0.0 if result.reward is None else float(result.reward)
         if not math.isfinite(reward):
             raise ValueError(f"the server gave the reward {result.reward!r}, expected a finite number")
         episode.reward += reward
         episode.is_done = bool(result.done)
         observation = dict(result.observation)
-        if self._config.observation_key not in observation:
-            raise ValueError(_no_such_key(self._config, observation))
-        found = observation[self._config.observation_key]
+        key = self._config.observation_key
+        if key not in observation:
+            known = ", ".join(observation) or "nothing"
+            raise ValueError(f"env.driver.observation_key: got {key!r}, but an observation has {known}")
+        found = observation[key]
         episode.observation = found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)
-
-
-def _no_such_key(config: OpenEnvConfig, observation: Mapping[str, object]) -> str:
-    there = ", ".join(observation) or "nothing"
-    return f"env.driver.observation_key: got {config.observation_key!r}, but an observation has {there}"
-
-
-def _with_observation(session: Session, observation: str) -> list[dict[str, Any]]:
-    """Return the prompt with the first observation behind the text of its last turn."""
-    *earlier, last = session.prompt.messages
-    return [*earlier, {**last, "content": f"{last['content']}\n\n{observation}"}]
 
 
 def _seed_of(sample_id: str) -> int:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The process of an OpenEnv server: it listens on the loopback interface alone, and ends with the run."""
+"""The process of an OpenEnv server, which listens on the loopback interface and ends with the run."""
 
 import os
 import sys
@@ -11,11 +11,7 @@ ENDED = 70
 
 
 def main(app: str, port: int) -> None:  # pragma: no cover  (runs in another process)
-    """Serve an app until the standard input ends.
-
-    Args:
-        app: `package.module:app`.
-    """
+    """Serve `app` (`package.module:app`) until the standard input ends."""
     import uvicorn
 
     threading.Thread(target=_end_with_the_run, daemon=True).start()
@@ -24,7 +20,7 @@ def main(app: str, port: int) -> None:  # pragma: no cover  (runs in another pro
 
 
 def _end_with_the_run() -> None:  # pragma: no cover
-    # The run holds the other end, whatever ends it. Not `sys.stdin`, whose lock a process may not hold at its end.
+    # The run holds the other end of the pipe. Reading `sys.stdin` would hold a lock that the interpreter needs to exit.
     while os.read(0, 1):
         pass
     os._exit(ENDED)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Servers of OpenEnv environments: started on the loopback interface, replaced where they end or hang."""
+"""Servers of OpenEnv environments on the loopback interface, which are replaced if they end or hang."""
 
 import os
 import socket
@@ -16,17 +16,17 @@ from nemo_rl_moe.masking import is_secret
 
 KEY = "env.driver.server"
 START_S = 180.0
-"""Seconds in which a server has to answer."""
+"""Seconds that a server may take to start."""
 CHECK_S = 10.0
 _POLL_S = 0.1
 _END_S = 5.0
 
 
 class OpenEnvServer:
-    """A server in a process of its own.
+    """A server in a separate process.
 
     Args:
-        app: `package.module:app`, an ASGI app as `create_app` of the library makes it.
+        app: `package.module:app`, an ASGI app made by the library's `create_app`.
     """
 
     def __init__(self, app: str):
@@ -37,7 +37,7 @@ class OpenEnvServer:
         self.url = ""
 
     def start(self) -> None:
-        """Begin to start it; does not wait."""
+        """Start it without waiting until it answers."""
         with socket.socket() as found:
             found.bind(("127.0.0.1", 0))
             port = found.getsockname()[1]
@@ -51,7 +51,6 @@ class OpenEnvServer:
         )
 
     def wait(self) -> None:
-        """Wait until it answers."""
         assert self._process is not None
         deadline = time.monotonic() + START_S
         while not is_healthy(self.url, 1.0):
@@ -64,7 +63,7 @@ class OpenEnvServer:
             time.sleep(_POLL_S)
 
     def replace_if_lost(self) -> None:
-        """Start another one where this has ended, or does not answer."""
+        """Start another process if this one has ended or does not answer."""
         with self._lock:
             if self._process is None or is_healthy(self.url, CHECK_S):
                 return
@@ -73,7 +72,6 @@ class OpenEnvServer:
             self.wait()
 
     def stop(self) -> None:
-        """End it."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -86,7 +84,7 @@ class OpenEnvServer:
 
 
 def is_healthy(url: str, limit_s: float) -> bool:
-    """Return whether a server answers."""
+    """Return whether a server answers within a limit in seconds."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(f"{url}/health", timeout=limit_s) as answer:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The model as environments of the verifiers library see it: a client whose responses a session samples."""
+"""The verifiers library's client of a model, whose responses a session samples."""
 
 import json
 import time
@@ -24,12 +24,11 @@ CALL_METRICS = CallMetrics(CALLS, WRONG_CALLS, FAILED_CALLS, UNKNOWN_CALLS)
 
 
 class SessionClient(Client):
-    """Client of one trajectory. Sampling is the run's, whatever the environment asks for.
+    """Client of one trajectory. It ignores the sampling arguments of the environment.
 
     Args:
-        session: Of the trajectory.
-        tool_format: Format in which the model writes calls; None: the environment has no tools.
-        failures: Results by which the environment tells the model that a call has failed, as they come.
+        tool_format: Format in which the model writes calls. None if the environment has no tools.
+        failures: Texts of failed calls, which the environment adds during the trajectory.
     """
 
     def __init__(self, session: Session, tool_format: ToolFormat | None, failures: Collection[str]):
@@ -47,7 +46,7 @@ class SessionClient(Client):
         tools: Sequence[Any] | None = None,
         **options: Any,
     ) -> Response:
-        """Continue messages by a response.
+        """Continue messages with a response.
 
         Raises:
             OverlongPromptError: They do not fit.
@@ -84,11 +83,11 @@ class SessionClient(Client):
         )
 
     def note_end(self, messages: Sequence[Any]) -> None:
-        """Note the conversation with which the environment has ended: behind the last response it may have results."""
+        """Note the final conversation of the environment, which may have results after the last response."""
         if self._wire is not None:
             self._wire.note_results(map(_as_mapping, messages))
 
-    # Abstract in the base class, which calls them in its own `get_response`; that one is replaced above.
+    # Abstract in the base class, which only calls them in `get_response`. That is overridden above.
     def setup_client(self, config: Any) -> Any:
         raise NotImplementedError
 
@@ -111,7 +110,7 @@ class SessionClient(Client):
         """Do nothing: the session belongs to the run."""
 
     def _calls(self, turn: Turn, tools: Sequence[Any]) -> list[ToolCall]:
-        """Return the calls in a response; one that cannot be read is none, as with servers of models."""
+        """Return the calls in a response without malformed ones, as servers of models do."""
         if self._format is None or self._wire is None or not tools:
             return []
         schemas = {tool.name: properties_of(tool.parameters) for tool in tools}
@@ -129,7 +128,6 @@ class SessionClient(Client):
         ]
 
     def _as_message(self, message: Any) -> Message:
-        """Return a message of the library in the standard form."""
         given = _as_mapping(message)
         made: Message = {"role": given["role"], "content": given.get("content", "")}
         if calls := given.get("tool_calls"):
@@ -143,6 +141,6 @@ class SessionClient(Client):
 
 
 def _as_mapping(message: Any) -> Mapping[str, Any]:
-    """Return the fields of a message of the library, which is a mapping or has a type of its own."""
+    """Return the fields of a message of the library, which is a mapping or a pydantic model."""
     fields: Mapping[str, Any] = message if isinstance(message, Mapping) else message.model_dump(exclude_none=True)
     return fields

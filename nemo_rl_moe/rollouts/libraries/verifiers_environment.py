@@ -19,12 +19,11 @@ _FAILURES: ContextVar[set[str] | None] = ContextVar("texts of failed calls of a 
 
 
 class VerifiersRollout:
-    """Rollouts of one environment: it sends messages, answers responses, and scores them by its rubric.
+    """Rollouts of one environment of the library, which its rubric scores.
 
     Args:
-        environment: Of the library.
-        tool_format: Format in which the model writes calls; None: the environment has no tools.
-        score_truncated: Keep rewards of trajectories that were cut; they are 0 otherwise.
+        tool_format: Format in which the model writes calls. None if the environment has no tools.
+        score_truncated: Keep the rewards of truncated trajectories. Otherwise they are 0.
     """
 
     def __init__(self, environment: Any, tool_format: ToolFormat | None, *, score_truncated: bool):
@@ -32,11 +31,10 @@ class VerifiersRollout:
         self._environment, self._format, self._score_truncated = environment, tool_format, score_truncated
 
     async def __call__(self, session: Session) -> Trajectory:
-        """Make one trajectory."""
         from nemo_rl_moe.rollouts.libraries.verifiers_client import SessionClient
 
         failures = set[str]()
-        _FAILURES.set(failures)  # of this task, which the library's own inherit
+        _FAILURES.set(failures)  # in this task, whose context the library's tasks inherit
         client = SessionClient(session, self._format, failures)
         output = await self._environment.run_rollout(dict(session.prompt.record[ROW]), client, _MODEL, {})
         client.note_end(output.get("completion") or ())
@@ -58,7 +56,7 @@ class VerifiersRollout:
 
 
 def _note_failures(environment: Any) -> None:
-    """Have the texts noted by which an environment with tools tells the model that a call has raised."""
+    """Record the texts with which an environment with tools reports exceptions of calls to the model."""
     from verifiers import ToolEnv
 
     if not isinstance(environment, ToolEnv):

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Tasksets of `verifiers.v1`: loaded by their names, a source of prompts, and played in processes of agents."""
+"""Tasksets of `verifiers.v1`: loading by name, prompts from their tasks, and episodes in processes of agents."""
 
 import asyncio
 import importlib.metadata
@@ -37,9 +37,9 @@ from nemo_rl_moe.rollouts.libraries.verifiers_environment import METRIC_PREFIX
 _KEY = "env.driver"
 _INSTALL = "pip install 'nemo-rl-moe[verifiers-v1]'"
 _OF_THE_LIBRARY, _OWN_HARNESS = "bash", "null"
-"""Harness that the library takes where nothing names one, and the one that this project takes: it runs no code."""
+"""Default harness of the library, and of this project, which runs no code."""
 _TASKSETS = "verifiers.v1.tasksets"
-"""Where the library has tasksets of its own."""
+"""Module of the library's tasksets."""
 _PROGRAM_FILE = ".chat_program.py"
 
 
@@ -57,7 +57,7 @@ def load_environment(driver: VerifiersV1Config) -> Any:
         environment = load(config)
         task = type(environment.taskset).task_type()
         tools = [*task.toolsets(config.taskset.task), *environment.taskset.toolsets(config.taskset)]
-    except Exception as error:  # of the taskset's own code, in the library's words
+    except Exception as error:  # of the taskset's code
         raise ConfigurationError(f"{_KEY}.taskset: {driver.id} cannot be made: {error_in_user_code(error)}") from error
     try:
         validate_pairing(load_harness(harness), task, agent.runtime, tools=tools)
@@ -67,7 +67,7 @@ def load_environment(driver: VerifiersV1Config) -> Any:
 
 
 def check_taskset(driver: VerifiersV1Config) -> None:
-    """Check that a taskset can be played, and the settings of the one to validate with."""
+    """Check that a taskset can be played, and the settings of the validation taskset."""
     if isinstance(driver.validation, Mapping):
         _environment_config(driver, "taskset", "validation")
     load_environment(driver)
@@ -145,7 +145,7 @@ class TasksetProgram:
     """Episodes of a taskset in processes of agents.
 
     Attributes:
-        score_truncated: Keep rewards of episodes whose last response was cut; they are 0 otherwise.
+        score_truncated: Keep the rewards of episodes whose last response was truncated. Otherwise they are 0.
     """
 
     driver: VerifiersV1Config
@@ -154,16 +154,15 @@ class TasksetProgram:
 
     @property
     def memory_mb(self) -> int:
-        """Return the megabytes that a process may take."""
         return self.driver.limits.memory_mb
 
     def load(self) -> Callable[[AgentTask], object]:  # pragma: no cover  (runs in other processes)
-        """Return the function that plays a task. The taskset's tool servers stay for all of them."""
+        """Return the function that plays a task. All tasks share the taskset's tool servers."""
         return _Player(load_environment(self.driver), score_truncated=self.score_truncated).play
 
 
 class _Player:  # pragma: no cover
-    """One environment, with its servers, in an event loop that runs while an episode does."""
+    """One environment with its servers, in an event loop that runs during episodes."""
 
     def __init__(self, environment: Any, *, score_truncated: bool):
         _run_chat_programs_here()
@@ -190,23 +189,23 @@ class _Player:  # pragma: no cover
         )
         if not episode.ok:
             errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-            told = "; ".join(f"{error.type}: {error.message}" for error in errors) or "the episode has failed"
-            raise RuntimeError(" ".join(told.split()))
+            message = "; ".join(f"{error.type}: {error.message}" for error in errors) or "the episode has failed"
+            raise RuntimeError(" ".join(message.split()))
         reward, metrics = 0.0, dict[str, float]()
         for trace in episode.traces:
             named = {name: each.score for name, each in trace.rewards.items() if each is not None} | trace.metrics
             metrics |= {f"{METRIC_PREFIX}{name}": float(value) for name, value in named.items() if value is not None}
             last = trace.calls[-1] if trace.calls else None
-            # A response was cut, or the next request was too long.
+            # A response was truncated, or the next request was too long.
             is_cut = last is not None and (last.finish_reason == "length" or last.error is not None)
             reward += trace.reward if self._score_truncated or not is_cut else 0.0
         return AgentResult(reward, metrics=metrics)
 
 
 def _run_chat_programs_here() -> None:  # pragma: no cover
-    """Run the chat program of the harnesses `null` and `bash` by this Python, which has the packages that it imports.
+    """Run the chat program of the harnesses `null` and `bash` with this Python, which has all packages for it.
 
-    The library has uv make an environment for it, from a package index.
+    The library makes an environment for it with uv, which needs a package index.
     """
     from verifiers.v1.harnesses.utils.launch import CHAT_PROGRAM_SOURCE
     from verifiers.v1.runtimes import SubprocessRuntime
@@ -223,9 +222,7 @@ def _run_chat_programs_here() -> None:  # pragma: no cover
 
 
 def _environment_config(driver: VerifiersV1Config, *sections: str) -> Any:
-    """Return the library's configuration of an environment."""
-    # sections: Keys of the settings of the taskset to check: `taskset`, which is the default, or `validation`. The last
-    # are those of the configuration.
+    """Check sections of taskset settings (`taskset` without any), and return the configuration with the last one."""
     _require_library()
     _require_taskset(driver.id)
     from verifiers.v1.configs.agent import AgentConfig
@@ -254,8 +251,7 @@ def _environment_config(driver: VerifiersV1Config, *sections: str) -> Any:
 
 
 def _problems(section: str, kind: Any, settings: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for each setting that a section of the library does not take."""
-    # own: Those of the settings that stand in the section.
+    """Yield a line for each setting that the library refuses, if it is one of the section's `own`."""
     try:
         kind.model_validate(deepcopy(settings))
     except ValidationError as error:
@@ -266,7 +262,7 @@ def _problems(section: str, kind: Any, settings: Mapping[str, Any], own: Mapping
             if first in own:
                 place = ".".join([_KEY, section, first, *below])
                 yield f"{place}: got {described(each['input'])}: {each['msg']}{hint}"
-    except Exception as error:  # such as a harness that there is not
+    except Exception as error:  # such as an unknown harness
         yield f"{_KEY}.{section}: {one_line(error)}"
 
 
@@ -280,7 +276,7 @@ def _require_taskset(name: str) -> None:
     try:
         of_library = f"{_TASKSETS}.{module}"
         found = import_module(of_library if find_spec(of_library) else module)
-    except Exception as error:  # of the taskset's own code too
+    except Exception as error:  # also of the taskset's code
         if isinstance(error, ModuleNotFoundError) and error.name == module:
             raise ConfigurationError(unknown(name, "Taskset")) from error
         hint = older if isinstance(error, AttributeError | ImportError) and "'verifiers'" in str(error) else ""

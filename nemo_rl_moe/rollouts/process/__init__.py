@@ -1,3 +1,3 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A separate process for users' code of rollouts: a trajectory's code runs there, its answers come from the run."""
+"""A separate process for users' code of rollouts, whose requests the run answers."""

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The run's side of an environment's process: has trajectories made there, and replaces it if it ends or hangs."""
+"""The run's side of an environment's process, which is replaced if it ends or hangs."""
 
 import asyncio
 import os
@@ -23,20 +23,19 @@ from nemo_rl_moe.rollouts.trajectory import Trajectory
 
 START_TIMEOUT_S = 300.0
 CLEANUP_S = 5.0
-"""Seconds that the environment may take for its end."""
+"""Seconds that the environment may take to clean up."""
 MOST_ENDS = 5
-"""Processes in succession that end although no trajectory ends, after which the run ends."""
+"""Number of processes in succession that end before any trajectory has ended, after which the run ends."""
 _MOST_LINE = 2000
 
 
 class RemoteEnvironment:
     """An environment whose code runs in a separate process, which is replaced if it ends or hangs.
 
-    A trajectory that ends the process fails. The others begin again, with the answers that they had.
+    A trajectory that ends the process fails. The others begin again and get the same responses.
 
     Args:
-        settings: Of the process.
-        name: Of the user's code, in messages.
+        name: Name of the user's code in messages.
         show: Receives each line that the code prints.
         warn: Receives warnings.
     """
@@ -55,7 +54,6 @@ class RemoteEnvironment:
         self._child = self._begin_start()
 
     def wait_for_start(self) -> None:
-        """Wait until the environment has started."""
         connection = self._child.connection
         if not connection.poll(START_TIMEOUT_S):
             raise WorkerDiedError(f"{self._name}: the process did not start within {START_TIMEOUT_S:g} s")
@@ -69,7 +67,6 @@ class RemoteEnvironment:
             raise error if isinstance(error, UserError) else WorkerDiedError(f"{self._name}: cannot start: {error}")
 
     async def rollout(self, session: Session) -> Trajectory:
-        """Make one trajectory in the process."""
         remembered: Remembered = {}
         while True:
             session.trajectory.seen_at = "the start of its process"
@@ -81,7 +78,7 @@ class RemoteEnvironment:
                 return session.failed(found.fault, f"the process of its trajectories ended: {found.reason}")
 
     def stop(self) -> None:
-        """End the process. Its environment may clean up for `CLEANUP_S`."""
+        """End the process. Its environment has `CLEANUP_S` to clean up."""
         self._is_stopped = True
         self._child.end(CLEANUP_S)
         self._entered.close()
@@ -134,9 +131,6 @@ class RemoteEnvironment:
         """Send the settings, then show the output of the process until its end."""
         with suppress(OSError):  # it has ended
             child.connection.send_bytes(self._settings)
-        self._show_lines(lines)
-
-    def _show_lines(self, lines: IO[bytes]) -> None:
         with lines:
             while line := lines.readline(_MOST_LINE):
                 if text := line.decode(errors="replace").rstrip():

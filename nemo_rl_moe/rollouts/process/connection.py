@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The connection to the process of an environment: has trajectories made there, and watches whether it answers."""
+"""The connection to the process of an environment: makes trajectories there, and checks whether it answers."""
 
 import asyncio
 import itertools
@@ -40,7 +40,7 @@ from nemo_rl_moe.rollouts.trajectory import Trajectory
 LOOK_S = 1.0
 """Seconds between two looks at the process."""
 BLOCKED_S = 5.0
-"""Seconds without an answer after which the user hears of code that blocks the process."""
+"""Seconds without an answer after which a warning names the code that blocks the process."""
 LONGEST_BLOCKED_S = 600.0
 """Seconds without an answer after which the process is replaced, if trajectories have no time limit."""
 _FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)')
@@ -50,11 +50,7 @@ Remembered = dict[tuple[Any, ...], GeneratedSequence]
 
 @dataclass(frozen=True)
 class Lost:
-    """The process of a trajectory has ended.
-
-    Attributes:
-        fault: Of the trajectory that ended it. None for other trajectories.
-    """
+    """The process of a trajectory has ended. Only the trajectory that ended it has a fault."""
 
     fault: Fault | None
     reason: str
@@ -62,12 +58,7 @@ class Lost:
 
 @dataclass
 class RemoteTrajectory:
-    """A trajectory that the process makes.
-
-    Attributes:
-        session: Its session in the run, which makes its requests.
-        is_waiting: It waits for an answer of the run.
-    """
+    """A trajectory that the process makes. `session` makes its requests in the run."""
 
     session: Session
     kept: KeptValues
@@ -79,14 +70,12 @@ class ServerConnection:
     """A process that has started, in the event loop of the runner.
 
     Args:
-        child: The process.
-        entered: The trajectory whose code runs.
         stack: File with the stack of code that blocks the process.
         timeout_s: Limit of one trajectory's code.
         warn: Receives a line on code that blocks the process.
 
     Attributes:
-        has_ended: The process ends or has ended.
+        has_ended: The process is ending or has ended.
         num_ended: Trajectories that have ended in it or have ended it.
     """
 
@@ -116,7 +105,7 @@ class ServerConnection:
 
         Args:
             session: Makes the requests of the trajectory in the run.
-            remembered: Answers that an earlier process got for this trajectory.
+            remembered: Responses that an earlier process got for this trajectory.
         """
         number = next(self._numbers)
         remote = self._remotes[number] = RemoteTrajectory(session, KeptValues(dict(session.model_inputs)))
@@ -187,7 +176,7 @@ class ServerConnection:
             self._lose(Lost(Fault.DIED, await asyncio.to_thread(self._child.reason_of_end)))
 
     def _lose(self, lost: Lost) -> None:
-        """Tell trajectories that the process has ended, the first time that this is noticed."""
+        """Notify trajectories of the end of the process. Do nothing the second time."""
         if self.has_ended:
             return
         self.has_ended, entered = True, self._entered.number
@@ -197,18 +186,18 @@ class ServerConnection:
             each.messages.put_nowait(lost if has_ended_it else replace(lost, fault=None))
 
     async def _look(self) -> None:
-        """Look at the process while trajectories run, and kill it if its code blocks it for too long."""
+        """Check the process while trajectories run, and kill it if its code blocks it for too long."""
         while not self.has_ended:
             await asyncio.sleep(LOOK_S)
             if self._child.has_ended:  # another process may keep the connection open
                 await self._lose_ended()
-            if not any(not each.is_waiting for each in self._remotes.values()):
+            if all(each.is_waiting for each in self._remotes.values()):
                 self._looks_unanswered = 0
                 continue
             self._looks_unanswered += 1
             if self._looks_unanswered == 1:
                 self._send(NO_TRAJECTORY, Look())
-            # Looks and not seconds are counted: this loop may rest, while the trainer has the engine.
+            # Counts checks instead of seconds, as this loop may rest while the trainer has the engine.
             blocked_s = LOOK_S * (self._looks_unanswered - 1)
             if blocked_s == BLOCKED_S:
                 self._warn(
@@ -217,8 +206,8 @@ class ServerConnection:
                     " asyncio.to_thread(...)"
                 )
             if blocked_s > self._longest_s:
-                what = f"its code blocked the process for more than {self._longest_s:g} s{self._where()}"
-                self._lose(Lost(Fault.TIMEOUT, what))
+                reason = f"its code blocked the process for more than {self._longest_s:g} s{self._where()}"
+                self._lose(Lost(Fault.TIMEOUT, reason))
                 await asyncio.to_thread(self._child.kill)
 
     def _name_of_entered(self) -> str:
@@ -226,7 +215,7 @@ class ServerConnection:
         return "code that a trajectory has started" if remote is None else remote.session.trajectory.label
 
     def _where(self) -> str:
-        """Return the line that blocks the process, of the main thread, which comes last in its file."""
+        """Return the line that blocks the process, from the main thread's stack, which is last in the file."""
         self._stack.seek(0)
         *_, last = self._stack.read().decode(errors="replace").split("(most recent call first):")
         frames = _FRAME.findall(last)
@@ -234,7 +223,7 @@ class ServerConnection:
 
 
 def _loaded(remote: RemoteTrajectory, data: bytes) -> FromProcess | Lost:
-    """Return a message of a trajectory. One that cannot be read is its fault."""
+    """Return a message of a trajectory, or its fault if the message cannot be read."""
     try:
         return remote.kept.loads(data)
     except Exception as error:
@@ -244,7 +233,7 @@ def _loaded(remote: RemoteTrajectory, data: bytes) -> FromProcess | Lost:
 async def _answer(
     session: Session, request: GenerationRequest | ScoringItem, remembered: Remembered
 ) -> GeneratedSequence | Score:
-    """Return the answer to a request, which an earlier attempt may have got."""
+    """Return the answer to a request, from `remembered` if an earlier process got it."""
     if isinstance(request, ScoringItem):
         return await session.trajectory.score(request)
     key = (request.token_ids, request.seed, request.sampling)

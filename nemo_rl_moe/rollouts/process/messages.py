@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between a run and the process of an environment's code, and their form on the connection.
+"""Messages between a run and the process of an environment's code, and their serialization.
 
-Large values stay in the run: routed experts, kept tokens and images travel as handles.
+Large values stay in the run. The process gets handles of routed experts, sampling masks and images.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from nemo_rl_moe.rollouts.trajectory import Trajectory
 
 _HEAD = struct.Struct("!QQ")
 NO_TRAJECTORY = 0
-"""Number of messages without a trajectory. Trajectories count from 1."""
+"""Number in messages that belong to no trajectory. Trajectories count from 1."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Begin:
 
 @dataclass(frozen=True)
 class Asked:
-    """A trajectory asks for a sequence or a score; `number` counts its requests."""
+    """A trajectory asks for a sequence or a score. `number` counts its requests."""
 
     number: int
     request: GenerationRequest | ScoringItem
@@ -71,17 +71,17 @@ class Ended:
 
 @dataclass(frozen=True)
 class Cancel:
-    """Nobody waits for a trajectory any more."""
+    """The run has cancelled a trajectory."""
 
 
 @dataclass(frozen=True)
 class Look:
-    """Asks the process where its trajectories are."""
+    """Asks the process for the lines of code at which its trajectories wait."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """Lines of code at which trajectories wait, by number."""
+    """The answer to `Look`: lines of code by the number of the trajectory."""
 
     places: Mapping[int, str]
 
@@ -92,7 +92,7 @@ ToProcess = Begin | Answer | Cancel | Look
 
 @dataclass(frozen=True)
 class Handle:
-    """A value that stays in the run; `kept_values` of its trajectory has it under this key."""
+    """A value that stays in the run, in `KeptValues` of its trajectory under this key."""
 
     key: str
 
@@ -102,16 +102,12 @@ class Handle:
 
 @dataclass
 class KeptValues:
-    """Values of one trajectory that stay in the run.
-
-    Attributes:
-        values: By the keys of their handles: model inputs by name, and sources of rows.
-    """
+    """Values of one trajectory that stay in the run: model inputs by name, and sources of rows."""
 
     values: dict[str, Any] = field(default_factory=dict)
 
     def dumps(self, message: ToProcess) -> bytes:
-        """Return a message. Handles replace sources of rows."""
+        """Serialize a message with handles instead of sources of rows."""
 
         def reduce(value: Any) -> Any:
             if not isinstance(value, Piece):
@@ -123,13 +119,13 @@ class KeptValues:
         return _dumps(message, reduce)
 
     def loads(self, data: bytes) -> FromProcess:
-        """Return a message of the process. Values replace handles."""
+        """Deserialize a message of the process, with values instead of handles."""
         found: FromProcess = _Unpickler(data, self.values).load()
         return found
 
 
 def dumps_with_handles(message: FromProcess, model_inputs: Mapping[str, ModelInput]) -> bytes:
-    """Return a message of the process. Handles replace the inputs that the run has sent."""
+    """Serialize a message of the process with handles instead of the inputs that the run has sent."""
     names = {id(value): name for name, value in model_inputs.items()}
 
     def reduce(value: Any) -> Any:
@@ -160,7 +156,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def write(writer: asyncio.StreamWriter, number: int, data: bytes) -> None:
-    """Write a message of a trajectory, without waiting for its reader."""
+    """Write a message of a trajectory without waiting until it is read."""
     writer.write(_HEAD.pack(number, len(data)) + data)
 
 
@@ -168,8 +164,7 @@ async def read(reader: asyncio.StreamReader) -> tuple[int, bytes]:
     """Return the number of a trajectory, and its next message.
 
     Raises:
-        asyncio.IncompleteReadError: The other side has closed the connection.
-        ConnectionError: The same.
+        asyncio.IncompleteReadError, ConnectionError: The other side has closed the connection.
     """
     number, size = _HEAD.unpack(await reader.readexactly(_HEAD.size))
     return number, await reader.readexactly(size)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The process that runs the trajectories of one environment: its code, and everything that it awaits."""
+"""The process that runs the trajectories of one environment."""
 
 import asyncio
 import faulthandler
@@ -16,7 +16,6 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl_moe.data.continuation import Continuation
@@ -59,13 +58,13 @@ _ENTERED = struct.Struct("=Q")
 
 @dataclass(frozen=True)
 class ProcessSettings:
-    """Settings of a process, as they travel to it.
+    """Settings of a process, which are pickled and sent to it.
 
     Attributes:
         start: Starts the environment, in a context that ends with the process.
         continuation: Renders messages that the environment appends.
         max_tokens: Most tokens of a trajectory.
-        reward_weights: Of each named reward; None where a score is one number.
+        reward_weights: Weight of each named reward. None if a score is one number.
         timeout_s: Maximum seconds of one trajectory's code. None for no limit.
         memory_mb: Maximum megabytes of the environment's code. None for no limit.
     """
@@ -85,24 +84,20 @@ class ProcessSettings:
 
 
 class EnteredTrajectory:
-    """Number of the trajectory whose code runs now, in memory that the run reads when the process does not answer.
-
-    Args:
-        file: File of the memory.
-    """
+    """Number of the trajectory whose code runs now, in shared memory that the run reads if the process hangs."""
 
     def __init__(self, file: int):
         self._memory = mmap.mmap(file, _ENTERED.size)
 
     @property
     def number(self) -> int:
-        """Return the number; `NO_TRAJECTORY` if none runs."""
+        """Number of the trajectory, `NO_TRAJECTORY` if none runs."""
         found: int = _ENTERED.unpack_from(self._memory)[0]
         return found
 
     @contextmanager
     def by(self, number: int) -> Iterator[None]:
-        """Note a trajectory while its code runs. If the process ends meanwhile, the note stays."""
+        """Store the number of a trajectory while its code runs. It remains if the process dies meanwhile."""
         _ENTERED.pack_into(self._memory, 0, number)
         try:
             yield
@@ -110,11 +105,9 @@ class EnteredTrajectory:
             self.clear()
 
     def clear(self) -> None:
-        """Note that none runs."""
         _ENTERED.pack_into(self._memory, 0, NO_TRAJECTORY)
 
     def close(self) -> None:
-        """Unmap the memory."""
         self._memory.close()
 
 
@@ -140,7 +133,7 @@ class _Steps(Coroutine[Any, Any, Trajectory]):
 
 
 class _Trajectory:
-    """A trajectory of the process. It answers its session by the run's answers."""
+    """A trajectory of the process. The requests of its session are sent to the run."""
 
     def __init__(self, number: int, begin: Begin, process: "EnvironmentServer"):
         self._number, self._process, self._model_inputs = number, process, begin.model_inputs
@@ -168,23 +161,19 @@ class _Trajectory:
         self.running.start(session, begin.prompt.sample_id, coroutine, settings.timeout_s, steps)
 
     async def generate(self, request: GenerationRequest) -> GeneratedSequence:
-        """Continue one sequence of the trajectory."""
         found: GeneratedSequence = await self._ask(request)
         return found
 
     async def score(self, item: ScoringItem, place: int) -> Score:
-        """Score one response."""
         found: Score = await self._ask(item)
         return found
 
     def answer(self, answer: Answer) -> None:
-        """Take an answer of the run."""
         future = self._waiting.pop(answer.number, None)
         if future is not None and not future.done():
             future.set_result(answer.answer)
 
     def cancel(self) -> None:
-        """Cancel its code."""
         self._is_over = True
         self.running.task.cancel()
 
@@ -230,10 +219,7 @@ class EnvironmentServer:
     """Runs trajectories until the run closes the connection.
 
     Args:
-        stack: File that gets the stack of code that blocks the process.
-
-    Attributes:
-        settings, environment, entered: As given.
+        stack: File descriptor for the stack of code that blocks the process.
     """
 
     def __init__(self, settings: ProcessSettings, environment: Environment, entered: EnteredTrajectory, stack: int):
@@ -242,7 +228,7 @@ class EnvironmentServer:
         self._writer: asyncio.StreamWriter | None = None
 
     async def serve(self, connection: socket.socket) -> None:
-        """Run trajectories."""
+        """Run trajectories until the connection is closed."""
         reader, self._writer = await asyncio.open_connection(sock=connection)
         watch = asyncio.create_task(_write_stack_if_blocked(self._stack))
         try:
@@ -253,12 +239,10 @@ class EnvironmentServer:
             watch.cancel()
 
     def send(self, number: int, data: bytes) -> None:
-        """Send a message of a trajectory to the run."""
         assert self._writer is not None, "it serves"
         write(self._writer, number, data)
 
     def forget(self, number: int) -> None:
-        """Forget a trajectory that has ended."""
         self._trajectories.pop(number, None)
 
     def _take(self, number: int, message: ToProcess) -> None:
@@ -277,8 +261,8 @@ class EnvironmentServer:
 
 
 async def _settled() -> None:
-    """Wait until trajectories have resumed that got a resource from another one, such as an agent's process."""
-    # They send their messages before the other one. In lockstep, they thus join its batch.
+    """Wait until trajectories have resumed that got a resource from this one, such as an agent's process."""
+    # They send their messages first, and thus join its batch in lockstep.
     for _ in range(SETTLING_TURNS):
         await asyncio.sleep(0)
 
@@ -286,7 +270,7 @@ async def _settled() -> None:
 async def _write_stack_if_blocked(file: int) -> None:
     """Have the stack written to a file if code blocks the loop for `STACK_AFTER_S`."""
     while True:
-        faulthandler.dump_traceback_later(STACK_AFTER_S, file=file)  # unless the next call comes before
+        faulthandler.dump_traceback_later(STACK_AFTER_S, file=file)  # the next call restarts the timer
         await asyncio.sleep(STACK_AFTER_S / 5)
 
 
@@ -307,11 +291,7 @@ def main() -> None:  # pragma: no cover  (runs in another process)
             limit_memory(settings.memory_mb)
         connection.send_bytes(READY)
         server = EnvironmentServer(settings, environment, EnteredTrajectory(int(sys.argv[3])), int(sys.argv[4]))
-        asyncio.run(server.serve(_socket_of(connection)))
-
-
-def _socket_of(connection: Connection) -> socket.socket:  # pragma: no cover
-    return socket.socket(fileno=os.dup(connection.fileno()))
+        asyncio.run(server.serve(socket.socket(fileno=os.dup(connection.fileno()))))
 
 
 if __name__ == "__main__":  # pragma: no cover
