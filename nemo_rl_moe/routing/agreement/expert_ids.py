@@ -36,7 +36,7 @@ class Renumbering:
 
     Attributes:
         router_ids: Router's id of each captured id, as far as it differs and is known.
-        before: Share of the captured experts that the router chooses.
+        before: Share of the captured experts that the router chooses, only of the renumbered ids if `after` is None.
         after: The same share with renumbered ids. None if the sample has too few rows.
     """
 

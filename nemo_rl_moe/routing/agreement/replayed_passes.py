@@ -36,7 +36,6 @@ class ReplayedPass:
 
     @property
     def num_entries(self) -> int:
-        """Number of captured experts."""
         return self.routes.planes.numel()
 
 

@@ -75,7 +75,6 @@ def _sequences(routes: Any, where: str) -> list[Int[np.ndarray, "tokens layers t
 
 
 def _first(pairs: Sequence[tuple[np.ndarray, np.ndarray]], layers: Sequence[int]) -> str:
-    """Describe the first row that differs."""
     for number, (one, other) in enumerate(pairs):
         known = ((one != UNKNOWN) & (other != UNKNOWN)).all(-1)
         differs = np.argwhere(known & (np.sort(one, -1) != np.sort(other, -1)).any(-1))

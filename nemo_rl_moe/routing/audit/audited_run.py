@@ -71,7 +71,7 @@ class AuditedRun:
 
     @property
     def not_checked(self) -> dict[str, str]:
-        """Comparisons that could not be made, by name, with their consequence."""
+        """Comparisons that could not be made, by name, each with the open question."""
         return {name: text for name, (metric, text) in _COMPARISONS.items() if not self.series(metric)}
 
     def series(self, key: str) -> list[float]:

@@ -85,8 +85,6 @@ def compared(run: AuditedRun, source: Source, other: AuditedRun, other_source: S
 
 
 def comparison_lines(comparison: Comparison) -> list[str]:
-    """Return the comparison as text."""
-
     def numbers_of(key: str) -> tuple[float, ...]:
         here, there = comparison.means.get(key, (nan, nan))
         return (here, there, here - there) if key in comparison.means else ()

@@ -114,7 +114,7 @@ class PrefixHistory:
         return with_prefix("moe/engine", found)
 
     def _thin_out(self) -> None:
-        """Keep the last 8 steps, and the two latest in each power of two of steps back."""
+        """Keep the last 8 steps, the two latest in each power of two of steps back, and the first one."""
         kept, of_power = [], dict[int, int]()
         for age, pair in enumerate(reversed(self._earlier)):
             power = (age + 1).bit_length()

@@ -190,7 +190,6 @@ class _Files:
         self.adapter: Adapter = ADAPTERS[name]
 
     def _may_be(self, file: Path, kind: str) -> bool:
-        """Return whether a file of a folder has the format, or any known one."""
         try:
             found = recognised(load(file))
         except DataError as error:
@@ -258,7 +257,6 @@ def _numbers(layers: Sequence[int]) -> str:
 
 
 def _training_files(path: Path, model: RouterShape | None) -> _Files | _CapturedRoutes:
-    """Return the files of the training side, in any format."""
     capture = _capture_folder(path)
     return _Files(path, AUTO, model, None) if capture is None else _CapturedRoutes(capture, model)
 

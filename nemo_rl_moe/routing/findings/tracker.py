@@ -154,7 +154,10 @@ class FindingTracker:
     @property
     def findings(self) -> list[Finding]:
         """All findings so far, in the order in which they began."""
-        return sorted([*self._earlier, *self._latest.values()], key=_order)
+        return sorted(
+            [*self._earlier, *self._latest.values()],
+            key=lambda found: (found.first_step, found.kind, -1 if found.layer is None else found.layer),
+        )
 
     def observe(
         self,
@@ -332,10 +335,6 @@ def _is_same_episode(latest: Finding, since: int) -> bool:
     """Return whether a condition that holds since a step continues a finding."""
     # Steps until a condition has held long enough to be found are not an interruption.
     return since - latest.last_step - 1 <= QUIET_STEPS
-
-
-def _order(finding: Finding) -> tuple[int, str, int]:
-    return finding.first_step, finding.kind, -1 if finding.layer is None else finding.layer
 
 
 class _Streaks:

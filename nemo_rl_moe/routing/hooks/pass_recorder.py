@@ -97,7 +97,6 @@ class RouteRecorder(ForwardWatcher):
             self._padding = padding_mask_of_call(args, kwargs)
 
     def leave_model(self) -> None:
-        """Record the pass, unless it has failed."""
         if self._kind is not None and len(self._seen) == len(self.layers):
             self._passes.append(self._finished(self._kind))
         if not self.is_recomputed():

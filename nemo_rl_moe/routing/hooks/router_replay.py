@@ -272,7 +272,6 @@ class _ChunkWatcher(ForwardWatcher):
         self._note(number, replay.target_topk_idx, RoutedTokens(taken, taken, None))
 
     def leave_model(self) -> None:
-        """Add the pass to the agreement statistics."""
         if self._gradients_at_entry is not None and not self.is_recomputed():
             num_rows, num_sequences = self._size_of_pass()
             if num_rows:

@@ -53,7 +53,6 @@ class Routes:
         return ExpertLoad(self.description.layers, counts)
 
     def load_balance_metrics(self, *, detailed: bool = False) -> dict[str, float]:
-        """Return the load balance metrics of all passes together: `routing.metrics.load_balance_metrics`."""
         return load_balance_metrics(self.expert_load(), router_topk=self.description.topk, detailed=detailed)
 
     def sequences(self) -> list[RoutedSequence]:

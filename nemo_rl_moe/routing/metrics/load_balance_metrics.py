@@ -176,7 +176,6 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _utilization_in_order(layers: LayerStatistics, indices: Sequence[int], top_k: int) -> dict[str, float]:
-    """Return the quantiles of all utilizations, and the highest and lowest ones by layer and expert."""
     count = len(layers.utilization)
     # The median of an even number of values is the mean of the middle two. The quartiles are values in the data.
     ranks = [0, count // 4, (count - 1) // 2, count // 2, 3 * count // 4, count - 1]

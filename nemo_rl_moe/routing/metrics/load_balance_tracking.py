@@ -79,7 +79,6 @@ class LoadCounter(ForwardWatcher):
         self._counts: dict[RouterLayer, Int[Tensor, " experts"]] = {}
 
     def add(self, layer: RouterLayer, router: nn.Module, args: Any, kwargs: Mapping[str, Any], outputs: Any) -> None:
-        """Count one call of a router in a training forward."""
         if not self.is_training_forward(router):
             return
         routed = routed_experts(layer, router, outputs)

@@ -90,6 +90,5 @@ def _is_mixed(shares: Float[np.ndarray, "..."]) -> np.ndarray:
 
 
 def _ratio(values: np.ndarray, others: np.ndarray) -> Float[np.ndarray, "..."]:
-    """Return the quotient, NaN if the divisor is 0."""
     values, others = np.broadcast_arrays(np.asarray(values, dtype=np.float64), np.asarray(others, dtype=np.float64))
     return np.divide(values, others, out=np.full(values.shape, np.nan), where=others > 0)

@@ -57,7 +57,6 @@ def _num_numbers(value: list[Any] | tuple[Any, ...], known: dict[int, int], dept
 
 
 def _shares_parts(value: list[Any] | tuple[Any, ...]) -> bool:
-    """Return whether nested lists contain the same list twice."""
     seen, left = set[int](), [value]
     while left:
         for part in left.pop():

@@ -28,7 +28,6 @@ _BATCH = "nemo_rl.distributed.batched_data_dict.BatchedDataDict"
 
 
 def _fields(content: Any) -> Any:
-    """Return the fields of a `BatchedDataDict`."""
     if isinstance(content, Inert) and content.path == _BATCH and isinstance(content.state, dict):
         return content.state.get("data")
     return content

@@ -57,7 +57,6 @@ def read_queue(content: Mapping[str, Any], where: str) -> Iterator[CapturedSeque
 
 
 def _fields(made: Any, where: str) -> Mapping[str, Any]:
-    """Return the tensors of a pickled `TensorDict` by name."""
     state = made.args[1] if isinstance(made, Inert) and len(made.args) > 1 else getattr(made, "state", None)
     found = state.get("_tensordict") if isinstance(state, dict) else None
     if not isinstance(found, dict):
