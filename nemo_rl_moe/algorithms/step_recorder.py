@@ -212,7 +212,7 @@ class StepRecorder:
         assert self._checkpoints is not None
         if self._has_diverged:
             return False
-        # While updates are being skipped, the previous checkpoint remains the last one.
+        # While updates are being skipped, the last checkpoint stays the one before them.
         is_due = self._checkpoints.is_due(self.state.step) and self.state.skipped_in_a_row == 0
         return is_due or is_last or self.stopped_for is not None
 

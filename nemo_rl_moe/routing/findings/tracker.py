@@ -338,7 +338,7 @@ def _is_same_episode(latest: Finding, since: int) -> bool:
 
 
 class _Streaks:
-    """Length and first step of the current streak of a condition, in each of several layers or none."""
+    """Length and first step of the current streak of each of several conditions, such as one in each layer."""
 
     def __init__(self, num_places: int):
         self.length = np.zeros(num_places, dtype=np.int64)
