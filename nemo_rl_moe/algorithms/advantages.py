@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Shape rewards before an estimator of advantages, and bound the advantages after it."""
+"""Shaping of rewards before an estimator of advantages, and bounds of the advantages after it."""
 
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from nemo_rl_moe.config.schema_grpo import RewardShapingConfig
@@ -16,49 +16,44 @@ def shape_rewards(
     max_new_tokens: int,
     config: RewardShapingConfig,
 ) -> Float[Tensor, "*responses"]:
-    """Take a soft punishment of long responses from their rewards (DAPO, arXiv:2503.14476, eq. 13).
+    """Subtract a soft penalty from the rewards of long responses (DAPO, arXiv:2503.14476, eq. 13).
 
-    A response may have `max_new_tokens - overlong_buffer_length` tokens for nothing. Each one more costs
-    `overlong_buffer_penalty / overlong_buffer_length`, up to the whole penalty at `max_new_tokens`.
+    Each token beyond `max_new_tokens - overlong_buffer_length` costs `overlong_buffer_penalty /
+    overlong_buffer_length`, up to the full penalty at `max_new_tokens`.
 
     Args:
-        response_lengths: Generated tokens of each, its end token included.
-        config: The punishment; not enabled, the rewards are returned as they are.
+        response_lengths: Generated tokens of each response, including its end token.
 
     Returns:
-        New rewards, of the same type.
+        New rewards of the same dtype, unchanged if the penalty is not enabled.
     """
     if not config.enabled:
         return rewards
-    tokens_for_nothing = max_new_tokens - config.overlong_buffer_length
-    share_of_buffer = (response_lengths.to(rewards.dtype) - tokens_for_nothing) / config.overlong_buffer_length
+    free_tokens = max_new_tokens - config.overlong_buffer_length
+    share_of_buffer = (response_lengths.to(rewards.dtype) - free_tokens) / config.overlong_buffer_length
     return rewards - config.overlong_buffer_penalty * share_of_buffer.clamp(0.0, 1.0)
 
 
 def compute_advantages(
     estimator: Estimator, inputs: EstimatorInputs
 ) -> Float[Tensor, "groups generations"] | Float[Tensor, "groups generations tokens"]:
-    """Compute advantages, of the rewards' type; 0 for responses that take no part.
+    """Compute advantages in the rewards' dtype, with 0 for responses that do not take part.
 
     Raises:
-        ValueError: A response can be compared with nothing.
+        ValueError: There is no response to compare with.
     """
     advantages = estimator.function(inputs).to(inputs.rewards.dtype)
-    return advantages.where(for_each(inputs.takes_part, advantages), 0.0)
-
-
-def for_each(of_responses: Bool[Tensor, "groups generations"], advantages: Tensor) -> Bool[Tensor, "groups ..."]:
-    """Return a value of each response in a shape that broadcasts over its advantages."""
-    return of_responses if advantages.ndim == of_responses.ndim else of_responses[:, :, None]
+    takes_part = inputs.takes_part if advantages.ndim == inputs.takes_part.ndim else inputs.takes_part[:, :, None]
+    return advantages.where(takes_part, 0.0)
 
 
 def clip_advantages(
     advantages: Float[Tensor, "groups ..."], low: float | None, high: float | None
 ) -> Float[Tensor, "groups ..."]:
-    """Hold advantages between two bounds, of which either may be None; NaN stays NaN."""
+    """Clamp advantages to bounds, of which either may be None. NaN stays NaN."""
     return advantages if low is None and high is None else advantages.clamp(low, high)
 
 
 def frac_zero_std_groups(rewards: Float[Tensor, "groups generations"]) -> float:
-    """Return the share of the groups whose rewards are all equal, which teach nothing."""
+    """Return the share of groups whose rewards are all equal, which teach nothing."""
     return float((~informative_groups(rewards)).double().mean())

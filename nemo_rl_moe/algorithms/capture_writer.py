@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Measured sequences of a run as a capture folder, which `nemo-rl-moe audit` reads."""
+"""Writing of a run's measured sequences as a capture folder for `nemo-rl-moe audit`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,8 +29,8 @@ class MeasuredPass:
     """One log-probability pass over the first sequences of a sample.
 
     Attributes:
-        logprobs: Of every token given those before it.
-        routes: Experts that its routers took; None where they are not of interest.
+        logprobs: Log-probability of each token given the previous ones.
+        routes: Experts that its routers took, if they are needed.
     """
 
     logprobs: PerToken
@@ -39,14 +39,14 @@ class MeasuredPass:
 
 @dataclass(frozen=True)
 class CapturedRow:
-    """What a capture says of a row of a batch beside its passes."""
+    """Trajectory and sequence of a row of a batch."""
 
     trajectory: Trajectory
     sequence: TokenSequence
 
 
 def captured_rows(trajectories: Sequence[Trajectory]) -> list[CapturedRow]:
-    """Return the rows of the batch of trajectories."""
+    """Return the rows of the batch of these trajectories."""
     return [CapturedRow(trajectory, sequence) for trajectory in trajectories for sequence in trajectory.sequences]
 
 
@@ -54,8 +54,8 @@ class CaptureWriter:
     """Writer of the sequences that a run measures.
 
     Args:
-        warn: Called once when writing fails; the run goes on without its capture.
-        is_exact: Engine and trainer compute in float32; what is measured has the weights of the rollout.
+        warn: Called once if writing fails. The run continues without its capture.
+        is_exact: Engine and trainer compute in float32, and the passes have the weights of the rollout.
     """
 
     def __init__(
@@ -86,12 +86,12 @@ class CaptureWriter:
 
         Args:
             step: Counted from 1.
-            sample: The sequences, with the rollout's routes where there are any.
-            rows: They were made of.
-            own: The pass with the routers' own choice.
+            sample: The sequences, with the rollout's routes if there are any.
+            rows: Rows of the sample.
+            own: Pass with the routers' choice.
             replayed: Log-probabilities with the experts of the rollout.
-            repeated: The same as `own` with another composition of the batches, of the first of them alone.
-            expert_biases: Before the last update and now; None where it was skipped or does not move them.
+            repeated: Pass like `own` over the first sequences, with another composition of the batches.
+            expert_biases: Biases before the last update and now, if it updated them.
         """
         if self._failed:
             return
@@ -101,7 +101,7 @@ class CaptureWriter:
             sequences = self._sequences(sample, rows, own, replayed, repeated)
             self._writer = self._writer or CaptureFolderWriter(self._folder, self._description(own.routes), _WRITER)
             before, now = (None, None) if expert_biases is None else expert_biases
-            # A file has the columns that all of its sequences have.
+            # A file has only the columns that all of its sequences have.
             for some in filter(None, (sequences[:part], sequences[part:])):
                 self._writer.write(step, some, now, before)
         except (OSError, ValueError, DataError, pa.ArrowException) as error:
@@ -114,7 +114,7 @@ class CaptureWriter:
         if isinstance(frequency, list):
             layers = [layer for layer, has_experts in enumerate(frequency) if has_experts]
         else:
-            layers = [frequency * place for place in range(num_layers)]
+            layers = [frequency * number for number in range(num_layers)]
         num_experts = int(self._moe["num_moe_experts"])
         return CaptureDescription(tuple(layers), num_experts, topk, "nemo-rl-moe grpo", self._is_exact)
 
@@ -157,7 +157,7 @@ class CaptureWriter:
         return found
 
     def _fetched(self, sample: TokenBatch, column: StoredColumn | None) -> np.ndarray:
-        """Return the experts of the sequences that the column is of; of none without one."""
+        """Return the experts of the column's sequences, or an empty array without a column."""
         if column is None:
             return np.zeros(0, dtype=np.int16)
         longest = sample.input_ids.shape[1]

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The critic of PPO (arXiv:1707.06347): its values make the advantages of tokens, and it learns their returns."""
+"""Critic of PPO (arXiv:1707.06347): its values give the advantages of tokens, and it learns their returns."""
 
 import math
 from dataclasses import dataclass
@@ -35,27 +35,27 @@ class Critic:
     model: "TrainableModel"
 
     def trains_policy(self, step: int) -> bool:
-        """Return whether the policy trains in a step, counted from 1, or the critic alone."""
+        """Return whether the policy trains in a step, counted from 1, or only the critic."""
         return step > self.config.ppo.policy_training_start_step
 
     def with_advantages(
         self, groups: RolloutGroups, batch: TokenBatch, clock: PhaseClock
     ) -> tuple[TokenBatch, dict[str, float]]:
-        """Compute values and what follows from them.
+        """Compute values, returns and advantages.
 
         Args:
-            groups: The trajectories that the batch is made of.
-            batch: With the log-probabilities of policy and reference model, where the divergence is in the reward.
+            groups: Trajectories of the batch.
+            batch: Has the log-probabilities of policy and reference model if the divergence is in the reward.
 
         Returns:
-            The batch with the columns `advantages`, `returns` and `previous_values`; and, of its trained tokens,
-            `critic/{values,returns}/{mean,min,max}` and, where returns differ, `critic/explained_variance`.
+            The batch with the columns `advantages`, `returns` and `previous_values`, and for its trained tokens
+            `critic/{values,returns}/{mean,min,max}`, and `critic/explained_variance` if returns differ.
         """
         config, trajectories = self.config, groups.trained
         with clock.phase("values"):
             values = self.model.values(_of_critic(batch))
         inputs = estimator_inputs(config, trajectories, shaped_rewards(config, groups))
-        # All of it goes by time: of conversations that alternate, the tokens stand in another order.
+        # In order of time: alternating conversations have their tokens in another order.
         turns, all_masks = inputs.token_turns.flatten(0, 1), tokens_of_trajectories(batch.token_mask, trajectories)
         order = order_in_time(turns, all_masks)
         values, mask, divergence = (
@@ -92,8 +92,8 @@ class Critic:
         """Train the critic on the returns of a batch.
 
         Returns:
-            `critic/{value_loss,grad_norm,lr,skipped_updates}` and, with a clip range, `critic/clipped_fraction`; empty
-            of a batch without a trained token.
+            `critic/{value_loss,grad_norm,lr,skipped_updates}` and, with a clip range, `critic/clipped_fraction`. Empty
+            if the batch has no trained token.
         """
         with clock.phase("critic"):
             loss = ValueLoss(self.config.value_loss_fn.cliprange)
@@ -111,7 +111,7 @@ class Critic:
         return with_prefix("critic", metrics)
 
     def _divergence(self, batch: TokenBatch) -> Float[Tensor, "sequences tokens"]:
-        """Return what the divergence from the reference model takes from the reward of each token; 0 without any."""
+        """Return the penalty of each token's divergence from the reference model in the reward, 0 without one."""
         loss = self.config.loss_fn
         if not loss.use_kl_in_reward:
             return torch.zeros(batch.input_ids.shape, dtype=torch.float64)
@@ -121,12 +121,11 @@ class Critic:
 
 
 def _of_critic(batch: TokenBatch) -> TokenBatch:
-    """Return the batch without what belongs to the policy alone: its experts, and what it drew tokens from."""
+    """Return the batch without columns of the policy alone: its experts, and the tokens that it sampled from."""
     return batch.without_stored(ROUTED_EXPERTS).without_stored(KEPT_TOKENS)
 
 
 def _metrics_of(values: Float[Tensor, " tokens"], returns: Float[Tensor, " tokens"]) -> dict[str, float]:
-    """Return metrics of the values before an update; empty without a trained token."""
     if not values.numel():
         return {}
     explained = explained_variance(values, returns)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Estimators of advantages that are the user's own, beside those of `rl/estimators`."""
+"""Custom estimators of advantages, in addition to those in `rl/estimators`."""
 
 from dataclasses import replace
 from functools import partial
@@ -20,9 +20,9 @@ _TRIED_TOKENS = 3
 
 
 def find_estimator(name: str) -> Estimator:
-    """Return the estimator that a configuration names: one of the registry, or a function of the user's own.
+    """Return the configured estimator: one of the registry, or a custom function, which is imported at its first call.
 
-    The function is taken to compare the responses of a group. It is imported when it is first called.
+    A custom function is assumed to compare the responses of a group.
     """
     return Estimator(name, partial(_advantages_in_run, name)) if is_custom(name) else ESTIMATORS[name]
 
@@ -37,12 +37,9 @@ def _advantages_in_run(
 def custom_advantages(
     name: str, inputs: EstimatorInputs
 ) -> Float[Tensor, "groups generations"] | Float[Tensor, "groups generations tokens"]:
-    """Compute advantages by the user's function.
+    """Compute advantages with the custom function `name` (`package.module:function`).
 
-    In the place of a response that takes no part, the function gets the mean reward of its group.
-
-    Args:
-        name: `package.module:function`.
+    A response that does not take part gets the mean reward of its group.
     """
     function = import_function(KEY, name, "the EstimatorInputs")
     found = function(with_group_means(inputs))
@@ -60,7 +57,7 @@ def custom_advantages(
 
 
 def with_group_means(inputs: EstimatorInputs) -> EstimatorInputs:
-    """Put its group's mean in place of each reward that does not count; the step's in empty groups."""
+    """Replace rewards that do not count by the mean of their group, or of the step for groups without others."""
     present = inputs.takes_part
     if bool(present.all()):
         return inputs
@@ -78,9 +75,9 @@ def _with_means(
 
 
 def check_estimator(config: GRPOMasterConfig) -> None:
-    """Try an estimator of the user's own on rewards of 0 and 1, before anything is started.
+    """Try a custom estimator on rewards of 0 and 1, before anything starts.
 
-    All rewards of the first group are 1: the groups without a spread are where estimators divide by 0.
+    All rewards of the first group are 1, because estimators often divide by 0 in groups without a spread.
     """
     name = config.grpo.adv_estimator.name
     if not is_custom(name):

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Distillation: teachers score the policy's responses, and the loss brings the policy closer to them.
 
-As a step of GRPO whose batch has teachers' log-probabilities besides, and whose loss has a divergence from them
-(GKD, arXiv:2306.13649; MiniLLM, arXiv:2306.08543).
+It is a step of GRPO whose batch also has the teachers' log-probabilities, and whose loss includes a divergence from
+them (GKD, arXiv:2306.13649; MiniLLM, arXiv:2306.08543).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -41,8 +41,8 @@ class Teachers:
     """Teachers of a run.
 
     Attributes:
-        vocabulary_size: Tokens of the policy.
-        by_sample: Name of the teacher of each sample that has one, where records say it.
+        vocabulary_size: Number of the policy's tokens.
+        by_sample: Name of each sample's teacher, if records name it.
     """
 
     config: DistillationMasterConfig
@@ -51,11 +51,7 @@ class Teachers:
     by_sample: Mapping[str, str] = field(default_factory=dict)
 
     def loss(self, policy_gradient: PolicyGradientLoss) -> LossFunction:
-        """Return the loss of a step.
-
-        Args:
-            policy_gradient: That of the rewards, of responses that the policy samples.
-        """
+        """Return the loss of a step, given the loss of the rewards for responses that the policy samples."""
         settings = self.config.distillation
         is_given = settings.responses == "given"
         return DistillationLoss(
@@ -69,7 +65,7 @@ class Teachers:
         )
 
     def teacher_of(self, trajectory: Trajectory) -> str | None:
-        """Return the name of the teacher of a trajectory; None: it has none."""
+        """Return the name of the teacher of a trajectory, if it has one."""
         settings = self.config.distillation
         if settings.teacher_key is not None:
             return self.by_sample.get(trajectory.sample_id)
@@ -79,18 +75,18 @@ class Teachers:
     def with_scores(
         self, policy: "MegatronPolicy", batch: TokenBatch, trajectories: Sequence[Trajectory], clock: PhaseClock
     ) -> tuple[TokenBatch, dict[str, float]]:
-        """Have each trajectory scored by its teacher.
+        """Let each trajectory's teacher score it.
 
         Args:
-            policy: Names the candidates, where they are its own.
-            batch: Made of the trajectories.
-            trajectories: Those that are trained on.
+            policy: Chooses the candidates if they are the policy's.
+            batch: Batch of the trajectories.
+            trajectories: Trained trajectories.
             clock: Gets the phases `candidates` and `teachers`.
 
         Returns:
-            The batch with the columns of `DistillationLoss`; and `distillation/share_with_teacher` of the trained
-            tokens, `distillation/bytes_to_teachers` and `distillation/bytes_from_teachers`: the size of the ids and
-            log-probabilities that travel between driver and teachers.
+            The batch with the columns of `DistillationLoss`, and the metrics `distillation/share_with_teacher` of the
+            trained tokens, and `distillation/bytes_to_teachers` and `distillation/bytes_from_teachers` for the ids and
+            log-probabilities between driver and teachers.
         """
         rows = self.rows_of(trajectories)
         counts = torch.zeros_like(batch.token_mask)
@@ -108,12 +104,13 @@ class Teachers:
         scored = scored.with_columns(**shares)
         settings = self.config.distillation
         if not settings.policy_gradient_weight and not settings.cross_entropy_weight:
-            # Nothing trains on the others: an update of them alone would move the weights by Adam's momentum.
+            # Without a teacher nothing trains: an update of such tokens alone would move the weights by Adam's
+            # momentum.
             scored = replace(scored, token_mask=counts)
         return scored, metrics
 
     def _check_numbers(self, scored: TokenBatch, rows: Mapping[str, Sequence[int]]) -> None:
-        """Refuse a teacher without a finite score of any response; what few responses lack costs an update alone."""
+        """Refuse a teacher without a finite score for any response. A few missing scores only cost an update."""
         is_wrong = ~scored.columns[TEACHER_LOGPROBS].values.isfinite()
         is_wrong = is_wrong.flatten(2).any(-1) if is_wrong.ndim > 2 else is_wrong
         for name, chosen in rows.items():
@@ -126,7 +123,7 @@ class Teachers:
                 )
 
     def rows_of(self, trajectories: Sequence[Trajectory]) -> dict[str, list[int]]:
-        """Return the rows of the batch that each teacher scores; no teacher without any."""
+        """Return the rows of the batch that each teacher scores, for teachers with rows."""
         rows: dict[str, list[int]] = {}
         for trajectory, own in zip(trajectories, rows_of(trajectories), strict=True):
             teacher = self.teacher_of(trajectory)
@@ -140,7 +137,7 @@ class Teachers:
         """Return the batch with the teachers' log-probabilities, and the bytes to and from the teachers."""
         settings = self.config.distillation
         k = settings.topk_logits_k
-        asked = batch.without_stored(ROUTED_EXPERTS)  # of teachers the routers choose
+        asked = batch.without_stored(ROUTED_EXPERTS)  # the teachers' routers choose
         if k is None:
             with clock.phase("teachers"):
                 found = self._of_teachers(asked, rows, lambda model, part: model.start_logprobs(part))
@@ -156,7 +153,7 @@ class Teachers:
             num_to, num_from = 0, _num_bytes([*ids, *found])
         else:
             policy.prepare_for_logprobs(clock)
-            # Under replay the policy is that of the replayed experts, as the one that is trained.
+            # Under replay the candidates come from the policy with the replayed experts, which is the trained one.
             replays = self.config.policy.megatron_cfg.routing_replay == "rollout"
             with clock.phase("candidates"):
                 own = policy.start_top_candidates(batch if replays else asked, k, self.vocabulary_size)()
@@ -175,7 +172,6 @@ class Teachers:
         rows: Mapping[str, Sequence[int]],
         start: Callable[["ModelWorkers", TokenBatch], Callable[[], Found]],
     ) -> list[Found]:
-        """Start all teachers on their rows, and wait for them."""
         started = [start(self.models[name], batch.select(chosen)) for name, chosen in rows.items()]
         return [wait() for wait in started]
 
@@ -186,8 +182,7 @@ def _in_batch(
     found: Sequence[Shaped[Tensor, "rows tokens ..."]],
     *of_token: int,
 ) -> Shaped[Tensor, "batch sequence ..."]:
-    """Return what teachers found at their rows of the batch, and 0 elsewhere."""
-    # of_token: Shape of what they found for a token.
+    """Return the teachers' values, of shape `of_token` per token, at their rows of the batch, and 0 elsewhere."""
     dtype = found[0].dtype if found else torch.float32  # a step may have no response with a teacher
     values = torch.zeros((*batch.input_ids.shape, *of_token), dtype=dtype)
     for chosen, of_rows in zip(rows.values(), found, strict=True):

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""DPO: the reference model's log-probabilities of preference pairs, and the loop over them."""
+"""DPO: the reference model's log-probabilities of preference pairs, and the training loop."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -26,7 +26,7 @@ MeasureLogprobs = Callable[[TokenBatch], Float[Tensor, "batch sequence"]]
 
 
 def add_reference_sums(policy: "MegatronPolicy", batch: TokenBatch, clock: PhaseClock) -> TokenBatch:
-    """Return the batch with its reference sums, measured by the reference weights that the policy keeps.
+    """Return the batch with its reference sums, measured with the reference weights that the policy keeps.
 
     Args:
         clock: Gets the phase `reference_logprobs`.
@@ -42,11 +42,11 @@ def precompute_reference_sums(
     batches: Sequence[Sequence[int]],
     pad_token_id: int,
 ) -> PreferenceDataset:
-    """Return the data set with the reference sums of some of its pairs; those of the others are NaN.
+    """Return the data set with the reference sums of some of its pairs, and NaN for the others.
 
     Args:
-        logprobs: Of the model at the start of the run: a policy's own, before it has trained or loaded a checkpoint.
-        batches: Indices of the pairs to measure, those of a batch at a time.
+        logprobs: Measures a batch with the model at the start of the run, before any training or checkpoint.
+        batches: Indices of the pairs to measure, by batch.
     """
     sums = np.full((len(dataset), 2), np.nan)
     for chosen in batches:
@@ -56,13 +56,13 @@ def precompute_reference_sums(
 
 
 def batches_to_measure(loader: GlobalBatchLoader, steps: range) -> list[list[int]]:
-    """Return the indices of the pairs that some steps use, in batches independent of where they begin.
+    """Return the indices of the pairs in some steps, in batches that do not depend on the first step.
 
-    A batch holds the pairs that a training batch is the first to use. So a run that goes on from a checkpoint measures
-    what it still needs, in the same company, and gets the same numbers to the last bit.
+    A batch has the pairs that a training batch is the first to use. So a resumed run measures the remaining pairs in
+    the same batches, and gets bitwise equal numbers.
 
     Args:
-        steps: From the steps that are done to the last one.
+        steps: From the number of completed steps to the last one.
     """
     needed = {index for chosen in loader.indices(steps) for index in chosen}
     seen: set[int] = set()
@@ -76,7 +76,7 @@ def batches_to_measure(loader: GlobalBatchLoader, steps: range) -> list[list[int
 
 
 def num_pairs(batch: TokenBatch) -> int:
-    """Return the number of pairs of a batch: its weight in a mean over pairs."""
+    """Return the number of pairs of a batch, its weight in a mean over pairs."""
     return len(batch) // 2
 
 
@@ -92,12 +92,12 @@ def train_dpo(
     validation_batches: Callable[[], Iterator[TokenBatch]] | None,
     recorder: StepRecorder,
 ) -> RunSummary:
-    """Train to the last configured step, or to where the recorder ends the run.
+    """Train to the last configured step, or until the recorder ends the run.
 
     Args:
-        policy: What is trained; with `reference_logprobs: in_step` it keeps a reference.
-        batches: The training batches of pairs; with `reference_logprobs: precompute` they have their reference sums.
-        validation_batches: Makes one pass over the held-out pairs, likewise; None without validation data.
+        policy: Trained model, which keeps a reference with `reference_logprobs: in_step`.
+        batches: Batches of pairs, which have reference sums with `reference_logprobs: precompute`.
+        validation_batches: Makes one pass over the held-out pairs, in the same form.
     """
     in_step = config.reference_logprobs == "in_step"
     training = SupervisedTraining(

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Estimates of how good a policy is, from its responses to held-out prompts, each with its standard error."""
+"""Estimates of a policy's quality from its responses to held-out prompts, each with a standard error."""
 
 import math
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ from nemo_rl_moe.rollouts.trajectory import Trajectory, group_correctness, group
 
 @dataclass(frozen=True)
 class Estimate:
-    """Estimate of a mean over all prompts of the kind that were asked.
+    """Estimate of a mean over all prompts of the same kind.
 
     Attributes:
-        standard_error: Standard deviation of that mean; None with one prompt, whose neighbours are not known.
+        standard_error: Standard deviation of the mean. None with one prompt, which shows no variation.
     """
 
     mean: float
@@ -36,8 +36,8 @@ class EvaluationSummary:
     """Estimates of one evaluation.
 
     Attributes:
-        reward: Mean reward of a response; None where no response could be scored.
-        pass_at_k: Chance that one of `k` responses passes, by `k`; of `k` = 1 it is the accuracy.
+        reward: Mean reward of a response, if any could be scored.
+        pass_at_k: Probability that one of `k` responses passes, by `k`. For `k` = 1 it is the accuracy.
     """
 
     reward: Estimate | None
@@ -48,9 +48,9 @@ class EvaluationSummary:
 def estimate(of_prompts: Float[Tensor, " prompts"]) -> Estimate:
     """Return the mean over prompts, and its standard error.
 
-    Prompts are what was sampled independently: responses to one prompt are alike, and count as one observation, their
-    mean. The error is `s / sqrt(n)` with the sample's standard deviation `s` of `n` prompts (the clustered standard
-    error of Miller, https://arxiv.org/abs/2411.00640, for clusters of one size).
+    Prompts are independent samples. Responses to one prompt are similar, and count as one observation, their mean. The
+    error is `s / sqrt(n)` with the sample standard deviation `s` of `n` prompts (the clustered standard error of
+    Miller, https://arxiv.org/abs/2411.00640, for clusters of equal size).
     """
     values = of_prompts.double()
     number = len(values)
@@ -61,11 +61,11 @@ def estimate(of_prompts: Float[Tensor, " prompts"]) -> Estimate:
 def passes(
     trajectories: Sequence[Trajectory], num_generations: int, threshold: float | None
 ) -> Bool[Tensor, "prompts generations"]:
-    """Return the responses that pass; one that the environment failed to score does not.
+    """Return which responses pass. Responses that the environment failed to score do not.
 
     Args:
         trajectories: Group after group.
-        threshold: Least reward of a response that passes; None: the environment's own judgement.
+        threshold: Least reward of a passing response. None uses the environment's judgement.
     """
     if threshold is None:
         return group_correctness(trajectories, num_generations)
@@ -81,7 +81,7 @@ def summarise_evaluation(
     Args:
         trajectories: Group after group.
         num_generations: Responses to each prompt, `n`. pass@k is reported for 1, the powers of two up to `n`, and `n`.
-        threshold: Least reward of a response that passes; None: the environment's own judgement.
+        threshold: Least reward of a passing response. None uses the environment's judgement.
     """
     passed = passes(trajectories, num_generations, threshold)
     counts = passed.sum(dim=1)
@@ -96,7 +96,7 @@ def summarise_evaluation(
 def _mean_rewards(
     trajectories: Sequence[Trajectory], num_generations: int, failures: FailureRule
 ) -> Float[Tensor, " prompts"]:
-    """Return the mean reward of each prompt's responses whose rewards count, without prompts that have none."""
+    """Return the mean of the counted rewards of each prompt's responses, for prompts that have any."""
     groups = [trajectories[start : start + num_generations] for start in range(0, len(trajectories), num_generations)]
     counted = [[found.reward for found in failures.counted(group)] for group in groups]
     return torch.tensor([sum(rewards) / len(rewards) for rewards in counted if rewards], dtype=torch.float64)

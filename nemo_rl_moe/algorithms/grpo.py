@@ -42,12 +42,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rollouts:
-    """Parts of a run that make its trajectories.
+    """Parts of a run that produce trajectories.
 
     Attributes:
-        engine: Generates; gets the policy's weights before it does.
-        validate: Validates the policy on held-out prompts; None without any.
-        pad_token_id: Fills a batch behind the end of each sequence.
+        engine: Gets the policy's weights before it generates.
+        validate: Validates the policy on held-out prompts, if there are any.
+        pad_token_id: Fills a batch after the end of each sequence.
     """
 
     engine: GenerationEngine
@@ -67,7 +67,7 @@ def train_grpo(
     """Train to the last step, validate when due, and end each step with the recorder.
 
     Args:
-        roles: Models that take part in a step besides the policy.
+        roles: Other models that take part in a step.
     """
     engine, source, validate = rollouts.engine, rollouts.source, rollouts.validate
     last_step = num_training_steps(config.grpo, source.steps_per_epoch)
@@ -86,7 +86,7 @@ def train_grpo(
                 recorder.give_up_step()
                 break
             step += 1
-            if source.is_used_up:  # dynamic sampling may come to their end before the last step
+            if source.is_used_up:  # dynamic sampling may use up the prompts before the last step
                 last_step = step
             batch = make_batch(config, groups, rollouts.pad_token_id, policy.weight_version)
             observed = joined(each.before_update(step, batch, groups.trained, clock) for each in observers)
@@ -122,7 +122,7 @@ def train_grpo(
 
 
 def record_first_validation(validate: Validator, recorder: StepRecorder) -> bool:
-    """Validate before the first step; return False where a request to stop gave it up, and the run ends."""
+    """Validate before the first step. Return False if a request to stop interrupted it and the run ends."""
     validation, responses = validated(validate)
     if validation:
         recorder.record_start(validation, responses, failures_of(responses))
@@ -132,7 +132,7 @@ def record_first_validation(validate: Validator, recorder: StepRecorder) -> bool
 
 
 def validated(validate: Validator) -> tuple[dict[str, float], dict[str, list[Trajectory]]]:
-    """Return the metrics of a validation and its trajectories, `val`; nothing where a request to stop gave it up."""
+    """Return the metrics and trajectories (`val`) of a validation, or nothing if a request to stop interrupted it."""
     try:
         metrics = validate()
     except RolloutsGivenUpError:
@@ -141,7 +141,7 @@ def validated(validate: Validator) -> tuple[dict[str, float], dict[str, list[Tra
 
 
 def metrics_of_groups(config: GRPOMasterConfig, groups: RolloutGroups, batch: TokenBatch) -> dict[str, float]:
-    """Return metrics of the rewards, the responses and the advantages of a step."""
+    """Return metrics of the rewards, responses and advantages of a step."""
     failures = failure_rule(config)
     takes_part = failures.taking_part(groups.trained, groups.num_generations)
     return group_metrics(groups, failures) | advantage_metrics(batch, takes_part) | dict(groups.metrics)
@@ -155,16 +155,16 @@ def update_engine(
     source: RolloutSource | None = None,
     step: int = 0,
 ) -> dict[str, float]:
-    """Refit an engine that keeps a copy of the weights; one that shares them is always current.
+    """Refit an engine that keeps a copy of the weights. An engine that shares them is always current.
 
-    The policy makes room for generation before, and a source that generates meanwhile stands still.
+    The policy first makes room for generation, and a source that generates in the background pauses.
 
     Args:
-        source: Generates by the engine; None: nothing does.
-        step: Steps done.
+        source: Source that uses the engine, if any.
+        step: Number of completed steps.
 
     Returns:
-        Metrics of the refit, `refit/...`, and of its observers; empty where there was none.
+        Metrics of the refit, `refit/...`, and of its observers. Empty without a refit.
 
     Raises:
         WeightSyncError: The weights did not arrive, or a check shows that the engine does not compute with them.

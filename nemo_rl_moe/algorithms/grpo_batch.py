@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The batch of a step of GRPO: rewards, advantages and log-probabilities of its trajectories."""
+"""Batch of a step of GRPO: rewards, advantages and log-probabilities of its trajectories."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 def shaped_rewards(config: GRPOMasterConfig, groups: RolloutGroups) -> Float[Tensor, "groups generations"]:
-    """Return the rewards of the trained groups after the punishment of long responses: of each trajectory's longest."""
+    """Return the rewards of the trained groups minus the penalty of each trajectory's longest response."""
     num_generations = config.grpo.num_generations_per_prompt
     return shape_rewards(
         group_rewards(groups.trained, num_generations),
@@ -60,7 +60,7 @@ def shaped_rewards(config: GRPOMasterConfig, groups: RolloutGroups) -> Float[Ten
 def failure_rule(config: GRPOMasterConfig) -> FailureRule:
     """Return the treatment of responses that the environment failed to score.
 
-    A response needs another one of its group, or of the step, where the estimator compares it with those.
+    A response needs another one in its group or step if the estimator compares it with these.
     """
     baseline = find_estimator(config.grpo.adv_estimator.name).baseline
     compares_groups = baseline == "group" and config.grpo.num_generations_per_prompt > 1
@@ -70,14 +70,14 @@ def failure_rule(config: GRPOMasterConfig) -> FailureRule:
 
 
 def dynamic_sampling(config: GRPOMasterConfig) -> DynamicSampling | None:
-    """Return the replacement of groups that teach the run's estimator nothing, or None if it is off."""
+    """Return the replacement of groups that teach the run's estimator nothing, if it is on."""
     if not config.grpo.use_dynamic_sampling:
         return None
     return DynamicSampling(lambda group: bool(informative_groups(config, group).all()), config.grpo.most_groups)
 
 
 def informative_groups(config: GRPOMasterConfig, trajectories: Sequence[Trajectory]) -> Bool[Tensor, " groups"]:
-    """Return which groups the estimator can learn from, by the rewards as the environment gave them."""
+    """Return which groups the estimator can learn from, by the environment's unshaped rewards."""
     rewards = group_rewards(trajectories, config.grpo.num_generations_per_prompt)
     return find_estimator(config.grpo.adv_estimator.name).is_informative(
         estimator_inputs(config, trajectories, rewards)
@@ -87,7 +87,7 @@ def informative_groups(config: GRPOMasterConfig, trajectories: Sequence[Trajecto
 def estimator_inputs(
     config: GRPOMasterConfig, trajectories: Sequence[Trajectory], rewards: Float[Tensor, "groups generations"]
 ) -> EstimatorInputs:
-    """Collect what an estimator sees of trajectories, group after group, with these rewards."""
+    """Collect the estimator's inputs for trajectories, group after group, with these rewards."""
     size = config.grpo.num_generations_per_prompt
     failures = failure_rule(config)
     weights = config.named_reward_weights
@@ -115,7 +115,7 @@ def _named_rewards(
     if not weights:
         return {}
     named = group_named_rewards(trajectories, num_generations, weights)
-    # The worst reward of a negative weight is the highest.
+    # With a negative weight, the highest reward is the worst.
     signs = [math.copysign(1.0, weight) for weight in weights.values()]
     filled = [sign * failures.filled(sign * rewards, trajectories) for sign, rewards in zip(signs, named, strict=True)]
     return dict(zip(weights, filled, strict=True))
@@ -124,7 +124,7 @@ def _named_rewards(
 def advantages_of(
     config: GRPOMasterConfig, groups: RolloutGroups, rewards: Float[Tensor, "groups generations"]
 ) -> Float[Tensor, "groups generations ..."]:
-    """Compute advantages from these rewards, held between the configuration's bounds."""
+    """Compute advantages from these rewards, within the configured bounds."""
     estimator = find_estimator(config.grpo.adv_estimator.name)
     advantages = compute_advantages(estimator, estimator_inputs(config, groups.trained, rewards))
     bounded = clip_advantages(advantages, config.grpo.advantage_clip_low, config.grpo.advantage_clip_high)
@@ -137,10 +137,10 @@ def advantages_of_groups(config: GRPOMasterConfig, groups: RolloutGroups) -> Flo
 
 
 def make_batch(config: GRPOMasterConfig, groups: RolloutGroups, pad_token_id: int, weight_version: int) -> TokenBatch:
-    """Return the trained groups with their advantages, and with the lag of each token where any has one.
+    """Return the trained groups with their advantages, and with the lags of tokens if any is above 0.
 
     Args:
-        weight_version: Optimizer steps of the weights that are trained.
+        weight_version: Number of optimizer steps of the trained weights.
     """
     batch = training_batch(
         groups.trained,
@@ -158,20 +158,20 @@ def make_batch(config: GRPOMasterConfig, groups: RolloutGroups, pad_token_id: in
 def take_divergence_from_rewards(
     config: GRPOMasterConfig, groups: RolloutGroups, batch: TokenBatch
 ) -> tuple[TokenBatch, dict[str, float]]:
-    """Return the advantages from rewards less the weighted divergence, by `use_kl_in_reward`.
+    """Return the advantages from rewards minus the weighted divergence, if `use_kl_in_reward`.
 
     Args:
-        batch: Made of them, with the log-probabilities of the policy and of the reference model.
+        batch: Batch of the groups, with the log-probabilities of the policy and of the reference model.
 
     Returns:
-        The batch with these advantages, and the metric `kl_penalty`: the mean of the estimate over sampled tokens.
+        The batch with these advantages, and the metric `kl_penalty`, the mean estimate over sampled tokens.
     """
     loss = config.loss_fn
     if not loss.use_kl_in_reward:
         return batch, {}
     logprobs, reference = (batch.columns[name].values for name in ("prev_logprobs", "reference_logprobs"))
-    # Of all responses and all their sequences, those too that overlong filtering leaves out of the loss: others are
-    # compared with them.
+    # For all responses and sequences, even if overlong filtering drops them from the loss: others are compared with
+    # them.
     sampled = sampled_tokens(groups.trained)
     of_sequences = divergence_of_responses(logprobs, reference, sampled, loss)
     rewards = shaped_rewards(config, groups)
@@ -189,7 +189,7 @@ def add_logprobs(
     batch: TokenBatch,
     clock: PhaseClock,
 ) -> TokenBatch:
-    """Return the batch with the log-probabilities that loss or rewards need."""
+    """Return the batch with the log-probabilities that the loss or rewards need."""
     without_capture = batch.without_stored(ROUTED_EXPERTS)
     if not prev_is_current(config) or config.loss_fn.use_kl_in_reward:
         policy.prepare_for_logprobs(clock)
@@ -206,10 +206,10 @@ def add_logprobs(
 def old_logprobs(
     config: GRPOMasterConfig, policy: "MegatronPolicy", batch: TokenBatch
 ) -> tuple[Float[Tensor, "batch sequence"], TokenBatch]:
-    """Return the log-probabilities before the first update, and the batch with the replayed capture."""
+    """Return the log-probabilities before the first update, and the batch with the capture to replay."""
     replay = config.policy.megatron_cfg.routing_replay
     if replay == "rollout":
-        # Under replay the old policy is that of the replayed experts too: otherwise no ratio would begin at 1.
+        # Under replay the old policy has the replayed experts too. Otherwise no ratio would begin at 1.
         return policy.logprobs(batch), batch
     without_capture = batch.without_stored(ROUTED_EXPERTS)
     if replay == "none":
@@ -221,16 +221,16 @@ def old_logprobs(
 def prev_is_current(config: GRPOMasterConfig) -> bool:
     """Return whether the training pass gives the log-probabilities before the update, so that no other pass is needed.
 
-    It does where a step is one update, however old the weights are that sampled the tokens.
+    It does if a step is one update, however old the weights are that sampled the tokens.
     """
     return config.updates_per_step == 1 and config.loss_fn.force_on_policy_ratio != "never"
 
 
 def make_loss(config: GRPOMasterConfig, *, is_on_policy: bool) -> PolicyGradientLoss:
-    """Return the loss of a step: of old tokens that no importance weight corrects, the ratio is to who sampled them.
+    """Return the loss of a step. Without a correction, the ratio of old tokens is to their sampling probabilities.
 
     Args:
-        is_on_policy: The weights that are trained have sampled every token of the step.
+        is_on_policy: The trained weights sampled every token of the step.
     """
     is_uncorrected = not is_on_policy and config.loss_fn.importance_sampling_correction == "none"
     return PolicyGradientLoss(

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of GRPO's trajectories: of a training step, and of a validation on held-out prompts with pass@k."""
+"""Metrics of GRPO's trajectories in a training step, and validation on held-out prompts with pass@k."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -30,18 +30,19 @@ from nemo_rl_moe.rollouts.trajectory import (
 
 
 def group_metrics(groups: RolloutGroups, failures: FailureRule) -> dict[str, float]:
-    """Return the metrics of the trajectories of one step.
+    """Return the metrics of the trajectories of one step, or nothing if none was generated.
 
-    `reward`, `reward_std`, `accuracy`, `mean_gen_tokens_per_sample`, `max_gen_tokens_per_sample`, `truncation_rate`,
-    `truncation_rate_unscored` where an environment does not score truncated responses, `frac_zero_std_groups`,
-    `env/num_*` and `env/failed_share` are of all trajectories that were generated, so that dynamic sampling
-    does not hide how the policy does; rewards are the environment's, before any shaping, and
-    `frac_zero_std_groups` is of groups that have something to train on. `env/num_groups_left_out`: groups of the step
-    that have nothing, as the environment failed. If dynamic sampling has replaced groups:
-    `dynamic_sampling/num_gen_batches`, the groups that were generated over those of a step,
-    `dynamic_sampling/num_filled_groups`, and `filtered_reward`, the mean of the
-    trajectories that are trained on. Of several environments also the metrics of each, `env/NAME/...`, with `share`,
-    its share of the step's responses. Nothing where none was generated.
+    All generated trajectories count, so that dynamic sampling does not hide the policy's performance, with the
+    environment's unshaped rewards:
+
+    - `reward`, `reward_std`, `accuracy`, `mean_gen_tokens_per_sample`, `max_gen_tokens_per_sample`, `truncation_rate`
+    - `truncation_rate_unscored`, if an environment does not score truncated responses
+    - `env/num_*` and `env/failed_share`: failed responses
+    - `frac_zero_std_groups`: of groups with trainable responses
+    - `env/num_groups_left_out`: groups of the step without trainable responses, because the environment failed
+    - if dynamic sampling has replaced groups: `dynamic_sampling/num_gen_batches`, generated over trained groups,
+      `dynamic_sampling/num_filled_groups`, and `filtered_reward`, the mean reward of trained trajectories
+    - `env/NAME/...`: the metrics of each of several environments, with `share`, its share of the step's responses
     """
     if not groups.generated:
         return {}
@@ -50,7 +51,7 @@ def group_metrics(groups: RolloutGroups, failures: FailureRule) -> dict[str, flo
 
 
 def dynamic_sampling_metrics(groups: RolloutGroups, failures: FailureRule) -> dict[str, float]:
-    """Return the metrics of dynamic sampling in a step; empty if it had nothing to replace."""
+    """Return the metrics of dynamic sampling, if it replaced groups in the step."""
     if len(groups.generated) == len(groups.trained) and not groups.num_filled:
         return {}
     metrics = {
@@ -63,7 +64,7 @@ def dynamic_sampling_metrics(groups: RolloutGroups, failures: FailureRule) -> di
 
 
 def environment_metrics(groups: RolloutGroups, failures: FailureRule) -> dict[str, float]:
-    """Return the metrics of each environment's own groups, `env/NAME/...`; empty of a run with one environment."""
+    """Return the metrics of each environment's groups, `env/NAME/...`, in a run with several environments."""
     metrics: dict[str, float] = {}
     trained = environments_in(groups.trained)
     for name, generated in environments_in(groups.generated).items():
@@ -74,7 +75,7 @@ def environment_metrics(groups: RolloutGroups, failures: FailureRule) -> dict[st
 
 
 def of_environment(name: str, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics by the names that they have for one environment; empty for the only one of a run."""
+    """Return metrics with their names for one environment, or nothing for the only environment of a run."""
     if not name:
         return {}
     return with_prefix(f"env/{name}", {key.removeprefix("env/"): value for key, value in metrics.items()})
@@ -85,7 +86,7 @@ def _metrics_of(groups: RolloutGroups, failures: FailureRule) -> dict[str, float
     metrics |= failures.unscored_metrics(groups.generated)
     metrics |= fault_metrics([trajectory.fault for trajectory in groups.generated])
     takes_part = failures.taking_part(groups.generated, groups.num_generations).any(dim=1)
-    if groups.num_generations > 1 and bool(takes_part.any()):  # a group of one has no spread to lack
+    if groups.num_generations > 1 and bool(takes_part.any()):  # a group of one has no spread
         rewards = failures.filled(group_rewards(groups.generated, groups.num_generations), groups.generated)
         metrics["frac_zero_std_groups"] = frac_zero_std_groups(rewards[takes_part])
     trained = failures.taking_part(groups.trained, groups.num_generations)
@@ -94,7 +95,7 @@ def _metrics_of(groups: RolloutGroups, failures: FailureRule) -> dict[str, float
 
 
 def advantage_metrics(batch: TokenBatch, takes_part: Bool[Tensor, "groups generations"]) -> dict[str, float]:
-    """Return `advantages/{mean,min,max}` of trajectories that take part, or of trained tokens; empty without any."""
+    """Return `advantages/{mean,min,max}` of trajectories that take part, or of trained tokens, if there are any."""
     advantages = batch.columns["advantages"].values.double()
     if advantages.ndim > 1:
         advantages = advantages[batch.token_mask]
@@ -110,11 +111,11 @@ def advantage_metrics(batch: TokenBatch, takes_part: Bool[Tensor, "groups genera
 
 
 class Validator:
-    """Validation of a policy, each time with the same prompts and the same random numbers.
+    """Validation of a policy, always with the same prompts and random numbers.
 
     Args:
-        sampling: How training responses are sampled; validation has a temperature of its own.
-        failures: Treatment of responses that the environment failed to score: they are not right, and their rewards
+        sampling: Sampling of training responses. Validation has a different temperature.
+        failures: Treatment of responses that the environment failed to score. They are not correct, and their rewards
             count as in training.
         report_progress: Receives the number of sequences so far.
     """
@@ -140,8 +141,8 @@ class Validator:
         """Validate.
 
         Returns:
-            `val/accuracy` (with several responses to a prompt their mean, so pass@1), `val/pass_at_{k}`, the other
-            metrics of responses under `val/`, those of each of several environments under `val/env/NAME/`, and
+            `val/accuracy` (with several responses per prompt their mean, which is pass@1), `val/pass_at_{k}`, other
+            metrics of responses under `val/`, the metrics of each of several environments under `val/env/NAME/`, and
             `timing/validation/...`.
         """
         clock = PhaseClock()
@@ -162,35 +163,33 @@ class Validator:
 
 
 def pass_at_k(correct: Int[Tensor, " prompts"], num_generations: int, k: int) -> Float[Tensor, " prompts"]:
-    """Estimate, without bias, the chance that one of `k` responses is right (arXiv:2107.03374, eq. 1).
+    """Estimate, without bias, the probability that one of `k` responses is correct (arXiv:2107.03374, eq. 1).
 
-    Of all ways to take `k` of a prompt's `n` responses, the share that holds a right one: `1 - C(n-c, k) / C(n, k)`.
+    It is the share of choices of `k` of a prompt's `n` responses with a correct one: `1 - C(n-c, k) / C(n, k)`.
 
     Args:
-        correct: Right responses of each prompt, `c`.
+        correct: Correct responses of each prompt, `c`.
         num_generations: Responses to each prompt, `n`.
-        k: Responses to take, from 1 to `n`.
+        k: From 1 to `n`.
 
     Returns:
-        One float64 for each prompt.
+        One float64 per prompt.
 
     Raises:
         ValueError: `k` is not in 1 to `n`.
     """
     if not 1 <= k <= num_generations:
         raise ValueError(f"pass@k needs k from 1 to the number of generations ({num_generations}), got {k}")
-    # Whole numbers of any size, divided once: no product of rounded factors.
+    # Integers of any size, divided once, instead of a product of rounded factors.
     ways = math.comb(num_generations, k)
     by_count = [1.0 - math.comb(num_generations - c, k) / ways for c in range(num_generations + 1)]
     return correct.new_tensor(by_count, dtype=torch.float64)[correct]
 
 
 def pass_at_k_metrics(is_correct: Bool[Tensor, "prompts generations"]) -> dict[str, float]:
-    """Return the mean of `pass_at_k` over the prompts, as `pass_at_{k}` (MLflow takes no `@` in a name).
+    """Return the mean of `pass_at_k` over the prompts, as `pass_at_{k}` (MLflow allows no `@` in a name).
 
-    Returns:
-        A value for each power of two from 2 up to the number of generations `n`, and for `n`; nothing for one
-        generation, as pass@1 is the accuracy.
+    There is one for each of `values_of_k`. With one generation there is none, as pass@1 is the accuracy.
     """
     num_generations = is_correct.shape[1]
     correct = is_correct.sum(dim=1)
@@ -198,6 +197,6 @@ def pass_at_k_metrics(is_correct: Bool[Tensor, "prompts generations"]) -> dict[s
 
 
 def values_of_k(num_generations: int) -> list[int]:
-    """Return the powers of two from 2 to the responses to a prompt, and that number; none for one."""
+    """Return the powers of two from 2 to the number of generations, and that number. Empty for one generation."""
     powers_of_two = {2**exponent for exponent in range(1, num_generations.bit_length())}
     return sorted(powers_of_two | {num_generations} - {1})

@@ -1,10 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of a step by the lag of its tokens: what staleness does to mismatch, clipping and effective sample size.
+"""Metrics of a step by the lag of its tokens: mismatch, clipping and effective sample size.
 
-The mismatch of tokens that the trained weights have sampled themselves is that of two engines. What older tokens have
-beyond it is staleness: estimates of the divergence add up where the engines' difference does not depend on how the
-weights have moved.
+The mismatch of tokens without lag is that of two engines. The additional mismatch of older tokens is staleness:
+estimates of the divergence add up if the engines' difference does not depend on how the weights have moved.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,7 +12,8 @@ from math import nan
 
 import numpy as np
 
-from nemo_rl_moe.algorithms.losses.lag_sums import LagSum, sum_key
+from nemo_rl_moe.algorithms.losses.lag_sums import LagSum
+from nemo_rl_moe.algorithms.losses.policy_metrics import sum_key
 from nemo_rl_moe.algorithms.run_observers import RunObserver
 from nemo_rl_moe.metrics import MetricSeries, PhaseClock
 from nemo_rl_moe.models.interfaces import TrainResult
@@ -28,39 +28,43 @@ PerClass = Float[np.ndarray, " classes"]
 
 @dataclass(frozen=True)
 class LagSums:
-    """Sums over the trained tokens of a step, for each class of lag; float64."""
+    """Sums over the trained tokens of a step, for each class of lag, float64."""
 
     of: Mapping[LagSum, PerClass]
 
     @classmethod
     def from_series(cls, series: Mapping[str, MetricSeries]) -> "LagSums | None":
-        """Add up what the loss reports of all microbatches and ranks; None of a step without lags."""
-        if sum_key(LAG_CLASSES[0], LagSum.TOKENS) not in series:
+        """Add up the loss's sums of all microbatches and ranks. None if the step has no lags."""
+        if sum_key("by_lag", LAG_CLASSES[0], LagSum.TOKENS) not in series:
             return None
-        return cls({each: np.array([series[sum_key(name, each)].reduce() for name in LAG_CLASSES]) for each in LagSum})
+
+        def of_classes(quantity: LagSum) -> PerClass:
+            return np.array([series[sum_key("by_lag", name, quantity)].reduce() for name in LAG_CLASSES])
+
+        return cls({each: of_classes(each) for each in LagSum})
 
     @property
     def total(self) -> "LagSums":
-        """Return the sums over all classes, as one class."""
+        """Sums over all classes, as one class."""
         return LagSums({each: values.sum(keepdims=True) for each, values in self.of.items()})
 
     def mean(self, quantity: LagSum) -> PerClass:
-        """Return the mean over the tokens of each class; NaN of a class without tokens."""
+        """Return the mean over the tokens of each class, NaN for a class without tokens."""
         tokens = self.of[LagSum.TOKENS]
         return self.of[quantity] / np.where(tokens > 0, tokens, nan)
 
     @property
     def effective_samples(self) -> PerClass:
-        """Return `(sum w)^2 / (n sum w^2)` of the importance ratios `w`: 1 is none lost."""
+        """`(sum w)^2 / (n sum w^2)` of the importance ratios `w`, 1 if they are equal."""
         return self.mean(LagSum.WEIGHT) ** 2 / self.mean(LagSum.SQUARED_WEIGHT)
 
 
 def staleness_part(divergence: PerClass, of_engines: float) -> PerClass:
-    """Return what the divergence of each class has beyond that of the engines; NaN where there is no lag.
+    """Return the divergence of each class minus the engines' divergence, NaN for tokens without lag.
 
     Args:
         divergence: Mean estimate of each class.
-        of_engines: The same of tokens without lag, of this step or an earlier one; NaN where no step had any.
+        of_engines: Estimate of tokens without lag, in this step or an earlier one. NaN if there were none.
     """
     part = divergence - of_engines
     part[0] = nan
@@ -71,13 +75,11 @@ def lag_table(sums: LagSums, of_engines: float, live_agreement: PerClass) -> Lag
     """Return the statistics of each class.
 
     - `num_valid_tokens`
-    - `sampling_logp_difference`, `gen_kl_error`, `clip_fraction` (both bounds): as those of the whole loss
+    - `sampling_logp_difference`, `gen_kl_error`, `clip_fraction` (both bounds): like the loss's metrics of these names
     - `kl_staleness`: `staleness_part` of `gen_kl_error`
     - `effective_samples`: of the importance ratios before any correction
-    - `live_agreement`: share of the rows of the rollout's capture whose experts the routers would choose
-
-    Args:
-        live_agreement: Of each class; NaN without a capture.
+    - `live_agreement`: share of the rows of the rollout's capture whose experts the routers would choose, NaN without
+      a capture
     """
     divergence = sums.mean(LagSum.DIVERGENCE)
     return LagTable(
@@ -94,7 +96,7 @@ def lag_table(sums: LagSums, of_engines: float, live_agreement: PerClass) -> Lag
 
 
 def metrics_of_table(table: LagTable) -> dict[str, float]:
-    """Return `by_lag/{class}/{name}` of the classes that have tokens; routing's have names of their own."""
+    """Return `by_lag/{class}/{name}` of the classes that have tokens. Metrics of routing have other names."""
     return {
         f"by_lag/{lag_class}/{name}": float(values[number])
         for number, lag_class in enumerate(LAG_CLASSES)
@@ -104,7 +106,7 @@ def metrics_of_table(table: LagTable) -> dict[str, float]:
 
 
 def metrics_of_all(sums: LagSums) -> dict[str, float]:
-    """Return `by_lag/mean_lag` and `by_lag/effective_samples` of all tokens; empty of none."""
+    """Return `by_lag/mean_lag` and `by_lag/effective_samples` of all tokens, if there are any."""
     if not sums.of[LagSum.TOKENS].any():
         return {}
     total = sums.total
@@ -118,7 +120,7 @@ class LagMetrics(RunObserver):
     """Metrics and table of each step that trains on older tokens.
 
     Args:
-        record_artifact: Gets name and content of the step's table.
+        record_artifact: Receives name and content of the step's table.
     """
 
     def __init__(self, record_artifact: Callable[[str, LagTable], None]):
@@ -126,10 +128,9 @@ class LagMetrics(RunObserver):
         self._of_engines = nan
 
     def after_update(self, result: TrainResult, clock: PhaseClock) -> dict[str, float]:
-        """Return the metrics of the step's loss by lag; none of a step without lags."""
         series = result.microbatch_metrics
         sums = LagSums.from_series(series)
-        if sums is None:  # then all tokens are of the weights that are trained
+        if sums is None:  # the trained weights sampled all tokens
             if "gen_kl_error" in series and series["gen_kl_error"].values:
                 self._of_engines = series["gen_kl_error"].reduce()
             return {}

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The trajectories of a step as they are logged, with the reason where one is not trained on."""
+"""Trajectories of a step for the logs, with the reason if one is not trained on."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,7 +16,7 @@ TRUNCATED = "truncated (grpo.overlong_filtering)"
 
 
 def logged_samples(config: GRPOMasterConfig, groups: RolloutGroups) -> list[Trajectory]:
-    """Return the trajectories of the batch, and behind them failed ones of groups that are not in it."""
+    """Return the trajectories of the batch, followed by failed ones of groups that are not in it."""
     rule = failure_rule(config)
     causes = _causes(rule, groups.trained, groups.num_generations, filters_overlong=config.grpo.overlong_filtering)
     samples = [
@@ -32,7 +32,7 @@ def logged_samples(config: GRPOMasterConfig, groups: RolloutGroups) -> list[Traj
 def _causes(
     rule: FailureRule, trajectories: Sequence[Trajectory], num_generations: int, *, filters_overlong: bool
 ) -> list[str]:
-    """Return why each trajectory is not trained on; empty where it is."""
+    """Return the reason why each trajectory is not trained on, empty if it is."""
     is_scored = scored_responses(trajectories, num_generations)
     takes_part = rule.taking_part(trajectories, num_generations).reshape(-1).tolist()
     num_scored = is_scored.sum(dim=1).tolist()

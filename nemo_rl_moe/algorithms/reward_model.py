@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A reward model: a sequence classifier whose score of a whole trajectory is added to its reward."""
+"""Reward model: a sequence classifier whose score of a trajectory is added to its reward."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -25,8 +25,8 @@ class RewardModel:
 
     Attributes:
         weight: Weight of its score.
-        pad_token_id: Stands behind the end of a sequence; transformers' classifiers, and so their training, take the
-            score at the last token that is another one. None: at the last one.
+        pad_token_id: Token of padding. Transformers' classifiers, and so their training, take the score at the last
+            other token. Without it the score is taken at the last token.
     """
 
     model: "ModelWorkers"
@@ -35,15 +35,15 @@ class RewardModel:
     _one_at_a_time: Lock = field(default_factory=Lock, repr=False, compare=False)
 
     def add_rewards(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """Return trajectories with the weighted score of each in its reward, and the score as reward `reward_model`.
+        """Return trajectories with the weighted score in the reward, and the score as the reward `reward_model`.
 
-        It is that of the sequence with the last response. A trajectory that its environment failed to score stays as it
-        is; a score that is no number or too large is a fault. May be called from several threads.
+        The score is that of the sequence with the last response. Trajectories that their environment failed to score
+        stay unchanged. A score that is NaN or too large is a fault. Several threads may call it.
         """
         scored = [trajectory for trajectory in trajectories if trajectory.fault is None]
         if not scored:
             return list(trajectories)
-        with self._one_at_a_time:  # ranks talk to each other, so that all get their calls in the same order
+        with self._one_at_a_time:  # the ranks need their collectives in the same order
             scores = self.model.scores(self.batch_of(scored)).double().tolist()
         found = iter(scores)
         return [
@@ -68,8 +68,8 @@ class RewardModel:
     def _length_of(self, sequence: TokenSequence) -> int:
         if self.pad_token_id is None:
             return len(sequence)
-        places = np.flatnonzero(sequence.token_ids != self.pad_token_id)
-        return int(places[-1]) + 1 if len(places) else 1  # of padding alone transformers takes the first
+        positions = np.flatnonzero(sequence.token_ids != self.pad_token_id)
+        return int(positions[-1]) + 1 if len(positions) else 1  # for padding alone, transformers takes the first token
 
     def _with_score(self, trajectory: Trajectory, score: float) -> Trajectory:
         checked = checked_score(Score(trajectory.reward + self.weight * score, trajectory.is_correct))

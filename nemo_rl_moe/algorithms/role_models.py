@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Models beside the policy in a step of GRPO: a critic makes it PPO, teachers make it distillation."""
+"""Other models in a step of GRPO: a critic makes it PPO, teachers make it distillation."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RoleModels:
-    """Models beside the policy that take part in a step.
+    """Models other than the policy that take part in a step.
 
     Attributes:
-        critic: Makes the advantages, and trains on their returns before the policy; None: the estimator's are taken.
-        teachers: Score responses, for a loss that learns from them; None: rewards alone are learned from.
+        critic: Computes the advantages instead of the estimator, and trains on their returns before the policy.
+        teachers: Score responses for a loss that learns from them.
     """
 
     critic: Critic | None = None
@@ -32,7 +32,7 @@ class RoleModels:
     def before_update(
         self, policy: "MegatronPolicy", groups: RolloutGroups, batch: TokenBatch, clock: PhaseClock
     ) -> tuple[TokenBatch, dict[str, float]]:
-        """Add what the models compute to a batch, train the critic; return the batch and metrics."""
+        """Add the models' results to a batch, and train the critic. Return the batch and metrics."""
         metrics: dict[str, float] = {}
         if self.critic is not None:
             batch, found = self.critic.with_advantages(groups, batch, clock)
@@ -47,7 +47,7 @@ class RoleModels:
         return self.critic is None or self.critic.trains_policy(step)
 
     def loss(self, of_rewards: PolicyGradientLoss) -> LossFunction:
-        """Return the policy's loss, from that of the rewards alone."""
+        """Return the policy's loss, given the loss of the rewards."""
         return of_rewards if self.teachers is None else self.teachers.loss(of_rewards)
 
 

@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Measurements of routing under RL on a sample of a step's sequences, by further log-probability passes.
+"""Measurements of routing on a sample of a step's sequences, by further log-probability passes.
 
-They say how much of the mismatch between rollout and training is routing, how far a router disagrees with itself when
-nothing but the composition of batches changes, and how far routing has moved. Nothing of the policy changes by them.
+They show how much of the mismatch between rollout and training is routing, how far a router disagrees with itself if
+only the composition of batches changes, and how far routing has moved. The policy is not changed.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from nemo_rl_moe.algorithms.capture_writer import CapturedRow, CaptureWriter, MeasuredPass, captured_rows
@@ -38,12 +38,12 @@ MOST_SCORED_TOKENS, MOST_SCORED_SEQUENCES = 2048, 8
 
 @dataclass(frozen=True)
 class _Measured:
-    """Results of the passes before the updates of a step, which those after them are compared with.
+    """Results of the passes before the updates of a step, to compare later passes with.
 
     Attributes:
-        capture: Those of the rollout; None where it has none.
+        capture: Experts of the rollout, if there are any.
         generation: Log-probabilities of the trained tokens by the engine that sampled them.
-        replayed: By the trainer, with the experts of the rollout; None without them.
+        replayed: Log-probabilities of the trainer with the experts of the rollout.
     """
 
     sample: TokenBatch
@@ -54,14 +54,14 @@ class _Measured:
 
 
 class RoutingMeasurements(RunObserver):
-    """The measurements of one run, every so many steps.
+    """Measurements of one run in some of its steps.
 
     Args:
-        seed: Decides which sequences are measured, with the step.
-        updates_per_step: With several, the policy at the end of a step is measured too.
-        replays: Training replays the experts of the rollout: the log-probabilities of its loss are those.
+        seed: Chooses the sequences to measure, together with the step.
+        updates_per_step: With several, the policy is also measured at the end of a step.
+        replays: Training replays the experts of the rollout, so its loss uses those log-probabilities.
         has_reference: The policy keeps a reference model.
-        capture: Keeps what is measured; None: nobody does.
+        capture: Writes the measured sequences.
     """
 
     def __init__(
@@ -90,11 +90,11 @@ class RoutingMeasurements(RunObserver):
     def before_update(
         self, step: int, batch: TokenBatch, trajectories: Sequence[Trajectory], clock: PhaseClock
     ) -> dict[str, float]:
-        """Measure the policy that sampled a step's tokens, where the step is one to measure.
+        """Measure the policy that sampled a step's tokens, if the step is due.
 
         Args:
-            batch: The step's, with the rollouts' capture where there is one.
-            trajectories: It was made of; needed where a capture is saved.
+            batch: The step's batch, with the rollouts' capture if there is one.
+            trajectories: Trajectories of the batch, needed if a capture is saved.
             clock: Gets the phase `routing_measurements`.
 
         Returns:
@@ -116,7 +116,7 @@ class RoutingMeasurements(RunObserver):
             return with_moe_prefix(self._measure(step, sample, captured))
 
     def after_update(self, result: TrainResult, clock: PhaseClock) -> dict[str, float]:
-        """Measure the policy after the step's updates, where it was measured before them.
+        """Measure the policy after the step's updates, if it was measured before them.
 
         Returns:
             `moe/routing_drift/...`, and after several updates `moe/routing_split_end/...`.
@@ -125,12 +125,12 @@ class RoutingMeasurements(RunObserver):
         if before is None:
             return {}
         with clock.phase(PHASE):
-            mask = _targets(before.sample)
             moved = self._policy.compare_routes(before.sample.with_stored(ROUTED_EXPERTS, before.own_capture))
             metrics = with_prefix("routing_drift", moved.differences("of_step"))
             if self._several_updates and before.replayed is not None and before.capture is not None:
-                own = _of_targets(moved.logprobs, mask)
-                replayed = self._logprobs(before.sample.with_stored(ROUTED_EXPERTS, before.capture), mask)
+                own = _of_targets(moved.logprobs, before.sample)
+                replaying = before.sample.with_stored(ROUTED_EXPERTS, before.capture)
+                replayed = _of_targets(self._policy.logprobs(replaying), before.sample)
                 parts = split_gap(before.generation, before.replayed, own, replayed)
                 metrics |= with_prefix("routing_split_end", split_metrics(parts, self._limits))
             return with_moe_prefix(metrics)
@@ -138,8 +138,8 @@ class RoutingMeasurements(RunObserver):
     def after_refit(self, clock: PhaseClock) -> dict[str, float]:
         """Measure the engine's noise floor, if the step is measured and the engine scores tokens.
 
-        The same sequences are scored together and one at a time, by the weights that have just arrived: an engine that
-        sleeps while training runs has none before.
+        The same sequences are scored together and one at a time, with the newly arrived weights: an engine that sleeps
+        while training runs has no others.
 
         Returns:
             `moe/routing_noise/{mean_abs,max_abs,kl}_engine`.
@@ -161,28 +161,27 @@ class RoutingMeasurements(RunObserver):
                     engine.score([sequence], temperature, *of_sequence)[0][0]
                     for sequence, of_sequence in zip(sequences, own, strict=True)
                 ]
-            except GenerationError:  # an engine was lost, which the next transfer of weights replaces
+            except GenerationError:  # an engine was lost; the next refit replaces it
                 return {}
             gap = gap_metrics(np.concatenate(alone).astype(np.float64) - np.concatenate(together))
             return {f"moe/routing_noise/{name}_engine": gap[name] for name in ("mean_abs", "max_abs", "kl")}
 
     def _scored(self, sample: TokenBatch) -> list[int]:
         """Return the rows of sequences for the engine's noise floor, the shortest first."""
-        # An engine makes the logits of all tokens that it scores, gigabytes for thousands of them; and it always draws
-        # a token more, for which the longest sequences leave no room.
+        # An engine computes the logits of all scored tokens, which takes gigabytes for thousands of tokens. It also
+        # samples one more token, for which the longest sequences have no room.
         order = sample.lengths.argsort().tolist()
         lengths = sample.lengths[order]
         fitting = (lengths.cumsum(0) <= MOST_SCORED_TOKENS) & (lengths < self._max_tokens)
         return order[: int(fitting.sum())][:MOST_SCORED_SEQUENCES]
 
     def _measure(self, step: int, sample: TokenBatch, captured: Sequence[CapturedRow]) -> dict[str, float]:
-        mask = _targets(sample)
         bare = sample.without_stored(ROUTED_EXPERTS)
         logprobs, own_capture = self._policy.logprobs_and_routes(bare)
         if own_capture is None:  # a model without MoE layers
             return {}
-        own = _of_targets(logprobs, mask)
-        generation = _of_targets(sample.columns["generation_logprobs"].values, mask)
+        own = _of_targets(logprobs, sample)
+        generation = _of_targets(sample.columns["generation_logprobs"].values, sample)
         metrics = self._noise(bare.with_stored(ROUTED_EXPERTS, own_capture), logprobs)
         if self._has_reference:
             reference = self._policy.compare_routes(bare.with_stored(ROUTED_EXPERTS, own_capture), reference=True)
@@ -190,10 +189,10 @@ class RoutingMeasurements(RunObserver):
         capture, replayed, of_replay = sample.stored.get(ROUTED_EXPERTS), None, None
         if capture is not None:
             of_replay = self._policy.logprobs(sample)
-            replayed = _of_targets(of_replay, mask)
+            replayed = _of_targets(of_replay, sample)
             parts = split_gap(generation, replayed, own)
             metrics |= with_prefix("routing_split", split_metrics(parts, self._limits))
-            # What the loss meets: under replay the routing part is gone.
+            # The gap in the loss. Under replay it has no routing part.
             in_force = gap_metrics(parts["numerics"] if self._replays else parts["total"])
             metrics |= {f"routing_split/{name}_in_force": in_force[name] for name in ("mean_abs", "kl")}
             metrics["routing_split/tokens"] = float(len(own))
@@ -206,27 +205,21 @@ class RoutingMeasurements(RunObserver):
         return metrics
 
     def _noise(self, own: TokenBatch, logprobs: Float[Tensor, "sequences tokens"]) -> dict[str, float]:
-        """Return the trainer's noise floor: against itself, with each sequence in a batch of its own."""
-        # own: The sample, with the experts of the first pass as its capture.
-        # logprobs: Of that pass.
+        """Return the trainer's noise floor: the pass of `own` and `logprobs` against one with each sequence alone."""
         rows = _noise_rows(own)
         part = own.select(rows)
-        mask = _targets(part)
         again = self._policy.compare_routes(part, one_at_a_time=True)
-        before = _of_targets(logprobs[rows, : part.input_ids.shape[1]], mask)
-        gap = gap_metrics(_of_targets(again.logprobs, mask) - before)
+        before = _of_targets(logprobs[rows, : part.input_ids.shape[1]], part)
+        gap = gap_metrics(_of_targets(again.logprobs, part) - before)
         noise = {f"{name}_trainer": gap[name] for name in ("mean_abs", "max_abs", "kl")}
         return with_prefix("routing_noise", again.differences("trainer") | noise)
 
-    def _logprobs(self, batch: TokenBatch, mask: Bool[Tensor, "sequences targets"]) -> Float[np.ndarray, " tokens"]:
-        return _of_targets(self._policy.logprobs(batch), mask)
-
 
 def sampled_sequences(batch: TokenBatch, share: float, seed: Sequence[int]) -> list[int]:
-    """Return the sequences with trained tokens that hold together a share of these, sampled at random; at least one.
+    """Return random sequences that together have a share of the trained tokens, in ascending order, at least one.
 
     Args:
-        share: Of the trained tokens, above 0 and at most 1.
+        share: Share of the trained tokens, above 0 and at most 1.
     """
     trained = batch.token_mask[:, 1:].sum(1).numpy()
     order = np.random.default_rng(list(seed)).permutation(np.flatnonzero(trained))
@@ -237,16 +230,11 @@ def sampled_sequences(batch: TokenBatch, share: float, seed: Sequence[int]) -> l
 
 
 def _noise_rows(sample: TokenBatch) -> list[int]:
-    """Return the sequences of the noise floor. A batch for each is slow: a part of the sample says as much."""
+    """Return the sequences of the noise floor, a part of the sample, since a batch for each sequence is slow."""
     return list(range(-(-len(sample) // NOISE_DIVISOR)))
 
 
-def _targets(sample: TokenBatch) -> Bool[Tensor, "sequences targets"]:
-    return sample.token_mask[:, 1:]
-
-
-def _of_targets(
-    values: Float[Tensor, "sequences tokens"], mask: Bool[Tensor, "sequences targets"]
-) -> Float[np.ndarray, " tokens"]:
-    found: Float[np.ndarray, " tokens"] = values[:, 1:][mask].double().numpy()
+def _of_targets(values: Float[Tensor, "sequences tokens"], sample: TokenBatch) -> Float[np.ndarray, " tokens"]:
+    """Return the values of the trained tokens, which all have a predecessor."""
+    found: Float[np.ndarray, " tokens"] = values[:, 1:][sample.token_mask[:, 1:]].double().numpy()
     return found

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Observers of a run on the driver: they see each step of the loop, measure, check, and may end the run."""
+"""Observers of a run on the driver: they measure and check each step of the loop, and may end the run."""
 
 from collections.abc import Iterable, Sequence
 
@@ -19,37 +19,36 @@ _MOST_SHOWN = 5
 
 
 class RunObserver:
-    """Observer of each step of a run; each method does nothing unless a subclass overrides it.
+    """Observer of each step of a run. A subclass overrides the methods that it needs.
 
-    What a method returns are metrics of the step, without the prefix `train/`. The clock gets the phases of what takes
-    time.
+    Methods return metrics of the step without the prefix `train/`, and time slow work as phases of the clock.
     """
 
     def before_update(
         self, step: int, batch: TokenBatch, trajectories: Sequence[Trajectory], clock: PhaseClock
     ) -> dict[str, float]:
-        """See the policy that generated a batch, before the batch is trained on.
+        """Observe the policy that generated a batch, before the batch is trained on.
 
         Args:
             step: Counted from 1.
-            trajectories: Samples of the batch as they were generated; none where they come from a data set.
+            trajectories: Generated samples of the batch, empty if the batch comes from a data set.
         """
         return {}
 
     def after_update(self, result: TrainResult, clock: PhaseClock) -> dict[str, float]:
-        """See the trained policy, after the artifacts of the step have been recorded."""
+        """Observe the trained policy, after the artifacts of the step have been recorded."""
         return {}
 
     def during_refit(self) -> None:
-        """Start work of the policy's ranks that they do when they have sent their weights, in each transfer."""
+        """Start work that the policy's ranks do after sending their weights, in each transfer."""
 
     def after_refit(self, clock: PhaseClock) -> dict[str, float]:
-        """See the generation engine with its new weights; also before the first step."""
+        """Observe the generation engine with its new weights, also before the first step."""
         return {}
 
 
 def joined(parts: Iterable[dict[str, float]]) -> dict[str, float]:
-    """Return the metrics of several observers, which are asked in their order."""
+    """Return the metrics of several observers, which are called in order."""
     return {name: value for metrics in parts for name, value in metrics.items()}
 
 
@@ -59,23 +58,21 @@ class CaptureVolume(RunObserver):
     def before_update(
         self, step: int, batch: TokenBatch, trajectories: Sequence[Trajectory], clock: PhaseClock
     ) -> dict[str, float]:
-        """Return the size in bytes; no metric of a batch without routed experts."""
         size = captured_bytes(batch)
         return {} if size is None else {"moe/routing/captured_bytes": float(size)}
 
 
 class RoutingAnomalyWatch(RunObserver):
-    """End of a run that replays routed experts which cannot be right.
+    """Observer that ends a run if replayed routed experts cannot be right.
 
     Args:
-        stops: They end the run; False: the loggers' alerts report them.
+        stops: Whether it ends the run. If not, only the loggers' alerts report them.
     """
 
     def __init__(self, *, stops: bool):
         self._stops = stops
 
     def after_update(self, result: TrainResult, clock: PhaseClock) -> dict[str, float]:
-        """Look at the anomalies of the step."""
         report = ROUTING.of(result.artifacts)
         if report is not None and report.anomalies and self._stops:
             found = "; ".join(anomaly.text for anomaly in report.anomalies[:_MOST_SHOWN])
@@ -92,7 +89,6 @@ class CheckedRefits(RunObserver):
         self._check, self._engine = check, engine
 
     def during_refit(self) -> None:
-        """Have the trainer begin with its half of the check, while the engine still loads."""
         self._check.begin()
 
     def after_refit(self, clock: PhaseClock) -> dict[str, float]:
@@ -115,6 +111,6 @@ def checked_refits(check: RefitCheck | None, engine: GenerationEngine) -> list[R
 
 
 def captured_bytes(batch: TokenBatch) -> int | None:
-    """Return the size of a batch's routed experts; None without any."""
+    """Return the size of a batch's routed experts in bytes, if it has any."""
     capture = batch.stored.get(ROUTED_EXPERTS)
     return None if capture is None else sum(rows.num_bytes for rows in capture.rows if rows is not None)

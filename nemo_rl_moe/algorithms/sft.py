@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The loop over batches of given samples, which supervised fine-tuning and preference optimization share."""
+"""Training loop over batches of given samples, for supervised fine-tuning and preference optimization."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -36,8 +36,8 @@ class SupervisedTraining:
     """Inputs of a supervised training loop.
 
     Attributes:
-        prepare: Adds to a batch what the loss needs besides; its phases are timed.
-        count_of: How much a batch counts in a validation's means, as its loss counts it.
+        prepare: Adds further columns for the loss to a batch. Its phases are timed.
+        count_of: Weight of a batch in a validation's means, as its loss counts it.
     """
 
     schedule: SupervisedLoopConfig
@@ -50,7 +50,7 @@ class SupervisedTraining:
 
 
 def train_on_batches(training: SupervisedTraining, recorder: StepRecorder) -> RunSummary:
-    """Train from where the run stands to its last step, validate when due, and end each step with the recorder."""
+    """Train from the run's current step to the last one, validate when due, and end each step with the recorder."""
     num_steps = num_training_steps(training.schedule, len(training.batches))
     validates = training.validation_batches is not None
     if recorder.is_fresh and validates and training.schedule.val_at_start:
@@ -77,7 +77,7 @@ def train_on_batches(training: SupervisedTraining, recorder: StepRecorder) -> Ru
 
 
 def run_validation(training: SupervisedTraining) -> dict[str, float]:
-    """Return the loss function's means over all held-out batches, each weighed by what it counts."""
+    """Return the loss function's means over all held-out batches, weighted by `count_of`."""
     assert training.validation_batches is not None
     clock, inner_clock = PhaseClock(), PhaseClock()
     totals: dict[str, float] = {}
@@ -87,15 +87,11 @@ def run_validation(training: SupervisedTraining) -> dict[str, float]:
             prepared = training.prepare(batch, inner_clock)
             count = training.count_of(prepared)
             total_count += count
-            for name, value in _means(training.policy, prepared, training.loss_function).items():
-                totals[name] = totals.get(name, 0.0) + value * count
+            measured = validation_metrics(training.policy.evaluate(prepared, training.loss_function))
+            for name, value in measured.items():
+                if not name.startswith("val/num_"):  # a mean of counts would mean nothing
+                    totals[name] = totals.get(name, 0.0) + value * count
     return {name: total / total_count for name, total in totals.items()} | clock.metrics()
-
-
-def _means(policy: "MegatronPolicy", batch: TokenBatch, loss_function: LossFunction) -> Mapping[str, float]:
-    """Return the means that the loss function reports; counts say nothing of a validation as a whole."""
-    measured = validation_metrics(policy.evaluate(batch, loss_function))
-    return {name: value for name, value in measured.items() if not name.startswith("val/num_")}
 
 
 def _numbered_batches(batches: GlobalBatchLoader, steps_done: int, num_steps: int) -> Iterator[tuple[int, TokenBatch]]:
@@ -117,5 +113,5 @@ def train_sft(
     validation_batches: Callable[[], Iterator[TokenBatch]] | None,
     recorder: StepRecorder,
 ) -> RunSummary:
-    """Train to the last configured step, or to where the recorder ends the run."""
+    """Train to the last configured step, or until the recorder ends the run."""
     return train_on_batches(SupervisedTraining(config, policy, batches, sft_loss, validation_batches), recorder)

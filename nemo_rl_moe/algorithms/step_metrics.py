@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""One step's numbers, merged once for all algorithms: the only place that reduces series and adds prefixes."""
+"""Metrics of a step for all algorithms: the only module that reduces series and adds prefixes."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -14,10 +14,10 @@ def training_metrics(
     result: TrainResult,
     further: Mapping[str, float] = MappingProxyType({}),
 ) -> dict[str, float]:
-    """Return the metrics of one `train` call, as `train/...` keys; of a step without an update the further ones alone.
+    """Return the metrics of one `train` call, as `train/...` keys. A step without an update has only `further`.
 
     Args:
-        further: What the algorithm and its observers measured of the step, without the prefix `train/`.
+        further: Measurements of the algorithm and its observers, without the prefix `train/`.
     """
     if not result.num_updates:
         return with_prefix("train", further)
@@ -29,18 +29,18 @@ def training_metrics(
         "num_tokens": float(result.num_tokens),
         "skipped_updates": float(result.num_skipped_updates),
     }
-    # The loss is in the result already.
+    # The result already has the loss.
     metrics |= _reduced({name: series for name, series in result.microbatch_metrics.items() if name != "loss"})
     metrics |= with_moe_prefix(result.moe_metrics)
     return with_prefix("train", {**metrics, **further})
 
 
 def performance_metrics(result: TrainResult, clock: PhaseClock) -> dict[str, float]:
-    """Use of the GPUs in a step, as `performance/...` keys, by the names of NeMo-RL; empty on CPUs.
+    """Return the use of the GPUs in a step, as `performance/...` keys with NeMo-RL's names. Empty on CPUs.
 
     Args:
-        result: The step's `train` call.
-        clock: The step's phases: `step`, all of it, and `train` inside it; what was not timed has no metrics.
+        result: Result of the step's `train` call.
+        clock: Phases of the step: `step`, which is all of it, and `train`. Phases that were not timed have no metrics.
     """
     use = result.gpu_use
     if use is None:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The end of a training step: metrics recorded, checkpoints begun, reasons to stop; shared by all loops."""
+"""End of a training step for all loops: recording of metrics, start of checkpoints, reasons to stop."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,9 +25,9 @@ class RunSummary:
     """Summary of a run.
 
     Attributes:
-        num_steps: Steps done.
-        first_validation: The first validation's metrics; empty when there was none.
-        stopped_for: Why the run ended before its last step; None when it is complete.
+        num_steps: Completed steps.
+        first_validation: Metrics of the first validation, if there was one.
+        stopped_for: Reason why the run ended before its last step. None if it is complete.
     """
 
     num_steps: int
@@ -38,18 +38,18 @@ class RunSummary:
 
     @classmethod
     def of(cls, state: LoopState, stopped_for: str | None) -> "RunSummary":
-        """Sum up a run from where it stands."""
+        """Summarise a run from its state."""
         return cls(state.step, state.first_validation, state.last_validation, state.last_training, stopped_for)
 
 
 def num_training_steps(config: SupervisedLoopConfig | GRPOConfig, steps_per_epoch: int) -> int:
-    """Return the steps of the whole run: the epochs' steps, or `max_num_steps` if that is less."""
+    """Return the number of steps of the run: the epochs' steps, or `max_num_steps` if that is less."""
     steps = config.max_num_epochs * steps_per_epoch
     return steps if config.max_num_steps is None else min(steps, config.max_num_steps)
 
 
 def validation_is_due(config: SupervisedLoopConfig | GRPOConfig, step: int, num_steps: int) -> bool:
-    """Return True when a validation follows this step (counted from 1)."""
+    """Return True if a validation follows this step (counted from 1)."""
     periodic = config.val_period > 0 and step % config.val_period == 0
     return periodic or (config.val_at_end and step == num_steps)
 
@@ -67,12 +67,11 @@ class RecordSinks:
     """Receivers of a run's records.
 
     Attributes:
-        log_artifact: Gets the step, and each of its artifacts with its name; before the step's record.
-        log_samples: Gets the step, `train` or `val`, and the responses, where there are any.
-        show_samples: The same, before the step's record, whose row at a logger they belong into.
-        log_failures: Gets the step and the failures of its responses or of its validation's, where there are any;
-            before the step's record.
-        flush: Has what was logged written, where some of it waits to be written together with later steps.
+        log_artifact: Receives the step, and name and content of each artifact, before the step's record.
+        log_samples: Receives the step, `train` or `val`, and the responses, if there are any.
+        show_samples: Receives the same before the step's record, for loggers that show them in its row.
+        log_failures: Receives the step and failures of its responses or validation, before the step's record.
+        flush: Writes records that wait to be written together with later steps.
     """
 
     logger: MetricLogger
@@ -89,9 +88,9 @@ class StepOutcome:
 
     Attributes:
         batches_taken: Batches, or rounds of prompts, taken from the data so far.
-        training: Its metrics, `train/...`.
-        validation: Those of the validation that followed, `val/...` and timing; empty where none was due.
-        write_more: Writes what else the state consists of into a checkpoint's folder, now or later.
+        training: Metrics of the step, `train/...`.
+        validation: Metrics of the following validation, `val/...` and timing. Empty if none was due.
+        write_more: Writes the other parts of the state into a checkpoint's folder, now or later.
     """
 
     batches_taken: int
@@ -105,15 +104,15 @@ class StepOutcome:
 
 
 class StepRecorder:
-    """Recorder of a run's steps: metrics, checkpoints, and the decision to go on.
+    """Recorder of a run's steps, which writes metrics and checkpoints, and decides whether the run continues.
 
-    A step is recorded before its checkpoint is published: whoever resumes from it finds the records of all its steps.
+    A step is recorded before its checkpoint is published, so a resumed run finds the records of all its steps.
 
     Args:
-        checkpoints: Where checkpoints go; None: nothing is saved.
-        stop_reason: Why the run is to end after the present step; None: it is not.
-        max_skipped_in_a_row: Updates skipped one after the other at which the run ends.
-        start: Where the run begins: at its beginning, or at a checkpoint.
+        checkpoints: Without it, nothing is saved.
+        stop_reason: Returns the reason to end the run after the current step, if there is one.
+        max_skipped_in_a_row: Number of successive skipped updates that ends the run.
+        start: State at the beginning of the run, or at a checkpoint.
     """
 
     def __init__(
@@ -136,7 +135,6 @@ class StepRecorder:
 
     @property
     def is_fresh(self) -> bool:
-        """True before the first step."""
         return self.state.step == 0
 
     def record_start(
@@ -150,9 +148,9 @@ class StepRecorder:
         self._record(0, validation, samples or {}, failures)
 
     def record_artifacts(self, artifacts: StepArtifacts) -> None:
-        """Record the artifacts of the current step, whatever becomes of it: they may end the run.
+        """Record the artifacts of the current step before anything else, since they may end the run.
 
-        `end_step` does so where the loop has not.
+        `end_step` does this if the loop has not.
         """
         step = self.state.step + 1
         if self._step_of_artifacts == step:
@@ -162,14 +160,14 @@ class StepRecorder:
             self.record_artifact(name, artifact)
 
     def record_artifact(self, name: str, artifact: Any) -> None:
-        """Record an artifact that an observer of the loop has made of the current step."""
+        """Record an artifact of the current step from an observer of the loop."""
         self._sinks.log_artifact(self.state.step + 1, name, artifact)
 
     def end_step(self, outcome: StepOutcome, clock: PhaseClock, *, is_last: bool) -> bool:
-        """Record the step, begin a checkpoint where one is due, and return whether the run continues.
+        """Record the step, begin a checkpoint if one is due, and return whether the run continues.
 
         Args:
-            clock: Its phases, `step` and inside it `train` among them; gets the phase `checkpoint`.
+            clock: Has the phase `step`, and inside it `train`. Gets the phase `checkpoint`.
             is_last: The run is complete with this step.
         """
         self.record_artifacts(outcome.result.artifacts)
@@ -192,9 +190,9 @@ class StepRecorder:
         return not is_last and self.stopped_for is None
 
     def give_up_step(self) -> None:
-        """End the run where a step was given up before it changed the weights: at the step that was recorded last.
+        """End the run at the last recorded step, if the current one was given up before it changed the weights.
 
-        Begins the checkpoint of that one, unless the run has recorded none yet.
+        A checkpoint of the last recorded step begins, unless this run has recorded none yet.
         """
         self.stopped_for = self._stop_reason()
         if self._checkpoints is not None and self.state.step > self._first_step:
@@ -202,7 +200,7 @@ class StepRecorder:
             self._sinks.flush()
 
     def finish(self) -> None:
-        """Wait until the last checkpoint is whole."""
+        """Wait until the last checkpoint is complete."""
         if self._checkpoints is not None:
             self._checkpoints.finish()
 
@@ -214,7 +212,7 @@ class StepRecorder:
         assert self._checkpoints is not None
         if self._has_diverged:
             return False
-        # While updates are being skipped, the last checkpoint stays the one from before.
+        # While updates are being skipped, the last checkpoint stays the one before them.
         is_due = self._checkpoints.is_due(self.state.step) and self.state.skipped_in_a_row == 0
         return is_due or is_last or self.stopped_for is not None
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Agreement of the routes of policy and teachers, MoE models with routers of the same shape."""
+"""Agreement of the routes of policy and teachers, for MoE models with routers of the same shape."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 
 class TeacherRoutes(RunObserver):
-    """Measure on a sample of each teacher's sequences where its routers choose other experts than the policy's.
+    """Measurement of how often a teacher's routers choose other experts than the policy's, on a sample of sequences.
 
-    A policy that comes to its teacher in its routes too agrees with it more from step to step. Experts have no order of
-    their own: of models that were trained from different weights, routes agree as by chance.
+    If the policy approaches its teacher in its routes too, agreement rises from step to step. Experts have no inherent
+    order: models that were trained from different weights agree only by chance.
 
     Args:
-        config: Says in which steps, and how much of a step.
-        teachers: Those with routers of the policy's shape, by name.
-        rows_of: Gives the rows of the batch that each teacher scores.
-        seed: Decides which sequences are measured, with the step.
+        config: Steps to measure, and the share of a step.
+        teachers: Teachers with routers of the policy's shape, by name.
+        rows_of: Returns the rows of the batch that each teacher scores.
+        seed: Chooses the sequences to measure, together with the step.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class TeacherRoutes(RunObserver):
     def before_update(
         self, step: int, batch: TokenBatch, trajectories: Sequence[Trajectory], clock: PhaseClock
     ) -> dict[str, float]:
-        """Compare the routes of the policy before a step's updates, where the step is one to measure.
+        """Compare the routes of the policy before a step's updates, if the step is due.
 
         Returns:
-            `moe/teacher_routes/{rows,tokens}_differing_from_{name}`: shares of entries, a layer's experts of a token,
-            and of tokens, by the name of the teacher.
+            `moe/teacher_routes/{rows,tokens}_differing_from_{name}`: shares of rows, a layer's experts of a token, and
+            of tokens, by the name of the teacher.
         """
         every = self._config.every_n_steps
         if every is None or step % every != 0:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Averages over the global batch. Each function gives the share of one microbatch: the shares add up to the mean."""
+"""Averages over the global batch. Each function returns the share of one microbatch, and the shares add up."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def sequence_mean(
     values: Float[Tensor, "sequences targets"], mask: Bool[Tensor, "sequences targets"]
 ) -> Float[Tensor, "sequences 1"]:
-    """Compute the mean of each sequence over its valid tokens; 0 where it has none."""
+    """Compute the mean of each sequence over its valid tokens, 0 without valid tokens."""
     return values.where(mask, 0.0).sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
 
 
@@ -29,11 +29,11 @@ def global_mean(
     global_sequences: int,
     config: PolicyGradientLossConfig,
 ) -> Float[Tensor, ""]:
-    """Compute the share of this microbatch in the mean over the global batch, as the configuration averages.
+    """Compute this microbatch's share of the mean over the global batch, as configured.
 
     - `token_level_loss: true`: over all valid tokens (DAPO, arXiv:2503.14476).
     - `length_normalizer`: over sequences, of each one's sum over its tokens divided by that number (Dr. GRPO,
-      arXiv:2503.20783), so that a token of a long response counts as much as one of a short one.
+      arXiv:2503.20783), so that tokens of long and short responses count alike.
     - otherwise over sequences, of each one's mean over its tokens (GRPO, arXiv:2402.03300).
     """
     if config.token_level_loss:
@@ -44,7 +44,7 @@ def global_mean(
 
 
 def length_normalizer_has_a_sequence_loss(config: GRPOMasterConfig) -> Iterator[str]:
-    """Check that a constant divisor of sequences stands beside no mean over tokens and no ratio of sequences."""
+    """Check that a constant divisor of sequences is not combined with a mean over tokens or ratios of sequences."""
     loss = config.loss_fn
     if loss.length_normalizer is None:
         return
@@ -59,7 +59,7 @@ def length_normalizer_has_a_sequence_loss(config: GRPOMasterConfig) -> Iterator[
 
 
 def sequence_ratios_have_a_sequence_loss(config: GRPOMasterConfig) -> Iterator[str]:
-    """Check that the ratios of sequences (GSPO) stand beside a mean over sequences."""
+    """Check that the ratios of sequences (GSPO) are combined with a mean over sequences."""
     loss = config.loss_fn
     if loss.sequence_level_importance_ratios and loss.token_level_loss:
         yield (

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Importance-sampling corrections: weights for what training and generation disagree about."""
+"""Importance-sampling corrections: weights for the mismatch of training and generation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def out_of_bounds(ratio: Float[Tensor, "*shape"], config: PolicyGradientLossConfig) -> Bool[Tensor, "*shape"]:
-    """Return which tokens the correction truncates or leaves out."""
+    """Return which tokens the correction truncates or drops."""
     return (ratio > config.importance_sampling_ratio_max) | (ratio < config.importance_sampling_lower_bound)
 
 
@@ -31,9 +31,9 @@ def no_weights(
 def truncated(
     ratio: Float[Tensor, "*shape"], bounded: Float[Tensor, "*shape"], config: PolicyGradientLossConfig
 ) -> Float[Tensor, "*shape"]:
-    """Return the ratio, held between the bounds: truncated importance sampling.
+    """Return the ratio clamped to the bounds: truncated importance sampling.
 
-    F. Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", 2025; the lower bound there
+    F. Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", 2025, where the lower bound
     is 0.
     """
     return ratio.clamp(config.importance_sampling_lower_bound, config.importance_sampling_ratio_max)
@@ -42,11 +42,11 @@ def truncated(
 def masked(
     ratio: Float[Tensor, "*shape"], bounded: Float[Tensor, "*shape"], config: PolicyGradientLossConfig
 ) -> Float[Tensor, "*shape"]:
-    """Return the ratio between the bounds, themselves included, and 0 outside: there the token is left out.
+    """Return the ratio within the inclusive bounds, and 0 outside, which drops the token.
 
-    Of single tokens: X. Zhao et al., "Small Leak Can Sink a Great Ship: Boost RL Training on MoE with IcePop", 2025. Of
-    sequences, by the geometric mean of their ratios: J. Liu, Y. Li et al., "When Speed Kills Stability: Demystifying RL
-    Collapse from the Training-Inference Mismatch", 2025.
+    For single tokens: X. Zhao et al., "Small Leak Can Sink a Great Ship: Boost RL Training on MoE with IcePop", 2025.
+    For sequences, by the geometric mean of their ratios: J. Liu, Y. Li et al., "When Speed Kills Stability:
+    Demystifying RL Collapse from the Training-Inference Mismatch", 2025.
     """
     return ratio.where(~out_of_bounds(bounded, config), 0.0)
 
@@ -57,13 +57,13 @@ class Correction:
 
     Attributes:
         name: Name in `loss_fn.importance_sampling_correction`.
-        weights: Computes the weight of each token from the ratio that it is weighed by, the ratio that the bounds are
-            compared with, and the section `loss_fn`.
-        effect: What happens to tokens out of bounds, as the metric `importance_weight_{effect}_fraction` calls it;
-            None: there are no bounds.
-        bounds_geometric_mean: Compare the bounds with the geometric mean of the sequence's ratios; False: with the
-            ratio of `importance_sampling_level`.
-        lower_bound: What `importance_sampling_ratio_min: null` means; None: a number has to be given.
+        weights: Computes the weight of each token from its ratio, the ratio that the bounds are compared with, and the
+            section `loss_fn`.
+        effect: What happens to tokens out of bounds, in the name of the metric `importance_weight_{effect}_fraction`.
+            None is a correction without bounds.
+        bounds_geometric_mean: Compare the bounds with the geometric mean of the sequence's ratios, instead of the ratio
+            of `importance_sampling_level`.
+        lower_bound: Value of `importance_sampling_ratio_min: null`. None requires a number there.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Correction:
 
     @property
     def reads_level(self) -> bool:
-        """True when `importance_sampling_level` chooses between tokens and sequences."""
+        """True if `importance_sampling_level` chooses between tokens and sequences."""
         return self.effect is not None and not self.bounds_geometric_mean
 
 
@@ -89,19 +89,19 @@ CORRECTIONS: dict[str, Correction] = {
         Correction("sequence_mask", masked, "dropped", bounds_geometric_mean=True, lower_bound=None),
     )
 }
-"""By the name in `loss_fn.importance_sampling_correction`. A new one is a function here and a record."""
+"""Corrections by their name in `loss_fn.importance_sampling_correction`. To add one, write a function and a record."""
 
 
 def bounds_old_tokens(config: PolicyGradientLossConfig) -> bool:
     """Return whether the correction bounds the weight of tokens that older weights sampled.
 
-    An objective's clip does so only where its ratio is to the weights that sampled them.
+    An objective's clip does so only if its ratio is to the weights that sampled them.
     """
     return CORRECTIONS[config.importance_sampling_correction].effect is not None
 
 
 def importance_bounds_are_in_order(config: GRPOMasterConfig) -> Iterator[str]:
-    """Check that the bounds are in order, and both there where the lower one has no default."""
+    """Check that the bounds are in order, and that the lower one is given if it has no default."""
     loss = config.loss_fn
     correction = CORRECTIONS[loss.importance_sampling_correction]
     lower, upper = loss.importance_sampling_lower_bound, loss.importance_sampling_ratio_max

@@ -11,19 +11,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 VARIANCE_FLOOR = 1e-8
-"""Added to a variance before anything is divided by its root."""
+"""Added to a variance before dividing by its root."""
 
 
 def order_in_time(
     token_turns: Int[Tensor, "trajectories tokens"], mask: Bool[Tensor, "trajectories tokens"]
 ) -> Int[Tensor, "trajectories longest"]:
-    """Return the places of the trained tokens in the order in which they were sampled, those of the last turn last.
+    """Return the positions of the trained tokens in the order in which they were sampled, aligned at the end.
 
-    Conversations that alternate stand behind one another: a place further on may be an earlier one in time. Where a
-    trajectory has fewer trained tokens than another one, places of other tokens stand in front.
+    Alternating conversations are concatenated, so a later position may be earlier in time. If a trajectory has fewer
+    trained tokens than another one, positions of other tokens come first.
 
     Args:
-        token_turns: Number in time of the turn of each sampled token.
+        token_turns: Index in time of the turn of each sampled token.
         mask: True at trained tokens.
     """
     longest = int(mask.sum(dim=1).max()) if mask.numel() else 0
@@ -37,14 +37,14 @@ def token_rewards(
     token_turns: Int[Tensor, "trajectories tokens"],
     mask: Bool[Tensor, "trajectories tokens"],
 ) -> Float[Tensor, "trajectories tokens"]:
-    """Place the reward of each turn at its last trained token, and the rest of the reward at the last one of all.
+    """Assign the reward of each turn to its last trained token, and the rest of the reward to the last token of all.
 
-    The reward of a turn without trained tokens goes to the turn before; where there is none, no token has earned it.
-    Tokens are in the order in which they were sampled.
+    The reward of a turn without trained tokens goes to the turn before, if there is one. Tokens are in the order in
+    which they were sampled.
 
     Args:
-        rewards: Reward of each trajectory, those of its turns included.
-        turn_rewards: Rewards of turns, 0 behind the last one.
+        rewards: Reward of each trajectory, including the rewards of its turns.
+        turn_rewards: Rewards of turns, 0 after the last one.
         token_turns: Turn of each sampled token, from 0.
         mask: True at trained tokens.
     """
@@ -54,7 +54,7 @@ def token_rewards(
     positions = torch.arange(1, mask.shape[1] + 1)
 
     def place(values: Float[Tensor, " trajectories"], where: Bool[Tensor, "trajectories tokens"]) -> None:
-        last = (where * positions).amax(dim=1)  # 0: nowhere
+        last = (where * positions).amax(dim=1)  # 0 is no token
         found.scatter_add_(1, (last - 1).clamp(min=0)[:, None], values.where(last > 0, 0.0)[:, None])
 
     for turn in range(turn_rewards.shape[1]):
@@ -73,22 +73,22 @@ def generalized_advantages(
 ) -> Float[Tensor, "trajectories tokens"]:
     """Compute `A_t = d_t + discount * decay * A_t+1` with `d_t = r_t + discount * V_t+1 - V_t` (eq. 16).
 
-    A step is a trained token, and `t + 1` is the one that was sampled next: tokens of the environment that stand
-    between them cost no discount. The value behind the last one is 0, of truncated trajectories too.
+    A step is a trained token, and `t + 1` is the next sampled one: tokens of the environment between them are not
+    discounted. The value after the last one is 0, even for truncated trajectories.
 
     Args:
         rewards: `r`, at each token.
         values: `V`, the value of the state in which each token is chosen. Not read where masked.
         mask: True at trained tokens.
         discount: `gamma`.
-        decay: `lambda`; 1: discounted returns less values, 0: one-step differences.
+        decay: `lambda`. 1 gives discounted returns minus values, 0 one-step differences.
 
     Returns:
-        Advantages; 0 where masked.
+        Advantages, 0 where masked.
     """
     import torch
 
-    # A row for each token: the columns of a matrix are far apart in memory, and there may be thousands.
+    # One row per token: the columns of a matrix are far apart in memory, and there may be thousands.
     of_token, value_of, trained_at = (each.T.contiguous() for each in (rewards, values.to(rewards), mask))
     advantages = torch.zeros_like(of_token)
     following, next_value = rewards.new_zeros(len(rewards)), rewards.new_zeros(len(rewards))
@@ -104,7 +104,7 @@ def generalized_advantages(
 def whitened(
     advantages: Float[Tensor, "trajectories tokens"], mask: Bool[Tensor, "trajectories tokens"]
 ) -> Float[Tensor, "trajectories tokens"]:
-    """Subtract the mean over the tokens of a step, and divide by their sample standard deviation; 0 where masked.
+    """Subtract the mean over the tokens of a step, and divide by their sample standard deviation. 0 where masked.
 
     A single token is only centred.
     """
@@ -120,9 +120,9 @@ def whitened(
 
 
 def explained_variance(values: Float[Tensor, " tokens"], returns: Float[Tensor, " tokens"]) -> float:
-    """Compute `1 - Var(returns - values) / Var(returns)`; 1 is perfect, and a constant explains 0.
+    """Compute `1 - Var(returns - values) / Var(returns)`: 1 is perfect, and a constant explains 0.
 
-    NaN where all returns are equal, as there is nothing to explain.
+    NaN if all returns are equal, as there is nothing to explain.
     """
     errors, exact = (returns - values).double(), returns.double()
     variance = float(exact.var(correction=0)) if exact.numel() else 0.0

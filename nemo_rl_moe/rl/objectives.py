@@ -20,16 +20,13 @@ if TYPE_CHECKING:
 class RatioBounds:
     """Bounds of the probability ratio in an objective.
 
-    Attributes:
-        lower: Below it the objective takes this for the ratio, and its gradient is 0.
-        upper: Above it likewise.
+    The objective replaces a ratio below `lower` or above `upper` by the bound, and its gradient by 0.
     """
 
     lower: Float[Tensor, "sequences targets"]
     upper: Float[Tensor, "sequences targets"]
 
     def clip(self, ratio: Float[Tensor, "sequences targets"]) -> Float[Tensor, "sequences targets"]:
-        """Hold the ratio between the bounds."""
         return ratio.clamp(self.lower, self.upper)
 
     def replaces(self, ratio: Float[Tensor, "sequences targets"]) -> Bool[Tensor, "sequences targets"]:
@@ -41,20 +38,19 @@ class RatioBounds:
 class ObjectiveInputs:
     """Tokens of one microbatch. All tensors have the same shape and are finite where masked.
 
-    Log-probabilities are in nats. The loss of a token is multiplied by its weight, averaged over the global batch and
-    added to the penalties after the objective.
+    After the objective, the loss of a token is multiplied by its weight, averaged over the global batch and added to
+    the penalties.
 
     Attributes:
-        logprobs: Log-probability of each sampled token by the policy that is trained. Carries the graph.
-        prev_logprobs: By the policy before the step; equal to `logprobs`, without a graph, where each step is one
-            update and no pass computes them.
+        logprobs: Log-probability of each sampled token under the trained policy, in nats. Carries the graph.
+        prev_logprobs: Under the policy before the step. If each step is one update and no pass computes them, they
+            equal `logprobs` without the graph.
         generation_logprobs: By the engine that sampled the tokens.
-        reference_logprobs: By the reference model; None without one.
-        ratio: `exp(logprobs - prev_logprobs)`, of whole sequences with `sequence_level_importance_ratios`. Carries the
-            graph.
-        weights: Importance-sampling weights; 1 without a correction.
-        advantages: Of each token; the same at all tokens of a response, unless the estimator gives one for each.
-        mask: True where a token counts.
+        reference_logprobs: Under the reference model, if there is one.
+        ratio: `exp(logprobs - prev_logprobs)`, per sequence with `sequence_level_importance_ratios`. Carries the graph.
+        weights: Importance-sampling weights, 1 without a correction.
+        advantages: Of each token. All tokens of a response have the same unless the estimator distinguishes them.
+        mask: True at tokens that count.
         global_valid_tokens: Number of tokens that count in the global batch, over all ranks.
         global_sequences: Number of sequences with such a token in the global batch.
         config: The section `loss_fn`, with bounds such as `ratio_clip_min`.
@@ -74,12 +70,12 @@ class ObjectiveInputs:
 
 
 def no_bounds(advantages: Float[Tensor, "sequences targets"], config: PolicyGradientLossConfig) -> RatioBounds:
-    """Return bounds that hold no ratio back."""
+    """Return bounds that never clip."""
     return RatioBounds(advantages.new_zeros(advantages.shape), advantages.new_full(advantages.shape, float("inf")))
 
 
 def both_bounds(advantages: Float[Tensor, "sequences targets"], config: PolicyGradientLossConfig) -> RatioBounds:
-    """Return `1 - ratio_clip_min` and `1 + ratio_clip_max` for every token, whatever its advantage."""
+    """Return `1 - ratio_clip_min` and `1 + ratio_clip_max` for every token, for any advantage."""
     return RatioBounds(
         advantages.new_full(advantages.shape, 1 - config.ratio_clip_min),
         advantages.new_full(advantages.shape, 1 + config.ratio_clip_max),
@@ -87,11 +83,11 @@ def both_bounds(advantages: Float[Tensor, "sequences targets"], config: PolicyGr
 
 
 def surrogate_bounds(advantages: Float[Tensor, "sequences targets"], config: PolicyGradientLossConfig) -> RatioBounds:
-    """Compute the bounds that the clipped surrogate comes to, given the sign of the advantage.
+    """Compute the effective bounds of the clipped surrogate, given the sign of the advantage.
 
-    PPO's `min(ratio * A, clip(ratio) * A)` (arXiv:1707.06347, eq. 7) only ever clips a ratio that has moved the way the
-    advantage points: from above where `A > 0`, from below where `A < 0`. Dual clip's `max(..., c * A)` for `A < 0`
-    (arXiv:1912.09729) is an upper bound of `c`. Where `A = 0` nothing is clipped.
+    PPO's `min(ratio * A, clip(ratio) * A)` (arXiv:1707.06347, eq. 7) only clips a ratio that has moved in the direction
+    of the advantage: from above for `A > 0`, from below for `A < 0`. Dual clip's `max(..., c * A)` for `A < 0`
+    (arXiv:1912.09729) is an upper bound of `c`. With `A = 0` nothing is clipped.
     """
     both = both_bounds(advantages, config)
     upper_if_negative = float("inf") if config.ratio_clip_c is None else config.ratio_clip_c
@@ -107,7 +103,7 @@ def clipped(inputs: ObjectiveInputs) -> Float[Tensor, "sequences targets"]:
 
 
 def cispo(inputs: ObjectiveInputs) -> Float[Tensor, "sequences targets"]:
-    """Compute `-clip(ratio) * A * logprob` with the clipped ratio a constant (MiniMax-M1, arXiv:2506.13585).
+    """Compute `-clip(ratio) * A * logprob`, where the clipped ratio is a constant (MiniMax-M1, arXiv:2506.13585).
 
     Every token keeps its gradient. There is no dual clip.
     """
@@ -118,7 +114,7 @@ def cispo(inputs: ObjectiveInputs) -> Float[Tensor, "sequences targets"]:
 def reinforce(inputs: ObjectiveInputs) -> Float[Tensor, "sequences targets"]:
     """Compute `-A * logprob`, without a ratio (REINFORCE, Williams 1992).
 
-    Where a step is one update, its gradient is that of the others.
+    If a step is one update, its gradient equals that of the other objectives.
     """
     return -inputs.advantages * inputs.logprobs
 
@@ -130,8 +126,8 @@ class Objective:
     Attributes:
         name: Name in `loss_fn.objective`.
         function: Computes the loss of each token.
-        bounds: Computes the bounds that it holds the ratio between, for the metrics of clipping.
-        unread: Keys of `loss_fn`, of those in `SWITCHES`, that it does not read, each with the reason for the error.
+        bounds: Computes the bounds of the ratio, for the metrics of clipping.
+        unread: Keys in `SWITCHES` that it does not read, each with the reason for the error.
     """
 
     name: str
@@ -141,7 +137,7 @@ class Objective:
 
 
 SWITCHES: Mapping[str, bool | None] = {"ratio_clip_c": None, "sequence_level_importance_ratios": False}
-"""Keys of `loss_fn` that only some objectives read, with the value that stands where one does not."""
+"""Keys of `loss_fn` that only some objectives read, with their value for the others."""
 
 OBJECTIVES: dict[str, Objective] = {
     objective.name: objective
@@ -160,7 +156,7 @@ OBJECTIVES: dict[str, Objective] = {
         ),
     )
 }
-"""By the name in `loss_fn.objective`. A new objective is a function here and a record in this registry."""
+"""Objectives by their name in `loss_fn.objective`. To add one, write a function and a record."""
 
 
 def objective_reads_its_settings(config: GRPOMasterConfig) -> Iterator[str]:

@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Router replay: a router takes the experts that a capture names, with the scores that it gives them itself.
+"""Router replay: a router takes the captured experts of a token, with the scores that it gives them itself.
 
-R3 (https://arxiv.org/abs/2510.11370) replays the experts of the rollout in training, R2 those of the old policy in the
-later updates of a step. Probabilities stay the router's own, so that its gradient is exact for these experts.
+R3 (https://arxiv.org/abs/2510.11370) replays the experts of the rollout in training. R2 replays the experts of the old
+policy in the later updates of a step. The probabilities are the router's, so its gradient is exact for these experts.
 """
 
 from collections.abc import Callable
@@ -17,30 +17,30 @@ from nemo_rl_moe.shapes import Bool, Float, Int
 ROUTED_EXPERTS = "routed_experts"
 """Column of a batch: experts of each token in each MoE layer, `[batch, sequence, moe_layers, topk]`, int16."""
 UNKNOWN = -1
-"""Stands for every expert of a row that a capture has no routes for."""
+"""Fills each row without captured routes."""
 
 ComputeTopk = Callable[..., tuple[Tensor, Tensor]]
 """Scores, topk, groups and groups of each token, to values and experts, `[tokens, topk]` both."""
 
 
 class Choice(Protocol):
-    """Occupant of a router's `router_replay` slot, as Megatron-Core calls it."""
+    """Object in a router's `router_replay` slot, as Megatron-Core calls it."""
 
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int, group_topk: int, default_compute_topk: ComputeTopk
     ) -> tuple[Tensor, Tensor]:
-        """Return the values and experts of each token, in place of `default_compute_topk`."""
+        """Return the values and experts of each token, instead of `default_compute_topk`."""
         ...
 
 
 @runtime_checkable
 class ChoiceWithMargins(Choice, Protocol):
-    """Choice that is not that of the highest scores, and says how narrow it is."""
+    """Choice that is not simply the highest scores, and computes its margins."""
 
     def margins(
         self, scores: Float[Tensor, "tokens experts"], topk: int, num_groups: int, group_topk: int
     ) -> Float[Tensor, " tokens"]:
-        """Return the margin of each token, as `margins` does of the highest scores."""
+        """Return the margin of each token, like the function `margins` for the highest scores."""
         ...
 
 
@@ -49,12 +49,12 @@ def in_order(routes: Int[Tensor, "... topk"]) -> Int[Tensor, "... topk"]:
 
 
 def plane_type(num_experts: int) -> torch.dtype:
-    """Return the type of planes: 8 bits where they name all experts (`UNKNOWN` is the highest number), else 16."""
+    """Return the dtype of planes: 8 bits if they hold all ids (`UNKNOWN` becomes the highest number), otherwise 16."""
     return torch.uint8 if num_experts < 256 else torch.int16
 
 
 def in_planes(routes: Int[Tensor, "tokens *layers topk"], num_experts: int) -> Int[Tensor, "topk *layers tokens"]:
-    """Return the routers' choices with the tokens innermost: what is compared at once then lies side by side."""
+    """Return the routers' choices with the tokens innermost, so that compared values are contiguous."""
     return routes.to(plane_type(num_experts)).permute(*reversed(range(routes.ndim))).contiguous()
 
 
@@ -66,14 +66,14 @@ def all_of(planes: Bool[Tensor, "topk *layers tokens"]) -> Bool[Tensor, "*layers
 def named_too(
     some: Int[Tensor, "topk *layers tokens"], others: Int[Tensor, "topk *layers tokens"]
 ) -> Int[Tensor, "topk *layers tokens"]:
-    """Return 1 for each expert of some rows that another row names too, 0 for the others."""
+    """Return 1 for each expert that is also in the other row, otherwise 0."""
     return (some[:, None] == others).view(torch.uint8).amax(1)
 
 
 def num_in_common(
     some: Int[Tensor, "topk *layers tokens"], others: Int[Tensor, "topk *layers tokens"]
 ) -> Int[Tensor, "*layers tokens"]:
-    """Count the experts of each row that another row names too; all of them where usable rows are the same set."""
+    """Count the experts that two rows share. Usable rows are the same set if it is all of them."""
     return named_too(some, others).sum(0, dtype=torch.uint8)
 
 
@@ -89,9 +89,9 @@ class ReplayRoutes(NamedTuple):
     """Rows of a capture, ready to be compared.
 
     Attributes:
-        unknown: Rows that are `UNKNOWN` throughout.
-        in_range: Rows that name experts that there are.
-        usable: Rows that name each of them once; what else a row holds is never replayed.
+        unknown: Rows that consist of `UNKNOWN`.
+        in_range: Rows that name only existing experts.
+        usable: Rows that name existing experts, each once. Only these are replayed.
     """
 
     planes: Int[Tensor, "topk *layers tokens"]
@@ -102,29 +102,28 @@ class ReplayRoutes(NamedTuple):
 
     @classmethod
     def of(cls, routes: Int[Tensor, "tokens *layers topk"], num_experts: int) -> "ReplayRoutes":
-        """Return the routes of one layer or several, `UNKNOWN` where there are none."""
+        """Build the routes of one or several layers. Rows without routes are `UNKNOWN`."""
         wide = routes.permute(*reversed(range(routes.ndim))).contiguous()
         is_expert = wide.clamp(0, num_experts - 1) == wide
         unknown, in_range = all_of(wide == UNKNOWN), all_of(is_expert)
         planes = wide.where(is_expert, UNKNOWN).to(plane_type(num_experts))
-        # Every expert equals itself; of up to 16 in a row the pairs are counted in 8 bits without a number meaning two
-        # things.
+        # Every expert equals itself. Up to 16 in a row, 8 bits count the pairs without overflow.
         counter = torch.uint8 if len(planes) <= 16 else torch.int32
         num_pairs = (planes[:, None] == planes).view(torch.uint8).sum((0, 1), dtype=counter)
         usable = in_range & (num_pairs == len(planes))
         return cls(planes, unknown, in_range, usable, usable.view(torch.uint8) * len(planes))
 
     def by_layer(self) -> list[LayerRoutes]:
-        """Return the rows of each layer, of several."""
+        """Split the routes of several layers."""
         experts = self.planes.permute(1, 2, 0).to(torch.long, memory_format=torch.contiguous_format)
         parts = zip(self.planes.unbind(1), self.num_usable.unbind(), experts.unbind(), strict=True)
         return [LayerRoutes(*of_layer) for of_layer in parts]
 
 
 def replayed(live: Int[Tensor, "tokens topk"], routes: LayerRoutes) -> Int[Tensor, "tokens topk"]:
-    """Return the experts that a router takes: those of the capture where it has a usable row, its own otherwise.
+    """Return the experts that a router takes: the captured ones in usable rows, otherwise its choice.
 
-    Where both are the same set the router's order stays, so that the replay of its own choice changes no bit.
+    If both are the same set, the router's order is kept: replaying its own choice changes no bit.
     """
     chosen = live.T.to(routes.planes.dtype, memory_format=torch.contiguous_format)
     keeps = num_in_common(routes.planes, chosen) >= routes.num_usable
@@ -134,7 +133,7 @@ def replayed(live: Int[Tensor, "tokens topk"], routes: LayerRoutes) -> Int[Tenso
 def or_tied(
     live: Int[Tensor, "tokens topk"], scores: Float[Tensor, "tokens experts"], captured: LayerRoutes
 ) -> Int[Tensor, "tokens topk"]:
-    """Return a router's own choice; a captured row in its place where that is as good, by equal scores."""
+    """Return a router's choice, or the captured row if equal scores make it as good."""
     named = captured.experts.clamp(0, scores.shape[1] - 1)
     last = scores.gather(1, live).amin(1, keepdim=True)
     is_as_good = (scores.gather(1, named) >= last).all(1) & (captured.num_usable > 0)
@@ -150,18 +149,18 @@ class RoutedTokens(NamedTuple):
 
 
 class RouterHook:
-    """A hook in a router's `router_replay` slot: it shows what the router chooses, and replays what it is given.
+    """Hook in a router's `router_replay` slot, which records the router's choices and replays captured routes.
 
-    Serves every score function, expert bias and groups of experts, because Megatron-Core asks the slot for nothing but
-    the top experts. A fused router does not ask it.
+    It serves every score function, expert bias and groups of experts, because Megatron-Core asks the slot only for the
+    top experts. A fused router does not use the slot.
 
     Args:
-        inner: What stood in the slot before; chooses in place of plain top-k.
-        counts_replayed: Under replay, what counts as load is what the router took, not what it would choose.
+        inner: Previous occupant of the slot, which chooses instead of plain top-k.
+        counts_replayed: Count the replayed experts as load, instead of the router's choice.
 
     Attributes:
-        counted: Experts that count as load; None: those that the router chooses without groups.
-        compared: Capture that what is shown is compared with: of experts with equal scores, its own are shown.
+        counted: Experts that count as load. None is the plain top-k of the scores.
+        compared: Capture that recorded choices are compared with. Among equal scores, its experts are recorded.
     """
 
     def __init__(self, inner: Choice | None = None, *, counts_replayed: bool = False):
@@ -195,7 +194,7 @@ class RouterHook:
             values = scores.gather(1, taken)
             self.counted = taken if self.counts_replayed else live
         if self.shows:
-            # Choices within groups, and those of another occupant, need not be the highest scores.
+            # A choice within groups, or of another occupant, need not have the highest scores.
             is_plain, margin = self._inner is None and not group_topk, None
             if self.shows_margin:
                 margin = self._margins(scores.detach(), topk, num_groups, group_topk, (chosen.detach(), live))
@@ -216,7 +215,7 @@ class RouterHook:
         return margins(scores, topk, chosen if self._inner is None and not group_topk else None)
 
     def take(self) -> list[RoutedTokens]:
-        """Return the choices shown since they were last taken."""
+        """Return the choices recorded since the last call."""
         seen, self.seen = self.seen, []
         return seen
 
@@ -226,9 +225,9 @@ def margins(
     topk: int,
     highest: tuple[Float[Tensor, "tokens topk"], Int[Tensor, "tokens topk"]] | None = None,
 ) -> Float[Tensor, " tokens"]:
-    """Return the score of the last expert chosen less that of the first one left out; infinite where there is none."""
+    """Return the score of the last chosen expert minus the score of the best other one, infinite without others."""
     scores = scores.float()
-    if highest is not None:  # cheaper than to look for them again
+    if highest is not None:  # cheaper than another top-k
         values, experts = highest
         return values[:, -1].float() - scores.scatter(1, experts, -torch.inf).amax(1)
     if topk >= scores.shape[-1]:
@@ -242,8 +241,8 @@ def group_limited_margins(
 ) -> Float[Tensor, " tokens"]:
     """Return the margins of a choice from the best groups alone.
 
-    It is the smaller of two: that of the experts in the usable groups, and that of the last usable group against the
-    first one left out.
+    It is the smaller of two margins: of the experts within the usable groups, and of the last usable group over the
+    best other group.
     """
     of_usable, of_groups = limited_to_groups(scores, num_groups, group_topk, best_of_group)
     return torch.minimum(margins(of_usable, topk), of_groups)
@@ -252,9 +251,9 @@ def group_limited_margins(
 def limited_to_groups(
     scores: Float[Tensor, "tokens experts"], num_groups: int, group_topk: int, best_of_group: int
 ) -> tuple[Float[Tensor, "tokens experts"], Float[Tensor, " tokens"]]:
-    """Return the scores, minus infinity outside the best groups, and the margin of the last of these.
+    """Return the scores with minus infinity outside the best groups, and the margin of the last usable group.
 
-    A group's score is the sum of its best experts' scores.
+    The score of a group is the sum of its `best_of_group` highest scores.
     """
     by_group = scores.float().unflatten(1, (num_groups, -1))
     group_scores = by_group.topk(best_of_group, dim=-1).values.sum(-1)

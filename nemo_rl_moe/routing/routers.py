@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Routers of Megatron-Core and transformers: recognised by class name, their output read as routed experts.
+"""Routers of Megatron-Core and transformers, recognised by class name, and the routed experts in their outputs.
 
 Imports neither library.
 """
@@ -19,16 +19,16 @@ from nemo_rl_moe.shapes import Bool, Int
 
 
 class RouterKind(Enum):
-    """Library of a router, and for transformers what its routers return."""
+    """Library of a router, and for transformers the form of its output."""
 
     MEGATRON = "megatron"
     TRANSFORMERS = "transformers"
     TRANSFORMERS_LOGITS = "transformers, logits last"
 
 
-# Routers of transformers under names of their own: Hunyuan, and the first layers of DeepSeek-V4.
+# Routers of transformers with unusual names: Hunyuan, and the first layers of DeepSeek-V4.
 _WITH_INDICES = frozenset({"hunyuanmoev1gate", "deepseekv4hashrouter"})
-# Llama-4's: of the logits the best are chosen.
+# Llama-4 returns logits, of which the highest are chosen.
 _WITH_LOGITS = frozenset({"llama4router"})
 _LOOKS_LIKE_A_ROUTER = re.compile(r"(Router|MoE\w*Gate|SparseMoeBlock|SparseMoE)$")
 
@@ -49,7 +49,7 @@ class RouterLayer:
 
 
 def router_kind(module: nn.Module) -> RouterKind | None:
-    """Return the library that a module (or a class derived from its router) is a router of; None: no router."""
+    """Return the library of a router, recognised by the names of its class and base classes. None is another module."""
     names = {cls.__name__.lower() for cls in type(module).__mro__}
     if "topkrouter" in names and hasattr(module, "layer_number"):
         return RouterKind.MEGATRON
@@ -62,7 +62,7 @@ def router_kind(module: nn.Module) -> RouterKind | None:
 
 
 def unread_routers(model: nn.Module) -> list[str]:
-    """Return the classes of modules that look like routers, or layers that choose experts, but are not known."""
+    """Return the class names of unknown modules that look like routers or choose experts."""
     names = {type(module).__name__ for module in model.modules() if router_kind(module) is None}
     return sorted(name for name in names if _LOOKS_LIKE_A_ROUTER.search(name))
 
@@ -70,7 +70,7 @@ def unread_routers(model: nn.Module) -> list[str]:
 def routers_of(model: nn.Module) -> list[tuple[RouterLayer, nn.Module]]:
     """Return all MoE layers of a model with their routers, in the order of their keys.
 
-    Keys are the layers' indices if every layer has one of its own, otherwise the module paths in natural order.
+    Keys are the layers' indices if these are known and distinct, otherwise the module paths in natural order.
     """
     found = [
         (name, module, kind) for name, module in model.named_modules() if (kind := router_kind(module)) is not None
@@ -89,16 +89,16 @@ def routers_of(model: nn.Module) -> list[tuple[RouterLayer, nn.Module]]:
 def routed_experts(
     layer: RouterLayer, router: nn.Module, outputs: Any
 ) -> Bool[Tensor, "tokens experts"] | Int[Tensor, "tokens topk"]:
-    """Return each token's experts from a router's output: a map or indices, without slots filled up to a capacity.
+    """Return each token's experts from a router's output, as a map or indices, without slots that only fill capacity.
 
     Raises:
-        TypeError: The outputs hold neither.
+        TypeError: The output contains neither.
     """
     tensors = [output for output in outputs if isinstance(output, Tensor)] if isinstance(outputs, tuple | list) else []
     if layer.kind is RouterKind.MEGATRON:
         assignments = next((output for output in tensors[1:2] if not output.is_floating_point()), None)
         if assignments is not None and assignments.dtype == torch.bool and _pads_to_capacity(router):
-            # The map then marks every slot of every expert; those that no token was routed to have probability 0.
+            # The map then marks all slots of every expert. Slots without a routed token have probability 0.
             assignments = assignments & (tensors[0].detach() != 0)
     elif layer.kind is RouterKind.TRANSFORMERS_LOGITS:
         assignments = tensors[-1].topk(layer.topk, dim=-1).indices if tensors else None
@@ -111,19 +111,19 @@ def routed_experts(
 
 
 def mask_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """Find the padding mask in the arguments of a Megatron-Core router's forward; None where there is none."""
+    """Return the padding mask in the arguments of a Megatron-Core router's forward, if any."""
     mask = kwargs.get("padding_mask", args[1] if len(args) > 1 else None)
     return mask if isinstance(mask, Tensor) else None
 
 
 def padding_mask_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Bool[Tensor, " tokens"] | None:
-    """Find the flat padding mask in a Megatron-Core router's arguments; True is padding, None is no mask."""
+    """Return the padding mask of a Megatron-Core router's arguments, flattened. True is padding."""
     mask = mask_of_call(args, kwargs)
     return None if mask is None else mask.reshape(-1).bool()
 
 
 def moe_layer_indices(config: Any) -> list[int]:
-    """Return the global 0-based indices of the decoder layers that have experts, the same on every pipeline stage."""
+    """Return the global 0-based indices of the MoE layers in the decoder, the same on every pipeline stage."""
     if config.num_moe_experts is None:
         return []
     frequency = config.moe_layer_freq

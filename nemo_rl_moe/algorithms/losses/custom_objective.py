@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Objectives that are the user's own, beside those of `rl/objectives.py`."""
+"""Custom objectives, in addition to those in `rl/objectives.py`."""
 
 from collections.abc import Callable
 from functools import cache, partial
@@ -19,10 +19,7 @@ KEY = "loss_fn.objective"
 
 @cache
 def find_objective(name: str) -> Objective:
-    """Return the objective that a configuration names: one of the registry, or a function of the user's own.
-
-    What the function clips is not known: its record has no bounds.
-    """
+    """Return the configured objective: one of the registry, or a custom function, whose bounds are unknown."""
     if not is_custom(name):
         return OBJECTIVES[name]
     return Objective(name, partial(_loss_in_run, name, import_function(KEY, name, "the ObjectiveInputs")))
@@ -38,7 +35,6 @@ def _loss_in_run(
 def _custom_loss(
     name: str, function: Callable[[ObjectiveInputs], object], inputs: ObjectiveInputs
 ) -> Float[Tensor, "sequences targets"]:
-    """Compute each token's loss by the user's function."""
     loss = function(inputs)
     if not isinstance(loss, Tensor) or loss.shape != inputs.logprobs.shape:
         found = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else described(loss)
@@ -50,7 +46,7 @@ def _custom_loss(
 
 
 def check_objective(config: PolicyGradientLossConfig) -> None:
-    """Try an objective of the user's own on three tokens of two sequences, before anything is started."""
+    """Try a custom objective on three tokens of two sequences, before anything starts."""
     if not is_custom(config.objective):
         return
     inputs = _tried_inputs(config)

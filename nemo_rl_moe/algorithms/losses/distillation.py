@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Loss of distillation: divergence from a teacher, policy gradient and cross-entropy, each with its own denominator.
+"""Loss of distillation: divergence from a teacher, policy gradient and cross-entropy, each with a separate denominator.
 
-A mean over the tokens that a component is about does not change when tokens of others join the batch: responses without
-a teacher do not dilute the divergence of those that have one.
+Each component is a mean over the tokens that it applies to, so other tokens in the batch do not change it: responses
+without a teacher do not dilute the divergence of the others.
 """
 
 from dataclasses import dataclass
@@ -24,31 +24,31 @@ from nemo_rl_moe.rl.corrections import CORRECTIONS
 TEACHER_LOGPROBS = "teacher_logprobs"
 """Column: log-probability of each token, `[batch, sequence]`, or of its candidates, `[batch, sequence, k]`."""
 TEACHER_SHARE = "teacher_share"
-"""Column, one number a token: 1 over the tokens of the global batch that have a teacher; 0 at others."""
+"""Column per token: 1 over the number of tokens with a teacher in the global batch, and 0 at other tokens."""
 TEACHER_PART = "teacher_part"
-"""Column, one number a sequence: the part of the step's tokens with a teacher that its global batch has."""
+"""Column per sequence: its global batch's part of the step's tokens with a teacher."""
 
 
 @dataclass(frozen=True)
 class DistillationLoss:
-    """The weighted sum of three means over the global batch; a component whose weight is 0 is left out.
+    """Weighted sum of three means over the global batch, without components of weight 0.
 
     - divergence: over the tokens that have a teacher, of `candidate_divergence` or, without candidates, of
       `sampled_divergence`
     - policy gradient: as `policy_gradient` averages it
     - cross-entropy: over the trained tokens, of the negative log-likelihood
 
-    Columns of the batch: `teacher_logprobs`, `teacher_share`, `teacher_part`; `generation_logprobs`, for a divergence
-    without candidates; those of the policy gradient.
+    Columns of the batch: `teacher_logprobs`, `teacher_share`, `teacher_part`, the columns of the policy gradient, and
+    `generation_logprobs` for a divergence without candidates.
 
-    Metrics, each a mean as above in nats, before its weight: `teacher_kl` (estimated from sampled tokens without
-    candidates), `cross_entropy`; `policy_candidate_mass` and `teacher_candidate_mass`: probability that the model gives
-    to the candidates; those of the policy gradient where there is one. Those of the teacher are means over the tokens
-    of the whole step, whatever its global batches.
+    Metrics are such means in nats before weighting: `teacher_kl` (estimated from sampled tokens without candidates),
+    `cross_entropy`, `policy_candidate_mass` and `teacher_candidate_mass` (a model's probability of the candidates), and
+    the metrics of the policy gradient. Metrics of the teacher are means over the tokens of the step, across its global
+    batches.
 
     Attributes:
         has_candidates: The teacher gives log-probabilities of candidates, otherwise of the sampled tokens.
-        policy_gradient: The loss of the rewards; its metrics count where its weight is 0 too. None: there are none.
+        policy_gradient: Loss of the rewards, if there are any. Its metrics are computed even with weight 0.
     """
 
     kl_type: KlType
@@ -61,17 +61,15 @@ class DistillationLoss:
 
     @property
     def needs(self) -> frozenset[Head]:
-        """Candidates, where the teacher has them, and what the policy gradient needs."""
         own = frozenset({Head.CANDIDATES} if self.has_candidates else ())
         return own if self.policy_gradient is None else own | self.policy_gradient.needs
 
     @property
     def reduction(self) -> Reduction:
-        """The kind of mean that the policy gradient is; without one, over trained tokens."""
+        """Kind of mean of the policy gradient. Without one it is over trained tokens."""
         return Reduction.SHARE if self.policy_gradient is None else self.policy_gradient.reduction
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
-        """Compute one microbatch's share of the loss."""
         divergence, metrics = self._divergence(inputs)
         loss = self.kl_weight * divergence
         if self.policy_gradient is not None:
@@ -99,14 +97,14 @@ class DistillationLoss:
             return mean(part * values.detach()), Reduction.SUM
 
         if not self.has_candidates:
-            # Before arithmetic: where masked, columns hold anything, and NaN times 0 is NaN in the gradient too.
+            # Before arithmetic: masked entries may hold anything, and NaN times 0 is NaN in the gradient too.
             policy, teacher, sampled = (
                 each.where(counts, 0.0)
                 for each in (inputs.logprobs, teacher, inputs.per_target("generation_logprobs").to(teacher))
             )
             each, unbiased = sampled_divergence(policy, teacher, self._weights(policy.detach(), sampled, counts))
             return mean(each), {"teacher_kl": mean_of_step(unbiased)}
-        assert inputs.candidates is not None  # declared
+        assert inputs.candidates is not None  # see `needs`
         any_token = torch.full_like(teacher, -1.0 - float(teacher.shape[-1]))
         policy = inputs.candidates.where(counts[..., None], any_token)
         teacher = teacher.where(counts[..., None], any_token)
@@ -122,8 +120,8 @@ class DistillationLoss:
         sampled: Float[Tensor, "sequences targets"],
         mask: Bool[Tensor, "sequences targets"],
     ) -> Float[Tensor, "sequences targets"]:
-        """Return the weights of sampled tokens: the policy's probability over the one that they were sampled with."""
-        # The correction of the policy gradient holds them within its bounds. Without one they have none.
+        """Return the weights of sampled tokens: the policy's probability over the sampling probability."""
+        # The correction of the policy gradient bounds them. Without one they are unbounded.
         config = None if self.policy_gradient is None else self.policy_gradient.config
         if config is None or (correction := CORRECTIONS[config.importance_sampling_correction]).effect is None:
             return importance_ratio(policy, sampled)
@@ -134,7 +132,7 @@ def shares_of_means(counts: Bool[Tensor, "batch sequence"], first_rows: list[int
     """Return the columns `teacher_share` and `teacher_part` of a step.
 
     Args:
-        counts: Tokens of the component; a sequence's first one never counts, as nothing predicts it.
+        counts: Tokens with a teacher. The first token of a sequence never counts, as nothing predicts it.
         first_rows: First sequence of each global batch.
     """
     counts = counts.clone()

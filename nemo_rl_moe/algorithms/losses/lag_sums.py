@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Sums of a policy-gradient loss over the tokens of each class of lag, of which metrics by lag are made."""
+"""Sums of a policy-gradient loss over the tokens of each class of lag, for metrics by lag."""
 
 from enum import StrEnum
 
@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from nemo_rl_moe.algorithms.losses.divergence import kl_estimate
-from nemo_rl_moe.algorithms.losses.policy_metrics import Metrics
+from nemo_rl_moe.algorithms.losses.policy_metrics import Metrics, class_sums
 from nemo_rl_moe.algorithms.losses.ratios import importance_ratio
 from nemo_rl_moe.metrics import Reduction
 from nemo_rl_moe.models.interfaces import LossInputs
@@ -29,12 +29,7 @@ class LagSum(StrEnum):
     """Importance ratio of training to generation, before any correction."""
     SQUARED_WEIGHT = "squared_weight"
     CLIPPED = "clipped"
-    """1 where the objective replaces the probability ratio by a bound."""
-
-
-def sum_key(lag_class: str, quantity: LagSum) -> str:
-    """Return the name of a sum among the metrics of a loss."""
-    return f"by_lag/{lag_class}/sum_{quantity}"
+    """1 if the objective replaces the probability ratio by a bound."""
 
 
 def lag_sums(
@@ -45,18 +40,17 @@ def lag_sums(
     *,
     is_bounded: bool,
 ) -> Metrics:
-    """Compute the sums of each class, the largest lag, and the largest that no bound holds back; none without lags.
+    """Compute the sums of each class, the largest lag, and the largest unbounded lag, if the batch has lags.
 
     Args:
-        prev: Log-probabilities of the policy before the step; finite where masked.
-        generation: By the engine that sampled the tokens; finite where masked.
+        prev: Log-probabilities of the policy before the step, finite where masked.
+        generation: Log-probabilities by the engine that sampled the tokens, finite where masked.
         is_clipped: The objective replaces the ratio by a bound.
         is_bounded: The loss bounds the weight of tokens that older weights sampled.
     """
     if TOKEN_LAG not in inputs.columns:
         return {}
     lags = inputs.per_target(TOKEN_LAG).where(inputs.token_mask, NO_LAG)
-    of_class = lag_classes(lags)
     ratio = importance_ratio(prev, generation)
     of_tokens = {
         LagSum.TOKENS: torch.ones_like(ratio),
@@ -67,11 +61,7 @@ def lag_sums(
         LagSum.SQUARED_WEIGHT: ratio.square(),
         LagSum.CLIPPED: is_clipped,
     }
-    values = torch.stack([each.detach().double() for each in of_tokens.values()])
     metrics: Metrics = {"by_lag/max_lag": (lags.amax(), Reduction.MAX)}
     if not is_bounded:
         metrics["by_lag/max_unbounded_lag"] = metrics["by_lag/max_lag"]
-    for number, name in enumerate(LAG_CLASSES):
-        sums = values.where(of_class == number, 0).sum((1, 2))
-        metrics |= {sum_key(name, each): (total, Reduction.PART) for each, total in zip(of_tokens, sums, strict=True)}
-    return metrics
+    return metrics | class_sums("by_lag", LAG_CLASSES, lag_classes(lags), of_tokens)

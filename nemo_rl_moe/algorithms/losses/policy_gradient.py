@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The policy-gradient loss: the frame around an objective, with importance weights, KL penalty and entropy bonus."""
+"""Policy-gradient loss: importance weights, KL penalty and entropy bonus around an objective."""
 
 from dataclasses import dataclass
 
@@ -20,17 +20,13 @@ from nemo_rl_moe.rl.aggregation import global_mean
 from nemo_rl_moe.rl.corrections import CORRECTIONS, bounds_old_tokens
 from nemo_rl_moe.rl.objectives import ObjectiveInputs, both_bounds, no_bounds
 
-REFERENCE = "reference_logprobs"
-
 
 @dataclass(frozen=True)
 class PolicyGradientLoss:
-    """The clipped surrogate of PPO and its variants, with a penalty on the divergence from a reference model.
+    """Clipped surrogate of PPO and its variants, with a penalty on the divergence from a reference model.
 
-    Every term is a mean over the global batch: over its valid tokens, or (`token_level_loss: false`) over its sequences
-    of each one's mean over its valid tokens. With a `length_normalizer` each one's sum over its tokens is divided by
-    that number instead, so that a token of a long response counts as much as one of a short one (Dr. GRPO,
-    arXiv:2503.20783). A global batch without any valid token has loss 0.
+    Every term is a mean over the global batch as `global_mean` computes it. A global batch without valid tokens has
+    loss 0.
 
         loss = (
             mean(weight * surrogate)
@@ -38,28 +34,28 @@ class PolicyGradientLoss:
             - entropy_bonus * mean(entropy)
         )
 
-    The weight is the importance-sampling correction. It is on the divergence too, because that is an expectation over
-    the training policy's tokens as well, while generation sampled them; and a token that the correction leaves out is
-    left out of both. The divisors stay as they are: the tokens left out count in them. The entropy is that of the
-    policy's whole distribution at each valid token, so that it needs no weight.
+    The weight is the importance-sampling correction. It applies to the divergence too, which is also an expectation
+    over the training policy's tokens, while generation sampled them. Tokens that the correction drops are dropped from
+    both terms, but still count in the divisors. The entropy is that of the policy's full distribution at each valid
+    token, and needs no weight.
 
-    Columns of the batch, which may hold anything where masked, NaN and infinities too:
+    Columns of the batch, which may hold anything where masked, even NaN and infinities:
 
-    - `advantages`, of each sequence or of each token; the others have rows and columns as `logprobs`
-    - `generation_logprobs`: of the policy as the engine that sampled the tokens computed them
-    - `prev_logprobs`: of the policy before the step as training computes them; not read with `prev_is_current`
-    - `reference_logprobs`: of the reference model; only with a penalty above 0 that is not in the reward
+    - `advantages`, per sequence or per token. The others have rows and columns like `logprobs`.
+    - `generation_logprobs`: of the policy, computed by the engine that sampled the tokens
+    - `prev_logprobs`: of the policy before the step, computed by training. Not read with `prev_is_current`.
+    - `reference_logprobs`: of the reference model, only with a penalty above 0 that is not in the reward
 
-    Metrics: those of `policy_metrics.py` and of `position_sums`; `kl_penalty`, the mean that the loss adds, before
-    `reference_policy_kl_penalty`, where it adds one; `entropy`, the mean that the bonus is of, where there is one, in
-    nats; `num_valid_tokens`; and, of a batch with the column `token_lag`, those of `lag_sums`.
+    Metrics are in `policy_metrics.py`, `position_sums` and, for a batch with the column `token_lag`, `lag_sums`.
+    Further ones are `num_valid_tokens`, `kl_penalty` (the mean KL in the loss, before its coefficient), and with a
+    bonus `entropy` (its mean, in nats).
 
     Attributes:
         config: The section `loss_fn`.
-        prev_is_current: The training pass itself is that of the policy before the step, as the step is one update:
-            the ratio to it is 1, and its gradient that of the log-probability.
-        ratio_to_generation: Older weights sampled the tokens, and the ratio is to their log-probabilities as the engine
-            computed them, instead of `prev_logprobs`.
+        prev_is_current: The training pass is also that of the policy before the step, as the step is one update. The
+            ratio to it is 1, and its gradient that of the log-probability.
+        ratio_to_generation: Older weights sampled the tokens, and the ratio is to the engine's log-probabilities
+            instead of `prev_logprobs`.
     """
 
     config: PolicyGradientLossConfig
@@ -68,16 +64,13 @@ class PolicyGradientLoss:
 
     @property
     def needs(self) -> frozenset[Head]:
-        """The exact entropy, where there is a bonus on it."""
         return frozenset({Head.ENTROPY} if self.config.entropy_bonus > 0 else ())
 
     @property
     def reduction(self) -> Reduction:
-        """The kind of mean that every term is."""
         return Reduction.SHARE if self.config.token_level_loss else Reduction.SEQUENCE_SHARE
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
-        """Compute one microbatch's share of the loss."""
         config, mask = self.config, inputs.token_mask
         logprobs = _valid(inputs.logprobs, mask)
         current = logprobs.detach()
@@ -108,12 +101,13 @@ class PolicyGradientLoss:
         loss = _mean(weights * objective.function(tokens), tokens)
         metrics: Metrics = {"num_valid_tokens": (mask.sum(), Reduction.SUM)}
         if config.reference_policy_kl_penalty > 0 and not config.use_kl_in_reward:
-            penalty = _mean(weights * reference_divergence(logprobs, prev, _reference(tokens), config), tokens)
+            reference = _column(inputs, "reference_logprobs")
+            penalty = _mean(weights * reference_divergence(logprobs, prev, reference, config), tokens)
             loss = loss + config.reference_policy_kl_penalty * penalty
             metrics["kl_penalty"] = (penalty.detach(), self.reduction)
 
         if config.entropy_bonus > 0:
-            assert inputs.entropy is not None  # a head that the loss needs
+            assert inputs.entropy is not None  # see `needs`
             entropy = _mean(_valid(inputs.entropy, mask), tokens)
             loss = loss - config.entropy_bonus * entropy
             metrics["entropy"] = (entropy.detach(), self.reduction)
@@ -133,18 +127,12 @@ class PolicyGradientLoss:
 def _valid(
     values: Float[Tensor, "sequences targets"], mask: Bool[Tensor, "sequences targets"]
 ) -> Float[Tensor, "sequences targets"]:
-    """Put 0 where masked, in the gradient too; before arithmetic, as NaN and infinity times 0 are NaN."""
+    """Replace masked values by 0, also in the gradient, before arithmetic: NaN and infinity times 0 are NaN."""
     return values.where(mask, 0.0)
 
 
 def _column(inputs: LossInputs, name: str) -> Float[Tensor, "sequences targets"]:
     return _valid(inputs.per_target(name).detach().to(inputs.logprobs.dtype), inputs.token_mask)
-
-
-def _reference(tokens: ObjectiveInputs) -> Float[Tensor, "sequences targets"]:
-    if tokens.reference_logprobs is None:
-        raise KeyError(REFERENCE)
-    return tokens.reference_logprobs
 
 
 def _mean(values: Float[Tensor, "sequences targets"], tokens: ObjectiveInputs) -> Float[Tensor, ""]:

@@ -1,10 +1,12 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of a policy-gradient loss: the policy's move, the mismatch of generation and training, the correction."""
+"""Metrics of a policy-gradient loss: change of the policy, mismatch of generation and training, the correction."""
 
+from collections.abc import Mapping, Sequence
 from math import inf
 
-from jaxtyping import Float
+import torch
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from nemo_rl_moe.algorithms.losses.divergence import bounded_exp, js_divergence_estimate, kl_estimate
@@ -21,18 +23,18 @@ Metrics = dict[str, tuple[Tensor, Reduction]]
 def ratio_metrics(
     ratio: Float[Tensor, "sequences targets"], bounds: RatioBounds, both: RatioBounds, inputs: LossInputs
 ) -> Metrics:
-    """Compute metrics of the probability ratio: the policy's move since the step began.
+    """Compute metrics of the probability ratio, which is the policy's change since the beginning of the step.
 
     - `probs_ratio`: its mean, and `probs_ratio_{min,max}`
-    - `probs_ratio_clamped`: the mean of the ratio held between both bounds, whatever the advantage
+    - `probs_ratio_clamped`: mean of the ratio clamped to both bounds, for any advantage
     - `clip_fraction_low`, `clip_fraction_high`: share of the tokens whose ratio the objective replaces by its lower or
-      its upper bound; for the clipped surrogate these depend on the advantage's sign, and the upper one may be that of
-      dual clip
+      upper bound. For the clipped surrogate these depend on the advantage's sign, and the upper one may be that of dual
+      clip.
 
     Args:
-        ratio: The ratio that the objective is made of, detached.
-        bounds: What the objective holds it between.
-        both: The bounds without regard to advantages.
+        ratio: Ratio in the objective, detached.
+        bounds: Bounds of the ratio in the objective.
+        both: Bounds for any advantage.
     """
     mask = inputs.token_mask
     return {
@@ -53,21 +55,21 @@ def mismatch_metrics(
 ) -> Metrics:
     """Compute metrics of the mismatch of generation and training, and the policy's entropy.
 
-    With a correction or without:
+    They do not depend on the correction:
 
-    - `token_mult_prob_error`: mean of `exp(|log training - log generation|)`; 1 is perfect
-    - `gen_kl_error`: k3 estimate of `KL(generation || training)` in nats; 0 is perfect
+    - `token_mult_prob_error`: mean of `exp(|log training - log generation|)`, ideally 1
+    - `gen_kl_error`: k3 estimate of `KL(generation || training)` in nats, ideally 0
     - `policy_kl_error`: the same of `KL(training || generation)`, from the same tokens
     - `js_divergence_error`: mean of `js_divergence_estimate`
-    - `sampling_importance_ratio`: mean of training over generation probability, of each token, before any correction;
+    - `sampling_importance_ratio`: mean of training over generation probability, per token, before any correction, and
       `sampling_importance_ratio_{min,max}`
-    - `sampling_logp_difference`: mean of `|log training - log generation|`; `sampling_logp_difference_max`
-    - `approx_entropy`: entropy of the policy in nats, estimated from the tokens that were sampled and weighted from
-      generation to the policy as it is now: mean of `-(policy / generation) * log policy`
+    - `sampling_logp_difference`: mean of `|log training - log generation|`, and `sampling_logp_difference_max`
+    - `approx_entropy`: entropy of the current policy in nats, estimated from the sampled tokens with importance
+      weights: mean of `-(policy / generation) * log policy`
 
     Args:
-        current: Log-probabilities of the policy that is trained, detached.
-        prev: Of the policy before the step.
+        current: Log-probabilities of the trained policy, detached.
+        prev: Log-probabilities of the policy before the step.
     """
     mask, difference = inputs.token_mask, (prev - generation).abs()
     ratio = importance_ratio(prev, generation)
@@ -91,11 +93,11 @@ def correction_metrics(
     config: PolicyGradientLossConfig,
     inputs: LossInputs,
 ) -> Metrics:
-    """Compute metrics of the importance-sampling correction; none without one.
+    """Compute metrics of the importance-sampling correction, if there is one.
 
     - `importance_weight`: its mean
-    - `importance_weight_truncated_fraction` or, where they are left out, `importance_weight_dropped_fraction`: share of
-      the tokens whose ratio, or whose sequence's, was out of bounds
+    - `importance_weight_truncated_fraction` or, if it drops tokens, `importance_weight_dropped_fraction`: share of the
+      tokens whose ratio, or whose sequence's, was out of bounds
     """
     effect = CORRECTIONS[config.importance_sampling_correction].effect
     if effect is None:
@@ -104,6 +106,27 @@ def correction_metrics(
         "importance_weight": _token_mean(weights, inputs),
         f"importance_weight_{effect}_fraction": _token_mean(out_of_bounds(ratio, config), inputs),
     }
+
+
+def sum_key(prefix: str, name: str, quantity: str) -> str:
+    """Return the key of the sum of a quantity over the tokens of the class `name`."""
+    return f"{prefix}/{name}/sum_{quantity}"
+
+
+def class_sums(
+    prefix: str,
+    names: Sequence[str],
+    of_class: Int[Tensor, "sequences targets"],
+    of_tokens: Mapping[str, Shaped[Tensor, "sequences targets"]],
+) -> Metrics:
+    """Sum each quantity over the tokens of each class, in float64. Tokens of class -1 do not count."""
+    values = torch.stack([each.detach().double() for each in of_tokens.values()])
+    metrics: Metrics = {}
+    for number, name in enumerate(names):
+        sums = values.where(of_class == number, 0).sum((1, 2))
+        for quantity, total in zip(of_tokens, sums, strict=True):
+            metrics[sum_key(prefix, name, quantity)] = total, Reduction.PART
+    return metrics
 
 
 def _token_mean(values: Tensor, inputs: LossInputs) -> tuple[Tensor, Reduction]:

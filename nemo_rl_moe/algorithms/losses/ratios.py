@@ -18,11 +18,11 @@ def probability_ratio(
     *,
     of_sequences: bool,
 ) -> Float[Tensor, "sequences targets"]:
-    """Compute the ratio of each token's probability under the policy to that before this step.
+    """Compute the ratio of each token's probability under the trained policy to that before the step.
 
     Args:
-        logprobs: Of the policy that is trained; finite where masked.
-        prev_logprobs: Of the policy before the step; finite where masked.
+        logprobs: Of the trained policy, finite where masked.
+        prev_logprobs: Of the policy before the step, finite where masked.
         of_sequences: Give all tokens of a sequence `y` the ratio `(pi(y) / pi_prev(y)) ** (1 / |y|)`, the exponential
             of its mean log-ratio (GSPO, arXiv:2507.18071, eq. 7), whose gradient reaches every token of it.
     """
@@ -35,7 +35,7 @@ def probability_ratio(
 def importance_ratio(
     prev_logprobs: Float[Tensor, "*shape"], generation_logprobs: Float[Tensor, "*shape"]
 ) -> Float[Tensor, "*shape"]:
-    """Compute the ratio of each token's probability in training to that in generation; no gradient."""
+    """Compute the ratio of each token's probability in training to that in generation, without gradient."""
     return bounded_exp((prev_logprobs - generation_logprobs).detach())
 
 
@@ -46,14 +46,15 @@ def sequence_importance_ratio(
     *,
     geometric: bool,
 ) -> Float[Tensor, "sequences targets"]:
-    """Compute the ratio of each sequence's probability in training to generation, at all its tokens.
-
-    It has no gradient.
+    """Compute the ratio of each sequence's probability in training to that in generation, without gradient.
 
     Args:
-        prev_logprobs: In training before the step; finite where masked.
-        generation_logprobs: In generation; finite where masked.
-        geometric: Give its `1 / |y|`-th power, the geometric mean of its tokens' ratios.
+        prev_logprobs: In training before the step, finite where masked.
+        generation_logprobs: In generation, finite where masked.
+        geometric: Return its `1 / |y|`-th power, the geometric mean of its tokens' ratios.
+
+    Returns:
+        The sequence's ratio at each of its tokens.
     """
     log_ratio = (prev_logprobs - generation_logprobs).detach().where(mask, 0.0)
     of_sequence = sequence_mean(log_ratio, mask) if geometric else log_ratio.sum(dim=1, keepdim=True)
@@ -66,7 +67,7 @@ def importance_ratios(
     mask: Bool[Tensor, "sequences targets"],
     config: PolicyGradientLossConfig,
 ) -> tuple[Float[Tensor, "sequences targets"], Float[Tensor, "sequences targets"]]:
-    """Compute the ratios of the configured correction: one that weighs a token, one that has bounds."""
+    """Compute two ratios for the configured correction: the weight of a token, and the ratio to compare with bounds."""
     if config.importance_sampling_level == "sequence":
         ratio = sequence_importance_ratio(prev, generation, mask, geometric=False)
         return ratio, ratio

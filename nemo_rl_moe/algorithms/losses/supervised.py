@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Losses of given responses: negative log-likelihood (SFT) and preferences (DPO and its kin)."""
+"""Losses of given responses: negative log-likelihood (SFT) and preferences (DPO and related losses)."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -17,17 +17,17 @@ from nemo_rl_moe.models.interfaces import LossInputs, LossOutputs
 
 
 def sft_loss(inputs: LossInputs) -> LossOutputs:
-    """Return the mean negative log-likelihood of the trained tokens of the whole global batch.
+    """Return the mean negative log-likelihood of the trained tokens of the global batch.
 
-    The divisor is the global batch's number of trained tokens, over all microbatches and ranks: a mean of means would
-    weigh short sequences up and change with the micro-batch size.
+    The divisor is the global batch's number of trained tokens over all microbatches and ranks. A mean of means would
+    give tokens of short sequences more weight, and change with the micro-batch size.
 
     Returns:
-        This microbatch's share of the mean, in nats. Metrics: `accuracy`, the share of the trained tokens that the
-        model ranks first given what precedes them (evaluation only), and `num_valid_tokens`.
+        This microbatch's share of the mean, in nats. Metrics: `num_valid_tokens`, and in evaluation `accuracy`, the
+        share of the trained tokens that the model ranks first given the previous ones.
     """
     mask = inputs.token_mask
-    # Where a padded position holds an infinite value, a product with 0 would make it NaN.
+    # A padded position may hold an infinite value, whose product with 0 would be NaN.
     num_valid = max(inputs.global_valid_tokens, 1)
     loss = -inputs.logprobs.where(mask, 0.0).sum() / num_valid
     metrics = {"num_valid_tokens": (mask.sum(), Reduction.SUM)}
@@ -38,28 +38,28 @@ def sft_loss(inputs: LossInputs) -> LossOutputs:
 
 @dataclass(frozen=True)
 class PreferenceLoss:
-    """Loss that prefers chosen to rejected responses, relative to a reference model; fine-tuning may be mixed in.
+    """Loss that prefers chosen to rejected responses, relative to a reference model, optionally with fine-tuning.
 
-    The inputs hold pairs of neighbours, the chosen before the rejected sequence. `y` is a response and `x` its prompt;
-    `log p(y|x)` is the sum over the response's tokens, or, with `preference_average_log_probs` and
+    The inputs are pairs of adjacent sequences, the chosen before the rejected one. `y` is a response and `x` its
+    prompt. `log p(y|x)` is the sum over the response's tokens, or, with `preference_average_log_probs` and
     `sft_average_log_probs`, their mean. With `beta = reference_policy_kl_penalty`:
 
         h(y) = log p(y|x) - log p_reference(y|x)
         reward(y) = beta * h(y)                                        (DPO, arXiv:2305.18290, eq. 5, without log Z(x))
         loss = preference_loss_weight * preference_loss + sft_loss_weight * sft_loss
 
-    Both losses are means over the pairs of the global batch; see `preference_losses` for the first, `sft_loss` is
-    `-log p(chosen|x)`. Everything that is one number a sequence is computed in float64: sums over long responses are
-    large against their differences.
+    Both losses are means over the pairs of the global batch. `preference_losses` defines the first, and `sft_loss` is
+    `-log p(chosen|x)`. Values per sequence are computed in float64: sums over long responses are large compared with
+    their differences.
 
     Columns of the batch:
 
     - `reference_sums`, `[sequences]`: the sum of the response's log-probabilities under the reference model, in nats
 
-    Metrics, means over the pairs of the global batch unless said otherwise:
+    Metrics, which are means over the pairs of the global batch unless noted otherwise:
 
     - `preference_loss`, `sft_loss`: before their weights
-    - `accuracy`: share of the pairs whose chosen response has the higher reward; equal rewards count as wrong
+    - `accuracy`: share of the pairs whose chosen response has the higher reward. Equal rewards count as wrong.
     - `rewards_chosen_mean`, `rewards_rejected_mean`: the rewards
     - `reward_margin`: reward of the chosen minus that of the rejected response
     - `logprobs_chosen_mean`, `logprobs_rejected_mean`: sums of the responses' log-probabilities, in nats
@@ -70,12 +70,11 @@ class PreferenceLoss:
     reduction: ClassVar[Reduction] = Reduction.SEQUENCE_SHARE
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
-        """Return one microbatch's share of the loss."""
         config, mask = self.config, inputs.token_mask
         sums = response_sums(inputs.logprobs, mask)
         reference = inputs.columns[REFERENCE_SUMS].values.to(sums)
         lengths = mask.sum(dim=1).clamp(min=1)
-        # Pairs that only fill a batch up have no response; 0 times a number would not do where that is NaN.
+        # Pairs that only fill up a batch have no response. Multiplication by 0 would not remove a NaN.
         valid = mask[0::2].any(dim=1) & mask[1::2].any(dim=1)
         num_pairs = max(inputs.global_sequences // 2, 1)
 
@@ -113,7 +112,7 @@ def response_sums(
     """Return the log-probability of each response: the sum of its tokens' log-probabilities, in nats, in float64.
 
     Args:
-        logprobs: Of each token; where masked, anything.
+        logprobs: Log-probability of each token. Masked ones may be anything.
         mask: True on the tokens of the response.
     """
     return logprobs.where(mask, 0.0).sum(dim=1, dtype=torch.float64)
@@ -124,21 +123,21 @@ def preference_losses(
 ) -> Float[Tensor, " pairs"]:
     """Return the loss of each pair, with `margin = chosen - rejected` and `e = label_smoothing`.
 
-    `e` is the share of the pairs whose labels are taken to be the wrong way round.
+    `e` is the assumed share of pairs with swapped labels.
 
     - `sigmoid`: `-(1 - e) log sigmoid(margin) - e log sigmoid(-margin)`. With `e = 0` it is DPO (arXiv:2305.18290, eq.
       7), otherwise conservative DPO (Mitchell 2023, "A note on DPO with noisy preferences & relationship to IPO").
-    - `robust`: `(-(1 - e) log sigmoid(margin) + e log sigmoid(-margin)) / (1 - 2 e)`, which is DPO's loss on the right
-      labels in expectation over wrong ones (arXiv:2403.00409).
-    - `hinge`: `max(0, 1 - margin)` (SLiC, arXiv:2305.10425, with the margin of DPO): no pull beyond a margin of 1.
+    - `robust`: `(-(1 - e) log sigmoid(margin) + e log sigmoid(-margin)) / (1 - 2 e)`. Its expectation over swapped
+      labels is DPO's loss on the right ones (arXiv:2403.00409).
+    - `hinge`: `max(0, 1 - margin)` (SLiC, arXiv:2305.10425, with the margin of DPO): no gradient beyond a margin of 1.
     - `ipo`: `(margin / beta - 1 / (2 beta))^2` (IPO, arXiv:2310.12036, eq. 17, whose tau is beta).
-    - `apo_zero`: `1 - sigmoid(chosen) + sigmoid(rejected)` (APO, arXiv:2408.06266, eq. 7): the chosen responses, better
-      than the reference's own, become likelier and the rejected ones less likely.
-    - `apo_down`: `sigmoid(chosen) + 1 - sigmoid(margin)` (eq. 8 there): both, worse than the reference's own, become
-      less likely, the rejected ones more so.
+    - `apo_zero`: `1 - sigmoid(chosen) + sigmoid(rejected)` (APO, arXiv:2408.06266, eq. 7), for chosen responses better
+      than the reference's: they become likelier, and rejected ones less likely.
+    - `apo_down`: `sigmoid(chosen) + 1 - sigmoid(margin)` (eq. 8 there), for responses worse than the reference's: both
+      become less likely, the rejected ones more so.
 
     Args:
-        chosen: Rewards of the chosen responses, `beta` included.
+        chosen: Rewards of the chosen responses, including `beta`.
     """
     margins, kind = chosen - rejected, config.preference_loss_type
     if kind == "ipo":

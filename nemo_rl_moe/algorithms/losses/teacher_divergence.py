@@ -2,14 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Divergences of the policy from a teacher, exact on candidate tokens, or estimated from the sampled one.
 
-Of `k` candidates at a position both models give the log-probability; all other tokens together, the tail, are one more
-outcome, whose mass is what the candidates leave. So both distributions have `k + 1` outcomes that add up to 1, and
-their divergence is a lower bound of that over the whole vocabulary, exact where the candidates are all of it.
-Renormalised on the candidates instead, distributions of one candidate would always agree, and mass that a model gives
-to other tokens would count nowhere.
+Both models give the log-probabilities of `k` candidates at a position. All other tokens together, the tail, are one
+more outcome, which has the remaining mass. So both distributions have `k + 1` outcomes that add up to 1, and their
+divergence is a lower bound of the divergence over the full vocabulary, exact if all tokens are candidates. Renormalised
+on the candidates instead, distributions with one candidate would always agree, and mass on other tokens would never
+count.
 
-A divergence at a position is a function of the tokens before it. Its gradient is therefore that of a term of the loss;
-as a part of the advantage of the token sampled there it would be a baseline, whose expected gradient is 0.
+The divergence at a position is a function of the previous tokens, so its gradient is that of a term of the loss. In the
+advantage of the token sampled there it would be a baseline, whose expected gradient is 0.
 """
 
 import math
@@ -24,16 +24,16 @@ from nemo_rl_moe.algorithms.losses.divergence import kl_estimate
 KlType = Literal["forward", "reverse", "mixed", "jensen_shannon"]
 
 LOWEST_TAIL = 1e-6
-"""Smallest mass of a tail: below, `1 - sum` in float32 is rounding, and so is its logarithm's gradient."""
+"""Smallest mass of a tail. Below, `1 - sum` in float32 is rounding, and so is the gradient of its logarithm."""
 LOWEST_TEACHER_LOGPROB = -80.0
-"""A teacher's log-probabilities end here, so that a token that it rules out gives a finite divergence."""
+"""Lower bound of a teacher's log-probabilities, which keeps the divergence finite for tokens that it rules out."""
 
 
 def with_tail(logprobs: Float[Tensor, "*tokens k"]) -> Float[Tensor, "*tokens outcomes"]:
-    """Append the log-probability of all tokens that are no candidates.
+    """Append the log-probability of all tokens that are not candidates.
 
-    Below `LOWEST_TAIL` its value ends, and its gradient only gets smaller: a policy that is sure of its candidates has
-    to learn that the teacher is not.
+    Its value is bounded by `LOWEST_TAIL`. Below, its gradient only shrinks: a policy that is sure of its candidates
+    must still learn that the teacher is not.
     """
     mass = -torch.expm1(logprobs.logsumexp(-1, keepdim=True))
     held = mass + (mass.clamp(min=LOWEST_TAIL) - mass).detach()
@@ -46,7 +46,7 @@ def candidate_divergence(
     kind: KlType,
     mixed_kl_weight: float = 0.5,
 ) -> Float[Tensor, "*tokens"]:
-    """Compute the divergence of each position in nats, from 0 up, on distinct candidates and their tail.
+    """Compute the divergence of each position in nats, never below 0, on distinct candidates and their tail.
 
     - `forward`: `KL(teacher || policy)`
     - `reverse`: `KL(policy || teacher)`
@@ -54,7 +54,7 @@ def candidate_divergence(
     - `jensen_shannon`: mean of the divergences of both from their mean distribution
 
     Args:
-        logprobs: Of the policy; the gradient goes to these alone.
+        logprobs: Of the policy. Only these have a gradient.
         teacher_logprobs: Of the same candidates.
     """
     policy = with_tail(logprobs)
@@ -82,15 +82,15 @@ def sampled_divergence(
     teacher_logprobs: Float[Tensor, "*tokens"],
     weights: Float[Tensor, "*tokens"],
 ) -> tuple[Float[Tensor, "*tokens"], Float[Tensor, "*tokens"]]:
-    """Estimate `KL(policy || teacher)` from one token that was sampled at each position, in nats.
-
-    The first is half the square of the difference of log-probabilities, whose expected gradient is that of the
-    divergence (see `divergence.py`); the second is the difference, without a gradient, whose expectation is the
-    divergence.
+    """Estimate `KL(policy || teacher)` from one sampled token at each position, in nats.
 
     Args:
-        logprobs: Of the policy; the gradient goes to these alone.
-        weights: Of both: the policy's probability over the one that the token was sampled with, within bounds or not.
+        logprobs: Of the policy. Only these have a gradient.
+        weights: Policy's probability over the sampling probability, bounded or not, for both results.
+
+    Returns:
+        Half the square of the difference of log-probabilities, whose expected gradient is the divergence's (see
+        `divergence.py`), and the difference without gradient, whose expectation is the divergence.
     """
     teacher = teacher_logprobs.detach().clamp(min=LOWEST_TEACHER_LOGPROB)
     unbiased = weights * kl_estimate(logprobs.detach(), teacher, "k1")

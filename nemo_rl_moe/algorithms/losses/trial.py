@@ -48,7 +48,7 @@ def _problem_of_trial(loss_function: Callable[[LossInputs], object]) -> str | No
 
 
 class _AnyColumn(Mapping[str, Column]):
-    """Columns of the trial: whatever a loss asks for is there, with the same value at each token."""
+    """Columns of the trial: every column exists, with the same value at each token."""
 
     def __getitem__(self, name: str) -> Column:
         return per_token(torch.full(_SHAPE, _VALUE))

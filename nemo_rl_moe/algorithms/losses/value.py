@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Loss of a critic: squared error of its values from the returns, with a limited move from the values before."""
+"""Loss of a critic: squared error of its values from the returns, with a limited change from the previous values."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -17,32 +17,31 @@ CLIPPED_FRACTION = "clipped_fraction"
 
 @dataclass(frozen=True)
 class ValueLoss:
-    """Fit of values to returns: half the mean clipped squared error over the trained tokens of the whole global batch.
+    """Half the mean clipped squared error of values from returns, over the trained tokens of the global batch.
 
-    Columns of the batch, one number a token, anything where masked:
+    Columns of the batch, one number per token, anything where masked:
 
     - `returns`: return of the state in which the token is chosen
-    - `previous_values`: value of that state before the update; only with a clip range
+    - `previous_values`: value of that state before the update, only with a clip range
 
-    Metrics, means over the trained tokens of the global batch unless said otherwise:
+    Metrics, which are means over the trained tokens of the global batch unless noted otherwise:
 
     - `value_mean`, `return_mean`
     - `squared_error`: unclipped
-    - `clipped_fraction`: share of the tokens at which the clipped error counts; only with a clip range
+    - `clipped_fraction`: share of the tokens where the clipped error counts, only with a clip range
     - `num_valid_tokens`: trained tokens of the global batch
 
     Attributes:
-        clip_range: Largest difference from the previous value that still counts; None: any.
+        clip_range: Largest difference from the previous value that counts, if it is limited.
     """
 
     clip_range: float | None = None
     needs: ClassVar[tuple[Head, ...]] = (Head.VALUE,)
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
-        """Compute a microbatch's share of the loss."""
-        assert inputs.values is not None  # declared
+        assert inputs.values is not None  # see `needs`
         mask, values = inputs.token_mask, inputs.values
-        # Before arithmetic: where masked, columns hold anything, and NaN times 0 is NaN in the gradient too.
+        # Before arithmetic: masked entries may hold anything, and NaN times 0 is NaN in the gradient too.
         values = values.where(mask, 0.0)
         returns = inputs.per_target("returns").to(values).where(mask, 0.0)
         previous = values.detach()
@@ -70,14 +69,14 @@ def clipped_squared_errors(
 ) -> Float[Tensor, "sequences targets"]:
     """Compute `max((v - R)^2, (clip(v, v' - c, v' + c) - R)^2)` of each token.
 
-    A value that has moved further than `c` from the value before, `v'`, gets no gradient towards the return; one that
-    has moved away from it does. As in the implementation of PPO (arXiv:1707.06347) by its authors.
+    A value that has moved further than `c` from the previous value `v'` gets no gradient if it moved towards the
+    return, but does if it moved away. As in the implementation of PPO (arXiv:1707.06347) by its authors.
 
     Args:
         values: `v`.
         returns: `R`.
         previous: `v'`.
-        clip_range: `c`; None: plain squared errors.
+        clip_range: `c`. None gives plain squared errors.
     """
     errors = (values - returns).square()
     if clip_range is None:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The registry of advantage estimators. A new one is a module here and a line in the registry."""
+"""Registry of advantage estimators. To add one, write a module here and add it to the registry."""
 
 from nemo_rl_moe.rl.estimators.gae import GAE
 from nemo_rl_moe.rl.estimators.gdpo import GDPO
@@ -14,4 +14,4 @@ ESTIMATORS: dict[str, Estimator] = {
     estimator.name: estimator
     for estimator in (GRPO, TURN_GRPO, GDPO, REINFORCE_PLUS_PLUS, REINFORCE_PLUS_PLUS_BASELINE, REINFORCE, GAE)
 }
-"""By the name in `grpo.adv_estimator.name`."""
+"""Estimators by their name in `grpo.adv_estimator.name`."""

@@ -13,21 +13,21 @@ if TYPE_CHECKING:
     from nemo_rl_moe.config.schema_grpo import AdvantageConfig
 
 STANDARD_DEVIATION_FLOOR = 1e-6
-"""Added to a standard deviation before anything is divided by it."""
+"""Added to a standard deviation before dividing by it."""
 EQUAL_REWARDS_TOLERANCE = 1e-6
-"""Rewards that lie no further apart than this, times the largest of them where that is above 1, are equal."""
+"""Rewards are equal if they differ by no more than this, times the largest of them if that is above 1."""
 
 
 def informative_groups(rewards: Float[Tensor, "groups generations"]) -> Bool[Tensor, " groups"]:
-    """Return which groups have rewards that differ; the others, zero-variance groups, have no advantages.
+    """Return which groups have rewards that differ. The others, zero-variance groups, have no advantages.
 
-    Sums of the same parts in another order differ in the last digits, so rewards count as equal when the largest and
-    the smallest of the group lie at most `EQUAL_REWARDS_TOLERANCE * max(1, largest magnitude)` apart.
+    Sums of the same parts in another order differ in the last digits, so rewards count as equal if the largest and the
+    smallest of the group differ by at most `EQUAL_REWARDS_TOLERANCE * max(1, largest magnitude)`.
     """
     exact = rewards.double()
     spread = exact.amax(dim=1) - exact.amin(dim=1)
     magnitude = exact.abs().amax(dim=1).clamp(min=1.0)
-    # Asked this way round, a group with a NaN is not taken for one of zero variance.
+    # In this form, a group with a NaN does not count as zero variance.
     return ~(spread <= EQUAL_REWARDS_TOLERANCE * magnitude)
 
 
@@ -41,18 +41,17 @@ def compare_within_groups(
     """Compute the difference of each response from the baseline of its group.
 
     The baseline is the mean reward of the group (GRPO, arXiv:2402.03300) or, leaving one out, the mean of the group's
-    other responses (RLOO, arXiv:2402.14740), which does not depend on the response that it is compared with. Leaving
-    one out gives the other times `n / (n - 1)`, with `n` generations a group. A group whose rewards are all equal gets
-    exactly 0, never rounding errors blown up.
+    other responses (RLOO, arXiv:2402.14740), which is independent of the response. Leaving one out multiplies the
+    difference by `n / (n - 1)`, with `n` generations per group. A group whose rewards are all equal gets exactly 0
+    instead of amplified rounding errors.
 
     Args:
-        rewards: One for each response. Those of responses that take no part are not read.
-        takes_part: Responses that are compared.
-        config: Says whether to leave one out.
+        rewards: Reward of each response. Not read for responses that do not take part.
+        takes_part: Responses to compare.
         divides: Divide by the sample standard deviation of the group (ddof 1) plus `STANDARD_DEVIATION_FLOOR`.
 
     Returns:
-        The differences in float64; 0 for responses that take no part or have nothing to be compared with.
+        The differences in float64. Responses that do not take part, or have none to compare with, get 0.
 
     Raises:
         ValueError: A group has a single generation.
@@ -86,7 +85,7 @@ def divide_by_spread_of_step(
 ) -> Float[Tensor, "groups generations"]:
     """Divide by the sample standard deviation of the values of a step, plus `STANDARD_DEVIATION_FLOOR`.
 
-    The values of responses with no other one in their group do not count.
+    Values of responses without another one in their group do not count.
     """
     compared = takes_part & (takes_part.sum(dim=1) > 1)[:, None]
     return advantages / (values[compared].std() + STANDARD_DEVIATION_FLOOR) if bool(compared.any()) else advantages

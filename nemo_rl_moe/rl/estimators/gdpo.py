@@ -18,11 +18,10 @@ if TYPE_CHECKING:
 
 
 def gdpo_advantages(inputs: EstimatorInputs) -> Float[Tensor, "groups generations"]:
-    """Compute the weighted sum of each reward's own advantages, divided by its sample standard deviation
-    over the step.
+    """Compute the weighted sum of each reward's advantages, divided by its sample standard deviation over the step.
 
-    Its mean needs no subtracting: it is 0 in every group. Responses whose different rewards add up to the same have the
-    same advantage by the estimator `grpo`, and different ones here. All are 0 where no reward differs in any group.
+    Its mean need not be subtracted, as it is 0 in every group. Responses with different rewards of the same sum have
+    equal advantages with the estimator `grpo`, but not here. All are 0 if no reward differs in any group.
     """
     import torch
 
@@ -49,7 +48,7 @@ def _weighted(inputs: EstimatorInputs) -> dict[str, Float[Tensor, "groups genera
 
 
 def rewards_are_named(config: GRPOMasterConfig) -> Iterator[str]:
-    """Check that there are named rewards, and nothing that changes their sum alone."""
+    """Check that there are named rewards, and nothing that changes only their sum."""
     reason = "with grpo.adv_estimator.name gdpo, which compares each named reward apart"
     if all(env.reward_weights is None for env in config.env.environments.values()):
         yield f"env.reward_weights: got null, expected a weight for each reward {reason}"
@@ -62,7 +61,7 @@ def rewards_are_named(config: GRPOMasterConfig) -> Iterator[str]:
 
 
 def rewards_are_shared(config: GRPOMasterConfig) -> Iterator[str]:
-    """Check that all environments of a mixture have the same named rewards: each is normalised over the step."""
+    """Check that all environments of a mixture have the same named rewards, as each is normalised over the step."""
     mixture = config.env.mixture
     if mixture and config.env.shared_reward_weights is None:
         yield (

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The record of an advantage estimator, and what its function sees of a step."""
+"""Record of an advantage estimator, and the inputs of its function."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ class EstimatorInputs:
     """Responses of one step with their rewards. A group has the responses to one prompt.
 
     Attributes:
-        rewards: Rewards after shaping and any divergence taken from them. Failed responses hold what `env.on_failure`
-            says.
+        rewards: Rewards after shaping and subtraction of a divergence. Failed responses have the value of
+            `env.on_failure`.
         takes_part: True for responses that are compared and trained on. The advantages of the others are not read.
         config: The section `grpo.adv_estimator`.
-        named_rewards: The rewards that `env.reward_weights` names, before they are added; empty without it.
-        reward_weights: Weight of each of them.
-        group_ids: Identifier of each group: its prompt.
+        named_rewards: Rewards in `env.reward_weights` before they are added, if it is set.
+        reward_weights: Weight of each named reward.
+        group_ids: Identifier of each group's prompt.
         num_tokens: Sampled tokens of each response.
-        token_mask: True at the sampled tokens of each response, in the positions of its whole sequence.
-        token_turns: Number in time of the turn of each sampled token, from 0, in the same positions; -1 elsewhere.
-        turn_rewards: Rewards of turns, as the environment gave them; `rewards` include them. 0 behind the last turn.
+        token_mask: True at the sampled tokens of each response, at the positions of its full sequence.
+        token_turns: Index in time of the turn of each sampled token, from 0, at the same positions, and -1 elsewhere.
+        turn_rewards: Rewards of turns from the environment, which `rewards` include. 0 after the last turn.
     """
 
     rewards: Float[Tensor, "groups generations"]
@@ -49,7 +49,7 @@ class EstimatorInputs:
 
 
 def rewards_differ(inputs: EstimatorInputs) -> Bool[Tensor, " groups"]:
-    """Return which groups have responses of different rewards."""
+    """Return which groups have responses with different rewards."""
     return informative_groups(inputs.rewards)
 
 
@@ -60,11 +60,11 @@ class Estimator:
     Attributes:
         name: Name in `grpo.adv_estimator.name`.
         function: Computes an advantage for each response, or for each of its tokens, `[groups, generations, tokens]`.
-        baseline: Responses that one is compared with: those of its group, of the step, or none.
-        reads: Keys of `grpo.adv_estimator` that it reads, of those in `SWITCHES`.
+        baseline: Responses that one is compared with: its group, the step, or none.
+        reads: Keys in `SWITCHES` that it reads.
         reads_named_rewards: Whether it reads the named rewards instead of their sum.
-        is_informative: Decides which groups are worth training on: dynamic sampling replaces the others.
-        rules: Checks of a configuration that names it. Each yields a line for each problem.
+        is_informative: Returns which groups are worth training on. Dynamic sampling replaces the others.
+        rules: Checks of a configuration with this estimator. Each yields a line per problem.
     """
 
     name: str
@@ -77,4 +77,4 @@ class Estimator:
 
 
 SWITCHES: Mapping[str, bool | str] = {"use_leave_one_out_baseline": False, "normalize_over": "group"}
-"""Keys of `grpo.adv_estimator` that only some estimators read, with the value that stands where one does not."""
+"""Keys of `grpo.adv_estimator` that only some estimators read, with their value for the others."""

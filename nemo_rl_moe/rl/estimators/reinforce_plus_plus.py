@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """REINFORCE++ (arXiv:2501.03262), without and with the group's mean as baseline.
 
-The paper takes mean and standard deviation over tokens; here each response counts once.
+The paper computes mean and standard deviation over tokens. Here each response counts once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def over_step(inputs: EstimatorInputs) -> Float[Tensor, "groups generations"]:
     """Compute the differences from the mean reward of the step.
 
-    `normalize_rewards` divides by the sample standard deviation of the step's rewards. All are 0 where these are equal.
+    `normalize_rewards` divides by the sample standard deviation of the step's rewards. If they are equal, all are 0.
     """
     rewards, takes_part = inputs.rewards.reshape(1, -1), inputs.takes_part.reshape(1, -1)
     config = inputs.config
@@ -31,8 +31,8 @@ def over_step(inputs: EstimatorInputs) -> Float[Tensor, "groups generations"]:
 def over_group_and_step(inputs: EstimatorInputs) -> Float[Tensor, "groups generations"]:
     """Compute the differences from the mean reward of the group.
 
-    `normalize_rewards` divides by the sample standard deviation of all differences of the step. Their mean needs no
-    subtracting: it is 0 in every group.
+    `normalize_rewards` divides by the sample standard deviation of all differences of the step. Their mean need not be
+    subtracted, as it is 0 in every group.
     """
     advantages = compare_within_groups(inputs.rewards, inputs.takes_part, inputs.config, divides=False)
     if not inputs.config.normalize_rewards:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rules that hold for every estimator, from what its record says. Its own rules stand beside it."""
+"""Rules for every estimator, from its record. Rules of a single estimator are in its module."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def responses_have_others_to_be_compared_with(config: GRPOMasterConfig) -> Itera
 
 
 def estimator_reads_its_settings(config: GRPOMasterConfig) -> Iterator[str]:
-    """Check that the estimator reads the switches that are on, and its own rules."""
+    """Check that the estimator reads the switches that are on, and apply the estimator's rules."""
     chosen = config.grpo.adv_estimator
     estimator = ESTIMATORS.get(chosen.name)
-    if estimator is None:  # code of the user's own may read all of them
+    if estimator is None:  # a custom function may read all of them
         return
     for key, off in SWITCHES.items():
         value: bool | str = getattr(chosen, key)

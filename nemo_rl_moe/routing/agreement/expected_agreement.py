@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Agreement of captured routes with the routers that is to be expected of any run, from its first step on.
+"""Limits on the disagreement between captured routes and routers, which hold for any run from its first step.
 
-Rounding and a few updates change near ties. So a layer agrees far beyond chance, and the rows that differ are those in
-which the last expert chosen lies close to the first one left out. Both hold in every number format.
+Rounding and a few updates change only near ties. So a layer agrees far beyond chance, and in the rows that differ the
+last chosen expert scores close to the first one not chosen. Both hold in every number format.
 """
 
 from collections.abc import Sequence
@@ -16,17 +16,17 @@ from nemo_rl_moe.routing.agreement.statistics import AgreementTotals, agreement_
 from nemo_rl_moe.shapes import Bool
 
 _CLEAR_SHARE, _LEAST_CLEAR_ROWS = 0.25, 200
-"""Rows of a layer with the widest margins: at least this share of those that are not in the narrowest class."""
+"""Clear rows have the widest margins: at least this share of a layer's rows outside the narrowest class."""
 _LEAST_DIFFERING, _OF_ALL_ROWS = 0.05, 0.75
-"""Share of clear rows that differ, and of the share of all rows that do, from which on margins explain nothing."""
+"""If this share of clear rows differs, and this fraction of the share among all rows, margins explain nothing."""
 _TIES_ALONE = 0.5
-"""The latter of all rows but those with the narrowest margins, below which equal scores explain what differs."""
+"""If the share outside the narrowest class is below this fraction of the share of all rows, ties explain it."""
 
 
 def unexplained_disagreement(totals: AgreementTotals, layers: Sequence[int]) -> list[RoutingAnomaly]:
-    """Return layers whose captured routes agree with the routers by little more than chance; one anomaly for all.
+    """Report the layers whose captured routes agree with the routers by little more than chance, as one anomaly.
 
-    A layer's agreement lies below the middle of chance and 1 by 0.1 and by six standard errors.
+    The agreement of such a layer is below the middle between chance and 1, by 0.1 and by six standard errors.
     """
     kappa = agreement_metrics(totals, tuple(layers), per_layer=False).get("routing/slot_kappa")
     if found := foreign_capture(kappa):
@@ -49,7 +49,7 @@ def unexplained_disagreement(totals: AgreementTotals, layers: Sequence[int]) -> 
 
 
 def _ties_alone(totals: AgreementTotals) -> Bool[np.ndarray, " layers"]:
-    """Return True for layers that differ only where margins are narrowest: near ties explain them."""
+    """Return True for layers whose differing rows have the narrowest margins: near ties explain them."""
     margins = totals.margins.numpy()
     usable, differing = margins.sum(1).T
     of_others, differing_of_others = margins[:, 1:].sum(1).T
@@ -57,10 +57,10 @@ def _ties_alone(totals: AgreementTotals) -> Bool[np.ndarray, " layers"]:
 
 
 def clear_differences(totals: AgreementTotals, layers: Sequence[int]) -> dict[str, float]:
-    """Return metrics of the layer whose clear choices differ most; none where margins explain what differs.
+    """Return metrics of the layer whose clear choices differ most, or nothing if margins explain the differences.
 
-    Clear choices are those of the widest classes of margins. Where they differ in 5% of their rows or more, and in
-    three quarters of the share of all rows, neither rounding nor a few updates is the cause.
+    Clear choices are in the widest classes of margins. If they differ in 5% of their rows or more, and in three
+    quarters of the share among all rows, neither rounding nor a few updates is the cause.
     """
     margins = totals.margins.numpy()
     found: dict[str, float] = {}

@@ -1,13 +1,13 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Expert ids that mean other experts: captured ids of a layer that are a permutation of the ids of its router.
+"""Detection of renumbered experts: captured ids of a layer that are a permutation of its router's ids.
 
-An engine that reports physical ids of an expert-parallel load balancer in place of logical ones permutes a whole layer;
-weights that were converted with two experts exchanged permute two ids. Every row is well-shaped, the loads look alike,
+An engine that reports physical instead of logical ids of an expert-parallel load balancer permutes an entire layer.
+Weights that were converted with two experts exchanged permute two ids. Every row is well-formed, the loads look alike,
 and no other layer, token or sequence agrees better. But one renumbering of the ids makes the layer agree.
 
-Partners are looked for among ids that seldom agree over all rows of the step, and named where two halves of a sample,
-of different sequences, find the same ones.
+The search is among ids that seldom agree over all rows of the step. Partners are reported if two halves of a sample,
+with different sequences, find the same ones.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,14 +19,14 @@ import numpy as np
 from nemo_rl_moe.shapes import Bool, Float, Int
 
 _MOST_KAPPA = 0.75
-"""Agreement of an id beyond chance, over all rows, above which it is not renumbered."""
+"""Highest agreement beyond chance, over all rows, of an id that may be renumbered."""
 _LEAST_AFTER, _LEAST_KAPPA_AFTER = 0.75, 0.5
-"""Agreement of renumbered ids, and the same beyond chance."""
+"""Least agreement of renumbered ids, plain and beyond chance."""
 _LEAST_LEAD, _SIGMAS = 0.1, 6.0
 _CLEAR_LEAD = 0.5
-"""Gain of a few ids of a permutation that needs no number of rows of their own."""
+"""Gain in agreement that suffices for a few ids of a permutation, whatever their number of rows."""
 _LEAST_ROWS, _LEAST_OF_EITHER, _MOST_AGREED = 36, 12, 0.25
-"""Limits for two ids that are taken as exchanged by their counts alone."""
+"""Limits for two ids that are taken as exchanged because of their counts alone."""
 _MOST_NAMED = 4
 
 
@@ -35,8 +35,9 @@ class Renumbering:
     """Permutation of the expert ids of one layer.
 
     Attributes:
-        router_ids: From captured ids to those of the router, where they differ and are known.
-        after: Share of them that it would choose once they are renumbered; None where the sample has too few rows.
+        router_ids: Router's id of each captured id, as far as it differs and is known.
+        before: Share of the captured experts that the router chooses, only of the renumbered ids if `after` is None.
+        after: The same share with renumbered ids. None if the sample has too few rows.
     """
 
     router_ids: Mapping[int, int]
@@ -45,7 +46,7 @@ class Renumbering:
 
     @property
     def text(self) -> str:
-        """Description, to stand behind the name of the layer."""
+        """Description that follows the name of the layer in a message."""
         named = [f"{captured}->{own}" for captured, own in sorted(self.router_ids.items())]
         more = [f"and {len(named) - _MOST_NAMED} more"] if len(named) > _MOST_NAMED else []
         text = f"captured expert ids are a permutation of the router's ({', '.join(named[:_MOST_NAMED] + more)})"
@@ -56,7 +57,7 @@ class Renumbering:
 
 @dataclass(frozen=True)
 class ExpertCounts:
-    """Counts of one layer over all rows of a step, by expert."""
+    """Counts of one layer over all rows of a step, per expert."""
 
     captured: Int[np.ndarray, " experts"]
     live: Int[np.ndarray, " experts"]
@@ -74,7 +75,7 @@ class ExpertCounts:
         return found[0], found[1]
 
     def exchanged(self) -> dict[int, int]:
-        """Return two ids that are never the same where all others are, and as frequent as each other's; or nothing."""
+        """Return two ids that swap, with equal counts, while all others agree. Empty if there are no such ids."""
         most = np.maximum(self.captured, self.live)
         (found,) = np.nonzero((most >= _LEAST_ROWS) & (self.agreed <= _MOST_AGREED * most))
         others = np.delete(np.stack([self.agreed, self.captured]), found, 1).sum(1)
@@ -82,7 +83,7 @@ class ExpertCounts:
             return {}
         captured, live = self.captured[found], self.live[found][::-1]
         fewest = np.minimum(captured, live)
-        # Of one text that is repeated, a near tie gives rows of one id alone.
+        # If one text is repeated, a near tie gives rows of one id alone.
         if (fewest < _LEAST_OF_EITHER).any() or (np.abs(captured - live) > _LEAST_LEAD * fewest).any():
             return {}
         one, other = found.tolist()
@@ -94,7 +95,7 @@ def find_renumbering(
     live: Float[np.ndarray, "sequences tokens experts"],
     counts: ExpertCounts,
 ) -> Renumbering | None:
-    """Return the renumbering of the ids of one layer that explains how they disagree; None without one."""
+    """Return the renumbering of one layer's ids that explains its disagreement, if any."""
     known: Bool[np.ndarray, "sequences tokens"] = np.logical_and(captured.any(-1), live.any(-1))
     if not known.any():
         return None
@@ -120,7 +121,7 @@ def find_renumbering(
 
 @dataclass(frozen=True)
 class _Together:
-    """Numbers of rows of a sample in which a captured id and one of the router stand together."""
+    """Numbers of rows of a sample that contain a captured id and an id of the router."""
 
     ids: tuple[Int[np.ndarray, " some"], Int[np.ndarray, " others"]]
     both: Float[np.ndarray, "some others"]
@@ -145,14 +146,13 @@ class _Together:
 
     @classmethod
     def sum(cls, parts: list["_Together"]) -> "_Together":
-        """Add up the counts of several parts."""
         names = ("both", "captured", "live", "itself", "itself_live", "rows")
         return cls(parts[0].ids, *(np.sum([getattr(part, name) for part in parts], 0) for name in names))
 
     def partners(self) -> dict[int, int]:
-        """Return captured ids that go with another id of the router, each the other's only best.
+        """Return the router's id of captured ids that pair with another id, if each is the other's single best partner.
 
-        What counts is the share of the rows of either that both have: a popular expert stands beside every other one.
+        Pairs are compared by the rows with both over the rows with either: a popular expert co-occurs with every other.
         """
         overlap = _overlap(self.both, self.captured[:, None], self.live)
         itself = _overlap(self.itself, self.captured, self.itself_live)
@@ -162,7 +162,7 @@ class _Together:
         return {int(self.ids[0][row]): int(self.ids[1][column]) for row, column in zip(*np.nonzero(only), strict=True)}
 
     def under(self, router_ids: Mapping[int, int]) -> "_Renumbered":
-        """Return how far some captured ids agree with their partners."""
+        """Return the agreement of some captured ids with their partners."""
         rows = np.searchsorted(self.ids[0], list(router_ids))
         columns = np.searchsorted(self.ids[1], list(router_ids.values()))
         captured = self.captured[rows]
@@ -172,7 +172,7 @@ class _Together:
 
 
 class _Renumbered(NamedTuple):
-    """Share of some captured ids' rows in which the router chooses their partner, by chance, and the rows."""
+    """Share of some captured ids' rows in which the router chooses their partner, the share by chance, and the rows."""
 
     share: float
     chance: float
@@ -184,7 +184,7 @@ class _Renumbered(NamedTuple):
 
 
 def _overlap(both: np.ndarray, some: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Return the rows that both have over rows that either has."""
+    """Return the rows with both over the rows with either."""
     overlap: np.ndarray = both / np.maximum(some + others - both, 1)
     return overlap
 
@@ -195,13 +195,13 @@ def _num_highest(values: Float[np.ndarray, "some others"], axis: int) -> Int[np.
 
 
 def _halves(known: Bool[np.ndarray, "sequences tokens"]) -> tuple[Bool[np.ndarray, "sequences tokens"], ...]:
-    """Split known rows by sequence, so that what one text repeats is in one half; a single sequence by its tokens."""
+    """Split known rows by sequence, so that repeats of a text are in one half. A single sequence is split by token."""
     numbers = np.cumsum(known.any(1))[:, None] if known.any(1).sum() > 1 else np.arange(known.shape[1])
     return known & (numbers % 2 == 0), known & (numbers % 2 == 1)
 
 
 def _explained(router_ids: Mapping[int, int], together: _Together, counts: ExpertCounts) -> dict[int, int]:
-    """Return the part of a renumbering that makes the ids agree; empty where that is no more than chance."""
+    """Return the part of a renumbering that makes the ids agree by more than chance."""
     found: dict[int, int] = {}
     for chain in _chains(router_ids):
         after = together.under(chain)
@@ -216,7 +216,7 @@ def _explained(router_ids: Mapping[int, int], together: _Together, counts: Exper
 
 
 def _closed(router_ids: Mapping[int, int], counts: ExpertCounts) -> dict[int, int]:
-    """Return the renumbering with the id that closes its only open chain, where that is as frequent as it has to be."""
+    """Add the id that closes the only open chain, if its counts fit."""
     (*starts,) = router_ids.keys() - set(router_ids.values())
     (*ends,) = set(router_ids.values()) - router_ids.keys()
     if len(starts) != 1:
@@ -227,18 +227,18 @@ def _closed(router_ids: Mapping[int, int], counts: ExpertCounts) -> dict[int, in
 
 
 def _agreed_share(router_ids: Mapping[int, int], counts: ExpertCounts) -> float:
-    """Return the share of the rows of ids and of their partners, of all rows of the step, that agree as they stand."""
+    """Return the agreement of ids and of their partners without renumbering, over all rows of the step."""
     ids = sorted(router_ids.keys() | set(router_ids.values()))
     return float(counts.agreed[ids].sum() / max(counts.captured[ids].sum(), 1))
 
 
 def _lead(rows: float) -> float:
-    """Return the difference of two shares of so many rows that counts, at least six standard errors of a share."""
+    """Return the least difference of shares of `rows` rows that counts: at least six standard errors."""
     return max(_LEAST_LEAD, _SIGMAS * 0.5 / rows**0.5)
 
 
 def _chains(router_ids: Mapping[int, int]) -> Iterator[dict[int, int]]:
-    """Yield the cycles of a permutation of which a part is known, and the pieces of cycles."""
+    """Yield the cycles of a partly known permutation, and the pieces of cycles."""
     left = dict(router_ids)
     targets = set(router_ids.values())
     for start in sorted(router_ids, key=lambda one: (one in targets, one)):  # a piece from its beginning
@@ -254,7 +254,7 @@ def _chains(router_ids: Mapping[int, int]) -> Iterator[dict[int, int]]:
 def _agreement(
     captured: Float[np.ndarray, "rows experts"], live: Float[np.ndarray, "rows experts"], router_ids: Mapping[int, int]
 ) -> tuple[float, float]:
-    """Return the share of the captured experts that the router would choose, as they stand and renumbered."""
+    """Return the share of the captured experts that the router chooses, before and after renumbering."""
     renumbered = captured.copy()
     moved = list(router_ids)
     renumbered[:, sorted({*moved, *router_ids.values()})] = 0

@@ -10,7 +10,7 @@ from nemo_rl_moe.shapes import Bool, Int
 from nemo_rl_moe.token_lag import LAG_CLASSES, lag_classes
 
 LagCounts = Int[Tensor, "classes 2"]
-"""Usable rows of each class of lag, and those whose set of experts the routers would choose."""
+"""Usable rows of each class of lag, and how many of them have the set of experts that the routers would choose."""
 
 
 class LagAgreement:
@@ -30,7 +30,7 @@ class LagAgreement:
         """Add the forward pass of some layers.
 
         Args:
-            lags: Of the token that each row led to; `NO_LAG` where no model sampled it.
+            lags: Lag of the token that follows each row, `NO_LAG` if no model sampled it.
         """
         usable = routes.usable & fed
         same = usable & (num_in_common(routes.planes, live) == len(live))
@@ -40,12 +40,12 @@ class LagAgreement:
 
 
 def live_agreement_key(lag_class: str) -> str:
-    """Return the name of the metric of one of `LAG_CLASSES`."""
+    """Return the metric's key for one of `LAG_CLASSES`."""
     return f"routing/live_agreement_lag_{lag_class}"
 
 
 def lag_agreement_metrics(counts: LagCounts) -> dict[str, float]:
-    """Return the share of each class that has usable rows."""
+    """Return the agreement of each class that has usable rows."""
     return {
         live_agreement_key(name): same / usable
         for name, (usable, same) in zip(LAG_CLASSES, counts.tolist(), strict=True)

@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of each data-parallel rank: routes that one rank never gets, or that are those of another.
+"""Counts per data-parallel rank, to find a rank that gets no routes, or routes of another rank.
 
-Sums over all ranks hide the routes of one rank (AReno#524), so each rank adds its counts in its own of 64 slots; in a
+Sums over all ranks hide the routes of one rank (AReno#524), so each rank adds its counts to one of 64 slots. In a
 larger job several ranks share a slot.
 """
 
@@ -18,7 +18,7 @@ from nemo_rl_moe.shapes import Int
 
 SLOTS = 64
 _LEAST_MISSING, _OTHERS_AT_MOST = 0.05, 0.25
-"""Share of a rank's rows, and of that share what all the others lack at most."""
+"""Least share of a rank's missing rows, and the largest fraction of that share that the other ranks may miss."""
 _LEAST_LEAD, _SIGMAS = 0.2, 6.0
 
 
@@ -30,14 +30,14 @@ class RankShare:
 
 
 def rows_by_rank(rows: Int[Tensor, "layers kinds"], data_parallel_rank: int) -> Int[Tensor, "slots kinds"]:
-    """Return a rank's rows in its slot; over all ranks they add up to the rows of each slot."""
+    """Return a rank's rows in its slot. The sum over all ranks has the rows of each slot."""
     slots = rows.new_zeros(SLOTS, rows.shape[1])
     slots[data_parallel_rank % SLOTS] = rows.sum(0)
     return slots
 
 
 def missing_in_one_rank(by_slot: Int[Tensor, "slots kinds"]) -> RankShare | None:
-    """Return the rank that alone lacks rows: 5% of its own or more, and four times what the others lack."""
+    """Return the only rank with missing rows: 5% of its rows or more, and four times the share of the others."""
     rows = by_slot.numpy()
     found = _furthest(rows[:, Row.MISSING], rows[:, Row.EXPECTED])
     if found is None or found.share < _LEAST_MISSING or found.of_others > _OTHERS_AT_MOST * found.share:
@@ -48,9 +48,9 @@ def missing_in_one_rank(by_slot: Int[Tensor, "slots kinds"]) -> RankShare | None
 def rank_anomalies(
     by_slot: Int[Tensor, "slots kinds"], num_layers: int, name_of: Callable[[int], str]
 ) -> list[RoutingAnomaly]:
-    """Report the rank whose capture disagrees with its routers while those of the others agree.
+    """Report the rank whose capture disagrees with its routers while the other ranks' captures agree.
 
-    Its agreement is lower by 0.2 and by six standard errors, a token counting once for all layers.
+    Its agreement is lower by 0.2 and by six standard errors. A token counts once for all layers.
     """
     rows = by_slot.numpy()
     usable = rows[:, Row.USABLE]
@@ -68,14 +68,14 @@ def rank_anomalies(
 
 
 def rank_name(slot: int, num_ranks: int) -> str:
-    """Return the name of the data-parallel rank of a slot; of all that share it in a larger job."""
+    """Return the name of the data-parallel rank, or of all ranks of a larger job, that use a slot."""
     if num_ranks <= SLOTS:
         return f"data-parallel rank {slot}"
     return f"one of the data-parallel ranks {', '.join(map(str, range(slot, num_ranks, SLOTS)))}"
 
 
 def _furthest(part: Int[np.ndarray, " slots"], whole: Int[np.ndarray, " slots"]) -> RankShare | None:
-    """Return the slot with the highest share; None where there are no others."""
+    """Return the slot with the highest share, if there are at least two with rows."""
     has_rows = np.flatnonzero(whole)
     if len(has_rows) < 2:
         return None

@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of a capture that stand more than once: one token's experts given to the tokens that follow.
+"""Detection of repeated rows: a capture that gives one token's experts to the tokens after it.
 
-An engine that reads behind the end of its buffer of routes repeats a well-shaped row (sglang#36404: 67 times);
+An engine that reads past the end of its buffer of routes repeats a well-formed row (sglang#36404: 67 times), and
 agreement falls only a little.
 """
 
@@ -16,19 +16,19 @@ from nemo_rl_moe.routing.replay import ReplayRoutes, all_of, num_in_common
 from nemo_rl_moe.shapes import Bool, Int
 
 _MOST_LAYERS = 4
-"""Layers of a chunk that are compared: rows that stand twice do so in all of them."""
+"""Layers of a chunk that are compared. A repeated row is the same in all of them."""
 _SIGMAS = 6.0
 
 
 class Repeat(IntEnum):
-    """Kinds of tokens, a column each."""
+    """Kinds of counted tokens."""
 
     CAPTURE = 0
-    """Have the row of the token before in every layer on the capture alone: routers would choose other experts."""
+    """The capture repeats the row of the token before in every layer. The routers would choose other experts."""
     ROUTER = 1
-    """The other way round: routers would choose the row of the token before, and the capture has another."""
+    """The routers would repeat the row of the token before. The capture has another."""
     FED = 2
-    """Fed to the model, in each chunk of layers."""
+    """Fed to the model, counted once per chunk of layers."""
 
 
 class RepeatedRows:
@@ -48,7 +48,7 @@ class RepeatedRows:
         here, before = of_capture_and_router[..., distance:], of_capture_and_router[..., :-distance]
         repeated = all_of((num_in_common(here, before) == len(live)).transpose(0, 1))
         usable = all_of(routes.usable[:_MOST_LAYERS])
-        # Near ties change an expert here and there; most of them differ where the row is another token's.
+        # Near ties change an expert here and there. Most experts differ if the row belongs to another token.
         common = num_in_common(here[:, 0], here[:, 1]).sum(0)
         differs = 2 * common < here[:, 0, :, :1].numel()
         compared = (fed & follows & usable)[distance:] & usable[:-distance] & differs
@@ -57,10 +57,10 @@ class RepeatedRows:
 
 
 def repeat_anomalies(counts: Int[Tensor, " kinds"]) -> list[RoutingAnomaly]:
-    """Report rows that stand more than once.
+    """Report repeated rows, by McNemar's test with six standard deviations.
 
-    Routes of other tokens repeat as often as those of these tokens: then either kind of token is as frequent, and the
-    difference has the standard deviation `sqrt(capture + router)` (McNemar's test); six of them count.
+    If the routes belong to these tokens, both kinds are equally frequent, and their difference has the standard
+    deviation `sqrt(capture + router)`.
     """
     captured, by_router, fed = (int(counts[kind]) for kind in (Repeat.CAPTURE, Repeat.ROUTER, Repeat.FED))
     if captured - by_router <= _SIGMAS * (captured + by_router) ** 0.5:

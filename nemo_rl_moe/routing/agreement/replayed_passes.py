@@ -1,7 +1,7 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Forward passes beside their capture, which are joined before they are counted: on small models each operation costs
-its start rather than its tokens."""
+"""Forward passes with their captures, which are joined before they are counted: on small models an operation costs its
+launch rather than its tokens."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,17 +13,17 @@ from nemo_rl_moe.routing.replay import ReplayRoutes, RoutedTokens
 from nemo_rl_moe.shapes import Bool, Int
 
 MOST_ENTRIES = 1 << 18
-"""Experts on the captures of passes that are joined. A larger pass is counted at once: no memory is held for it."""
+"""Largest number of captured experts in passes that are joined. A larger pass is counted at once, to hold no memory."""
 
 
 @dataclass(frozen=True)
 class ReplayedPass:
-    """Forward pass of some layers over one microbatch or several, one behind the other.
+    """Forward pass of some layers over one or several microbatches in a row.
 
     Attributes:
-        distance: Places from a token to the next one of the same sequence.
-        follows: Tokens that have one before them, at that distance.
-        lags: Of the token that each row led to; None of a batch without lags.
+        distance: Positions from a token to the next one of the same sequence.
+        follows: Tokens with a predecessor at that distance.
+        lags: Lag of the token that follows each row, if the batch has lags.
     """
 
     tokens: Mapping[int, int]
@@ -36,12 +36,11 @@ class ReplayedPass:
 
     @property
     def num_entries(self) -> int:
-        """Experts on its capture."""
         return self.routes.planes.numel()
 
 
 def join_passes(passes: Sequence[ReplayedPass]) -> ReplayedPass:
-    """Return one pass over the tokens of several, which are of the same layers and distance."""
+    """Return one pass over the tokens of several passes with the same layers and distance."""
     if len(passes) == 1:
         return passes[0]
     routes = ReplayRoutes(*(torch.cat(parts, -1) for parts in zip(*(each.routes for each in passes), strict=True)))

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The report of a step's capture, live or of files: agreement statistics, checks, identity of rows."""
+"""Report of a step's capture, from a running step or from files: agreement statistics, checks, identity of rows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,8 +28,7 @@ class CheckTotals:
 
     Attributes:
         by_slot: Rows of each rank, see `rows_by_rank`.
-        is_exact: Captures and training compute in float32, so that with the same weights near ties alone differ.
-        by_lag: Of a batch with lags; None elsewhere.
+        is_exact: Captures and training compute in float32. With the same weights only near ties differ.
     """
 
     repeats: Int[Tensor, " kinds"]
@@ -40,7 +39,7 @@ class CheckTotals:
     by_lag: LagCounts | None = None
 
     def metrics(self) -> dict[str, float]:
-        """Return the agreement by lag, and metrics of what a healthy step has nothing of; they are absent then."""
+        """Return the agreement by lag, and metrics that exist only in a step with a fault."""
         found = {} if self.by_lag is None else lag_agreement_metrics(self.by_lag)
         if self.is_exact and not self._has_older_weights:
             rows = self.by_slot.sum(0).tolist()
@@ -52,17 +51,16 @@ class CheckTotals:
         return found
 
     def anomalies(self, num_layers: int) -> list[RoutingAnomaly]:
-        """Return the rows that cannot be right, of a model with so many MoE layers.
+        """Report repeated rows and a rank with wrong routes.
 
-        Ranks are compared where one version of the weights chose all experts: older rows agree less with the routers,
-        and one rank may have most of them.
+        Ranks are compared only if one version of the weights chose all experts: rows of older weights agree less, and
+        one rank may have most of them.
         """
         found = repeat_anomalies(self.repeats)
         return found if self._has_older_weights else found + rank_anomalies(self.by_slot, num_layers, self._name_of)
 
     @property
     def _has_older_weights(self) -> bool:
-        """Return whether older weights than those of training sampled some tokens, and chose their experts."""
         return self.by_lag is not None and bool(self.by_lag[1:].any())
 
     def _name_of(self, slot: int) -> str:
@@ -80,7 +78,7 @@ def routing_report(
     per_layer: bool,
     more_anomalies: Sequence[RoutingAnomaly] = (),
 ) -> RoutingReport:
-    """Return the content of a step's capture, and its anomalies."""
+    """Return the statistics of a step's capture, and its anomalies."""
     anomalies = [*more_anomalies, *row_anomalies(totals, layers), *checked.anomalies(len(layers))]
     if sample is not None:
         anomalies += find_anomalies(sample, num_experts, layers, sequences, totals.of_experts)

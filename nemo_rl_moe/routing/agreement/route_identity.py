@@ -1,10 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Identity of a capture's routes: does each row belong to its layer, its token and its sequence?
+"""Identity of captured routes: whether each row belongs to its layer, token and sequence.
 
-Counts cannot show that. So the captured routes of a few sequences are compared with those of the routers: of every
-layer, of the tokens beside, and of the other sequences. A wrong partner that agrees better, and beyond chance, is
-reported.
+Counts cannot show that. So the captured routes of a few sequences are compared with the routers' choices for every
+layer, neighbouring token and other sequence. A wrong partner is reported if it agrees better, and beyond chance.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,17 +36,17 @@ SHIFTS = (-1, 0, 1)
 _LEAST_LEAD, _SIGMAS = 0.1, 6.0
 _MOST_LAYERS = 4
 _OWN = 0.5
-"""Ownership, less the lead of a partner that wins, below which a sequence's routes count as somebody else's."""
+"""A sequence's routes belong to another one if their ownership is below this, minus the lead that counts."""
 
 
 LEAST_KAPPA = 0.5
-"""Agreement beyond chance of routes that belong together. Rollouts of weights that are many updates older agree in more
-than 0.8, rows of another layer, token or sequence with their right partner in more than 0.9."""
+"""Least agreement beyond chance of routes that belong together. Rollouts of weights many updates older have more than
+0.8, and rows of another layer, token or sequence have more than 0.9 with their right partner."""
 
 
 @dataclass(frozen=True)
 class RouteSample:
-    """Routes of a few sequences, in windows of successive tokens; `UNKNOWN` (-1) in rows that are not known."""
+    """Routes of a few sequences in windows of successive tokens. Unknown rows are `UNKNOWN` (-1)."""
 
     capture: Int[np.ndarray, "sequences tokens layers topk"]
     live: Int[np.ndarray, "sequences tokens layers topk"]
@@ -61,9 +60,9 @@ class RoutingAnomaly:
 
 
 class OneHot:
-    """A sample as one-hot rows, made once for all comparisons. Counts of single experts are exact in float32.
+    """A sample as one-hot rows, computed once for all comparisons. Counts of single experts are exact in float32.
 
-    A row is 0 throughout where no router chooses it: an unknown one, or an expert twice.
+    A row is 0 if no router can choose it: it is unknown, or has an expert twice.
 
     Attributes:
         has_live: The routers' row is known.
@@ -83,7 +82,6 @@ class OneHot:
         self.num_named, self.has_live = usable[0] * np.float32(self.topk), usable[1]
 
     def forget(self, layers: Sequence[int]) -> None:
-        """Make the capture's rows of some layers unknown."""
         self.capture[:, :, layers] = 0
         self.num_named[:, :, layers] = 0
 
@@ -94,7 +92,7 @@ class Overlap(NamedTuple):
 
 
 def _may_belong_elsewhere(hot: OneHot) -> bool:
-    """Return False where every layer and every sequence agrees with its own routes so far that no partner can win."""
+    """Return False if every layer and every sequence agrees so well with its own routes that no partner can win."""
     counts = np.stack([np.einsum("stle,stle->stl", hot.capture, hot.live), hot.num_named * hot.has_live])
     matches, known = np.concatenate([counts.sum((1, 2)), counts.sum((2, 3))], 1)
     return bool((_share(matches, known) <= 1 - _LEAST_LEAD).any())
@@ -103,7 +101,7 @@ def _may_belong_elsewhere(hot: OneHot) -> bool:
 def layer_overlap(sample: RouteSample, num_experts: int) -> Float[np.ndarray, "layers layers"]:
     """Return the share of layer `i`'s captured experts that layer `j`'s routers would choose for the same token.
 
-    NaN in rows of layers whose routes are not known.
+    Rows of layers without known routes are NaN.
     """
     return _layer_overlap(OneHot(sample, num_experts)).share
 
@@ -119,23 +117,23 @@ def _layer_overlap(hot: OneHot) -> Overlap:
 
 
 def shift_overlap(hot: OneHot) -> Overlap:
-    """Return the share of the capture's experts that routers would choose `SHIFTS` places further, by sequence.
+    """Return the share of the captured experts that routers would choose `SHIFTS` positions further, per sequence.
 
-    A capture whose routes are one token late has those of the token before: the shift -1 wins.
+    If the captured routes are one token late, the shift -1 wins.
     """
     length, columns = hot.capture.shape[1], []
     for shift in SHIFTS:
-        # Places whose partner lies in the window too, and these partners.
+        # Positions whose partner is also in the window, and the partners.
         here, there = slice(max(0, -shift), length - max(0, shift)), slice(max(0, shift), length - max(0, -shift))
         matches = (hot.capture[:, here] * hot.live[:, there]).sum((1, 2, 3))
         columns.append(_share(matches, (hot.num_named[:, here] * hot.has_live[:, there]).sum((1, 2))))
-    # A sequence's experts are as popular at the places beside.
+    # The sequence's experts are equally popular at the neighbouring positions.
     of_own = sequence_overlap(hot).chance.diagonal()
     return Overlap(np.stack(columns, 1), np.repeat(of_own[:, None], len(SHIFTS), 1))
 
 
 def sequence_overlap(hot: OneHot) -> Overlap:
-    """Return the share of sequence `i`'s captured experts that routers would choose at the place in sequence `j`."""
+    """Return the share of sequence `i`'s captured experts that routers would choose at the position in sequence `j`."""
     number = len(hot.capture)
     matches = hot.capture.reshape(number, -1) @ hot.live.reshape(number, -1).T
     known = hot.num_named.reshape(number, -1) @ hot.has_live.reshape(number, -1).T
@@ -146,16 +144,15 @@ def sequence_overlap(hot: OneHot) -> Overlap:
 
 
 def ownership(hot: OneHot) -> tuple[Float[np.ndarray, " sequences"], Int[np.ndarray, " sequences"]]:
-    """Return by how much each capture prefers its own sequence's live routes (1 for its own, near 0 else), and the
-    rows.
+    """Return by how much each capture prefers its own sequence's live routes (1 if all are its own, near 0 if none),
+    and the number of compared rows.
 
-    Routes of another step or of an earlier response agree with every sequence a little: texts begin alike, and experts
-    differ in popularity. So only rows count in which the routers choose otherwise for this sequence than for another
-    one at the same place; there the capture has `own` experts of the one and `other` of the other, which have `common`
-    ones, and the ownership is `sum(own - other) / sum(topk - common)`: what the capture prefers its own sequence by,
-    over what the routers' own choice does.
+    Routes of another step or response agree a little with every sequence: texts begin alike, and some experts are
+    popular. So only rows count in which the routers choose differently for another sequence at the same position. If
+    the capture has `own` experts of the one choice and `other` of the other, and the choices share `common` experts,
+    the ownership is `sum(own - other) / sum(topk - common)`.
     """
-    # Pairs of a sequence and another one at the same place, of all places at once.
+    # Pairs of a sequence and another one, at all positions at once.
     found, common = hot.both.transpose(0, 2, 3, 1, 4) @ hot.live.transpose(1, 2, 3, 0)
     own = found.diagonal(axis1=-2, axis2=-1)[..., None]
     has_live = hot.has_live.transpose(1, 2, 0)
@@ -179,10 +176,10 @@ def find_anomalies(
     sequences: Sequence[str] = (),
     counts: Int[np.ndarray, "kinds layers experts"] | None = None,
 ) -> list[RoutingAnomaly]:
-    """Return the rows of the capture that belong to another layer, token or sequence, or whose ids mean other experts.
+    """Report captured rows that belong to another layer, token or sequence, or whose ids mean other experts.
 
-    A partner wins when its overlap is above that of the right one by 0.1 and by 6 standard errors of a share, and
-    beyond chance above 0.5.
+    A partner wins if its overlap exceeds the right one's by 0.1 and by 6 standard errors of a share, and is above 0.5
+    beyond chance.
     """
     names = list(sequences) or [str(number) for number in range(len(sample.capture))]
     hot = OneHot(sample, num_experts)
@@ -199,12 +196,12 @@ def find_anomalies(
             found.append(RoutingAnomaly("layer", f"{text}: {compared}", int(layers[place])))
             elsewhere.append(place)
     found += _of_ids({place: renumbered[place] for place in renumbered if place not in elsewhere}, layers)
-    hot.forget([*elsewhere, *renumbered])  # rows of other layers and ids agree with nothing else either
+    hot.forget([*elsewhere, *renumbered])  # rows of other layers and ids agree with no other token or sequence either
     return found + _of_tokens_and_sequences(hot, names)
 
 
 def _renumbered(hot: OneHot, counts: Int[np.ndarray, "kinds layers experts"] | None) -> dict[int, Renumbering]:
-    """Return the places of the layers whose expert ids are renumbered, with how."""
+    """Return the renumbering of each layer that has one, by the layer's position."""
     if counts is None:
         both = (hot.capture * hot.has_live[..., None], hot.live * (hot.num_named > 0)[..., None])
         counts = np.stack([of.sum((0, 1)) for of in (*both, hot.capture * hot.live)]).round().astype(np.int64)
@@ -246,12 +243,11 @@ def _of_tokens_and_sequences(hot: OneHot, names: Sequence[str]) -> list[RoutingA
     for place, other in swapped.items():
         text = f"sequence {names[place]} carries the routes of sequence {names[other]}"
         found.append(RoutingAnomaly("sequence", f"{text}: {_compared(by_sequence.share[place], place, other)}"))
-    found += _strangers(hot, names, named=shifted.keys() | swapped.keys())
-    return found
+    return found + _strangers(hot, names, named=shifted.keys() | swapped.keys())
 
 
 def _strangers(hot: OneHot, names: Sequence[str], named: AbstractSet[int]) -> list[RoutingAnomaly]:
-    """Return the sequences, but those that are named already, whose routes belong to none that was sampled."""
+    """Report the sequences, except `named`, whose routes belong to no sampled sequence."""
     values, rows = ownership(hot)
     with np.errstate(invalid="ignore"):
         strange = np.flatnonzero(values < _OWN - least_lead(rows))
@@ -265,7 +261,7 @@ def _strangers(hot: OneHot, names: Sequence[str], named: AbstractSet[int]) -> li
 
 
 def _agreement_of(hot: OneHot, places: Sequence[int]) -> tuple[str, str]:
-    """Return the mean agreement of some captures with their own live routes, and with those of other sequences."""
+    """Return the mean agreement of some captures with their own live routes, and with other sequences' routes."""
     overlap = sequence_overlap(hot).share[places]
     is_same = np.zeros(overlap.shape, dtype=bool)
     is_same[np.arange(len(places)), places] = True
@@ -273,13 +269,13 @@ def _agreement_of(hot: OneHot, places: Sequence[int]) -> tuple[str, str]:
 
 
 def least_lead(counts: Int[np.ndarray, "*rows"]) -> Float[np.ndarray, "*rows"]:
-    """Return the difference of two shares of so many rows that counts: 0.1, and six standard errors of a share."""
+    """Return the least difference of shares of `counts` rows that counts: 0.1, and six standard errors."""
     lead: Float[np.ndarray, "*rows"] = np.maximum(_LEAST_LEAD, _SIGMAS * 0.5 / np.sqrt(np.maximum(counts, 1)))
     return lead
 
 
 def foreign_capture(slot_kappa: float | None) -> list[RoutingAnomaly]:
-    """Report routes of other tokens altogether, such as those of the step before, by the kappa of all rows."""
+    """Report a capture of entirely other tokens, such as the step before, by the kappa of all rows."""
     if slot_kappa is None or slot_kappa >= LEAST_KAPPA:
         return []
     text = f"the routes are not those of these tokens: beyond chance they agree in {slot_kappa:.3f} of the experts"
@@ -289,10 +285,10 @@ def foreign_capture(slot_kappa: float | None) -> list[RoutingAnomaly]:
 def _winners(
     overlap: Overlap, right: Int[np.ndarray, " rows"], counts: Int[np.ndarray, " rows"]
 ) -> list[tuple[int, int]]:
-    """Return the rows that another partner than the right one wins, with this partner."""
+    """Return the rows in which another partner wins, with this partner."""
     share, chance = overlap
     rows = np.arange(len(share))
-    # Where nothing is known no partner wins.
+    # Without known routes no partner wins.
     best = np.where(np.isnan(share), -1.0, share).argmax(1)
     beyond_chance = share[rows, best] - chance[rows, best] >= LEAST_KAPPA * (1 - chance[rows, best])
     with np.errstate(invalid="ignore"):

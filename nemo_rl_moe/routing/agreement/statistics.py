@@ -1,10 +1,10 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Agreement statistics of captured routing: what its rows hold, and how far the routers that train agree.
+"""Agreement statistics of captured routes: the kinds of rows, and how far they agree with the routers in training.
 
-A capture has the experts of each token in each MoE layer as another pass chose them, such as the rollout. Everything is
-counted on the device and without a host synchronisation, in tensors of the same shape on every rank, which one
-collective adds up.
+A capture contains the experts of each token in each MoE layer that another pass chose, such as the rollout. Everything
+is counted on the device without host synchronisation, in tensors of the same shape on every rank, which one collective
+adds up.
 """
 
 from bisect import bisect_left
@@ -29,7 +29,7 @@ _NARROW = MARGIN_EDGES.index(1e-2)
 
 
 def classify_rows(routes: ReplayRoutes, fed: Bool[Tensor, " tokens"]) -> dict[Row, Bool[Tensor, "*layers tokens"]]:
-    """Return the kinds of a capture's rows, as masks."""
+    """Return a mask for each kind of captured row."""
     planes, unknown, in_range, usable, _ = routes
     zero = all_of(planes == 0) & ~usable
     return {
@@ -48,7 +48,7 @@ class AgreementStatistics:
 
     Attributes:
         rows: A row for each MoE layer, a column for each `Row`.
-        margins: Usable rows by class of the router's margin, `[layers, classes, 2]`: all, and those that differ.
+        margins: Usable rows by class of the router's margin, `[layers, classes, 2]`: all, and the differing ones.
     """
 
     def __init__(self, num_layers: int, num_experts: int, device: torch.device):
@@ -75,12 +75,12 @@ class AgreementStatistics:
         fed: Bool[Tensor, " tokens"],
         seen: Sequence[RoutedTokens],
     ) -> Int[Tensor, "topk layers tokens"] | None:
-        """Add the forward pass of some layers over one or several microbatches; return the routers' choices,
+        """Add the forward pass of some layers over one or several microbatches. Return the routers' choices,
         `in_planes`.
 
         Args:
-            number: Number of the microbatch in the step, the same on all pipeline stages; for several, with their
-                numbers of tokens.
+            number: Index of the microbatch in the step, the same on all pipeline stages. For several microbatches,
+                their indices with their numbers of tokens.
         """
         tokens = {number: len(fed)} if isinstance(number, int) else number
         for each, count in tokens.items():
@@ -99,7 +99,7 @@ class AgreementStatistics:
             kinds |= self._compare(tokens, layers, routes, live, agreed.sum(0, dtype=torch.uint8), usable, seen)
             named += [live, routes.planes]
             counts += [counts[0], agreed]
-        # What stands in a row that does not count is no place.
+        # Rows that do not count may hold any id.
         places = torch.stack(named).clamp_(0, self._num_experts - 1) + self._places_of_experts[: len(named)]
         self._experts.scatter_add_(0, places.view(-1), torch.stack(counts).view(-1).long())
         of_kinds = torch.stack([kinds[kind].view(torch.uint8) for kind in Row if kind in kinds])
@@ -118,13 +118,13 @@ class AgreementStatistics:
         usable: Bool[Tensor, "layers tokens"],
         seen: Sequence[RoutedTokens],
     ) -> dict[Row, Tensor]:
-        """Return the rows, and slots of each row, in which routers and capture agree; count margins and tokens."""
+        """Return the rows, and slots per row, in which routers and capture agree. Count margins and tokens."""
         live_same = taken_same = slots == len(live)
         if any(of_layer.taken is not of_layer.live for of_layer in seen):
             taken = in_planes(torch.stack([of_layer.taken for of_layer in seen]).transpose(0, 1), self._num_experts)
             taken_same = (num_in_common(routes.planes, taken) == len(taken)) & usable
         differs = usable & ~live_same
-        # The mark of the layer that says most.
+        # The largest mark of all layers.
         of_layers = torch.add(usable.view(torch.uint8), differs.view(torch.uint8), alpha=_DIFFERS)  # usable: _COMPARED
         for number, marks in zip(tokens, of_layers.amax(0).split(list(tokens.values())), strict=True):
             self.tokens[number] |= marks
@@ -136,30 +136,30 @@ class AgreementStatistics:
     def _classes(
         self, margin: Float[Tensor, "layers tokens"], of_kinds: Bool[Tensor, "2 layers tokens"]
     ) -> Int[Tensor, "classes 2 layers"]:
-        """Return the numbers of tokens by class of their margin: those above one edge less those above the next."""
+        """Return the numbers of tokens by class of margin: above one edge, minus above the next."""
         above = ((margin > self._edges)[:, None] & of_kinds).sum(-1, dtype=torch.int32)
         everywhere = of_kinds.sum(-1, dtype=torch.int32)[None]
         return torch.cat([everywhere, above, torch.zeros_like(everywhere)]).diff(dim=0).neg_().long()
 
     def _find_places(self, layers: Int[Tensor, " layers"]) -> None:
-        """Find where the counts of some layers' experts lie; those of the layers asked for last are known."""
+        """Find the positions of some layers' experts in the counts, unless the same layers were used last."""
         if layers is self._last_layers:
             return
         self._last_layers = layers
-        # By the capture first, then by the routers, then by both.
+        # First by the capture, then by the routers, then by both.
         of_kinds = torch.arange(3, device=layers.device)[:, None]
         self._places_of_experts = ((of_kinds * len(self.rows) + layers) * self._num_experts)[:, None, :, None]
 
     def reduced(self, stages: dist.ProcessGroup | None = None) -> "AgreementTotals":
-        """Return the sums over all ranks, once pipeline stages have shared their tokens' marks. Every rank calls it."""
-        # One more than there are, so that no rank has nothing to share.
+        """Return the sums over all ranks, after pipeline stages have shared their tokens' marks. A collective."""
+        # An extra mark, so that no rank has nothing to share.
         marks = torch.cat([self.rows.new_zeros(1).to(torch.uint8), *(self.tokens[key] for key in sorted(self.tokens))])
         reports = True
         if stages is not None and dist.get_world_size(stages) > 1:
-            # A token that differs is compared too, so that its mark is the largest of all stages'.
+            # A token that differs is also compared, so its mark is the largest of all stages.
             dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=stages)
             reports = dist.get_rank(stages) == 0
-        # A mark is 0, that of what is compared, or with it that of what differs. In 32 bits as in `add`.
+        # A mark is 0, `_COMPARED`, or `_COMPARED + _DIFFERS`. 32 bits as in `add`.
         tokens = torch.stack([marks >= _COMPARED, marks >= _DIFFERS]).sum(1, dtype=torch.int32) * int(reports)
         parts = [self.rows, self.captured_experts, self.live_experts, self.agreed_experts, self.margins, tokens]
         return AgreementTotals(*(part.long() for part in sum_over_ranks(parts, self.rows.device)))
@@ -178,18 +178,18 @@ class AgreementTotals:
 
     @property
     def of_experts(self) -> Int[np.ndarray, "kinds layers experts"]:
-        """Return the counts of each expert in the captured routes, by the routers, and by both."""
+        """Counts of each expert in the captured routes, by the routers, and by both."""
         return torch.stack([self.captured_experts, self.live_experts, self.agreed_experts]).numpy()
 
     @property
     def rows_differing(self) -> float:
-        """Share of usable rows whose set of experts the router would not choose; NaN without any."""
+        """Share of usable rows whose set of experts the router would not choose. NaN without usable rows."""
         usable, same = (float(self.rows[:, kind].sum()) for kind in (Row.USABLE, Row.LIVE_SAME))
         return 1 - same / usable if usable else nan
 
     @property
     def tokens_differing(self) -> float:
-        """Share of tokens of which any router would choose another set, of those with a usable row; NaN without any."""
+        """Share of tokens with a usable row for which some router would choose another set. NaN without such tokens."""
         compared, differing = self.tokens.tolist()
         return differing / compared if compared else nan
 
@@ -205,8 +205,8 @@ class RoutingReport:
 def slot_chance(totals: AgreementTotals) -> Float[Tensor, " layers"]:
     """Return the share of a token's experts on which capture and router would agree by popularity alone.
 
-    `sum_e a_e b_e / k`, with `a_e` and `b_e` the shares of tokens that have expert `e` on the capture and by the
-    router: what the experts' popularity alone makes them agree on. NaN in a layer without usable rows.
+    It is `sum_e a_e b_e / k`, where `a_e` and `b_e` are the shares of tokens with expert `e` in the capture and by the
+    router. NaN in a layer without usable rows.
     """
     captured, live = (of.numpy().astype(np.float64) for of in (totals.captured_experts, totals.live_experts))
     with np.errstate(invalid="ignore"):
@@ -214,14 +214,14 @@ def slot_chance(totals: AgreementTotals) -> Float[Tensor, " layers"]:
 
 
 def agreement_metrics(totals: AgreementTotals, layers: tuple[int, ...], *, per_layer: bool) -> dict[str, float]:
-    """Return the metrics of the agreement statistics, under `routing/`; empty where no row was expected.
+    """Return the metrics of the agreement statistics, under `routing/`. Empty if no row was expected.
 
-    `rows_*_share` are shares of the rows that were expected. `agreement` is the share of usable rows whose set of
-    experts the routers took, `live_agreement` of those that they would choose by themselves, `slot_agreement` the share
-    of single experts; `slot_kappa` is the last corrected for chance (Cohen's kappa, with `slot_chance`).
-    `narrow_margin_share` is the share of rows whose margin is at most 0.01, and `flip_margin_median` the upper bound of
-    the class (`MARGIN_EDGES`) that holds the median margin of the rows where capture and router differ, if there are
-    any.
+    - `rows_*_share`: shares of the expected rows
+    - `agreement`: share of usable rows whose set of experts the routers took
+    - `live_agreement`: the same for the set that they would choose by themselves
+    - `slot_agreement`: share of single experts, and `slot_kappa`: the same beyond chance (Cohen's kappa, `slot_chance`)
+    - `narrow_margin_share`: share of rows whose margin is at most 0.01
+    - `flip_margin_median`: upper bound of the class (`MARGIN_EDGES`) with the median margin of the differing rows
     """
     rows = totals.rows.double().tolist()
     sums = [sum(of_kind) for of_kind in zip(*rows, strict=True)]
@@ -269,7 +269,7 @@ _WRONG_ROWS = {
 
 
 def row_anomalies(totals: AgreementTotals, layers: Sequence[int]) -> list[RoutingAnomaly]:
-    """Report rows that hold what no router chooses; missing rows are none, as an engine may have been lost."""
+    """Report rows that no router can choose. Missing rows are not reported, since an engine may have been lost."""
     found = []
     by_kind = totals.rows.T.tolist()
     for kind, words in _WRONG_ROWS.items():

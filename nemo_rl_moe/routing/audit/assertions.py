@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""An assertion on routes, for the tests of kernels, engines and frameworks."""
+"""Assertion on routes, for the tests of kernels, engines and frameworks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,22 +21,23 @@ def assert_routes_agree(
     least_agreement: float = 0.98,
     layers: Sequence[int] | None = None,
 ) -> None:
-    """Check that captured routes are those of their tokens, layers and sequences.
+    """Check that captured routes belong to their tokens, layers and sequences.
 
-    Numbers in range alone would not tell a kernel that writes other experts. Rows that are malformed, of another layer,
-    token or sequence, with permuted expert ids or repeated are named; the order of a row's experts says nothing.
+    A range check would not detect a kernel that writes other experts. The error names rows that are malformed,
+    repeated, have permuted expert ids, or belong to another layer, token or sequence. The order of a row's experts is
+    ignored.
 
     Args:
-        captured: Experts of an engine or a replay, integers `[tokens, layers, topk]`, or of one layer `[tokens, topk]`:
-            an array or a tensor, or a list of those of each sequence; -1 where nothing is captured.
-        expected: Experts that a reference chooses, likewise; -1 where they are not known.
-        least_agreement: Share of rows whose set of experts is the same. 1: all of them, as for one kernel on the same
-            input; a reference in another number format flips near ties.
-        layers: Indices of the layers in the model, for the texts; None: 0, 1 and so on.
+        captured: Experts of an engine or a replay, integers `[tokens, layers, topk]`, or `[tokens, topk]` for one
+            layer. An array, a tensor, or a list of one per sequence. -1 is unknown.
+        expected: Experts of a reference, in the same form.
+        least_agreement: Least share of rows with the same set of experts. 1 suits one kernel on the same input. A
+            reference in another number format flips near ties.
+        layers: Indices of the layers in the model, for the messages. Without them layers count from 0.
 
     Raises:
-        AssertionError: They do not agree; says in which rows, and how.
-        DataError: Shapes or types are no routes.
+        AssertionError: The routes do not agree. The message names the rows and the kind of difference.
+        DataError: Shapes or types do not fit routes.
     """
     pairs = list(zip(_sequences(captured, "captured"), _sequences(expected, "expected"), strict=True))
     if not pairs:
@@ -47,13 +48,13 @@ def assert_routes_agree(
     num_layers, topk = pairs[0][0].shape[1:]
     numbers = tuple(range(num_layers)) if layers is None else tuple(layers)
     description = CaptureDescription(numbers, num_experts, topk)
-    # A last token, which nobody feeds, follows: all rows count.
+    # Sequences get an extra last token, which is never fed, so that all rows count.
     sequences = [
         CapturedSequence(str(number), len(one) + 1, {"rollout_experts": one, "training_experts": other})
         for number, (one, other) in enumerate(pairs)
     ]
     audited = audit_step(description, 0, [rows_of(description, 0, sequences)])
-    problems = [] if audited.report is None else [anomaly.text for anomaly in audited.report.anomalies]
+    problems = [anomaly.text for anomaly in audited.anomalies]
     agreement = audited.metrics.get("moe/routing/live_agreement", float("nan"))
     if not agreement >= least_agreement:
         problems.append(
@@ -74,7 +75,6 @@ def _sequences(routes: Any, where: str) -> list[Int[np.ndarray, "tokens layers t
 
 
 def _first(pairs: Sequence[tuple[np.ndarray, np.ndarray]], layers: Sequence[int]) -> str:
-    """Return the first row that differs, in words."""
     for number, (one, other) in enumerate(pairs):
         known = ((one != UNKNOWN) & (other != UNKNOWN)).all(-1)
         differs = np.argwhere(known & (np.sort(one, -1) != np.sort(other, -1)).any(-1))

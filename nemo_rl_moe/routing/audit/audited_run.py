@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A run that was audited, and its two sides, rollout and training, as the report and its findings read runs."""
+"""An audited run, and its rollout and training in the form of two runs for the report and its findings."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ from nemo_rl_moe.runs.report.run_findings import episodes_of, findings_of
 ROLLOUT, TRAINING = "rollout", "training"
 _OF_CAPTURE, _OF_ROLLOUT_LOAD = ("moe/routing/", "moe/engine/", "moe/expert_bias_"), "rollout_moe/"
 _TAKEN = "moe/routing/agreement"
-"""Experts that training took instead of its own choice stand in no file."""
+"""Not shown: no file has the experts that training took instead of its choice."""
 
 _WANTED = {
     "rollout_experts": "anything about the rollout's routes; the engine must return routed experts",
@@ -46,7 +46,7 @@ _COMPARISONS = {
         "how far log-probabilities of rollout and training are apart: one of them is missing",
     ),
 }
-"""Comparisons that `--require` takes: the metric of each, and a line if no step has it."""
+"""Comparisons for `--require`: the metric of each, and a line if no step has it."""
 
 
 @dataclass(frozen=True)
@@ -63,15 +63,15 @@ class AuditedRun:
 
     @property
     def missing(self) -> list[str]:
-        """Return a line for each missing column: what it would show, and how to get it."""
-        # A part of the sequences will do for a noise floor.
+        """Lines with each missing column, what it would show, and how to get it."""
+        # A noise floor needs only some of the sequences.
         has_noise = any(key.startswith("moe/routing_noise/") for step in self.steps for key in step.metrics)
         reported = self.columns | ({"repeated_experts"} if has_noise else frozenset())
         return [f"{name}: {what}" for name, what in _WANTED.items() if name not in reported]
 
     @property
     def not_checked(self) -> dict[str, str]:
-        """Return the comparisons that could not be made, by name, with what stays unknown."""
+        """Comparisons that could not be made, by name, each with the open question."""
         return {name: text for name, (metric, text) in _COMPARISONS.items() if not self.series(metric)}
 
     def series(self, key: str) -> list[float]:
@@ -91,20 +91,20 @@ class SideFinding:
 
 
 def findings_over_steps(run: AuditedRun) -> list[SideFinding]:
-    """Return findings that several steps make, as a live run reports them; those of single steps are with the steps."""
-    left_out = {*WRONG_ROUTES.values(), *get_args(IdleKind)}  # reported for single steps; of rewards, not of routes
+    """Return the findings that need several steps, as in a live run. Findings of single steps are with the steps."""
+    skipped = {*WRONG_ROUTES.values(), *get_args(IdleKind)}  # of single steps, and of rewards
     return [
         SideFinding(side.label or "", episode.latest)
         for side in sides_of(run)
         for episode in episodes_of(findings_of(side))
-        if episode.latest.kind not in left_out
+        if episode.latest.kind not in skipped
     ]
 
 
 def sides_of(run: AuditedRun, name: str = "") -> list[RunData]:
-    """Return rollout and training as two runs; a side without any data is left out.
+    """Return rollout and training as two runs, without a side that has no data.
 
-    The rollout has its load, and all about its routes: agreement statistics, how far training agrees, what is wrong.
+    The rollout has its load and everything about its routes: agreement statistics, agreement of training, wrong routes.
     Training has its load, the mismatch and the noise floor.
     """
     keys = {key for step in run.steps for key in step.metrics}
@@ -119,7 +119,7 @@ def sides_of(run: AuditedRun, name: str = "") -> list[RunData]:
     notes = [*dict.fromkeys(run.notices), *(f"not reported: {text}" for text in run.missing)]
     found: list[RunData] = []
     for side, metrics in ((ROLLOUT, rollout), (TRAINING, training)):
-        loads = {step.step: load for step in run.steps if (load := _load(step, side)) is not None}
+        loads = {step.step: load for step in run.steps if (load := step.load(side == ROLLOUT)) is not None}
         if not metrics and not loads:
             continue
         is_rollout = side == ROLLOUT
@@ -144,10 +144,6 @@ def _series(run: AuditedRun, key: str) -> Series:
     points = [(step.step, step.metrics[key]) for step in run.steps if key in step.metrics]
     steps, values = zip(*points, strict=True)
     return Series(np.array(steps, dtype=np.int64), np.array(values, dtype=np.float64))
-
-
-def _load(step: AuditedStep, side: str) -> np.ndarray | None:
-    return step.rollout_load if side == ROLLOUT else step.training_load
 
 
 def _load_history(description: CaptureDescription, loads: Mapping[int, np.ndarray]) -> ExpertLoadHistory | None:

@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The audit of one step of a capture: statistics, agreement, identity, load balance and mismatch, from what is there.
+"""Audit of one step of a capture: statistics, agreement, identity, load balance and mismatch, as far as it has data.
 
-Rows are taken a few sequences at a time, so that a step may be larger than memory.
+Rows are read a few sequences at a time, so a step may be larger than memory.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -51,6 +51,13 @@ class AuditedStep:
     layer_overlap: Float[np.ndarray, "layers layers"] | None = None
     columns: frozenset[str] = field(default_factory=frozenset)
 
+    @property
+    def anomalies(self) -> tuple[RoutingAnomaly, ...]:
+        return () if self.report is None else self.report.anomalies
+
+    def load(self, is_rollout: bool) -> Int[np.ndarray, "layers experts"] | None:
+        return self.rollout_load if is_rollout else self.training_load
+
 
 def audit_step(
     description: CaptureDescription,
@@ -62,8 +69,8 @@ def audit_step(
     """Audit one step, whose sequences come a few at a time.
 
     Args:
-        writers: Writers of all rows, in order; without them, rows of one writer are not compared with those of others.
-        history: Of the steps before, to which this one is added; None: the step is compared with no other.
+        writers: Writers of all rows, in order. Without them, rows of different writers are not compared.
+        history: Earlier steps, to compare this step with. This step is added to it.
     """
     audit = _StepAudit(description, writers, history)
     for part in parts:
@@ -72,7 +79,7 @@ def audit_step(
 
 
 def names_of_slots(writers: Sequence[str]) -> list[str]:
-    """Return the names of the writers whose rows are counted together, for texts."""
+    """Return names of the slots of writers for messages. Writers that share a slot are counted together."""
     return [f"the writer {' or '.join(writers[slot::SLOTS])}" for slot in range(min(len(writers), SLOTS))]
 
 
@@ -86,7 +93,7 @@ class _StepAudit:
         device = torch.device("cpu")
         shape = (len(description.layers), description.num_experts)
         self._layers = torch.arange(len(description.layers))
-        # Of sequences that training has, and of others, which would pass for such that it routes otherwise.
+        # With training, and without: the latter would look like sequences that training routes differently.
         self._statistics, self._alone = AgreementStatistics(*shape, device), AgreementStatistics(*shape, device)
         self._repeated = AgreementStatistics(*shape, device)
         self._repeats = RepeatedRows(device)
@@ -111,7 +118,7 @@ class _StepAudit:
         fed[ends - 1] = False
         capture, live = rows.columns.get("rollout_experts"), rows.columns.get("training_experts")
         if capture is not None:
-            self._count_load("rollout_experts", capture[fed])  # some write a row of zeros for the last token
+            self._count_load("rollout_experts", capture[fed])  # some engines write zeros for the last token
         if live is not None:
             self._count_load("training_experts", live)
         slot = (self._writers.index(rows.writer) if rows.writer in self._writers else 0) % SLOTS
@@ -135,7 +142,7 @@ class _StepAudit:
             self._prefixes.add(rows)
         if capture is not None and live is not None and "weight_versions" in rows.columns:
             self._versions.add(capture, live, rows.columns["weight_versions"], trained, rows.lengths)
-        trained[ends - rows.lengths] = False  # nothing comes before a first token
+        trained[ends - rows.lengths] = False  # a first token has no log-probability
         self._indexer.add(rows)
         if self._bias is None:
             self._bias, self._bias_before = rows.expert_bias, rows.expert_bias_before
@@ -145,12 +152,12 @@ class _StepAudit:
             if name in rows.columns:
                 self._values[name].append(rows.columns[name][trained])
         if (again := rows.columns.get("repeated_logprobs")) is not None and "training_logprobs" in rows.columns:
-            # A part of the sequences may do for a noise floor.
+            # A noise floor needs only some of the sequences.
             gap = again.astype(np.float64) - rows.columns["training_logprobs"]
             self._noise_gaps.append(gap[trained])
 
     def finished(self, step: int) -> AuditedStep:
-        """Return the audit of what was added; in a job of several processes by all of them, and a collective."""
+        """Return the audit of the added sequences of all processes. A collective."""
         self._add_up_processes()
         layers = self._description.layers
         totals, alone = self._statistics.reduced(), self._alone.reduced()
@@ -206,18 +213,18 @@ class _StepAudit:
         )
 
     def _add_up_processes(self) -> None:
-        """Add up counts of all processes, and join the sampled sequences of the first ones."""
+        """Add up the counts of all processes, and join their first sampled sequences."""
         if not dist.is_initialized() or (size := dist.get_world_size()) == 1:
             return
         names = list(self._loads)
         parts = [torch.tensor([self._num_sequences, self._num_tokens]), self._repeats.counts]
-        parts += [self._by_slot, self._alone_by_slot, self._without_routes, *map(torch.from_numpy, self._turns.counts)]
-        parts += [torch.from_numpy(self._loads[name]) for name in names]
+        parts += [self._by_slot, self._alone_by_slot, self._without_routes]
+        parts += map(torch.from_numpy, [self._turns.places, self._turns.sequences, *self._loads.values()])
         sums = [part.long() for part in sum_over_ranks(parts, torch.device("cpu"))]
         numbers, self._repeats.counts, self._by_slot, self._alone_by_slot, self._without_routes, *more = sums
-        self._turns.counts, loads = (more[0].numpy(), more[1].numpy()), more[2:]
+        self._turns.places, self._turns.sequences, *loads = (part.numpy() for part in more)
         self._num_sequences, self._num_tokens = numbers.tolist()
-        self._loads = {name: load.numpy() for name, load in zip(names, loads, strict=True)}
+        self._loads = dict(zip(names, loads, strict=True))
         everyone: list[Any] = [None] * size
         dist.all_gather_object(everyone, self._sampled[: max(_SAMPLED_SEQUENCES // size, 1)])
         self._sampled = [window for of_process in everyone for window in of_process][:_SAMPLED_SEQUENCES]
@@ -225,7 +232,7 @@ class _StepAudit:
     def _add_lost_rows(
         self, rows: Int[torch.Tensor, "layers kinds"], by_slot: Int[torch.Tensor, "slots kinds"]
     ) -> None:
-        """Count the rows of sequences without a column of routes as missing, where others have one."""
+        """Count the rows of sequences without routes as missing, if others have routes."""
         if rows[:, Row.EXPECTED].any():
             for kind in (Row.EXPECTED, Row.MISSING):
                 rows[:, kind] += self._without_routes.sum()
@@ -251,12 +258,12 @@ class _StepAudit:
             of_tokens, routes = torch.from_numpy(fed[chosen]), capture[chosen].copy()
             seen: list[RoutedTokens] = []
             if live is not None:
-                # A token of which training knows nothing is compared with nothing, and its row is not one of padding.
+                # A token that training does not know is not compared, and its row does not count as padding.
                 unknown = (live[chosen] == UNKNOWN).any((1, 2))
                 routes[unknown & fed[chosen]] = UNKNOWN
                 of_tokens = of_tokens & torch.from_numpy(~unknown)
                 margin = None if margins is None else torch.from_numpy(margins[chosen].copy())
-                # Experts that there are not agree with nothing.
+                # Ids outside of the range agree with nothing.
                 is_expert = (live[chosen] >= 0) & (live[chosen] < self._description.num_experts)
                 named = torch.from_numpy(np.where(is_expert, live[chosen], UNKNOWN))
                 seen = [
@@ -319,7 +326,7 @@ class _StepAudit:
         return with_prefix("routing_noise", found)
 
     def _of_engine(self) -> dict[str, float]:
-        """Return what shows over the steps whether the engine has the weights that it is said to have."""
+        """Return metrics that show, over the steps, whether the engine has the weights of its version."""
         found = {}
         rollout, training = self._of_rollout(), self._of_all("training_logprobs")
         if rollout is not None and training is not None:
@@ -347,8 +354,8 @@ class _StepAudit:
         return with_prefix("routing_split", split_metrics(parts) | {"tokens": float(len(training))})
 
     def _impossible_logprobs(self) -> Iterator[RoutingAnomaly]:
-        """Yield what says of log-probabilities of trained tokens that they are no numbers, or infinite."""
-        # Without a mask nothing: a prompt's, which are not known, are no numbers.
+        """Report log-probabilities of trained tokens that are NaN or infinite."""
+        # Only with a mask: a prompt's log-probabilities are unknown, so NaN.
         if "loss_mask" not in (self._columns or ()):
             return
         for name in ("rollout_logprobs", "training_logprobs"):
@@ -357,14 +364,14 @@ class _StepAudit:
                 yield RoutingAnomaly("logprobs", text)
 
     def _of_rollout(self) -> Float[np.ndarray, " tokens"] | None:
-        """Return the rollout's log-probabilities over the whole vocabulary, where the mass that it kept is known."""
+        """Return the rollout's log-probabilities, over the full vocabulary if its subset's probability is known."""
         values, kept = self._of_all("rollout_logprobs"), self._of_all("kept_mass")
         if values is None or kept is None:
             return values
         return values + np.log(np.maximum(kept, np.finfo(np.float32).tiny))
 
     def _of_all(self, name: str) -> Float[np.ndarray, " tokens"] | None:
-        """Return a column of the trained tokens, where all sequences have it."""
+        """Return a column of the trained tokens, if all sequences have it."""
         found = self._values[name]
         joined = np.concatenate(found) if found and name in (self._columns or ()) else None
         return joined if joined is not None and len(joined) else None

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`nemo-rl-moe audit`: what the routes of an RL run hold, whoever trained it, and what of it cannot be right."""
+"""`nemo-rl-moe audit`: check the routes of an RL run of any framework."""
 
 import argparse
 import json
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from nemo_rl_moe.routing.audit.sources import Source
 
 COMPARISONS = ("training", "logprobs")
-"""Comparisons of `AuditedRun.not_checked`; the command line starts without its module."""
+"""Keys of `AuditedRun.not_checked`. The command line starts without its module."""
 SUMMARY = (
     "check the routed experts of an RL run of any framework: statistics, agreement, load balance, mismatch, findings"
 )
@@ -64,8 +64,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"exit code 4 if this comparison cannot be made: {' or '.join(COMPARISONS)}; may be given several times",
     )
     parser.add_argument("--against", type=Path, metavar="OTHER", help="compare with another run")
-    parser.add_argument("--write-capture", type=Path, metavar="DIR", help="write what was read as a capture folder too")
-    parser.add_argument("--steps", type=_steps, metavar="FIRST:LAST", help="only these steps; either may be left out")
+    parser.add_argument(
+        "--write-capture", type=Path, metavar="DIR", help="also write the sequences as a capture folder"
+    )
+    parser.add_argument("--steps", type=_steps, metavar="FIRST:LAST", help="only these steps; either may be omitted")
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="write one HTML file; it opens from disk, without a network"
     )
@@ -78,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_words(words: Sequence[str]) -> None:
-    """Audit as `nemo-rl-moe audit` with these words; errors are those of `run`."""
+    """Run `nemo-rl-moe audit` with these arguments, with the errors of `run`."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     run(parser.parse_args(words))
@@ -88,8 +90,9 @@ def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
     """Audit each run, and print the findings.
 
     Raises:
-        DataError: Nothing can be read there, or a file cannot be read.
-        RoutesAuditError: Routes cannot be right.
+        DataError: The files contain nothing to audit, or cannot be read.
+        RoutesAuditError: Routes are wrong.
+        NotCheckedError: A comparison of `--require` could not be made.
     """
     from nemo_rl_moe.routing.audit.adapters.router_shape import read_router_shape
     from nemo_rl_moe.routing.audit.comparison import compared, comparison_json, comparison_lines, distance_lines
@@ -113,7 +116,7 @@ def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
         )
     if options.write_capture is not None and described_by(options.write_capture).exists():
         raise DataError(
-            f"--write-capture {options.write_capture}: holds a capture already, in which sequences would stand twice;"
+            f"--write-capture {options.write_capture}: is a capture already, and its sequences would be duplicated;"
             " name another folder"
         )
     if options.against is not None and len(paths) > 1:
@@ -125,6 +128,11 @@ def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
     model = None if options.model is None else read_router_shape(options.model)
     only_json = options.json is not None and str(options.json) == "-"
     quiet = only_json or not sys.stderr.isatty()
+
+    def show(lines: Sequence[str]) -> None:
+        if not only_json:
+            print(printable("\n".join(lines)), flush=True)
+
     if options.html is not None:
         check_output(options.html, "--html")
     found, sources, traces = [], [], []
@@ -132,21 +140,18 @@ def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
         is_other = path is options.against
         if not is_other and options.format in (AUTO, TRACE) and trace_files(path):
             traces.append(read_trace(path))
-            if not only_json:
-                print(printable("\n".join(lines_of_trace(traces[-1]))), flush=True)
+            show(lines_of_trace(traces[-1]))
             continue
-        # The page says to give OTHER as a capture, whatever PATH is.
+        # OTHER may be a capture whatever the format of PATH is.
         kind = AUTO if is_other and described_by(path).is_file() else options.format
         source = open_source(path, kind, model, None if is_other else options.training, options.steps)
         found.append(_audited(path, source, None if is_other else options.write_capture, quiet=quiet))
         sources.append(source)
-        if not only_json:
-            print(printable("\n".join(lines_of(found[-1]))), flush=True)
+        show(lines_of(found[-1]))
     comparison = None
     if options.against is not None:
         comparison = compared(found[0], sources[0], found[1], sources[1])
-        if not only_json:
-            print(printable("\n".join(comparison_lines(comparison))), flush=True)
+        show(comparison_lines(comparison))
     if options.json is not None:
         text = json.dumps(
             [*(dict(as_json(run)) for run in found), *map(trace_json, traces)]
@@ -165,7 +170,7 @@ def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
     if options.html is not None:
         write_audit_page(found, options.html, [] if comparison is None else distance_lines(comparison))
     required = set(options.require)
-    # The other run is there to compare with: what is wrong with it alone is reported in its own lines.
+    # Findings that only the other run has are in its lines, and no error.
     looked_at = found if comparison is None else found[:1]
     problems = [f"{run.path}: {text}" for run in looked_at for text in problems_of(run)]
     problems += [f"{trace.path}: {text}" for trace in traces for text in problems_of_trace(trace)]

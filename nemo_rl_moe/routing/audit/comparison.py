@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Two runs beside each other: the same with another engine or remedy, or of another day.
+"""Comparison of two runs, such as with another engine, with a fix, or of another day.
 
-Metrics are means over the steps. Loads are compared over all of them. Sequences with the same token ids are compared
-token by token, as the audit of a step that has the other run's side in the place of training.
+Metrics are means over the steps, and loads are summed over them. Sequences with the same token ids are compared token
+by token with `audit_step`, where the other run's side takes the role of training.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ import numpy as np
 from nemo_rl_moe.errors import counted
 from nemo_rl_moe.routing.audit.audited_run import ROLLOUT, TRAINING, AuditedRun
 from nemo_rl_moe.routing.audit.auditor import AuditedStep, audit_step
-from nemo_rl_moe.routing.audit.sources import Source
+from nemo_rl_moe.routing.audit.sources import Source, token_key
 from nemo_rl_moe.routing.audit.summary import number_text, table_lines
 from nemo_rl_moe.routing.metrics.load_arrays import load_distance
 from nemo_rl_moe.runs.folder.captured_sequences import (
@@ -29,7 +29,7 @@ from nemo_rl_moe.runs.folder.captured_sequences import (
 )
 
 _MOST_TOKENS = 65536
-"""Tokens of the other run's sequences of a step that are held in memory."""
+"""Tokens of the other run's sequences of a step that are kept in memory."""
 _OF_SAME = (
     ("rows that agree", "moe/routing/live_agreement"),
     ("single experts that agree", "moe/routing/slot_agreement"),
@@ -57,12 +57,12 @@ class Comparison:
 
     @property
     def problems(self) -> list[str]:
-        """Return routes of the same tokens that cannot both be right; log-probabilities are a matter of one run."""
+        """Routes of the same tokens that cannot both be right. Impossible log-probabilities concern a single run."""
         return [
             f"against {self.other.path}: step {step.step}: {side}: {anomaly.text}"
             for side, steps in self.same.items()
             for step in steps
-            for anomaly in (() if step.report is None else step.report.anomalies)
+            for anomaly in step.anomalies
             if anomaly.kind != "logprobs"
         ]
 
@@ -85,8 +85,6 @@ def compared(run: AuditedRun, source: Source, other: AuditedRun, other_source: S
 
 
 def comparison_lines(comparison: Comparison) -> list[str]:
-    """Return the text for a person."""
-
     def numbers_of(key: str) -> tuple[float, ...]:
         here, there = comparison.means.get(key, (nan, nan))
         return (here, there, here - there) if key in comparison.means else ()
@@ -96,7 +94,7 @@ def comparison_lines(comparison: Comparison) -> list[str]:
 
 
 def distance_lines(comparison: Comparison) -> list[str]:
-    """Return the lines of differences beyond the runs' own numbers: loads, and sequences that are the same."""
+    """Return the lines on distances of the loads, and on sequences that both runs have."""
     lines = [
         f"distance of the loads beyond chance, {side}: {found.mean:.3g}, highest {found.highest:.3g} in layer"
         f" {found.layer}"
@@ -111,7 +109,6 @@ def distance_lines(comparison: Comparison) -> list[str]:
 
 
 def comparison_json(comparison: Comparison) -> Mapping[str, Any]:
-    """Convert to JSON."""
     return {
         "capture": str(comparison.other.path),
         "means": {key: list(values) for key, values in comparison.means.items() if all(map(isfinite, values))},
@@ -145,8 +142,7 @@ def _mean(values: Sequence[float]) -> float:
 def _distance(run: AuditedRun, other: AuditedRun, side: str) -> LoadDistance | None:
     both = []
     for one in (run, other):
-        loads = [step.rollout_load if side == ROLLOUT else step.training_load for step in one.steps]
-        known = [load for load in loads if load is not None]
+        known = [load for step in one.steps if (load := step.load(side == ROLLOUT)) is not None]
         if not known:
             return None
         both.append(np.sum(known, axis=0))
@@ -156,7 +152,7 @@ def _distance(run: AuditedRun, other: AuditedRun, side: str) -> LoadDistance | N
 
 
 def _pairs(source: Source, other: Source) -> Iterator[tuple[int, int]]:
-    """Yield the steps whose sequences may be the same: of one number, or the only ones."""
+    """Yield the steps whose sequences may be the same: with the same number, or the only ones."""
     if len(source.read) == len(other.read) == 1:
         yield next(iter(source.read)), next(iter(other.read))
         return
@@ -169,16 +165,16 @@ def _same_sequences(
     read: Callable[[], Iterator[CapturedRows]],
     read_other: Callable[[], Iterator[CapturedRows]],
 ) -> dict[str, CapturedRows]:
-    """Return for each side the sequences that both runs have, with the other run's side in the place of training."""
+    """Return the sequences that both runs have, for each side, with the other run's side as training."""
     theirs: dict[bytes, Mapping[str, np.ndarray]] = {}
     tokens = 0
     for _, columns in _sequences(read_other()):
-        if tokens < _MOST_TOKENS and _key(columns) not in theirs:
-            theirs[_key(columns)] = columns
+        if tokens < _MOST_TOKENS and token_key(columns) not in theirs:
+            theirs[token_key(columns)] = columns
             tokens += len(columns["token_ids"])
     found: dict[str, list[CapturedSequence]] = {ROLLOUT: [], TRAINING: []}
     for name, mine in _sequences(read()):
-        other = theirs.get(_key(mine))
+        other = theirs.get(token_key(mine))
         for side in found if other is not None else ():
             assert other is not None
             columns = _side_by_side(mine, other, side)
@@ -195,7 +191,7 @@ def _side_by_side(mine: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray
         if name in mine and name in other:
             columns |= {f"rollout_{kind}": mine[name].copy(), f"training_{kind}": other[name]}
     if "rollout_experts" in columns:
-        columns["rollout_experts"][-1] = UNKNOWN  # as of a rollout, which never fed its last token
+        columns["rollout_experts"][-1] = UNKNOWN  # a rollout is never fed its last token
     return columns
 
 
@@ -203,7 +199,3 @@ def _sequences(parts: Iterator[CapturedRows]) -> Iterator[tuple[str, Mapping[str
     for part in parts:
         if "token_ids" in part.columns:
             yield from ((sequence.name, sequence.columns) for sequence in sequences_of(part))
-
-
-def _key(columns: Mapping[str, np.ndarray]) -> bytes:
-    return np.asarray(columns["token_ids"], dtype=np.int64).tobytes()

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities that should be equal bit for bit, and where routes first part if they are not."""
+"""Log-probabilities that should be bitwise equal, and the layers where routes first differ if they are not."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -15,13 +15,13 @@ _MOST_LAYERS = 4
 
 
 class ExactCounts:
-    """Counts of one step of a capture of rollout and training with the same weights.
+    """Counts of one step, whose rollout and training have the same weights.
 
     Attributes:
-        tokens: Trained tokens, and those of them whose two log-probabilities are not equal.
-        sequences: All, and those with such tokens.
-        parted: Of the latter, by the layer in which the first row differs that they depend on; None: no row does, so
-            that attention, a dense layer or the output layer computes otherwise.
+        tokens: Trained tokens, and tokens with unequal log-probabilities.
+        sequences: All sequences, and sequences with such tokens.
+        parted: Such sequences by the layer of the first row that differs before the first unequal token. None means
+            that no row differs, so attention, a dense layer or the output layer computes differently.
     """
 
     def __init__(self, layers: Sequence[int]):
@@ -30,7 +30,7 @@ class ExactCounts:
         self.parted: Counter[int | None] = Counter()
 
     def add(self, rows: CapturedRows, trained: np.ndarray) -> None:
-        """Add some sequences; `trained` are the tokens that count, `[tokens]`."""
+        """Add some sequences. `trained` masks the tokens that count, `[tokens]`."""
         names = ("rollout_logprobs", "training_logprobs")
         if not all(name in rows.columns for name in names):
             return
@@ -45,7 +45,7 @@ class ExactCounts:
                 self.parted[self._first_layer(rows, first, first + int(places[0]))] += 1
 
     def _first_layer(self, rows: CapturedRows, first: int, token: int) -> int | None:
-        """Return the layer of the first row that differs of those that a token's log-probability depends on."""
+        """Return the layer of the first differing row among the rows that a token's log-probability depends on."""
         names = ("rollout_experts", "training_experts")
         if not all(name in rows.columns for name in names):
             return None
@@ -55,14 +55,14 @@ class ExactCounts:
         return int(self._layers[differs[0][1]]) if len(differs) else None
 
     def metrics(self) -> dict[str, float]:
-        """Return `unequal_logprobs`, their number, and `unequal_logprobs_share`; empty without any to compare."""
+        """Return the number `unequal_logprobs` and its share, if there are tokens to compare."""
         total, unequal = self.tokens.tolist()
         if not total:
             return {}
         return {"unequal_logprobs": float(unequal), "unequal_logprobs_share": unequal / total}
 
     def anomalies(self) -> list[RoutingAnomaly]:
-        """Return a broken claim that all log-probabilities are equal."""
+        """Report unequal log-probabilities."""
         (total, unequal), (sequences, with_unequal) = self.tokens.tolist(), self.sequences.tolist()
         if not unequal:
             return []

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Expert biases over the steps of a capture: layers in which they stand still."""
+"""Detection of expert biases that stop changing over the steps of a capture."""
 
 import numpy as np
 
@@ -11,7 +11,8 @@ class BiasHistory:
     """Biases of the steps so far.
 
     Args:
-        is_updated: Training moves the bias after every step; None: not known, then a layer that has moved should move.
+        is_updated: Whether training updates the bias after every step. None is unknown: then only layers that have
+            changed before should change.
     """
 
     def __init__(self, is_updated: bool | None = None):
@@ -24,11 +25,11 @@ class BiasHistory:
         bias: Float[np.ndarray, "layers experts"] | None,
         before: Float[np.ndarray, "layers experts"] | None = None,
     ) -> dict[str, float]:
-        """Take the next step that has a bias, and return `expert_bias_frozen_layers`; empty for none.
+        """Add the next step that has a bias. Return its largest value, and `expert_bias_frozen_layers` if any.
 
         Args:
-            before: The bias before the last update, which should have moved it. Without it the step before must do:
-                any number of updates may lie between, after an even number of which biases may be what they were.
+            before: Bias before the last update, which should have changed it. Without it the previous step is used.
+                Several updates may lie between, and an even number of them can restore a bias.
         """
         if bias is None:
             return {}

@@ -8,7 +8,7 @@ from nemo_rl_moe.runs.folder.captured_sequences import CaptureDescription
 
 
 class RunHistory:
-    """Histories of the steps of one run, which are given in order."""
+    """Histories of one run, whose steps are added in order."""
 
     def __init__(self, description: CaptureDescription):
         self.prefixes = PrefixHistory()

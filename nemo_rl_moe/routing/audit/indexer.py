@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Positions that the indexer of sparse attention chose (DeepSeek-V3.2's), captured for replay as routes are.
+"""Positions that the indexer of sparse attention (DeepSeek-V3.2) chose, captured for replay like routes.
 
-A token attends to `k` positions up to its own. In a packed batch an engine or trainer may count them from the start of
-the batch instead of that of the sequence: then all are too high by where the sequence began.
+A token attends to `k` positions up to its own. In a packed batch, an engine or trainer may count positions from the
+start of the batch instead of the sequence. Then all are too high by the start of the sequence.
 """
 
 from enum import IntEnum
@@ -15,25 +15,25 @@ from nemo_rl_moe.runs.folder.captured_sequences import UNKNOWN, CapturedRows
 from nemo_rl_moe.shapes import Int
 
 _LEAST_OVERLAP = 0.8
-"""Share of positions in common of rollout and training; right ones are above, as near ties alone differ."""
+"""Least share of positions that rollout and training have in common. Correct ones have more, as only ties differ."""
 
 
 class Indexed(IntEnum):
-    """Counts of rows, a row being a token in a layer, and of positions."""
+    """Counts of rows and positions. A row is a token in a layer."""
 
     ROWS = 0
     AHEAD = 1
-    """Name a position after their token."""
+    """Names a position after its token."""
     SHIFTED = 2
-    """Are right less the lowest position of their sequence, which is above 0."""
+    """Correct after subtracting the lowest position of its sequence, which is above 0."""
     REPEATED = 3
     NEGATIVE = 4
-    """Name a negative position other than -1."""
+    """Names a negative position other than -1."""
     MISSING = 5
     SHORT = 6
-    """Name fewer positions than the token has before it, though there is room."""
+    """Names fewer positions than precede the token, although there are slots."""
     COMPARED = 7
-    """Positions of rows that both sides have, and those in common."""
+    """Positions of rows that both sides have, and the common ones."""
     COMMON = 8
 
 
@@ -42,7 +42,6 @@ class IndexerCounts:
         self.counts: Int[np.ndarray, " kinds"] = np.zeros(len(Indexed), dtype=np.int64)
 
     def add(self, rows: CapturedRows) -> None:
-        """Add some sequences."""
         rollout = rows.columns.get("rollout_indexer")
         if rollout is None:
             return
@@ -84,7 +83,7 @@ class IndexerCounts:
                 self.counts[Indexed.COMMON] += len(np.intersect1d(one[one != UNKNOWN], other[other != UNKNOWN]))
 
     def metrics(self) -> dict[str, float]:
-        """Return the rows, those that are missing, and the share of positions in common; empty without any."""
+        """Return the number of rows, the missing share, and the share of common positions, if there are rows."""
         rows, compared = self.counts[Indexed.ROWS], self.counts[Indexed.COMPARED]
         if not rows:
             return {}
@@ -92,7 +91,7 @@ class IndexerCounts:
         return found | ({"overlap": float(self.counts[Indexed.COMMON] / compared)} if compared else {})
 
     def anomalies(self) -> list[RoutingAnomaly]:
-        """Return positions that cannot be right."""
+        """Report wrong positions."""
         counts = self.counts
         rows = int(counts[Indexed.ROWS])
         found = []

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The page of an audit: the report's own, with rollout and training as the runs that stand beside each other."""
+"""Page of an audit: the report's page, with rollout and training as two runs."""
 
 from collections.abc import Sequence
 from dataclasses import replace

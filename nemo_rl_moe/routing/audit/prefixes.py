@@ -1,10 +1,10 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Routes of the same tokens at different steps: how far the engine's weights have moved, beside the trainer's.
+"""Routes of the same tokens at different steps: how far the weights of engine and trainer have moved.
 
-Routes at a token depend on the weights and on the tokens up to it alone. Sequences of different steps begin with the
-same tokens (a chat template, a prompt that comes again), so both sides' rows there can be compared with those of an
-earlier step. An engine that gets no weights repeats its rows while the trainer's change.
+Routes at a token depend only on the weights and on the tokens up to it. Sequences of different steps share prefixes (a
+chat template, a repeated prompt), so their rows on both sides can be compared with an earlier step's. An engine that
+gets no weights repeats its rows while the trainer's change.
 """
 
 from collections.abc import Mapping
@@ -18,19 +18,18 @@ from nemo_rl_moe.shapes import Bool, Int
 
 _MOST_TOKENS, _MOST_KEYS, _MOST_FRESH = 64, 4096, 8192
 _LEAST_MOVED, _LEAST_RATIO = 30, 4
-"""Rows that training changed, and how many times as many as differed between both sides before."""
-_Keys = dict[bytes, int]
+"""Least number of rows that training changed, and its least ratio to rows that differed between the sides before."""
 
 
 @dataclass(frozen=True)
 class PrefixRows:
-    """Rows of the first tokens of one step's sequences.
+    """Rows of the prefixes of one step's sequences.
 
     Attributes:
-        places: Place of the rows of each beginning, by its token ids and number of tokens.
-        rows: Of the rollout and of training, experts in ascending order.
-        versions: Version of the weights of the rollout; -1: not known.
-        fresh: Rows of responses that both sides have, and those of them that differ.
+        places: Index of the row of each prefix, by its token ids.
+        rows: Rows of the rollout and of training, experts in ascending order.
+        versions: Version of the rollout's weights, -1 if unknown.
+        fresh: Rows of responses that both sides have, and how many of them differ.
     """
 
     places: Mapping[bytes, int]
@@ -40,16 +39,16 @@ class PrefixRows:
 
 
 class PrefixCollector:
-    """The beginnings of the sequences of one step, each once."""
+    """Prefixes of the sequences of one step, each once."""
 
     def __init__(self) -> None:
-        self._places: _Keys = {}
+        self._places: dict[bytes, int] = {}
         self._rows: list[np.ndarray] = []
         self._versions: list[int] = []
         self._fresh = np.zeros(2, dtype=np.int64)
 
     def add(self, rows: CapturedRows) -> None:
-        """Add some sequences; those without token ids or one of the sides say nothing."""
+        """Add some sequences, unless they lack token ids or one of the sides."""
         named = ("token_ids", "rollout_experts", "training_experts")
         if not all(name in rows.columns for name in named):
             return
@@ -64,7 +63,9 @@ class PrefixCollector:
             version = -1 if versions is None or prompt == length else int(versions[first + prompt])
             if self._fresh[0] < _MOST_FRESH * rollout.shape[1]:
                 response = slice(first + prompt, min(first + prompt + _MOST_TOKENS, end - 1))
-                self._count_fresh(*_sorted(rollout[response], training[response]))
+                both, usable = _sorted(rollout[response], training[response])
+                differs = (both[0] != both[1]).any(-1)[usable]
+                self._fresh += (differs.size, differs.sum())
             if len(self._places) < _MOST_KEYS:
                 both, usable = _sorted(rollout[begins], training[begins])
                 for place in np.flatnonzero(usable.all(-1)).tolist():
@@ -74,14 +75,7 @@ class PrefixCollector:
                         self._rows.append(both[:, place])
                         self._versions.append(version)
 
-    def _count_fresh(
-        self, both: Int[np.ndarray, "2 tokens layers topk"], usable: Bool[np.ndarray, "tokens layers"]
-    ) -> None:
-        differs = (both[0] != both[1]).any(-1)[usable]
-        self._fresh += (differs.size, differs.sum())
-
     def finished(self) -> PrefixRows | None:
-        """Return the rows; None without any."""
         if not self._rows:
             return None
         number, differing = self._fresh.tolist()
@@ -91,22 +85,22 @@ class PrefixCollector:
 def _sorted(
     rollout: Int[np.ndarray, "tokens layers topk"], training: Int[np.ndarray, "tokens layers topk"]
 ) -> tuple[Int[np.ndarray, "2 tokens layers topk"], Bool[np.ndarray, "tokens layers"]]:
-    """Return both sides with experts in ascending order, and the rows that both have."""
+    """Return both sides with experts in ascending order, and a mask of the rows that both have."""
     both = np.sort(np.stack([rollout, training]), -1)
     return both, (both[..., 0] != UNKNOWN).all(0)
 
 
 class PrefixHistory:
-    """Beginnings of earlier steps, the further back the fewer."""
+    """Prefixes of earlier steps, the further back the fewer."""
 
     def __init__(self) -> None:
         self._earlier: list[tuple[int, PrefixRows]] = []
 
     def compared(self, step: int, now: PrefixRows | None) -> dict[str, float]:
-        """Take the next step, and return how far both sides have moved since an earlier one.
+        """Add the next step, and return how far both sides have moved since an earlier one.
 
-        That is the latest one since which training has moved clearly: in 30 rows, and in four times as many as those in
-        which both sides differed then. Empty without such a step.
+        This is the latest step since which training has moved clearly: in 30 rows, and in four times the rows in which
+        both sides differed then. Empty without such a step.
         """
         if now is None:
             return {}
@@ -120,7 +114,7 @@ class PrefixHistory:
         return with_prefix("moe/engine", found)
 
     def _thin_out(self) -> None:
-        """Keep the two oldest of every power of two of steps back."""
+        """Keep the last 8 steps, the two latest in each power of two of steps back, and the first one."""
         kept, of_power = [], dict[int, int]()
         for age, pair in enumerate(reversed(self._earlier)):
             power = (age + 1).bit_length()

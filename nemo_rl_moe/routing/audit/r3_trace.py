@@ -2,11 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """NeMo-RL's traces of router replay (`NRL_R3_TRACE=1`): whether the routes of the rollout reached the routers.
 
-Layout of the main branch of August 2026, `nemo_rl/utils/r3_trace.py`: `r3_trace_{host}_pid{pid}.jsonl` of each process,
-an event a line, with digests (SHA-256) of routes and token ids and no routes. The events: what the rollout sent
-(`rollout_payload_sample`), what a stage of training fetched (`tq_fetch_sample`), what each layer was given
-(`router_replay_assignment`), that it replays (`router_replay_action`), and with `NRL_R3_TRACE_VERIFY_FORWARD=1` what
-its router took (`router_replay_forward_verify`).
+Layout of the main branch of August 2026, `nemo_rl/utils/r3_trace.py`: each process writes
+`r3_trace_{host}_pid{pid}.jsonl` with one event per line, which has digests (SHA-256) of routes and token ids, but no
+routes. The events are the routes that the rollout sent (`rollout_payload_sample`), those that a stage of training
+fetched (`tq_fetch_sample`), the routes assigned to each layer (`router_replay_assignment`), its replay
+(`router_replay_action`), and with `NRL_R3_TRACE_VERIFY_FORWARD=1` the experts that its router took
+(`router_replay_forward_verify`).
 """
 
 import json
@@ -21,7 +22,7 @@ from nemo_rl_moe.routing.audit.summary import JSON_LAYOUT
 
 PATTERN = "r3_trace_*.jsonl"
 _STAGES = {"prev_lp": "prev-logprob", "train": "train"}
-"""Stages of training: as they fetch, and as they replay."""
+"""Stages of training: their names in fetches and in replays."""
 _MOST_FALLBACK, _MOST_NAMED = 0.001, 8
 Event = Mapping[str, Any]
 
@@ -31,7 +32,7 @@ class R3Trace:
     """Events of a run.
 
     Attributes:
-        unread: Lines that are no event, such as a last one that was being written.
+        unread: Lines that are not events, such as an unfinished last one.
     """
 
     path: Path
@@ -40,17 +41,17 @@ class R3Trace:
 
 
 def trace_files(path: Path) -> list[Path]:
-    """Return the files of a trace at a path; empty for none."""
+    """Return the files of a trace at a path, if any."""
     if path.is_file():
         return [path] if path.match(PATTERN) else []
     return sorted(path.glob(PATTERN)) if path.is_dir() else []
 
 
 def read_trace(path: Path) -> R3Trace:
-    """Read all processes' files.
+    """Read the files of all processes.
 
     Raises:
-        DataError: They hold no event.
+        DataError: They contain no event.
     """
     events: dict[str, list[Event]] = defaultdict(list)
     unread = []
@@ -75,7 +76,7 @@ def read_trace(path: Path) -> R3Trace:
 
 
 def lines_of_trace(trace: R3Trace) -> list[str]:
-    """Return text for a person: what was traced, and what of it could not be read."""
+    """Return the numbers of events, and unread lines, as text."""
     counts = {name: len(found) for name, found in trace.events.items()}
     lines = [f"{trace.path}: trace of NeMo-RL's router replay, {counted(sum(counts.values()), 'event')}"]
     lines += [f"  {name:38}{count:>12,}" for name, count in sorted(counts.items())]
@@ -88,7 +89,7 @@ def lines_of_trace(trace: R3Trace) -> list[str]:
 
 
 def problems_of_trace(trace: R3Trace) -> list[str]:
-    """Return everything that shows that replay is not what it should be, a line each."""
+    """Return a line for each fault of the replay."""
     return [*_transport(trace), *_replay(trace), *_verified(trace)]
 
 
@@ -108,7 +109,7 @@ def trace_json(trace: R3Trace) -> dict[str, Any]:
 
 
 def _transport(trace: R3Trace) -> Iterator[str]:
-    """Yield what differs between the rollout's routes and those that training fetched."""
+    """Yield differences between the routes that the rollout sent and the routes that training fetched."""
     sent: dict[str, Event] = {}
     for event in trace.events.get("rollout_payload_sample", ()):
         sent.setdefault(str(event.get("key")), event)
@@ -148,7 +149,7 @@ def _is_zero(event: Event) -> bool:
 
 
 def _replay(trace: R3Trace) -> Iterator[str]:
-    """Yield stages and layers in which nothing is replayed."""
+    """Yield stages and layers without replay."""
     given, forward, backward = (defaultdict[str, set[Any]](set) for _ in range(3))
     for event in trace.events.get("router_replay_assignment", ()):
         given[str(event.get("stage"))].add(event.get("layer_number"))
@@ -167,7 +168,7 @@ def _replay(trace: R3Trace) -> Iterator[str]:
             ("used them forward", forward),
             *([("used them backward", backward)] if stage == "train" else []),
         ):
-            # An action of all layers at once names none.
+            # An action on all layers at once names no layer.
             idle = set() if None in found[stage] else given[stage] - found[stage]
             if idle:
                 layers = sorted(layer for layer in idle if isinstance(layer, int))

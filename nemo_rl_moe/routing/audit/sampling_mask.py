@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rollout log-probabilities that are normalised over a top-p or top-k subset, while training's are not.
 
-With the probability `m` that a token's subset keeps, `log p_rollout = log p - log m`: training's log-probability is
-lower by `-log m` at every token, and never by more than `-log p` under top-p. Numbers of two engines differ to both
-sides; and as tokens are drawn by the rollout's probabilities, the mean of `p_training / p_rollout` is 1 for every pair
-of distributions on the same tokens. Here it is the mean of `m`.
+If a token's subset has the probability `m`, then `log p_rollout = log p - log m`. So training's log-probability is
+lower by `-log m` at every token, and never by more than `-log p` under top-p. The numerics of two engines differ in
+both directions. And as the rollout samples the tokens, the mean of `p_training / p_rollout` is 1 for any two
+distributions on the same tokens. With a subset it is the mean of `m`.
 """
 
 import numpy as np
@@ -18,15 +18,14 @@ _FLOOR_QUANTILE = 0.001
 
 
 def subset_metrics(gap: Float[np.ndarray, " tokens"]) -> dict[str, float]:
-    """Return `subset_mass`, the mean probability that the subsets keep, and `subset_floor`, the lowest; empty where
-    the gaps show no subset.
+    """Return `subset_mass`, the mean probability of the subsets, and `subset_floor`, the lowest, if gaps show subsets.
 
     Args:
-        gap: Log-probabilities of training less those of the rollout, in nats, all of them finite.
+        gap: Log-probabilities of training minus those of the rollout, in nats, all finite.
     """
     if len(gap) < _LEAST_TOKENS:
         return {}
-    higher = gap[gap > 0]  # by rounding alone: its size shows what of the other side is rounding too
+    higher = gap[gap > 0]  # by rounding alone, so it shows how much of the negative gaps is rounding
     noise = float(np.sqrt(np.square(higher).mean())) if len(higher) else 0.0
     threshold = max(_LEAST_GAP, _NOISES * noise)
     above, below = int((gap > threshold).sum()), int((gap < -threshold).sum())

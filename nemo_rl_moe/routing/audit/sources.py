@@ -1,9 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Sources of an audit: a capture folder, or another framework's files, converted in memory a file at a time.
+"""Sources of an audit: a capture folder, or another framework's files, converted in memory one file at a time.
 
-The routes and log-probabilities of training may lie in files of their own. Their sequences are found by their token
-ids.
+The routes and log-probabilities of training may be in separate files, which are matched by token ids.
 """
 
 from collections import ChainMap
@@ -55,9 +54,9 @@ class Source:
     """Sequences of a run.
 
     Attributes:
-        sequences: The sequences as they are written into a capture; None of a capture.
-        notices: Assumptions, each in a line; grows while steps are read.
-        unread: Files that cannot be read, with the reason; grows likewise.
+        sequences: The sequences for writing a capture. None if the source is a capture.
+        notices: Assumptions, one per line. Reading steps adds more.
+        unread: Unreadable files with the reasons. Reading steps adds more.
     """
 
     description: CaptureDescription
@@ -74,13 +73,12 @@ def open_source(
     """Open a run as a source of sequences.
 
     Args:
-        path: A capture folder, a folder of a run of this project with one, or files of a framework: one, or a folder of
-            them.
+        path: A capture folder, the folder of a run of this project with a capture, or a framework's file or folder.
         kind: One of `FORMATS`.
-        training: Files with the training's side of the same sequences.
+        training: Files with the training side of the same sequences.
 
     Raises:
-        DataError: There is nothing that can be read.
+        DataError: There is nothing to read.
     """
     capture = _capture_folder(path) if kind in (AUTO, CAPTURE) else None
     if capture is not None or kind == CAPTURE:
@@ -109,12 +107,12 @@ def open_source(
 
 
 def _capture_folder(path: Path) -> Path | None:
-    """Return the capture folder at a path or in the folder of a run; None without any."""
+    """Return the capture folder at a path or in the folder of a run, if any."""
     return path if described_by(path).is_file() else existing_capture(path)
 
 
 def _format_hint(path: Path) -> str:
-    """Say that formats are named by an option, where one was given as a path."""
+    """Return a hint at `--format` if a format was given as a path."""
     return f"; for a format: --format {path}" if str(path) in FORMATS else ""
 
 
@@ -131,7 +129,7 @@ def _capture(folder: Path, chosen: Steps | None) -> Source:
 def _readable(
     description: CaptureDescription, step: int, files: Sequence[Path], unread: dict[Path, str]
 ) -> Iterator[CapturedRows]:
-    """Read the files of a step of a capture that can be read, and note the others."""
+    """Read the files of a step of a capture, and note the unreadable ones."""
     for file in files:
         try:
             yield from read_step(description, step, [file])
@@ -170,9 +168,9 @@ class _Files:
     def __init__(self, path: Path, kind: str, model: RouterShape | None, chosen: Steps | None):
         self.path, self.model = path, model
         self.unread: dict[Path, str] = {}
-        """Files of a folder that cannot be read, with the reason: others may be."""
+        """Unreadable files of a folder, with the reason."""
         self.partly: dict[Path, str] = {}
-        """Files of JSON lines, some of which cannot be read."""
+        """Files of JSON lines with some unreadable lines."""
         steps = files_by_step(path)
         if path.is_dir():
             if not steps:
@@ -180,19 +178,18 @@ class _Files:
             known = next((file for files in steps.values() for file in files if self._may_be(file, kind)), None)
             if known is None:
                 raise DataError([_unknown(path), *(f"not read: {text}" for text in self.unread.values())])
-            # Other kinds of files beside them belong to somebody else.
+            # Other kinds of files in the folder belong to other programs.
             steps = {step: [file for file in files if file.suffix == known.suffix] for step, files in steps.items()}
             steps = {step: files for step, files in steps.items() if files}
         else:
             known = path
         self.steps = _only(steps, chosen, path)
-        name = (_kind_of(known) or "") if kind == AUTO else kind
+        name = (recognised(load(known)) or "") if kind == AUTO else kind
         if name not in ADAPTERS:
             raise DataError(_unknown(path))
         self.adapter: Adapter = ADAPTERS[name]
 
     def _may_be(self, file: Path, kind: str) -> bool:
-        """Return whether a file of a folder is of the format, or of any that is known."""
         try:
             found = recognised(load(file))
         except DataError as error:
@@ -201,7 +198,7 @@ class _Files:
         return found is not None or kind != AUTO
 
     def read(self, step: int) -> Iterator[list[CapturedSequence]]:
-        """Read the files of a step; those of a folder that cannot be read are left out, and named in `unread`."""
+        """Read the files of a step. Unreadable files of a folder are skipped and noted in `unread`."""
         for file in self.steps[step]:
             if file in self.unread:
                 continue
@@ -231,7 +228,7 @@ class _Files:
             raise DataError(f"{file}: no file of {self.adapter.made_by}: {one_line(error)}") from error
 
     def _fitted(self, sequence: CapturedSequence, path: Path) -> CapturedSequence:
-        """Return the sequence with rows of the layers with experts alone."""
+        """Return the sequence with only the layers that have experts."""
         columns = dict(sequence.columns)
         for name in (*EXPERTS, "margins"):
             if name in columns and self.model is not None:
@@ -260,13 +257,8 @@ def _numbers(layers: Sequence[int]) -> str:
 
 
 def _training_files(path: Path, model: RouterShape | None) -> _Files | _CapturedRoutes:
-    """Return the files of the training's side, of any format."""
     capture = _capture_folder(path)
     return _Files(path, AUTO, model, None) if capture is None else _CapturedRoutes(capture, model)
-
-
-def _kind_of(file: Path) -> str | None:
-    return recognised(load(file))
 
 
 def _unknown(path: Path) -> str:
@@ -279,7 +271,7 @@ class _Converted:
         self.notices: list[str] = []
 
     def description(self) -> CaptureDescription:
-        """Return the layers and experts: of the model's configuration, or of what all files hold."""
+        """Return the layers and experts, from the model's configuration or from all files."""
         made_by, indexer = self._files.adapter.made_by, self._indexer_shape()
         shape: tuple[int, ...] | None = None
         largest, written = -1, np.zeros(0, dtype=bool)
@@ -316,7 +308,7 @@ class _Converted:
         return CaptureDescription(tuple(range(shape[0])), largest + 1, shape[1], made_by, indexer_shape=indexer)
 
     def _indexer_shape(self) -> tuple[int, int]:
-        """Return the layers and positions of the first sequence with an indexer's choice; (0, 0) without any."""
+        """Return the layers and positions of the first sequence with an indexer's choice, otherwise (0, 0)."""
         for step in self._files.steps:
             for part in self._files.read(step):
                 for sequence in part:
@@ -340,7 +332,7 @@ def _experts(parts: Iterator[list[CapturedSequence]]) -> Iterator[np.ndarray]:
 
 
 def _of_moe_layers(values: np.ndarray, model: RouterShape, where: str) -> np.ndarray:
-    """Return the rows of the layers with experts, of rows of these or of all layers."""
+    """Return the rows of the layers with experts, given rows of these or of all layers."""
     if values.ndim == 3 and values.shape[2] != model.topk:
         raise DataError(f"{where}: got {values.shape[2]} experts of a token, expected {model.topk} as --model says")
     if values.shape[1] == len(model.moe_layers):
@@ -354,7 +346,7 @@ def _of_moe_layers(values: np.ndarray, model: RouterShape, where: str) -> np.nda
 
 
 class _Partners:
-    """Training's side of a step's sequences, by their token ids."""
+    """Training side of a step's sequences, by their token ids."""
 
     def __init__(self, files: _Files | _CapturedRoutes, step: int):
         self._path, self._missing, self._joined = files.path, 0, 0
@@ -364,38 +356,39 @@ class _Partners:
             for part in files.read(number):
                 for sequence in part:
                     if "token_ids" in sequence.columns:
-                        self._columns.setdefault(_key(sequence), []).append(_as_training(sequence))
+                        self._columns.setdefault(token_key(sequence.columns), []).append(_as_training(sequence))
 
     def joined(self, sequence: CapturedSequence) -> CapturedSequence:
-        """Return the sequence with the columns of its partner, of which each serves once."""
+        """Return the sequence with the columns of its partner. Of several partners each is used once."""
         if "token_ids" not in sequence.columns:
             raise DataError(f"--training {self._path}: sequence {sequence.name} has no token ids to find it by")
-        found = self._columns.get(_key(sequence))
+        found = self._columns.get(token_key(sequence.columns))
         if not found:
             self._missing += 1
             routes = sequence.columns.get("rollout_experts")
             if routes is None:
                 return sequence
-            # A column that one sequence lacks is none of all the others' either.
+            # Without this column, the column would count as missing in all other sequences.
             unknown = np.full((sequence.num_tokens, *routes.shape[1:]), UNKNOWN, dtype=np.int16)
             return replace(sequence, columns={**sequence.columns, "training_experts": unknown})
         self._joined += 1
         return replace(sequence, columns={**sequence.columns, **(found.pop(0) if len(found) > 1 else found[0])})
 
     def reported(self, step: int) -> str:
-        """Return the parts that were not found; empty for none."""
+        """Return a notice of missing partners, or an empty text."""
         if not self._joined:
             raise DataError(f"--training {self._path}: has the token ids of no sequence of step {step}")
         total = self._joined + self._missing
         return f"step {step}: --training has {self._joined} of {total} sequences" if self._missing else ""
 
 
-def _key(sequence: CapturedSequence) -> bytes:
-    return np.asarray(sequence.columns["token_ids"], dtype=np.int64).tobytes()
+def token_key(columns: Mapping[str, np.ndarray]) -> bytes:
+    """Return a key that is equal for sequences with the same token ids."""
+    return np.asarray(columns["token_ids"], dtype=np.int64).tobytes()
 
 
 def _as_training(sequence: CapturedSequence) -> Mapping[str, np.ndarray]:
-    """Return the columns of training; routes that are only called routes, such as verl's, are training's."""
+    """Return the columns of training. Routes that have no side in their format, such as verl's, are training's."""
     found = {name: sequence.columns[name] for name in _OF_TRAINING if name in sequence.columns}
     if "training_experts" not in found and "rollout_experts" in sequence.columns:
         found["training_experts"] = sequence.columns["rollout_experts"]

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""An audit's results, as text for a person and as JSON."""
+"""Results of an audit as text and as JSON."""
 
 from collections.abc import Callable, Mapping, Sequence
 from math import isfinite
@@ -10,7 +10,6 @@ import numpy as np
 
 from nemo_rl_moe.errors import counted
 from nemo_rl_moe.routing.audit.audited_run import AuditedRun, findings_over_steps
-from nemo_rl_moe.routing.audit.auditor import AuditedStep
 from nemo_rl_moe.routing.audit.versions import PREFIX, version_note
 
 SHOWN = (
@@ -61,14 +60,14 @@ SHOWN = (
         ("share of dead experts", "rollout_moe/dead_expert_frac_mean"),
     )),
 )  # fmt: skip
-"""Titles, and under each the labels and keys of its metrics."""
+"""Titles, each with the labels and keys of its metrics."""
 JSON_LAYOUT: Mapping[str, Any] = {"format": "routing-audit", "version": 1}
-"""A key is never renamed or given another meaning within a version; new ones may come."""
+"""Within a version no key is renamed or changes its meaning. New keys may be added."""
 _OF_FINDINGS = ("kind", "layer", "first_step", "last_step", "is_over", "text")
 
 
 def lines_of(run: AuditedRun) -> list[str]:
-    """Return text for a person: first and last step beside each other, then what the files do not show."""
+    """Return the results as text: metrics at the first and last step, then missing columns and notes."""
     lines = heading_of(run)
     lines += table_lines(
         ("first step", "last", "lowest", "highest"),
@@ -84,7 +83,7 @@ def lines_of(run: AuditedRun) -> list[str]:
 
 
 def _of_versions(run: AuditedRun) -> list[str]:
-    """Return a line about routes of several versions of the weights, from all steps; empty without any."""
+    """Return a line about routes of several versions of the weights over all steps, if there are any."""
     names = ("rows", "agreement", "agreement_of_own", "agreement_of_newest")
     series = np.array([run.series(f"{PREFIX}{name}") for name in names])
     if not series.size:
@@ -94,7 +93,7 @@ def _of_versions(run: AuditedRun) -> list[str]:
 
 
 def table_lines(headings: Sequence[str], numbers_of: Callable[[str], Sequence[float]]) -> list[str]:
-    """Return a table of the metrics in `SHOWN`, of those that have numbers by their key."""
+    """Return a table of the metrics in `SHOWN` for which `numbers_of` returns numbers."""
     lines = [" " * 40 + "".join(f"{heading:>12}" for heading in headings)]
     for title, rows in SHOWN:
         shown = [(label, numbers) for label, key in rows if (numbers := numbers_of(key))]
@@ -104,20 +103,20 @@ def table_lines(headings: Sequence[str], numbers_of: Callable[[str], Sequence[fl
 
 
 def problems_of(run: AuditedRun) -> list[str]:
-    """List everything that cannot be right or is unhealthy, a line each."""
+    """Return a line for each finding."""
     return _of_steps(run) + [found.text for found in findings_over_steps(run)]
 
 
 def _of_steps(run: AuditedRun) -> list[str]:
-    """Return lines about single steps, one for each kind and layer: a lasting cause is reported once."""
+    """Return lines about single steps, one per kind and layer: a lasting cause is reported once."""
     found: dict[tuple[str, int | None], list[tuple[int, str]]] = {}
     for step in run.steps:
-        for anomaly in () if step.report is None else step.report.anomalies:
+        for anomaly in step.anomalies:
             found.setdefault((anomaly.kind, anomaly.layer), []).append((step.step, anomaly.text))
     lines = []
     for of_cause in found.values():
         first, last = of_cause[0][0], of_cause[-1][0]
-        if first == last:  # a step may have several of a kind, such as sequences
+        if first == last:  # a step may have several of a kind, such as several sequences
             lines += [f"step {first}: {text}" for _, text in of_cause]
         else:
             number = len({step for step, _ in of_cause})
@@ -126,7 +125,7 @@ def _of_steps(run: AuditedRun) -> list[str]:
 
 
 def heading_of(run: AuditedRun) -> list[str]:
-    """Return two lines of what was audited."""
+    """Return two lines about the audited files and model."""
     description = run.description
     made_by = f", {description.made_by}" if description.made_by else ""
     sequences, tokens = (
@@ -141,17 +140,12 @@ def heading_of(run: AuditedRun) -> list[str]:
 
 
 def number_text(value: float) -> str:
-    """Return a number in few characters."""
+    """Format a number with few characters."""
     return f"{value:,.0f}" if isfinite(value) and abs(value) >= 1000 and value == int(value) else f"{value:.4g}"
 
 
-def anomalies_of(step: AuditedStep) -> list[str]:
-    """Return the texts of what cannot be right in a step's routes."""
-    return [] if step.report is None else [anomaly.text for anomaly in step.report.anomalies]
-
-
 def as_json(run: AuditedRun) -> Mapping[str, Any]:
-    """Convert a run to JSON, in the layout that docs/audit.md describes."""
+    """Convert a run to JSON, in the layout in docs/audit.md."""
     description = run.description
     return {
         **JSON_LAYOUT,
@@ -173,7 +167,7 @@ def as_json(run: AuditedRun) -> Mapping[str, Any]:
                 "num_tokens": step.num_tokens,
                 "columns": sorted(step.columns),
                 "metrics": {key: value for key, value in step.metrics.items() if isfinite(value)},
-                "findings": anomalies_of(step),
+                "findings": [anomaly.text for anomaly in step.anomalies],
             }
             for step in run.steps
         ],

@@ -1,10 +1,10 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Routes by turns: paths of a rollout that return none, and the last token of a turn.
+"""Routes by turns: parts of a rollout without routes, and the last token of a turn.
 
 The token that ends a turn was sampled, but no pass of that turn had it as an input: its row comes from the request of
-the next turn. Where rows are joined turn by turn, a filler stays in its place (NeMo-RL#3485). A path, such as requests
-that continue a conversation, may lack routes altogether (rllm#756).
+the next turn. If rows are joined turn by turn, a filler remains at its position (NeMo-RL#3485). One path of a rollout,
+such as requests that continue a conversation, may have no routes at all (rllm#756).
 """
 
 from enum import IntEnum
@@ -17,18 +17,18 @@ from nemo_rl_moe.runs.folder.captured_sequences import UNKNOWN
 from nemo_rl_moe.shapes import Bool, Int
 
 MOST_TURNS = 4
-"""Sequences of so many turns and more are counted together."""
+"""Sequences with this number of turns or more are counted together."""
 _LEAST_SEQUENCES, _FEW, _MANY = 4, 0.5, 0.9
-"""Sequences of a number of turns, and the shares of them with routes that differ."""
+"""Sequences with a number of turns, and the shares of them with routes that differ."""
 _LEAST_ENDS, _LEAST_ROWS, _BELONG, _SAMPLED = 4, 24, 0.8, 2048
 
 
 class Place(IntEnum):
-    """Counts of tokens at the end of a turn, and of the others that lead to a trained token."""
+    """Kinds of counts, for tokens at the end of a turn and for other tokens before a trained one."""
 
     TOKENS = 0
     FILLER = 1
-    """The first experts, or expert 0 alone, in every layer, where routers of training choose others."""
+    """The first experts, or expert 0 alone, in every layer, although routers of training choose others."""
     MISSING = 2
     ROWS = 3
     """Rows that both sides have."""
@@ -36,20 +36,16 @@ class Place(IntEnum):
 
 
 class TurnCounts:
-    """Counts of one step: of tokens at ends of turns and elsewhere, and of all sequences and those with routes."""
+    """Counts of one step.
+
+    Attributes:
+        places: Counts by `Place` of tokens at ends of turns, and of tokens elsewhere.
+        sequences: All sequences, and sequences with routes, by number of turns.
+    """
 
     def __init__(self) -> None:
         self.places: Int[np.ndarray, "2 kinds"] = np.zeros((2, len(Place)), dtype=np.int64)
         self.sequences: Int[np.ndarray, "turns 2"] = np.zeros((MOST_TURNS, 2), dtype=np.int64)
-
-    @property
-    def counts(self) -> tuple[np.ndarray, np.ndarray]:
-        """Both counts; those of several processes add up."""
-        return self.places, self.sequences
-
-    @counts.setter
-    def counts(self, sums: tuple[np.ndarray, np.ndarray]) -> None:
-        self.places, self.sequences = sums
 
     def add(
         self,
@@ -58,7 +54,7 @@ class TurnCounts:
         trained: Bool[np.ndarray, " tokens"],
         lengths: Int[np.ndarray, " sequences"],
     ) -> None:
-        """Add some sequences, one behind the other; `trained` are the tokens that the model sampled."""
+        """Add some concatenated sequences. `trained` masks the tokens that the model sampled."""
         ends = lengths.cumsum()
         starts = ends - lengths
         begins = trained & ~np.concatenate([[False], trained[:-1]])
@@ -71,7 +67,7 @@ class TurnCounts:
         np.add.at(self.sequences[:, 1], turns[np.add.reduceat(known.astype(np.int64), starts) > 0], 1)
         followed = np.concatenate([trained[1:], [False]])
         followed[ends - 1] = False
-        # Whether any later token of the sequence has a row: then the token was an input of some request.
+        # If any later token of the sequence has a row, the token was an input of some request.
         total = known.cumsum()
         fed_later = np.repeat(total[ends - 1], lengths) > total
         at_ends, elsewhere = np.flatnonzero(trained & ~followed & fed_later), np.flatnonzero(followed)
@@ -80,7 +76,7 @@ class TurnCounts:
                 self.places[place] += _counts(capture[chosen], None if live is None else live[chosen])
 
     def anomalies(self) -> list[RoutingAnomaly]:
-        """Return what a healthy rollout has nothing of."""
+        """Report paths without routes, and wrong rows at ends of turns."""
         return [*self._paths(), *self._ends()]
 
     def _paths(self) -> list[RoutingAnomaly]:

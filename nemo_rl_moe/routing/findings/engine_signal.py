@@ -1,12 +1,14 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Signs that the engine does not compute with the weights that it is said to have, from metrics of an audit."""
+"""Signs that the engine does not compute with the weights of its version, from metrics of an audit."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Literal
 
 import numpy as np
+
+from nemo_rl_moe.routing.findings.streaks import Streaks
 
 EngineKind = Literal[
     "pinned_engine",
@@ -28,14 +30,15 @@ METRICS = (
 )
 """Keys that `EngineSignal` reads."""
 _STANDS, _RUNS_AHEAD, _DISAGREES = 0.25, 1.5, 0.3
-"""Rows that the engine changed, over those that training did: at most, and at least with so many that differ now."""
+"""Ratios to the rows that training changed: of rows that the engine changed (at most, and at least), and of rows that
+must differ now in the latter case."""
 _LEAST_STEPS, _LEAST_CYCLE, _LEAST_GROWTH, _LEAST_ORDER, _MOST_AFTER_RESET = 10, 6, 3.0, 0.9, 0.5
 _WINDOW, _VERSION_STEPS = 32, 4
 _LEAST_GAP = 1e-3
-"""Gap in nats, at its highest, below which nothing depends on it."""
+"""Lowest peak of the gap in nats that matters."""
 _Tooth = tuple[tuple[int, float], tuple[int, float]]
-"""Step and gap of the first and the last step of a rise before a fall. Two in a row are a saw-tooth: by chance alone,
-one of six steps that rise is 1 in 720, whatever their spread."""
+"""Step and gap of the first and the last step of a rise before a fall. Two in a row are a saw-tooth. By chance, six
+steps rise with probability 1 in 720, whatever their spread."""
 
 
 class EngineSignal:
@@ -43,14 +46,14 @@ class EngineSignal:
 
     def __init__(self, num_steps: int | None):
         self._num_steps = num_steps
-        self._since: dict[EngineKind, tuple[int, int]] = {}
+        self._streaks: Streaks[EngineKind] = Streaks()
         self._gaps: deque[tuple[int, float]] = deque(maxlen=_WINDOW)
         self._tooth: _Tooth | None = None
         self._version: tuple[float, int, int] | None = None
         self._has_advanced = False
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> Iterator[tuple[EngineKind, int, str]]:
-        """Yield condition, first step and description of each streak that is long enough now."""
+        """Yield condition, first step and description of each streak that is now long enough."""
         if self._num_steps is None:
             return
         texts = {
@@ -59,12 +62,9 @@ class EngineSignal:
             **self._of_version(step, metrics),
             **_of_subset(metrics),
         }
-        for kind in self._since.keys() - texts.keys():
-            del self._since[kind]
-        for kind, (text, has_lasted) in texts.items():
-            first, length = self._since.get(kind, (step, 0))
-            self._since[kind] = first, length + 1
-            if has_lasted or length + 1 >= self._num_steps:
+        for kind, first, length in self._streaks.extend(step, texts):
+            text, has_lasted = texts[kind]
+            if has_lasted or length >= self._num_steps:
                 yield kind, first, text.format(first)
 
     def _of_prefixes(self, metrics: Mapping[str, float]) -> dict[EngineKind, tuple[str, bool]]:
@@ -153,7 +153,7 @@ def _of_subset(metrics: Mapping[str, float]) -> dict[EngineKind, tuple[str, bool
 
 
 def _rises(values: list[float]) -> bool:
-    """Return True for a level that grows threefold, nine of ten pairs of steps in that order (Kendall's tau 0.9)."""
+    """Return True for a level that triples, with nine of ten pairs of steps in that order (Kendall's tau 0.9)."""
     found = np.array(values)
     if found.max() < _LEAST_GAP:
         return False

@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Values that leave their own level from one step to the next: a loss of all tokens, a rise of the overload.
+"""Values that leave their usual level from one step to the next, such as an expert that loses all tokens.
 
-It takes patience to distinguish a long idle expert from chance, and none for one that loses a whole share at once."""
+A long idle expert takes patience to distinguish from chance. An expert that loses its full share at once does not."""
 
 from collections import deque
 from math import isfinite
@@ -16,14 +16,14 @@ from nemo_rl_moe.shapes import Bool, Int
 WINDOW = 20
 """Steps whose values make the level."""
 LEAST_VALUES = 5
-"""Values without which there is no level yet."""
+"""Least number of values for a level."""
 SIGMAS = 6.0
 
 
 class RunningLevel:
-    """Median of the last values and their own spread; what has left the level is not part of it.
+    """Median and spread of the last values, without values that have left the level.
 
-    A value that stays outside for longer than the window is the new level.
+    A value that stays outside for longer than the window becomes the new level.
     """
 
     def __init__(self, least: float):
@@ -33,15 +33,14 @@ class RunningLevel:
 
     @property
     def median(self) -> float:
-        """Median of the level; NaN before there is one."""
+        """Median of the level, NaN before there is one."""
         return median(self._values) if len(self._values) >= LEAST_VALUES else float("nan")
 
     def leaves(self, value: float, *, upwards: bool) -> bool:
-        """Return True for a value beyond the median by six spreads and by the least distance, in one direction. Values
-        that are not finite leave nothing and are part of no level.
+        """Return True for a finite value beyond the median by six spreads and by the least distance, in one direction.
 
-        The spread is the standard deviation of the level, more by a factor of 1 + 5 / n for its n values: it is
-        uncertain itself. With five values a drop must be twelve of them.
+        The spread is the standard deviation of the level times 1 + 5 / n for its n values, since it is uncertain
+        itself: with five values a change must be twelve standard deviations.
         """
         if not isfinite(value):
             return False
@@ -60,7 +59,7 @@ class RunningLevel:
 
 
 LEAST_SHARE = 0.5
-"""Utilization that an expert had before; one that had less may miss a step or two."""
+"""Least earlier utilization of an expert. With less, an expert may miss a step or two by chance."""
 
 
 class SuddenlyIdle:
@@ -69,10 +68,10 @@ class SuddenlyIdle:
     def __init__(self, shape: tuple[int, ...]):
         self._earlier: deque[np.ndarray] = deque(maxlen=WINDOW)
         self.steps = np.zeros(shape, dtype=np.int64)
-        """Steps in a row that each has been so."""
+        """Number of successive steps in this condition."""
 
     def observe(self, counts: Int[np.ndarray, "layers experts"]) -> None:
-        """Take the next step. The share before is the median, which the first idle steps do not move."""
+        """Add the next step. The earlier share is the median, which the first idle steps do not change."""
         used = np.zeros(counts.shape, dtype=bool)
         if len(self._earlier) >= LEAST_VALUES:
             used = np.median(np.stack(self._earlier), 0) >= LEAST_SHARE
@@ -80,6 +79,6 @@ class SuddenlyIdle:
         self._earlier.append(utilization(counts))
 
     def for_steps(self, num_steps: int | None) -> Bool[np.ndarray, "layers experts"]:
-        """Return the experts that have been so for at least `num_steps` steps; none where that is None."""
+        """Return the experts in this condition for at least `num_steps` steps, or none if that is None."""
         chosen: Bool[np.ndarray, "layers experts"] = self.steps >= (np.inf if num_steps is None else max(num_steps, 1))
         return chosen

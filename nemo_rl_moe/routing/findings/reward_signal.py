@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Signs that a reward function does not work: responses that it fails to score, and rewards that never vary."""
+"""Signs of a broken reward function: responses that it fails to score, and rewards that never vary."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,7 +10,7 @@ from typing import Literal
 RewardKind = Literal["failed_responses", "constant_reward"]
 _TOTAL, _NAMED, _MEAN = "the reward", "train/rewards/", "/mean"
 _ROUNDING = 1e-9
-"""Rewards that lie no further apart than this, times the largest of them where that is above 1, are the same."""
+"""Rewards are equal if they differ by no more than this, times the larger of 1 and the reward."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class RewardSignal:
     def observe(
         self, step: int, metrics: Mapping[str, float], failed: Sequence[FailedResponses] = ()
     ) -> Iterator[tuple[RewardKind, int, str]]:
-        """Yield the condition, first step and description of each episode that begins with the next step."""
+        """Yield condition, first step and description of each episode that begins with this step."""
         if self._failed_share is not None:
             sick = [found for found in failed if found.share > self._failed_share]
             if sick:
@@ -67,8 +67,8 @@ class RewardSignal:
         if self._first_step is None:
             self._first_step = step
         if self._first_step > 1:
-            return  # of a run that went on from a checkpoint, whose earlier rewards are not known
-        # That the whole reward is the same everywhere is reported as a step without advantages.
+            return  # a resumed run, whose earlier rewards are unknown
+        # A constant total reward is reported as a step without advantages.
         reported_elsewhere = metrics.get("train/advantages/min") == metrics.get("train/advantages/max") == 0
         found = []
         for name, mean, deviation in _rewards(metrics):
@@ -82,7 +82,7 @@ class RewardSignal:
 
 
 def _rewards(metrics: Mapping[str, float]) -> Iterator[tuple[str, float, float]]:
-    """Yield name, mean and deviation of the whole reward and of each named one."""
+    """Yield name, mean and deviation of the total reward and of each named one."""
     if "train/reward" in metrics:
         yield _TOTAL, metrics["train/reward"], metrics.get("train/reward_std", math.nan)
     for key, mean in metrics.items():
@@ -101,5 +101,5 @@ class _History:
 
     def observe(self, mean: float, deviation: float) -> None:
         bound = _ROUNDING * max(1.0, abs(mean))
-        self.varies |= not (abs(mean - self.value) <= bound and deviation <= bound)  # asked so, NaN varies
+        self.varies |= not (abs(mean - self.value) <= bound and deviation <= bound)  # in this form, NaN varies
         self.steps += 1

@@ -1,14 +1,15 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Signs that rollout and training route by different rules, or that balancing stands still, from a step's metrics.
+"""Signs in a step's metrics that rollout and training route by different rules, or that balancing has stopped.
 
-Such failures leave rows well-shaped and the loss finite."""
+Such failures leave rows well-formed and the loss finite."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 from nemo_rl_moe.routing.agreement.route_identity import AnomalyKind, RoutingAnomaly
 from nemo_rl_moe.routing.findings.level_shift import RunningLevel
+from nemo_rl_moe.routing.findings.streaks import Streaks
 
 RoutingKind = Literal["low_agreement", "float32_flips", "clear_choices_differ", "missing_rows", "frozen_expert_bias"]
 LIVE_AGREEMENT = "train/moe/routing/live_agreement"
@@ -21,10 +22,10 @@ CLEAR_LAYER = "train/moe/routing/clear_rows_differing_layer"
 METRICS = (LIVE_AGREEMENT, FLOAT32_FLIPS, CLEAR_DIFFERING, CLEAR_LAYER, MISSING_SHARE, MISSING_RANK, FROZEN_LAYERS)
 """Keys that `RoutingSignal` reads."""
 LEAST_DROP = 0.02
-"""Drop of live agreement: right runs drift less from one step to the next."""
+"""Drop of live agreement that is reported. Healthy runs drift less from one step to the next."""
 MOST_FLOAT32_FLIPS = 2e-4
-"""Share of rows that differ between two passes in float32 with the same weights: right ones stay below 1e-4, with a
-router that computes in bfloat16 it is some 1e-3."""
+"""Largest share of rows that may differ between two float32 passes with the same weights. It is below 1e-4 in healthy
+runs, and about 1e-3 with a router that computes in bfloat16."""
 
 
 class RoutingSignal:
@@ -33,23 +34,19 @@ class RoutingSignal:
     def __init__(self, num_steps: int | None, rank_names: Sequence[str] = ()):
         self._num_steps, self._rank_names = num_steps, rank_names
         self._agreement = RunningLevel(LEAST_DROP)
-        self._since: dict[RoutingKind, tuple[int, int]] = {}
+        self._streaks: Streaks[RoutingKind] = Streaks()
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> Iterator[tuple[RoutingKind, int, str]]:
-        """Yield condition, first step and description (`{}` for that step) of each streak that is long enough now."""
+        """Yield condition, first step and description of each streak that is now long enough."""
         if self._num_steps is None:
             return
         texts = self._conditions(metrics)
-        for kind in self._since.keys() - texts.keys():
-            del self._since[kind]
-        for kind, text in texts.items():
-            first, length = self._since.get(kind, (step, 0))
-            self._since[kind] = first, length + 1
-            if length + 1 >= self._num_steps:
-                yield kind, first, text.format(first)
+        for kind, first, length in self._streaks.extend(step, texts):
+            if length >= self._num_steps:
+                yield kind, first, texts[kind].format(first)
 
     def _conditions(self, metrics: Mapping[str, float]) -> dict[RoutingKind, str]:
-        """Return the conditions of a step that hold, with their descriptions."""
+        """Return the conditions of a step that hold, with their descriptions, in which `{}` is the first step."""
         found: dict[RoutingKind, str] = {}
         agreement = metrics.get(LIVE_AGREEMENT)
         if agreement is not None:
@@ -119,13 +116,13 @@ WRONG_ROUTES: dict[AnomalyKind, WrongRoutesKind] = {
     "logprobs": "impossible_logprobs",
 }
 ANOMALIES_METRIC = "train/moe/routing/anomalies"
-"""Key of the number of anomalies: every step with a capture has it."""
+"""Key of the number of anomalies, which every step with a capture has."""
 MISSING_METRIC = "train/moe/routing/rows_missing_share"
 _MOST_TEXTS = 2
 
 
 def wrong_routes(anomalies: Sequence[RoutingAnomaly]) -> Iterator[tuple[WrongRoutesKind, int | None, str]]:
-    """Yield kind, layer (None: several or all) and description of each kind and layer that has an anomaly."""
+    """Yield kind, layer (None is several or all) and description of each kind and layer with an anomaly."""
     found: dict[tuple[WrongRoutesKind, int | None], list[str]] = {}
     for anomaly in anomalies:
         found.setdefault((WRONG_ROUTES[anomaly.kind], anomaly.layer), []).append(anomaly.text)

@@ -1,19 +1,21 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Signs that training on tokens of older weights goes wrong: nothing bounds their weight, or it does not pay."""
+"""Signs that training on tokens of older weights goes wrong: their weight is unbounded, or it does not pay."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from nemo_rl_moe.routing.findings.streaks import Streaks
+
 StalenessKind = Literal["unbounded_staleness", "staleness_outweighs_overlap"]
 UNBOUNDED_LAG = "train/by_lag/max_unbounded_lag"
-"""Largest lag of a token in a loss that bounds no weight of older tokens; other losses do not report it."""
+"""Largest lag of a token in a loss that does not bound the weight of older tokens. Other losses do not report it."""
 EFFECTIVE_SAMPLES = "train/by_lag/effective_samples"
 STEP_S, WAIT_S = "timing/step/seconds", "timing/generation/seconds"
-"""Length of a step, and the time of it that training waits for rollouts."""
+"""Length of a step, and the part of it in which training waits for rollouts."""
 TRAINER_IDLE, ENGINES_IDLE = "train/rollouts/idle_share/trainer", "train/rollouts/idle_share/engines"
-"""The same as a share of the step, and the share in which no engine generates; 0.2.0 and before had neither."""
+"""The latter as a share of the step, and the share in which no engine generates. 0.2.0 and earlier had neither."""
 METRICS = (UNBOUNDED_LAG, EFFECTIVE_SAMPLES, STEP_S, WAIT_S, TRAINER_IDLE, ENGINES_IDLE)
 """Keys that `StalenessSignal` reads."""
 
@@ -23,9 +25,9 @@ class OverlapBalance:
     """Gain of a step by overlap, and its cost by lag.
 
     Attributes:
-        waiting: Share of the time that training waits for rollouts.
-        idle: Share of the time that no engine generates.
-        effective_samples: Of the importance ratios of the trained tokens; 1: none lost.
+        waiting: Share of the time in which training waits for rollouts.
+        idle: Share of the time in which no engine generates.
+        effective_samples: Effective sample size of the importance ratios of the trained tokens, as a share.
     """
 
     waiting: float
@@ -34,19 +36,19 @@ class OverlapBalance:
 
     @property
     def most_speedup(self) -> float:
-        """Return the most that overlap can have gained: one after the other, generation and training take as long as
-        both worked. 1: nothing overlaps.
+        """Largest possible speedup by overlap: in turn, generation and training would take the sum of their working
+        times. 1 is no overlap.
         """
         return max(1.0, 2 - self.waiting - self.idle)
 
     @property
     def pays(self) -> bool:
-        """Return False where the samples that are lost are more than overlap can have gained."""
+        """False if lag loses more samples than overlap can have gained."""
         return self.most_speedup * self.effective_samples >= 1
 
 
 def overlap_balance(metrics: Mapping[str, float]) -> OverlapBalance | None:
-    """Return the balance of a step; None of one without older tokens."""
+    """Return the balance of a step, if it has older tokens."""
     if EFFECTIVE_SAMPLES not in metrics or STEP_S not in metrics:
         return None
     waiting = metrics.get(TRAINER_IDLE, metrics.get(WAIT_S, 0.0) / metrics[STEP_S])
@@ -57,24 +59,20 @@ class StalenessSignal:
     """Streaks of steps that train on older tokens and should not, fed step by step.
 
     Args:
-        unbounded_lag: Lag that a loss without bounds must not meet; None: any may.
-        num_steps: Steps in a row in which lag must cost more than overlap can have gained.
+        unbounded_lag: Lag from which a loss without bounds is reported, if at all.
+        num_steps: Successive steps in which lag must cost more than overlap can have gained.
     """
 
     def __init__(self, unbounded_lag: int | None, num_steps: int):
         self._unbounded_lag, self._num_steps = unbounded_lag, num_steps
-        self._since: dict[StalenessKind, tuple[int, int]] = {}
+        self._streaks: Streaks[StalenessKind] = Streaks()
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> Iterator[tuple[StalenessKind, int, str]]:
-        """Yield the condition, first step and description of each streak that is long enough with the next step."""
+        """Yield condition, first step and description of each streak that is now long enough."""
         texts = dict(self._conditions(metrics))
-        for kind in self._since.keys() - texts.keys():
-            del self._since[kind]
-        for kind, text in texts.items():
-            first, length = self._since.get(kind, (step, 0))
-            self._since[kind] = first, length + 1
-            if kind == "unbounded_staleness" or length + 1 >= self._num_steps:
-                yield kind, first, text.format(first)
+        for kind, first, length in self._streaks.extend(step, texts):
+            if kind == "unbounded_staleness" or length >= self._num_steps:
+                yield kind, first, texts[kind].format(first)
 
     def _conditions(self, metrics: Mapping[str, float]) -> Iterator[tuple[StalenessKind, str]]:
         lag = metrics.get(UNBOUNDED_LAG)

@@ -1,10 +1,10 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Findings of sick routing, wrong routes, failing rewards and idle steps, in words: for alerts, report, `watch`.
+"""Findings of unhealthy routing, wrong routes, failing rewards and idle steps, as texts for alerts, report and `watch`.
 
-A finding is an episode: it begins when a condition has held for enough steps in a row, and is over at the first step at
-which it does not hold. A condition that returns soon continues the same episode. Chance is not a finding: a router that
-sends tokens to experts at random, layer by layer, has none.
+A finding is an episode. It begins when a condition has held for enough successive steps, and is over at the first step
+at which the condition does not hold. A condition that soon returns continues the same episode. Chance is not a finding:
+a router that sends tokens to random experts in each layer has none.
 """
 
 import math
@@ -56,40 +56,40 @@ FindingKind = (
     | EngineKind
 )
 CHANCE = 1e-9
-"""Highest probability of a finding, in one layer at one step, under random routing; a run has very many of both."""
+"""Highest probability of a finding under random routing, in one layer at one step, of which a run has very many."""
 QUIET_STEPS = 100
-"""Longest interruption within an episode: a condition that comes and goes would otherwise be reported each time."""
+"""Longest interruption within an episode. Without it an intermittent condition would be reported each time."""
 ROUTER_LOSSES = {"aux": "load balancing loss", "z": "z-loss"}
-"""Name of each loss whose gradient is compared with its equation, by its source in `router_gradient/`."""
+"""Names of the losses whose gradients are compared with their equations, by their source in `router_gradient/`."""
 ROUTER_LOSS_METRICS = tuple(
     f"train/moe/router_gradient/{name}_{source}" for source in ROUTER_LOSSES for name in ("error", "scale")
 )
 MOST_GRADIENT_ERROR = 0.05
-"""Distance of a router loss's gradient from its equation, as a share of its length."""
+"""Largest distance of a router loss's gradient from its equation, relative to its length."""
 MOST_ROUNDED_SCALE = 1.5
-"""Largest scale of that gradient in bfloat16, in which transformers is off by up to a fifth by rounding."""
+"""Largest scale of that gradient in bfloat16, in which transformers' rounding changes it by up to a fifth."""
 _MOST_LAYERS_NAMED = 8
 _SUDDEN_OVERLOAD = 0.25
-"""Rise of the overload factor above its running level that is reported soon, where it exceeds the limit as well."""
+"""Rise of the overload factor above its usual level that is reported soon, if it also exceeds the limit."""
 
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Limits beyond which a condition is a finding; None turns that kind of finding off.
+    """Limits beyond which a condition is a finding. None turns that kind of finding off.
 
     Attributes:
-        dead_expert_steps: Steps in a row that an expert gets no token.
+        dead_expert_steps: Successive steps in which an expert gets no token.
         excess_cv: Imbalance of a layer beyond sampling noise, `sqrt(cv^2 - cv_null^2)`.
-        overload_factor: Work of the busiest expert-parallel rank over the mean one's, `avg_overload_factor`. Chance
-            is no excuse here: the other ranks wait all the same.
-        sustained_steps: Steps in a row that `excess_cv` or `overload_factor` must be exceeded.
-        idle_steps: Steps in a row of reinforcement learning that teach nothing; and from the first one on, without any
-            variation of a reward.
-        missing_routes_share: Share of the rows of a rollout's capture that are missing.
-        missing_routes_steps: Steps in a row that `missing_routes_share` must be exceeded.
-        sudden_steps: Steps in a row that routing must have changed at once, or cannot be right: an expert that had its
-            share is dead, or never had a token while all others of its layer have theirs; the overload factor is far
-            above its own level; or what `RoutingSignal` knows.
+        overload_factor: Work of the busiest expert-parallel rank over the mean rank's, `avg_overload_factor`. It is not
+            corrected for chance, since the other ranks wait in any case.
+        sustained_steps: Successive steps in which `excess_cv` or `overload_factor` must be exceeded.
+        idle_steps: Successive steps of reinforcement learning that teach nothing, and first steps of a run in which a
+            reward never varies.
+        missing_routes_share: Share of missing rows in a rollout's capture.
+        missing_routes_steps: Successive steps in which `missing_routes_share` must be exceeded.
+        sudden_steps: Successive steps of conditions that appear at once: an expert that had its share is dead, or never
+            had a token while all others of its layer have theirs; the overload factor is far above its usual level; or
+            a condition of `RoutingSignal` or `EngineSignal` holds.
         failed_responses_share: Share of the responses of a step or validation that the environment failed to score.
         unbounded_lag: Lag in optimizer steps of a token that a loss trains on without a bound on its weight.
     """
@@ -117,12 +117,12 @@ class Finding:
 
     @property
     def key(self) -> tuple[str, int | None]:
-        """Kind and layer; at most one finding of a key goes on at a time."""
+        """Kind and layer. At most one finding with the same key is ongoing at a time."""
         return self.kind, self.layer
 
 
 def likewise(others: Sequence[Finding]) -> str:
-    """Return the end of a finding's line that names further layers with the same one."""
+    """Return the end of a finding's line that names further layers with the same finding."""
     if not others:
         return ""
     named = [str(finding.layer) for finding in others[:_MOST_LAYERS_NAMED]]
@@ -134,7 +134,7 @@ class FindingTracker:
     """Tracker of the findings of a run, fed step by step.
 
     Args:
-        topk: Experts that each token is routed to; None where that is not known: no imbalance is found then.
+        topk: Experts of each token. Without it, no imbalance is found.
     """
 
     def __init__(self, thresholds: Thresholds, topk: int | None, rank_names: Sequence[str] = ()):
@@ -154,7 +154,10 @@ class FindingTracker:
     @property
     def findings(self) -> list[Finding]:
         """All findings so far, in the order in which they began."""
-        return sorted([*self._earlier, *self._latest.values()], key=_order)
+        return sorted(
+            [*self._earlier, *self._latest.values()],
+            key=lambda found: (found.first_step, found.kind, -1 if found.layer is None else found.layer),
+        )
 
     def observe(
         self,
@@ -164,14 +167,14 @@ class FindingTracker:
         counts: Int[np.ndarray, "layers experts"] | None = None,
         failed: Sequence[FailedResponses] = (),
     ) -> list[Finding]:
-        """Return findings that begin with the next step, except those of its captured routes."""
+        """Return findings that begin with this step, except findings of its captured routes."""
         found = list(self._of_step(step, metrics, layers, counts))
         for kind, since, text in self._rewards.observe(step, metrics, failed):
             found.append(Finding(kind, None, since, step, False, text))
         return self._continue({key for key in self._latest if key[0] not in WRONG_ROUTES.values()}, found)
 
     def observe_anomalies(self, step: int, anomalies: Sequence[RoutingAnomaly]) -> list[Finding]:
-        """Return findings that begin with the captured routes of a step, before its metrics are there."""
+        """Return findings that begin with the captured routes of a step, which are known before its metrics."""
         found = []
         for kind, layer, text in wrong_routes(anomalies):
             since = self._since(kind, layer, step)
@@ -179,7 +182,7 @@ class FindingTracker:
         return self._continue({key for key in self._latest if key[0] in WRONG_ROUTES.values()}, found)
 
     def _continue(self, known: Set[tuple[str, int | None]], found: Sequence[Finding]) -> list[Finding]:
-        """Continue and end episodes of the known keys; return those that begin."""
+        """Continue and end episodes of the known keys. Return new ones."""
         present = {finding.key: finding for finding in found}
         begun = []
         for key in known - present.keys():
@@ -238,7 +241,7 @@ class FindingTracker:
             yield Finding("skipped_updates", None, since, step, False, text)
 
     def _wrong_router_losses(self, step: int, metrics: Mapping[str, float]) -> Iterator[Finding]:
-        for source, loss in ROUTER_LOSSES.items():  # measured now and then; in between, what was found last holds
+        for source, loss in ROUTER_LOSSES.items():  # measured at some steps; the last result holds in between
             scale = metrics.get(f"train/moe/router_gradient/scale_{source}")
             if scale is not None:
                 error = metrics.get(f"train/moe/router_gradient/error_{source}")
@@ -264,7 +267,7 @@ class FindingTracker:
             yield Finding("missing_routes", None, since, step, False, text)
 
     def _since(self, kind: FindingKind, layer: int | None, step: int) -> int:
-        """Return the first step of the episode to which a condition belongs that holds at a step."""
+        """Return the first step of the episode of a condition that holds at a step."""
         latest = self._latest.get((kind, layer))
         return step if latest is None or not _is_same_episode(latest, step) else latest.first_step
 
@@ -276,7 +279,7 @@ class FindingTracker:
             return
         cv, variance = coefficient_of_variation(counts), null_variance(counts, self._topk)
         excess = excess_coefficient_of_variation(cv, variance)
-        # With few tokens, cv is far above its null now and then.
+        # With few tokens, cv is occasionally far above its null.
         by_chance = highest_coefficient_of_variation_by_chance(counts, self._topk, CHANCE)
         self._imbalanced.observe(step, (excess > limit) & (cv > by_chance))
         for row in np.flatnonzero(self._imbalanced.length >= self._thresholds.sustained_steps).tolist():
@@ -310,8 +313,8 @@ class FindingTracker:
 
 
 def _wrong_gradient(loss: str, scale: float, error: float | None) -> str | None:
-    """Return a line about the gradient of a router loss that is not that of its equation and coefficient, or None."""
-    # error: None where rounding alone may be large: then the scale decides.
+    """Describe how the gradient of a router loss differs from its equation and coefficient, if it does."""
+    # Without an error, rounding may be large, and only the scale decides.
     if error is None:
         is_off = not 1 / MOST_ROUNDED_SCALE < scale < MOST_ROUNDED_SCALE
     elif error <= MOST_GRADIENT_ERROR:
@@ -330,16 +333,12 @@ def _wrong_gradient(loss: str, scale: float, error: float | None) -> str | None:
 
 def _is_same_episode(latest: Finding, since: int) -> bool:
     """Return whether a condition that holds since a step continues a finding."""
-    # The steps until a condition has held long enough to be found are no interruption.
+    # Steps until a condition has held long enough to be found are not an interruption.
     return since - latest.last_step - 1 <= QUIET_STEPS
 
 
-def _order(finding: Finding) -> tuple[int, str, int]:
-    return finding.first_step, finding.kind, -1 if finding.layer is None else finding.layer
-
-
 class _Streaks:
-    """Length and first step of the current streak of a condition, at each of several places."""
+    """Length and first step of the current streak of each of several conditions, such as one in each layer."""
 
     def __init__(self, num_places: int):
         self.length = np.zeros(num_places, dtype=np.int64)
@@ -352,7 +351,7 @@ class _Streaks:
 
 
 class _IdleExperts:
-    """Steps that each expert has had no token, and the tokens that a fair share would have been meanwhile."""
+    """Successive steps without a token for each expert, and the tokens of a fair share in the same steps."""
 
     def __init__(self, shape: tuple[int, ...]):
         self.shape = shape
@@ -362,7 +361,7 @@ class _IdleExperts:
         self._total = np.zeros(shape, dtype=np.int64)
 
     def observe(self, step: int, counts: Int[np.ndarray, "layers experts"]) -> None:
-        """Count the next step; a layer without any load neither extends nor ends a streak."""
+        """Count the next step. A layer without any load neither extends nor ends a streak."""
         fair_share = counts.sum(1, keepdims=True) / counts.shape[1]
         is_dead, has_load = dead(counts), counts > 0
         self.since = np.where(is_dead & (self._steps == 0), step, self.since)
@@ -371,15 +370,15 @@ class _IdleExperts:
         self._total += counts
 
     def longer_than(self, num_steps: int, share: float = 1.0) -> Bool[np.ndarray, "layers experts"]:
-        """Return experts that have been dead for at least so many steps, and for longer than chance explains."""
-        # By chance an expert misses all of its expected tokens with probability exp(-expected), in its layer some
-        # expert with at most E times that.
+        """Return experts that have been dead for at least `num_steps` steps, and for longer than chance explains."""
+        # By chance an expert misses all of its expected tokens with probability exp(-expected), and some expert of its
+        # layer with at most E times that.
         beyond_chance = share * self._expected > math.log(max(self.shape[1], 1) / CHANCE)
         chosen: Bool[np.ndarray, "layers experts"] = (self._steps >= max(num_steps, 1)) & beyond_chance
         return chosen
 
     def outliers(self) -> Bool[np.ndarray, "layers experts"]:
-        """Return experts that never had a token, where all others of the layer have half of a fair share."""
+        """Return experts that never had a token, while all others of the layer have half of a fair share."""
         has_load = self._total > 0
         lowest = np.where(has_load, utilization(self._total), np.inf).min(1, keepdims=True)
         found: Bool[np.ndarray, "layers experts"] = ~has_load & np.isfinite(lowest) & (lowest >= LEAST_SHARE)

@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Recording of the routes of forward passes, in training or in generation, of any model whose routers are known.
+"""Recording of the routes of forward passes, in training or generation, of any model whose routers are known.
 
-A pass that activation checkpointing repeats is recorded once. Nothing that the model computes is touched.
+A pass that activation checkpointing repeats is recorded once. The model's computation is unchanged.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,11 +29,11 @@ class RoutedPass:
     """Routes of one forward pass, on the host.
 
     Attributes:
-        experts: Experts of every row of the routers, int16; `UNKNOWN` where a token was dropped.
-        margins: Score of the last expert chosen less that of the first one left out, by layer; None where the router
-            shows no logits, or chooses by other scores than `margins_of_call` knows.
-        shape: Sequences and tokens of each, where rows are sequence by sequence; None where that is not known: a rank
-            of tensor parallelism sees a part of them.
+        experts: Experts of every row of the routers, int16. Slots of dropped tokens are `UNKNOWN`.
+        margins: Score of the last chosen expert minus the best other one, by layer. None if the router returns no
+            logits, or chooses by scores unknown to `margins_of_call`.
+        shape: Numbers of sequences and of tokens in each, if rows are ordered by sequence. None if that is unknown: a
+            rank of tensor parallelism sees only a part of the rows.
     """
 
     kind: PassKind
@@ -69,12 +69,11 @@ class RouteRecorder(ForwardWatcher):
         watch_model(entry_of(model, routers[0][1]), routers, self)
 
     def take(self) -> list[RoutedPass]:
-        """Return the passes recorded since they were last taken, in their order."""
+        """Return the passes recorded since the last call, in order."""
         passes, self._passes = self._passes, []
         return passes
 
     def enter_model(self, arguments: Mapping[str, Any]) -> None:
-        """Note the start of the model's forward."""
         super().enter_model(arguments)
         if self.is_recomputed():
             return
@@ -83,7 +82,7 @@ class RouteRecorder(ForwardWatcher):
         self._num_cached = 0 if cache is None else int(cache.get_seq_length())
 
     def add(self, layer: RouterLayer, router: nn.Module, args: Any, kwargs: Mapping[str, Any], outputs: Any) -> None:
-        """Take one call of a router, unless it is repeated, or runs without its model."""
+        """Record one call of a router, unless it is a repetition, or runs without its model."""
         if self.is_recomputed() or self._gradients_at_entry is None:
             return
         if self._kind is None:
@@ -98,7 +97,6 @@ class RouteRecorder(ForwardWatcher):
             self._padding = padding_mask_of_call(args, kwargs)
 
     def leave_model(self) -> None:
-        """Keep the pass, unless it has failed on its way."""
         if self._kind is not None and len(self._seen) == len(self.layers):
             self._passes.append(self._finished(self._kind))
         if not self.is_recomputed():
@@ -111,7 +109,7 @@ class RouteRecorder(ForwardWatcher):
         found = [margin for _, margin in seen if margin is not None]
         margins = torch.stack(found, 1).cpu() if len(found) == len(seen) else None
         if margins is not None and not bool((margins >= 0).all()):
-            margins = None  # chosen by scores that are not known
+            margins = None  # chosen by unknown scores
         token_ids, mask = self._arguments.get("input_ids"), self._attention_mask
         shape = None
         if isinstance(token_ids, Tensor) and token_ids.ndim == 2 and token_ids.numel() == len(experts):
@@ -138,10 +136,10 @@ class RouteRecorder(ForwardWatcher):
 
 
 def _seen_by_themselves(masks: Any, shape: tuple[int, int], num_cached: int) -> Bool[Tensor, "batch tokens"]:
-    """Return the tokens of a causal pass that see themselves, by masks of who sees whom; all where none is known."""
-    # A cache of fixed size gets such masks, prepared before the model is entered, and a padded token is seen by none.
-    # Some kernels cannot have a row that sees nothing, and open it to every key: to later ones too, which no token
-    # sees.
+    """Return the tokens of a causal pass that attend to themselves, by 4-dimensional masks. Without masks all do."""
+    # A cache of fixed size gets such masks, prepared before the model is entered. No token attends to padding. Some
+    # kernels cannot process a row that attends to nothing, and open it to every key, including later ones, which no
+    # real token attends to.
     kinds = masks.values() if isinstance(masks, Mapping) else [masks]
     found = [mask for mask in kinds if isinstance(mask, Tensor) and mask.ndim == 4]
     num_sequences, num_tokens = shape
@@ -154,12 +152,12 @@ def _seen_by_themselves(masks: Any, shape: tuple[int, int], num_cached: int) -> 
 
 
 def _by_sequence(rows: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Return the rows sequence by sequence, of Megatron-Core's, which has the token axis first."""
+    """Reorder rows from Megatron-Core's order, with the token axis first, to one sequence after the other."""
     return rows.unflatten(0, shape[::-1]).transpose(0, 1).flatten(0, 1)
 
 
 def as_numbers(routed: Tensor, topk: int) -> Int[Tensor, "tokens topk"]:
-    """Return the numbers of the experts of each token, from these or a map of the assignments."""
+    """Return the ids of each token's experts, given the ids or a map of assignments."""
     if routed.dtype != torch.bool:
         return routed
     chosen, experts = routed.int().topk(topk, dim=-1)

@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The coefficient with which transformers' load balancing loss trains, read from the gradients of router logits.
+"""Measurement of the coefficient with which transformers' load balancing loss trains, from gradients of router logits.
 
-If the weights of a token's experts add up to 1, the model's own loss has no gradient at the other experts' logits.
-Only the balancing loss has one there, so that it can be compared with its equation, in any training loop.
+If the weights of a token's experts add up to 1, the model's main loss has no gradient at the other experts' logits.
+Only the balancing loss has one there, so it can be compared with its equation in any training loop.
 """
 
 from collections.abc import Mapping
@@ -27,19 +27,20 @@ from nemo_rl_moe.routing.routers import RouterKind, RouterLayer, routed_experts
 from nemo_rl_moe.shapes import Bool, Float
 
 _SUM_OF_WEIGHTS = 1e-2
-"""Farthest that the weights of a token's experts may add up from 1; bfloat16 alone stays below."""
+"""Largest deviation from 1 of the sum of a token's expert weights. The rounding of bfloat16 is smaller."""
 _MOST_WAITING = 8
-"""Passes whose backward pass may still come; without this limit, passes that never get one would be kept."""
+"""Passes that wait for their backward pass. Without this limit, passes that never get one would be kept."""
 
 
 @dataclass(frozen=True)
 class TrainedCoefficient:
-    """What the gradients of router logits show.
+    """Result of comparing gradients of router logits with the equation.
 
     Attributes:
-        coefficient: Sum over the passes: that of one optimizer step, if each pass has its share of the loss.
-        error: Part of the gradient that neither the balancing loss nor a z-loss explains, as a share of its length.
-        is_exact: The logits are in float32; otherwise transformers rounds the gradient by several percent.
+        coefficient: Sum over the passes. It is the coefficient of one optimizer step if each pass has its share of the
+            loss.
+        error: Part of the gradient that neither the balancing loss nor a z-loss explains, relative to its length.
+        is_exact: The logits are in float32. Otherwise transformers rounds the gradient by several percent.
     """
 
     coefficient: float
@@ -49,7 +50,7 @@ class TrainedCoefficient:
 
 @dataclass
 class _Pass:
-    """One forward pass: logits `[tokens, experts]` and chosen experts by layer, and the gradients that came so far."""
+    """One forward pass: logits `[tokens, experts]` and chosen experts by layer, and the gradients so far."""
 
     is_token: Float[Tensor, " tokens"] | None
     logits: dict[RouterLayer, Float[Tensor, "tokens experts"]] = field(default_factory=dict)
@@ -61,9 +62,9 @@ class _Pass:
 class RouterLossGradient(ForwardWatcher):
     """Reader of the balancing loss's gradient in one model.
 
-    The equation is transformers' `load_balancing_loss_func`: `E * sum_e F_e P_e`, with `F_e` the assignments of expert
-    `e` over the tokens, and `P_e` its mean probability, both over all layers. A z-loss of the user's own, in whatever
-    strength, is told apart.
+    The equation is transformers' `load_balancing_loss_func`: `E * sum_e F_e P_e`, where `F_e` is the assignments of
+    expert `e` over the tokens, and `P_e` its mean probability, both over all layers. A z-loss of any strength that the
+    user adds is separated from it.
 
     Raises:
         ValueError: No router is known.
@@ -78,7 +79,7 @@ class RouterLossGradient(ForwardWatcher):
         watch_model(entry_of(model, routers[0][1]), routers, self)
 
     def take(self) -> TrainedCoefficient | None:
-        """Return what the gradients show since they were last taken; None: there was none."""
+        """Return the coefficient since the last call, if there were gradients."""
         self._compare_finished()
         found = None
         if self._length > 0:
@@ -94,11 +95,11 @@ class RouterLossGradient(ForwardWatcher):
             self._passes.append(_Pass(None))
 
     def add(self, layer: RouterLayer, router: nn.Module, args: Any, kwargs: Mapping[str, Any], outputs: Any) -> None:
-        """Take one call of a router; activation checkpointing may run it without gradients first."""
+        """Record one call of a router. Activation checkpointing may run it without gradients first."""
         if layer.kind is not RouterKind.TRANSFORMERS or not router.training or len(outputs) < 2 or not self._passes:
             return
         logits, weights, of_pass = outputs[0], outputs[1], self._passes[-1]
-        if layer not in self._is_readable:  # once: on a GPU the host would wait
+        if layer not in self._is_readable:  # checked once, because on a GPU the host waits
             self._is_readable[layer] = isinstance(logits, Tensor) and logits.ndim == 2 and _add_up_to_one(weights)
         if not self._is_readable[layer]:
             return
@@ -113,7 +114,7 @@ class RouterLossGradient(ForwardWatcher):
 
     @torch.no_grad()
     def _compare_finished(self) -> None:
-        """Compare the passes whose backward pass has run, and forget them; the others wait for theirs."""
+        """Compare and drop the passes whose backward pass has run. The others wait."""
         for of_pass in self._passes:
             if of_pass.gradients:
                 self._compare(of_pass)

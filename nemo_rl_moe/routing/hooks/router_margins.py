@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Margins of the routers of transformers, by the scores that they choose experts by."""
+"""Margins of the routers of transformers, by the scores with which they choose experts."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,7 @@ from nemo_rl_moe.routing.routers import RouterKind, RouterLayer
 from nemo_rl_moe.shapes import Float, Int
 
 _BIASES = ("e_score_correction_bias", "expert_bias")
-"""Names of a bias on the sigmoid of the logits, which is the router's own or an argument from the block around it."""
+"""Names of a bias on the sigmoid of the logits: an attribute of the router or an argument from the block around it."""
 
 
 def margins_of_call(
@@ -24,19 +24,16 @@ def margins_of_call(
     outputs: Any,
     experts: Int[Tensor, "tokens topk"],
 ) -> Float[Tensor, " tokens"] | None:
-    """Return the margins of a router's call: by the softmax of its logits or, with a bias, by their sigmoid and the
-    bias; in groups as `group_limited_margins` has them.
+    """Return the margins of a router's call, or None if it returns no logits or chooses all experts.
+
+    They are computed from the softmax of the logits or, with a bias, from their sigmoid plus the bias. In groups they
+    follow `group_limited_margins`. A margin below 0 or NaN shows that the router chose by other scores.
 
     Args:
-        layer: Its layer.
-        router: The router.
         args: Positional arguments of the call.
-        kwargs: Arguments of the call by name.
-        outputs: What it returned, its logits first.
-        experts: The experts chosen.
-
-    Returns:
-        Below 0, or NaN, where other scores have chosen; None where the router shows no logits, or chooses all.
+        kwargs: Named arguments of the call.
+        outputs: Outputs of the call, the logits first.
+        experts: The chosen experts.
     """
     if layer.kind is not RouterKind.TRANSFORMERS or layer.topk >= layer.num_experts or not isinstance(outputs, tuple):
         return None
@@ -49,7 +46,7 @@ def margins_of_call(
     of_groups = scores.new_full((len(scores),), torch.inf)
     num_groups, group_topk = getattr(router, "num_group", None) or 1, getattr(router, "topk_group", None) or 1
     if num_groups > 1 and getattr(router, "topk_method", "") != "greedy":
-        # DeepSeek-V2's best expert speaks for its group, the two best do of its successors, which have a bias.
+        # A group's score is that of its best expert in DeepSeek-V2, and of its two best in its successors with a bias.
         scores, of_groups = limited_to_groups(scores, num_groups, group_topk, 1 if bias is None else 2)
     of_experts = scores.gather(1, experts).amin(-1) - scores.scatter(1, experts, -torch.inf).amax(-1)
     return torch.minimum(of_experts, of_groups)

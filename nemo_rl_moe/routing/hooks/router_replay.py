@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Audit of Megatron-Core's RouterReplay in any training loop: what is set as targets, what is taken, what is live.
+"""Audit of Megatron-Core's RouterReplay in any training loop: targets, experts taken, and live choices.
 
     audit = RouterReplayAudit(model_chunks)
     ...                                        # set_replay_data, forward, backward: as the loop does it
@@ -8,7 +8,7 @@
     for anomaly in found.report.anomalies: ...
 
 Every forward pass under REPLAY_FORWARD is audited. A pass that activation checkpointing repeats is compared with the
-first one. The router's own choice costs one more top-k; nothing that the model computes is touched.
+first one. The router's live choice costs one more top-k. The model's computation is unchanged.
 """
 
 from collections import defaultdict, deque
@@ -58,8 +58,8 @@ class RouterReplayAudit:
     """Hooks on the model chunks of one rank, and the counts of one step.
 
     Args:
-        unfed: From the arguments of a chunk's forward, by name, to the tokens of which the rollout has no routes, such
-            as padding and the last one of each sequence, whatever their targets hold. Without it all tokens count.
+        unfed: Function from the named arguments of a chunk's forward to the tokens without routes in the rollout, such
+            as padding and the last one of each sequence. Their targets are ignored. Without it all tokens count.
 
     Raises:
         ValueError: Routers have no RouterReplay.
@@ -74,10 +74,10 @@ class RouterReplayAudit:
         device = next((parameter.device for parameter in chunks[0].parameters()), torch.device("cpu"))
         self._statistics = AgreementStatistics(len(self._layers), self._num_experts, device)
         self._recomputed = torch.zeros(len(self._layers), 2, dtype=torch.long, device=device)
-        # By pass and sequence; chunks fill their layers.
+        # Keys are pass and sequence. Each chunk fills its layers.
         self._sampled: dict[tuple[int, int], np.ndarray] = {}
         self._place = _place()
-        # Without sequence parallelism all ranks of tensor parallelism see the same tokens.
+        # Without sequence parallelism all tensor-parallel ranks see the same tokens.
         self._counts = self._place.tensor_rank == 0 or bool(self._config.sequence_parallel)
         self._watchers = [_ChunkWatcher(self, chunk) for chunk in chunks]
 
@@ -86,10 +86,10 @@ class RouterReplayAudit:
             watcher.remove()
 
     def end_step(self, step: int) -> AuditedStep:
-        """Return the audit of the passes since the last step, over all ranks; a collective operation.
+        """Return the audit of the passes since the last step, over all ranks. A collective.
 
-        `metrics` are those of `nemo-rl-moe audit`. `rollout_load` counts the targets, `training_load` what the routers
-        would choose for the same tokens. Anomalies of all ranks are reported, each kind once for a layer.
+        `metrics` has the keys of `nemo-rl-moe audit`. `rollout_load` counts the targets, `training_load` the live
+        choices for the same tokens. Anomalies of all ranks are reported, each kind once per layer.
         """
         totals = self._statistics.reduced(self._place.stages)
         (recomputed,) = sum_over_ranks([self._recomputed], self._recomputed.device)
@@ -122,16 +122,15 @@ class RouterReplayAudit:
         return audited
 
     def fed_tokens(self, arguments: Mapping[str, Any], num_rows: int) -> Bool[Tensor, " tokens"]:
-        """Return the tokens of a pass that count, in the order of the routers'."""
+        """Return the tokens of a pass that count, in the routers' order."""
         if self._unfed is None:
             return torch.ones(num_rows, dtype=torch.bool, device=self._recomputed.device)
         by_column = ~self._unfed(arguments).transpose(0, 1)
-        if by_column.numel() != num_rows:  # sequence parallel: a block of columns each
+        if by_column.numel() != num_rows:  # sequence parallel: each rank has a block of columns
             by_column = by_column.chunk(self._place.tensor_size)[self._place.tensor_rank]
         return by_column.reshape(-1)
 
     def add(self, number: int, seen: Mapping[int, "_Seen"], fed: Bool[Tensor, " tokens"], num_sequences: int) -> None:
-        """Add one forward pass of a chunk."""
         if not self._counts:
             return
         layers = sorted(seen)
@@ -140,9 +139,9 @@ class RouterReplayAudit:
             nothing = ReplayRoutes.of(fed.new_zeros(len(fed), 0, self._topk, dtype=torch.long), self._num_experts)
             self._statistics.add(number, positions, nothing, fed, [])
             return
-        # A target may be of any type of integers, such as one that cannot hold what is unknown.
+        # Targets may have any integer type, such as one that cannot hold UNKNOWN.
         targets = torch.stack([seen[layer].target.to(fed.device, torch.long) for layer in layers], 1)
-        # A target stands for tokens too that no engine has fed; what it holds there says nothing.
+        # Tokens that no engine was fed have targets too, with arbitrary values.
         targets = targets.masked_fill(~fed[:, None, None], UNKNOWN)
         routed = [seen[layer].routed for layer in layers]
         self._statistics.add(number, positions, ReplayRoutes.of(targets, self._num_experts), fed, routed)
@@ -150,7 +149,7 @@ class RouterReplayAudit:
         self._sample(number, layers, torch.stack([targets, live]), fed, num_sequences)
 
     def add_recomputed(self, layer: int, wrong: Int[Tensor, ""], num_rows: int) -> None:
-        """Add the repeated pass of one layer: its rows, and those that took other experts than the first pass."""
+        """Count the rows of a layer's repeated pass, and the rows that took other experts than the first pass."""
         self._recomputed[self._position[layer], _RECOMPUTED] += num_rows
         self._recomputed[self._position[layer], _RECOMPUTED_WRONG] += wrong
 
@@ -181,7 +180,7 @@ class RouterReplayAudit:
             self._sampled[key][:, : len(rows), places] = both[:, rows].to(torch.int16).cpu().numpy()
 
     def _anomalies(self, totals: AgreementTotals, recomputed: Int[Tensor, "layers 2"]) -> list[RoutingAnomaly]:
-        """Return the anomalies of all ranks; a collective operation."""
+        """Return the anomalies of all ranks. A collective."""
         found = row_anomalies(totals, self._layers) + _not_taken(totals, self._layers)
         found += _other_recomputed(recomputed, self._layers)
         mine = self._identity(totals)
@@ -194,12 +193,12 @@ class RouterReplayAudit:
         return found or unexplained_disagreement(totals, self._layers)
 
     def _identity(self, totals: AgreementTotals) -> list[RoutingAnomaly]:
-        """Compare this rank's sampled sequences, the layers of all stages side by side, which is a collective."""
+        """Check this rank's sampled sequences, with the layers of all stages. A collective."""
         of_stages = [self._sampled]
         if self._place.stages is not None:
             of_stages = [{} for _ in range(dist.get_world_size(self._place.stages))]
             dist.all_gather_object(of_stages, self._sampled, group=self._place.stages)
-        # What a stage does not hold is unknown, -1, and so below all that is known.
+        # Layers of other stages are UNKNOWN, which is -1 and below every expert id.
         keys = sorted({key for of_stage in of_stages for key in of_stage})
         found = [np.maximum.reduce([of_stage[key] for of_stage in of_stages if key in of_stage]) for key in keys]
         if not found:
@@ -211,7 +210,7 @@ class RouterReplayAudit:
 
 
 class _Seen(NamedTuple):
-    """One router's pass under replay: the targets in force, and what it did."""
+    """One router's pass under replay: the current targets, and its choice."""
 
     target: Int[Tensor, "tokens topk"]
     routed: RoutedTokens
@@ -236,7 +235,7 @@ class _ChunkWatcher(ForwardWatcher):
                 raise ValueError(
                     f"layer {layer.key} has no RouterReplay: the model must be built with moe_enable_routing_replay"
                 )
-            # On the object, whose place in the list of all others the loop may rely on.
+            # Set on the object. The loop may rely on its position in the global list of RouterReplay objects.
             self._replays.append((replay, vars(replay).get("get_replay_topk")))
             replay.get_replay_topk = partial(self._replayed, layer, replay, replay.get_replay_topk)
         self._chunk = _entry(chunk)
@@ -247,7 +246,7 @@ class _ChunkWatcher(ForwardWatcher):
         for replay, own in self._replays:
             if own is None:
                 del replay.get_replay_topk
-            else:  # what the loop itself had put there
+            else:  # the loop itself had replaced the method
                 replay.get_replay_topk = own
 
     def start_step(self) -> None:
@@ -255,13 +254,12 @@ class _ChunkWatcher(ForwardWatcher):
         self._taken.clear()
 
     def enter_model(self, arguments: Mapping[str, Any]) -> None:
-        """Note the start of the chunk's forward."""
         super().enter_model(arguments)
         if not self.is_recomputed():
             self._arguments, self._seen, self._num_rows, self._num_sequences = arguments, {}, 0, None
 
     def add(self, layer: RouterLayer, router: nn.Module, args: Any, kwargs: Mapping[str, Any], outputs: Any) -> None:
-        """Take a router's output: a fused router has chosen without asking its RouterReplay."""
+        """Record the output of a fused router, which chooses without asking its RouterReplay."""
         replay: Any = router.router_replay
         number = int(layer.key)
         if self._num_sequences is None and args and args[0].ndim == 3:  # [tokens, sequences, hidden]
@@ -274,7 +272,6 @@ class _ChunkWatcher(ForwardWatcher):
         self._note(number, replay.target_topk_idx, RoutedTokens(taken, taken, None))
 
     def leave_model(self) -> None:
-        """Add the pass to the agreement statistics."""
         if self._gradients_at_entry is not None and not self.is_recomputed():
             num_rows, num_sequences = self._size_of_pass()
             if num_rows:
@@ -285,14 +282,14 @@ class _ChunkWatcher(ForwardWatcher):
         super().leave_model()
 
     def _size_of_pass(self) -> tuple[int, int]:
-        """Return the rows that this rank's routers see, and sequences."""
-        # Stages share the marks of all tokens, those without a router too.
+        """Return the numbers of rows of this rank's routers, and of sequences."""
+        # Stages share the marks of all tokens, including stages without a router.
         tokens = self._arguments.get("input_ids")
         if isinstance(tokens, Tensor):
             return self._num_rows or self._audit.rows_of_batch(tokens), tokens.shape[0]
         if self._num_rows:
             return self._num_rows, self._num_sequences or 1
-        hidden = getattr(getattr(self._chunk, "decoder", None), "input_tensor", None)  # of the stage before
+        hidden = getattr(getattr(self._chunk, "decoder", None), "input_tensor", None)  # from the previous stage
         return (hidden.shape[0] * hidden.shape[1], hidden.shape[1]) if isinstance(hidden, Tensor) else (0, 1)
 
     def _replayed(
@@ -306,17 +303,17 @@ class _ChunkWatcher(ForwardWatcher):
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the choice in RouterReplay's place, which it makes itself."""
+        """Return the choice of the RouterReplay, and record it."""
         is_replaying, target, number = _is_replaying(replay), replay.target_topk_idx, int(layer.key)
         values, taken = choose(scores, topk, num_groups, group_topk, default_compute_topk)
         if self.is_recomputed():
             self._compare_recomputed(number, taken)
             return values, taken
-        if self._gradients_at_entry is None:  # the router alone
+        if self._gradients_at_entry is None:  # the router runs without its model
             return values, taken
         self._num_rows = len(taken)
         if self._gradients_at_entry:
-            if len(replay.replay_backward_list) <= 1:  # the loop has cleared its own queue
+            if len(replay.replay_backward_list) <= 1:  # the loop has cleared the queue
                 self._taken[number].clear()
             self._taken[number].append(taken)
         if is_replaying and target is not None and default_compute_topk is not None:
@@ -346,12 +343,12 @@ class _ChunkWatcher(ForwardWatcher):
 
 
 def _is_replaying(replay: Any) -> bool:
-    # By name: the enumeration need not be imported.
+    # By name, so that the enumeration need not be imported.
     return getattr(getattr(replay, "router_replay_action", None), "value", None) == "replay_forward"
 
 
 def _decoder_routers(chunk: nn.Module) -> list[tuple[RouterLayer, Any]]:
-    """Return the routers of the decoder's layers, without those that predict further tokens (MTP)."""
+    """Return the routers of the decoder's layers, without those for multi-token prediction (MTP)."""
     return [
         (RouterLayer(module.layer_number - 1, RouterKind.MEGATRON, int(module.num_experts), int(module.topk)), module)
         for name, module in chunk.named_modules()
@@ -360,7 +357,7 @@ def _decoder_routers(chunk: nn.Module) -> list[tuple[RouterLayer, Any]]:
 
 
 def _entry(chunk: nn.Module) -> nn.Module:
-    """Return the model inside its wrappers, whose forward has named parameters."""
+    """Return the model inside its wrappers. Its forward has named parameters."""
     while isinstance(inner := getattr(chunk, "module", None), nn.Module):
         chunk = inner
     return chunk
@@ -380,7 +377,7 @@ def _place() -> _Place:
 
 
 def _not_taken(totals: AgreementTotals, layers: Sequence[int]) -> list[RoutingAnomaly]:
-    """Return the targets that a router has not taken: it does not ask for them, as a fused one."""
+    """Report targets that a router has not taken, since it does not ask for them, like a fused router."""
     missed = totals.rows[:, Row.USABLE] - totals.rows[:, Row.TAKEN_SAME]
     compared = int(totals.tokens[0]) > 0
     return [
@@ -391,7 +388,7 @@ def _not_taken(totals: AgreementTotals, layers: Sequence[int]) -> list[RoutingAn
 
 
 def _other_recomputed(recomputed: Int[Tensor, "layers 2"], layers: Sequence[int]) -> list[RoutingAnomaly]:
-    """Report layers whose recomputed pass took other experts: its gradient is of another function."""
+    """Report layers whose recomputed pass took other experts, so that its gradient belongs to another function."""
     return [
         RoutingAnomaly(
             "rows", f"the repeated forward of layer {layer} took other experts in {wrong:,} of {rows:,} rows", layer

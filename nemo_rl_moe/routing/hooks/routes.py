@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A context manager that records the routes of any model: of transformers with their routers, or of Megatron-Core.
+"""Context manager that records the routes of a model of transformers or Megatron-Core.
 
 with record_routes(model) as routes:
     model(**batch).loss.backward()
@@ -34,18 +34,18 @@ from nemo_rl_moe.routing.replay import UNKNOWN
 from nemo_rl_moe.runs.folder.captured_sequences import CaptureDescription, CapturedSequence, rows_of
 
 _ALONE = f"process-{uuid.uuid4().hex[:12]}"
-"""Writer of a process that belongs to no job."""
+"""Writer name of a process without a job."""
 
 
 class Routes:
-    """Routes of the passes that ran inside of `record_routes`, one process's."""
+    """Routes of the passes in one process inside `record_routes`."""
 
     def __init__(self, recorder: RouteRecorder):
         self.passes: list[RoutedPass] = []
         self.description: CaptureDescription = capture_description(recorder.layers, "record_routes")
 
     def expert_load(self) -> ExpertLoad:
-        """Return the tokens of each expert in each layer, padding left out."""
+        """Return the tokens of each expert in each layer, without padding."""
         counts = torch.zeros(len(self.description.layers), self.description.num_experts, dtype=torch.long)
         for routed in self.passes:
             for layer, experts in enumerate(routed.experts.unbind(1)):
@@ -53,42 +53,37 @@ class Routes:
         return ExpertLoad(self.description.layers, counts)
 
     def load_balance_metrics(self, *, detailed: bool = False) -> dict[str, float]:
-        """Return the load balance metrics of all passes together: `routing.metrics.load_balance_metrics`."""
         return load_balance_metrics(self.expert_load(), router_topk=self.description.topk, detailed=detailed)
 
     def sequences(self) -> list[RoutedSequence]:
-        """Return the sequences of the passes; those of a generation go on through its passes."""
+        """Return the sequences of the passes. The passes of a generation are joined."""
         return sequences_of(self.passes)
 
     def capture(self, rollout: "Routes | None" = None) -> list[CapturedSequence]:
-        """Return the sequences as a capture has them, these routes as the training's side."""
+        """Return the sequences in the form of a capture, with these routes as training."""
         if rollout is None:
             return training_sequences(self.sequences())
         return paired_sequences(rollout.sequences(), self.sequences())
 
     def audit(self, rollout: "Routes", step: int = 0) -> AuditedStep:
-        """Return the agreement with a rollout of the same tokens, load balance of both, and findings."""
+        """Return the audit against a rollout of the same tokens: agreement, load balance of both, and findings."""
         return audit_sequences(self.description, step, self.capture(rollout))
 
     def write_capture(self, folder: Path, step: int, rollout: "Routes | None" = None) -> Path | None:
-        """Write the sequences into a capture folder; return the file, or None without any sequence.
+        """Write the sequences into a capture folder. Return the file, or None without sequences.
 
-        The writer is the same at every step, so that findings can name it: the rank of the process in its job.
+        The writer's name is the rank of the process in its job, the same at every step, so that findings can name it.
         """
         sequences = self.capture(rollout)
         from nemo_rl_moe.runs.folder.capture_folder import CaptureFolderWriter  # files need pyarrow, metrics do not
 
-        return CaptureFolderWriter(folder, self.description, _writer()).write(step, sequences) if sequences else None
-
-
-def _writer() -> str:
-    """Return the name of this process among those that write a capture."""
-    return f"rank-{dist.get_rank()}" if dist.is_initialized() else _ALONE
+        writer = f"rank-{dist.get_rank()}" if dist.is_initialized() else _ALONE
+        return CaptureFolderWriter(folder, self.description, writer).write(step, sequences) if sequences else None
 
 
 @contextmanager
 def record_routes(model: nn.Module) -> Iterator[Routes]:
-    """Record the passes of a model while it is open; they are there once it is closed.
+    """Record the passes of a model inside the context. They are complete at its end.
 
     Raises:
         ValueError: No router is known, or layers have different numbers of experts.
@@ -103,11 +98,11 @@ def record_routes(model: nn.Module) -> Iterator[Routes]:
 
 
 def audit_sequences(description: CaptureDescription, step: int, sequences: Sequence[CapturedSequence]) -> AuditedStep:
-    """Audit sequences that are in memory.
+    """Audit sequences in memory.
 
-    In a job of several processes every one calls it, with sequences of its own, and gets the audit of all: counts and
-    loads are added up, layers, tokens and sequences are compared in a sample of those of up to 16 processes, and a
-    process whose routes alone are lost or wrong is named. Numbers of log-probabilities and rewards are the process's.
+    In a job of several processes each one calls it with its sequences, and gets the audit of all. Counts and loads are
+    added up. Layers, tokens and sequences are compared in a sample from up to 16 processes. A process that alone has
+    lost or wrong routes is named. Counts of log-probabilities and rewards are those of the calling process.
     """
     ranks = [f"rank-{rank}" for rank in range(dist.get_world_size())] if dist.is_initialized() else []
     if len(ranks) < 2:
@@ -120,6 +115,6 @@ def audit_sequences(description: CaptureDescription, step: int, sequences: Seque
 
 
 def anomalies_of(audited: AuditedStep) -> tuple[RoutingAnomaly, ...]:
-    """Return the anomalies of a step's routes, a rollout of other tokens or weights altogether included."""
+    """Return the anomalies of a step's routes, including a rollout of entirely other tokens or weights."""
     found = () if audited.report is None else audited.report.anomalies
     return found or tuple(foreign_capture(audited.metrics.get("moe/routing/slot_kappa")))

@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""From recorded passes to sequences: padding left out on either side, the steps of a generation put together.
+"""Conversion of recorded passes to sequences without padding, with the passes of a generation joined.
 
-Sequences of a rollout and of training find each other by their token ids.
+Sequences of a rollout and of training are matched by their token ids.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,8 +28,8 @@ class RoutedSequence:
 def sequences_of(passes: Sequence[RoutedPass]) -> list[RoutedSequence]:
     """Return the sequences of some passes.
 
-    Passes with a cache continue the one before where they begin at its end. What a pass continues that was not
-    recorded, and passes without token ids, are left out.
+    A pass with a cache continues the previous one if it begins at its end. Passes that continue an unrecorded pass, and
+    passes without token ids, are skipped.
     """
     found: list[RoutedSequence] = []
     parts: list[RoutedPass] = []
@@ -72,13 +72,13 @@ def _joined(parts: Sequence[RoutedPass]) -> Iterator[RoutedSequence]:
 
 
 def capture_description(layers: Sequence[RouterLayer], made_by: str) -> CaptureDescription:
-    """Return the description of a capture of a model whose layers all have as many experts."""
+    """Return the capture description of a model whose layers all have the same number of experts."""
     indices = indices_of_layers([layer.key for layer in layers])
     return CaptureDescription(tuple(indices.values()), layers[0].num_experts, layers[0].topk, made_by)
 
 
 def training_sequences(training: Sequence[RoutedSequence]) -> list[CapturedSequence]:
-    """Return sequences of training as a capture has them, without a rollout."""
+    """Return sequences of training in the form of a capture, without a rollout."""
     return [
         CapturedSequence(str(number), len(sequence.token_ids), _training_columns(sequence))
         for number, sequence in enumerate(training)
@@ -89,10 +89,10 @@ def training_sequences(training: Sequence[RoutedSequence]) -> list[CapturedSeque
 def paired_sequences(
     rollout: Sequence[RoutedSequence], training: Sequence[RoutedSequence], first: int = 0
 ) -> list[CapturedSequence]:
-    """Return sequences of training beside the routes of the rollout that sampled them; others are left out.
+    """Return sequences of training with the routes of the rollout that sampled them. Others are dropped.
 
-    A rollout feeds all but the last token of a sequence, and goes on with padding where others of its batch are longer:
-    it sampled a sequence that begins what it fed.
+    A rollout is fed all but the last token of a sequence, and then padding if others of its batch are longer. So it
+    sampled the training sequence if its tokens continue with nothing, or with the last token.
     """
     found = []
     for number, sequence in enumerate(training, start=first):

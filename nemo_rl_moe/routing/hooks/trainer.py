@@ -1,14 +1,13 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A callback of transformers' Trainer and of TRL's: load balance, agreement of generation and training, findings.
+"""Callback of transformers' and TRL's trainers: load balance, agreement of generation and training, findings.
 
     callback = RoutingCallback()
     trainer = SFTTrainer(model, args=..., train_dataset=...)
     callback.attach(trainer)
     trainer.train()
 
-Metrics go into the logs that the trainer sends wherever it reports to; findings are warnings of Python's `logging`.
-This module imports transformers.
+Metrics go into the trainer's logs. Findings are warnings of Python's `logging`. This module imports transformers.
 """
 
 import logging
@@ -35,27 +34,27 @@ from nemo_rl_moe.routing.metrics.metric_keys import OUTLIER_PREFIX, indices_of_l
 from nemo_rl_moe.runs.folder.captured_sequences import CapturedSequence
 
 THRESHOLDS = Thresholds(dead_expert_steps=20, excess_cv=1.0, overload_factor=None, sustained_steps=20, sudden_steps=2)
-"""Limits of findings, in logged steps; a finding needs them in a row."""
+"""Limits of findings, in successive logged steps."""
 _log = logging.getLogger(__name__)
 
 
 class RoutingCallback(TrainerCallback):
-    """Callback that looks at the routes of the model that is trained.
+    """Callback that observes the routes of the trained model.
 
-    Metrics of each logged step, over all of its microbatches and processes: load balance of the training pass under
-    `moe/`, and where the model generates what it is trained on, as in GRPO without a server, agreement of generation
-    with training under `moe/routing/`, and load balance of the generation under `rollout_moe/`. Layers, tokens and
-    sequences that are in each other's place are found in a sample of those of all processes.
+    Each logged step has these metrics, over all of its microbatches and processes: load balance of the training pass
+    under `moe/`, and, if the model generates its training data as in GRPO without a server, agreement of generation
+    with training under `moe/routing/`, and load balance of the generation under `rollout_moe/`. Exchanged layers,
+    tokens and sequences are found in a sample from all processes.
 
-    Where the model trains with its load balancing loss (`output_router_logits=True`) and the weights of a token's
-    experts add up to 1, `moe/router_gradient/coefficient_aux` is the coefficient that the loss trains with, and
-    `moe/router_gradient/scale_aux` the same over the one that is wanted: 1 is right.
+    If the model trains with its load balancing loss (`output_router_logits=True`) and the weights of a token's experts
+    add up to 1, `moe/router_gradient/coefficient_aux` is the coefficient with which the loss trains, and
+    `moe/router_gradient/scale_aux` is its ratio to the wanted coefficient, ideally 1.
 
     Args:
         thresholds: Limits of findings.
-        router_loss_coefficient: Coefficient that the load balancing loss is to train with; None: the model's
+        max_sequences: Sequences per process and logged step in which generation and training are compared.
+        router_loss_coefficient: Wanted coefficient of the load balancing loss. None is the model's
             `router_aux_loss_coef`.
-        max_sequences: Sequences of each process and logged step of which generation and training are compared.
     """
 
     def __init__(
@@ -80,13 +79,13 @@ class RoutingCallback(TrainerCallback):
         return [] if self._tracker is None else self._tracker.findings
 
     def attach(self, trainer: Any) -> None:
-        """Add the callback to a trainer, before those that report: what comes after them is in no report."""
+        """Add the callback to a trainer, before the callbacks that report: they would not see later metrics."""
         trainer.callback_handler.callbacks.insert(0, self)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **more: Any) -> None:
-        recorder = RouteRecorder(model, self._wants)  # first: it may refuse the model
+        recorder = RouteRecorder(model, self._wants)  # first, because it may refuse the model
         enable_load_balance_tracking(model)
-        # A scaler of float16 multiplies every gradient by a number that it changes as it goes.
+        # A scaler of float16 multiplies every gradient by a factor that it changes during training.
         is_scaled = bool(getattr(args, "fp16", False))
         self._losses = RouterLossGradient(model) if _balancing_coefficient(model) and not is_scaled else None
         self._model, self._recorder = model, recorder
@@ -103,7 +102,7 @@ class RoutingCallback(TrainerCallback):
             self._compare_passes(self._recorder.take())
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **more: Any) -> None:
-        """Add the metrics to the logs of a step of training, and report the findings that begin with it."""
+        """Add the metrics to the logs of a training step, and report new findings."""
         if self._model is None or self._recorder is None or "loss" not in logs:
             return
         metrics = self._end_of_step(self._model, self._recorder, state)
@@ -120,7 +119,7 @@ class RoutingCallback(TrainerCallback):
         self._rollout, self._compared = [], []
 
     def _wants(self, kind: PassKind) -> bool:
-        """Return whether a pass is compared: generation, and training where there was one."""
+        """Return True for passes to compare: generation, and training after a generation."""
         if kind.is_training:
             return self._has_generated and len(self._compared) < self._max_sequences
         self._has_generated |= kind.has_cache
@@ -128,14 +127,14 @@ class RoutingCallback(TrainerCallback):
 
     def _compare_passes(self, passes: list[RoutedPass]) -> None:
         sampled = sequences_of([routed for routed in passes if not routed.kind.is_training])
-        # A rollout serves the steps until the next one.
+        # A rollout serves the steps until the next rollout.
         self._rollout = sampled or self._rollout
         trained = sequences_of([routed for routed in passes if routed.kind.is_training])
         pairs = paired_sequences(self._rollout, trained, first=len(self._compared))
         self._compared += pairs[: self._max_sequences - len(self._compared)]
 
     def _router_losses(self, model: nn.Module) -> dict[str, float]:
-        """Return how the gradient of the balancing loss agrees with its equation, of the updates since the last log."""
+        """Return how the balancing loss's gradient since the last log agrees with its equation."""
         found = None if self._losses is None else self._losses.take()
         updates, self._num_updates = max(self._num_updates, 1), 0
         if found is None:
@@ -171,7 +170,7 @@ class RoutingCallback(TrainerCallback):
 
 
 def _balancing_coefficient(model: nn.Module) -> float:
-    """Return the coefficient of the balancing loss that transformers adds to a model's own; 0: it adds none."""
+    """Return the coefficient of the balancing loss that transformers adds to the model's loss, or 0."""
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     if not getattr(config, "output_router_logits", False):
@@ -180,7 +179,7 @@ def _balancing_coefficient(model: nn.Module) -> float:
 
 
 def _matrix(loads: dict[int, LayerLoad] | dict[str, LayerLoad]) -> tuple[tuple[int, ...], Any]:
-    """Return the layers and their counts as one matrix; None where numbers of experts differ."""
+    """Return the layers, and their counts as one matrix if their numbers of experts are equal."""
     indices = indices_of_layers(loads)
     counts = [loads[key]["expert_load"] for key in indices]  # type: ignore[index]
     alike = len({len(row) for row in counts}) == 1
@@ -188,7 +187,7 @@ def _matrix(loads: dict[int, LayerLoad] | dict[str, LayerLoad]) -> tuple[tuple[i
 
 
 def _adds_up_on_the_host() -> bool:
-    """Return True where there is one process, or its group adds up tensors of the host, as gloo does."""
+    """Return True if there is one process, or its group can reduce tensors on the host, as gloo does."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return True
     return "gloo" in dist.get_backend_config()

@@ -19,11 +19,11 @@ def add_assignments(
     routed: Bool[Tensor, "tokens experts"] | Int[Tensor, "tokens topk"],
     valid: Bool[Tensor, " tokens"] | None,
 ) -> None:
-    """Add one router call (a map, or indices of experts) to the counts, in place."""
+    """Add one router call (a map, or ids of experts) to the counts, in place."""
     if routed.dtype == torch.bool:
         counts.add_((routed if valid is None else routed & valid[:, None]).sum(0))
         return
-    # Not bincount, which waits for the device to learn the largest number.
+    # Not bincount, which waits for the device to find the largest id.
     routed = routed.long()
     ones = torch.ones_like(routed) if valid is None else valid.long()[:, None].expand_as(routed)
     counts.scatter_add_(0, routed.reshape(-1), ones.reshape(-1))
@@ -45,14 +45,14 @@ class StepEvent(NamedTuple):
 
 
 class ExpertLoadRecorder:
-    """The counts `c[m,i,e]` of one `train()` call, and the order of its forward and backward passes.
+    """Counts `c[m,i,e]` of one `train()` call, and the order of its forward and backward passes.
 
-    Only passes inside `training_forward` count: no recomputed, evaluation, log-prob or generation pass enters it.
+    Only passes inside `training_forward` count, so recomputed, evaluation, log-prob and generation passes do not.
 
     Attributes:
         counts: `c[m,i,e]` of this rank.
-        image_counts: Counts of image tokens, over all microbatches; None where they are not counted apart.
-        expert_load: The load matrix of the last step over all ranks, once it has been reduced.
+        image_counts: Counts of image tokens over all microbatches, if they are counted separately.
+        expert_load: Load matrix of the last step over all ranks, once it has been reduced.
     """
 
     def __init__(self, num_moe_layers: int, num_experts: int, device: torch.device):
@@ -68,7 +68,7 @@ class ExpertLoadRecorder:
         self.expert_load: ExpertLoad | None = None
 
     def start(self, num_microbatches: int, *, counts_images: bool = False) -> None:
-        """Clear what was recorded and make room for so many microbatches."""
+        """Clear the record and allocate counts for `num_microbatches`."""
         self.events = []
         self.image_counts = torch.zeros(self._shape, dtype=torch.long, device=self._device) if counts_images else None
         if self.counts.shape[0] == num_microbatches:
@@ -80,7 +80,7 @@ class ExpertLoadRecorder:
     def training_forward(
         self, chunk: int, microbatch: int, is_image: Bool[Tensor, " tokens"] | None = None
     ) -> Iterator[None]:
-        """Count routers' assignments for this microbatch while open; `is_image` is in the routers' order."""
+        """Count the assignments of this microbatch inside the context. `is_image` is in the routers' order."""
         self.events.append(StepEvent(FORWARD, chunk, microbatch))
         self._microbatch = microbatch
         self._is_image = None if self.image_counts is None else is_image
@@ -99,7 +99,7 @@ class ExpertLoadRecorder:
         return self._microbatch is not None
 
     def watch_backward(self, output: Tensor, chunk: int, microbatch: int) -> None:
-        """Note when the backward pass of this forward begins. `output` is what the chunk returned."""
+        """Note when the backward pass of this forward begins. `output` is the chunk's output."""
         if output.requires_grad:
             output.register_hook(lambda _: self.events.append(StepEvent(BACKWARD, chunk, microbatch)))
 
@@ -109,7 +109,7 @@ class ExpertLoadRecorder:
         routed: Bool[Tensor, "tokens experts"] | Int[Tensor, "tokens topk"],
         padding: Bool[Tensor, "..."] | None,
     ) -> None:
-        """Add one router call; do nothing outside `training_forward`. Indices are counted at its end."""
+        """Add one router call inside `training_forward`, otherwise do nothing. Ids are counted at its end."""
         if self._microbatch is None:
             return
         if routed.dtype == torch.bool:
@@ -125,11 +125,11 @@ class ExpertLoadRecorder:
         calls: Sequence[tuple[int, Tensor, Tensor | None]],
         only: Bool[Tensor, " tokens"] | None,
     ) -> None:
-        """Add router calls, those that saw the same tokens together: on small models each operation takes its time."""
+        """Add router calls, grouped by their tokens: on small models each operation costs its launch."""
         alike: dict[Any, list[tuple[int, Tensor, Tensor | None]]] = {}
         for call in calls:
             _, routed, padding = call
-            # Each layer has a view of its own of the microbatch's mask.
+            # Each layer has a separate view of the microbatch's mask.
             same = None if padding is None else (padding.data_ptr(), padding.stride())
             alike.setdefault((routed.shape, same), []).append(call)
         for group in alike.values():
@@ -145,7 +145,7 @@ class ExpertLoadRecorder:
 
 
 def _counted(padding: Bool[Tensor, "..."] | None, only: Bool[Tensor, " tokens"] | None) -> Tensor | None:
-    """Return True on tokens that count; None: all of them."""
+    """Return a mask of the tokens that count, or None for all."""
     if padding is None:
         return only
     counted = ~padding.reshape(-1).bool()
@@ -153,17 +153,17 @@ def _counted(padding: Bool[Tensor, "..."] | None, only: Bool[Tensor, " tokens"] 
 
 
 def sum_over_ranks(parts: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Return the sums of tensors over all ranks of the job; `reduce_over_ranks` without maxima."""
+    """Return the sums of tensors over all ranks of the job, like `reduce_over_ranks` without maxima."""
     return reduce_over_ranks(parts, [], device)[0]
 
 
 def reduce_over_ranks(
     sums: list[Tensor], maxima: list[Tensor], device: torch.device
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return sums and maxima over all ranks, float64 on the host: one collective for each kind that there is.
+    """Return sums and maxima over all ranks, as float64 on the host, with one collective for each kind in use.
 
-    A rank without some part gives zeros of its shape, or numbers that are no maximum. Numbers travel as float64, in
-    which counts below 2^53 are exact.
+    A rank without a part gives zeros of its shape, or values that are no maximum. Counts below 2^53 are exact in
+    float64.
     """
     packed = [
         torch.cat([part.to(device=device, dtype=torch.float64).reshape(-1) for part in parts]) if parts else None

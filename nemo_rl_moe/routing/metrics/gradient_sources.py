@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Gradient of the routers by source: how long the parts are, and whether they pull the same way.
+"""Gradient of the routers by source: lengths of the parts, and whether their directions agree.
 
-All of it follows from the parts' inner products, layer by layer, so that nothing else needs to leave the device.
+All metrics follow from the parts' inner products in each layer, so nothing else needs to leave the device.
 """
 
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ from torch import Tensor
 from nemo_rl_moe.shapes import Float
 
 POLICY, AUXILIARY, Z = "policy", "aux", "z"
-"""Sources: the algorithm's own loss, all load balancing losses together, the z-loss."""
+"""Sources: the algorithm's loss, all load balancing losses together, the z-loss."""
 
 
 def inner_products(parts: Float[Tensor, "parts layers weights"]) -> Float[Tensor, "layers parts parts"]:
-    # A layer at a time: a copy of all of them in float64 would be twice the gradients' memory.
+    # One layer at a time: a copy of all layers in float64 would be twice the gradients' memory.
     of_layers = [parts[:, layer].double() for layer in range(parts.shape[1])]
     return torch.stack([part @ part.T for part in of_layers])
 
@@ -27,9 +27,9 @@ def gradient_metrics(
 ) -> dict[str, float]:
     """Return the metrics of the parts of a gradient, under `router_gradient/`.
 
-    With parts `g_p`, whose sum is the gradient `g`: `norm_{p}` is `|g_p|`; `share_{p}` is `<g_p, g> / <g, g>`, what the
-    part contributes along the gradient (shares add up to 1; one that pulls against the others is negative); and
-    `cosine_policy_{p}` is `<g_policy, g_p> / (|g_policy| |g_p|)`. A share or cosine of a gradient that is 0 is absent.
+    The gradient `g` is the sum of the parts `g_p`. `norm_{p}` is `|g_p|`. `share_{p}` is `<g_p, g> / <g, g>`, the
+    part's contribution along the gradient: shares add up to 1, and a part that opposes the others is negative.
+    `cosine_policy_{p}` is `<g_policy, g_p> / (|g_policy| |g_p|)`. Shares and cosines of a zero gradient are omitted.
     """
     whole = products.sum(0)
     metrics = _norms_and_cosines(whole, names, "")
@@ -44,11 +44,11 @@ def gradient_metrics(
 def agreement_metrics(
     name: str, found: Float[Tensor, "experts hidden"], expected: Float[Tensor, "experts hidden"], floor: float = 0.0
 ) -> dict[str, float]:
-    """Return how a router's gradient of one source agrees with the one expected by the equation of its loss.
+    """Return how a router's gradient of one source agrees with the equation of its loss.
 
     `scale_{name}` is `<found, expected> / <expected, expected>`: 0.5 if the loss acts with half its coefficient.
-    `error_{name}` is `|found - expected| / |expected|`: large too if tokens count that should not. Empty if the
-    expected gradient is no longer than `floor`, or 0.
+    `error_{name}` is `|found - expected| / |expected|`, which is also large if padding counts. Empty if the expected
+    gradient is 0 or no longer than `floor`.
     """
     length = float(expected.double().square().sum())
     if length <= floor**2:

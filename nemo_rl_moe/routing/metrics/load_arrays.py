@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Utilization, coefficient of variation and what else says how even counts are, in numpy.
+"""Evenness of counts, such as utilization and coefficient of variation, in numpy.
 
-The driver, the report and the terminal view use it too, which start without torch.
+The driver, the report and the terminal view use it too, and start without torch.
 """
 
 import math
@@ -14,9 +14,9 @@ from nemo_rl_moe.shapes import Bool, Float, Int, Num
 
 
 def utilization(counts: Num[np.ndarray, "*steps layers experts"]) -> Float[np.ndarray, "*steps layers experts"]:
-    """Return `E * c / sum c`: 1 is fair, 0 dead; 0 in a layer without load.
+    """Return `E * c / sum c`: 1 is the fair share, 0 is dead. A layer without load has 0.
 
-    Both steps round once at most, so equal loads have equal bits in any layout.
+    Both operations round at most once, so equal loads have equal bits in any layout.
     """
     totals = counts.sum(-1)
     shares: Float[np.ndarray, "*steps layers experts"]
@@ -25,13 +25,13 @@ def utilization(counts: Num[np.ndarray, "*steps layers experts"]) -> Float[np.nd
 
 
 def coefficient_of_variation(counts: Num[np.ndarray, "*steps layers experts"]) -> Float[np.ndarray, "*steps layers"]:
-    """Sample standard deviation (ddof 1) of the loads over their mean; 0 without load or with one expert."""
+    """Return the sample standard deviation (ddof 1) of the loads over their mean. 0 without load or with one expert."""
     return deviation_of_utilization(utilization(counts)) * (counts.sum(-1) > 0)
 
 
 def deviation_of_utilization(shares: Float[np.ndarray, "*steps layers experts"]) -> Float[np.ndarray, "*steps layers"]:
-    """Return the coefficient of variation from the utilization, of layers with load."""
-    # The mean of the utilizations is 1: no difference of large numbers, and balance gives exactly 0.
+    """Return the coefficient of variation from the utilization, in layers with load."""
+    # The mean of the utilizations is 1: no large numbers are subtracted, and balance gives exactly 0.
     off = shares - 1
     deviation: Float[np.ndarray, "*steps layers"] = np.sqrt((off * off).sum(-1) / max(shares.shape[-1] - 1, 1))
     return deviation
@@ -57,10 +57,10 @@ def excess_coefficient_of_variation(
 def load_distance(
     counts: Int[np.ndarray, "*steps layers experts"], others: Int[np.ndarray, "*steps layers experts"], topk: int
 ) -> Float[np.ndarray, "*steps layers"]:
-    """Return the distance of two loads beyond sampling noise: spread of the difference of their utilizations.
+    """Return the distance of two loads beyond sampling noise, by the difference of their utilizations.
 
-    `sqrt(max(0, sum_e (u_e - v_e)^2 / (E - 1) - null_u - null_v))`: the null variances of independent tokens add up.
-    A layer without load has the distance 0.
+    It is `sqrt(max(0, sum_e (u_e - v_e)^2 / (E - 1) - null_u - null_v))`: the null variances of independent tokens add
+    up. A layer without load has the distance 0.
     """
     difference = utilization(counts) - utilization(others)
     squared = (difference * difference).sum(-1) / max(counts.shape[-1] - 1, 1)
@@ -72,16 +72,16 @@ def load_distance(
 def highest_coefficient_of_variation_by_chance(
     counts: Int[np.ndarray, "*steps layers experts"], topk: int, probability: float
 ) -> Float[np.ndarray, "*steps layers"]:
-    """Return the quantile of cv under random routing that is exceeded with about this probability (below 0.5).
+    """Return the quantile of cv that random routing exceeds with about this probability (below 0.5).
 
-    The sum of squared deviations over its expectation follows chi-square with `E - 1` degrees of freedom over `E - 1`;
-    its quantile is approximated as by Wilson and Hilferty (1931).
+    The sum of squared deviations over its expectation is approximately chi-square with `E - 1` degrees of freedom over
+    `E - 1`. The quantile is the approximation of Wilson and Hilferty (1931).
     """
     num_experts = counts.shape[-1]
     degrees = max(num_experts - 1, 1)
     deviation = NormalDist().inv_cdf(1 - probability)
     quantile = (1 - 2 / (9 * degrees) + deviation * math.sqrt(2 / (9 * degrees))) ** 3
-    # The null leaves out that the sample variance divides by E - 1.
+    # null_variance omits that the sample variance divides by E - 1.
     return np.sqrt(quantile * num_experts / degrees * null_variance(counts, topk))
 
 
@@ -94,9 +94,9 @@ def dead(counts: Int[np.ndarray, "*steps layers experts"]) -> Bool[np.ndarray, "
 def overload_of_steps(
     counts: Int[np.ndarray, "*steps layers experts"], expert_parallel_size: int
 ) -> Float[np.ndarray, "*steps layers"]:
-    """Return the load of the busiest expert-parallel rank over the mean one's, for a whole step's tokens together.
+    """Return the load of the busiest expert-parallel rank over the mean rank's, for all tokens of a step together.
 
-    The metric `avg_overload_factor` is the mean over microbatches, where chance weighs more, and is higher.
+    The metric `avg_overload_factor` is a mean over microbatches, where chance weighs more, so it is higher.
     """
     loads = counts.reshape(*counts.shape[:-1], expert_parallel_size, -1).sum(-1)
     totals = loads.sum(-1)

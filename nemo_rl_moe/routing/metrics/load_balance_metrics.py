@@ -1,15 +1,15 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Load balance metrics, brief and detailed: from assignment counts to the numbers that are logged.
+"""Load balance metrics, brief and detailed, from assignment counts.
 
-Usable on its own, in any training loop:
+Usable in any training loop:
 
     enable_load_balance_tracking(model)
     ...                                        # train
     metrics = compute_brief_metrics(collect_expert_loads(model, dp_group))
 
-Keys carry no `moe/` prefix; `metric_keys.with_moe_prefix` adds it. No value is ever NaN or infinite: what a layer
-without load gives is said in `LayerStatistics`, and such a layer takes part in every mean.
+Keys have no `moe/` prefix, which `metric_keys.with_moe_prefix` adds. No value is NaN or infinite: layers without load
+take part in every mean, with the values given in `LayerStatistics`.
 """
 
 import math
@@ -51,15 +51,15 @@ __all__ = [
 def compute_brief_metrics(
     layer_loads: Mapping[int, LayerLoad] | Mapping[str, LayerLoad], top_k: int = 5, *, router_topk: int | None = None
 ) -> dict[str, float]:
-    """Return the brief load balance metrics: summary over the whole model, at most 60 keys whatever its size.
+    """Return the brief load balance metrics, a summary over the model of at most 60 keys.
 
     Args:
-        layer_loads: The loads of each MoE layer by its global index or module name; `indices_of_layers` says which `i`
-            a name becomes in the keys. Layers may have different numbers of experts.
+        layer_loads: Loads of each MoE layer by its global index or module name, for which `indices_of_layers` gives the
+            index `i` in the keys. Layers may have different numbers of experts.
 
     Returns:
-        Key to value. `cv_null_mean` and `cv_excess_mean` are left out where some layer's top-k is not known,
-        `aux_loss_mean` where no layer has a loss; empty for no layers.
+        Key to value, empty without layers. `cv_null_mean` and `cv_excess_mean` are omitted if some layer's top-k is
+        unknown, and `aux_loss_mean` if no layer has a loss.
 
     Raises:
         ValueError: An `expert_load` does not have `n_experts` entries.
@@ -82,11 +82,11 @@ def load_balance_metrics(
     top_k_experts: int = 5,
     detailed: bool = False,
 ) -> dict[str, float]:
-    """Return the brief or detailed metrics of a load matrix: of layers that all have the same number of experts.
+    """Return the brief or detailed metrics of a load matrix, whose layers all have the same number of experts.
 
     Args:
-        router_topk: Experts that each token goes to; None leaves the noise-corrected keys out.
-        aux_losses: Load balancing loss of each row before its coefficient; None for one without.
+        router_topk: Experts of each token. None omits the noise-corrected keys.
+        aux_losses: Load balancing loss of each row before its coefficient, None for rows without a loss.
     """
     if not load.layers:
         return {}
@@ -131,7 +131,7 @@ def _statistics_in_order(entries: Sequence[LayerLoad], router_topk: int | None) 
     for rows in rows_of_size.values():
         counts_LE = torch.stack([entries[row]["expert_load"] for row in rows]).detach()
         topk_L = np.array([known[row] for row in rows]) if len(known) == len(entries) else None
-        # Moved before it is converted: not every device has float64.
+        # To the host before float64, which some devices lack.
         parts.append(layer_statistics(counts_LE.cpu().to(torch.float64), topk_L))
     if len(parts) == 1:
         return parts[0]
@@ -171,14 +171,13 @@ def _metrics(
 
 
 def _mean(values: Sequence[float]) -> float:
-    # fsum rounds once, so the order of the layers cannot change the last bit.
+    # fsum rounds once, so the order of the layers does not change the last bit.
     return math.fsum(values) / len(values)
 
 
 def _utilization_in_order(layers: LayerStatistics, indices: Sequence[int], top_k: int) -> dict[str, float]:
-    """Return the quantiles of all utilizations, and the highest and lowest of them by layer and expert."""
     count = len(layers.utilization)
-    # The median of an even number of values is the mean of the middle two; the quartiles are values that occur.
+    # The median of an even number of values is the mean of the middle two. The quartiles are values in the data.
     ranks = [0, count // 4, (count - 1) // 2, count // 2, 3 * count // 4, count - 1]
     num_quantiles = len(ranks)
     num_outliers = max(0, min(top_k, count))

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Forward hooks that count routed experts: on the device, outside of the graph, without a host synchronisation."""
+"""Forward hooks that count routed experts on the device, outside of the graph, without a host synchronisation."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -26,22 +26,22 @@ from nemo_rl_moe.shapes import Int
 
 
 class ForwardWatcher:
-    """Observe a model's running forward pass through hooks on the model and its routers.
+    """Observe a model's forward pass through hooks on the model and its routers.
 
-    Holds no module: a model that is watched is freed like any other.
+    It holds no module, so a watched model is freed like any other.
     """
 
     def __init__(self, layers: Sequence[RouterLayer]):
         self.layers = list(layers)
         self._handles: list[RemovableHandle] = []
-        # None while the model itself does not run, only a part of it.
+        # None while only a part of the model runs.
         self._gradients_at_entry: bool | None = None
         self._attention_mask: Tensor | None = None
 
     def enter_model(self, arguments: Mapping[str, Any]) -> None:
         self._gradients_at_entry = torch.is_grad_enabled()
         mask = arguments.get("attention_mask")
-        # Masks of more dimensions say who sees whom, not what is padding.
+        # Masks with more dimensions hold pairs of attended tokens, not padding.
         self._attention_mask = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
 
     def leave_model(self) -> None:
@@ -51,7 +51,6 @@ class ForwardWatcher:
         raise NotImplementedError
 
     def keep(self, handle: RemovableHandle) -> None:
-        """Register a hook for `remove_hooks`."""
         self._handles.append(handle)
 
     def remove_hooks(self) -> None:
@@ -61,14 +60,14 @@ class ForwardWatcher:
 
     @staticmethod
     def is_recomputed() -> bool:
-        """Return True inside of a backward pass, where runs only what activation checkpointing repeats."""
+        """Return True inside a backward pass, where only activation checkpointing runs forward passes."""
         return bool(torch._C._current_graph_task_id() != -1)
 
     def is_training_forward(self, router: nn.Module) -> bool:
-        """Return True in the first pass of a router in training, not in one that is repeated."""
+        """Return True in the first pass of a router in training, False if it is repeated."""
         if not router.training or self.is_recomputed():
             return False
-        # Checkpointing may run the first pass of a layer without gradients: what counts is how the model was entered.
+        # Checkpointing may run the first pass of a layer without gradients, so the mode at the model's entry counts.
         return torch.is_grad_enabled() if self._gradients_at_entry is None else self._gradients_at_entry
 
 
@@ -80,7 +79,6 @@ class LoadCounter(ForwardWatcher):
         self._counts: dict[RouterLayer, Int[Tensor, " experts"]] = {}
 
     def add(self, layer: RouterLayer, router: nn.Module, args: Any, kwargs: Mapping[str, Any], outputs: Any) -> None:
-        """Add one call of a router, unless it is none of a training forward."""
         if not self.is_training_forward(router):
             return
         routed = routed_experts(layer, router, outputs)
@@ -95,15 +93,12 @@ class LoadCounter(ForwardWatcher):
         add_assignments(counts, routed, valid)
 
     def take_counts(self, device: torch.device) -> Int[Tensor, " all_experts"]:
-        """Return the counts of all layers one after the other, zero where nothing ran; they start again at zero."""
+        """Return the counts of all layers in a row, and reset them to zero."""
         counts, self._counts = self._counts, {}
-
-        def of_layer(layer: RouterLayer) -> Tensor:
-            if layer in counts:
-                return counts[layer].to(device)
-            return torch.zeros(layer.num_experts, dtype=torch.long, device=device)
-
-        return torch.cat([of_layer(layer) for layer in self.layers])
+        for layer in self.layers:
+            if layer not in counts:
+                counts[layer] = torch.zeros(layer.num_experts, dtype=torch.long, device=device)
+        return torch.cat([counts[layer].to(device) for layer in self.layers])
 
 
 def watch_model(model: nn.Module, routers: Sequence[tuple[RouterLayer, nn.Module]], watcher: ForwardWatcher) -> None:
@@ -129,7 +124,7 @@ def _router_hook(watcher: ForwardWatcher, layer: RouterLayer) -> "_Hook":
 
 
 class _Hook:
-    """A hook that loses its watcher when its module is copied or pickled: the copy is another model, not watched."""
+    """Hook that loses its watcher if its module is copied or pickled: the copy is another model, not watched."""
 
     def __init__(self, watcher: ForwardWatcher | None = None, function: Callable[..., None] | None = None):
         self._watcher, self._function = watcher, function
@@ -154,7 +149,7 @@ def valid_tokens(attention_mask: Tensor | None, num_tokens: int) -> Tensor | Non
 
 
 def entry_of(model: nn.Module, router: nn.Module) -> nn.Module:
-    """Return the innermost module around a router that is given token ids: some loops call it directly."""
+    """Return the innermost module around a router that takes token ids. Some loops call it directly."""
     modules = dict(model.named_modules())
     path = next(name for name, module in modules.items() if module is router)
     while path:
@@ -164,7 +159,7 @@ def entry_of(model: nn.Module, router: nn.Module) -> nn.Module:
     return model
 
 
-# Kept outside of the models: nothing of it is copied, saved or moved with them.
+# Kept outside of the models, so that it is not copied, saved or moved with them.
 _COUNTERS: WeakKeyDictionary[nn.Module, LoadCounter] = WeakKeyDictionary()
 
 
@@ -194,8 +189,8 @@ def enable_load_balance_tracking(model: nn.Module) -> int:
     """Start counting the routed experts of a model. Calling it again changes nothing.
 
     Args:
-        model: The module that the training loop calls, or a wrapper of it. Of a model in several chunks (virtual
-            pipeline stages), each chunk for itself.
+        model: The module that the training loop calls, or a wrapper of it. If a model consists of several chunks
+            (virtual pipeline stages), call it for each chunk.
 
     Returns:
         The number of MoE layers.
@@ -221,18 +216,18 @@ def disable_load_balance_tracking(model: nn.Module) -> None:
 def collect_expert_loads(
     model: nn.Module, dp_group: dist.ProcessGroup | None = None
 ) -> dict[int, LayerLoad] | dict[str, LayerLoad]:
-    """Return the expert loads since the last collection, all microbatches added up; counting starts again at zero.
+    """Return the expert loads of all microbatches since the last collection, and reset the counts.
 
     Args:
-        model: What `enable_load_balance_tracking` was given, or a wrapper around it.
-        dp_group: The ranks that hold different tokens of the same layers (data parallel; with sequence or context
-            parallel these axes too). Counts are summed over it in one collective, which all its ranks must enter.
+        model: The argument of `enable_load_balance_tracking`, or a wrapper around it.
+        dp_group: Ranks with different tokens of the same layers (data parallel, and sequence or context parallel if
+            used). Counts are summed over it in one collective, which all its ranks must enter.
 
     Returns:
-        For each MoE layer in order its counts on the host (int64). Keys are global layer indices, from 0:
-        Megatron-Core's own, or the number in the module's path. Where the paths have no distinct numbers, keys are the
-        paths. `aux_loss` is None: transformers has one loss for all layers together, Megatron-Core keeps its own in a
-        tracker.
+        The counts of each MoE layer, in order, on the host (int64). Keys are global layer indices from 0:
+        Megatron-Core's layer numbers, or the numbers in the module paths. If the paths have no distinct numbers, keys
+        are the paths. `aux_loss` is None, since transformers has one loss for all layers, and Megatron-Core keeps its
+        losses in a tracker.
 
     Raises:
         ValueError: Tracking is not enabled.
@@ -249,7 +244,7 @@ def collect_expert_loads(
         layer.key: {"expert_load": counts, "aux_loss": None, "n_experts": layer.num_experts, "topk": layer.topk}
         for layer, counts in zip(counter.layers, on_host, strict=True)
     }
-    return loads  # type: ignore[return-value]  # keys are of one kind, which the loop above cannot show
+    return loads  # type: ignore[return-value]  # all keys are of one type
 
 
 def _find_counter(model: nn.Module) -> LoadCounter | None:

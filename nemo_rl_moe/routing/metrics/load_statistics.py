@@ -9,7 +9,7 @@ from typing import TypedDict
 import numpy as np
 import torch
 from torch import Tensor
-from typing_extensions import NotRequired  # noqa: UP035  (Python 3.10 has none of its own)
+from typing_extensions import NotRequired  # noqa: UP035  (Python 3.10 lacks it)
 
 from nemo_rl_moe.routing.metrics.load_arrays import (
     deviation_of_utilization,
@@ -22,12 +22,12 @@ from nemo_rl_moe.shapes import Float, Int, Num
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """The load matrix of a step: assignments of each expert in one `train` call, over all ranks and microbatches.
+    """Load matrix of a step: assignments of each expert in one `train` call, over all ranks and microbatches.
 
     Attributes:
-        counts: Each real token counts `k` times; on the host.
-        image_counts: Counts of image tokens alone; None for a model without vision.
-        topk: `k`; None where nobody needs it.
+        counts: On the host. Each real token counts `k` times.
+        image_counts: Counts of image tokens alone, for a model with vision.
+        topk: `k`, if it is known.
     """
 
     layers: tuple[int, ...]
@@ -41,9 +41,9 @@ class LayerLoad(TypedDict):
 
     Attributes:
         expert_load: `[E]`, assignments of each expert.
-        aux_loss: The layer's load balancing loss before its coefficient, a scalar; None where there is none.
+        aux_loss: Load balancing loss of the layer before its coefficient, a scalar, if there is one.
         n_experts: E.
-        topk: Experts that each token goes to; needed for `cv_null_mean` and `cv_excess_mean`.
+        topk: Experts of each token, needed for `cv_null_mean` and `cv_excess_mean`.
     """
 
     expert_load: Tensor
@@ -54,13 +54,13 @@ class LayerLoad(TypedDict):
 
 _MAX_BUCKETS = 4096
 _MOST_SORTED = 1024
-"""Values that are sorted in less time than is needed to avoid it."""
+"""Up to this many values, sorting all of them is fastest."""
 
 
 def positions_at_ranks(values: Float[Tensor, " n"], ranks: Sequence[int]) -> Int[Tensor, " ranks"]:
     """Return the positions of order statistics: `sorted(range(n), key=lambda i: (values[i], i))[rank]` for each rank.
 
-    The order is total, so equal values cannot be picked differently from one run to the next.
+    The order is total, so that equal values are picked alike in every run.
     """
     wanted_ranks = torch.tensor(ranks, dtype=torch.long)
     if len(values) <= _MOST_SORTED:
@@ -69,7 +69,7 @@ def positions_at_ranks(values: Float[Tensor, " n"], ranks: Sequence[int]) -> Int
     if low == high:
         return wanted_ranks
     num_buckets = min(len(values), _MAX_BUCKETS)
-    # Subtracting and scaling round monotonically, so no value lands in a bucket before that of a smaller one.
+    # Subtraction and scaling round monotonically, so bucket numbers never decrease with the value.
     bucket_of_value = ((values - low) * ((num_buckets - 1) / (high - low))).to(torch.int32)
     size_of_bucket = torch.bincount(bucket_of_value, minlength=num_buckets)
     bucket_of_rank = torch.searchsorted(size_of_bucket.cumsum(0), wanted_ranks, right=True)
@@ -77,7 +77,7 @@ def positions_at_ranks(values: Float[Tensor, " n"], ranks: Sequence[int]) -> Int
     is_wanted[bucket_of_rank] = True
     candidates = is_wanted.index_select(0, bucket_of_value).nonzero()[:, 0]
     candidates = candidates[values[candidates].argsort(stable=True)]
-    # Ranks among the candidates: less by those in buckets before that nobody wants.
+    # Ranks among the candidates: minus the values in earlier buckets that are not wanted.
     skipped = size_of_bucket.masked_fill(is_wanted, 0).cumsum(0)
     return candidates[wanted_ranks - skipped[bucket_of_rank]]
 
@@ -89,17 +89,15 @@ _SMALLEST = np.finfo(np.float64).tiny
 class LayerStatistics:
     """Load statistics of each layer, in float64 on the host.
 
-    A layer that got no tokens has no imbalance and no live expert: cv, its null and excess, violation, diversity and
-    all utilizations are 0, and the dead fraction is 1. With one expert there is nothing to compare: cv is 0, diversity
-    1.
+    In a layer without tokens, cv, its null and excess, violation, diversity and all utilizations are 0, and the dead
+    fraction is 1. With one expert cv is 0 and diversity 1.
 
     Attributes:
-        utilization: Load over fair share, `E * c / sum c`; 1 is fair, 0 is dead. All experts of the first layer, then
-            all of the second, and so on.
+        utilization: Load over fair share, `E * c / sum c`: 1 is fair, 0 is dead. The experts of the first layer, then
+            of the second, and so on.
         cv: Sample standard deviation (ddof 1) of the loads over their mean.
-        cv_null: What cv would be on average (root mean square) if the same tokens were routed at random; None when
-            the routers' top-k is not known.
-        expert_diversity: `exp(entropy) / E`; 1 for uniform loads, 1/E for one expert, 0 for no load.
+        cv_null: Root mean square of cv under random routing of the same tokens. None if the top-k is unknown.
+        expert_diversity: `exp(entropy) / E`: 1 for uniform loads, 1/E for one expert, 0 for no load.
     """
 
     num_experts: list[int]
@@ -116,7 +114,7 @@ class LayerStatistics:
 def layer_statistics(
     counts_LE: Num[Tensor, "layers experts"], topk: float | Float[np.ndarray, " layers"] | None
 ) -> LayerStatistics:
-    # Products of counts in fewer bits would not fit.
+    # Products of counts could overflow in smaller types.
     counts = (counts_LE if counts_LE.dtype == torch.int64 else counts_LE.to(torch.float64)).numpy()
     num_experts = counts.shape[1]
     shares = utilization(counts)
@@ -143,7 +141,7 @@ def layer_statistics(
 
 
 def joined(parts: Sequence[LayerStatistics], rows: Sequence[int]) -> LayerStatistics:
-    """Return the statistics of several groups of layers as one, in the order of the model."""
+    """Join the statistics of several groups of layers, in the order of the model."""
     order = sorted(range(len(rows)), key=rows.__getitem__)
     num_experts = [number for part in parts for number in part.num_experts]
     utilization = torch.cat([part.utilization for part in parts]).split(num_experts)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Names of the MoE metrics, and the one place where they get the `moe/` prefix. Imports nothing."""
+"""Names of the MoE metrics, and the only function that adds the `moe/` prefix. Imports no other module."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -8,8 +8,6 @@ from collections.abc import Iterable, Mapping
 MOE_PREFIX = "moe/"
 OUTLIER_PREFIX = "moe_expert_utilization/"
 WHAT_IF_PREFIX = "what_if/"
-
-_INTEGER = re.compile(r"\d+")
 
 
 def outlier_key(layer: int, expert: int) -> str:
@@ -19,7 +17,7 @@ def outlier_key(layer: int, expert: int) -> str:
 def with_moe_prefix(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics under their logged keys, `moe/{key}`.
 
-    The outlier family keeps the prefix that it has, so that all of it lands on one chart.
+    Outlier keys keep their prefix, so that all of them appear in one chart.
     """
     return {key if key.startswith(OUTLIER_PREFIX) else MOE_PREFIX + key: value for key, value in metrics.items()}
 
@@ -30,19 +28,19 @@ def natural_order(name: str) -> tuple[tuple[int, int, str], ...]:
 
 
 def number_in_name(name: str) -> int | None:
-    """Return the number in a module path: the first component that is one, else the first digits; or None."""
+    """Return the number in a module path: the first component that is a number, otherwise the first digits, or None."""
     component = next((part for part in name.split(".") if part.isdecimal()), None)
     if component is not None:
         return int(component)
-    found = _INTEGER.search(name)
+    found = re.search(r"\d+", name)
     return int(found.group()) if found else None
 
 
 def indices_of_layers(layers: Iterable[int | str]) -> dict[int | str, int]:
     """Return the index `i` of each layer in the metrics' keys, in the order of the indices.
 
-    A number is the index. A module name has it in itself, dense layers counted; where numbers are missing or repeated,
-    all names get their position in natural order.
+    A number is the index. A module name contains it, with dense layers counted. If numbers are missing or repeated, all
+    names get their position in natural order.
 
     Raises:
         TypeError: Some layers are numbers and some are names.

@@ -1,15 +1,16 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The split of the mismatch between rollout and training into what routing, numerics and moved weights add.
+"""Split of the mismatch between rollout and training into the parts of routing, numerics and moved weights.
 
-The gap of a token is its log-probability in training less that in the rollout. A pass that replays the experts of the
-rollout stands between the two: up to it only the numerics of two engines differ, from it on only the experts. Where the
-weights have moved since, such a pass by the weights that sampled the token stands between these two:
+The gap of a token is its log-probability in training minus its log-probability in the rollout. A pass that replays the
+experts of the rollout lies between the two: it differs from the rollout only by the numerics of two engines, and from
+training only by the experts. If the weights have moved since, a pass with the weights that sampled the token adds a
+further step:
 
     own - generation = (own - replayed) + (replayed - replayed_before) + (replayed_before - generation)
       total          =     routing      +          staleness           +          numerics
 
-token by token, exact but for the rounding of log-probabilities to float32.
+per token, exact except for the rounding of log-probabilities to float32.
 """
 
 from collections.abc import Mapping
@@ -36,16 +37,16 @@ class RatioLimits:
 def split_gap(
     generation: PerToken, replayed_before: PerToken, own: PerToken, replayed: PerToken | None = None
 ) -> dict[str, PerToken]:
-    """Return the parts of the gap of each token, in nats; float64.
+    """Return the parts of the gap of each token, in nats, float64.
 
     Args:
-        generation: Log-probabilities by the engine that sampled the tokens.
-        replayed_before: By the trainer, with the experts of the rollout and the weights that sampled them.
-        own: By the trainer, with the experts that its routers choose.
-        replayed: With the experts of the rollout and the weights of `own`; None where these are still the same.
+        generation: Log-probabilities of the engine that sampled the tokens.
+        replayed_before: Of the trainer, with the experts of the rollout and the weights that sampled them.
+        own: Of the trainer, with the experts that its routers choose.
+        replayed: With the experts of the rollout and the weights of `own`, if these are newer.
 
     Returns:
-        `total`, `routing`, `numerics`, and with moved weights `staleness`; the others sum to `total`.
+        `total`, `routing`, `numerics`, and `staleness` if the weights have moved. The others sum to `total`.
     """
     generation, replayed_before, own = (values.astype(np.float64) for values in (generation, replayed_before, own))
     parts = {"total": own - generation, "numerics": replayed_before - generation}
@@ -61,8 +62,8 @@ def gap_metrics(gap: PerToken, limits: RatioLimits | None = None) -> dict[str, f
     - `mean_abs`, `max_abs`: of its absolute value, nats
     - `kl`: mean of `exp(d) - 1 - d`, the k3 estimate of the divergence of two distributions whose log-probabilities
       differ by `d` (http://joschu.net/blog/kl-approx.html), nats
-    - `mult_prob_error`: mean of `exp(|d|)`; 1 is none
-    - `effective_samples`: `(sum w)^2 / (n sum w^2)` of the importance weights `w = exp(d)`; 1 is none lost
+    - `mult_prob_error`: mean of `exp(|d|)`, 1 without a gap
+    - `effective_samples`: `(sum w)^2 / (n sum w^2)` of the importance weights `w = exp(d)`, 1 without a gap
     - `clip_fraction`: share of tokens whose ratio `exp(d)` is beyond the limits
     """
     bounded = gap.clip(max=LARGEST_LOG_RATIO)
@@ -81,7 +82,7 @@ def gap_metrics(gap: PerToken, limits: RatioLimits | None = None) -> dict[str, f
 
 
 def variance_shares(parts: Mapping[str, PerToken]) -> dict[str, float]:
-    """Return each part's covariance with the total over the total's variance; they sum to 1. Empty without variance."""
+    """Return each part's covariance with the total over the total's variance. They sum to 1. Empty without variance."""
     centered = parts["total"] - parts["total"].mean()
     variance = float(np.square(centered).sum())
     if variance == 0:
@@ -91,7 +92,7 @@ def variance_shares(parts: Mapping[str, PerToken]) -> dict[str, float]:
 
 
 def split_metrics(parts: Mapping[str, PerToken], limits: RatioLimits | None = None) -> dict[str, float]:
-    """Return the metrics of all parts, `{metric}_{part}` each: those of `gap_metrics`, and `variance_share`."""
+    """Return the metrics of all parts, `{metric}_{part}`: those in `gap_metrics`, and `variance_share`."""
     metrics = {
         f"{name}_{part}": value for part, gap in parts.items() for name, value in gap_metrics(gap, limits).items()
     }

@@ -1,11 +1,10 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Image tokens and text tokens at the experts: how far they part, beyond chance. In numpy alone, for the report too.
+"""Image and text tokens at the experts: how far they separate, beyond chance. In numpy alone, also for the report.
 
-Chance is a permutation: the tokens of a layer keep their experts, and change their modality among themselves. Of `T`
-tokens, a share `s` of which stands for images, an expert that `c` of them go to then has a hypergeometric number of
-image tokens, of mean `s c` and variance `s (1 - s) c (T - c) / (T - 1)`: exact however many experts a token goes to,
-for it goes to each at most once.
+Chance is a permutation: the tokens of a layer keep their experts, and exchange their modality. If a share `s` of `T`
+tokens are image tokens, an expert with `c` tokens then has a hypergeometric number of image tokens, with mean `s c` and
+variance `s (1 - s) c (T - c) / (T - 1)`. It is exact for any top-k, because a token goes to each expert at most once.
 """
 
 import numpy as np
@@ -16,7 +15,7 @@ from nemo_rl_moe.shapes import Float, Int
 def image_share_of_layers(
     counts: Int[np.ndarray, "*steps layers experts"], image_counts: Int[np.ndarray, "*steps layers experts"]
 ) -> Float[np.ndarray, "*steps layers"]:
-    """Return the share `s` of each layer's assignments that image tokens made; NaN in a layer without load."""
+    """Return the share `s` of image tokens in each layer's assignments, NaN in a layer without load."""
     return _ratio(image_counts.sum(-1), counts.sum(-1))
 
 
@@ -25,11 +24,11 @@ def specialization(
     image_counts: Int[np.ndarray, "*steps layers experts"],
     topk: int | None,
 ) -> Float[np.ndarray, "*steps layers experts"]:
-    """Return each expert's leaning beyond chance: 1 all image tokens, -1 all text; NaN without tokens of both kinds.
+    """Return each expert's preference beyond chance: 1 for image tokens only, -1 for text only, NaN for one modality.
 
-    With `q` the image share of the expert's tokens, and `b` the furthest that it could be from `s` on its side (`1 - s`
-    or `s`), `sign(q - s) sqrt(max(0, (q - s)^2 - v) / (b^2 - v))`, where `v` is the variance of `q` by chance; 0 where
-    not even `b` is beyond chance, as for an expert with a few tokens.
+    It is `sign(q - s) sqrt(max(0, (q - s)^2 - v) / (b^2 - v))`, where `q` is the image share of the expert's tokens,
+    `v` the variance of `q` by chance, and `b` the largest possible difference from `s` on its side (`1 - s` or `s`). It
+    is 0 if `b` is not beyond chance, as for an expert with few tokens.
     """
     shares = image_share_of_layers(counts, image_counts)[..., None]
     off_share = _ratio(image_counts, counts) - shares
@@ -47,13 +46,13 @@ def modality_separation(
     image_counts: Int[np.ndarray, "*steps layers experts"],
     topk: int | None,
 ) -> Float[np.ndarray, "*steps layers"]:
-    """Return how far experts part image from text tokens, beyond chance: 0 not at all, 1 wholly; NaN for one kind.
+    """Return how far experts separate image and text tokens beyond chance: 0 is not at all, 1 fully, NaN one modality.
 
-    Cramer's V of modality and expert, `V^2 = sum_e c_e (q_e - s)^2 / (s (1 - s) sum_e c_e)`, corrected for its mean by
-    chance `V0^2 = (E' - k) / ((T - 1) k)`, with `E'` the experts that have tokens: `sqrt(max(0, V^2 - V0^2) / (1 -
-    V0^2))`. The correction is that of Bergsma (2013, Journal of the Korean Statistical Society 42) with the mean of the
-    permutation, which holds for tokens that go to several experts. 0.5 in an even mix means that experts have three
-    tokens of one modality for each of the other.
+    Cramer's V of modality and expert, `V^2 = sum_e c_e (q_e - s)^2 / (s (1 - s) sum_e c_e)`, is corrected for its mean
+    by chance `V0^2 = (E' - k) / ((T - 1) k)`, where `E'` is the number of experts with tokens: `sqrt(max(0, V^2 - V0^2)
+    / (1 - V0^2))`. The correction is that of Bergsma (2013, Journal of the Korean Statistical Society 42) with the mean
+    of the permutation, which holds for any top-k. With equal numbers of both, 0.5 means three tokens of one modality
+    per token of the other at each expert.
     """
     shares = image_share_of_layers(counts, image_counts)
     tokens, totals = _num_tokens(counts, topk), counts.sum(-1)
@@ -69,10 +68,10 @@ def modality_separation(
 def modality_overlap(
     counts: Int[np.ndarray, "*steps layers experts"], image_counts: Int[np.ndarray, "*steps layers experts"]
 ) -> Float[np.ndarray, "*steps layers"]:
-    """Return the overlap of image and text tokens' experts: 1 same load, 0 none shared; NaN for one kind.
+    """Return the overlap of image and text tokens' experts: 1 for the same load, 0 if disjoint, NaN for one modality.
 
-    Weitzman's coefficient `sum_e min(i_e / sum i, t_e / sum t)` of the loads `i` of image and `t` of text tokens: what
-    of one kind's load stays in place if the other's routes were taken for it. Chance leaves it a little below 1.
+    It is Weitzman's coefficient `sum_e min(i_e / sum i, t_e / sum t)` of the loads `i` of image and `t` of text tokens.
+    Chance leaves it a little below 1.
     """
     text_counts = counts - image_counts
     shares = [_ratio(of_kind, of_kind.sum(-1, keepdims=True)) for of_kind in (image_counts, text_counts)]
@@ -82,7 +81,7 @@ def modality_overlap(
 def _num_tokens(
     counts: Int[np.ndarray, "*steps layers experts"], topk: int | None
 ) -> Float[np.ndarray, "*steps layers"]:
-    """Return `T`; where a capacity dropped assignments no less than the busiest expert has."""
+    """Return `T`, or the tokens of the busiest expert if these are more because a capacity dropped assignments."""
     return np.maximum(counts.sum(-1) / (topk or 1), counts.max(-1, initial=0))
 
 
@@ -91,6 +90,5 @@ def _is_mixed(shares: Float[np.ndarray, "..."]) -> np.ndarray:
 
 
 def _ratio(values: np.ndarray, others: np.ndarray) -> Float[np.ndarray, "..."]:
-    """Return the quotient; NaN where the divisor is 0."""
     values, others = np.broadcast_arrays(np.asarray(values, dtype=np.float64), np.asarray(others, dtype=np.float64))
     return np.divide(values, others, out=np.full(values.shape, np.nan), where=others > 0)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of the load of image tokens and of text tokens, of a model with vision."""
+"""Metrics of the load of image tokens and of text tokens, for a model with vision."""
 
 from statistics import fmean
 
@@ -29,7 +29,7 @@ def modality_metrics(load: ExpertLoad, *, detailed: bool = False) -> dict[str, f
     metrics |= {f"{kind}/{name}_mean": fmean(values) for (kind, name), values in by_layer.items()}
     separation = modality_separation(counts.numpy(), image_counts.numpy(), load.topk)
     overlap = modality_overlap(counts.numpy(), image_counts.numpy())
-    is_known = ~np.isnan(separation)  # in the layers with tokens of both kinds
+    is_known = ~np.isnan(separation)  # layers with tokens of both modalities
     if is_known.any():
         metrics |= {
             "modality_separation_mean": float(separation[is_known].mean()),

@@ -1,11 +1,11 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Overload factor: the work of the busiest expert-parallel rank over that of the mean one.
+"""Overload factor: the work of the busiest expert-parallel rank over the mean rank's.
 
-All functions are pure. Axes, as in `counts_DMLE`: D expert-data-parallel slices (groups of ranks
-that exchange tokens among themselves), M microbatches, L MoE layers of all pipeline stages, E experts; R is the
-expert-parallel size, and rank r of a slice holds the experts `r*E/R .. (r+1)*E/R - 1`. Ranks that share experts by
-expert-tensor parallelism do the same work and count as one.
+All functions are pure. Axes, as in `counts_DMLE`: D expert-data-parallel slices (groups of ranks that exchange tokens
+among themselves), M microbatches, L MoE layers of all pipeline stages, E experts, R expert-parallel ranks. Rank r of a
+slice holds the experts `r*E/R .. (r+1)*E/R - 1`. Ranks that share experts by expert-tensor parallelism do the same work
+and count as one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,11 +23,11 @@ from nemo_rl_moe.shapes import Float, Int, Num
 
 @dataclass(frozen=True)
 class StageEvents:
-    """Forward and backward passes of one pipeline stage in a step; the same on all of its ranks.
+    """Forward and backward passes of one pipeline stage in a step, the same on all of its ranks.
 
     Attributes:
-        events: (kind, chunk, microbatch) in the order in which the schedule ran them; kind is 1 for a forward and -1
-            for a backward pass, chunk counts the stage's virtual stages.
+        events: (kind, chunk, microbatch) in the order of the schedule. Kind is 1 for a forward and -1 for a backward
+            pass. Chunk is the index of the virtual stage.
     """
 
     events: Sequence[tuple[int, int, int]]
@@ -40,7 +40,7 @@ class PredictedOverload(NamedTuple):
 
 
 def check_split(num_experts: int, expert_parallel_size: int) -> None:
-    """Raise a ValueError for a size that does not divide the experts."""
+    """Raise a ValueError if the size does not divide the experts."""
     if expert_parallel_size < 1 or num_experts % expert_parallel_size:
         raise ValueError(f"{num_experts} experts cannot be split evenly over {expert_parallel_size} ranks")
 
@@ -48,11 +48,7 @@ def check_split(num_experts: int, expert_parallel_size: int) -> None:
 def rank_loads(
     counts_DMLE: Num[Tensor, "slices *events experts"], expert_parallel_size: int
 ) -> Num[Tensor, "slices *events ranks"]:
-    """Return the assignments that each rank of a slice computes: the sum over its block of experts.
-
-    Raises:
-        ValueError: The experts cannot be split evenly over so many ranks.
-    """
+    """Return the assignments that each rank of a slice computes, summed over its block of experts."""
     num_experts = counts_DMLE.shape[-1]
     check_split(num_experts, expert_parallel_size)
     return counts_DMLE.unflatten(-1, (expert_parallel_size, num_experts // expert_parallel_size)).sum(-1)
@@ -61,9 +57,9 @@ def rank_loads(
 def overload_factors(
     loads_DMLR: Num[Tensor, "slices *events ranks"], *, of_nothing: float = 1.0
 ) -> Float[Tensor, " slices *events"]:
-    """Return the highest load over mean load; `of_nothing` where a slice routed nothing.
+    """Return the highest load over the mean load, and `of_nothing` for a slice without tokens.
 
-    Counts are integers, so balanced loads give exactly 1, all tokens on one rank exactly R, and one rank exactly 1.
+    Counts are integers, so balanced loads and a single rank give exactly 1, and all tokens on one rank exactly R.
     """
     loads = loads_DMLR.to(torch.float64)
     total = loads.sum(-1)
@@ -77,18 +73,18 @@ def cumulative_peak_ratios(
     """Return the peak of the assignments that each rank of a stage holds for backward, over the peak of balanced loads.
 
     A microbatch's load is added at its forward and subtracted at its backward. The peak of a rank's running sum is
-    divided by that of the mean rank; 1 where nothing was routed.
+    divided by the mean rank's peak. 1 without tokens.
     """
     slices, _, _, ranks = loads_DMLR.shape
     device = loads_DMLR.device
     if not stage.events:
         return torch.ones(slices, ranks, dtype=torch.float64, device=device)
-    # The schedule is that of the step before.
+    # The same schedule as in the step before.
     kinds, chunks, microbatches = numbers_on(device, tuple(map(tuple, stage.events))).unbind(1)
     loads_CDMR = torch.stack(
         [loads_DMLR.index_select(2, numbers_on(device, tuple(layers))).sum(2) for layers in stage.chunk_layers]
     )
-    # Integers below 2^53 add up without error in float64.
+    # Sums of integers below 2^53 are exact in float64.
     changes_NDR = loads_CDMR[chunks, :, microbatches].to(torch.float64) * kinds[:, None, None]
     held_NDR = changes_NDR.cumsum(0)
     peak_DR = held_NDR.amax(0).clamp(min=0)
@@ -98,17 +94,17 @@ def cumulative_peak_ratios(
 
 @lru_cache(maxsize=64)
 def numbers_on(device: torch.device, numbers: tuple[int, ...] | tuple[tuple[int, ...], ...]) -> Int[Tensor, "*shape"]:
-    """Return a tensor of numbers that the layout alone decides, on a device; made once, and not to be changed."""
-    with torch.inference_mode(False):  # it may be needed for a backward pass, whoever asks first
+    """Return numbers that depend only on the layout as a cached tensor on a device. Do not modify it."""
+    with torch.inference_mode(False):  # a later caller may need it for a backward pass
         return torch.tensor(numbers, dtype=torch.long, device=device)
 
 
 @dataclass(frozen=True)
 class OverloadSums:
-    """Overload factors of some events, added up for each expert-parallel size and layer.
+    """Sums of overload factors over some events, for each expert-parallel size and layer.
 
-    An event is a layer in a microbatch of a slice. Sums of `factors` and `routed` and maxima of `maxima` over parts of
-    the events are those of all of them, so that ranks can share the events out among themselves.
+    An event is a layer in a microbatch of a slice. Ranks can split the events: sums of `factors` and `routed` and
+    maxima of `maxima` over the parts give the values of all events.
     """
 
     factors: Float[Tensor, "sizes layers"]
@@ -123,38 +119,35 @@ def overload_sums(
     expert_parallel_sizes: Sequence[int],
     recorded_expert_parallel_size: int,
 ) -> OverloadSums:
-    """Add up overload factors over some layers and microbatches of all slices. Nothing waits for the device.
+    """Add up overload factors over some layers and microbatches of all slices, without waiting for the device.
 
-    An expert-parallel size decides two things: which experts share a rank, which the counts answer exactly, and which
-    ranks' tokens meet in one exchange, which they answer in part:
+    An expert-parallel size decides which experts share a rank, which the counts answer exactly, and which ranks'
+    tokens meet in one exchange, which they answer in part:
 
-    - Size R itself: exactly what was measured.
-    - A multiple of R that divides the D*R ranks that ran: exact, as consecutive slices exchange tokens.
+    - Size R: exactly the measured values.
+    - A multiple of R that divides the D*R ranks of the run: exact, as consecutive slices exchange tokens.
     - Larger than D*R: all slices count as one exchange. A run with as many tokens per rank would be a bit more even.
     - Smaller than R: a slice counts as one exchange. The maximum is a lower bound, and so is the average for equal
       groups.
-    - Any other: slices are merged until they have as many ranks; an estimate.
+    - Any other size: slices are merged until they have at least as many ranks. This is an estimate.
 
     Args:
-        counts_DNE: Counts of the events; sums of equally large blocks of experts will do where each size divides the
+        counts_DNE: Counts of the events. Sums over equally large blocks of experts suffice if each size divides the
             number of blocks.
-        places_N: For each event, `microbatch * layers + layer`, each at most once; any number past those is an event
-            that there is not, and has counts of 0.
+        places_N: Distinct numbers `microbatch * layers + layer` of the events. Any larger number is an absent event,
+            with counts of 0.
         grid: Numbers of microbatches and of layers.
         expert_parallel_sizes: Each must divide the number of experts.
-        recorded_expert_parallel_size: R, which the slices were recorded with.
-
-    Raises:
-        ValueError: The experts cannot be split evenly over so many ranks.
+        recorded_expert_parallel_size: R, with which the slices were recorded.
     """
     num_microbatches, num_layers = grid
     rows = []
     for size in expert_parallel_sizes:
         loads = rank_loads(_merge_slices(counts_DNE, -(-size // recorded_expert_parallel_size)), size)
-        # Factors are never below 1 where anything was routed.
+        # Factors are at least 1 if anything was routed.
         factors = overload_factors(loads, of_nothing=0.0)
         rows += [factors.sum(0), (factors > 0).sum(0).double(), factors.amax(0)]
-    # Not added into sums of layers at once: on GPUs the order of such additions, and so their rounding, is chance.
+    # Not added to sums of layers directly: on GPUs the order of such additions, and so their rounding, is random.
     on_grid = factors.new_zeros(len(rows), num_microbatches * num_layers + 1)
     on_grid[:, places_N.clamp(max=num_microbatches * num_layers)] = torch.stack(rows)
     shape = (len(expert_parallel_sizes), 3, num_microbatches, num_layers)
@@ -179,7 +172,7 @@ def overload_metrics(
 
 
 def predictions(sums: OverloadSums) -> list[PredictedOverload]:
-    """Return the mean and maximum over all layers, for each size; 1 where nothing was routed."""
+    """Return the mean and maximum over all layers for each size, 1 without tokens."""
     by_size = zip(*torch.stack([sums.factors, sums.routed, sums.maxima]).tolist(), strict=True)
     return [PredictedOverload(_average(fsum(factors), sum(routed)), max(maxima)) for factors, routed, maxima in by_size]
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Definition of the router losses: load balancing and z-loss, as sums over tokens or sequences.
+"""Router losses: load balancing and z-loss, as sums over tokens or sequences.
 
 Each function returns a sum over a rank's tokens in a microbatch. The loss is the total of all ranks and microbatches,
 divided by the number of tokens or sequences in the global batch. docs/router-losses.md gives the equations.
@@ -13,13 +13,10 @@ from nemo_rl_moe.shapes import Float, Int
 
 
 def router_scores(logits: Float[Tensor, "tokens experts"], score_function: str) -> Float[Tensor, "tokens experts"]:
-    """Return the scores that balancing losses use: they add up to 1 over the experts, in float32 or float64.
+    """Return the scores of the balancing losses, which add up to 1 over the experts, in float32 or float64.
 
     Args:
-        score_function: `softmax` or, of DeepSeek-V3 (equation 19), `sigmoid`.
-
-    Raises:
-        ValueError: The score function is another one.
+        score_function: `softmax`, or `sigmoid` as in DeepSeek-V3 (equation 19).
     """
     logits = logits if logits.dtype == torch.float64 else logits.float()
     if score_function == "softmax":
@@ -34,7 +31,7 @@ def z_loss_sum(logits: Float[Tensor, "tokens experts"], is_token: Float[Tensor, 
     """Return the sum over tokens of the squared logsumexp of their logits (ST-MoE, equation 5).
 
     Args:
-        is_token: 1 for tokens, 0 for padding; the sum is computed in its type.
+        is_token: 1 for tokens, 0 for padding. Its dtype is that of the sum.
     """
     return logits.to(is_token.dtype).logsumexp(-1).square() @ is_token
 
@@ -42,10 +39,10 @@ def z_loss_sum(logits: Float[Tensor, "tokens experts"], is_token: Float[Tensor, 
 def load_of_tokens(
     assignments: Float[Tensor, "tokens experts"], is_token: Float[Tensor, " tokens"]
 ) -> Float[Tensor, " experts"]:
-    """Return the number of tokens that go to each expert.
+    """Return the number of tokens of each expert.
 
     Args:
-        assignments: 1 where a token goes to an expert, else 0.
+        assignments: 1 for a token's experts, otherwise 0.
         is_token: 1 for tokens, 0 for padding.
     """
     return is_token @ assignments
@@ -59,8 +56,8 @@ def balancing_sum(
     Args:
         scores: `p`, from `router_scores`.
         is_token: 1 for tokens, 0 for padding.
-        load: Assignments of each expert among the tokens that are balanced together, of any number of ranks and
-            microbatches; `f` is their share.
+        load: Assignments of each expert among the tokens that are balanced together, from any number of ranks and
+            microbatches. `f` is their share.
     """
     share = load / load.sum().clamp(min=1)
     return (is_token @ scores) @ share * scores.shape[-1]
@@ -69,10 +66,10 @@ def balancing_sum(
 def load_of_sequences(
     assignments: Float[Tensor, "tokens experts"], sequence: Int[Tensor, " tokens"], num_sequences: int
 ) -> Float[Tensor, "sequences experts"]:
-    """Return the number of tokens of each sequence that go to each expert.
+    """Return the number of each sequence's tokens at each expert.
 
     Args:
-        sequence: Index of each token's sequence; -1 for padding.
+        sequence: Index of each token's sequence, -1 for padding.
     """
     return _sums_of_sequences(assignments, sequence, num_sequences)
 
@@ -87,9 +84,8 @@ def sequence_balancing_sum(
 
     Args:
         scores: `p`, from `router_scores`.
-        sequence: Index of each token's sequence; -1 for padding.
+        sequence: Index of each token's sequence, -1 for padding.
         load: From `load_of_sequences`, added up over the ranks that share the sequences.
-        topk: Experts of a token.
     """
     assignments = load.sum(-1, keepdim=True).clamp(min=1)
     weights = load / assignments * (topk / assignments)  # f_{s,e} over the length of the sequence
@@ -97,6 +93,6 @@ def sequence_balancing_sum(
 
 
 def _sums_of_sequences(values: Tensor, sequence: Tensor, num_sequences: int) -> Tensor:
-    places = sequence.where(sequence >= 0, num_sequences)  # padding adds up in a row that is cut off
+    places = sequence.where(sequence >= 0, num_sequences)  # padding goes to an extra row, which is dropped
     sums = values.new_zeros(num_sequences + 1, values.shape[-1])
     return sums.index_add(0, places, values)[:num_sequences]

@@ -2,10 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Experts by advantage: how far experts serve sequences of high or of low advantage, beyond chance.
 
-Chance is a permutation: advantages change places among the responses that they were compared with. All tokens of a
-response, and all its sequences, have one reward: a response is one observation, however long it is. Mean and variance
-of what an expert then gets are known exactly (of a linear rank statistic: Hajek, Sidak and Sen, Theory of Rank Tests,
-section 3.3).
+Chance is a permutation of advantages among the responses that were compared. All tokens and sequences of a response
+share one reward, so a response is one observation of any length. Under the permutation, mean and variance of an
+expert's score are known exactly (linear rank statistic: Hajek, Sidak and Sen, Theory of Rank Tests, section 3.3).
 """
 
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from torch import Tensor
 from nemo_rl_moe.shapes import Bool, Float, Int
 
 _MOST_COUNTS = 1 << 18
-"""Counts of which scores are worked out at once."""
+"""Number of counts whose scores are computed at once."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ def add_sequence_assignments(
     routed: Bool[Tensor, "tokens experts"] | Int[Tensor, "tokens topk"] | Int[Tensor, "layers tokens topk"],
     rows: Int[Tensor, " tokens"],
 ) -> None:
-    """Add one router call, or those of several layers, to the counts of sequences, in place, without a host sync."""
+    """Add router calls of one or several layers to the counts of sequences, in place, without a host sync."""
     if routed.dtype == torch.bool:
         counts[:, layer].index_add_(0, rows, routed.to(counts.dtype))
         return
@@ -45,12 +44,12 @@ def add_sequence_assignments(
 
 
 class TrainedResponses(NamedTuple):
-    """Facts of sequences or of whole responses.
+    """Sequences or complete responses.
 
     Attributes:
         counts: Tokens that each layer sends to each expert.
         advantages: Mean over trained tokens.
-        groups: Numbers of those whose advantages were compared.
+        groups: Group in which advantages were compared.
     """
 
     counts: Float[Tensor, "responses layers experts"]
@@ -61,21 +60,21 @@ class TrainedResponses(NamedTuple):
 def joined_by_sample(
     sequences: TrainedResponses, num_tokens: Float[Tensor, " sequences"], samples: Int[Tensor, " sequences"]
 ) -> TrainedResponses:
-    """Join the sequences of each sample, which have earned one reward: chance cannot deal it out among them.
+    """Join the sequences of each sample, which share one reward.
 
-    Counts add up, and advantages are means over all trained tokens. Taken one by one, the sequences of a conversation
-    that began anew would count as so many independent responses of equal advantages.
+    Counts add up, and advantages are means over all trained tokens. Counted separately, the sequences of a conversation
+    that was restarted would be independent responses with equal advantages.
 
     Args:
         num_tokens: Trained tokens of each sequence.
-        samples: Number of the sample of each.
+        samples: Sample of each sequence.
     """
     numbers, places = samples.unique(return_inverse=True)
     if len(numbers) == len(samples):
         return sequences
     first = torch.full(numbers.shape, len(places)).scatter_reduce_(0, places, torch.arange(len(places)), "amin")
     advantages = sequences.advantages.double()
-    # Off the first one's: a mean of equal numbers can be off by their last bit.
+    # Relative to the first one: a mean of equal numbers can differ in the last bit.
     off_first = num_tokens * (advantages - advantages[first][places])
     sums = torch.zeros(2, len(numbers), dtype=torch.float64).index_add_(1, places, torch.stack([off_first, num_tokens]))
     counts = sequences.counts.new_zeros(len(numbers), *sequences.counts.shape[1:])
@@ -95,7 +94,7 @@ class CentredAdvantages(NamedTuple):
 def centred(advantages: Float[Tensor, " sequences"], groups: Int[Tensor, " sequences"]) -> CentredAdvantages:
     values, numbers = advantages.double().numpy(), groups.numpy()
     sizes = np.bincount(numbers)
-    # Off one of the group first: a mean of equal numbers can be off by their last bit, and no spread be a tiny one.
+    # Relative to one of the group first: a mean of equal numbers can differ in the last bit, which would be a spread.
     one_of_group = np.empty(len(sizes))
     one_of_group[numbers] = values
     off_one = values - one_of_group[numbers]
@@ -115,10 +114,10 @@ def sums_of_groups(
 def beyond_length(
     counts: Float[Tensor, "sequences *layers experts"], of_groups: Float[Tensor, "sequences *layers experts"]
 ) -> Float[Tensor, "sequences *layers experts"]:
-    """Return the excess of a sequence's assignments over its length's share: `n[s,e] - T[s] p[g,e]`.
+    """Return a sequence's assignments minus the share expected from its length: `n[s,e] - T[s] p[g,e]`.
 
-    `T[s] = sum_e n[s,e]`, and `p[g,e]` is the expert's share of all tokens of the sequence's group. Both add up to 0:
-    over the experts of a sequence, and over the sequences of a group.
+    `T[s] = sum_e n[s,e]`, and `p[g,e]` is the expert's share of all tokens of the sequence's group. The sum over the
+    experts of a sequence is 0, and so is the sum over the sequences of a group.
     """
     lengths, all_lengths = counts.sum(-1, keepdim=True), of_groups.sum(-1, keepdim=True)
     return (counts * all_lengths - lengths * of_groups) / all_lengths.clamp(min=1)
@@ -127,10 +126,10 @@ def beyond_length(
 def permutation_moments(
     off_mean: Float[Tensor, "sequences experts"], advantages: CentredAdvantages
 ) -> tuple[Float[Tensor, " experts"], Float[Tensor, " experts"]]:
-    """Return `S[e] = sum_s a_s n[s,e]` less its mean, and its variance, where advantages change places within groups.
+    """Return `S[e] = sum_s a_s n[s,e]` minus its mean, and its variance, under permutations within groups.
 
     For a group of `m` sequences, `E = mean(a) * sum_s n` and `Var = sum_s (a_s - mean a)^2 * sum_s (n_s - mean n)^2 /
-    (m - 1)`; those of all groups add up.
+    (m - 1)`. Groups add up.
     """
     return advantages.off_mean @ off_mean, advantages.spread @ off_mean.square()
 
@@ -140,13 +139,13 @@ def advantage_scores(
     advantages: Float[Tensor, " sequences"],
     groups: Int[Tensor, " sequences"],
 ) -> tuple[Float[Tensor, "layers experts"], Float[Tensor, "layers experts"]]:
-    """Return `z = (S - E) / sqrt(Var)` of the counts, and of shares (`beyond_length`); NaN where the variance is 0."""
+    """Return `z = (S - E) / sqrt(Var)` of the counts, and of shares (`beyond_length`). NaN if the variance is 0."""
     numbers, groups = groups.unique(return_inverse=True)
     if len(groups) == len(numbers):
         groups = torch.zeros_like(groups)
     of_sequences = centred(advantages, groups)
     scores = []
-    # Some layers at a time: copies of all counts in float64 would be many times the counts' memory.
+    # A few layers at a time: float64 copies of all counts would take many times their memory.
     for of_layers in counts.split(max(1, _MOST_COUNTS // max(1, counts[:, 0].numel())), 1):
         counted = of_layers.double()
         of_groups = sums_of_groups(counted, groups)
@@ -162,10 +161,10 @@ def advantage_scores(
 def advantage_metrics(
     scores: Float[Tensor, "layers experts"], layers: Sequence[int], *, per_layer: bool, of_shares: bool = False
 ) -> dict[str, float]:
-    """Return the metrics of the scores, under `routing_advantage/`; empty where every score is NaN.
+    """Return the metrics of the scores, under `routing_advantage/`. Empty if every score is NaN.
 
-    `excess` is the mean of `z^2 - 1`, which is 0 by chance, and `max_abs_z` the largest size of a score, of all layers
-    and experts and of each layer's.
+    `excess` is the mean of `z^2 - 1`, which is 0 by chance, and `max_abs_z` the largest absolute score, over all layers
+    and of each layer.
     """
     kind, on_host = "_of_shares" if of_shares else "", scores.cpu().numpy()
     is_known = ~np.isnan(on_host)

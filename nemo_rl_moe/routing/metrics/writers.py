@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Experts by who wrote the token that they got: how far a tool's tokens go elsewhere than the model's own."""
+"""Experts by writer of the token: how far a tool's tokens go to other experts than the model's tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from nemo_rl_moe.token_writers import ANSWER, CALL, RESULT
 
 @dataclass(frozen=True)
 class WriterLoad:
-    """Tokens that experts got in a step, by who wrote them (`token_writers.WRITERS`)."""
+    """Tokens of each expert in a step, by writer (`token_writers.WRITERS`)."""
 
     layers: tuple[int, ...]
     counts: Int[np.ndarray, "writers layers experts"]
@@ -22,7 +22,7 @@ class WriterLoad:
 def jensen_shannon(
     one: Int[np.ndarray, "layers experts"], other: Int[np.ndarray, "layers experts"]
 ) -> Float[np.ndarray, " layers"]:
-    """Return the Jensen-Shannon divergence of two loads in bits: 0 the same shares, 1 no expert in common.
+    """Return the Jensen-Shannon divergence of two loads in bits: 0 is the same shares, 1 no expert in common.
 
     NaN in a layer where one of them has no tokens.
     """
@@ -35,7 +35,7 @@ def jensen_shannon(
 
 
 def divergences(counts: Int[np.ndarray, "writers layers experts"]) -> dict[str, Float[np.ndarray, " layers"]]:
-    """Return the divergence of results from the model's own tokens, and of its calls from its answers, by layer."""
+    """Return the divergence of results from the model's tokens, and of its calls from its answers, by layer."""
     return {
         "results_from_own": jensen_shannon(counts[RESULT], counts[CALL] + counts[ANSWER]),
         "calls_from_answers": jensen_shannon(counts[CALL], counts[ANSWER]),
@@ -45,10 +45,10 @@ def divergences(counts: Int[np.ndarray, "writers layers experts"]) -> dict[str, 
 def writer_metrics(
     counts: Int[np.ndarray, "writers layers experts"], layers: Sequence[int], *, per_layer: bool
 ) -> dict[str, float]:
-    """Return the metrics of a step, under `routing_writers/`: means over layers, and those of each layer."""
+    """Return the metrics of a step, under `routing_writers/`: means over layers, and values of each layer."""
     metrics: dict[str, float] = {}
     for name, of_layers in divergences(counts).items():
-        if np.isnan(of_layers).any():  # a kind of token is missing, in all layers alike
+        if np.isnan(of_layers).any():  # a writer has no tokens, in all layers alike
             continue
         metrics[f"routing_writers/{name}"] = float(of_layers.mean())
         if per_layer:

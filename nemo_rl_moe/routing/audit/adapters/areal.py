@@ -3,9 +3,9 @@
 """AReaL: `trajectory_debug.dump_rollout_data=true`, a list of batches saved with `torch.save`, padded on the right.
 
 Layout of the main branch of September 2026: `areal/trainer/rl_trainer.py` (`_save_trajectory`: `step_000012.pt`, in
-SPMD mode a file of each rank), `areal/workflow/rlvr.py` (fields; log-probabilities are 0 and versions -1 on prompts),
-`areal/engine/r3/preprocess.py`: a row that is missing, such as that of the last token, repeats the one before, and
-`r3_routing_valid` is false for a sequence where that is more than the last one. Those have no routes here.
+SPMD mode one file per rank), `areal/workflow/rlvr.py` (fields; log-probabilities are 0 and versions -1 on prompts),
+`areal/engine/r3/preprocess.py`: a missing row, such as the last token's, repeats the previous one. `r3_routing_valid`
+is false for a sequence with more missing rows than the last one, which then has no routes here.
 """
 
 from collections.abc import Iterator, Mapping
@@ -58,7 +58,7 @@ def _batch(batch: Mapping[str, Any], where: str, number: int) -> Iterator[Captur
 
 
 def _at_first(rewards: np.ndarray, real: np.ndarray) -> np.ndarray:
-    """Return the rewards of sequences as of their first token."""
+    """Return the rewards of sequences at their first token."""
     found = np.zeros(real.shape)
     found[np.arange(len(real)), real.argmax(1)] = rewards
     return found

@@ -2,10 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pickles and `torch.save` files as inert data: tensors, arrays, containers, and stand-ins for a framework's classes.
 
-A pickle is a program. Here the names in it lead to the few functions of this module, whatever they are called, so that
-nothing of another package runs, not even an import. A class of a framework whose dumps are known becomes an `Inert`,
-which keeps what the file gives it; any other name is refused. Arrays are built here as well, since numpy's own
-`__setstate__` trusts a pickle.
+A pickle is a program. Here its names lead only to the few functions of this module, so that no code of another package
+runs, not even an import. Classes of known frameworks become an `Inert`, which keeps the data from the file. Any other
+name is refused. Arrays are also built here, since numpy's `__setstate__` trusts a pickle.
 """
 
 import io
@@ -22,7 +21,7 @@ import torch
 from nemo_rl_moe.errors import DataError, one_line
 
 _MOST_REPEATED = 2**25
-"""Numbers of a tensor that may be repetitions of a few."""
+"""Largest size of a tensor that repeats the numbers of a smaller storage."""
 FRAMEWORKS = (
     "areal",
     "miles",
@@ -60,7 +59,7 @@ class Inert:
     path = ""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "Inert":
-        """Make an object that keeps the arguments that the pickle gives."""
+        """Create an object that keeps the arguments from the pickle."""
         made = super().__new__(cls)
         made.args, made.state, made.items = args, None, {}
         return made
@@ -78,12 +77,12 @@ class Inert:
 
 
 class PickledArray:
-    """Array of numpy as it stands in a pickle; `values` is it."""
+    """Stand-in for an array of numpy. The array is in `values`."""
 
     values: np.ndarray = np.empty(0)
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        """Take the array of a state `(version, shape, dtype, in Fortran's order, content)`."""
+        """Build the array from a state `(version, shape, dtype, whether in Fortran order, content)`."""
         _, shape, dtype, fortran, content = state
         order = "F" if fortran else "C"
         if dtype.is_object:
@@ -95,7 +94,7 @@ class PickledArray:
 
 
 class _PickledDtype:
-    """Type of an array's numbers."""
+    """Stand-in for a dtype of numpy."""
 
     def __init__(self, code: str, *_: Any):
         self.is_object = code.startswith("O")
@@ -110,7 +109,7 @@ class _PickledDtype:
 
 
 class _Call:
-    """A function under another's name. It has no attribute that a pickle could change."""
+    """Wrapper of a function, without attributes that a pickle could change."""
 
     __slots__ = ("__wrapped",)
 
@@ -161,18 +160,18 @@ def _tensor_of_bytes(
 
 
 def _of_type(function: Any, _: Any, args: tuple[Any, ...], *__: Any) -> Any:
-    """Make a tensor with attributes, which are left out."""
+    """Create a tensor with attributes, and drop these."""
     if not isinstance(function, _Call):
         raise RefusedError("it makes a tensor by a class")
     return function(*args)
 
 
 def _jagged(parts: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Return the tensors of a nested one, which lie one behind the other."""
+    """Return the tensors of a nested tensor, whose values are concatenated."""
     values, offsets = parts["values"], parts["offsets"]
     if parts["_ragged_idx"] != 1 or parts["lengths"] is not None:
         raise RefusedError("it holds a nested tensor that is ragged in another than its first dimension")
-    if offsets.nbytes > offsets.untyped_storage().nbytes():  # one number may stand for any number of them
+    if offsets.nbytes > offsets.untyped_storage().nbytes():  # a stride of 0 repeats one number any number of times
         raise RefusedError("it holds a nested tensor with more offsets than the file")
     return [values[first:end] for first, end in pairwise(offsets.tolist())]
 
@@ -223,7 +222,7 @@ class _InertUnpickler(pickle.Unpickler):
         self._made: dict[str, Any] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the function or the stand-in of a name; most names are refused."""
+        """Return the function or stand-in of a name. Most names are refused."""
         path = f"{module}.{name}"
         if path not in self._made:
             self._made[path] = self._make(path, module, name)
@@ -233,7 +232,7 @@ class _InertUnpickler(pickle.Unpickler):
         if path in _FUNCTIONS:
             return _Call(_FUNCTIONS[path])
         if path in _KINDS:
-            return type(name, (_KINDS[path],), {})  # of this load alone: a pickle may set attributes of a class
+            return type(name, (_KINDS[path],), {})  # new for each load, since a pickle may set attributes of a class
         if module in ("torch", "torch.storage") and name in _STORAGES:
             return _STORAGES[name]
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
@@ -259,7 +258,7 @@ def read_pickle(content: bytes, where: str) -> Any:
     """Return the content of a pickle or of a `torch.save` file.
 
     Raises:
-        DataError: It names what no dump needs, or is damaged.
+        DataError: It names something that no dump needs, or is damaged.
     """
     try:
         return _parse(content)

@@ -1,10 +1,10 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Convert what frameworks write into sequences of a capture: padding, joins of prompt and response, rows of routes.
+"""Conversion of frameworks' data to sequences of a capture: padding, joins of prompt and response, rows of routes.
 
-Frameworks give what is of a token for the whole sequence or for its response alone; its length shows which of both.
-What is not known is never filled in: log-probabilities of a prompt are NaN, routes that are missing -1. Rows that a
-framework has filled with zeros stay zeros: they cannot be distinguished from routes.
+Frameworks store values per token for the full sequence or only for its response, which their length shows. Unknown
+values are never filled in: log-probabilities of a prompt are NaN, missing routes -1. Rows that a framework has filled
+with zeros stay zeros, since they cannot be distinguished from routes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,10 +21,10 @@ from nemo_rl_moe.shapes import Bool, Float, Int, Shaped
 _MOST_TOKENS = 2**24
 _MOST_LAYERS = _MOST_CHOICES = 1024
 _MOST_NUMBERS = 2**28
-"""Numbers of a sequence's routes: those of a million tokens, 30 layers and 8 experts each."""
+"""Largest size of a sequence's routes, which fits a million tokens with 30 layers and 8 experts each."""
 _MOST_DIMENSIONS = 64  # numpy's
 _MOST_SHARED = 2**25
-"""Numbers that lists may come to by sharing their parts."""
+"""Largest size of lists that share parts."""
 _FLOATS = ("rollout_logprobs", "training_logprobs", "advantages")
 
 
@@ -45,11 +45,11 @@ def array(value: Any, where: str) -> Shaped[np.ndarray, "..."]:
 
 
 def _num_numbers(value: list[Any] | tuple[Any, ...], known: dict[int, int], depth: int = 0) -> int:
-    """Count the numbers of nested lists, of a list that comes again too; each list is looked at once."""
+    """Count the numbers in nested lists, with repeated lists. Each list is visited once."""
     if not value or not isinstance(value[0], list | tuple) or depth > _MOST_DIMENSIONS:
         return len(value)
     if id(value) not in known:
-        known[id(value)] = 0  # of a list inside of itself
+        known[id(value)] = 0  # for a list that contains itself
         known[id(value)] = sum(
             _num_numbers(part, known, depth + 1) if isinstance(part, list | tuple) else 1 for part in value
         )
@@ -57,7 +57,6 @@ def _num_numbers(value: list[Any] | tuple[Any, ...], known: dict[int, int], dept
 
 
 def _shares_parts(value: list[Any] | tuple[Any, ...]) -> bool:
-    """Return whether nested lists have a list twice."""
     seen, left = set[int](), [value]
     while left:
         for part in left.pop():
@@ -70,13 +69,14 @@ def _shares_parts(value: list[Any] | tuple[Any, ...]) -> bool:
 
 
 def expert_rows(value: Any, length: int, where: str, *, first: int = 0) -> Int[np.ndarray, "tokens layers topk"]:
-    """Return the routes of a sequence, a row for each token, -1 in those that are missing.
+    """Return the routes of a sequence, one row per token, filled with -1 for missing rows.
 
     Args:
-        value: Up to `length` rows, `[rows, layers, topk]`; the last token, which no engine feeds, may have none.
+        value: Up to `length` rows, `[rows, layers, topk]`. The last token, which no engine is fed, may have none.
+        first: Token of the first row.
 
     Raises:
-        DataError: It has another shape, or numbers that are no experts.
+        DataError: The shape or the numbers do not fit routes.
     """
     rows = array(value, where)
     if (
@@ -107,8 +107,8 @@ def sequence(
     """Return a sequence of a capture.
 
     Args:
-        prompt_length: Tokens before the response; None: not known, then everything covers the whole sequence.
-        columns: Columns by name, of the whole sequence or of the response; None: there is none.
+        prompt_length: Tokens before the response. If it is None, every column covers the full sequence.
+        columns: Columns by name, of the full sequence or of the response. None is no column.
 
     Raises:
         DataError: A column has another length, or the sequence has no token or far too many.
@@ -146,7 +146,7 @@ def sequence(
 
 
 def _positions(value: Any, length: int, where: str) -> Int[np.ndarray, "tokens layers k"]:
-    """Return the positions that an indexer chose for each token, -1 for tokens without a row."""
+    """Return the positions that an indexer chose for each token, filled with -1 for tokens without a row."""
     rows = array(value, where)
     if rows.ndim != 3 or rows.dtype.kind == "f" or not length - 1 <= len(rows) <= length:
         raise DataError(f"{where}: got {rows.dtype} {list(rows.shape)}, expected integers [{length - 1}, layers, k]")
@@ -201,7 +201,7 @@ def padded_sequences(
     """Yield the sequences of a batch without its padding.
 
     Args:
-        rewards: What each token earned; NaN, where nothing is known, counts nothing.
+        rewards: Reward of each token. NaN, which is unknown, does not count.
         prompts: Name of each sequence's prompt.
     """
     for number, mask in enumerate(real):

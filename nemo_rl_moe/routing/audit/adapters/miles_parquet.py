@@ -1,10 +1,10 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""miles' rollout dumps in Parquet (`--save-debug-rollout-data dump/{rollout_id}.parquet`), as the `.pt` dumps are.
+"""miles' rollout dumps in Parquet (`--save-debug-rollout-data dump/{rollout_id}.parquet`), as content of `.pt` dumps.
 
-Layout of the main branch of October 2026, `miles/utils/rollout_dump.py`: plain columns where all values of a field have
-one type, and else `torch.save` bytes of each, named in the schema's metadata `miles.encoded`. Files before version 1
-have plain columns alone.
+Layout of the main branch of October 2026, `miles/utils/rollout_dump.py`: plain columns for fields whose values have one
+type, otherwise `torch.save` bytes of each value, in the columns that the schema's metadata `miles.encoded` names. Files
+before version 1 have only plain columns.
 """
 
 import json
@@ -18,10 +18,10 @@ _VERSION, _ROLLOUT = b"miles.rollout_dump.version", b"rollout_id"
 
 
 def load_parquet(path: Path) -> Any:
-    """Return the content as of a `.pt` dump; an empty dictionary for Parquet of something else.
+    """Return the content in the form of a `.pt` dump, or an empty dictionary for other Parquet files.
 
     Raises:
-        ValueError: The dump is of a later version.
+        ValueError: The dump has a later version.
     """
     import pyarrow.parquet as pq
 

@@ -3,8 +3,8 @@
 """NeMo-RL: `train_data_step*.jsonl`, and the batch of a training step saved with `torch.save`, padded on the right.
 
 Layout of the main branch of August 2026, after 0.7: `nemo_rl/algorithms/grpo.py` (fields, under two sets of names),
-`nemo_rl/utils/logger.py` (`log_batched_dict_as_jsonl`: a sequence a line, each field a batch of one),
-`nemo_rl/models/generation/interfaces.py` (routes that are missing are -1). The JSONL has no `routed_experts` of itself.
+`nemo_rl/utils/logger.py` (`log_batched_dict_as_jsonl`: one sequence per line, each field a batch of one),
+`nemo_rl/models/generation/interfaces.py` (missing routes are -1). By default the JSONL has no `routed_experts`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,7 +28,6 @@ _BATCH = "nemo_rl.distributed.batched_data_dict.BatchedDataDict"
 
 
 def _fields(content: Any) -> Any:
-    """Return the fields of a `BatchedDataDict`."""
     if isinstance(content, Inert) and content.path == _BATCH and isinstance(content.state, dict):
         return content.state.get("data")
     return content

@@ -3,9 +3,9 @@
 """prime-rl: micro batches of the file system's transport, `rollouts/step_N/rank_M.bin`, packed and padded at the end.
 
 Layout of the main branch of August 2026, 0.8.1: `src/prime_rl/transports/rollouts/types.py` (`MicroBatch`, in
-MessagePack as a list without names), `filesystem.py` beside it, `src/prime_rl/trainer/batch.py` (packing: positions of
-each sequence begin with 0; padding and batches that fill up a rank train on no token), `orchestrator/trajectories.py`
-(routes that are missing are 0).
+MessagePack as a list without names) and `filesystem.py` in the same folder, `src/prime_rl/trainer/batch.py` (packing:
+positions of each sequence begin with 0; padding and batches that fill up a rank train on no token),
+`orchestrator/trajectories.py` (missing routes are 0).
 """
 
 from collections.abc import Iterator
@@ -47,7 +47,7 @@ def read(content: Any, where: str, model: RouterShape | None) -> Iterator[Captur
         for first, end in zip(starts, [*starts[1:], len(tokens)], strict=True):
             part = slice(first, end)
             if not mask[part].any():
-                continue  # padding, or a copy that gives every rank as many batches
+                continue  # padding, or a copy that gives every rank the same number of batches
             yield sequence(
                 f"{number}-{first}",
                 f"{place}: token {first}",
@@ -62,7 +62,7 @@ def read(content: Any, where: str, model: RouterShape | None) -> Iterator[Captur
 
 
 def _routes(batch: list[Any], length: int, place: str) -> np.ndarray | None:
-    """Return the routes of a micro batch: `[content, shape, type]`, whose place differs between releases."""
+    """Return the routes of a micro batch: `[content, shape, type]`, whose index differs between releases."""
     for field in batch[len(_FIELDS) :]:
         if isinstance(field, list) and len(field) == 3 and isinstance(field[0], bytes):
             content, shape, kind = field

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The formats that are read, how a file's own is recognised, and what lies in a folder."""
+"""Readable formats, recognition of a file's format, and the files of a folder by step."""
 
 import json
 import re
@@ -22,7 +22,7 @@ _Read = Callable[[Any, str, RouterShape | None], Iterator[CapturedSequence]]
 
 @dataclass(frozen=True)
 class Adapter:
-    """Reader of one format; `read` raises a DataError where a field is missing or does not fit the others."""
+    """Reader of one format. `read` raises a DataError if a field is missing or does not fit the others."""
 
     made_by: str
     claims: Callable[[Any], bool]
@@ -40,22 +40,22 @@ ADAPTERS: Mapping[str, Adapter] = {
     "sglang": Adapter("SGLang", sglang.claims, sglang.read),
     "vllm": Adapter("vLLM", vllm.claims, vllm.read),
 }
-"""By the name that `--format` takes, in the order in which they are asked. miles writes slime's format."""
+"""Adapters by their name for `--format`, in the order in which they are tried. miles writes slime's format."""
 
 
 class JsonLines(list[Any]):
     """Values of a file's lines.
 
     Attributes:
-        unread: Numbers of the lines that are no JSON, such as a last one that was being written.
+        unread: Numbers of the lines that are not JSON, such as an unfinished last one.
     """
 
     unread: tuple[int, ...] = ()
 
 
 def load(path: Path) -> Any:
-    """Return the content of a file: JSON, JSON lines, a pickle or `torch.save` file, safetensors, MessagePack,
-    or miles' Parquet.
+    """Return the content of a file: JSON, JSON lines, a pickle or `torch.save` file, safetensors, MessagePack, or
+    miles' Parquet.
 
     Raises:
         DataError: It is none of them, is damaged, or names code.
@@ -82,13 +82,13 @@ def load(path: Path) -> Any:
             import msgpack
 
             return msgpack.unpackb(path.read_bytes())
-    except Exception as error:  # each library has its own
+    except Exception as error:  # each library has different errors
         raise DataError(f"{path}: cannot be read: {one_line(error)}") from error
     raise DataError(f"{path}: is neither JSON nor a pickle, a torch.save, safetensors, MessagePack or Parquet file")
 
 
 def _json(path: Path) -> Any:
-    """Return a JSON value, or those of each line that is whole."""
+    """Return a JSON value, or the values of all complete lines."""
     text = path.read_text(encoding="utf-8")
     try:
         found = json.loads(text)
@@ -107,7 +107,7 @@ def _json(path: Path) -> Any:
 
 
 def recognised(content: Any) -> str | None:
-    """Return the name of the format of a file's content; None for none that is known."""
+    """Return the name of the format of a file's content, if it is known."""
     return next((name for name, adapter in ADAPTERS.items() if adapter.claims(content)), None)
 
 
@@ -116,10 +116,10 @@ _LEFT_OUT = ("eval_", "val_", ".")
 
 
 def files_by_step(path: Path) -> dict[int, list[Path]]:
-    """Find the files below a folder, or one file, by step, in the order of the steps.
+    """Find the files below a folder, or one file, by step, in the order of the steps, without files of evaluations.
 
-    The step is the number behind "step", or the first number, of the file's name, or else of its folder's; 0 where
-    there is none. Files of evaluations are left out.
+    The step is the number after "step", or the first number, in the file's name, otherwise in its folder's name,
+    otherwise 0.
     """
     files = [path]
     if path.is_dir():

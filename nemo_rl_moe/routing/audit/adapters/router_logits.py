@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hugging Face transformers: router logits of a forward pass (`output_router_logits=True`), by layer.
 
-Layout: a `torch.save` or safetensors file with `input_ids` and, where they are padded, `attention_mask`
-`[sequences, tokens]`, and the model's `router_logits`: a tuple of `[sequences x tokens, experts]` as transformers 5.19
-gives it (`modeling_outputs.py`), one for each layer with experts; in safetensors `router_logits.0`, `.1`, ... Optional
-`logprobs` `[sequences, tokens]`, of each token given those before it. The experts are those of the `topk` largest
-logits; margins are differences of their softmax. They are the routes of the training's side.
+Layout: a `torch.save` or safetensors file with `input_ids` and, for padded sequences, `attention_mask`
+`[sequences, tokens]`, and the model's `router_logits`: a tuple of `[sequences x tokens, experts]` per layer with
+experts, as in transformers 5.19 (`modeling_outputs.py`). In safetensors they are `router_logits.0`, `.1`, ... Optional
+are `logprobs` `[sequences, tokens]` of each token given the previous ones. The experts are the `topk` largest logits,
+and margins are differences of their softmax. They are routes of training.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,7 +24,7 @@ _PREFIX = "router_logits."
 
 
 def claims(content: Any) -> bool:
-    """Return True for router logits beside token ids."""
+    """Return True for router logits with token ids."""
     return isinstance(content, dict) and "input_ids" in content and bool(_logits(content))
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Shape of the routers, which dumps do not hold: experts and their layers, from the model's `config.json`."""
+"""Shape of the routers, which dumps lack: experts and their layers, from the model's `config.json`."""
 
 import json
 from collections.abc import Mapping
@@ -16,8 +16,8 @@ _PLAIN = (
     *("flex_olmo", "gpt_oss", "granitemoe", "jamba", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next"),
     *("qwen3_vl_moe", "qwen3_vl_moe_text", "qwen3_5_moe", "qwen3_5_moe_text"),
 )
-"""Families of transformers whose routers take the largest logits; others add a bias that logits do not have, choose by
-groups of experts, or were not looked at."""
+"""Families of transformers whose routers take the largest logits. Others add a bias that the logits lack, choose by
+groups of experts, or have not been examined."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class RouterShape:
     """Experts of a model.
 
     Attributes:
-        num_layers: All layers of the model, dense ones too.
-        moe_layers: Indices of those with experts, ascending.
-        plain_topk: True where a token's experts are known to be those of its largest router logits.
+        num_layers: All layers of the model, including dense ones.
+        moe_layers: Indices of the layers with experts, ascending.
+        plain_topk: True if a token's experts are known to be the largest router logits.
     """
 
     num_layers: int
@@ -61,7 +61,7 @@ def _first(found: Mapping[str, Any], names: tuple[str, ...]) -> int:
 
 
 def _has_experts(found: Mapping[str, Any], layer: int) -> bool:
-    """Return True for a layer with experts, as the families of Qwen, DeepSeek and GLM leave some dense."""
+    """Return True for a layer with experts. Models of Qwen, DeepSeek and GLM have some dense layers."""
     frequency = found.get("moe_layer_freq") or 1
     if isinstance(frequency, list):
         return bool(frequency[layer])

@@ -3,9 +3,9 @@
 """SGLang: responses of `/generate`, saved as JSON.
 
 Layout of SGLang 0.5.16, as `slime/utils/types.py` (0.3.1) and `miles/rollout/sglang_rollout.py` read it, and by its
-pull requests: `meta_info.routed_experts` is base64 of int32, a row less than there are tokens, dense layers as slots,
-without a shape; `routed_experts_start_len` rows before them were not asked for. The prompt's ids stand in
-`input_token_logprobs` (`return_logprob`, `logprob_start_len=0`), or in `input_ids` if they were saved beside.
+pull requests: `meta_info.routed_experts` is base64 of int32 without a shape. It has one row less than there are tokens,
+and slots for dense layers. The first `routed_experts_start_len` rows are omitted. The prompt's ids are in
+`input_token_logprobs` (`return_logprob`, `logprob_start_len=0`), or in `input_ids` if they were saved too.
 """
 
 import base64
@@ -40,13 +40,13 @@ def read(content: Any, where: str, model: RouterShape | None) -> Iterator[Captur
             int(meta.get("completion_tokens", len(tokens))),
         )
         length = num_prompt + num_sampled
-        whole = len(prompt) == num_prompt and len(tokens) == num_sampled
+        has_all_ids = len(prompt) == num_prompt and len(tokens) == num_sampled
         yield sequence(
             str(number),
             place,
             length,
             num_prompt,
-            token_ids=[*prompt, *tokens] if whole else None,
+            token_ids=[*prompt, *tokens] if has_all_ids else None,
             rollout_experts=_routes(meta, length, model, f"{place}: meta_info.routed_experts"),
             rollout_logprobs=[logprob for logprob, _ in sampled] or None,
         )

@@ -4,7 +4,7 @@
 
 Layout of the main branch of August 2026, after 0.4: `skyrl/train/trainer.py` (`dump_data`),
 `skyrl/backends/skyrl_train/training_batch.py` (`TensorBatch`, a dictionary of bytes by name),
-`skyrl/train/dataset/preprocess.py` (what is of responses stands at the right). `router_padding_mask` marks the tokens
+`skyrl/train/dataset/preprocess.py` (columns of responses are at the right). `router_padding_mask` marks the tokens
 without routes, whose rows hold the first experts.
 """
 
@@ -28,7 +28,7 @@ _COLUMNS = {
 
 
 def _state(content: Any) -> Any:
-    """Return the state of a pickled batch, of releases that rebuild it by a function, and of older ones."""
+    """Return the state of a pickled batch, from releases that rebuild it by a function, or from older ones."""
     if not isinstance(content, Inert) or not content.path.startswith(("skyrl.", "skyrl_train.")):
         return None
     state = content.args[1] if content.state is None and len(content.args) > 1 else content.state
@@ -60,7 +60,7 @@ def read(content: Any, where: str, model: RouterShape | None) -> Iterator[Captur
 
 
 def _tensor(name: str, packed: Any, where: str) -> np.ndarray | None:
-    """Return a tensor of its bytes; None for one that is none, or a list of tensors of images."""
+    """Return a tensor from its bytes, or None for something else, such as a list of tensors of images."""
     if not isinstance(packed, Mapping) or "data" not in packed:
         return None
     try:

@@ -1,11 +1,11 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""slime and miles: debug dumps of rollouts and of training, one behind the other without padding.
+"""slime and miles: debug dumps of rollouts and of training, concatenated without padding.
 
 Layouts of slime 0.3.1 (`slime/observability/rollout_data_utils.py`: `save_debug_rollout_data`; `train_data_utils.py`:
 `save_debug_train_data`, format 2) and of miles, August 2026 (`miles/ray/rollout/debug_data.py`,
-`miles/utils/train_dump_utils.py`: a file of each rank; Parquet: `miles_parquet.py`). Routes have a row less than there
-are tokens; the training's dumps have none, but `log_probs`. `weight_versions` has a version of each request.
+`miles/utils/train_dump_utils.py`: one file per rank; Parquet: `miles_parquet.py`). Routes have one row less than there
+are tokens. Dumps of training have no routes, but `log_probs`. `weight_versions` has the version of each request.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -53,7 +53,7 @@ def read(content: Any, where: str, model: RouterShape | None) -> Iterator[Captur
 
 
 def _version(versions: Any, response: int) -> list[int] | None:
-    """Return the version of each token of a response that one version sampled."""
+    """Return the version of each token of a response, if one version sampled all."""
     try:
         found = {int(version) for version in versions or ()}
     except (TypeError, ValueError):
@@ -66,7 +66,7 @@ def _first(sample: Mapping[str, Any], fields: Sequence[str]) -> Any:
 
 
 def _samples_of_rank(data: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """Return the samples of lists by field; lists of another length are of something else than samples."""
+    """Return samples, given lists by field. Lists of another length do not belong to samples."""
     try:
         count = len(data["tokens"])
     except (KeyError, TypeError):

@@ -1,12 +1,12 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""verl: a `DataProto` that was saved, padded on both sides.
+"""verl: a saved `DataProto`, padded on both sides.
 
 Layout of release 0.9.1, and the same in 0.7: `verl/protocol.py` (`DataProto.save_to_disk`, a pickle around a
-consolidated `TensorDict`, or around arrays by `VERL_DATAPROTO_SERIALIZATION_METHOD=numpy`),
+consolidated `TensorDict`, or around arrays with `VERL_DATAPROTO_SERIALIZATION_METHOD=numpy`),
 `verl/experimental/agent_loop/agent_loop.py` (prompts padded on the left, responses on the right, `routed_experts` of
-all places, 0 where the engine gave none), `verl/trainer/ppo/ray_trainer.py` (columns that follow). What
-`trainer.rollout_data_dir` writes holds texts alone. The trainer with a TransferQueue: `verl_queue.py`.
+all positions, 0 if the engine returned none), `verl/trainer/ppo/ray_trainer.py` (later columns). Files of
+`trainer.rollout_data_dir` contain only texts. For the trainer with a TransferQueue see `verl_queue.py`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,7 +44,7 @@ def read(content: Any, where: str, model: RouterShape | None) -> Iterator[Captur
     if claims_queue(content):
         yield from read_queue(content, where)
         return
-    batch, names = (_batch_of_proto(content, where)) if isinstance(content, Inert) else (content, None)
+    batch, names = _batch_of_proto(content, where) if isinstance(content, Inert) else (content, None)
     real = real_tokens(batch.get("attention_mask", ()), f"{where}: attention_mask")
     tokens = padded_column(batch, "input_ids", real.shape, where)
     responses = padded_column(batch, "responses", real.shape, where)
@@ -70,24 +70,24 @@ def _batch_of_proto(content: Inert, where: str) -> tuple[Mapping[str, Any], Any]
 
 
 def _of_storage(made: Inert) -> dict[str, torch.Tensor]:
-    """Read a consolidated `TensorDict`: all tensors in one storage, each filled up to a multiple of 8 bytes."""
+    """Read a consolidated `TensorDict`: all tensors in one storage, each padded to a multiple of 8 bytes."""
     description, storage = made.args[:2]
     leaves = description["leaves"].items()
     return {name: _tensor(storage[first:last], dtype, shape) for name, (dtype, shape, first, last, *_) in leaves}
 
 
 def _of_arrays(packed: tuple[Any, ...]) -> dict[str, torch.Tensor]:
-    """Read what `VERL_DATAPROTO_SERIALIZATION_METHOD=numpy` makes of a batch: the bytes of each tensor as an array."""
+    """Read a batch that was saved with `VERL_DATAPROTO_SERIALIZATION_METHOD=numpy`: each tensor's bytes as an array."""
     _, _, encoded = packed
     found = {}
     for name, (dtype, shape_or_pieces, *content) in encoded.items():
-        if content:  # a nested tensor, which has a layout and its pieces, is none of a padded batch
+        if content:  # a nested tensor has a layout and pieces here, and is not in a padded batch
             found[name] = _tensor(torch.from_numpy(content[0].values.copy()), dtype, shape_or_pieces)
     return found
 
 
 def _tensor(content: torch.Tensor, dtype: str, shape: Sequence[int]) -> torch.Tensor:
-    """Return the tensor at the beginning of some bytes, whatever fills them up behind it."""
+    """Return the tensor at the beginning of some bytes, without the padding after it."""
     kind = getattr(torch, dtype.removeprefix("torch."), None)
     if not isinstance(kind, torch.dtype):
         raise ValueError(f"got {dtype!r}, expected a type of numbers")

@@ -5,8 +5,8 @@
 Layout of the main branch of August 2026, 0.10.0.dev, whose default is this trainer (`trainer.use_v1`):
 `verl/utils/skip/rollout_skip.py` (`RolloutTqSkip.prepare_data`, a file in `{step}/{part}/`),
 `verl/trainer/ppo/v1/agent_loop_tq.py` (fields), `verl/utils/tensordict_utils.py` (`list_of_dict_to_tensordict`: a
-nested tensor, or a plain one where all sequences are equally long), `AgentLoopOutput.as_dict` (rows of routes that the
-engine has not recorded are 0, such as that of the last token).
+nested tensor, or a plain one if all sequences have the same length), `AgentLoopOutput.as_dict` (unrecorded rows of
+routes, such as the last token's, are 0).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ COLUMNS = {
     "training_logprobs": "old_log_probs",
     "advantages": "advantages",
 }
-"""Columns of a capture, and verl's names of them with both trainers."""
+"""Columns of a capture, and their names in verl with both trainers."""
 
 
 def claims_queue(content: Any) -> bool:
@@ -57,7 +57,6 @@ def read_queue(content: Mapping[str, Any], where: str) -> Iterator[CapturedSeque
 
 
 def _fields(made: Any, where: str) -> Mapping[str, Any]:
-    """Return the tensors of a pickled `TensorDict` by name."""
     state = made.args[1] if isinstance(made, Inert) and len(made.args) > 1 else getattr(made, "state", None)
     found = state.get("_tensordict") if isinstance(state, dict) else None
     if not isinstance(found, dict):
@@ -66,13 +65,13 @@ def _fields(made: Any, where: str) -> Mapping[str, Any]:
 
 
 def _of_each(values: Any, count: int) -> Sequence[torch.Tensor] | None:
-    """Return a field's tensor of each sequence; None for a field of something else."""
+    """Return a field's tensor of each sequence, if it has one for each."""
     if isinstance(values, torch.Tensor | list) and len(values) == count:
         return list(values)
     return None
 
 
 def _version(tag: Any, response: int) -> list[int] | None:
-    """Return the version of each token of a response that one version of the weights sampled."""
+    """Return the version of each token of a response, if one version of the weights sampled all."""
     first, last = (tag.get("min_global_steps"), tag.get("max_global_steps")) if isinstance(tag, dict) else (None, None)
     return [first] * response if isinstance(first, int) and first == last else None

@@ -1,13 +1,13 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM: responses of its server, or `RequestOutput`s, saved as JSON.
+"""vLLM: responses of its server, or `RequestOutput`s, saved as JSON, one per file or one per line.
 
-Layouts by vLLM's documentation and pull requests: to 0.20 `routed_experts` of a completion for the whole sequence,
-dense layers as slots; 0.21 (`training/routed_experts_replay`) `prompt_routed_experts` of the response and
-`routed_experts` of each completion; later (`training/routed_experts`) again the whole sequence, base64 of a `.npy`
-file. From the code of 0.32 (`vllm/entrypoints/openai/completion/serving.py`, `vllm/v1/engine/output_processor.py`): a
-row for each token but the last, less the first ones that `routed_experts_prompt_start` of the request leaves out. Token
-ids are in a response with `return_token_ids`. Either a response a file, or one a line.
+Layouts by vLLM's documentation and pull requests: up to 0.20, `routed_experts` of a completion covers the full
+sequence, with slots for dense layers. 0.21 (`training/routed_experts_replay`) has `prompt_routed_experts` of the
+response and `routed_experts` of each completion. Later releases (`training/routed_experts`) again cover the full
+sequence, as base64 of a `.npy` file. By the code of 0.32 (`vllm/entrypoints/openai/completion/serving.py`,
+`vllm/v1/engine/output_processor.py`) there is a row for each token but the last, without the first ones that
+`routed_experts_prompt_start` of the request omits. A response has token ids with `return_token_ids`.
 """
 
 import base64
@@ -53,7 +53,7 @@ def _completion(response: Mapping[str, Any], choice: Mapping[str, Any], name: st
         if len(of_prompt) != len(prompt):
             raise DataError(f"{place}: prompt_routed_experts: got {len(of_prompt)} rows, expected {len(prompt)}")
         routes = np.concatenate([of_prompt, routes])
-    elif routes is not None and routes.ndim == 3:  # rows end with the last token that the engine was given
+    elif routes is not None and routes.ndim == 3:  # the last row is that of the last token that the engine was fed
         routes = expert_rows(routes, length, f"{place}: routed_experts", first=max(length - 1 - len(routes), 0))
     return sequence(
         name,
@@ -77,7 +77,7 @@ def _routes(value: Any, place: str) -> np.ndarray | None:
 
 
 def _logprobs(value: Any, tokens: list[int], place: str) -> list[float] | None:
-    """Return the log-probability of each token, of any of the forms in which vLLM gives them."""
+    """Return the log-probability of each token, from any of the forms in which vLLM returns them."""
     if isinstance(value, dict):
         value = value.get("token_logprobs") or value.get("content")
     if not value:

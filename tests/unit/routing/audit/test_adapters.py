@@ -234,7 +234,7 @@ def test_a_capture_is_not_written_into_another_one(tmp_path: Path, capsys: pytes
     assert main(command) == 0
     files = sorted(tmp_path.iterdir())
     assert main(command) == 2
-    assert "holds a capture already, in which sequences would stand twice" in capsys.readouterr().err
+    assert "is a capture already, and its sequences would be duplicated" in capsys.readouterr().err
     assert sorted(tmp_path.iterdir()) == files
 
 
