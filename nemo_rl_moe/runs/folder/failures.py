@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`environment_failures.jsonl`: of each step and validation with responses that could not be scored, how many and why.
+"""`environment_failures.jsonl`: a line for each step or validation with responses that could not be scored.
 
 A line has the step, the split (`train` or `val`), the numbers of failed and of all responses, and the first cause. A
 run without failures has no such file.
@@ -23,7 +23,7 @@ _LONGEST_TEXT = 1000
 
 
 def failures_of(by_split: Mapping[str, Sequence[SavedTrajectory]]) -> list[FailedResponses]:
-    """Sum up the failures of each split that has any."""
+    """Count the failures of each split with failures."""
     found = []
     for split, trajectories in by_split.items():
         failed = [each for each in trajectories if each.fault is not None]
@@ -34,7 +34,7 @@ def failures_of(by_split: Mapping[str, Sequence[SavedTrajectory]]) -> list[Faile
 
 
 class FailureWriter:
-    """Writer of a run's failures; the file is made at the first one."""
+    """Writer of a run's failures. The first failure creates the file."""
 
     def __init__(self, run_folder: Path, warn: Callable[[str], None], message: Callable[[str], None]):
         self._path, self._warn, self._message = run_folder / FAILURES_FILE_NAME, warn, message
@@ -51,7 +51,7 @@ class FailureWriter:
 
 
 class FailuresTail(LineTail[OfStep[FailedResponses]]):
-    """Follower of the failures of a run that goes on; reads those of a run that has ended too."""
+    """Reader of the failures of a running or finished run."""
 
     def __init__(self, run_folder: Path):
         super().__init__(run_folder / FAILURES_FILE_NAME, _parse)
