@@ -112,6 +112,11 @@ def as_text(lines: Sequence[Line]) -> str:
     return "\n".join("".join(printable(text, kept="\t") for text, _ in line) for line in lines)
 
 
+def samples_text(samples: Sequence[ShownSample]) -> str:
+    """Return samples as plain text, with the legend."""
+    return "\n\n".join([LEGEND, *(as_text(sample_lines(sample, SAMPLE_LIMITS)) for sample in samples)])
+
+
 def time_line(times: RolloutTimes) -> Line:
     """Return the times of a trajectory as a bar, with the seconds."""
     seconds = (
