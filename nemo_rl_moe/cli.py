@@ -13,13 +13,13 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import ModuleType
+from typing import Any
 
 from nemo_rl_moe import __version__
 from nemo_rl_moe.checkpoints import verify as verify_command
 from nemo_rl_moe.errors import (
     EXIT_BAD_INPUT,
     EXIT_RUN_FAILED,
-    ConfigurationError,
     GenerationError,
     RoutingAnomalyError,
     TrainingDivergedError,
@@ -114,13 +114,17 @@ def _run(words: Sequence[str], *, owns_process: bool) -> int:
     parser = _build_parser(training)
     options, rest = parser.parse_known_args(words)
     if training is None and options.command in OF_TRAINING:
-        return _reported(lambda: _refuse(options.command, missing))
+        report_error(
+            f"{options.command}: needs the packages of training, of which {missing} is not installed: "
+            "pip install 'nemo-rl-moe[train]'"
+        )
+        return EXIT_BAD_INPUT
     flags = [word for word in rest if word.startswith("-")]
     if unknown := rest if options.command in WITHOUT_OVERRIDES else flags:
         hint = "; overrides are written without dashes" if any("." in word for word in unknown) else ""
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     if options.command in _OF_FOLDERS:
-        return _reported(lambda: _look_at_folders(options, rest))
+        return _reported(partial(_OF_FOLDERS[options.command].run, options, rest))
     assert training is not None
     return _reported(partial(training.run, options, rest, owns_process=owns_process))
 
@@ -136,22 +140,10 @@ def _training_commands() -> tuple[ModuleType | None, str]:
     return training_cli, ""
 
 
-def _refuse(command: str, missing: str) -> int:
-    raise ConfigurationError(
-        f"{command}: needs the packages of training, of which {missing} is not installed: "
-        "pip install 'nemo-rl-moe[train]'"
-    )
-
-
-def _look_at_folders(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    _OF_FOLDERS[options.command].run(options, rest)
-    return 0
-
-
-def _reported(run: Callable[[], int]) -> int:
+def _reported(run: Callable[[], int | None]) -> int:
     """Run a command, print errors, and return the exit code."""
     try:
-        return run()
+        return run() or 0
     except UserError as error:
         report_problems(error)
         _say_how_to_go_on(error)
@@ -187,13 +179,18 @@ def _say_how_to_go_on(error: BaseException) -> None:
         print(printable(note), file=sys.stderr, flush=True)
 
 
+class _Parser(argparse.ArgumentParser):
+    """Parser of the command and, since argparse takes the same class for them, of its subcommands."""
+
+    def __init__(self, **settings: Any):
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **settings)
+
+
 def _build_parser(training: ModuleType | None) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="nemo-rl-moe",
         description="Post-training of Mixture-of-Experts models with Megatron-Core on Ray.",
         epilog=_EXAMPLES if training is None else f"{_EXAMPLES}\n{training.OVERRIDES_HELP}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"nemo-rl-moe {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
@@ -209,8 +206,6 @@ def _build_parser(training: ModuleType | None) -> argparse.ArgumentParser:
                 help=module.SUMMARY,
                 description=f"{module.SUMMARY[0].upper()}{module.SUMMARY[1:]}.",
                 epilog=module.EXAMPLES,
-                formatter_class=argparse.RawDescriptionHelpFormatter,
-                allow_abbrev=False,
             )
         )
     return parser

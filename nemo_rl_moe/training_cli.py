@@ -9,7 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from textwrap import shorten
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nemo_rl_moe.config.algorithm import ALGORITHMS, BUILT_IN
 from nemo_rl_moe.config.files import WHERE_THE_SHIPPED_ARE_LISTED, exemplar_summaries
@@ -85,8 +85,16 @@ examples:
   nemo-rl-moe plan --config grpo_qwen3_30b_a3b_80gb.yaml --target 4x8xA100-80GB policy.train_global_batch_size=512
 """
 
+_CONFIG = "config"
+_DATA = "data"
+_PLAN = "plan"
+_OF_WEIGHTS = {"convert": convert_command, "upcycle": upcycle_command}
+_WITHOUT_TRAINING = {"evaluate": evaluate_command, "generate": generate_command}
+_RUN = "run"
+_HELP_OF = {_RUN: _RUN_HELP, _CONFIG: _CONFIG_HELP, _DATA: _DATA_HELP, _PLAN: _PLAN_HELP}
 
-def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", examples: str) -> None:
+
+def add_commands(commands: "argparse._SubParsersAction[Any]", examples: str) -> None:
     shipped = _shipped_help()
     for name, summary in (
         *((name, ALGORITHMS[name].summary) for name in BUILT_IN),
@@ -104,8 +112,6 @@ def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
             help=summary,
             description=f"{summary[0].upper()}{summary[1:]}.",
             epilog=f"{_HELP_OF.get(name, examples)}\n{shipped}\n{OVERRIDES_HELP}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
         )
         command.add_argument(
             "--config", metavar="FILE", help="a YAML file, or the name of a shipped one such as sft_tiny_moe.yaml"
@@ -134,21 +140,12 @@ def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
             help=module.SUMMARY,
             description=f"{module.SUMMARY[0].upper()}{module.SUMMARY[1:]}.",
             epilog=f"{module.EXAMPLES}\n{OVERRIDES_HELP}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
         )
         module.add_arguments(command)
         command.add_argument("overrides", nargs="*", metavar="override", help="section.key=value; see below")
     for name, module in _OF_WEIGHTS.items():
         module.add_arguments(
-            commands.add_parser(
-                name,
-                help=module.SUMMARY,
-                description=module.DESCRIPTION,
-                epilog=module.EXAMPLES,
-                formatter_class=argparse.RawDescriptionHelpFormatter,
-                allow_abbrev=False,
-            )
+            commands.add_parser(name, help=module.SUMMARY, description=module.DESCRIPTION, epilog=module.EXAMPLES)
         )
 
 
@@ -187,15 +184,14 @@ def _run_with_config(options: argparse.Namespace, overrides: Sequence[str], *, o
         raise ConfigurationError(_config_is_missing(options.command, overrides))
     if options.command == _DATA:
         _show_data(options.config, overrides, options.show)
-        return 0
-    if options.command == _PLAN:
+    elif options.command == _PLAN:
         _print_plan(options.config, overrides, options.target)
-        return 0
-    if options.command == _CONFIG:
+    elif options.command == _CONFIG:
         _print_config(options.config, overrides)
-        return 0
-    config = _load(options.command, options.config, overrides)
-    return start.train(config, overrides, owns_process=owns_process)
+    else:
+        config = _load(options.command, options.config, overrides)
+        return start.train(config, overrides, owns_process=owns_process)
+    return 0
 
 
 def _shipped_help() -> str:
@@ -280,12 +276,3 @@ def _number(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number above 0")
     return int(text)
-
-
-_CONFIG = "config"
-_DATA = "data"
-_PLAN = "plan"
-_OF_WEIGHTS = {"convert": convert_command, "upcycle": upcycle_command}
-_WITHOUT_TRAINING = {"evaluate": evaluate_command, "generate": generate_command}
-_RUN = "run"
-_HELP_OF = {_RUN: _RUN_HELP, _CONFIG: _CONFIG_HELP, _DATA: _DATA_HELP, _PLAN: _PLAN_HELP}

@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 from nemo_rl_moe.errors import encodable
 
@@ -24,6 +24,7 @@ UNKNOWN: Outcome = "unknown"
 FAILED_OUTCOMES: tuple[Outcome, ...] = ("wrong", "not_called", "error", "timeout", "died")
 Span = tuple[float, float]
 """Start and end, in seconds from the trajectory's start."""
+Value = TypeVar("Value")
 _KINDS = ("generation", "tools")
 
 
@@ -135,14 +136,14 @@ def times_json(times: RolloutTimes) -> dict[str, object]:
 
 def conversation_of(value: object) -> list[ConversationTurn]:
     """Parse turns."""
-    return [_turn_of(turn) for turn in _list(value)]
+    return [_turn_of(turn) for turn in _as(list, value)]
 
 
 def times_of(value: object) -> RolloutTimes:
     """Parse times."""
-    found = _mapping(value)
-    seconds, generation, tools = _seconds(found.get("seconds")), *(_spans(found.get(name, [])) for name in _KINDS)
-    return RolloutTimes(seconds, generation, tools)
+    found = _as(dict, value)
+    generation, tools = (_spans(found.get(name, [])) for name in _KINDS)
+    return RolloutTimes(_seconds(found.get("seconds")), generation, tools)
 
 
 def _turn_json(turn: ConversationTurn) -> dict[str, object]:
@@ -163,47 +164,40 @@ def _turn_json(turn: ConversationTurn) -> dict[str, object]:
 
 
 def _turn_of(value: object) -> ConversationTurn:
-    found = _mapping(value)
+    found = _as(dict, value)
     sequence = found.get("sequence")
-    start, end = (_count(token) for token in _list(found.get("tokens"), 2))
+    start, end = (_count(token) for token in _pair(found.get("tokens")))
     return ConversationTurn(
-        role=_text(found.get("role")),
-        text=_text(found.get("text")),
+        role=_as(str, found.get("role")),
+        text=_as(str, found.get("text")),
         sequence=None if sequence is None else _count(sequence),
         tokens=(start, end),
         is_sampled=found.get("sampled") is True,
         is_trained=found.get("trained") is True,
-        calls=tuple(_call_of(call) for call in _list(found.get("calls", []))),
-        name=_text(found.get("name", "")),
-        call_id=_text(found.get("call_id", "")),
+        calls=tuple(_call_of(call) for call in _as(list, found.get("calls", []))),
+        name=_as(str, found.get("name", "")),
+        call_id=_as(str, found.get("call_id", "")),
     )
 
 
 def _call_of(value: object) -> ToolUse:
-    found = _mapping(value)
-    call_id, name, arguments = (_text(found.get(key)) for key in ("id", "name", "arguments"))
-    outcome = next((known for known in get_args(Outcome) if known == found.get("outcome")), None)
-    if outcome is None:
+    found = _as(dict, value)
+    call_id, name, arguments = (_as(str, found.get(key)) for key in ("id", "name", "arguments"))
+    outcome = found.get("outcome")
+    if outcome not in get_args(Outcome):
         raise ValueError("no outcome of a call")
     return ToolUse(call_id, name, arguments, outcome)
 
 
-def _mapping(value: object) -> Mapping[str, object]:
-    if not isinstance(value, dict):
-        raise ValueError("no object")
+def _as(kind: type[Value], value: object) -> Value:
+    if not isinstance(value, kind):
+        raise ValueError(f"no {kind.__name__}")
     return value
 
 
-def _list(value: object, size: int | None = None) -> list[object]:
-    if not isinstance(value, list) or (size is not None and len(value) != size):
-        raise ValueError("no list, or one of another length")
-    return value
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise ValueError("no text")
-    return value
+def _pair(value: object) -> tuple[object, object]:
+    first, second = _as(list, value)
+    return first, second
 
 
 def _count(value: object) -> int:
@@ -220,8 +214,8 @@ def _seconds(value: object) -> float:
 
 def _spans(value: object) -> tuple[Span, ...]:
     found = []
-    for span in _list(value):
-        start, end = (_seconds(each) for each in _list(span, 2))
+    for span in _as(list, value):
+        start, end = (_seconds(each) for each in _pair(span))
         found.append((start, max(start, end)))
     return tuple(found)
 

@@ -9,8 +9,8 @@ run without failures has no such file.
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from nemo_rl_moe.errors import DataError, one_line
 from nemo_rl_moe.routing.findings.reward_signal import FailedResponses
 from nemo_rl_moe.runs.folder.line_tail import LineTail, OfStep
 from nemo_rl_moe.runs.folder.lines import LineFile
@@ -57,16 +57,11 @@ class FailuresTail(LineTail[OfStep[FailedResponses]]):
         super().__init__(run_folder / FAILURES_FILE_NAME, _parse)
 
 
-def _parse(line: bytes, place: str) -> OfStep[FailedResponses]:
-    try:
-        record = json.loads(line)
-        step, split, number, responses = (record[name] for name in ("step", "split", "failed", "responses"))
-        numbers = (step, number, responses)
-        if any(type(each) is not int for each in numbers) or not 0 <= step <= LAST_STEP or split not in _SPLITS:
-            raise ValueError("a step, a split or a number that cannot be")
-        if not 1 <= number <= responses <= LAST_STEP:
-            raise ValueError("more failed responses than responses")
-        return OfStep(step, FailedResponses(split, number, responses, str(record["first"])[:_LONGEST_TEXT]))
-    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-        keys = '{"step", "split", "failed", "responses", "first"}'
-        raise DataError(f"{place}: no failures {keys}: {one_line(error)}") from error
+def _parse(record: Any) -> OfStep[FailedResponses]:
+    step, split, number, responses = (record[name] for name in ("step", "split", "failed", "responses"))
+    numbers = (step, number, responses)
+    if any(type(each) is not int for each in numbers) or not 0 <= step <= LAST_STEP or split not in _SPLITS:
+        raise ValueError("a step, a split or a number that cannot be")
+    if not 1 <= number <= responses <= LAST_STEP:
+        raise ValueError("more failed responses than responses")
+    return OfStep(step, FailedResponses(split, number, responses, str(record["first"])[:_LONGEST_TEXT]))

@@ -2,15 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Follower of a file with one record per line, while a run appends to it."""
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Generic, TypeVar
+from typing import Any, BinaryIO, Generic, TypeVar
 
 from nemo_rl_moe.errors import DataError
 
 Record = TypeVar("Record")
 Content = TypeVar("Content")
+NO_RECORD = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError)
+"""Errors of parsing a line that is not a record of its file."""
 _MOST_REMEMBERED_BYTES = 1 << 16
 
 
@@ -45,9 +48,12 @@ class LineTail(Generic[Record]):
 
     It leaves an incomplete last line for the next call, and notices when a resumed run cuts its file back to the
     checkpoint.
+
+    Args:
+        parse: Converts the JSON value of a line, or raises one of `NO_RECORD`.
     """
 
-    def __init__(self, path: Path, parse: Callable[[bytes, str], Record]):
+    def __init__(self, path: Path, parse: Callable[[Any], Record]):
         self._path, self._parse = path, parse
         self._offset = 0
         self._last_bytes = b""
@@ -77,7 +83,7 @@ class LineTail(Generic[Record]):
             self._last_bytes = line[-_MOST_REMEMBERED_BYTES:]
             try:
                 if line.strip():
-                    records.append(self._parse(line, str(self._path)))
-            except DataError:
+                    records.append(self._parse(json.loads(line)))
+            except NO_RECORD:
                 num_damaged += 1
         return NewRecords(records, begins_anew, num_damaged)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nemo_rl_moe.errors import DataError, one_line
-from nemo_rl_moe.runs.folder.line_tail import LineTail
+from nemo_rl_moe.runs.folder.line_tail import NO_RECORD, LineTail
 from nemo_rl_moe.runs.folder.lines import LineFile
 
 RunOutcome = Literal["finished", "failed", "killed"]
@@ -80,20 +80,23 @@ class MetricsTail(LineTail[StepRecord]):
     """Follower of the `metrics.jsonl` of a running run."""
 
     def __init__(self, path: Path):
-        super().__init__(path, parse_record)
+        super().__init__(path, _step_record)
 
 
 def parse_record(line: bytes, place: str) -> StepRecord:
     """Parse one line of a `metrics.jsonl`."""
     try:
-        record = json.loads(line)
-        metrics = {RENAMED_METRICS.get(key, str(key)): float(value) for key, value in record["metrics"].items()}
-        step, seconds = int(record["step"]), float(record["time"])
-        if not (0 <= step <= LAST_STEP and 0 <= seconds <= _LAST_SECOND):
-            raise ValueError("a step or a time that cannot be")
-        return StepRecord(step, seconds, metrics)
-    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        return _step_record(json.loads(line))
+    except NO_RECORD as error:
         raise DataError(f'{place}: not a step record {{"step", "time", "metrics"}}: {one_line(error)}') from error
+
+
+def _step_record(record: Any) -> StepRecord:
+    metrics = {RENAMED_METRICS.get(key, str(key)): float(value) for key, value in record["metrics"].items()}
+    step, seconds = int(record["step"]), float(record["time"])
+    if not (0 <= step <= LAST_STEP and 0 <= seconds <= _LAST_SECOND):
+        raise ValueError("a step or a time that cannot be")
+    return StepRecord(step, seconds, metrics)
 
 
 def json_number(value: float) -> float | str:

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 import pyarrow as pa
 
-from nemo_rl_moe.errors import DataError, one_line
 from nemo_rl_moe.routing.agreement.route_identity import AnomalyKind, RoutingAnomaly
 from nemo_rl_moe.routing.agreement.row_kinds import MARGIN_EDGES, Row
 from nemo_rl_moe.runs.folder.line_tail import LineTail, OfStep
@@ -88,7 +87,10 @@ class RoutingWriter(StepTableWriter["RoutingReport"]):
         if artifact.anomalies:
             path = self._folder.parent / ANOMALIES_FILE_NAME
             self._anomalies = self._anomalies or LineFile(path, self._warn, self._message)
-            self._anomalies.append(json.dumps(_record(step, anomaly)) for anomaly in artifact.anomalies)
+            self._anomalies.append(
+                json.dumps({"step": step, "kind": anomaly.kind, "layer": anomaly.layer, "text": anomaly.text})
+                for anomaly in artifact.anomalies
+            )
 
     def close(self) -> None:
         super().close()
@@ -122,17 +124,9 @@ class AnomaliesTail(LineTail[OfStep[RoutingAnomaly]]):
         super().__init__(run_folder / ANOMALIES_FILE_NAME, _parse)
 
 
-def _record(step: int, anomaly: RoutingAnomaly) -> dict[str, Any]:
-    return {"step": step, "kind": anomaly.kind, "layer": anomaly.layer, "text": anomaly.text}
-
-
-def _parse(line: bytes, place: str) -> OfStep[RoutingAnomaly]:
-    try:
-        record = json.loads(line)
-        step, kind, layer = int(record["step"]), record["kind"], record["layer"]
-        if kind not in get_args(AnomalyKind) or not 0 <= step <= LAST_STEP:
-            raise ValueError("a kind or a step that cannot be")
-        number = None if layer is None else int(layer)
-        return OfStep(step, RoutingAnomaly(kind, str(record["text"])[:_LONGEST_TEXT], number))
-    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-        raise DataError(f'{place}: no anomaly {{"step", "kind", "layer", "text"}}: {one_line(error)}') from error
+def _parse(record: Any) -> OfStep[RoutingAnomaly]:
+    step, kind, layer = int(record["step"]), record["kind"], record["layer"]
+    if kind not in get_args(AnomalyKind) or not 0 <= step <= LAST_STEP:
+        raise ValueError("a kind or a step that cannot be")
+    number = None if layer is None else int(layer)
+    return OfStep(step, RoutingAnomaly(kind, str(record["text"])[:_LONGEST_TEXT], number))

@@ -19,6 +19,7 @@ from nemo_rl_moe.runs.folder.conversations import (
     times_json,
     times_of,
 )
+from nemo_rl_moe.runs.folder.line_tail import NO_RECORD
 from nemo_rl_moe.runs.folder.sample_text import ShownSample, conversation_summary
 from nemo_rl_moe.runs.folder.thumbnails import IMAGES_OF_A_SAMPLE, is_thumbnail_name
 from nemo_rl_moe.shapes import Int
@@ -29,7 +30,6 @@ MOST_TURNS = 40
 _CUT = " [...]"
 _LEFT_OUT = ""
 _LOOKED_AT = 1 << 20
-_NO_SAMPLE = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError)
 STEPS_OF_A_SPLIT, PROMPTS_OF_A_STEP, LONGEST_TEXT = 4, 6, 2000
 
 
@@ -116,7 +116,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         record = json.loads(line)
         sample = shown_sample(record)
-    except _NO_SAMPLE:
+    except NO_RECORD:
         return None
     found: dict[str, Any] = {
         "step": sample.step,
@@ -235,7 +235,7 @@ def _first_of_last_step(lines: bytes) -> ShownSample | None:
             continue
         try:
             sample = shown_sample(json.loads(line))
-        except _NO_SAMPLE:  # the first line may be cut
+        except NO_RECORD:  # the first line may be cut
             continue
         if found is not None and sample.step != found.step:
             break

@@ -136,14 +136,13 @@ class ConsoleLogger:
         self._time_left = TimeLeft(total_steps)
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        line = train_line(step, self._total_steps, metrics, None)
-        if line:
-            line = train_line(step, self._total_steps, metrics, self._time_left.update(step, self._clock()))
-            self._step, self._step_line = step, line
+        if any(key.startswith("train/") for key in metrics):
+            seconds_left = self._time_left.update(step, self._clock())
+            self._step, self._step_line = step, train_line(step, self._total_steps, metrics, seconds_left)
             if self._is_live:
                 self._refresh()
             else:
-                self._print(line)
+                self._print(self._step_line)
         if validation := validation_line(step, metrics):
             self._print(validation, "bold")
 

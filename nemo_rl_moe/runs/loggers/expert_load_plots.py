@@ -13,7 +13,17 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from nemo_rl_moe.routing.metrics.load_arrays import coefficient_of_variation, dead, utilization
-from nemo_rl_moe.runs.loggers.plots import BOTTOM, LEFT, RIGHT, TOP, add_title, as_png, axes_at, new_figure
+from nemo_rl_moe.runs.loggers.plots import (
+    BOTTOM,
+    LEFT,
+    RIGHT,
+    TOP,
+    add_title,
+    as_png,
+    axes_at,
+    new_figure,
+    write_in_cells,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -91,7 +101,9 @@ def draw_heatmap(step: int, layers: Sequence[int], counts: Int[np.ndarray, "laye
     rows = _ticks(counts.shape[0], cell_height, _LEAST_LABEL_PIXELS)
     axes.set_yticks(rows, labels=[str(layers[row]) for row in rows])
     if cell_width >= _LEAST_CELL_WITH_TEXT[0] and cell_height >= _LEAST_CELL_WITH_TEXT[1]:
-        _write_values(axes, counts, colors)
+        values = {cell: f"{value:.2f}" for cell, value in np.ndenumerate(utilization(counts))}
+        luminance = colors @ np.array([0.299, 0.587, 0.114])
+        write_in_cells(axes, values, luminance < 0.5)
     add_title(figure, f"Expert load at step {step}", _summary(layers, counts))
     _draw_scale(figure, geometry, counts)
     return figure
@@ -167,15 +179,6 @@ def _draw_scale(figure: "Figure", geometry: HeatmapGeometry, counts: Int[np.ndar
         patch = axes_at(figure, left, TOP + 166 + 24 * index, 16, 16)
         patch.set(xticks=[], yticks=[], facecolor=color)
         patch.text(1.5, 0.5, label, transform=patch.transAxes, va="center", fontsize=10)
-
-
-def _write_values(
-    axes: "Axes", counts: Int[np.ndarray, "layers experts"], colors: Float[np.ndarray, "layers experts rgb"]
-) -> None:
-    luminance = colors @ np.array([0.299, 0.587, 0.114])
-    for (row, expert), value in np.ndenumerate(utilization(counts)):
-        color = "white" if luminance[row, expert] < 0.5 else "black"
-        axes.text(expert, row, f"{value:.2f}", ha="center", va="center", fontsize=9, color=color)
 
 
 def _ticks(number: int, pixels: int, least: int) -> range:

@@ -46,10 +46,13 @@ class MlflowLogger:
         from mlflow.tracking import MlflowClient
 
         self._metric_type, self._param_type = Metric, Param
+        store = Path(tracking_uri.removeprefix(_SQLITE_PREFIX)) if tracking_uri.startswith(_SQLITE_PREFIX) else None
+        # MLflow's default for a local store is the working directory.
+        artifacts = None if store is None else store.resolve().parent / "mlartifacts"
         # They log notes, for example on the tables of a new database.
-        with quiet("mlflow", "alembic", least=logging.WARNING), _alone_with(tracking_uri):
+        with quiet("mlflow", "alembic", least=logging.WARNING), _alone_with(store):
             self._client = MlflowClient(tracking_uri)
-            experiment_id = self._experiment_id(experiment_name, _local_artifact_folder(tracking_uri))
+            experiment_id = self._experiment_id(experiment_name, artifacts)
         self._last_steps: dict[str, int] = {}
         self._stored_params: frozenset[str] = frozenset()
         run = None if resumed_run_id is None else self._resumed(resumed_run_id)
@@ -128,12 +131,11 @@ class MlflowLogger:
 
 
 @contextmanager
-def _alone_with(tracking_uri: str) -> Iterator[None]:
+def _alone_with(store: Path | None) -> Iterator[None]:
     """Lock a local store against other runs, since two runs that create its tables at the same time fail."""
-    if not tracking_uri.startswith(_SQLITE_PREFIX):
+    if store is None:
         yield
         return
-    store = Path(tracking_uri.removeprefix(_SQLITE_PREFIX))
     with store.with_name(f"{store.name}.lock").open("a") as file:
         with suppress(OSError):  # a file system without locks
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -153,13 +155,6 @@ def flatten_config(config: Mapping[str, Any]) -> dict[str, str]:
 
 def _batches(entries: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
     return (entries[start : start + size] for start in range(0, len(entries), size))
-
-
-def _local_artifact_folder(tracking_uri: str) -> Path | None:
-    """Return the folder next to a SQLite store for its artifacts. MLflow's default is in the working directory."""
-    if not tracking_uri.startswith(_SQLITE_PREFIX):
-        return None
-    return Path(tracking_uri.removeprefix(_SQLITE_PREFIX)).resolve().parent / "mlartifacts"
 
 
 def _set_environment_defaults() -> None:

@@ -5,12 +5,12 @@
 matplotlib is imported by the first plot, since that takes seconds.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from io import BytesIO
 from typing import TYPE_CHECKING
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from nemo_rl_moe.routing.agreement.row_kinds import Row
 from nemo_rl_moe.routing.metrics.modalities import modality_separation, specialization
@@ -60,6 +60,15 @@ def layer_ticks(layers: Sequence[int], most: int = 24) -> tuple[range, list[str]
     """Return positions and labels of at most `most` evenly spaced layers."""
     every = max(1, -(-len(layers) // most))
     return range(0, len(layers), every), [str(layer) for layer in layers[::every]]
+
+
+def write_in_cells(
+    axes: "Axes", texts: Mapping[tuple[int, ...], str], is_dark: Bool[np.ndarray, "rows columns"], fontsize: int = 9
+) -> None:
+    """Write texts into cells `(row, column)`, white on dark cells and black on others."""
+    for (row, column), text in texts.items():
+        color = "white" if is_dark[row, column] else "black"
+        axes.text(column, row, text, ha="center", va="center", fontsize=fontsize, color=color)
 
 
 AGREEMENT_KEY = "plots/routing_agreement"
@@ -177,7 +186,8 @@ def draw_modalities(
     axes.locator_params(axis="x", integer=True)
     if counts.shape[1] <= _MOST_EXPERTS_WITH_TEXT and counts.size <= _MOST_CELLS_WITH_TEXT:
         axes.set_xlabel("expert (cell: share of its tokens that are image tokens)")
-        _write_shares(axes, counts, image_counts, leaning)
+        shares = {cell: f"{image_counts[cell] / count:.0%}" for cell, count in np.ndenumerate(counts) if count}
+        write_in_cells(axes, shares, np.abs(leaning) > _STRONG)
     bar.set_ticks([-1, 0, 1])
     bar.ax.set_yticklabels(["text only", "as overall", "image only"])
     separation = modality_separation(counts, image_counts, topk)
@@ -188,16 +198,3 @@ def draw_modalities(
     )
     add_title(figure, f"Experts of image and of text tokens at step {step}", summary)
     return figure
-
-
-def _write_shares(
-    axes: "Axes",
-    counts: Int[np.ndarray, "layers experts"],
-    image_counts: Int[np.ndarray, "layers experts"],
-    leaning: np.ndarray,
-) -> None:
-    for (row, expert), count in np.ndenumerate(counts):
-        if count:
-            color = "white" if abs(leaning[row, expert]) > _STRONG else "black"
-            share = f"{image_counts[row, expert] / count:.0%}"
-            axes.text(expert, row, share, ha="center", va="center", fontsize=9, color=color)

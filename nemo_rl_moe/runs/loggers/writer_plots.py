@@ -9,7 +9,17 @@ import numpy as np
 from nemo_rl_moe.routing.metrics.load_arrays import utilization
 from nemo_rl_moe.routing.metrics.writers import WriterLoad, divergences
 from nemo_rl_moe.runs.loggers.expert_load_plots import cell_colors
-from nemo_rl_moe.runs.loggers.plots import BOTTOM, LEFT, TOP, add_title, as_png, axes_at, layer_ticks, new_figure
+from nemo_rl_moe.runs.loggers.plots import (
+    BOTTOM,
+    LEFT,
+    TOP,
+    add_title,
+    as_png,
+    axes_at,
+    layer_ticks,
+    new_figure,
+    write_in_cells,
+)
 from nemo_rl_moe.shapes import Int
 from nemo_rl_moe.token_writers import WRITERS
 
@@ -58,9 +68,8 @@ def _draw_load(axes: "Axes", load: WriterLoad, writer: int) -> None:
     axes.set_yticks(*layer_ticks(load.layers, _MOST_LABELS))
     axes.locator_params(axis="x", integer=True)
     if counts.size <= _MOST_CELLS_WITH_TEXT and counts.any():
-        for (row, expert), value in np.ndenumerate(utilization(counts)):
-            color = "white" if colors[row, expert].mean() < _DARK else "black"
-            axes.text(expert, row, f"{value:.1f}", ha="center", va="center", fontsize=8, color=color)
+        values = {cell: f"{value:.1f}" for cell, value in np.ndenumerate(utilization(counts))}
+        write_in_cells(axes, values, colors.mean(-1) < _DARK, fontsize=8)
 
 
 def _summary(load: WriterLoad) -> str:

@@ -69,23 +69,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
     """Write the report, and print its path and the number of findings of each run."""
+    from nemo_rl_moe.runs.folder.run_data import read_run
+
     folders = [*options.runs, *map(Path, more)]
     output = options.output or folders[0] / FILE_NAME
-    findings = write_report(folders, output)
+    runs = [read_run(folder) for folder in folders]
+    check_output(output, "--output")
+    findings = write_page(runs, output)
     size = output.stat().st_size
     print(f"wrote {output} ({size / 1e6:.1f} MB)")
     if size > MOST_BYTES:
         print(f"{output}: above the {MOST_BYTES / 1e6:g} MB that reports are to stay below; name fewer runs")
     for folder, number in zip(folders, findings, strict=True):
         print(f"{folder}: {counted(number, 'finding', zero='no')}")
-
-
-def write_report(folders: Sequence[Path], output: Path) -> list[int]:
-    from nemo_rl_moe.runs.folder.run_data import read_run
-
-    runs = [read_run(folder) for folder in folders]
-    check_output(output, "--output")
-    return write_page(runs, output)
 
 
 def write_page(runs: "Sequence[RunData]", output: Path, words: "PageWords | None" = None) -> list[int]:

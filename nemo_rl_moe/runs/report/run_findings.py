@@ -107,8 +107,11 @@ def episodes_of(findings: Sequence[Finding]) -> list[Episodes]:
 
 def _forced_routing(run: RunData) -> list[Finding]:
     """Return the finding on forced routing in a drill, which does not depend on metrics."""
-    settings = {name: value for name, value in run.moe_configuration.items() if name.startswith(_FORCED_ROUTING)}
-    in_force = {name: value for name, value in settings.items() if value is not None and value is not False}
+    in_force = {
+        name: value
+        for name, value in run.moe_configuration.items()
+        if name.startswith(_FORCED_ROUTING) and value is not None and value is not False
+    }
     if not in_force:
         return []
     which = ", ".join(f"{name} is {value}" for name, value in sorted(in_force.items()))
