@@ -48,9 +48,7 @@ _STEPS_REMEMBERED = 20
 
 
 def train_line(step: int, total_steps: int, metrics: Mapping[str, float], seconds_left: float | None) -> str:
-    """Format a line such as `step 12/200  loss 1.2345  lr 3.0e-03  eta 1:03`. Empty without training metrics."""
-    if not any(key.startswith("train/") for key in metrics):
-        return ""
+    """Format a line such as `step 12/200  loss 1.2345  lr 3.0e-03  eta 1:03`."""
     parts = [f"step {step}/{total_steps}"]
     if _EPOCH_KEY in metrics:
         parts.append(f"epoch {metrics[_EPOCH_KEY]:g}")
