@@ -186,8 +186,7 @@ def _parts_as_they_are(path: Path, entry: FileEntry) -> list[Part]:
 
 
 def _write(folder: Path, entries: dict[str, FileEntry]) -> None:
-    content = _Inventory(algorithm="xxh3_128", files=entries)
-    text = content.model_dump_json(indent=1, exclude_defaults=True)
+    text = _Inventory(algorithm="xxh3_128", files=entries).model_dump_json(indent=1, exclude_defaults=True)
     # Put each part on one line.
     text = re.sub(r"\[\n\s+(\"[^\n]*\",)\n\s+(\d+,)\n\s+(\"[0-9a-f]{32}\")\n\s+\]", r"[\1 \2 \3]", text)
     write_whole(folder / INVENTORY_FILE_NAME, f"{text}\n")

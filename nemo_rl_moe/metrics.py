@@ -42,11 +42,7 @@ class MetricSeries:
 
 
 def concatenate(series: Iterable[MetricSeries]) -> MetricSeries:
-    """Concatenate the values of one metric from several ranks.
-
-    Raises:
-        ValueError: The series have different reductions, or there are none.
-    """
+    """Concatenate the values of one metric from several ranks."""
     parts = list(series)
     reductions = {part.reduction for part in parts}
     if len(reductions) != 1:

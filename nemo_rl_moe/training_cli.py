@@ -189,8 +189,7 @@ def _run_with_config(options: argparse.Namespace, overrides: Sequence[str], *, o
     elif options.command == _CONFIG:
         _print_config(options.config, overrides)
     else:
-        config = _load(options.command, options.config, overrides)
-        return start.train(config, overrides, owns_process=owns_process)
+        return start.train(_load(options.command, options.config, overrides), overrides, owns_process=owns_process)
     return 0
 
 

@@ -60,9 +60,6 @@ class CaptureFolderWriter:
 
     Args:
         name: Name of this writer in findings, such as "rank-3": letters, digits and dashes. Random by default.
-
-    Raises:
-        ValueError: The name has other characters.
     """
 
     def __init__(self, folder: Path, description: CaptureDescription, name: str | None = None):
@@ -112,9 +109,6 @@ class CaptureFolderWriter:
             expert_bias: Bias of the training routers at this step. One of the step's files is enough.
             expert_bias_before: The bias before the last optimizer step that was not skipped (such a step moves it in
                 all layers).
-
-        Raises:
-            ValueError: A column is not part of the format, or its shape differs from the description.
         """
         records: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
         for sequence in sequences:

@@ -103,11 +103,7 @@ class CapturedRows:
 def checked_column(
     description: CaptureDescription, sequence: CapturedSequence, name: str
 ) -> Shaped[np.ndarray, "tokens ..."] | None:
-    """Return a column, with a row for the last token added if that is missing. None if the sequence lacks the column.
-
-    Raises:
-        ValueError: The column has a wrong shape.
-    """
+    """Return a column, with a row for the last token added if it is missing. None if the sequence lacks the column."""
     if name not in sequence.columns:
         return None
     values = np.asarray(sequence.columns[name])

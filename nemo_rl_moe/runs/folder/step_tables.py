@@ -203,9 +203,8 @@ def rewind_steps(table: StepTable, run_folder: Path, step: int) -> None:
         OSError: A file cannot be removed, or the kept beginning of a file cannot be written.
     """
     folder = run_folder / table.folder_name
-    in_force = _files_in_force(folder)
     # The last files first, since the cut file may need their space on the disk.
-    for first, last in reversed(in_force):
+    for first, last in reversed(_files_in_force(folder)):
         path = _path(folder, first, last)
         if first <= step < last:
             try:

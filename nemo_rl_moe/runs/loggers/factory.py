@@ -146,9 +146,8 @@ def mlflow_tracking_uri(logger_config: LoggerConfig) -> str:
 
 
 def _open_mlflow(logger_config: LoggerConfig, resumed_run_id: str | None) -> MlflowLogger:
-    settings = logger_config.mlflow
-    uri = mlflow_tracking_uri(logger_config)
-    return MlflowLogger(uri, settings.experiment_name, settings.run_name, resumed_run_id)
+    mlflow = logger_config.mlflow
+    return MlflowLogger(mlflow_tracking_uri(logger_config), mlflow.experiment_name, mlflow.run_name, resumed_run_id)
 
 
 def _alert_watch(

@@ -124,8 +124,7 @@ def advantage_plots(step: int, layers: Sequence[int], scores: Float[np.ndarray, 
 
 def draw_advantages(step: int, layers: Sequence[int], scores: Float[np.ndarray, "layers experts"]) -> "Figure":
     """Plot the score of each expert: red if it prefers responses with a high advantage, blue with a low one."""
-    largest = float(np.nanmax(np.abs(scores)))
-    figure, axes, bar = _layers_by_experts(layers, scores, max(largest, _LEAST_SPAN))
+    figure, axes, bar = _layers_by_experts(layers, scores, max(float(np.nanmax(np.abs(scores))), _LEAST_SPAN))
     axes.set(xlabel="expert", ylabel="layer")
     bar.set_label("standard deviations from chance")
     layer, expert = divmod(int(np.nanargmax(np.abs(scores))), scores.shape[1])

@@ -50,8 +50,7 @@ class TensorBoardLogger(LoggerBase):
             self._write(self._event_type(wall_time=time.time(), step=resumed_after + 1, session_log=start))
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        value_type = self._summary_type.Value
-        values = [value_type(tag=key, simple_value=float(value)) for key, value in metrics.items()]
+        values = [self._summary_type.Value(tag=key, simple_value=float(value)) for key, value in metrics.items()]
         self._write(self._event_type(wall_time=time.time(), step=step, summary=self._summary_type(value=values)))
 
     def log_plots(self, step: int, plots: Mapping[str, bytes]) -> None:

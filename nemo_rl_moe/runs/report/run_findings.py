@@ -44,8 +44,7 @@ class Episodes:
 
 def thresholds_of(config: Mapping[str, Any]) -> Thresholds:
     """Return `logger.alerts` of a resolved configuration. Keys that an older run lacks have shipped values."""
-    shipped = read_with_defaults(find_config(_BASE_CONFIGURATION))
-    alerts = {**_alerts(shipped), **_alerts(config)}
+    alerts = {**_alerts(read_with_defaults(find_config(_BASE_CONFIGURATION))), **_alerts(config)}
     return Thresholds(**{field.name: alerts[field.name] for field in fields(Thresholds)})
 
 
