@@ -1,17 +1,17 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Speed of asynchronous rollouts over synchronous ones, in simulated time; prints a JSON line for each scenario.
+"""Speed of asynchronous rollouts over synchronous ones, in simulated time. Prints a JSON line for each scenario.
 
     python benchmarks/asynchronous_rollouts.py
 
-Dispatcher, group maker, sessions and source are the package's own; the engine is a model of one, tools and training
-sleep, and the clock is virtual: the numbers depend on no machine, and two runs are the same.
+Dispatcher, group maker, sessions and source are the package's. The engine is simulated, tools and training sleep, and
+the clock is virtual, so that the numbers are reproducible on any machine.
 
 - `training_longer`: a demo's step, of which generation takes 0.54 s and training 0.81 s
 - `equal`: generation and training take the same time, with responses of lognormal length
 - `tools`: 8 turns with tools of lognormal seconds, median 0.2, and turns of lognormal length
 
-`bound`: seconds of a synchronous step over those of the longer of its two parts, which no overlap can beat.
+`bound`: seconds of a synchronous step over the seconds of its longer part, the most that overlap can gain.
 """
 
 import json
@@ -38,7 +38,7 @@ SCENARIOS = (
 
 
 def result_of(scenario: Scenario, num_steps: int = STEPS, warm_up: int = WARM_UP) -> dict[str, float | str]:
-    """Return what a scenario's two runs come to."""
+    """Return the results of a scenario's two runs."""
     synchronous, asynchronous = (
         measure(scenario, staleness, num_steps, warm_up) for staleness in (0, scenario.max_staleness)
     )
@@ -60,7 +60,7 @@ def result_of(scenario: Scenario, num_steps: int = STEPS, warm_up: int = WARM_UP
 
 
 def main() -> int:
-    """Print a line for each scenario; return the exit code."""
+    """Print a line for each scenario, and return the exit code."""
     for scenario in SCENARIOS:
         print(json.dumps(result_of(scenario)), flush=True)
     return 0

@@ -1,16 +1,16 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds a step of synchronous and of asynchronous GRPO: real runs on two CPU cores. Prints one JSON line a case.
+"""Seconds per step of synchronous and asynchronous GRPO: real runs on two CPU cores. Prints one JSON line per case.
 
-A tiny model with random weights trains in one process and generates in another (`backend: megatron_separate`), a
-thread each. Both modes run in turns, each as `nemo-rl-moe grpo`, so that a machine that is busy for a while slows both.
---cases chooses which part of a step is longer: a decoding step costs nearly as much for few sequences as for many,
-training does not. Nearly all responses are as long as they may be. Routing is not captured.
+A tiny model with random weights trains in one process and generates in another (`backend: megatron_separate`), with a
+thread each. Both modes run in turns, each as `nemo-rl-moe grpo`, so that other load of the machine slows both.
+--cases determines which part of a step is longer, since a decoding step costs nearly as much for few sequences as for
+many, and training does not. Nearly all responses have the maximum length. Routing is not captured.
 
-The bound is what a perfect overlap would bring: a synchronous step in which generation with rewards runs beside
-everything else but the refit and its check, which take trainer and engine. Two processes side by side may each be
-slower than alone, as cores share caches and memory, and those of virtual machines sometimes one core. So two
-synchronous runs are timed side by side too, and the bound counts that slowdown.
+The bound is the gain of a perfect overlap: a synchronous step in which generation with rewards overlaps everything else
+except the refit and its check, which need trainer and engine. Two parallel processes may each be slower than one alone,
+since cores share caches and memory, and virtual cores sometimes one core. Therefore two synchronous runs are timed in
+parallel too, and the bound includes that slowdown.
 """
 
 import argparse
@@ -34,7 +34,7 @@ examples:
   python benchmarks/asynchronous_runs.py
   python benchmarks/asynchronous_runs.py --cases 8x64 --rounds 5   8 prompts a step, 64 tokens a response"""
 CONFIG = CONFIGS / "grpo_tiny_moe_async_separate.yaml"
-# Modes of the runs that are started together.
+# Modes of the runs that are started in parallel.
 KINDS = {
     "synchronous": ["synchronous"],
     "asynchronous": ["asynchronous"],
@@ -70,14 +70,14 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 class Case(NamedTuple):
-    """Prompts a step, and most tokens of a response."""
+    """Prompts per step, and largest number of tokens of a response."""
 
     prompts: int
     tokens: int
 
 
 def case(text: str) -> Case:
-    """Return a case of the command line."""
+    """Parse a case on the command line."""
     prompts, _, tokens = text.partition("x")
     return Case(positive(prompts), positive(tokens))
 
@@ -88,8 +88,8 @@ class Timing:
 
     Attributes:
         step: From the end of one step to the end of the next.
-        generation: Until responses and their rewards are there.
-        refit: Until the engine has new weights, and they are checked.
+        generation: Until all responses have rewards.
+        refit: Until the engine's new weights are checked.
     """
 
     step: float
@@ -98,7 +98,7 @@ class Timing:
 
     @property
     def training(self) -> float:
-        """Seconds of everything else, in a synchronous step."""
+        """Seconds of the rest of a synchronous step."""
         return self.step - self.generation - self.refit
 
     def overlapped(self, slowdown: float) -> float:
@@ -108,7 +108,7 @@ class Timing:
 
 
 def measured(sizes: Case, data: Path, options: argparse.Namespace) -> dict[str, object]:
-    """Return the figures of one size of step, from runs of every kind in turns."""
+    """Return the figures for one size of step, from runs of every kind in turns."""
     found: dict[str, list[Timing]] = {kind: [] for kind in KINDS}
     for repeat in range(options.rounds):
         for kind in KINDS if repeat % 2 == 0 else reversed(KINDS):
@@ -144,10 +144,10 @@ def median_of(timings: Sequence[Timing]) -> Timing:
 
 
 def timed(modes: Sequence[str], sizes: Case, data: Path, steps: int) -> list[Timing]:
-    """Run GRPO in each of `modes`, all at a time; return the seconds a step of each.
+    """Run GRPO in each of `modes` in parallel, and return the seconds per step of each.
 
     Raises:
-        RuntimeError: A run failed; with the end of its output.
+        RuntimeError: A run failed. Contains the end of its output.
     """
     with tempfile.TemporaryDirectory() as root:
         folders = [Path(root) / str(index) for index in range(len(modes))]
@@ -156,7 +156,7 @@ def timed(modes: Sequence[str], sizes: Case, data: Path, steps: int) -> list[Tim
 
 
 def timed_run(mode: str, sizes: Case, data: Path, steps: int, folder: Path) -> Timing:
-    """Run GRPO once, with its logs in `folder`; return its seconds a step."""
+    """Run GRPO once, with its logs in `folder`, and return its seconds per step."""
     command = [sys.executable, "-m", "nemo_rl_moe.cli", "grpo", "--config", str(CONFIG)]
     command += overrides(mode, sizes, data, steps, folder)
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
@@ -167,7 +167,7 @@ def timed_run(mode: str, sizes: Case, data: Path, steps: int, folder: Path) -> T
 
 
 def overrides(mode: str, sizes: Case, data: Path, steps: int, folder: Path) -> list[str]:
-    """Return a run's settings, as words of the command line."""
+    """Return a run's settings as command-line arguments."""
     batch = sizes.prompts * 8
     return overrides_of(
         {
@@ -200,7 +200,7 @@ def overrides(mode: str, sizes: Case, data: Path, steps: int, folder: Path) -> l
 
 
 def timing_of(records: Sequence[Mapping[str, Any]]) -> Timing:
-    """Compute a run's seconds from its records, warm-up left out."""
+    """Compute a run's seconds from its records, without the warm-up."""
     ends, timings = [], []
     for record in records:
         metrics = record["metrics"]

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seconds and memory of `nemo-rl-moe audit` on a large capture folder, on one core. Prints one JSON line.
 
-The capture has every column: routes of rollout and training with rows that differ, log-probabilities of engine, trainer
-and replay, margins, advantages. It is made first, which is not timed.
+The capture has every column: routes of rollout and training with differing rows, log-probabilities of engine, trainer
+and replay, margins, advantages. Making it is not timed.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser(__doc__, EXAMPLES)
-    parser.add_argument("--tokens", type=positive, default=1_000_000, help="about so many (default: 1000000)")
+    parser.add_argument("--tokens", type=positive, default=1_000_000, help="approximate number (default: 1000000)")
     parser.add_argument("--layers", type=positive, default=48, help="MoE layers (default: 48)")
     parser.add_argument("--experts", type=positive, default=128, help="of a layer, a power of 2 (default: 128)")
     parser.add_argument("--topk", type=positive, default=8, help="experts of a token (default: 8)")
@@ -78,7 +78,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def make_capture(folder: Path, options: argparse.Namespace) -> int:
-    """Write steps of 64 sequences of 1,000 tokens; return the number of tokens."""
+    """Write steps with 64 sequences of 1,000 tokens, and return the number of tokens."""
     generator = np.random.default_rng(0)
     writer = CaptureFolderWriter(
         folder, CaptureDescription(tuple(range(options.layers)), options.experts, options.topk)
@@ -116,7 +116,7 @@ def _sequence(name: str, generator: np.random.Generator, options: argparse.Names
 
 
 def _experts(generator: np.random.Generator, shape: tuple[int, ...], options: argparse.Namespace) -> np.ndarray:
-    """Return the different ones in each row: odd steps from a random first one on, around a power of 2."""
+    """Return different experts in each row: odd steps from a random first one, modulo a power of 2."""
     first = generator.integers(0, options.experts, (*shape, 1), dtype=np.int16)
     stride = generator.integers(0, options.experts // 2, (*shape, 1), dtype=np.int16) * 2 + 1
     return (first + stride * np.arange(options.topk, dtype=np.int16)) % options.experts
@@ -124,7 +124,7 @@ def _experts(generator: np.random.Generator, shape: tuple[int, ...], options: ar
 
 @contextmanager
 def _one_core() -> Iterator[None]:
-    """Processes that start meanwhile have one core, whatever number of threads they ask for."""
+    """Give new processes one core, independent of their number of threads."""
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {max(cores)})
     try:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Silent failures of routing, planted into capture folders, and found by `nemo-rl-moe audit`."""
+"""Silent failures of routing, planted into capture folders, for `nemo-rl-moe audit` to find."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -29,16 +29,16 @@ OF_FILES = {
     "lost_path": "conversations without routes",
     "sampling_mask": "log-probs over a subset that keeps 0.9 to 1 of the probability",
 }
-"""Faults that are planted into files alone, and what they are."""
+"""Faults that are only planted into files, with their descriptions."""
 STEPS_A_RUN = 100
 _SAW_TEETH, _GROWTH = 7, 0.6
-"""Steps between restarts, and growth of the gap a step."""
+"""Steps between restarts, and growth of the gap per step."""
 OF_RUNS = (
     *("router_bf16", "hot_rank", "frozen_bias", "stale_experts", "lost_bucket", "skipped_expert"),
     *("permuted_ids_bf16", "exchanged_ids_bf16"),
 )
-"""Faults that change what a model computes, and not what is written of it, or that strike a run in another number
-format: a run with the fault writes the capture."""
+"""Faults that change the model's computation instead of the files, or need another number format. A run with the fault
+writes the capture."""
 Step = list[CapturedSequence]
 
 
@@ -47,9 +47,9 @@ class FileScore:
     """Findings of the audit of a capture with a fault.
 
     Attributes:
-        steps: Steps until it was reported, the first faulty one included; None: it was not.
+        steps: Steps until the report, with the first faulty one. None if it was not reported.
         reported: The first line that reported it.
-        false_alarms: Lines about the steps before.
+        false_alarms: Lines about earlier steps.
     """
 
     steps: int | None
@@ -58,7 +58,7 @@ class FileScore:
 
 
 def read_capture(folder: Path) -> tuple[CaptureDescription, dict[int, Step]]:
-    """Return all sequences of a capture, by step."""
+    """Read all sequences of a capture, by step."""
     description = read_description(folder)
     found: dict[int, Step] = {}
     for step, files in steps_of(folder).items():
@@ -75,8 +75,8 @@ def plant(capture: Path, fault: str, onset: int, folder: Path) -> None:
     """Write a capture with a fault, as two ranks would.
 
     Args:
-        fault: Its name in `FAULTS` or `RENUMBERED`, none of `OF_RUNS`; or in `OF_FILES`.
-        onset: First step that it strikes, counted from 1, whatever numbers the steps have.
+        fault: Name in `FAULTS` or `RENUMBERED` that is not in `OF_RUNS`, or in `OF_FILES`.
+        onset: First faulty step, counted from 1 independent of the steps' numbers.
     """
     description, steps = read_capture(capture)
     sites = [Site(None, rank, onset) for rank in range(NUM_WRITERS)]
@@ -94,11 +94,11 @@ def plant(capture: Path, fault: str, onset: int, folder: Path) -> None:
 
 
 Beginnings = dict[tuple[int, bytes], np.ndarray]
-"""Rows of a rank, by the tokens up to theirs."""
+"""Rows by rank and prefix (the tokens up to the row's)."""
 
 
 def _remember(known: Beginnings, sequences: Step, site: Site) -> None:
-    """Keep the rows of prompts: the first ones from the step before the fault on, as a prefix cache does."""
+    """Keep the first rows of each prefix of prompts from the step before the fault on, like a prefix cache."""
     for sequence in sequences:
         for key, row in _beginnings(sequence, site.rank):
             if not site.strikes:
@@ -113,7 +113,7 @@ def _beginnings(sequence: CapturedSequence, rank: int) -> Iterator[tuple[tuple[i
 
 
 def _in_turns(fault: str, sequence: CapturedSequence) -> CapturedSequence:
-    """Return half of the sequences as conversations: tokens in the middle of the response become the environment's."""
+    """Turn half of the sequences into conversations: tokens in the middle of the response become the environment's."""
     if fault not in ("turn_ends", "lost_path") or int(sequence.columns["token_ids"].sum()) % 2:
         return sequence
     mask = sequence.columns["loss_mask"].copy()
@@ -185,7 +185,7 @@ def _with_beginnings(sequence: CapturedSequence, rank: int, known: Beginnings) -
 
 
 def _without_expert(routes: np.ndarray) -> np.ndarray:
-    """Return the experts of tokens that would get the third of layer 1: the next one that they do not have."""
+    """Replace expert 3 in layer 1 by the next expert that the token does not have."""
     routes = routes.copy()
     for row in routes[:, 1]:
         if 3 in row:
@@ -198,14 +198,13 @@ def _with(sequence: CapturedSequence, **columns: np.ndarray) -> CapturedSequence
 
 
 def score_of_files(capture: Path, fault: str, onset: int, folder: Path) -> FileScore:
-    """Return the findings of the audit of a capture into which a fault is planted."""
+    """Plant a fault into a capture, and return the findings of its audit."""
     plant(capture, fault, onset, folder)
     return score_of_capture(folder, onset)
 
 
 def score_of_capture(folder: Path, onset: int) -> FileScore:
-    """Return the findings of the audit of a capture with a fault: of the steps before it, then of one faulty step more
-    each time.
+    """Audit a capture with a fault: first the steps before it, then one more faulty step each time.
 
     Args:
         onset: First faulty step, counted from 1.
@@ -220,19 +219,19 @@ def score_of_capture(folder: Path, onset: int) -> FileScore:
 
 
 def audited(folder: Path, last_step: int | None = None) -> Sequence[str]:
-    """Return the findings of `nemo-rl-moe audit` in the steps up to one."""
+    """Return the findings of `nemo-rl-moe audit` up to a step."""
     run = audit(folder, last_step)
     of_steps = [text for step in run["steps"] for text in step["findings"]]
     return of_steps + [finding["text"] for finding in run["findings"]]
 
 
 def lowest_agreement(folder: Path) -> float:
-    """Return the share of rows in which training chose the rollout's experts, of the step where it is lowest."""
+    """Return the lowest share, over the steps, of rows in which training chose the rollout's experts."""
     return min(step["metrics"]["moe/routing/live_agreement"] for step in audit(folder)["steps"])
 
 
 def audit(folder: Path, last_step: int | None = None) -> dict[str, Any]:
-    """Return what `nemo-rl-moe audit --json` says of a capture, up to a step."""
+    """Return the output of `nemo-rl-moe audit --json` for a capture, up to a step."""
     output = StringIO()
     until = [] if last_step is None else ["--steps", f":{last_step}"]
     with redirect_stdout(output), redirect_stderr(StringIO()):
@@ -242,10 +241,10 @@ def audit(folder: Path, last_step: int | None = None) -> dict[str, Any]:
 
 
 def simulated_alarms(captures: Sequence[Path], num_steps: int, seed: int) -> list[str]:
-    """Return the audit's findings in so many healthy steps, in runs of a hundred.
+    """Return the audit's findings in healthy steps, in runs of a hundred.
 
-    A step draws its sequences, with replacement, from those of one recorded step; which one moves by at most one from
-    step to step, back and forth. Half of the runs have conversations.
+    A step samples its sequences, with replacement, from one recorded step, which moves by at most one from step to
+    step. Half of the runs have conversations.
     """
     generator = np.random.default_rng(seed)
     recorded = [read_capture(folder) for folder in captures]

@@ -1,10 +1,10 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""How long saving the policy holds up training, and how long it takes in all. Prints one JSON line.
+"""Time for which saving the policy blocks training, and total time of saving. Prints one JSON line.
 
 Ray workers with Megatron-Core and its optimizer train a small Qwen3-MoE. In each round they begin a checkpoint of
-weights, optimizer and random states and train on while they write it, then take some steps without one. The
-few kilobytes that the run itself adds, and the renaming of the folder that publishes a checkpoint, are left out.
+weights, optimizer and random states, continue to train while they write it, then take some steps without one. The few
+kilobytes that a run adds, and the final renaming of the folder, are excluded.
 """
 
 import json
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def measure(policy: MegatronPolicy, folder: Path, num_rounds: int) -> dict[str, Any]:
-    """Save in every round, and count what training feels of it."""
+    """Save in every round, and measure the effect on training."""
     batch = random_batch()
     for _ in range(STEPS_BETWEEN):
         policy.train(batch, sft_loss)
@@ -95,7 +95,7 @@ def measure(policy: MegatronPolicy, folder: Path, num_rounds: int) -> dict[str, 
 
 
 def seconds_of(action: Callable[[], Any]) -> float:
-    """Return the seconds on the clock that an action takes."""
+    """Return the wall-clock seconds of an action."""
     began = time.perf_counter()
     action()
     return time.perf_counter() - began

@@ -1,13 +1,11 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Share of checksums in saving, in loading and in the start of a run: with and without them, in turns. Prints one
-JSON line.
+"""Cost of checksums in saving, loading and the start of a run, with and without them in turns. Prints one JSON line.
 
-A small Qwen3-MoE and its optimizer, on one rank in this process, are saved and loaded as a run does it: as a training
-checkpoint in Megatron-Core's format (all of a resume: model, optimizer, schedule, random states), and as an exported
-model in Hugging Face's. Saved files are flushed to the disk. They are loaded from the disk (`load_cold`), as a job that
-starts on a machine does, and from the page cache (`load_warm`). Every other time the hash functions do nothing and
-nothing is compared.
+A small Qwen3-MoE and its optimizer, on one rank in this process, are saved and loaded like in a run: as a training
+checkpoint in Megatron-Core's format (model, optimizer, schedule, random states), and as an exported model in Hugging
+Face's format. Saved files are flushed to the disk. They are loaded from the disk (`load_cold`), like at the start of a
+job, and from the page cache (`load_warm`). Every other time, the hash functions do nothing, and nothing is compared.
 """
 
 import contextlib
@@ -62,13 +60,13 @@ class NoHash:
         """Take bytes."""
 
     def hexdigest(self) -> str:
-        """Return the digits that are always the same."""
+        """Return constant digits."""
         return "0" * 32
 
 
 @contextlib.contextmanager
 def without_checksums() -> Iterator[None]:
-    """Nothing is hashed, and nothing compared."""
+    """Disable hashing and comparison."""
     with (
         mock.patch.object(checksums, "xxh3_128", NoHash),
         mock.patch.object(agreement, "find_damage", return_value=[]),
@@ -79,7 +77,7 @@ def without_checksums() -> Iterator[None]:
 
 @contextlib.contextmanager
 def trainer_of(model: Path) -> Iterator[MegatronTrainer]:
-    """The model with its optimizer, on the only rank of a job."""
+    """Make the model with its optimizer, on the only rank of a job."""
     overrides = [
         f"policy.model_name={model}",
         "cluster.cpu_workers_per_node=1",
@@ -92,14 +90,14 @@ def trainer_of(model: Path) -> Iterator[MegatronTrainer]:
 
 
 class SavedForms:
-    """Both forms in which a trainer is saved, below a folder."""
+    """Both formats of a saved trainer, in a folder."""
 
     def __init__(self, trainer: MegatronTrainer, folder: Path):
         self._trainer = trainer
         self.checkpoint, self.model = folder / "step_1", folder / "final"
 
     def save_checkpoint(self) -> None:
-        """Weights, optimizer and random states, all on the disk under their name."""
+        """Save weights, optimizer and random states, and flush them to the disk."""
         staging = self.checkpoint.with_name("staging")
         (staging / "policy").mkdir(parents=True)
         self._trainer.start_checkpoint(staging / "policy", with_optimizer=True)
@@ -109,26 +107,26 @@ class SavedForms:
         put_in_place(staging, self.checkpoint, self.checkpoint.with_name("replaced"))
 
     def load_checkpoint(self) -> None:
-        """All of it."""
+        """Load all of it."""
         self._trainer.load_checkpoint(self.checkpoint / "policy", with_optimizer=True)
 
     def save_model(self) -> None:
-        """The weights alone, in safetensors files."""
+        """Save the weights as safetensors files."""
         self._trainer.save_weights(self.model, {})
 
     def load_model(self) -> None:
-        """The weights alone, from safetensors files."""
+        """Load the weights from safetensors files."""
         load_weights(self._trainer.chunks, self._trainer.config, self._trainer.hf_config, self.model)
 
 
 def cached_share(folder: Path) -> float:
-    """Return the share of the pages of a folder's files that the system holds in memory."""
+    """Return the share of the pages of a folder's files in the page cache."""
     mincore = ctypes.CDLL(None, use_errno=True).mincore
     num_cached = num_pages = 0
     for path in folder.rglob("*"):
         if not path.is_file() or not path.stat().st_size:
             continue
-        # Writable and private: the address of a mapping that is only read cannot be had.
+        # Writable and private, since Python does not give the address of a read-only mapping.
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as mapped:
             pages = (ctypes.c_ubyte * -(-len(mapped) // mmap.PAGESIZE))()
             start = ctypes.c_ubyte.from_buffer(mapped)
@@ -142,7 +140,7 @@ def cached_share(folder: Path) -> float:
 
 
 def to_disk_alone(folder: Path) -> None:
-    """Have the system forget what it holds of a folder's files in memory, all of which are on the disk then."""
+    """Flush a folder's files to the disk and drop them from the page cache."""
     os.sync()
     for path in folder.rglob("*"):
         if path.is_file():
@@ -151,23 +149,21 @@ def to_disk_alone(folder: Path) -> None:
 
 
 def into_memory(folder: Path) -> None:
-    """Have the system hold a folder's files in memory."""
+    """Load a folder's files into the page cache."""
     for path in folder.rglob("*"):
         if path.is_file():
             path.read_bytes()
 
 
 def seconds(action: Callable[[], None]) -> tuple[float, float]:
-    """Return the seconds on the clock, and of the processor, of an action."""
+    """Return the wall-clock and CPU seconds of an action."""
     began, cpu_began = time.perf_counter(), time.process_time()
     action()
     return time.perf_counter() - began, time.process_time() - cpu_began
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return the median, and values between which that of the population lies with 95% confidence (by order
-    statistics).
-    """
+    """Return the median and its 95% confidence interval (by order statistics)."""
     ordered, count = sorted(values), len(values)
     below, outside = 0, 0.5**count
     while below + 1 < count / 2 and outside + math.comb(count, below + 1) * 0.5**count <= 0.025:
@@ -177,10 +173,10 @@ def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def compared(action: Callable[[], None], prepare: Callable[[], None], folder: Path, num_rounds: int) -> dict[str, Any]:
-    """Return the ratios of an action with checksums to the same without.
+    """Return the ratios of an action with checksums to the action without.
 
     Args:
-        prepare: Runs before each measurement, outside of the time.
+        prepare: Called before each measurement, not timed.
         num_rounds: Pairs of measurements.
     """
     rounds, took, added, cached = [], [], [], 0.0
@@ -202,7 +198,7 @@ def compared(action: Callable[[], None], prepare: Callable[[], None], folder: Pa
 
 
 def measure(forms: SavedForms, num_rounds: int) -> dict[str, Any]:
-    """Return the ratios of saving and loading both forms."""
+    """Return the ratios of saving and loading both formats."""
     result: dict[str, Any] = {}
     for name, path, save, load in (
         ("training_checkpoint", forms.checkpoint, forms.save_checkpoint, forms.load_checkpoint),
@@ -216,7 +212,7 @@ def measure(forms: SavedForms, num_rounds: int) -> dict[str, Any]:
 
         saving = compared(save, make_room, path, num_rounds)
         make_room()
-        save()  # with its checksums, whichever came last
+        save()  # with checksums, which the last measured call may have skipped
         load()
         result[name] = {
             "megabytes": round(sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) / 1e6, 1),
@@ -228,9 +224,7 @@ def measure(forms: SavedForms, num_rounds: int) -> dict[str, Any]:
 
 
 def seconds_to_first_step(model: Path, folder: Path) -> float:
-    """Return the seconds from a command to the metrics of its first step, from an exported model that lies on the disk
-    alone.
-    """
+    """Return the seconds from a command to the metrics of its first step, with an exported model not in the cache."""
     folder.mkdir()
     record = {"prompt": "1+2=", "completion": "3"}
     (folder / "data.jsonl").write_text(f"{json.dumps(record)}\n" * 64)
@@ -257,7 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=positive, default=12, help="pairs of measurements of each kind (default: 12)")
     parser.add_argument("--hidden-size", type=positive, default=512, help="the model's width (default: 512)")
     parser.add_argument("--cores", type=positive, default=1, help="processor cores that may be used (default: 1)")
-    parser.add_argument("--starts", type=not_negative, default=0, help="runs that are started besides (default: 0)")
+    parser.add_argument("--starts", type=not_negative, default=0, help="starts of runs to measure too (default: 0)")
     options = parser.parse_args(arguments)
     confine(options.cores)
     torch.set_num_threads(1)

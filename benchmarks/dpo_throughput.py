@@ -1,11 +1,11 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens a second of direct preference optimization on CPU cores. Prints one JSON line.
+"""Tokens per second of direct preference optimization on CPU cores. Prints one JSON line.
 
-What runs is the real trainer: Ray workers, Megatron-Core, the data loader, the training loop with MoE metrics, and the
-loggers, on a small Qwen3-MoE (4 layers, 8 experts, top 2) with random weights. A step is 8 pairs, 16 sequences of
-exactly 128 tokens: 32 of a prompt that a pair shares and 96 of each response. With the reference in the step it is one
-forward pass of the reference, then a forward and a backward pass and an update of the policy; its tokens count once.
+This runs the real trainer (Ray workers, Megatron-Core, the data loader, the training loop with MoE metrics, and the
+loggers) on a small Qwen3-MoE (4 layers, 8 experts, top 2) with random weights. A step has 8 pairs, as 16 sequences of
+exactly 128 tokens: 32 of the pair's prompt and 96 of each response. With the reference in the step, it is one forward
+pass of the reference, then a forward and a backward pass and an update of the policy. Tokens count once.
 """
 
 import argparse
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser(__doc__, EXAMPLES)
     parser.add_argument("--steps", type=positive, default=40, metavar="N", help="measured steps (default: 40)")
-    parser.add_argument("--warmup", type=positive, default=5, metavar="N", help="steps before those (default: 5)")
+    parser.add_argument("--warmup", type=positive, default=5, metavar="N", help="steps before these (default: 5)")
     add_workers(parser)
     parser.add_argument(
         "--micro-batch-size",
@@ -138,7 +138,7 @@ def make_config(model: Path, options: argparse.Namespace) -> DPOMasterConfig:
 
 
 def random_pairs(num_steps: int) -> PreferenceDataset:
-    """Return the pairs of random tokens that share their prompt."""
+    """Return pairs of random tokens with a common prompt."""
     count, generator = num_steps * NUM_PAIRS, np.random.default_rng(0)
     tokens = generator.integers(VOCABULARY, size=(count, 2, SEQUENCE_LENGTH), dtype=np.int32)
     tokens[:, 1, :PROMPT_LENGTH] = tokens[:, 0, :PROMPT_LENGTH]
@@ -160,7 +160,7 @@ def run(
     stack: ExitStack,
     cores: set[int],
 ) -> None:
-    """Train in the product's own loop."""
+    """Train in the package's loop."""
     pairs = Pairs(config, pad_token_id=0, training=data, validation=None)
     num_steps = len(pairs.loader())
     in_step = config.dpo.reference_logprobs == "in_step"

@@ -1,11 +1,11 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Traffic, time and memory of the driver in one step as ranks grow: 16, 64, 256, 1,024. Prints one JSON line.
+"""Traffic, time and memory of the driver in one step with 16, 64, 256 and 1,024 ranks. Prints one JSON line.
 
-The driver's own code plans a GRPO step's log-probability and training calls for so many ranks (tensor parallel 4,
-pipeline parallel 2), with stand-ins for the ranks that take what they are sent, pickled as Ray pickles it, and answer
-with results of the real size: 48 MoE layers with 128 experts, per-layer metrics, a load matrix from rank 0. The global
-batch stays the same: 1,024 responses of 512 to 8,192 tokens. Ray's own handling of as many actors is not in it.
+The driver's code plans a GRPO step's log-probability and training calls (tensor parallel 4, pipeline parallel 2). Fake
+ranks take the arguments, pickled like in Ray, and answer with results of the real size: 48 MoE layers with 128 experts,
+per-layer metrics, a load matrix from rank 0. The global batch is always 1,024 responses of 512 to 8,192 tokens. Ray's
+handling of that many actors is not included.
 """
 
 import argparse
@@ -46,7 +46,7 @@ RANKS = (16, 64, 256, 1024)
 
 @dataclass
 class Traffic:
-    """Bytes that the driver sends and gets."""
+    """Bytes that the driver sends and receives."""
 
     sent: int = 0
     received: int = 0
@@ -54,10 +54,10 @@ class Traffic:
 
 @dataclass
 class FakeRanks:
-    """Stand-in for a `WorkerGroup`: takes pickled arguments and answers with pickled results.
+    """Fake `WorkerGroup`, which takes pickled arguments and answers with pickled results.
 
     Attributes:
-        seconds: Processor time of the answers, which is not the driver's.
+        seconds: CPU time of the answers, which the driver does not spend.
     """
 
     world_size: int
@@ -86,7 +86,7 @@ class FakeRanks:
     def start_each(
         self, method: Callable[..., Any], args_by_rank: Sequence[Sequence[Any]]
     ) -> Callable[[], dict[int, Any]]:
-        """Count what goes out, each object once as in Ray's object store, and makes the answers."""
+        """Count the bytes that are sent, each object once like in Ray's object store, and make the answers."""
         sent: dict[int, bytes] = {}
         for args in args_by_rank:
             for arg in args:
@@ -133,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def make_batch() -> TokenBatch:
-    """Return a step's responses, with what GRPO's loss reads of them."""
+    """Return a step's responses with the columns for GRPO's loss."""
     generator = np.random.default_rng(0)
     lengths = torch.from_numpy(generator.integers(SHORTEST, LONGEST, SEQUENCES))
     shape = (SEQUENCES, int(lengths.max()))
@@ -152,7 +152,7 @@ def make_batch() -> TokenBatch:
 
 
 def measure(world_size: int, batch: TokenBatch) -> dict[str, float]:
-    """Return one step of the driver with so many ranks."""
+    """Measure one step of the driver."""
     overrides = [
         f"policy.model_name={TOKENIZER}",
         "policy.init=random",
@@ -165,7 +165,7 @@ def measure(world_size: int, batch: TokenBatch) -> dict[str, float]:
     ]
     config = load_grpo_config(CONFIGS / "grpo_tiny_moe.yaml", overrides, check_paths=False)
     seconds, _, traffic = _step(config, batch, FakeRanks(world_size), traced=False)
-    # Tracing memory takes time of its own.
+    # In a separate step, since tracing memory takes time.
     _, peak, _ = _step(config, batch, FakeRanks(world_size), traced=True)
     return {
         "ranks": world_size,
@@ -177,7 +177,7 @@ def measure(world_size: int, batch: TokenBatch) -> dict[str, float]:
 
 
 def _step(config: GRPOMasterConfig, batch: TokenBatch, ranks: FakeRanks, *, traced: bool) -> tuple[float, int, Traffic]:
-    """Return the processor time and memory of one step, and what went over."""
+    """Return the CPU time, memory and traffic of one step."""
     cluster: Any = SimpleNamespace(config=config.cluster)
     loss, peak = PolicyGradientLoss(config.loss_fn, prev_is_current=False), 0
     with patch.object(model_workers, "WorkerGroup", lambda *_, **__: ranks):

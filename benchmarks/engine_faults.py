@@ -1,10 +1,10 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The scorecard of failures that captures alone show: engines without the weights, cut vocabularies, broken claims.
+"""The scorecard of failures that only captures show: engines without the weights, cut vocabularies, broken claims.
 
-Captures are made here, in memory: routers whose weights move on a line, prompts that come again, responses of random
-tokens, half of them conversations, two writers. Their audit is that of files. A fault strikes from a step on, and is
-found once the audit of the steps so far says something that has its words. Healthy steps follow, in runs of a hundred.
+Captures are simulated in memory: routers whose weights move on a line, repeated prompts, responses of random tokens,
+half of them conversations, two writers. They are audited like files. A fault begins at a step, and is found when a line
+of the audit of the steps so far contains its words. Healthy steps follow, in runs of a hundred.
 """
 
 import argparse
@@ -39,22 +39,22 @@ WRITERS = ("rank-0", "rank-1")
 STEPS_A_RUN, LONGEST_WAIT = 100, 30
 ROUTES, LOGPROBS = ("rollout_experts", "training_experts"), ("rollout_logprobs", "training_logprobs")
 DRIFT, FLIPPED, ROUNDING, GAP_A_VERSION = 0.03, 0.005, 1e-3, 2e-3
-"""A step's change of router scores of size 1, rows that differ by chance, and the log-prob gap in nats: of the same
-weights, and of each version between both sides."""
+"""A step's change of router scores of size 1, share of rows that differ by chance, and log-prob gap in nats: with equal
+weights, and for each version between both sides."""
 CALM = 0.05
-"""Spread of the gap of faults that its trend alone shows: with 0.2 it has no clear order."""
+"""Spread of the gap for faults that only its trend shows. With 0.2 it has no clear order."""
 
 
 @dataclass(frozen=True)
 class Scene:
-    """Properties of a run that are no fault.
+    """Properties of a run that are not faults.
 
     Attributes:
-        spread: Of the logarithm of the size of the log-prob gap, from step to step.
-        same_prompts: The prompts of every step are those of the first.
-        is_bitwise: Both sides compute the same, and say so.
-        has_indexer: Sparse attention, whose positions are captured.
-        lag: Versions of the engine's weights behind the trainer's.
+        spread: Standard deviation of the logarithm of the log-prob gap, from step to step.
+        same_prompts: Every step has the same prompts.
+        is_bitwise: Both sides compute bitwise equal values, and the capture claims this.
+        has_indexer: Sparse attention with captured positions.
+        lag: Versions from the engine's weights to the trainer's.
     """
 
     spread: float = 0.2
@@ -66,14 +66,14 @@ class Scene:
 
 @dataclass(frozen=True)
 class Fault:
-    """A failure, from some step on, which are numbered from 0 here.
+    """A failure from some step on. Steps of the fault are numbered from 0.
 
     Attributes:
         words: A part of the line that reports it.
-        engine: The version of the engine's weights, of the version that it should be and the step.
-        prompts_alone: That version holds for beginnings alone, not for responses.
-        changed: The sequence as it is captured.
-        bias_stands: The expert bias no longer moves.
+        engine: Returns the version of the engine's weights, from the right version and the step.
+        prompts_alone: That version only applies to prompts, not to responses.
+        changed: Changes a captured sequence.
+        bias_stands: The expert bias stops moving.
     """
 
     title: str
@@ -177,12 +177,7 @@ FAULTS: Mapping[str, Fault] = {
 
 
 class MadeRun:
-    """A run whose captures are made step by step.
-
-    Args:
-        fault: None: it is healthy.
-        onset: Steps before the fault.
-    """
+    """A simulated run with a fault after `onset` steps, or a healthy one."""
 
     def __init__(self, scene: Scene, seed: int, fault: Fault | None = None, onset: int = 0):
         self._scene, self._fault, self._onset = scene, fault, onset
@@ -201,7 +196,7 @@ class MadeRun:
         )
 
     def parts(self, step: int) -> Iterator[CapturedRows]:
-        """Yield what each writer has captured at a step, counted from 1."""
+        """Yield the capture of each writer at a step, counted from 1."""
         fault, faulty = self._fault, step - self._onset  # steps of the fault so far
         if fault is None or not fault.bias_stands or faulty <= 0:
             self._bias += 1e-3 * np.sign(self._generator.standard_normal(self._bias.shape))
@@ -261,7 +256,7 @@ def _chosen(scores: np.ndarray) -> np.ndarray:
 
 
 def _positions(generator: np.random.Generator) -> np.ndarray:
-    """Positions up to each token's own, at random, all where there are no more than fit."""
+    """Return random positions up to each token's, or all if they fit."""
     order = generator.random((TOKENS, 1, TOKENS))
     order[np.arange(TOKENS)[:, None, None] < np.arange(TOKENS)] = np.inf
     ranked = np.sort(order.argsort(-1)[..., :POSITIONS], -1)
@@ -274,10 +269,10 @@ class Score:
 
     Attributes:
         onset: Steps before the fault.
-        steps: Steps until it was reported, the first faulty one included; None: it was not.
+        steps: Steps until the report, with the first faulty one. None if it was not reported.
         reported: The line.
-        others: Lines of faulty steps before or beside it that say something else.
-        false_alarms: Lines about the steps before.
+        others: Other lines on faulty steps, up to the report.
+        false_alarms: Lines about earlier steps.
     """
 
     fault: str
@@ -289,7 +284,7 @@ class Score:
 
 
 def score_of(name: str, onset: int, seed: int) -> Score:
-    """Return when the audit reports a fault."""
+    """Return the audit's score for a fault."""
     fault = FAULTS[name]
     run = MadeRun(fault.scene, seed, fault, onset)
     history, steps = RunHistory(run.description), list[AuditedStep]()
@@ -312,7 +307,7 @@ def _said(description: CaptureDescription, steps: Sequence[AuditedStep]) -> list
 
 
 def healthy_lines(num_steps: int, seed: int) -> list[str]:
-    """Return what the audit says of so many healthy steps, in runs of a hundred of every kind."""
+    """Return the audit's lines on healthy steps, in runs of a hundred of every kind."""
     found = []
     for number, first in enumerate(range(0, num_steps, STEPS_A_RUN)):
         scene = Scene(
@@ -333,7 +328,7 @@ def healthy_lines(num_steps: int, seed: int) -> list[str]:
 
 
 def table(scores: Sequence[Score]) -> str:
-    """Return the scores as a table of Markdown, a row for each fault."""
+    """Return the scores as a Markdown table, with a row for each fault."""
     lines = ["| fault | reported after | finding |", "|---|---|---|"]
     for name in dict.fromkeys(score.fault for score in scores):
         of_fault = [score for score in scores if score.fault == name]

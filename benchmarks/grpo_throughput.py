@@ -1,10 +1,10 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds a step of GRPO on CPU cores, and where they go. Prints one JSON line.
+"""Seconds per step of GRPO on CPU cores, by phase. Prints one JSON line.
 
-What runs is the real thing: Ray workers, Megatron-Core, generation, the reward workers, the training loop and
-the loggers, on a small Qwen3-MoE (4 layers, 8 experts, top 2) with random weights. A step is 8 prompts of 32 tokens x 4
-responses of at most 64 tokens, rewarded for how often they hold one character, and one update.
+This runs the real program (Ray workers, Megatron-Core, generation, the reward workers, the training loop and the
+loggers) on a small Qwen3-MoE (4 layers, 8 experts, top 2) with random weights. A step has 8 prompts of 32 tokens x 4
+responses of at most 64 tokens, rewarded for the share of one character, and one update.
 """
 
 import argparse
@@ -87,12 +87,7 @@ of all measured steps."""
 
 
 class RandomPrompts:
-    """Prompts of random tokens, in the form of a `PromptLoader`.
-
-    Args:
-        num_steps: Steps of the one epoch.
-        num_prompts: Prompts of a step.
-    """
+    """Prompts of random tokens, with the interface of a `PromptLoader` and one epoch."""
 
     def __init__(self, num_steps: int, num_prompts: int = NUM_PROMPTS):
         self._num_steps = num_steps
@@ -113,7 +108,7 @@ class RandomPrompts:
 
 
 def share_of_one_character(item: ScoringItem) -> float:
-    """Return the share of the response that is the digit 1."""
+    """Return the share of the digit 1 in the response."""
     return item.response.count("1") / max(1, len(item.response))
 
 
@@ -143,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser(__doc__, EXAMPLES)
     parser.add_argument("--steps", type=positive, default=20, metavar="N", help="measured steps (default: 20)")
-    parser.add_argument("--warmup", type=positive, default=3, metavar="N", help="steps before those (default: 3)")
+    parser.add_argument("--warmup", type=positive, default=3, metavar="N", help="steps before these (default: 3)")
     add_workers(parser)
     add_layer_spec(parser)
     return parser.parse_args(arguments)
@@ -179,7 +174,7 @@ def run(
     stack: ExitStack,
     changed: Callable[[RefitCheck | None], RefitCheck | None] = lambda check: check,
 ) -> None:
-    """Train in the product's own loop; changed: makes another refit check of the configured one."""
+    """Train in the package's loop. `changed` may replace the refit check."""
     cluster, source = RayCluster(config.cluster), find_model(config.policy)
     policy = start_policy(config, cluster, stack, seed=config.grpo.seed, num_steps=len(prompts))
     assert isinstance(config.env.reward, CallableConfig)

@@ -1,12 +1,11 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Healthy steps in large numbers: made of the captures and live routes of real runs, and given to all checks.
+"""Large numbers of healthy steps, made from the captures and live routes of real runs, for all checks.
 
-A simulated step draws its sequences, with replacement, from those of one recorded step, neighbours together as answers
-to one prompt are; from one simulated step to the
-next the recorded one moves by at most one, back and forth, so that what changes over a run changes here too. Everything
-behind the routers is the code that a run executes: the agreement statistics, the counts of repeated rows and of ranks,
-the sample's identity, the metrics, the alerts.
+A simulated step samples its sequences, with replacement, from one recorded step, in neighbouring pairs like responses
+to one prompt. From one simulated step to the next, the recorded one moves by at most one, so that changes over a run
+occur here too. After the routers, everything is the code of a run: the agreement statistics, the counts of repeated
+rows and of ranks, the sample's identity, the metrics, the alerts.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,16 +33,16 @@ CPU = torch.device("cpu")
 
 
 def record_steps(trainer: Any, rank: int, folder: Path) -> None:
-    """Have a worker save capture and live routes of each training pass, a file a step.
+    """Make a worker save capture and live routes of each training pass, in one file per step.
 
     Arrays `capture` and `live` are `[sequences, tokens, moe_layers, topk]`, `margin` is `[sequences, tokens,
-    moe_layers]`, `lengths` has the tokens of each sequence that were fed to the model that made the capture.
+    moe_layers]`, and `lengths` has the number of tokens of each sequence that were fed to the sampling model.
     """
     hooks, parts = trainer._hooks, list[Any]()
     wait, train = hooks._wait, trainer.train
 
     def recording(chunk: int, microbatch: Any, found: ReplayedPass) -> None:
-        # One pass for each microbatch: behind this, small ones are joined.
+        # Before small microbatches are joined, so there is one pass for each.
         chosen = np.stack([of_layer.live.numpy() for of_layer in found.seen], 1).astype(np.int16)
         margin = np.stack([of_layer.margin.numpy() for of_layer in found.seen if of_layer.margin is not None], 1)
         parts.append(
@@ -58,7 +57,7 @@ def record_steps(trainer: Any, rank: int, folder: Path) -> None:
         rows: dict[str, list[np.ndarray]] = {"capture": [], "live": [], "margin": [], "fed": []}
         for batch, part in zip(batches, parts, strict=True):
             for name, values in zip(rows, part, strict=True):
-                # Routers see all sequences of a column, then those of the next one.
+                # Routers see all sequences of a column, then of the next column.
                 rows[name].append(values.reshape(-1, len(batch), *values.shape[1:]).swapaxes(0, 1))
         longest = max(values.shape[1] for values in rows["capture"])
         fills = {"capture": -1, "live": 0, "margin": 0, "fed": False}
@@ -77,7 +76,7 @@ def record_steps(trainer: Any, rank: int, folder: Path) -> None:
 
 
 def replace_train(trainer: Any, train: Callable[..., Any]) -> None:
-    """Put a function in the place of a rank's `train`: on its class, by which the driver names it."""
+    """Replace a rank's `train` on its class, by which the driver calls it."""
     type(trainer).train = lambda _, *args: train(*args)
 
 
@@ -91,7 +90,7 @@ class Recorded:
     """Sequences of one recorded step, of all ranks.
 
     Attributes:
-        arrays: `capture`, `live`, `margin` and `lengths`, as `record_steps` writes them.
+        arrays: `capture`, `live`, `margin` and `lengths` of `record_steps`.
     """
 
     arrays: Mapping[str, np.ndarray]
@@ -102,7 +101,7 @@ class Recorded:
 
 
 def read_steps(folder: Path) -> list[Recorded]:
-    """Return the steps that workers have recorded."""
+    """Read the steps that workers recorded."""
     files: dict[str, list[Path]] = {}
     for path in sorted(folder.glob("step_*.npz")):
         files.setdefault(path.name.split("_rank_")[0], []).append(path)
@@ -122,7 +121,7 @@ class HealthySteps:
     """Simulated steps of one recorded run.
 
     Args:
-        is_exact: Capture and live routes are of the same weights in float32.
+        is_exact: Capture and live routes have the same weights in float32.
     """
 
     def __init__(
@@ -140,7 +139,7 @@ class HealthySteps:
         """Live agreement of each step."""
 
     def alarms(self, num_steps: int, seed: int) -> list[str]:
-        """Return the alarms of the checks over so many steps, in runs of a hundred; a line each."""
+        """Return a line for each alarm of the checks, in runs of a hundred steps."""
         generator = np.random.default_rng(seed)
         said: list[str] = []
         for first in range(0, num_steps, STEPS_A_RUN):
@@ -213,7 +212,7 @@ def _in_router_order(values: torch.Tensor) -> torch.Tensor:
 
 
 def _sampled(sampled: Mapping[str, torch.Tensor]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the capture and live routes of the last tokens of a rank's first sequences, as a run samples them."""
+    """Return the capture and live routes of a rank's sample, like in a run: last tokens of the first sequences."""
     shape = (SAMPLED, WINDOW, *sampled["capture"].shape[2:])
     found = []
     for name in ("capture", "live"):

@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Processor time of the driver's own work: planning, reading data, alerts, loading the routing functions.
+"""CPU time of the driver's work: planning, reading data, alerts, loading the routing functions.
 
-Prints one JSON line. Each figure is the best of several repetitions, in seconds of one core: other processes disturb
-the rest.
+Prints one JSON line. Each figure is the best of several repetitions, since other processes disturb them, in seconds of
+one core.
 """
 
 import argparse

@@ -1,13 +1,12 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What adapters cost and save: steps and memory of training through them, over those of training all weights.
+"""Time and memory of training with adapters, relative to training all weights.
 
-Real trainers of one model, from the same weights, take turns in one process of one thread on the same batches, in
-another order in each round. A round's ratio divides steps that ran next to each other, so that whatever else the
-machine does falls on all. Two of the trainers train all weights: a ratio divides by their mean, and `full_again`, whose
-ratio should be 1, shows what the machine's noise makes of it. `cpu` counts this process's own time. Memory is that of
-tensors, counted: weights, gradients, optimizer state, and the most that the forward passes keep for the backward ones
-at a time. Prints one JSON line for each model.
+Real trainers of one model, from the same weights, take turns in one single-threaded process on the same batches, in
+another order in each round. A round's ratio divides neighbouring steps, so that other load of the machine affects both.
+Two of the trainers train all weights. A ratio divides by their mean, and `full_again`, whose ratio should be 1, shows
+the noise. `cpu` is the CPU time of this process. Memory is the size of tensors: weights, gradients, optimizer state,
+and the most that forward passes keep for backward passes. Prints one JSON line for each model.
 """
 
 import argparse
@@ -44,7 +43,7 @@ MODELS: dict[str, dict[str, int]] = {
         "intermediate_size": 512,
     },
 }
-"""Fields that differ from the small model's: 4 layers, 8 experts, top 2, a hidden size of 128."""
+"""Changes to the small model, which has 4 layers, 8 experts, top 2 and hidden size 128."""
 FULL, FULL_AGAIN = "full", "full_again"
 EXPERTS = {"lora": "per_expert", "lora_shared": "shared", "lora_attention": "none"}
 """Name of a trainer with adapters to `policy.lora.experts`."""
@@ -56,7 +55,7 @@ class Memory:
     """Bytes of a trainer's tensors.
 
     Attributes:
-        saved: The most that forward passes keep for backward ones at a time.
+        saved: The most that forward passes keep for backward passes.
     """
 
     weights: int
@@ -70,7 +69,7 @@ class Memory:
 
 
 class SavedBytes:
-    """Count of what autograd keeps, each storage once, without parameters.
+    """Bytes that autograd keeps, each storage once, without parameters.
 
     Attributes:
         most: Largest count so far.
@@ -83,7 +82,7 @@ class SavedBytes:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Count while open."""
+        """Count in the body."""
         with torch.autograd.graph.saved_tensors_hooks(self._keep, lambda kept: kept.tensor):
             yield
 
@@ -112,7 +111,7 @@ class _Kept:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--rounds", type=positive, default=40, help="measured steps of each trainer (default: 40)")
-    parser.add_argument("--warmup", type=positive, default=3, help="steps of each before those (default: 3)")
+    parser.add_argument("--warmup", type=positive, default=3, help="steps of each before these (default: 3)")
     parser.add_argument("--rank", type=positive, default=8, help="of the adapters (default: 8)")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="(default: all)")
     options = parser.parse_args(arguments)
@@ -122,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def measure(model: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Return the ratios of one model, as they are printed."""
+    """Return the printed ratios of one model."""
     config = Qwen3MoeConfig(**{**MODEL, **MODELS[model]})
     policies = {name: make_policy(name, options.rank) for name in (FULL, FULL_AGAIN, *EXPERTS)}
     with one_rank(policies[FULL]):
@@ -151,7 +150,7 @@ def measure(model: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def make_policy(name: str, rank: int) -> PolicyConfig:
-    """Return the policy of the demo, on one rank; with adapters where the name is one of `EXPERTS`."""
+    """Return the policy of the demo on one rank, with adapters if the name is in `EXPERTS`."""
     overrides = ["cluster.cpu_workers_per_node=1", "policy.init=random"]
     if name not in EXPERTS:
         return load_config(CONFIGS / "sft_tiny_moe.yaml", overrides, check_paths=False).policy
@@ -166,12 +165,12 @@ def parameters_of(trainer: MegatronTrainer) -> Iterator[nn.Parameter]:
 
 
 def num_trained(trainer: MegatronTrainer) -> int:
-    """Return the number of parameters that the optimizer changes."""
+    """Return the number of trained parameters."""
     return sum(parameter.numel() for parameter in parameters_of(trainer) if parameter.requires_grad)
 
 
 def memory_of(contestant: Contestant, policy: PolicyConfig) -> Memory:
-    """Return the bytes of a trainer's tensors, with one more step to see what it keeps."""
+    """Return the bytes of a trainer's tensors. Takes one more step to measure saved activations."""
     trainer = contestant.trainer
     saved = SavedBytes(parameters_of(trainer))
     with saved.counted():
@@ -189,7 +188,7 @@ def memory_of(contestant: Contestant, policy: PolicyConfig) -> Memory:
 
 
 def step_ratios(contestants: dict[str, Contestant], name: str) -> dict[str, dict[str, float]]:
-    """Return the steps of a trainer over those that train all weights, by the clock and by the process's time."""
+    """Return the time of a trainer's steps over steps that train all weights, wall-clock and CPU."""
     full, again, own = contestants[FULL], contestants[FULL_AGAIN], contestants[name]
     if name == FULL_AGAIN:
         return {"wall": median_ratio(again.wall, full.wall), "cpu": median_ratio(again.cpu, full.cpu)}
@@ -199,7 +198,7 @@ def step_ratios(contestants: dict[str, Contestant], name: str) -> dict[str, dict
 
 
 def memory_ratios(memory: Memory, full: Memory) -> dict[str, float]:
-    """Return a trainer's bytes over those of one that trains all weights."""
+    """Return a trainer's bytes over the bytes of training all weights."""
     found = {name: round(size / vars(full)[name], 4) for name, size in vars(memory).items()}
     return found | {"total": round(memory.total / full.total, 4)}
 

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bytes and host time of a step's MoE metrics on one rank of a large job, on a CPU. Prints one JSON line.
 
-The rank stands in process groups of PyTorch's fake backend, which has as many ranks as one likes and whose collectives
-move nothing: shapes, bytes and the rank's own arithmetic are those of a real job, the waiting for others is not in it.
-On GPUs the arithmetic of the slice runs on the device.
+The rank is in process groups of PyTorch's fake backend, which has any number of ranks and whose collectives move
+nothing. Shapes, bytes and the rank's arithmetic are the same as in a real job, without the waiting for others. On GPUs
+the arithmetic of the slice runs on the device.
 """
 
 import argparse
@@ -31,12 +31,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 @dataclass(frozen=True)
 class Job:
-    """A job of many ranks, without tensor and pipeline parallelism: the most that a rank has to count.
+    """A job of many ranks, without tensor and pipeline parallelism, so that a rank has the most to count.
 
     Attributes:
-        expert_parallel: Ranks that exchange tokens.
         microbatches: Microbatches of a rank in a step.
-        what_if: Sizes whose overload is predicted.
+        what_if: Expert-parallel sizes whose overload is predicted.
     """
 
     ranks: int

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mixed lengths: plain, dynamic and packed microbatches in turns, by the real trainer. Prints one JSON line.
 
-Supervised fine-tuning as in `sft_throughput.py`, of sequences whose lengths are lognormal (median 80, at most 500), 16
-a step. Each way to fill microbatches has a worker of its own; all train the same batches in turns.
+Supervised fine-tuning as in `sft_throughput.py`, with 16 sequences of lognormal length (median 80, at most 500) per
+step. Each way to fill microbatches has a separate worker. All train the same batches in turns.
 """
 
 import argparse
@@ -91,7 +91,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser(__doc__, EXAMPLES)
     parser.add_argument("--turns", type=positive, default=6, metavar="N", help="turns of each mode (default: 6)")
     parser.add_argument("--block", type=positive, default=5, metavar="N", help="steps of one turn (default: 5)")
-    parser.add_argument("--warmup", type=not_negative, default=2, metavar="N", help="steps before those (default: 2)")
+    parser.add_argument("--warmup", type=not_negative, default=2, metavar="N", help="steps before these (default: 2)")
     return parser.parse_args(arguments)
 
 
@@ -111,13 +111,13 @@ def make_config(model: Path, changes: dict[str, Any]) -> SFTMasterConfig:
 
 
 def lengths_of(num_batches: int, seed: int) -> list[int]:
-    """Return the tokens of each sequence."""
+    """Sample the number of tokens of each sequence."""
     sampled = np.random.default_rng(seed).normal(np.log(MEDIAN), 0.9, num_batches * BATCH_SIZE)
     return [int(length) for length in np.exp(sampled).clip(8, LONGEST)]
 
 
 def batches(num_batches: int, seed: int) -> GlobalBatchLoader:
-    """Return the sequences of random tokens, all of which are trained on."""
+    """Return sequences of random tokens, all of which are trained on."""
     generator = np.random.default_rng(seed)
     examples = [
         TokenizedExample(
@@ -132,7 +132,7 @@ def batches(num_batches: int, seed: int) -> GlobalBatchLoader:
 
 
 def computed_tokens(config: SFTMasterConfig, lengths: Sequence[int]) -> tuple[int, int]:
-    """Return the tokens with padding, and microbatches, of all global batches in the order of the lengths."""
+    """Return the numbers of tokens with padding and of microbatches, in global batches in the order of `lengths`."""
     batching = choose_batching(config.policy, MICRO_BATCH_SIZE)
     plan = plan_microbatches(lengths, num_data_parallel_ranks=1, global_batch_size=BATCH_SIZE, batching=batching)
     tokens = 0
@@ -158,7 +158,7 @@ def result(contestants: dict[str, Contestant], lengths: Sequence[int], options: 
             "computed_to_real": round(tokens / sum(lengths), 3),
             "microbatches_per_step": round(microbatches / steps, 2),
         }
-    # Seconds of a step, of a token and of a microbatch; the step's own seconds are the same in all modes.
+    # Seconds per step, per token and per microbatch. The seconds per step are the same in all modes.
     table = np.array([[*counts[mode], steps] for mode in PADDED], dtype=np.float64)
     of_token, of_microbatch, _ = np.linalg.solve(table, [contestants[mode].cpu_seconds for mode in PADDED])
     return {

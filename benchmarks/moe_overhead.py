@@ -1,12 +1,11 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What MoE metrics cost: the same training steps with tracking off, brief and detailed. Prints one JSON line.
+"""Cost of MoE metrics: the same training steps with tracking off, brief and detailed. Prints one JSON line.
 
 Real trainers of the demo's model, from the same weights, take turns in one process on the same batches, in another
-order in each round. A round's ratio divides steps that ran next to each other, so that whatever else the machine does
-falls on all. Two of the trainers do not track: a ratio divides by their mean, and `off_again_to_off`, which should be
-1, shows what the machine's noise makes of a ratio. `cpu` counts this process's own time, which other processes disturb
-less than the time on the clock.
+order in each round. A round's ratio divides neighbouring steps, so that other load of the machine affects both. Two of
+the trainers do not track. A ratio divides by their mean, and `off_again_to_off`, which should be 1, shows the noise.
+`cpu` is the CPU time of this process, which other processes disturb less than the wall-clock time.
 """
 
 import argparse
@@ -30,7 +29,7 @@ from nemo_rl_moe.distributed.batch import GlobalBatchShard, TokenBatch, make_sha
 from nemo_rl_moe.models.megatron.model.releases import MEGATRON_VERSION, clear_auxiliary_losses
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 
-# Tokens of the demo's samples: a sum, with or without its working, in the chat template.
+# Lengths of the demo's samples, tokens: a sum, with or without its working, in the chat template.
 SHORTEST, LONGEST = 14, 46
 LIMIT = 1.01
 _OFF = {"track_moe_metrics": False, "moe_per_layer_logging": False}
@@ -44,12 +43,12 @@ MODES: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Contestant:
-    """One trainer and what its steps took.
+    """One trainer and its measurements.
 
     Attributes:
-        wall: Seconds on the clock, of each measured step.
-        cpu: Seconds of this process.
-        num_metrics: MoE metrics of a step.
+        wall: Wall-clock seconds of each measured step.
+        cpu: CPU seconds of this process.
+        num_metrics: Number of MoE metrics of a step.
     """
 
     trainer: MegatronTrainer
@@ -59,11 +58,11 @@ class Contestant:
     num_metrics: int = 0
 
     def step(self, shard: GlobalBatchShard, *, measured: bool) -> None:
-        """One step on the clock."""
+        """Time one step."""
         wall, cpu = time.perf_counter(), time.process_time()
         result = self.trainer.train([shard], sft_loss)
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-        # The routers' own record of auxiliary losses is one for the process, and without tracking nobody clears it.
+        # The process has one record of the routers' auxiliary losses, which is only cleared with tracking.
         clear_auxiliary_losses()
         self.losses.append(result.global_loss)
         self.num_metrics = len(result.moe_metrics)
@@ -75,7 +74,7 @@ class Contestant:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=60, help="measured steps of each mode (default: 60)")
-    parser.add_argument("--warmup", type=int, default=3, help="steps of each before those (default: 3)")
+    parser.add_argument("--warmup", type=int, default=3, help="steps of each before these (default: 3)")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     policies = {mode: make_policy(changes) for mode, changes in MODES.items()}
@@ -114,7 +113,7 @@ def make_policy(changes: dict[str, Any]) -> PolicyConfig:
 
 
 def make_trainer(policy: PolicyConfig) -> MegatronTrainer:
-    """Return a trainer of the demo's model; all have the same weights."""
+    """Return a trainer of the demo's model. All trainers have the same weights."""
     return MegatronTrainer(policy, AutoConfig.from_pretrained(REPOSITORY / policy.model_name), None, num_steps=200)
 
 
@@ -128,7 +127,7 @@ def race(contestants: Sequence[Contestant], policy: PolicyConfig, warmup: int, r
 
 
 def random_shard(policy: PolicyConfig, seed: int) -> GlobalBatchShard:
-    """Return a global batch of random tokens in the lengths of the demo's samples."""
+    """Return a global batch of random tokens with the lengths of the demo's samples."""
     generator = torch.Generator().manual_seed(seed)
     size, rows = policy.train_global_batch_size, policy.train_micro_batch_size
     lengths = torch.randint(SHORTEST, LONGEST + 1, (size,), generator=generator)
@@ -143,9 +142,9 @@ def random_shard(policy: PolicyConfig, seed: int) -> GlobalBatchShard:
 
 
 def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> dict[str, float]:
-    """Return the median over the rounds of their ratios, and the bounds between which it lies with 95% confidence."""
+    """Return the median of the rounds' ratios, and its 95% confidence interval."""
     ratios = sorted(above / below for above, below in zip(numerators, denominators, strict=True))
-    # Ranks of the order statistics: the number of rounds below the true median is binomial with p = 1/2.
+    # Order statistics: the number of rounds below the true median is binomial with p = 1/2.
     margin = 0.98 * len(ratios) ** 0.5
     low, high = max(int(len(ratios) / 2 - margin), 0), min(int(len(ratios) / 2 + margin), len(ratios) - 1)
     return {

@@ -1,11 +1,11 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Expert ids of one layer permuted or exchanged, over many seeds: how many steps are found. Prints one table.
+"""Detection of permuted or exchanged expert ids in one layer, over many seeds. Prints one table.
 
-A run is the demo's GRPO over two pipeline stages with full recomputation. A seed draws the layer and the ids, and the
-fault is there from the first step on. A step, or a live run, counts as found where permuted expert ids are all that
-is reported of it. The fault is planted into files of healthy runs, which `nemo-rl-moe audit` reads step by step, and
-into the workers of live runs, which report a lasting cause once.
+A run is the demo's GRPO with two pipeline stages and full recomputation. A seed selects the layer and the ids, and the
+fault begins at the first step. A step, or a live run, counts as found if permuted expert ids are the only report. The
+fault is planted into files of healthy runs, which `nemo-rl-moe audit` reads step by step, and into the workers of live
+runs, which report a lasting cause once.
 """
 
 import argparse
@@ -46,8 +46,8 @@ class Row:
         where: `files` or `live`.
         settings: Key of `RUNS`.
         kind: One of `KINDS`, or `healthy`.
-        num_cases: Steps of files, or live runs, with the fault; of `healthy`, without one.
-        num_found: Cases that permuted ids are reported of and nothing else; of `healthy`, anything.
+        num_cases: Steps of files, or live runs, with the fault (for `healthy`, without one).
+        num_found: Cases with only permuted ids in the report (for `healthy`, with any report).
     """
 
     where: str
@@ -76,8 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser(__doc__, EXAMPLES)
     seeds = range(MOST_SEEDS + 1)
-    parser.add_argument("--runs", type=positive, default=2, metavar="N", help="healthy runs that are recorded (2)")
-    parser.add_argument("--steps", type=positive, default=8, metavar="N", help="steps of each of them (8)")
+    parser.add_argument("--runs", type=positive, default=2, metavar="N", help="recorded healthy runs (2)")
+    parser.add_argument("--steps", type=positive, default=8, metavar="N", help="steps of each (8)")
     parser.add_argument("--seeds", type=int, choices=seeds, default=5, metavar="N", help="faults in files (5)")
     parser.add_argument("--live-seeds", type=int, choices=seeds, default=3, metavar="N", help="faults in runs (3)")
     parser.add_argument("--model", type=Path, help=f"fine-tuned model (default: {FINE_TUNED}, else one is made)")
@@ -103,13 +103,13 @@ def of_files(scene: Scene, settings: str, num_runs: int, num_steps: int, num_see
 
 
 def of_live_runs(scene: Scene, settings: str, kind: str, num_seeds: int, num_steps: int = 3) -> Row:
-    """Run with a fault of each seed, and count the runs that report permuted ids at once and nothing else."""
+    """Run with a fault for each seed, and count the runs that only report permuted ids, at the first step."""
     overrides = (*RUNS[settings], "policy.megatron_cfg.routing_replay_on_anomaly=warn")
     num_found = 0
     for seed in range(num_seeds):
         ran = scene.run(f"{kind}_{seed}", 1, num_steps, overrides)
         texts = [text for _, text in ran.alarms]
-        num_found += is_found(texts) and ran.alarms[0][0] == 1  # a cause that lasts is reported once
+        num_found += is_found(texts) and ran.alarms[0][0] == 1  # a lasting cause is reported once
         report_error(f"live, {settings}, {kind}, seed {seed}: {texts}")
     return Row("live runs", settings, kind, num_seeds, num_found)
 
@@ -120,12 +120,12 @@ def findings_of_steps(capture: Path) -> list[list[str]]:
 
 
 def is_found(texts: Sequence[str]) -> bool:
-    """Return True where permuted ids are all that is reported of a step."""
+    """Return whether permuted ids are the only report on a step."""
     return bool(texts) and all(FOUND in text for text in texts)
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return the table, in Markdown."""
+    """Return the table as Markdown."""
     lines = ["| where | settings | fault | steps or runs | found |", "|---|---|---|---|---|"]
     lines += [f"| {row.where} | {row.settings} | {row.kind} | {row.num_cases} | {row.num_found} |" for row in rows]
     return "\n".join(lines)

@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Silent failures of routing, planted into the workers of a real run from outside: the package knows nothing of them.
+"""Silent failures of routing, planted into the workers of a real run from outside of the package.
 
-A worker of a planted run is a subclass of the real one that wraps its trainer: what it generates, what it is given to
-train on, its routers, or what it sends to a generation engine. Each fault names where its kind has been seen.
+A worker of a planted run is a subclass of the real one that wraps its trainer: the generated sequences, the training
+batch, the routers, or the weights for a generation engine. Each fault has a reference to a real case of its kind.
 """
 
 import functools
@@ -33,7 +33,7 @@ IN_BFLOAT16 = (
     "policy.megatron_cfg.pipeline_model_parallel_size=2",
     "policy.megatron_cfg.activation_checkpointing=full",
 )
-"""Over two pipeline stages, with all activations computed again in the backward pass."""
+"""Two pipeline stages and full recomputation."""
 WITH_BIAS = (
     "policy.megatron_cfg.moe_router_enable_expert_bias=true",
     "policy.megatron_cfg.moe_router_score_function=sigmoid",
@@ -49,9 +49,9 @@ class Site:
     """One worker of a planted run.
 
     Attributes:
-        onset: First step that the fault strikes.
-        step: Step that is under way, from 1.
-        kept: Routes of the step before, by place.
+        onset: First faulty step.
+        step: Present step, from 1.
+        kept: Routes of the previous step, by position.
     """
 
     trainer: Any
@@ -62,7 +62,7 @@ class Site:
 
     @property
     def strikes(self) -> bool:
-        """Return whether the fault is in force at this step."""
+        """Return whether this step is faulty."""
         return self.step >= self.onset
 
 
@@ -71,13 +71,13 @@ class Fault:
     """One kind of failure.
 
     Attributes:
-        seen: Where its kind has been seen; empty: nowhere.
-        plant: Puts it into a worker.
-        settings: Overrides of a run that it can strike.
-        vllm: It changes the weights of an engine that keeps a copy.
-        spoil: Changes routes, where it is a fault of the capture alone: files can have it too.
-        in_own_engine: The same of an engine without a copy of the weights: it generates by others than those that
-            train. None: `plant` does it.
+        seen: Reference to a real case. Empty if none is known.
+        plant: Plants it into a worker.
+        settings: Overrides of a run that can have it.
+        vllm: It changes the weights of an engine with a copy of them.
+        spoil: Changes routes, if only the capture is wrong, so that files can have the fault too.
+        in_own_engine: The same fault for an engine without a copy, which then generates with other weights than the
+            trained ones. None if `plant` does it.
     """
 
     title: str
@@ -102,10 +102,10 @@ def start_planted(
     """Start a rank with a fault.
 
     Args:
-        fault: Its name in `FAULTS` or `RENUMBERED`; None: none.
-        onset: First step that it strikes.
-        record_to: Folder for the records that healthy steps are made of; None: nothing is recorded.
-        own_engine: Generates by the trainer's own engine, whatever the fault's own run does.
+        fault: Name in `FAULTS` or `RENUMBERED`, if any.
+        onset: First faulty step.
+        record_to: Folder for records from which healthy steps are made, if any.
+        own_engine: Generates with the trainer's engine, independent of the fault's run.
     """
     trainer = start_rank(rank, world_size, **kwargs)
     if isinstance(trainer, UserError):
@@ -132,7 +132,7 @@ def _count_steps(site: Site) -> None:
 
 
 def captured(spoil: Spoil) -> Callable[[Site], None]:
-    """Return a fault of the routes that rollouts come with, as an engine reports them."""
+    """Return a fault of the routes that an engine reports with rollouts."""
 
     def plant(site: Site) -> None:
         generate = site.trainer._generator.generate
@@ -153,7 +153,7 @@ def captured(spoil: Spoil) -> Callable[[Site], None]:
 
 
 def _of_each(change: Callable[[Routes], Routes | None]) -> Spoil:
-    """Return a change to the routes of every sequence, in place or not."""
+    """Apply a change, in place or not, to the routes of every sequence."""
 
     def spoil(site: Site, sequences: list[Routes]) -> list[Routes]:
         changed = [(rows, change(rows)) for rows in sequences]
@@ -175,7 +175,7 @@ def _one_late(rows: Routes) -> None:
 
 
 def _permuted_ids(rows: Routes) -> None:
-    """Ids of layer 2 as the places of experts that a load balancer has moved."""
+    """Renumber layer 2, like a load balancer that reports physical instead of logical ids."""
     rows[:, 2] = (5 * rows[:, 2] + 2) % NUM_EXPERTS
 
 
@@ -186,11 +186,11 @@ def _exchanged_ids(rows: Routes) -> None:
 
 
 def renumbered(kind: str, seed: int) -> Spoil:
-    """Return a fault that renumbers the expert ids of one layer; a seed draws layer and ids.
+    """Return a fault that renumbers the expert ids of one layer, which the seed selects.
 
     Args:
-        kind: `permuted`: all ids, none of them stays; `exchanged`: two of them.
-        seed: Not negative.
+        kind: `permuted` (all ids change) or `exchanged` (two ids).
+        seed: At least 0.
     """
 
     def change(rows: Routes) -> None:
@@ -209,7 +209,7 @@ def _zeros(rows: Routes) -> None:
 
 
 def _behind_the_end(rows: Routes) -> Routes:
-    """Return the routes of five tokens more than the sequence has: what the buffer held before."""
+    """Return the routes of five more tokens than the sequence has, from a buffer's earlier content."""
     return np.concatenate([rows, rows[:5]])
 
 
@@ -221,7 +221,7 @@ def _of_the_step_before(site: Site, sequences: list[Routes]) -> list[Routes]:
 
 
 def _replayed_again(site: Site, sequences: list[Routes]) -> list[Routes]:
-    """Return one row of the first rank, 67 times, over as many sequences as it takes."""
+    """Repeat one row of the first rank 67 times, over several sequences."""
     if site.rank > 0:
         return sequences
     left, row = NUM_REPLAYED, sequences[0][4].copy()
@@ -233,7 +233,7 @@ def _replayed_again(site: Site, sequences: list[Routes]) -> list[Routes]:
 
 
 def _swapped(site: Site, sequences: list[Routes]) -> list[Routes]:
-    """Return each sequence with the next one, as far as both go."""
+    """Swap the routes of neighbouring sequences, up to the shorter length."""
     for one, other in zip(sequences[::2], sequences[1::2], strict=False):
         length = min(len(one), len(other))
         one[:length], other[:length] = other[:length].copy(), one[:length].copy()
@@ -267,7 +267,7 @@ def _routers(site: Site) -> Iterator[tuple[int, Any]]:
 
 
 def _router_in_bfloat16(site: Site) -> None:
-    """Compute the engine's routers in bfloat16; the router that trains computes in float32."""
+    """Compute the engine's routers in bfloat16, and the training routers in float32."""
     from torch.nn.functional import linear
 
     generate = site.trainer._generator.generate
@@ -290,7 +290,7 @@ def _router_in_bfloat16(site: Site) -> None:
     site.trainer._generator.generate = generating
     for _, router in _routers(site):
         router.gating = functools.partial(gating_of, router, router.gating)
-        if hasattr(router, "evaluate"):  # the router of one rank on a CPU has a way of its own
+        if hasattr(router, "evaluate"):  # the router of one rank on a CPU has a separate path
             router.evaluate = functools.partial(evaluate_of, router, router.evaluate)
 
 
@@ -337,7 +337,7 @@ def _frozen_bias(site: Site) -> None:
 
 
 def on_refit(change: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]) -> Callable[[Site], None]:
-    """Return a fault of the tensors that arrive in an engine: from those of now, and those of the refit before."""
+    """Return a fault of the tensors that an engine receives, made from the present and the previous refit's."""
 
     def plant(site: Site) -> None:
         from nemo_rl_moe.models.megatron.training import megatron_model as module
@@ -347,7 +347,7 @@ def on_refit(change: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]])
 
         def spoiling(*args: Any) -> Iterator[tuple[str, Any]]:
             now = {name: tensor.clone() for name, tensor in gather(*args)}
-            # A refit follows the step's training: that of the first faulty step is the first faulty one.
+            # A refit follows the training of its step, so the first faulty refit is after the first faulty step.
             given = change(now, earlier or now) if site.step > site.onset else now
             earlier.update(given)
             yield from given.items()
@@ -358,10 +358,10 @@ def on_refit(change: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]])
 
 
 def on_own_engine(part_of: Callable[[str, Any], Any]) -> Callable[[Site], None]:
-    """Return a fault of a refit, in an engine without one: generation keeps the earlier values of the lost part.
+    """Return a fault of a refit for an engine without refits: generation keeps earlier values of the lost part.
 
     Args:
-        part_of: From a parameter of training and its name to the part of it that is lost; None: nothing of it.
+        part_of: Returns the lost part of a parameter with a name, or None.
     """
 
     def plant(site: Site) -> None:

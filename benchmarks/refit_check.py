@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seconds that the refit check costs a step of GRPO with rollouts by vLLM, on CPU cores. Prints one JSON line.
 
-One run in the product's own loop, with the demo's configuration (examples/configs/grpo_tiny_moe_vllm.yaml: 16 prompts x
-8 responses, two workers and one engine with a thread each) from random weights. Every other refit is checked: of two
-steps next to each other one is, first the one, then the other, so that whatever else the machine does slows both. It
-counts seconds by the clock, and those of the processor, of all processes together, which other work changes less.
+One run in the package's loop, with the demo's configuration (examples/configs/grpo_tiny_moe_vllm.yaml: 16 prompts x 8
+responses, two workers and one engine with a thread each) from random weights. One of two neighbouring refits is
+checked, the first and the second alternately, so that other load of the machine affects both. It measures wall-clock
+seconds, and CPU seconds of all processes together, which other load changes less.
 """
 
 import argparse
@@ -53,12 +53,11 @@ have it pack them."""
 
 @dataclass
 class EveryOther(RefitCheck):
-    """A check that is made as on, off, off, on, and again.
+    """A check that is on, off, off, on, and so on.
 
     Attributes:
-        made: Whether each check until now was made.
-        cpu_seconds: Seconds of all processes, for each refit, when the trainer was asked to send and when the check was
-            over.
+        made: Whether each check so far was made.
+        cpu_seconds: CPU seconds of all processes for each refit, when the trainer began to send, and after the check.
     """
 
     made: list[bool] = field(default_factory=list)
@@ -71,19 +70,19 @@ class EveryOther(RefitCheck):
 
     @property
     def is_on(self) -> bool:
-        """The next one is made."""
+        """Whether the next check is made."""
         return len(self.made) % 4 in (0, 3)
 
     def begin(self) -> None:
-        """Do nothing for one that is not made."""
-        # Workers and engines are there by now, and stay.
+        """Begin the check, if it is made."""
+        # All workers and engines exist by now.
         self._clocks = self._clocks or cpu_clocks()
         self._begun = seconds_of(self._clocks)
         if self.is_on:
             super().begin()
 
     def after_refit(self, engine: GenerationEngine) -> Gap:
-        """Make the check or does not."""
+        """Make the check, or skip it."""
         gap = super().after_refit(engine) if self.is_on else Gap(0.0, 0.0)
         self.cpu_seconds.append((self._begun, seconds_of(self._clocks)))
         self.made.append(self.is_on)
@@ -91,14 +90,14 @@ class EveryOther(RefitCheck):
 
 
 def cpu_clocks() -> list[int]:
-    """Return the processor clocks of this process and all that it has started, Ray's servers and workers among them."""
+    """Return the CPU clocks of this process and all its descendants, with Ray's servers and workers."""
     processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
-    # As clock_getcpuclockid(3) makes them on Linux: they count all threads of a process, in nanoseconds.
+    # Like clock_getcpuclockid(3) on Linux: they count all threads of a process, in nanoseconds.
     return [(~process.pid << 3) | 2 for process in processes]
 
 
 def seconds_of(clocks: Sequence[int]) -> float:
-    """Return the processor time of all of them; none of one that has ended."""
+    """Return the CPU time of the processes that have not ended."""
     total = 0.0
     for clock in clocks:
         with suppress(OSError):
@@ -118,7 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory(prefix="refit_check_") as scratch, ExitStack() as stack:
         config = make_config()
         stack.enter_context(running_ray(config.cluster.cpu_workers_per_node))
-        # Before the first step the weights are sent too, and after it some things are still new.
+        # One more step, since the first refit is before it, and because of one-time work.
         prompts = RandomPrompts(2 * (options.warmup + options.pairs) + 1, config.grpo.num_prompts_per_step)
         run(config, prompts, Path(scratch), clock, stack, changed)
     (check,) = checks
@@ -140,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser(__doc__, EXAMPLES)
     parser.add_argument("--pairs", type=positive, default=40, metavar="N", help="measured pairs (default: 40)")
-    parser.add_argument("--warmup", type=positive, default=2, metavar="N", help="pairs before those (default: 2)")
+    parser.add_argument("--warmup", type=positive, default=2, metavar="N", help="pairs before these (default: 2)")
     return parser.parse_args(arguments)
 
 
@@ -161,11 +160,11 @@ Step = tuple[Mapping[str, float], bool]
 
 
 def summary(pairs: Sequence[tuple[Step, Step]]) -> dict[str, Any]:
-    """Return the seconds with and without the check, and what it costs."""
+    """Return the seconds with and without the check, and its cost."""
     ordered = [(first, second) if is_on else (second, first) for (first, is_on), (second, _) in pairs]
     off_step = statistics.median(without[STEP_KEY] for _, without in ordered)
     cpu_off_step = statistics.median(without[CPU_STEP_KEY] for _, without in ordered)
-    # What the trainer does of it lies in the refit, as far as it lasts longer for that.
+    # The trainer's part of the check makes the refit longer.
     costs = [made[REFIT_KEY] + made[CHECK_KEY] - without[REFIT_KEY] for made, without in ordered]
     cpu_costs = [made[CPU_CHECK_KEY] - without[CPU_CHECK_KEY] for made, without in ordered]
     return {
@@ -192,7 +191,7 @@ def summary(pairs: Sequence[tuple[Step, Step]]) -> dict[str, Any]:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return the median, mean, and the standard error of the mean."""
+    """Return the median, the mean, and the standard error of the mean."""
     error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else float("nan")
     return {
         "median": round(statistics.median(values), 5),

@@ -1,11 +1,11 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds and bytes of a refit against the size of the model, on CPUs. Prints one JSON line.
+"""Seconds and bytes of a refit by the size of the model, on CPUs. Prints one JSON line.
 
-A policy of one worker sends its weights (Qwen3-MoE in float32) as after a training step: to a receiver that drops them,
-which costs what the transport costs, and, with --with-vllm, to an engine of vLLM, which loads them into its model. Both
-in turns. A line through seconds against bytes gives a cost of each refit and one of each gigabyte: docs/refit-cost.md
-works out larger models from them.
+A policy with one worker sends its weights (Qwen3-MoE in float32) like after a training step: to a receiver that drops
+them, to measure the transport, and, with --with-vllm, to a vLLM engine, which loads them into its model, in turns. A
+line through seconds and bytes gives a cost per refit and per gigabyte, from which docs/refit-cost.md estimates larger
+models.
 """
 
 import argparse
@@ -39,7 +39,7 @@ examples:
   python benchmarks/refit_cost.py --with-vllm                     an engine of vLLM as well (make vllm)
   python benchmarks/refit_cost.py --sizes 1 10 --rounds 5"""
 
-# Changes to the small model, by the millions of parameters that they come to, about.
+# Changes to the small model, by the approximate number of parameters in millions.
 SIZES: dict[int, dict[str, int]] = {
     1: {"num_hidden_layers": 2},
     10: {"hidden_size": 256, "moe_intermediate_size": 320, "num_hidden_layers": 4},
@@ -79,12 +79,12 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="M",
         help=f"millions of parameters: {', '.join(map(str, SIZES))} (default: all)",
     )
-    parser.add_argument("--with-vllm", action="store_true", help="refit an engine of vLLM as well")
+    parser.add_argument("--with-vllm", action="store_true", help="refit a vLLM engine too")
     return parser.parse_args(arguments)
 
 
 def measured(size: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Return the seconds of refits of one size."""
+    """Return the seconds of refits for one size."""
     with tempfile.TemporaryDirectory(prefix="refit_cost_") as folder, ExitStack() as stack:
         num_parameters = write_model(Path(folder), **SIZES[size])
         refits = dict(stack.enter_context(prepared(Path(folder), with_vllm=options.with_vllm)))
@@ -109,7 +109,7 @@ def measured(size: int, options: argparse.Namespace) -> dict[str, Any]:
 
 @contextmanager
 def prepared(folder: Path, *, with_vllm: bool) -> Iterator[dict[str, Refit]]:
-    """Refits of each kind, each of which returns the bytes sent."""
+    """Prepare the refits of each kind. Each returns the number of bytes sent."""
     config = make_config(folder)
     with ExitStack() as stack:
         cluster = RayCluster(config.cluster)
@@ -125,7 +125,7 @@ def prepared(folder: Path, *, with_vllm: bool) -> Iterator[dict[str, Refit]]:
 
 
 def dropping_refit(policy: MegatronPolicy) -> Refit:
-    """Refit of a receiver that takes every tensor and keeps none."""
+    """Return a refit to a receiver that drops every tensor."""
     receiver: Any = ray.remote(Dropper).options(num_cpus=0).remote()
 
     def dropped() -> int:
@@ -143,7 +143,7 @@ class Dropper:
     """An engine's worker without an engine."""
 
     def receive(self, spec: TransportSpec) -> int:
-        """Take part in a transfer; return the bytes."""
+        """Take part in a transfer, and return the number of bytes."""
         return spec.receive(0, lambda tensors: deque(tensors, maxlen=0))
 
 
@@ -159,10 +159,9 @@ def make_config(model: Path) -> GRPOMasterConfig:
 
 
 def fitted(points: Sequence[tuple[int, float]]) -> dict[str, float] | None:
-    """Return the seconds of a refit, and of each gigabyte, by the line of least squares of relative errors; None for
-    one point.
+    """Return the seconds per refit and per gigabyte, by least squares of relative errors. None for one point.
 
-    Each equation is divided by its seconds: the small sizes say what a refit costs in itself.
+    Each equation is divided by its seconds, since the small sizes determine the constant cost.
     """
     if len(points) < 2:
         return None

@@ -1,33 +1,33 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Cost of routing under RL: steps of the demo's GRPO with everything on and without. Prints one JSON line.
+"""Cost of routing features in RL: steps of the demo's GRPO with and without them. Prints one JSON line.
 
-Real trainers of the demo's model (examples/configs/grpo_tiny_moe.yaml, random weights, one rank), each in a process of
-its own, make the same step at the same time on one core: they take turns of milliseconds, so that whatever slows the
-machine slows all of them. A step generates 128 responses and trains on them. What is compared adds up, each contestant
-has all that those before it have:
+Real trainers of the demo's model (examples/configs/grpo_tiny_moe.yaml, random weights, one rank), in separate
+processes, make the same step at the same time on one core. They take turns of milliseconds, so that other load of the
+machine affects all of them. A step generates 128 responses and trains on them. Each contestant has the features of the
+previous ones:
 
     off             no load tracking, no capture
     load            MoE metrics and expert_load.parquet
     capture            the rollouts' experts captured, counted and checked; routing.parquet
     replay          routing_replay: rollout
-    all             experts by advantage: all that the shipped defaults have on, and replay
+    all             experts by advantage: the shipped defaults, and replay
 
-`off` runs twice, and a ratio divides by the mean of both; `off_again_to_off`, which should be 1, shows what chance
-makes of a ratio. Where a process's memory happens to lie makes it faster or slower by a percent for as long as it
-lives: so all are started anew `--starts` times, and a ratio is the median over the starts. The measurements of routing
-are made in rounds of their own, of which nothing else is measured, since what they leave in the caches is in few steps
-of a run; they count with one `every_n_steps`th. Files of the tables are written in every round, too, and count once in
-five seconds of steps, as a run writes them. All times are of the contestant's own process. Left out is what other
-processes do: scoring, logging, and Ray's handling of the capture, whose size `captured_bytes` says.
+`off` runs twice, and a ratio divides by the mean of both. `off_again_to_off`, which should be 1, shows the noise. The
+memory layout of a process makes it faster or slower by a percent for its entire life. Therefore all are restarted
+`--starts` times, and a ratio is the median over the starts. The measurements of routing are made in separate rounds
+without other measurements, since in a run their effect on the caches concerns few steps. They count with the weight
+1/`every_n_steps`. Tables are also written in every round, and count once in five seconds of steps, like in a run. All
+times are of the contestant's process. The work of other processes is excluded: scoring, logging, and Ray's handling of
+the capture, whose size is `captured_bytes`.
 
-Then the same steps, without any of it, run in the product's own loop: Ray, one worker, the environment and the loggers'
-files. `of_a_step` is the cost above as a share of the processor time that such a step takes in the driver, the worker
-and the environment, Ray's own processes left out: the ratios above, times the worker's part of it.
+Then the same steps run without these features in the package's loop, with Ray, one worker, the environment and the
+loggers' files. `of_a_step` is the cost above as a share of the CPU time of such a step in the driver, the worker and
+the environment, without Ray's processes: the ratios above times the worker's share.
 
-`--width 2` makes the model twice as wide, with four times the parameters: what is added is work on tokens, layers and
-chosen experts, which stays. `--total-only` leaves out the contestants between `off` and `all`, for more starts in the
-same time. Each contestant takes 1 GB of memory.
+`--width 2` makes the model twice as wide, with four times the parameters, while the work of the features (on tokens,
+layers and chosen experts) is the same. `--total-only` skips the contestants between `off` and `all`, for more starts in
+the same time. Each contestant takes 1 GB of memory.
 """
 
 import argparse
@@ -83,8 +83,8 @@ from nemo_rl_moe.routing.replay import ROUTED_EXPERTS, UNKNOWN
 from nemo_rl_moe.runs.folder.step_tables import MAX_DELAY_S
 from nemo_rl_moe.runs.loggers.artifacts import ArtifactTables
 
-# As in the demo: 27 tokens a sequence, and responses of up to 31 tokens. Random weights draw one of three end tokens of
-# 45 or so at a time.
+# As in the demo: 27 tokens per sequence, and responses of up to 31 tokens. Random weights sample each token from 45, of
+# which three are end tokens.
 PROMPT_LENGTH, END_TOKENS = 12, (4, 5, 6)
 LIMIT = 1.03
 _OFF = {
@@ -105,7 +105,7 @@ CONTESTANTS: dict[str, dict[str, Any]] = {
     "all": _REPLAY,
 }
 EXPLAINED_EVERY = 3
-"""Rounds after which one comes with the measurements of routing."""
+"""Rounds before each round with the measurements of routing."""
 PARTS = ("load", "capture", "replay", "all")
 _WIDTHS = (
     "hidden_size",
@@ -132,14 +132,14 @@ share added."""
 
 @contextmanager
 def timed(seconds: list[float]) -> Iterator[None]:
-    """Add the processor time that the block takes in this process."""
+    """Append the CPU time of the body in this process."""
     before = time.process_time()
     yield
     seconds.append(time.process_time() - before)
 
 
 class LocalPolicy:
-    """A trainer of this process as `RoutingMeasurements` sees a policy; and the engine, which shares its weights.
+    """A trainer of this process with a policy's interface for `RoutingMeasurements`, and its engine.
 
     Args:
         batch_size: Sequences of a log-probability pass.
@@ -151,16 +151,16 @@ class LocalPolicy:
         self._trainer, self._batch_size = trainer, batch_size
 
     def logprobs(self, batch: TokenBatch) -> torch.Tensor:
-        """Compute the log-probability of every token, by the batch's capture where it has one."""
+        """Compute the log-probability of every token, with the batch's captured experts if it has any."""
         return _in_one(batch, self._trainer.logprobs(self._microbatches(batch, self._batch_size)))
 
     def logprobs_and_routes(self, batch: TokenBatch) -> tuple[torch.Tensor, Any]:
-        """Compute log-probabilities, and the experts that the routers chose."""
+        """Compute log-probabilities, and the experts that the routers choose."""
         found, routes = self._trainer.logprobs_and_routes(self._microbatches(batch, self._batch_size))
         return _in_one(batch, found), stored_per_token(routes, fill=UNKNOWN)
 
     def compare_routes(self, batch: TokenBatch, *, one_at_a_time: bool = False) -> RouteComparison:
-        """Return the experts that routers choose against those of the batch's capture."""
+        """Compare the experts that the routers choose with the batch's capture."""
         microbatches = self._microbatches(batch, 1 if one_at_a_time else self._batch_size)
         found, totals = self._trainer.compare_routes(microbatches)
         return RouteComparison(_in_one(batch, found), totals)
@@ -171,24 +171,24 @@ class LocalPolicy:
 
 
 def _in_one(batch: TokenBatch, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the log-probabilities of microbatches as those of the batch, which may be wider."""
+    """Concatenate the log-probabilities of microbatches, padded to the batch's width."""
     width = batch.input_ids.shape[1]
     return torch.cat([torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts])
 
 
 NO_RESULT = TrainResult(0.0, 0.0, 0.0, 0, 0, {}, {})
-"""The measurements look at the policy alone."""
+"""The measurements only use the policy."""
 
 
 @dataclass
 class Found:
-    """Measurements of one contestant: of one start those of its rounds, of several the means of each.
+    """Measurements of one contestant: for one start, of its rounds, and for several, the mean of each.
 
     Attributes:
         step: Seconds of the steps.
         tables: Seconds of writing the tables.
-        measurements: Seconds of the measurements of routing; none where there are none.
-        num_tokens: Tokens of the last step, prompts included.
+        measurements: Seconds of the measurements of routing, if any.
+        num_tokens: Tokens of the last step, with prompts.
     """
 
     step: list[float] = field(default_factory=list)
@@ -209,10 +209,10 @@ class Found:
 
 @dataclass
 class Contestant:
-    """One trainer, what it writes, and what its steps took.
+    """One trainer, its tables, and the time of its steps.
 
     Attributes:
-        folder: Where it writes its tables.
+        folder: Folder of its tables.
     """
 
     config: GRPOMasterConfig
@@ -227,7 +227,7 @@ class Contestant:
         self._tables = ArtifactTables(self.folder, print, max_delay_s=math.inf)
         local: Any = LocalPolicy(self.trainer, policy.logprob_batch_size)
         self._measurements = RoutingMeasurements(
-            # Made in every round here; what they cost a step is worked out from what is configured.
+            # Made in every round here. Their cost per step is computed with the configured period.
             megatron.routing_measurements.model_copy(update={"every_n_steps": 1}),
             self.config.loss_fn,
             local,
@@ -241,7 +241,7 @@ class Contestant:
         )
 
     def run(self, number: int, *, measured: bool, explains: bool) -> None:
-        """One step on the clock; explains: with the measurements of routing, on a clock of their own."""
+        """Time one step, with the separately timed measurements of routing if `explains`."""
         step, tables, measurements, clock = [], [], [], PhaseClock()  # type: ignore[var-annotated]
         with timed(step):
             batch = self._rollouts(number)
@@ -257,7 +257,7 @@ class Contestant:
         with timed(measurements):
             if explains:
                 self._measurements.after_update(NO_RESULT, clock)
-        # The routers' own record of auxiliary losses is one for the process, and without tracking nobody clears it.
+        # The process has one record of the routers' auxiliary losses, which is only cleared with tracking.
         clear_auxiliary_losses()
         self.found.losses.append(result.global_loss)
         self.found.num_tokens = int(batch.lengths.sum())
@@ -269,7 +269,7 @@ class Contestant:
             self.found.measurements.append(sum(measurements))
 
     def _rollouts(self, number: int) -> TokenBatch:
-        """Return the responses to random prompts, with random advantages."""
+        """Return responses to random prompts, with random advantages."""
         grpo, generator = self.config.grpo, torch.Generator().manual_seed(number)
         of_group = grpo.num_generations_per_prompt
         size = grpo.num_prompts_per_step * of_group
@@ -305,13 +305,13 @@ class Contestant:
         return self.trainer.train([shard], self._loss)
 
     def close(self) -> None:
-        """End the tables."""
+        """Close the tables."""
         self._tables.close()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse_arguments(arguments)
-    # Of two threads one would wait for the other by spinning, and that would count; and all share one core.
+    # One thread, since a waiting thread would spin, which would count, and since all share one core.
     confine(1)
     with tempfile.TemporaryDirectory(prefix="routing_cost_") as scratch:
         model = write_wider_model(Path(scratch, "model"), options.width)
@@ -339,17 +339,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser(__doc__, EXAMPLES)
-    parser.add_argument("--starts", type=positive, default=6, metavar="N", help="of all processes (default: 6)")
+    parser.add_argument("--starts", type=positive, default=6, metavar="N", help="starts of all processes (default: 6)")
     parser.add_argument("--rounds", type=positive, default=12, metavar="N", help="measured steps a start (default: 12)")
     parser.add_argument("--steps", type=positive, default=20, metavar="N", help="of the run in the loop (default: 20)")
-    parser.add_argument("--warmup", type=positive, default=3, metavar="N", help="steps before those (default: 3)")
+    parser.add_argument("--warmup", type=positive, default=3, metavar="N", help="steps before these (default: 3)")
     parser.add_argument("--width", type=positive, default=1, metavar="N", help="times the demo's model (default: 1)")
-    parser.add_argument("--total-only", action="store_true", help="off and all, nothing between")
+    parser.add_argument("--total-only", action="store_true", help="only off and all")
     return parser.parse_args(arguments)
 
 
 def write_wider_model(folder: Path, width: int) -> Path:
-    """Return the demo's model so many times as wide, of as many layers and experts."""
+    """Write the demo's model `width` times as wide, with the same numbers of layers and experts."""
     shutil.copytree(TOKENIZER, folder)
     file = folder / "config.json"
     config = json.loads(file.read_text())
@@ -358,7 +358,7 @@ def write_wider_model(folder: Path, width: int) -> Path:
 
 
 def make_config(changes: dict[str, Any], model: Path = TOKENIZER) -> GRPOMasterConfig:
-    """Return the demo's configuration on one rank, from random weights."""
+    """Return the demo's configuration on one rank, with random weights."""
     overrides = [
         f"policy.model_name={model}",
         "policy.init=random",
@@ -370,7 +370,7 @@ def make_config(changes: dict[str, Any], model: Path = TOKENIZER) -> GRPOMasterC
 
 
 def race(names: Sequence[str], model: Path, folder: Path, options: argparse.Namespace) -> dict[str, Found]:
-    """Let all make the same step at the same time, round by round, each in a process of its own that begins here."""
+    """Start a process for each, and let all make the same step at the same time, round by round."""
     folder.mkdir()
     context = multiprocessing.get_context("spawn")
     ends = {name: context.Pipe() for name in names}
@@ -382,9 +382,9 @@ def race(names: Sequence[str], model: Path, folder: Path, options: argparse.Name
         process.start()
     own_ends = {name: own for name, (own, _) in ends.items()}
     for _, other in ends.values():
-        other.close()  # so that the end of a process is the end of its pipe
+        other.close()  # so that the end of a process closes its pipe
     answers(own_ends)
-    # The warm-up's measurements are made, too, and count where there are no others.
+    # Measurements are also made in the warm-up, and count if there are no others.
     for number in range(options.warmup + options.rounds + options.rounds // EXPLAINED_EVERY):
         place = (number - options.warmup) % (EXPLAINED_EVERY + 1)
         is_explained = number == options.warmup - 1 or place == EXPLAINED_EVERY
@@ -400,10 +400,10 @@ def race(names: Sequence[str], model: Path, folder: Path, options: argparse.Name
 
 
 def answers(connections: Mapping[str, Connection]) -> dict[str, Any]:
-    """Return one message of each contestant.
+    """Return one message from each contestant.
 
     Raises:
-        SystemExit: One has ended; it has printed why.
+        SystemExit: A contestant has ended, and has printed the reason.
     """
     found = {}
     for name, connection in connections.items():
@@ -415,7 +415,7 @@ def answers(connections: Mapping[str, Connection]) -> dict[str, Any]:
 
 
 def run_contestant(name: str, model: Path, folder: Path, connection: Connection) -> None:
-    """One contestant in a process of its own, a step at each message."""
+    """Run one contestant in its process, with a step for each message."""
     torch.set_num_threads(1)
     keep_freed_memory()  # as a worker does
     config = make_config(CONTESTANTS[name], model)
@@ -441,10 +441,10 @@ class ShortPrompts(RandomPrompts):
 
 @dataclass
 class CpuClock(StepClock):
-    """A logger that keeps the processor time of this process and those below it, at the end of each step.
+    """A logger that keeps the CPU time of this process and its descendants at the end of each step.
 
     Attributes:
-        cpu: Seconds since the processes began: of all, and of the worker.
+        cpu: Seconds since the start of the processes: of all, and of the worker.
     """
 
     cpu: list[tuple[float, float]] = field(default_factory=list)
@@ -456,8 +456,8 @@ class CpuClock(StepClock):
 
 
 def cpu_seconds_of_processes() -> tuple[float, float]:
-    """Return the processor time of this process and of those that it has started, but for Ray's own; and that of the
-    worker, which has the most."""
+    """Return the CPU time of this process and its descendants without Ray's processes, and of the worker, which has the
+    most."""
     own, seconds = psutil.Process(), []
     for process in (own, *own.children(recursive=True)):
         with suppress(psutil.Error):
@@ -467,7 +467,7 @@ def cpu_seconds_of_processes() -> tuple[float, float]:
 
 
 def cpu_seconds_of_a_step(config: GRPOMasterConfig, warmup: int, steps: int) -> tuple[float, float]:
-    """Return the medians of the steps of a run in the product's own loop: of all processes, and of the worker."""
+    """Return the median CPU time of the steps of a run in the package's loop: of all processes, and of the worker."""
     clock = CpuClock()
     prompts = ShortPrompts(1 + warmup + steps, config.grpo.num_prompts_per_step)
     with tempfile.TemporaryDirectory(prefix="routing_cost_") as scratch, ExitStack() as stack:
@@ -479,11 +479,9 @@ def cpu_seconds_of_a_step(config: GRPOMasterConfig, warmup: int, steps: int) -> 
 
 
 def summary(contestants: Mapping[str, Found], measured_every: int) -> dict[str, Any]:
-    """Return the ratios and shares over the starts, each with the bounds between which its median lies with 95%
-    confidence.
-    """
+    """Return the ratios and shares over the starts, each with the 95% confidence interval of its median."""
     off, again, everything = (contestants[name] for name in ("off", "off_again", "all"))
-    # A run writes its tables when five seconds have gone by.
+    # A run writes its tables every five seconds.
     writes = min(1.0, statistics.median(off.step) / MAX_DELAY_S)
     steps = {
         name: [step + writes * tables for step, tables in zip(each.step, each.tables, strict=True)]

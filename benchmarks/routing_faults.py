@@ -1,11 +1,10 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The scorecard of silent routing failures: each planted into real GRPO runs, found or not. Prints one table.
+"""The scorecard of silent routing failures, each planted into real GRPO runs. Prints one table.
 
-A run is the demo's: a tiny Qwen3-MoE, two ranks, Ray and Megatron-Core, 64 responses a step. A fault strikes from some
-step on, and the run says what it says to any user: a warning, or the error that it ends with. Healthy steps follow: the
-steps before a fault, and many more that are made of the captures and loads of healthy runs, which go through the same
-checks.
+A run is the demo's: a tiny Qwen3-MoE, two ranks, Ray and Megatron-Core, 64 responses per step. A fault begins at a
+step. It is found if the run reports it to the user: by a warning, or by the error that ends the run. Healthy steps are
+the steps before a fault, and many simulated ones from the captures and loads of healthy runs, with the same checks.
 """
 
 import argparse
@@ -43,12 +42,12 @@ EXAMPLES = """\
 examples:
   python benchmarks/routing_faults.py                            all faults, 10,000 healthy steps
   python benchmarks/routing_faults.py --faults zeros swapped     two of them
-  python benchmarks/routing_faults.py --onsets 1 --healthy 0     faults that are there from the first step on
+  python benchmarks/routing_faults.py --onsets 1 --healthy 0     faults from the first step on
   python benchmarks/routing_faults.py --files                    faults in capture folders, by nemo-rl-moe audit"""
 FINE_TUNED = REPOSITORY / "results" / "sft_tiny_moe" / "final"
 FAULTY_STEPS, RECORDED_STEPS = 3, 12
 ERRORS = ("replayed experts cannot be right", "the generation engine", "receiver", "sender", "rank")
-"""Beginnings of the errors of captures and of refits."""
+"""Beginnings of error messages about captures and refits."""
 CAPTURES = f"run_*/logs/*/{CAPTURE_FOLDER}"
 FAILED = "run failed"
 WITHOUT_VLLM = "not run: vLLM is not installed"
@@ -64,11 +63,11 @@ HEALTHY_RUNS: dict[str, tuple[tuple[str, ...], bool]] = {
     ),
     "one update a step in bfloat16": (("policy.precision=bfloat16",), False),
 }
-"""Overrides, and whether capture and live routes are of the same weights in float32."""
+"""Overrides, and whether capture and live routes have the same weights in float32."""
 
 
 class RunFailedError(Exception):
-    """A run ended for another reason than a fault that was found."""
+    """A run ended for another reason than the fault."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ class Ran:
     """Report of a run.
 
     Attributes:
-        num_steps: Steps that it has recorded.
+        num_steps: Number of recorded steps.
         alarms: Step and line of each warning about a step, and of the error that ended it.
     """
 
@@ -89,10 +88,10 @@ class Score:
     """One row of the table.
 
     Attributes:
-        steps: Steps until it was reported, the first faulty one included; None: it was not.
+        steps: Steps until the report, with the first faulty one. None if it was not reported.
         reported: The lines of the step that reported it.
-        healthy_steps: Steps before it.
-        false_alarms: Lines about these.
+        healthy_steps: Steps before the fault.
+        false_alarms: Lines about these steps.
     """
 
     fault: str
@@ -123,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def score_files(options: argparse.Namespace) -> int:
-    """Return the table of faults in capture folders: those of a capture that is given, or of runs."""
+    """Print the table of faults in capture folders, from a given capture or from runs, and return the exit code."""
     scores: list[Score] = []
     healthy: list[HealthyRow] = []
     with tempfile.TemporaryDirectory(prefix="routing_faults_") as name:
@@ -145,7 +144,7 @@ def score_files(options: argparse.Namespace) -> int:
 
 
 def report(scores: Sequence["Score"], healthy: Sequence["HealthyRow"], output: Path | None) -> None:
-    """Print the table, and write it as JSON where a file is given."""
+    """Print the table, and write it as JSON if a file is given."""
     print(table(scores, healthy))
     if output is not None:
         content = {"scores": [asdict(score) for score in scores], "healthy": [asdict(row) for row in healthy]}
@@ -167,10 +166,10 @@ def _score_in_files(fault: str, onset: int, found: FileScore) -> Score:
 
 
 def capture_of(scene: "Scene", fault: str | None, onset: int, num_steps: int, settings: Sequence[str]) -> Path:
-    """Return the capture of a run by the trainer's own engine, of all sequences of every step."""
+    """Return the capture of a run with the trainer's engine, with all sequences of every step."""
     measured = "policy.megatron_cfg.routing_measurements"
     overrides = [f"{measured}.every_n_steps=1", f"{measured}.share_of_tokens=1.0", f"{measured}.save_capture=true"]
-    # What a run would end with, its capture is to show.
+    # The capture should contain anomalies that would end a run.
     overrides.append("policy.megatron_cfg.routing_replay_on_anomaly=warn")
     before = set(scene.folder.glob(CAPTURES))
     scene.run(fault, onset, num_steps, [*settings, *overrides], own_engine=True)
@@ -225,7 +224,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def report_error(line: str) -> None:
-    """Progress, beside the table."""
+    """Print progress to standard error."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -233,7 +232,7 @@ class Scene:
     """Data and model of all runs.
 
     Args:
-        model: The model's folder; None: the demo's, and where that is missing a model that is trained first.
+        model: The model's folder. By default the demo's, or, if that is missing, a model that is trained first.
     """
 
     def __init__(self, folder: Path, model: Path | None):
@@ -253,7 +252,7 @@ class Scene:
         config: str = "grpo_tiny_moe.yaml",
         own_engine: bool = False,
     ) -> Ran:
-        """Return one run of GRPO with a fault, as its driver process makes it."""
+        """Make one run of GRPO with a fault, like in a driver process."""
         planted = functools.partial(start_planted, fault=fault, onset=onset, record_to=record_to, own_engine=own_engine)
 
         def group_of_planted(
@@ -317,10 +316,10 @@ def _captured() -> Iterator[StringIO]:
 
 
 def alarms_in(printed: str, code: int, num_steps: int) -> tuple[tuple[int, str], ...]:
-    """Step and line of what a run says of its steps; its error belongs to the step that it did not finish.
+    """Return step and line of each report of a run. Its error belongs to the step that it did not finish.
 
     Raises:
-        RunFailedError: The run has ended with an error that reports nothing planted.
+        RunFailedError: The run ended with an error that no planted fault causes.
     """
     found = [(int(step), text) for step, text in re.findall(r"^warning: step (\d+): (.*)$", printed, re.MULTILINE)]
     if code != 0:
@@ -332,7 +331,7 @@ def alarms_in(printed: str, code: int, num_steps: int) -> tuple[tuple[int, str],
 
 
 def score_of(scene: Scene, fault: str, onset: int) -> Score:
-    """Return a run with a fault from some step on."""
+    """Return the score of a run with a fault from a step on."""
     planted = FAULTS[fault]
     config = "grpo_tiny_moe_vllm.yaml" if planted.vllm else "grpo_tiny_moe.yaml"
     try:
@@ -364,7 +363,7 @@ class HealthyRow:
 
 
 def healthy_alarms(scene: Scene, num_steps: int, seed: int) -> list[HealthyRow]:
-    """Return the simulated steps of each kind of healthy run, together as many as asked for."""
+    """Return the results of simulated steps of each kind of healthy run, `num_steps` in total."""
     alerts = load_grpo_config(CONFIGS / "grpo_tiny_moe.yaml", [], check_paths=False).logger.alerts
     rows = []
     for number, (kind, (overrides, is_exact)) in enumerate(HEALTHY_RUNS.items()):
@@ -381,7 +380,7 @@ def healthy_alarms(scene: Scene, num_steps: int, seed: int) -> list[HealthyRow]:
 
 
 def table(scores: Sequence[Score], healthy: Sequence[HealthyRow]) -> str:
-    """Return the scorecard, in Markdown."""
+    """Return the scorecard as Markdown."""
     lines = ["| fault | seen | strikes from | reported after | by |", "|---|---|---|---|---|"]
     for score in scores:
         fault = FAULTS[score.fault]

@@ -1,10 +1,10 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens a second of supervised fine-tuning on CPU cores, with MoE metrics and without. Prints one JSON line.
+"""Tokens per second of supervised fine-tuning on CPU cores, with and without MoE metrics. Prints one JSON line.
 
-What runs is the real trainer: Ray workers, Megatron-Core, the data loader, the training loop and the loggers, on a
-small Qwen3-MoE (4 layers, 8 experts, top 2). Two policies, one that tracks MoE metrics and one that does not, train in
-turns on the same batches, so that whatever else the machine does slows both.
+This runs the real trainer (Ray workers, Megatron-Core, the data loader, the training loop and the loggers) on a small
+Qwen3-MoE (4 layers, 8 experts, top 2). Two policies, one with MoE metrics and one without, train in turns on the same
+batches, so that other load of the machine affects both.
 """
 
 import argparse
@@ -73,15 +73,15 @@ on_to_off is the speed with MoE metrics divided by the speed without."""
 
 @dataclass
 class Contestant:
-    """One policy and what was measured of it.
+    """One policy and its measurements.
 
     Attributes:
-        loggers: What the loop logs to; the clock is the last of them.
-        tables: Where the load matrices go.
+        loggers: The loop's loggers, the clock last.
+        tables: Tables for the load matrices.
         blocks: Seconds of each step, by block of steps.
         cpu_seconds: CPU time of all processes while it trained.
         losses: Loss of each measured step.
-        num_steps: Steps trained so far, warm-up included.
+        num_steps: Steps so far, with the warm-up.
     """
 
     config: SFTMasterConfig
@@ -95,7 +95,7 @@ class Contestant:
     num_steps: int = 0
 
     def train(self, loader: GlobalBatchLoader, *, measured: bool) -> None:
-        """Train one epoch, a block of steps, in the product's own loop."""
+        """Train one epoch, which is a block of steps, in the package's loop."""
         before = family_cpu_seconds()
         done = self.num_steps
         self.num_steps += len(loader)
@@ -147,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser(__doc__, EXAMPLES)
     parser.add_argument("--steps", type=positive, default=40, metavar="N", help="measured steps of each (default: 40)")
-    parser.add_argument("--warmup", type=not_negative, default=5, metavar="N", help="steps before those (default: 5)")
+    parser.add_argument("--warmup", type=not_negative, default=5, metavar="N", help="steps before these (default: 5)")
     parser.add_argument("--block", type=positive, default=10, metavar="N", help="steps of one turn (default: 10)")
     add_workers(parser)
     parser.add_argument(
@@ -164,7 +164,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def start_contestant(config: SFTMasterConfig, num_steps: int, run_folder: Path, stack: ExitStack) -> Contestant:
-    """Start one policy with loggers of its own; the stack ends both."""
+    """Start one policy with separate loggers. The stack ends both."""
     policy = start_policy(config, RayCluster(config.cluster), stack, seed=config.sft.seed, num_steps=num_steps)
     run_folder.mkdir()
     clock = StepClock()
@@ -193,7 +193,7 @@ def make_config(model: Path, options: argparse.Namespace, *, track_moe_metrics: 
 
 
 def race(contestants: Sequence[Contestant], options: argparse.Namespace) -> None:
-    """Let all train the same blocks of steps in turns; who begins changes with each block."""
+    """Let all train the same blocks of steps in turns, in changing order."""
     sizes = [min(options.block, options.steps - done) for done in range(0, options.steps, options.block)]
     if options.warmup:
         for contestant in contestants:
@@ -204,7 +204,7 @@ def race(contestants: Sequence[Contestant], options: argparse.Namespace) -> None
 
 
 def random_batches(num_batches: int, seed: int) -> GlobalBatchLoader:
-    """Return the sequences of random tokens, all of which are trained on."""
+    """Return sequences of random tokens, all of which are trained on."""
     generator = np.random.default_rng(seed)
     trained = np.ones(SEQUENCE_LENGTH, dtype=np.bool_)
     examples = [
@@ -229,7 +229,7 @@ def summary(contestant: Contestant) -> dict[str, Any]:
 
 
 def median_ratio(numerators: Sequence[Sequence[float]], denominators: Sequence[Sequence[float]]) -> float:
-    """Return the median over the blocks of the ratio of their medians: blocks of one number ran next to each other."""
+    """Return the median over the blocks of the ratio of their medians. Blocks with the same number are neighbours."""
     pairs = zip(numerators, denominators, strict=True)
     return statistics.median(statistics.median(above) / statistics.median(below) for above, below in pairs)
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What the benchmarks share: the small model, a local Ray, cores, loggers, the command line's numbers."""
+"""Shared parts of the benchmarks: the small model, a local Ray, cores, loggers, command-line types."""
 
 import argparse
 import os
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 REPOSITORY = Path(__file__).resolve().parents[1]
 CONFIGS = REPOSITORY / "examples" / "configs"
 TOKENIZER = REPOSITORY / "examples" / "assets" / "tiny_qwen3_moe"
-"""The demo's model without weights: its configuration and tokenizer."""
+"""Configuration and tokenizer of the demo's model."""
 CONSTANT_RATE = {
     "policy.megatron_cfg.optimizer.lr": 1e-4,
     "policy.megatron_cfg.optimizer.min_lr": 1e-4,
@@ -74,7 +74,7 @@ positive, not_negative = partial(_integer, least=1), partial(_integer, least=0)
 
 
 def make_parser(description: str | None, examples: str | None = None) -> argparse.ArgumentParser:
-    """Return a parser that shows a benchmark's docstring, and examples behind its options."""
+    """Return a parser with a benchmark's docstring, and examples after its options."""
     formatter = argparse.RawDescriptionHelpFormatter
     return argparse.ArgumentParser(description=description, epilog=examples, formatter_class=formatter)
 
@@ -92,14 +92,14 @@ def add_layer_spec(parser: argparse.ArgumentParser) -> None:
         "--layer-spec",
         choices=("auto", "local"),
         default="auto",
-        help="auto: the fastest modules there are; local: Megatron-Core's own (default: auto)",
+        help="auto: the fastest available modules; local: Megatron-Core's (default: auto)",
     )
 
 
 def require_whole_microbatches(
     parser: argparse.ArgumentParser, options: argparse.Namespace, size: int, what: str
 ) -> None:
-    """End with an error where workers and microbatches do not divide a step."""
+    """End with an error if workers and microbatches do not divide a step."""
     if size % (options.micro_batch_size * options.workers):
         parser.error(
             f"--micro-batch-size {options.micro_batch_size} x --workers {options.workers} does not divide the"
@@ -113,19 +113,14 @@ def surroundings() -> dict[str, object]:
 
 
 def confine(num_cores: int) -> set[int]:
-    """Confine this process, and with it all that it starts, to some of its cores, of which each worker
-    gets a share.
-
-    Returns:
-        The cores that it had before.
-    """
+    """Confine this process and its future children to some of its cores, and return its former cores."""
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, sorted(cores)[:num_cores])
     return cores
 
 
 def release(cores: set[int]) -> None:
-    """Let everything run where it likes again: the workers have chosen their number of threads."""
+    """Let all processes use these cores again, after the workers have chosen their number of threads."""
     for process in family():
         with suppress(psutil.NoSuchProcess):
             for thread in process.threads():
@@ -134,7 +129,7 @@ def release(cores: set[int]) -> None:
 
 
 def write_model(folder: Path, **changes: int) -> int:
-    """Write the model's `config.json`, with other values if asked for, and return its number of parameters."""
+    """Write the model's `config.json`, with changes, and return its number of parameters."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = Qwen3MoeConfig(**{**MODEL, **changes}, architectures=["Qwen3MoeForCausalLM"])
@@ -158,13 +153,13 @@ def one_epoch(algorithm: str) -> dict[str, object]:
 
 
 def overrides_of(values: Mapping[str, object]) -> list[str]:
-    """Return overrides as the command line takes them."""
+    """Return overrides as command-line arguments."""
     return [f"{key}={value}" for key, value in values.items()]
 
 
 @contextmanager
 def running_ray(num_cpus: int) -> Iterator[None]:
-    """A local Ray with room for the workers of both policies, only one of which works at a time."""
+    """Run a local Ray with room for the workers of two policies, only one of which works at a time."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
     ray.init(
@@ -174,7 +169,7 @@ def running_ray(num_cpus: int) -> Iterator[None]:
         log_to_driver=False,
         logging_level="ERROR",
         object_store_memory=object_store_bytes(),
-        # Ray's workers give way to all other programs unless asked not to; what this is compared with does not.
+        # By default, Ray's workers have a lower priority than the programs with which they are compared.
         _system_config={"worker_niceness": 0},
     )
     try:
@@ -184,18 +179,18 @@ def running_ray(num_cpus: int) -> Iterator[None]:
 
 
 def nowhere() -> TextIO:
-    """Return a stream that keeps nothing."""
+    """Return a stream that drops its input."""
     return Path(os.devnull).open("w", encoding="utf-8")
 
 
 def family() -> list[psutil.Process]:
-    """Return this process and all that it has started."""
+    """Return this process and all its descendants."""
     driver = psutil.Process()
     return [driver, *driver.children(recursive=True)]
 
 
 def family_cpu_seconds() -> float:
-    """Return the CPU time that they have used so far."""
+    """Return the CPU time of this process and all its descendants so far."""
     total = 0.0
     for process in family():
         with suppress(psutil.NoSuchProcess):
@@ -205,7 +200,7 @@ def family_cpu_seconds() -> float:
 
 
 def open_loggers(folder: Path, clock: MetricLogger, stack: ExitStack) -> tuple[FanOutLogger, ConsoleLogger]:
-    """Return a console that nobody sees, `metrics.jsonl`, and last of all the clock; the stack closes them."""
+    """Return a hidden console, `metrics.jsonl`, and the clock, which is last. The stack closes them."""
     console = ConsoleLogger(total_steps=0, live="never", stream=stack.enter_context(nowhere()))
     notices = Notices(console.message, lambda warning: print(warning, file=sys.stderr))
     direct: list[MetricLogger] = [console, JsonlLogger(folder, notices.warn, notices.message), clock]
@@ -214,11 +209,11 @@ def open_loggers(folder: Path, clock: MetricLogger, stack: ExitStack) -> tuple[F
 
 @dataclass
 class StepClock:
-    """A logger that keeps the metrics of each step; called last, so that the time between two calls is a whole step's.
+    """A logger that keeps the metrics of each step. It is called last, so that two calls are a full step apart.
 
     Attributes:
-        steps: The metrics of each step, and under `seconds` the time since the step before it, logging included.
-        counts_cpu_at: Numbers of steps after which the CPU time of all processes is measured.
+        steps: The metrics of each step, and as `seconds` the time since the previous step, with logging.
+        counts_cpu_at: Steps after which the CPU time of all processes is measured.
         cpu_seconds: These measurements.
     """
 
@@ -233,7 +228,7 @@ class StepClock:
         self.steps, self._last = [], time.perf_counter()
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """End a step and begin the next."""
+        """End a step and begin the next one."""
         now = time.perf_counter()
         self.steps.append(dict(metrics) | {"seconds": now - self._last})
         if len(self.steps) in self.counts_cpu_at:
@@ -250,7 +245,7 @@ class StepClock:
 
 @contextmanager
 def one_rank(policy: PolicyConfig) -> Iterator[None]:
-    """Run a job of this process alone, on any free port."""
+    """Run a job of only this process, on any free port."""
     from nemo_rl_moe.models.megatron.model.parallel_state import destroy_parallel_state, initialize_parallel_state
 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
@@ -270,7 +265,7 @@ def start_policy(
     num_steps: int | None,
     keep_reference: bool = False,
 ) -> "MegatronPolicy":
-    """Start the workers of a policy; the stack ends them and the cluster."""
+    """Start the workers of a policy. The stack ends them and the cluster."""
     from nemo_rl_moe.models.hf_files import find_model
     from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 
@@ -291,5 +286,5 @@ def start_policy(
 
 
 def recorder_without_checkpoints(policy: PolicyConfig, sinks: RecordSinks) -> StepRecorder:
-    """End each step as a run does that saves nothing."""
+    """Return the recorder of a run that saves nothing."""
     return StepRecorder(sinks, None, lambda: None, policy.max_consecutive_skipped_updates, LoopState())

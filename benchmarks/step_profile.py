@@ -1,10 +1,10 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Processor time of a training step on a CPU, by kind of operation. Prints one JSON line.
+"""CPU time of a training step on a CPU, by kind of operation. Prints one JSON line.
 
-Steps of `sft_throughput.py` (8 sequences of 128 tokens, a small Qwen3-MoE) by the real trainer in this process: without
-the driver, Ray and the loggers. `trainer_cpu_ms` is measured without the profiler, whose own cost the shares leave out
-as far as it can know. `elsewhere` is what is no operation of PyTorch: Python and the dispatch of operations.
+Steps of `sft_throughput.py` (8 sequences of 128 tokens, a small Qwen3-MoE) by the real trainer in this process, without
+the driver, Ray and the loggers. `trainer_cpu_ms` is measured without the profiler. The shares exclude the profiler's
+cost as far as it knows it. `elsewhere` is Python and the dispatch of PyTorch's operations.
 """
 
 import argparse
@@ -56,7 +56,7 @@ KINDS = {
         "expand",
     ),
 }
-"""Operations by kind; others of PyTorch are elementwise ones and sums."""
+"""Operations by kind. Other operations of PyTorch are elementwise ones and sums."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

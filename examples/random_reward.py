@@ -1,15 +1,15 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A reward by the toss of a coin: the control of an experiment with GRPO.
+"""Random reward, as the control of an experiment with GRPO.
 
-A model that gets better with the reward of its task, and not with this one, has learned from the reward. Whether a
-response is right is reported honestly, so that `accuracy` means the same in both runs. In the configuration:
+If a model improves with the reward of its task but not with this one, it has learned from the reward. Correctness is
+reported truthfully, so that `accuracy` means the same in both runs. In the configuration:
 
     env:
       reward:
         kind: callable
         function: examples.random_reward:score
-      score_truncated: true    # or a response that is cut off would get 0 for certain, which is something to learn
+      score_truncated: true    # or truncated responses would always get 0, from which a model can learn
 """
 
 import hashlib
@@ -20,12 +20,9 @@ END_OF_THINKING = "</think>"
 
 
 def score(item: ScoringItem) -> tuple[float, bool]:
-    """Toss a coin for each response, and says whether it is right.
+    """Return 0 or 1 by chance, and whether the text after the thinking is the record's answer.
 
-    The same response to the same prompt always gets the same side, in whichever process it is scored.
-
-    Returns:
-        0 or 1 by chance, and whether the text after the thinking is the record's answer.
+    The same response to the same prompt gets the same reward in any process.
     """
     digest = hashlib.sha256(f"{item.sample_id}\0{item.response}".encode()).digest()
     answer = item.response.rpartition(END_OF_THINKING)[2]

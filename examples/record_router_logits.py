@@ -4,8 +4,8 @@
 
     python examples/record_router_logits.py --model Qwen3-30B-A3B --tokens dump/rollout_data --output router_logits
 
-Frameworks' dumps do not say what the routers of training would have chosen. A forward pass of the same weights over the
-same tokens does. The weights must be those of the step, which the trainer's checkpoints have.
+Frameworks' dumps do not contain the choices of the training routers. This script computes them with a forward pass over
+the same tokens. The weights must be the weights of the step, from one of the trainer's checkpoints.
 """
 
 import argparse
@@ -20,13 +20,12 @@ from nemo_rl_moe.routing.audit.sources import open_source
 
 
 def record(model_folder: Path, tokens: Path, output: Path, sequences_at_a_time: int) -> None:
-    """Write a file for each few sequences of each step.
+    """Write the files, each with a few sequences of a step.
 
     Args:
         model_folder: Configuration and weights.
-        tokens: A framework's files, with the token ids.
-        output: Folder for the files.
-        sequences_at_a_time: Of a forward pass, padded to the longest.
+        tokens: A framework's files with the token ids.
+        sequences_at_a_time: Sequences of a forward pass, padded to the longest.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype="auto").eval().to(device)
@@ -56,7 +55,6 @@ def _forward(model: torch.nn.Module, sequences: list[torch.Tensor], device: torc
 
 
 def main() -> None:
-    """Read the arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--tokens", type=Path, required=True)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Direct preference optimization; takes what `nemo-rl-moe dpo` takes, for example:
+"""Direct preference optimization, with the arguments of `nemo-rl-moe dpo`, for example:
 
 python examples/run_dpo.py --config examples/configs/dpo_tiny_moe.yaml dpo.max_num_steps=50
 """

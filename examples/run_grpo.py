@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""GRPO; takes what `nemo-rl-moe grpo` takes, for example:
+"""GRPO, with the arguments of `nemo-rl-moe grpo`, for example:
 
 python examples/run_grpo.py --config examples/configs/grpo_tiny_moe.yaml grpo.max_num_steps=5
 """

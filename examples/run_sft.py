@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Supervised fine-tuning; takes what `nemo-rl-moe sft` takes, for example:
+"""Supervised fine-tuning, with the arguments of `nemo-rl-moe sft`, for example:
 
 python examples/run_sft.py --config examples/configs/sft_tiny_moe.yaml sft.max_num_steps=50
 """

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""An environment of two turns: a question whose first answer is wrong is asked once more, which costs something.
+"""An environment of two turns: after a wrong answer, the question is asked once more, at a cost.
 
 In the configuration:
 
@@ -18,11 +18,11 @@ from nemo_rl_moe.rollouts.trajectory import Trajectory
 
 
 async def second_try(session: Session) -> Trajectory:
-    """Ask, and ask again where the answer is wrong; the last answer is scored."""
+    """Ask, and ask again if the answer is wrong. The last answer is scored."""
     await session.generate()
     score = await session.score()
     if not score.is_correct:
-        session.reward(-0.2)  # for the first answer: an estimator such as turn_grpo gives the second no part in it
+        session.reward(-0.2)  # for the first answer only, with an estimator such as turn_grpo
         session.append_text(session.prompt.text)
         if session.has_room:
             await session.generate()

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Time limits on calls, kept by an alarm signal in the main thread."""
+"""Time limits on calls, by an alarm signal in the main thread."""
 
 import signal
 from collections.abc import Iterator
@@ -9,15 +9,15 @@ from typing import Any
 
 
 class TimeIsUp(BaseException):
-    """A call took too long. No `Exception`, so that code which catches those does not catch it."""
+    """A call took too long. Not an `Exception`, so that `except Exception` does not catch it."""
 
 
 @contextmanager
 def interrupted_after(limit_s: float) -> Iterator[None]:
-    """Interrupt what runs inside by an alarm signal; only on the main thread.
+    """Interrupt the body by an alarm signal, in the main thread only.
 
     Raises:
-        TimeIsUp: It took longer, even if it caught the interruption and went on.
+        TimeIsUp: The body took longer, even if it caught the interruption and continued.
     """
     rang = False
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Atomic writes: files and folders that appear whole or not at all, whenever the program is killed."""
+"""Atomic writes: after a kill at any time, a file or folder is complete or does not exist."""
 
 import os
 import shutil
@@ -9,19 +9,19 @@ from pathlib import Path
 
 
 def write_whole(path: Path, content: str | bytes, *, private: bool = False) -> None:
-    """Write a file, of text in UTF-8 or of bytes; a kill or a full disk leaves it as it was.
+    """Write text in UTF-8 or bytes to a file. After a kill or on a full disk, the file is unchanged.
 
     Args:
-        private: Readable by the owner alone (mode 600).
+        private: Readable only by the owner (mode 600).
 
     Raises:
-        OSError: It cannot be written; the error names the file.
+        OSError: The file cannot be written. The error has its name.
     """
     staging = path.with_name(f".{path.name}.incomplete")
     try:
         if private:
             staging.unlink(missing_ok=True)
-            staging.touch(mode=0o600)  # before there is anything to read
+            staging.touch(mode=0o600)  # before it has content
         staging.write_bytes(content.encode("utf-8", "replace") if isinstance(content, str) else content)
         staging.replace(path)
     except OSError as error:
@@ -31,7 +31,7 @@ def write_whole(path: Path, content: str | bytes, *, private: bool = False) -> N
 
 
 def delete(path: Path) -> None:
-    """Remove a file, a link or a whole folder, if there is one."""
+    """Remove a file, a link or a folder with its content, if it exists."""
     if path.is_symlink() or path.is_file():
         path.unlink()
     elif path.exists():
@@ -39,7 +39,7 @@ def delete(path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or a folder's list of files, is on the disk (fsync)."""
+    """Wait until a file, or the list of files in a folder, is on the disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -56,13 +56,13 @@ def sync_tree(folder: Path) -> None:
 
 
 def put_in_place(staging: Path, target: Path, replaced: Path) -> None:
-    """Rename a complete folder to its final name, replacing the folder that had the name.
+    """Rename a complete folder to its final name, and replace the folder with that name.
 
-    Survives a kill or a power failure at any point; on an error the old folder gets its name back.
+    A kill or a power failure at any point leaves a complete folder. After an error, the old folder has its name again.
 
     Args:
         staging: The complete folder, on the same file system.
-        replaced: Temporary name of the old folder; anything under this name is deleted.
+        replaced: Temporary name of the old folder. An earlier file or folder with this name is deleted.
     """
     sync_tree(staging)
     delete(replaced)
@@ -76,5 +76,5 @@ def put_in_place(staging: Path, target: Path, replaced: Path) -> None:
             replaced.rename(target)
         raise
     sync(target.parent)
-    with suppress(OSError):  # the new one is whole and in its place
+    with suppress(OSError):  # the new folder is complete
         delete(replaced)

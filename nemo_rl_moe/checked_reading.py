@@ -1,14 +1,14 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Comparison of stored tensors with their checksums while they are read for use.
+"""Comparison of stored tensors with their checksums while they are loaded.
 
-Bytes that were just copied out of the page cache are in the core's cache, where XXH3 takes a third of its time on bytes
-from memory, and a fifth of the time of reading them again. Nothing can change between the comparison and the use.
+Bytes that were just copied from the page cache are in the core's cache. There, XXH3 takes a third of the time that it
+takes on bytes from memory, and a fifth of the time of a second reading. Bytes cannot change between check and use.
 """
 
 import io
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,21 +16,21 @@ from nemo_rl_moe import checksums
 from nemo_rl_moe.checksums import INVENTORY_FILE_NAME, InventoryError, Part, damage_line, read_inventory
 
 CHUNK_BYTES = 2**18
-"""Read at once: they fit into a core's own cache."""
+"""Number of bytes to read at once, which fit into the cache of a core."""
 Place = tuple[str, int, int]
 """File, first byte, number of bytes."""
 _LARGE_BYTES = 2**14
-"""A reading of so many bytes has come to the numbers: what lies before it is little, and is read again."""
+"""A read of this size is one of a tensor's data. The skipped header before it is small, and is read for the hash."""
 
 
 class HashingReader(io.RawIOBase):
-    """A range of a file as a file, whose checksum is taken while it is read.
+    """File object of a range of a file, which computes the checksum while it is read.
 
-    The checksum needs the bytes in order: bytes that a reader skips, such as one that reads an archive's table of
-    contents first, are read again.
+    The checksum needs the bytes in order. Bytes that the caller skips are read for it later, for example if the caller
+    reads an archive's table of contents first.
 
     Args:
-        file: Its position stays, and it may be closed before this one.
+        file: Keeps its position, and may be closed earlier.
     """
 
     def __init__(self, file: Any, start: int, num_bytes: int):
@@ -67,7 +67,7 @@ class HashingReader(io.RawIOBase):
         while count < len(view):
             chunk = view[count : count + CHUNK_BYTES]
             chunk = chunk[: os.preadv(self._descriptor, [chunk], self._start + self._position)]
-            if not chunk:  # the file has been cut meanwhile
+            if not chunk:  # the file was cut meanwhile
                 break
             if is_next:
                 self._hash.update(chunk)
@@ -77,7 +77,7 @@ class HashingReader(io.RawIOBase):
         return count
 
     def checksum(self) -> str:
-        """Return the XXH3 of all bytes, in hexadecimal; read those that were not read in order."""
+        """Return the XXH3 of all bytes, in hexadecimal. Reads the bytes that were not read in order."""
         self._hash_up_to(self._num_bytes)
         return self._hash.hexdigest()
 
@@ -93,13 +93,10 @@ class HashingReader(io.RawIOBase):
 
 
 class PartsRead:
-    """Parts of a folder's files by `files.json`, and which of those that were read are damaged.
-
-    Args:
-        parts: By file, first byte and number of bytes.
+    """Parts of a folder's files according to `files.json`, and the damaged ones among the parts that were read.
 
     Attributes:
-        has_unlisted: Something was read that is no part, and so was not compared.
+        has_unlisted: Some bytes that were read are not a listed part, and could not be compared.
     """
 
     def __init__(self, folder: Path, parts: Mapping[Place, Part]):
@@ -109,7 +106,7 @@ class PartsRead:
 
     @classmethod
     def of_folder(cls, folder: Path) -> Self | None:
-        """Return the parts of a folder; None where `files.json` is missing, or damaged, which others report."""
+        """Return the parts of a folder. None if `files.json` is missing, or damaged (reported elsewhere)."""
         if not (folder / INVENTORY_FILE_NAME).is_file():
             return None
         try:
@@ -125,12 +122,8 @@ class PartsRead:
         return cls(folder, parts)
 
     def __contains__(self, place: Place) -> bool:
-        """Return whether a range of a file is a part with its own checksum."""
+        """Return whether a range of a file is a part with a checksum."""
         return place in self._parts
-
-    def places(self) -> Sequence[Place]:
-        """Return the file, first byte and number of bytes of every part, in the order of `files.json`."""
-        return list(self._parts)
 
     def compare(self, place: Place, checksum: str) -> None:
         """Compare the checksum of bytes that were read."""
@@ -138,5 +131,5 @@ class PartsRead:
             self._damaged.setdefault(place[0], []).append(part.name)
 
     def problems(self) -> list[str]:
-        """Return the files in which damaged parts were read, a line each."""
+        """Return a line for each file in which damaged parts were read."""
         return [damage_line(self._folder / name, parts) for name, parts in self._damaged.items()]

@@ -1,12 +1,12 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Checksums of a folder's files: computed while writing, kept in `files.json`, compared before use.
+"""Checksums of a folder's files: computed while writing, stored in `files.json`, compared before use.
 
-They detect disks, copies and file systems that change bytes but not sizes: weights with a flipped exponent load and
-train. They do not protect against somebody who writes both files and checksums.
+They detect bytes that a disk, a copy or a file system changed without changing sizes, since weights with a flipped
+exponent load and train. They do not protect against an attacker, who can write both files and checksums.
 
-A large file of tensors has one part for each tensor, so that a damaged tensor is named, and the ranks of a job share
-the comparison. XXH3 (Collet, xxHash 0.8) with 128 bits reads memory as fast as a core can.
+A large file of tensors has one part for each tensor. So a report names the damaged tensor, and the ranks of a job share
+the comparison. XXH3 with 128 bits (Collet, xxHash 0.8) is as fast as a core can read memory.
 """
 
 import os
@@ -26,15 +26,15 @@ from nemo_rl_moe.atomic_writes import write_whole
 
 INVENTORY_FILE_NAME = "files.json"
 HEADER = "header"
-"""Name of a safetensors file's first part: names, shapes and places of its tensors."""
+"""Name of a safetensors file's first part: names, shapes and offsets of its tensors."""
 ACCEPTING = "if you have changed it on purpose: nemo-rl-moe verify --accept {folder}"
 """Hint for a file that was edited on purpose."""
 _BUFFER_BYTES = 2**20
-"""Of a reading thread: the checksum finds in the core's cache what was just read."""
+"""Buffer of a thread, small enough that the checksum finds its bytes in the core's cache."""
 _MOST_THREADS = 4
-"""Of a comparison; the cores are shared with the other ranks."""
+"""Most threads of a comparison, since other ranks use the cores too."""
 _RUN_BYTES = 2**25
-"""One thread compares about so much of a file; another one the next."""
+"""Approximate part of a file that one thread compares at a time."""
 _MOST_NAMED = 3
 _Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 _Size = Annotated[int, Field(ge=0)]
@@ -45,12 +45,7 @@ class InventoryError(Exception):
 
 
 class Part(NamedTuple):
-    """Consecutive bytes of a file.
-
-    Attributes:
-        name: Of its tensor.
-        checksum: XXH3 in hexadecimal.
-    """
+    """Consecutive bytes of a file, with the name of their tensor and their XXH3 in hexadecimal."""
 
     name: str
     num_bytes: _Size
@@ -61,8 +56,8 @@ class FileEntry(BaseModel):
     """A file of a folder.
 
     Attributes:
-        checksum: Of the whole file; None where parts have theirs, and of files below another `files.json`.
-        parts: In order, covering the file; empty where the file has one checksum.
+        checksum: Checksum of the file. None if it has parts, or belongs to another `files.json`.
+        parts: Parts in order, which cover the file. Empty if the file has one checksum.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid")
@@ -81,25 +76,17 @@ class _Inventory(BaseModel):
 
 _ADAPTER = TypeAdapter(_Inventory)
 _SIZES = TypeAdapter(dict[str, _Size], config=ConfigDict(strict=True))
-"""Earlier form of `files.json`: sizes alone."""
+"""Earlier form of `files.json`, with sizes only."""
 
 
 class ChecksumStream:
-    """A binary file that is written in parts, each with its checksum.
-
-    Args:
-        stream: Open for writing, at its beginning.
-
-    Attributes:
-        parts: Finished parts.
-    """
+    """A binary file that is written in parts, each with a checksum. `parts` has the finished ones."""
 
     def __init__(self, stream: IO[bytes]):
         self._stream, self._hash, self._num_bytes = stream, xxh3_128(), 0
         self.parts: list[Part] = []
 
     def write(self, content: Any) -> int:
-        """Write bytes or a buffer."""
         view = memoryview(content).cast("B")
         self._hash.update(view)
         self._num_bytes += view.nbytes
@@ -117,7 +104,7 @@ class ChecksumStream:
         self._stream.flush()
 
     def to_disk(self) -> None:
-        """Wait until the content is on disk, whole for other machines and after a power cut."""
+        """Flush and fsync, so that other machines see the content and a power failure does not lose it."""
         self._stream.flush()
         os.fsync(self._stream.fileno())
 
@@ -137,7 +124,7 @@ def add_to_inventory(folder: Path, name: str) -> None:
     """Add or replace a small file, written after the others, in a folder's `files.json`.
 
     Raises:
-        OSError: The file cannot be read, or the disk did not take it.
+        OSError: The file cannot be read, or `files.json` cannot be written.
         InventoryError: `files.json` is missing or damaged.
     """
     num_bytes = (folder / name).stat().st_size
@@ -146,15 +133,15 @@ def add_to_inventory(folder: Path, name: str) -> None:
 
 
 def write_inventory(folder: Path, parts: Mapping[str, Sequence[Part]] | None = None) -> None:
-    """Write `files.json` of all files in a folder and below it.
+    """Write `files.json` for all files in a folder and its subfolders.
 
-    Files below a folder with its own inventory are listed with their sizes only.
+    Files in subfolders with another `files.json` are listed with their sizes only.
 
     Args:
-        parts: By name, of files that were written with a `ChecksumStream`; all others are read.
+        parts: Parts of files that were written with a `ChecksumStream`, by name. All other files are read.
 
     Raises:
-        OSError: A file cannot be read, or the disk did not take it.
+        OSError: A file cannot be read, or `files.json` cannot be written.
     """
     entries = {}
     for name, num_bytes in _sizes(folder).items():
@@ -170,16 +157,16 @@ def write_inventory(folder: Path, parts: Mapping[str, Sequence[Part]] | None = N
 
 
 def accept_files(folder: Path) -> None:
-    """Write `files.json` anew from the files as they are now, without comparison.
+    """Write a new `files.json` from the present files, without comparison.
 
     A file of unchanged size keeps its parts, so that ranks share its comparison and damage is reported by tensor.
 
     Raises:
-        OSError: A file cannot be read, or the disk did not take it.
+        OSError: A file cannot be read, or `files.json` cannot be written.
     """
     try:
         former = read_inventory(folder)
-    except InventoryError:  # it is damaged itself
+    except InventoryError:
         former = {}
     parts = {}
     for name, entry in former.items():
@@ -199,15 +186,18 @@ def _parts_as_they_are(path: Path, entry: FileEntry) -> list[Part]:
 
 
 def _write(folder: Path, entries: dict[str, FileEntry]) -> None:
-    content = _Inventory(algorithm="xxh3_128", files=entries)
-    text = content.model_dump_json(indent=1, exclude_defaults=True)
-    # A part stands on one line.
+    text = _Inventory(algorithm="xxh3_128", files=entries).model_dump_json(indent=1, exclude_defaults=True)
+    # Put each part on one line.
     text = re.sub(r"\[\n\s+(\"[^\n]*\",)\n\s+(\d+,)\n\s+(\"[0-9a-f]{32}\")\n\s+\]", r"[\1 \2 \3]", text)
     write_whole(folder / INVENTORY_FILE_NAME, f"{text}\n")
 
 
 def read_inventory(folder: Path) -> dict[str, FileEntry]:
-    """Return the files of a folder from its `files.json`."""
+    """Read a folder's `files.json`.
+
+    Raises:
+        InventoryError: `files.json` is missing or damaged.
+    """
     path = folder / INVENTORY_FILE_NAME
     try:
         content = path.read_bytes()
@@ -230,12 +220,12 @@ def read_inventory(folder: Path) -> dict[str, FileEntry]:
 
 
 def check_sizes(folder: Path) -> None:
-    """Compare names and sizes of a folder's files with `files.json`, and checksums of those without parts.
+    """Compare a folder's files with `files.json`: names, sizes, and checksums of files without parts.
 
-    This rejects a truncated copy; large files are left to `find_damage`.
+    This rejects a truncated copy. `find_damage` compares large files.
 
     Raises:
-        InventoryError: `files.json` is missing or damaged, or a file is missing or differs; names the first one.
+        InventoryError: `files.json` is missing or damaged, or a file is missing or differs. Names the first file.
     """
     entries = read_inventory(folder)
     present = _sizes(folder)
@@ -258,13 +248,13 @@ def find_damage(
     num_shares: int = 1,
     in_parts: bool | None = None,
 ) -> list[str]:
-    """Return a line for each file, or tensor in it, that is not what was written; none without `files.json`.
+    """Return a line for each file with changed bytes. Empty without `files.json`.
 
-    Folders below with their own inventory are not searched.
+    Subfolders with another `files.json` are skipped.
 
     Args:
-        share: Share of the bytes to compare, from 0; each rank of a job takes one.
-        in_parts: True: only files with parts; False: only the others, which are small; None: all.
+        share: Index of the share of the bytes to compare, such as the rank in a job.
+        in_parts: True for files with parts only, False for the other files only, which are small, None for all.
     """
     if not (folder / INVENTORY_FILE_NAME).is_file():
         return []
@@ -294,7 +284,7 @@ def find_damage(
             before += piece.part.num_bytes
         runs = groupby(own, lambda piece: piece.start // _RUN_BYTES)
         mine += [(path, list(run)) for _, run in runs]
-    # Reading from the disk and the checksum both happen outside of Python's lock.
+    # Both reading and hashing release the GIL.
     with ThreadPoolExecutor(max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // num_shares))) as threads:
         found = zip((path for path, _ in mine), threads.map(lambda item: _compared(*item), mine), strict=True)
         for path, of_runs in groupby(found, lambda item: item[0]):
@@ -305,7 +295,7 @@ def find_damage(
 
 @dataclass(frozen=True)
 class _Piece:
-    """A part of a file, or all of it, and where it begins."""
+    """A part of a file, or the entire file, and its first byte."""
 
     start: int
     part: Part
@@ -321,7 +311,7 @@ def _pieces(entry: FileEntry) -> Iterator[_Piece]:
 
 
 def _compared(path: Path, pieces: Iterable[_Piece]) -> list[str] | OSError:
-    """Return the names of damaged pieces of a file, or why it cannot be read."""
+    """Return the names of damaged pieces of a file, or the error of reading it."""
     try:
         with path.open("rb", buffering=0) as file:
             buffer = memoryview(bytearray(min(_BUFFER_BYTES, max(1, os.fstat(file.fileno()).st_size))))
@@ -335,7 +325,7 @@ def _compared(path: Path, pieces: Iterable[_Piece]) -> list[str] | OSError:
 
 
 def _problem(path: Path, outcomes: Sequence[list[str] | OSError]) -> str | None:
-    """Return a line about a file whose runs of pieces were compared; None where they are what was written."""
+    """Return a line about a file with damaged pieces in any of the compared runs. None if there are none."""
     damaged: list[str] = []
     for outcome in outcomes:
         if isinstance(outcome, OSError):
@@ -345,11 +335,7 @@ def _problem(path: Path, outcomes: Sequence[list[str] | OSError]) -> str | None:
 
 
 def damage_line(path: Path, parts: Iterable[str]) -> str:
-    """Return a line about a file with damaged parts.
-
-    Args:
-        parts: Names; an empty one is the whole file.
-    """
+    """Return a line about a file with damaged parts. An empty name means the entire file."""
     names = list(dict.fromkeys(filter(None, parts)))
     more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
     where = f" in {', '.join(names[:_MOST_NAMED])}{more}" if names else ""
@@ -380,15 +366,15 @@ def _sizes(folder: Path) -> dict[str, int]:
         for path in (Path(parent) / name for name in sorted(names)):
             try:
                 sizes[path.relative_to(folder).as_posix()] = path.stat().st_size
-            except FileNotFoundError:  # its run removes the checkpoint at this moment, or a link leads nowhere
+            except FileNotFoundError:  # the run is removing the checkpoint, or a link has no target
                 continue
     return sizes
 
 
 def _own_inventory(folder: Path, name: str) -> Path | None:
-    """Return the folder below this one whose own inventory lists a file; None for a file of this folder's inventory."""
+    """Return the subfolder whose `files.json` lists a file, or None if this folder's does."""
     for parent in Path(name).parents:
         if parent != Path() and (folder / parent / INVENTORY_FILE_NAME).is_file():
-            # The inventory itself belongs to the folder above.
+            # A `files.json` belongs to the folder above.
             return None if Path(name) == parent / INVENTORY_FILE_NAME else folder / parent
     return None

@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The `nemo-rl-moe` command. Heavy packages are imported only by the command that needs them.
+"""The `nemo-rl-moe` command. Each subcommand imports heavy packages only if it needs them.
 
-What looks at the routes of a run works without the packages that training needs.
+The commands on existing runs, such as `report` and `audit`, work without the packages that training needs.
 """
 
 import argparse
@@ -13,13 +13,13 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import ModuleType
+from typing import Any
 
 from nemo_rl_moe import __version__
 from nemo_rl_moe.checkpoints import verify as verify_command
 from nemo_rl_moe.errors import (
     EXIT_BAD_INPUT,
     EXIT_RUN_FAILED,
-    ConfigurationError,
     GenerationError,
     RoutingAnomalyError,
     TrainingDivergedError,
@@ -42,7 +42,7 @@ OF_TRAINING = (
     *("sft", "dpo", "grpo", "ppo", "distillation", "run"),
     *("config", "plan", "data", "evaluate", "generate", *WITHOUT_OVERRIDES),
 )
-"""Commands that need what the extra `train` installs."""
+"""Commands that need the packages of the extra `train`."""
 _OF_FOLDERS = {
     "report": report_command,
     "watch": watch_command,
@@ -51,11 +51,11 @@ _OF_FOLDERS = {
 }
 _CODES_OF_PATHS = {
     errno.EACCES: EXIT_BAD_INPUT,
-    errno.ENAMETOOLONG: EXIT_BAD_INPUT,  # a text where a path is expected
+    errno.ENAMETOOLONG: EXIT_BAD_INPUT,  # a text instead of a path
     errno.ENOSPC: EXIT_RUN_FAILED,
     errno.EDQUOT: EXIT_RUN_FAILED,
 }
-"""Exit codes of what may be wrong with any path, whoever looks at it or writes to it."""
+"""Exit codes of errors that can occur at any path that is read or written."""
 _EXAMPLES = """\
 examples:
   nemo-rl-moe sft --config examples/configs/sft_tiny_moe.yaml
@@ -83,22 +83,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        arguments: For a command inside another program. None: this process's own; a run then owns the process, and ends
-            what it leaves behind.
+        arguments: Arguments of a command inside another program. By default the command takes the arguments of the
+            process. A run then owns the process, and ends all processes that it started.
 
     Returns:
-        Exit code: 0, also for a run that was asked to stop and has saved; 1: the run failed; 2: wrong input; 3: numbers
-        are no longer finite; 130 or 143: SIGINT or SIGTERM ended it at once.
+        Exit code. 0: success, or a run that was asked to stop has saved. 1: the run failed. 2: wrong input. 3: NaN or
+        infinite numbers. 130 or 143: ended at once by SIGINT or SIGTERM.
     """
     escape_log_messages()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # as standard error has it: no character ends a command
+        sys.stdout.reconfigure(errors="backslashreplace")  # like standard error, so that no character ends a command
     if arguments is not None:
         return _run(arguments, owns_process=False)
     code = EXIT_RUN_FAILED
     try:
         code = _run(sys.argv[1:], owns_process=True)
-    except SystemExit as error:  # a request to stop before there is anything to keep
+    except SystemExit as error:  # a request to stop before there is anything to save
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         raise
     finally:
@@ -114,19 +114,23 @@ def _run(words: Sequence[str], *, owns_process: bool) -> int:
     parser = _build_parser(training)
     options, rest = parser.parse_known_args(words)
     if training is None and options.command in OF_TRAINING:
-        return _reported(lambda: _refuse(options.command, missing))
+        report_error(
+            f"{options.command}: needs the packages of training, of which {missing} is not installed: "
+            "pip install 'nemo-rl-moe[train]'"
+        )
+        return EXIT_BAD_INPUT
     flags = [word for word in rest if word.startswith("-")]
     if unknown := rest if options.command in WITHOUT_OVERRIDES else flags:
         hint = "; overrides are written without dashes" if any("." in word for word in unknown) else ""
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     if options.command in _OF_FOLDERS:
-        return _reported(lambda: _look_at_folders(options, rest))
+        return _reported(partial(_OF_FOLDERS[options.command].run, options, rest))
     assert training is not None
     return _reported(partial(training.run, options, rest, owns_process=owns_process))
 
 
 def _training_commands() -> tuple[ModuleType | None, str]:
-    """Return the commands that train; None without their packages, with the name of the first that is missing."""
+    """Return the module of the training commands, or None and the name of a missing package."""
     try:
         from nemo_rl_moe import training_cli
     except ModuleNotFoundError as error:
@@ -136,22 +140,10 @@ def _training_commands() -> tuple[ModuleType | None, str]:
     return training_cli, ""
 
 
-def _refuse(command: str, missing: str) -> int:
-    raise ConfigurationError(
-        f"{command}: needs the packages of training, of which {missing} is not installed: "
-        "pip install 'nemo-rl-moe[train]'"
-    )
-
-
-def _look_at_folders(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    _OF_FOLDERS[options.command].run(options, rest)
-    return 0
-
-
-def _reported(run: Callable[[], int]) -> int:
+def _reported(run: Callable[[], int | None]) -> int:
     """Run a command, print errors, and return the exit code."""
     try:
-        return run()
+        return run() or 0
     except UserError as error:
         report_problems(error)
         _say_how_to_go_on(error)
@@ -187,13 +179,18 @@ def _say_how_to_go_on(error: BaseException) -> None:
         print(printable(note), file=sys.stderr, flush=True)
 
 
+class _Parser(argparse.ArgumentParser):
+    """Parser of the command and, since argparse takes the same class for them, of its subcommands."""
+
+    def __init__(self, **settings: Any):
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **settings)
+
+
 def _build_parser(training: ModuleType | None) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="nemo-rl-moe",
         description="Post-training of Mixture-of-Experts models with Megatron-Core on Ray.",
         epilog=_EXAMPLES if training is None else f"{_EXAMPLES}\n{training.OVERRIDES_HELP}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"nemo-rl-moe {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
@@ -209,8 +206,6 @@ def _build_parser(training: ModuleType | None) -> argparse.ArgumentParser:
                 help=module.SUMMARY,
                 description=f"{module.SUMMARY[0].upper()}{module.SUMMARY[1:]}.",
                 epilog=module.EXAMPLES,
-                formatter_class=argparse.RawDescriptionHelpFormatter,
-                allow_abbrev=False,
             )
         )
     return parser

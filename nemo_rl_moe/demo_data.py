@@ -1,24 +1,25 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the demo's data: sums of two 3-digit numbers, for supervised fine-tuning (SFT), DPO and GRPO.
+"""Data of the demo: sums of two 3-digit numbers, for supervised fine-tuning (SFT), DPO and GRPO.
 
     python -m nemo_rl_moe.demo_data --output data/addition --seed 0
 
 Writes `train.jsonl` and `validation.jsonl` for SFT, `preferences.jsonl` and `validation_preferences.jsonl` for DPO,
-`grpo.jsonl` and `validation_prompts.jsonl` for GRPO, and `manifest.json`. A line for SFT is a prompt and its
-completion. Every answer is right; some come with the working, most without:
+`grpo.jsonl` and `validation_prompts.jsonl` for GRPO, and `manifest.json`. A line for SFT has a prompt and a completion
+with the right answer, some with the working, most without:
 
     {"prompt": "228+378=", "completion": "<think>8+8=16;2+7+1=10;2+3+1=6</think>606"}
     {"prompt": "541+592=", "completion": "<think></think>1133"}
 
-The working adds the columns from the right, each with the carry of the one before. No sum stands in two sets, a+b and
-b+a being one sum: GRPO asks for sums that the model has never seen. A line for GRPO is a prompt, the answer, and what
-reasoning-gym's verifier reads; `validation_prompts.jsonl` holds the sums of `validation.jsonl`:
+The working adds the columns from the right, with carries. The training sets have no sums in common with each other or
+with validation (a+b and b+a are one sum), so that GRPO asks for sums that the model has never seen. A line for GRPO has
+a prompt, the answer, and the metadata for reasoning-gym's verifier. `validation_prompts.jsonl` has the sums of
+`validation.jsonl`:
 
     {"prompt": "228+378=", "answer": "606", "metadata": {"source_dataset": "basic_arithmetic", "expression": "228+378"}}
 
-A line for DPO prefers the right working to one with a slip, which the columns after it and the answer carry on. The
-sums are again new; those of `validation_preferences.jsonl` are the ones of `validation.jsonl`:
+A line for DPO prefers the right working to one with a slip, which affects the later columns and the answer.
+`validation_preferences.jsonl` has the sums of `validation.jsonl`:
 
     {"prompt": "228+378=", "chosen": "<think>8+8=16;2+7+1=10;2+3+1=6</think>606",
      "rejected": "<think>8+8=16;2+7+1=9;2+3+0=5</think>596"}
@@ -38,7 +39,7 @@ from nemo_rl_moe.atomic_writes import write_whole
 
 SHARE_WITH_WORKING = 0.45
 NUM_DIGITS = 3
-# Unordered pairs of 3-digit numbers: 405,450. Drawing gets slow near the end, hence the limit.
+# There are 405,450 unordered pairs of 3-digit numbers. Sampling without repeats gets slow near the end.
 MAX_PROBLEMS = 300_000
 RECIPE_VERSION = 3
 TASK = "basic_arithmetic"
@@ -51,18 +52,18 @@ FILES = (
     "validation_preferences.jsonl",
 )
 
-# reasoning-gym draws item i from `seed + i`: seeds must lie further apart than any set is long.
+# reasoning-gym samples item i with `seed + i`, so seeds must differ by more than the length of any set.
 SEED_STRIDE = 10_000_000
 SET_OFFSETS = {"validation": 0, "train": 2_000_000, "grpo": 5_000_000, "preferences": 7_000_000}
 ITEMS_IN_A_SET = 2_000_000
 
 Problem = tuple[str, str]
-"""Both summands, in the order in which the prompt shows them."""
+"""Both summands, in the order of the prompt."""
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """Everything that determines the written files."""
+    """All parameters of the files."""
 
     seed: int
     num_train: int
@@ -74,7 +75,7 @@ class Parameters:
 
 @dataclass(frozen=True)
 class Problems:
-    """The sums of each set; no two of them are the same sum."""
+    """The sums of each set, without repeats."""
 
     validation: list[Problem]
     grpo: list[Problem]
@@ -83,7 +84,7 @@ class Problems:
 
 
 def draw_problems(parameters: Parameters, progress: Callable[[int], None] = lambda _: None) -> Problems:
-    """Sample the sets one after the other without repeats between sets."""
+    """Sample the sets one after the other without repeats."""
     seen: set[tuple[str, ...]] = set()
 
     def draw(name: str, size: int) -> Iterator[Problem]:
@@ -124,7 +125,7 @@ def _all_sums(first_seed: int) -> Iterator[Problem]:
         allow_negation=False,
     )
     for index in range(len(items)):
-        # The generator leaves spaces, and does not keep to the number of digits.
+        # The generator adds spaces, and does not always keep to the number of digits.
         left, right = items[index]["metadata"]["expression"].replace(" ", "").split("+")
         if len(left) == len(right) == NUM_DIGITS:
             yield left, right
@@ -134,7 +135,7 @@ def work_out(left: str, right: str, slip: tuple[int, int] = (0, 0)) -> tuple[str
     """Add column by column.
 
     Args:
-        slip: A column, counted from the right, and the error of its sum.
+        slip: A column, from the right, and the error of its sum.
     """
     steps, carry, answer = [], 0, 0
     for column, (a, b) in enumerate(zip(reversed(left), reversed(right), strict=True)):
@@ -151,13 +152,13 @@ def working(left: str, right: str) -> str:
 
 
 def completion(problem: Problem, with_working: bool) -> str:
-    """Return the answer, after a think block that holds the working or nothing."""
+    """Return a think block, with the working or empty, and the answer."""
     left, right = problem
     return f"<think>{working(left, right) if with_working else ''}</think>{int(left) + int(right)}"
 
 
 def with_a_slip(problem: Problem, chance: Random) -> str:
-    """Return the working with one column wrong by one, and the wrong answer that it leads to."""
+    """Return the working with one column wrong by one, and the resulting wrong answer."""
     column, off = chance.randrange(NUM_DIGITS), chance.choice((-1, 1))
     steps, answer = work_out(*problem, (column, off))
     if "=-" in steps:  # 0+0+0 with one too few
@@ -166,7 +167,7 @@ def with_a_slip(problem: Problem, chance: Random) -> str:
 
 
 def as_lines(problems: Sequence[Problem], seed: int, name: str) -> list[str]:
-    """Return one JSON object a sum. Just the share of them that is meant to shows the working, chosen by chance."""
+    """Return one JSON object per sum. A random selection, of exactly `SHARE_WITH_WORKING`, has the working."""
     count = round(SHARE_WITH_WORKING * len(problems))
     with_working = set(Random(f"{seed} {name}").sample(range(len(problems)), count))
     return [
@@ -176,7 +177,7 @@ def as_lines(problems: Sequence[Problem], seed: int, name: str) -> list[str]:
 
 
 def as_questions(problems: Sequence[Problem]) -> list[str]:
-    """Return one JSON object a sum, without a completion."""
+    """Return one JSON object per sum, without a completion."""
     return [
         json.dumps(
             {
@@ -190,7 +191,7 @@ def as_questions(problems: Sequence[Problem]) -> list[str]:
 
 
 def as_preferences(problems: Sequence[Problem], seed: int, name: str) -> list[str]:
-    """Return one JSON object a sum: the right working, and one with a slip."""
+    """Return one JSON object per sum, with the right working and one with a slip."""
     chance = Random(f"{seed} {name}")
     return [
         json.dumps(
@@ -205,7 +206,7 @@ def as_preferences(problems: Sequence[Problem], seed: int, name: str) -> list[st
 
 
 def write_data(folder: Path, parameters: Parameters, progress: Callable[[int], None] = lambda _: None) -> None:
-    """Draw the sums and write the files, the manifest last; each file appears whole or not at all."""
+    """Sample the sums and write the files atomically, the manifest last."""
     problems = draw_problems(parameters, progress)
     contents = (
         as_lines(problems.train, parameters.seed, "train"),
@@ -222,12 +223,12 @@ def write_data(folder: Path, parameters: Parameters, progress: Callable[[int], N
 
 
 def is_made(folder: Path, parameters: Parameters) -> bool:
-    """Return whether the folder holds just what `write_data` would write."""
+    """Return whether `write_data` would change nothing in the folder."""
     return holds(folder, lambda: _manifest(folder, parameters))
 
 
 def holds(folder: Path, manifest: Callable[[], dict[str, object]]) -> bool:
-    """Return whether a folder's manifest is the one that its files give."""
+    """Return whether a folder's manifest equals a manifest of its present files."""
     try:
         return bool(json.loads((folder / "manifest.json").read_text(encoding="utf-8")) == manifest())
     except (OSError, ValueError):
@@ -265,7 +266,7 @@ def _parse(arguments: list[str] | None) -> tuple[Path, Parameters, bool]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Make the data unless it is there; return the exit code."""
+    """Make the data unless it exists, and return the exit code."""
     folder, parameters, force = _parse(arguments)
     try:
         if not force and is_made(folder, parameters):
@@ -289,7 +290,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def show_progress(what: str, total: int) -> Callable[[int], None]:
-    """Return a printer of progress: a line that renews itself on a terminal, nothing elsewhere."""
+    """Return a function that shows progress on a terminal, and does nothing elsewhere."""
     if not sys.stderr.isatty():
         return lambda _: None
 

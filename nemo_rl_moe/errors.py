@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The errors that a user can cause, the exit code of each, and how an error is printed."""
+"""Errors that a user can cause, their exit codes, and their printing."""
 
 import json
 import logging
@@ -20,18 +20,18 @@ EXIT_SIGNAL_BASE = 128
 
 
 def exit_code_of_signal(number: int) -> int:
-    """Return the exit code of a program that a signal has ended, as shells have it: 130 for SIGINT, 143 for SIGTERM."""
+    """Return a shell's exit code of a program that a signal ended: 130 for SIGINT, 143 for SIGTERM."""
     return EXIT_SIGNAL_BASE + number
 
 
 class UserError(Exception):
-    """An error in the user's input; shown without a stack trace, exit code 2.
+    """An error in the user's input, shown without a stack trace. Exit code 2.
 
     Args:
-        problems: One self-contained line each.
+        problems: Self-contained lines.
 
     Attributes:
-        is_reported: They have been printed.
+        is_reported: The problems have been printed.
     """
 
     exit_code = EXIT_BAD_INPUT
@@ -39,7 +39,7 @@ class UserError(Exception):
 
     def __init__(self, problems: str | Sequence[str]):
         self.problems = [problems] if isinstance(problems, str) else list(problems)
-        super().__init__(printable("\n".join(self.problems)))  # whoever prints it: problems quote strangers' files
+        super().__init__(printable("\n".join(self.problems)))  # problems quote untrusted files
 
 
 class ConfigurationError(UserError):
@@ -51,27 +51,27 @@ class DataError(UserError):
 
 
 class CheckpointError(UserError):
-    """A checkpoint is damaged, is refused, or does not fit the run."""
+    """A checkpoint is damaged, refused, or does not fit the run."""
 
 
 class DamagedCheckpointError(CheckpointError):
-    """Files of a checkpoint are not what was written; an older one may be whole."""
+    """Files of a checkpoint have changed since they were written. An older checkpoint may be intact."""
 
 
 class DamageFoundError(UserError):
-    """Files that were looked at are not what was written. Exit code 1."""
+    """Verified files have changed since they were written. Exit code 1."""
 
     exit_code = EXIT_RUN_FAILED
 
 
 class RoutesAuditError(UserError):
-    """Routed experts that were looked at cannot be right. Exit code 1."""
+    """Audited routes cannot be right. Exit code 1."""
 
     exit_code = EXIT_RUN_FAILED
 
 
 class NotCheckedError(UserError):
-    """An audit could not make a comparison that it was required to make. Exit code 4."""
+    """An audit could not make a required comparison. Exit code 4."""
 
     exit_code = EXIT_NOT_CHECKED
 
@@ -83,17 +83,17 @@ class CheckpointSaveError(CheckpointError):
 
 
 class WorkerDiedError(RuntimeError):
-    """A worker process ended or raised; carries the worker's own error text. Exit code 1."""
+    """A worker process ended or raised. Contains the worker's error text. Exit code 1."""
 
     exit_code = EXIT_RUN_FAILED
 
 
 class UserCodeError(RuntimeError):
-    """Code that the configuration names raised in a run, or returned what cannot be used. Exit code 1.
+    """The user's code raised in a run, or returned an invalid value. Exit code 1.
 
     Args:
         problem: One line with the key, its value, the error, and the line of the user's file.
-        trace: The traceback, which is shown below.
+        trace: The traceback, shown below the problem.
     """
 
     exit_code = EXIT_RUN_FAILED
@@ -104,27 +104,27 @@ class UserCodeError(RuntimeError):
 
 
 class RewardWorkersFailedError(WorkerDiedError):
-    """The reward workers could score no response; carries the error text of the first. Exit code 1."""
+    """The reward workers could not score any response. Contains the error text of the first. Exit code 1."""
 
 
 class WeightSyncError(RuntimeError):
-    """Weights did not arrive whole at a generation engine. Exit code 1."""
+    """A generation engine did not receive all weights. Exit code 1."""
 
     exit_code = EXIT_RUN_FAILED
 
 
 class ReceiverLostError(WeightSyncError):
-    """A process that received weights died or froze; what the others have is a mixture. Exit code 1."""
+    """A process died or froze while it received weights. The others have a mixture of old and new. Exit code 1."""
 
 
 class GenerationError(RuntimeError):
-    """A generation engine cannot start, or fails again and again. Exit code 1."""
+    """A generation engine cannot start, or fails repeatedly. Exit code 1."""
 
     exit_code = EXIT_RUN_FAILED
 
 
 class RoutingAnomalyError(RuntimeError):
-    """Routed experts that training has replayed are not those of their layers, tokens or sequences. Exit code 1."""
+    """Training replayed routes of other layers, tokens or sequences. Exit code 1."""
 
     exit_code = EXIT_RUN_FAILED
 
@@ -133,7 +133,7 @@ class TrainingDivergedError(RuntimeError):
     """Too many consecutive updates had a NaN or infinite loss or gradient. Exit code 3.
 
     Args:
-        message: What happened, and where a run can go on.
+        message: Description, with the checkpoint from which a run can continue.
         sample_ids: Samples of the last step.
     """
 
@@ -145,11 +145,7 @@ class TrainingDivergedError(RuntimeError):
 
 
 def printable(text: str, kept: str = "\n\t") -> str:
-    """Make a text printable: control characters are written out, passwords in addresses are masked.
-
-    Args:
-        kept: Characters that stay.
-    """
+    """Escape the control characters of a text, except `kept`, and mask passwords in URLs."""
     text = masked_text(text)
     if text.isprintable():
         return text
@@ -157,7 +153,7 @@ def printable(text: str, kept: str = "\n\t") -> str:
 
 
 LONGEST_REPORTED = 3_000
-"""Characters of a line of an error that are shown: keys, names and values may be as long as a file."""
+"""Largest number of characters of an error line to show, since keys, names and values may be as long as a file."""
 
 
 def report_error(problem: object) -> None:
@@ -167,7 +163,7 @@ def report_error(problem: object) -> None:
 
 
 def report_problems(error: UserError) -> None:
-    """Print the problems of an error, unless they have been printed."""
+    """Print the problems of an error, unless they were printed before."""
     if not error.is_reported:
         for problem in error.problems:
             report_error(problem)
@@ -181,14 +177,14 @@ def _cut(line: str) -> str:
 
 
 def escape_log_messages() -> None:
-    """Make library messages in `logging` pass `printable`: they quote untrusted files."""
+    """Apply `printable` to all messages of `logging`, since libraries quote untrusted files."""
     make = logging.getLogRecordFactory()
     if getattr(make, "escapes", False):
         return
 
     def make_printable(*arguments: Any, **more: Any) -> logging.LogRecord:
         record = make(*arguments, **more)
-        with suppress(Exception):  # the library's own mistake; `logging` reports it
+        with suppress(Exception):  # a mistake of the library, which `logging` reports
             record.msg, record.args = _cut(printable(record.getMessage())), ()
         return record
 
@@ -206,22 +202,22 @@ def counted(number: int, noun: str, zero: str = "0") -> str:
 
 
 def json_problem(error: json.JSONDecodeError) -> str:
-    """Return what is wrong with a JSON text, for words that name the place: some of Python's end in "at" already."""
+    """Return Python's message on a JSON text without a final "at", so that callers can append the position."""
     return error.msg.removesuffix(" at").removesuffix(": ")
 
 
 def without_addresses(text: str) -> str:
-    """Return a text whose objects have no addresses: `<function score>`."""
+    """Remove memory addresses of objects from a text: `<function score>`."""
     return _ADDRESS.sub("", text)
 
 
 def encodable(text: str) -> str:
-    """Return a text that can be written in UTF-8: half a surrogate pair becomes its escape, such as `\\ud83d`."""
+    """Return a text that UTF-8 can encode. Half a surrogate pair is escaped, such as `\\ud83d`."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def one_line(error: BaseException) -> str:
-    """Return type and first line of an error of a library, whose text may itself be broken."""
+    """Return type and first line of a library's error, whose `str` may raise."""
     name = type(error).__name__
     try:
         lines = str(error).strip().splitlines()

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics that carry their own reduction, and the seconds and tokens of a step's phases."""
+"""Metrics with a reduction, and the seconds and tokens of a step's phases."""
 
 import math
 import time
@@ -11,29 +11,29 @@ from enum import Enum
 
 
 class Reduction(Enum):
-    """Reduction of a metric's values, one a microbatch or rank, to one number."""
+    """Reduction of a metric's values, one per microbatch or rank, to one number."""
 
     SUM = "sum"
     SHARE = "share"
-    """Shares of a mean over the trained tokens of a global batch: they add up to it. Of several global batches it is
-    the mean over the tokens of all."""
+    """Values are shares that add up to a mean over the trained tokens of a global batch. For several global batches,
+    the result is the mean over all their tokens."""
     SEQUENCE_SHARE = "sequence_share"
-    """The same of a mean over the sequences that have trained tokens, or over a fixed number of them, such as pairs."""
+    """Like `SHARE` for a mean over the sequences with trained tokens, or over a fixed number of them, such as pairs."""
     PART = "part"
-    """Sums from which metrics are computed, such as a numerator and its divisor; not logged themselves."""
+    """Sums from which metrics are computed, such as a numerator and a divisor, and which are not logged."""
     MIN = "min"
     MAX = "max"
 
 
 @dataclass(frozen=True)
 class MetricSeries:
-    """The values of one metric, in order, each of a microbatch or rank, and how to reduce them."""
+    """Values of one metric, one per microbatch or rank, and their reduction."""
 
     values: tuple[float, ...]
     reduction: Reduction
 
     def reduce(self) -> float:
-        """Reduce the values to one number; NaN without values."""
+        """Reduce the values to one number. NaN without values."""
         if not self.values:
             return math.nan
         if self.reduction is Reduction.MIN:
@@ -42,11 +42,7 @@ class MetricSeries:
 
 
 def concatenate(series: Iterable[MetricSeries]) -> MetricSeries:
-    """Join the values that several ranks hold of one metric.
-
-    Raises:
-        ValueError: There are none, or the ranks disagree about the reduction.
-    """
+    """Concatenate the values of one metric from several ranks."""
     parts = list(series)
     reductions = {part.reduction for part in parts}
     if len(reductions) != 1:
@@ -55,7 +51,7 @@ def concatenate(series: Iterable[MetricSeries]) -> MetricSeries:
 
 
 def timing_metrics(phase: str, seconds: float, num_tokens: int = 0) -> dict[str, float]:
-    """Return the seconds of a phase, and its tokens a second where it has tokens, as `timing/{phase}/...` keys."""
+    """Return the seconds of a phase, and its tokens per second if it has tokens, as `timing/{phase}/...` keys."""
     metrics = {"seconds": seconds}
     if num_tokens:
         metrics["tokens_per_second"] = num_tokens / seconds
@@ -67,10 +63,10 @@ def with_prefix(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 class PhaseClock:
-    """Add up the seconds and tokens of each phase; a phase may come several times.
+    """Sums of the seconds and tokens of phases, which may occur several times.
 
     Args:
-        clock: Monotonic, in seconds.
+        clock: Monotonic clock, seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
@@ -80,7 +76,7 @@ class PhaseClock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count everything inside for this phase."""
+        """Add the time of the body to this phase."""
         started = self._clock()
         try:
             yield
@@ -88,15 +84,15 @@ class PhaseClock:
             self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - started
 
     def count_tokens(self, name: str, num_tokens: int) -> None:
-        """Add tokens that a phase worked on, for its tokens a second."""
+        """Add tokens of a phase, for its tokens per second."""
         self._tokens[name] = self._tokens.get(name, 0) + num_tokens
 
     def seconds(self, name: str) -> float:
-        """Return the seconds of a phase so far; 0 before its first time."""
+        """Return the seconds of a phase so far."""
         return self._seconds.get(name, 0.0)
 
     def metrics(self) -> dict[str, float]:
-        """Return `timing/{phase}/seconds`, and `timing/{phase}/tokens_per_second` where tokens were counted."""
+        """Return `timing/{phase}/seconds`, and `timing/{phase}/tokens_per_second` if tokens were counted."""
         metrics: dict[str, float] = {}
         for name, seconds in self._seconds.items():
             metrics |= timing_metrics(name, seconds, self._tokens.get(name, 0))

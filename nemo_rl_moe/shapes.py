@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Array shapes in annotations, as `Float[Tensor, "tokens experts"]`, also where jaxtyping is not installed.
+"""Array shapes in annotations, such as `Float[Tensor, "tokens experts"]`, with or without jaxtyping.
 
-Packages that other training loops use (`moe`, `hooks`, `audit`, `run_folder`) need torch and numpy alone for it.
+So the packages that other training loops use only need torch and numpy for them.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Lag of a sampled token: optimizer steps from the weights that sampled it to those that are trained on it.
+"""Lag of a sampled token: optimizer steps from the weights that sampled it to the weights that are trained on it.
 
-Metrics by lag are of five classes, whatever lags there are, so that their shapes are the same on every rank.
+Metrics by lag have five fixed classes, so that their shapes are the same on every rank.
 """
 
 from typing import TYPE_CHECKING
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from nemo_rl_moe.shapes import Int
 
 if TYPE_CHECKING:
-    # Loggers and the report read the names without torch.
+    # Loggers and the report use the names without torch.
     from torch import Tensor
 
 TOKEN_LAG = "token_lag"
@@ -19,11 +19,11 @@ NO_LAG = -1
 """Lag, and class, of a token that no model sampled."""
 LOWEST_LAGS = (0, 1, 2, 3, 5)
 LAG_CLASSES = ("0", "1", "2", "3_to_4", "5_or_more")
-"""Names of the classes, as metrics have them."""
+"""Names of the classes in metrics."""
 
 
 def lag_classes(lags: "Int[Tensor, '*shape']") -> "Int[Tensor, '*shape']":
-    """Return the index of each lag's class in `LAG_CLASSES`; `NO_LAG` where there is none."""
+    """Return the index of each lag's class in `LAG_CLASSES`, or `NO_LAG`."""
     found = (lags >= 0).int() - 1
     for lowest in LOWEST_LAGS[1:]:
         found += lags >= lowest

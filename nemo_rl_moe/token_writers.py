@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Who wrote a token of a conversation: its prompt, the model or the environment; told from what was sampled."""
+"""Writer of each token of a conversation (the prompt, the model or the environment), from the sampled positions."""
 
 import numpy as np
 
@@ -10,10 +10,10 @@ TOKEN_WRITERS = "token_writers"
 """Name of the column of a batch."""
 PROMPT, CALL, RESULT, ANSWER = range(4)
 WRITERS = ("prompt", "call", "result", "answer")
-"""Names of the classes, as files and metrics have them.
+"""Names of the classes in files and metrics.
 
-prompt: what stands before the first sampled token; call: responses that the environment goes on behind; result: what it
-adds, with the marks that the chat template puts around it; answer: the last response.
+prompt: tokens before the first sampled one. call: responses before the last one. result: tokens that the environment
+adds, with the chat template's markup. answer: the last response.
 """
 
 

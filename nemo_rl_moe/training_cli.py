@@ -1,15 +1,15 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The commands that need what training needs: algorithms, configurations, data, models.
+"""The commands that need the packages of training: algorithms, configurations, data, models.
 
-Heavy packages are imported only by the command that needs them.
+Each command imports heavy packages only if it needs them.
 """
 
 import argparse
 import sys
 from collections.abc import Sequence
 from textwrap import shorten
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nemo_rl_moe.config.algorithm import ALGORITHMS, BUILT_IN
 from nemo_rl_moe.config.files import WHERE_THE_SHIPPED_ARE_LISTED, exemplar_summaries
@@ -31,11 +31,11 @@ Any moe_* field of Megatron-Core's TransformerConfig can be set under policy.meg
 A wrong key or value ends with one line for each problem and exit code 2, before anything starts.
 """
 _RUN_HELP = """\
-The configuration selects the algorithm, by the section of a built-in one:
+The configuration selects a built-in algorithm by its section:
 
 {built_in}
 
-or by the key `algorithm` for one of your own, in a module that is installed or in the working folder:
+or your algorithm, in a module that is installed or in the working folder, by the key `algorithm`:
   algorithm: my_module:ALGORITHM
 See docs/adding-an-algorithm.md.
 
@@ -47,13 +47,13 @@ _DATA_HELP = """\
 Reads the training data with the tokenizer, the chat template and the lengths of the configuration, as a run does, and
 starts nothing. Shows, in the order of the data,
 
-  sft   conversations: what is trained on, what is context, and what is truncated at policy.max_total_sequence_length
-  dpo   the chosen and the rejected response of each pair, with their prompt
+  sft   conversations, with trained tokens, context, and tokens truncated at policy.max_total_sequence_length
+  dpo   the chosen and the rejected response of each pair, with the prompt
   grpo  the prompts as the model gets them
 
-and the numbers of samples and tokens, the longest sample, and what is left out: lines of the data, and parts of
-conversations that the chat template does not show, such as thinking of earlier turns. In a terminal the three kinds of
-tokens have colours; elsewhere, or with NO_COLOR, [[ ]] marks what is trained on and {{ }} what is truncated.
+and the numbers of samples and tokens, the longest sample, skipped lines, and parts of conversations that the chat
+template drops, such as thinking of earlier turns. In a terminal the three kinds of tokens have colours. Elsewhere, or
+with NO_COLOR, [[ ]] marks trained tokens and {{ }} truncated ones.
 
 examples:
   nemo-rl-moe data --config sft_tiny_moe.yaml
@@ -62,13 +62,13 @@ examples:
   nemo-rl-moe data --config my_run.yaml data.on_bad_line=skip policy.tokenizer.chat_template=mine.jinja | less
 """
 _CONFIG_HELP = """\
-Files, folders, models, modules and functions that are missing go to the error output, with exit code 2, as a run would
-report them before it starts; models and data of the hub are not asked for.
+Missing files, folders, models, modules and functions are reported on standard error, with exit code 2, as before the
+start of a run. Models and data on the hub are not checked.
 
 --from-nemo-rl FILE translates a configuration of NeMo-RL into a file that inherits from a shipped one. Comments in it
-say, line by line, which keys are read differently and which have no counterpart; the latter go to the error output too.
-Its `defaults:` are looked for beside it. The result is checked like a run: what would keep it from starting goes to the
-error output, with exit code 2. What differs on purpose: docs/migrating.md.
+list keys that are read differently and keys without a counterpart. Standard error lists the latter too. The files of
+`defaults:` must be next to FILE. The result is checked like a run: problems that would keep it from starting are
+reported on standard error, with exit code 2. Intended differences: docs/migrating.md.
 
 examples:
   nemo-rl-moe config --config my_run.yaml cluster.gpus_per_node=4
@@ -77,7 +77,7 @@ examples:
 """
 _PLAN_HELP = """\
 --target GPUSxCARD or NODESxGPUSxCARD plans for other machines than this one: it sets cluster.num_nodes and
-cluster.gpus_per_node, assumes Transformer Engine, and says whether the run fits the card's memory.
+cluster.gpus_per_node, assumes Transformer Engine, and shows whether the run fits the card's memory.
 
 examples:
   nemo-rl-moe plan --config grpo_math_1B.yaml policy.model_name=examples/assets/model_configs/Qwen3-1.7B
@@ -85,20 +85,25 @@ examples:
   nemo-rl-moe plan --config grpo_qwen3_30b_a3b_80gb.yaml --target 4x8xA100-80GB policy.train_global_batch_size=512
 """
 
+_CONFIG = "config"
+_DATA = "data"
+_PLAN = "plan"
+_OF_WEIGHTS = {"convert": convert_command, "upcycle": upcycle_command}
+_WITHOUT_TRAINING = {"evaluate": evaluate_command, "generate": generate_command}
+_RUN = "run"
+_HELP_OF = {_RUN: _RUN_HELP, _CONFIG: _CONFIG_HELP, _DATA: _DATA_HELP, _PLAN: _PLAN_HELP}
 
-def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", examples: str) -> None:
+
+def add_commands(commands: "argparse._SubParsersAction[Any]", examples: str) -> None:
     shipped = _shipped_help()
     for name, summary in (
         *((name, ALGORITHMS[name].summary) for name in BUILT_IN),
-        (_RUN, "run the algorithm that the configuration is for: one of the above, or one of your own"),
-        (
-            "config",
-            "print a configuration resolved, as YAML, and check it and what it names; nothing runs",
-        ),
+        (_RUN, "run the algorithm of the configuration: one of the above, or yours"),
+        (_CONFIG, "print the resolved configuration as YAML, and check it and the files that it names; nothing runs"),
         (
             _PLAN,
-            "layout, parameters and memory of a run by arithmetic, without starting it; of the files that the "
-            "configuration names, only the model's config.json must exist",
+            "compute layout, parameters and memory of a run without starting it; of the files that the configuration "
+            "names, only the model's config.json must exist",
         ),
         (_DATA, "show the training data as a run sees it: tokens as text, and which of them are trained on"),
     ):
@@ -107,8 +112,6 @@ def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
             help=summary,
             description=f"{summary[0].upper()}{summary[1:]}.",
             epilog=f"{_HELP_OF.get(name, examples)}\n{shipped}\n{OVERRIDES_HELP}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
         )
         command.add_argument(
             "--config", metavar="FILE", help="a YAML file, or the name of a shipped one such as sft_tiny_moe.yaml"
@@ -126,8 +129,8 @@ def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
             command.add_argument(
                 "--target", metavar="MACHINES", help="plan for other machines than this one; see below"
             )
-        elif name not in _COMMANDS:
-            # Of the process that a supervisor starts, which reads the resolved configuration from standard input.
+        elif name != _CONFIG:
+            # For the process that a supervisor starts, which reads the resolved configuration from standard input.
             command.add_argument("--run-id", help=argparse.SUPPRESS)
             command.add_argument("--restart-number", type=int, default=0, help=argparse.SUPPRESS)
             command.add_argument("--started", type=float, help=argparse.SUPPRESS)
@@ -137,32 +140,21 @@ def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
             help=module.SUMMARY,
             description=f"{module.SUMMARY[0].upper()}{module.SUMMARY[1:]}.",
             epilog=f"{module.EXAMPLES}\n{OVERRIDES_HELP}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
         )
         module.add_arguments(command)
         command.add_argument("overrides", nargs="*", metavar="override", help="section.key=value; see below")
     for name, module in _OF_WEIGHTS.items():
         module.add_arguments(
-            commands.add_parser(
-                name,
-                help=module.SUMMARY,
-                description=module.DESCRIPTION,
-                epilog=module.EXAMPLES,
-                formatter_class=argparse.RawDescriptionHelpFormatter,
-                allow_abbrev=False,
-            )
+            commands.add_parser(name, help=module.SUMMARY, description=module.DESCRIPTION, epilog=module.EXAMPLES)
         )
 
 
 def run(options: argparse.Namespace, rest: Sequence[str], *, owns_process: bool) -> int:
-    """Run one of the commands.
+    """Run one of the commands, and return the exit code.
 
-    owns_process: The process runs nothing else: a run then ends all that it started, however it ends, and is
-        started again up to `cluster.max_restarts` times.
-
-    Returns:
-        The exit code.
+    Args:
+        owns_process: The process does nothing else. A run then ends all processes that it started, and is restarted up
+            to `cluster.max_restarts` times.
     """
     if options.command in _OF_WEIGHTS:
         _OF_WEIGHTS[options.command].run(options)
@@ -192,15 +184,13 @@ def _run_with_config(options: argparse.Namespace, overrides: Sequence[str], *, o
         raise ConfigurationError(_config_is_missing(options.command, overrides))
     if options.command == _DATA:
         _show_data(options.config, overrides, options.show)
-        return 0
-    if options.command == _PLAN:
+    elif options.command == _PLAN:
         _print_plan(options.config, overrides, options.target)
-        return 0
-    if options.command in _COMMANDS:
-        _COMMANDS[options.command](options.config, overrides)
-        return 0
-    config = _load(options.command, options.config, overrides)
-    return start.train(config, overrides, owns_process=owns_process)
+    elif options.command == _CONFIG:
+        _print_config(options.config, overrides)
+    else:
+        return start.train(_load(options.command, options.config, overrides), overrides, owns_process=owns_process)
+    return 0
 
 
 def _shipped_help() -> str:
@@ -237,7 +227,7 @@ def _print_config(config_path: str, overrides: Sequence[str]) -> None:
     resolved = dump_resolved(config)
     text = OmegaConf.to_yaml(OmegaConf.create(resolved))
     if not text.replace("\n", "").isprintable():
-        # As `to_yaml` writes it, but for characters that move a terminal's cursor, which YAML can escape.
+        # Like `to_yaml`, but with escapes for characters that could move a terminal's cursor.
         text = yaml.dump(resolved, Dumper=get_omega_conf_dumper(), default_flow_style=False, sort_keys=False)
     print(text, end="", flush=True)
     if problems := missing_parts(config):
@@ -245,7 +235,7 @@ def _print_config(config_path: str, overrides: Sequence[str]) -> None:
 
 
 def _print_translation(path: str) -> int:
-    """Print what a configuration of NeMo-RL is here; return the exit code."""
+    """Print the translation of a NeMo-RL configuration, and return the exit code."""
     from pathlib import Path
 
     from nemo_rl_moe.config.loading import problems_of_translation
@@ -282,17 +272,6 @@ def _show_data(config_path: str, overrides: Sequence[str], number: int) -> None:
 
 
 def _number(text: str) -> int:
-    """Return a whole number above 0."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number above 0")
     return int(text)
-
-
-_CONFIG = "config"
-_DATA = "data"
-_PLAN = "plan"
-_COMMANDS = {_CONFIG: _print_config}
-_OF_WEIGHTS = {"convert": convert_command, "upcycle": upcycle_command}
-_WITHOUT_TRAINING = {"evaluate": evaluate_command, "generate": generate_command}
-_RUN = "run"
-_HELP_OF = {_RUN: _RUN_HELP, _CONFIG: _CONFIG_HELP, _DATA: _DATA_HELP, _PLAN: _PLAN_HELP}

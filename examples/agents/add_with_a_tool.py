@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""An agent with a tool, by the `openai` client: the model may have the sum made, and answers."""
+"""An agent with a tool, by the `openai` client: the model may call an adder before it answers."""
 
 import json
 from typing import Any
@@ -25,7 +25,7 @@ ADD: Any = {
 
 
 def add(arguments: str) -> str:
-    """Return the sum, or what is wrong with a call."""
+    """Return the sum, or the error of a call."""
     try:
         return str(sum(json.loads(arguments)["numbers"]))
     except (KeyError, TypeError, ValueError) as error:
@@ -33,7 +33,7 @@ def add(arguments: str) -> str:
 
 
 async def solve(task: AgentTask) -> float:
-    """Return 1 for the right answer, and a little for every digit of another: an untrained model needs a slope."""
+    """Return 1 for the right answer, else up to 0.1 for the share of digits, as a slope for an untrained model."""
     client = AsyncOpenAI(base_url=task.base_url, api_key=task.api_key)
     messages: list[Any] = [{"role": "system", "content": "Answer by a number."}, *task.messages]
     for _ in range(MOST_CALLS):

@@ -1,10 +1,10 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""On-policy distillation: the policy samples responses, and learns to give them the probabilities of a larger teacher.
+"""On-policy distillation: the policy samples responses, and learns to give them a larger teacher's probabilities.
 
-The loss is the reverse Kullback-Leibler divergence of the policy from the teacher on the policy's own samples (MiniLLM,
-arXiv:2306.08543; GKD, arXiv:2306.13649). Its policy gradient is that of an advantage for each sampled token,
-`log p_teacher - log p_policy`. An algorithm that lives outside of the package: see docs/adding-an-algorithm.md.
+The loss is the reverse Kullback-Leibler divergence of the policy from the teacher on the policy's samples (MiniLLM,
+arXiv:2306.08543; GKD, arXiv:2306.13649). Its policy gradient has the advantage `log p_teacher - log p_policy` for each
+sampled token. An example of an algorithm outside of the package: see docs/adding-an-algorithm.md.
 """
 
 from collections.abc import Iterator
@@ -39,25 +39,25 @@ class DistillationConfig(StrictModel):
     """On-policy distillation."""
 
     teacher: RoleModelConfig
-    """The model to learn from; `cluster.roles.teacher` places its workers."""
+    """The teacher model. `cluster.roles.teacher` sets the location of its workers."""
 
 
 class DistillationMasterConfig(GRPOMasterConfig):
-    """Everything that a run needs: what GRPO has, and the teacher."""
+    """Configuration of a run: GRPO's and the teacher."""
 
     opd: DistillationConfig
     """On-policy distillation."""
 
 
 def policy_is_sampled_as_it_is(config: DistillationMasterConfig) -> Iterator[str]:
-    """Sampling: the estimate of the divergence holds for samples of the policy's own distribution."""
+    """Sampling: the estimate of the divergence needs samples from the policy's unchanged distribution."""
     generation = config.policy.generation
     if generation.temperature != 1 or generation.top_p != 1 or generation.top_k is not None:
         yield "policy.generation: on-policy distillation needs temperature 1, top_p 1 and top_k null"
 
 
 def loss_of(config: DistillationMasterConfig) -> PolicyGradientLoss:
-    """Return the loss: that of GRPO, on the advantages of tokens."""
+    """Return the loss: GRPO's, with advantages of tokens."""
     return PolicyGradientLoss(config.loss_fn, prev_is_current=prev_is_current(config))
 
 
@@ -83,9 +83,6 @@ class Distillation:
     """The loop.
 
     Attributes:
-        config: The whole configuration.
-        policy: The model that is trained.
-        teacher: The model that it learns from.
         engine: Generates with the policy's weights.
         source: Trajectories of each step.
         pad_token_id: Token after a sequence's end.
@@ -99,7 +96,7 @@ class Distillation:
     pad_token_id: int
 
     def train(self, recorder: StepRecorder) -> RunSummary:
-        """Train from where the run stands to its last step, and ends each step with the recorder."""
+        """Train from the run's present step to its last one, and end each step with the recorder."""
         last_step = num_training_steps(self.config.grpo, self.source.steps_per_epoch)
         loss_function = loss_of(self.config)
         step = recorder.state.step
@@ -132,11 +129,7 @@ class Distillation:
         return RunSummary.of(recorder.state, recorder.stopped_for)
 
     def with_advantages(self, batch: TokenBatch, clock: PhaseClock) -> tuple[TokenBatch, float]:
-        """Return the batch with `log p_teacher - log p_policy` of each sampled token as its advantage.
-
-        Returns:
-            The batch, and the mean of the advantages with the sign turned: the reverse divergence, in nats a token.
-        """
+        """Return the batch with advantages `log p_teacher - log p_policy`, and the reverse KL, nats per token."""
         with clock.phase("teacher_logprobs"):
             advantages = self.teacher.logprobs(batch) - batch.columns["generation_logprobs"].values
         advantages = advantages.where(batch.token_mask, 0.0)

@@ -4,13 +4,13 @@
 
     python examples/assets/make_tiny_qwen3_moe.py [FOLDER]
 
-What it writes depends on nothing but this file, and stands in examples/assets/tiny_qwen3_moe. Beside it, in
-tiny_qwen3_moe_tools, stands the same model with a token for each byte and a chat template that shows tools; and in
-tiny_qwen3_moe_calculator one for `make demo-tools`, in which what never changes in a call of the calculator is a token.
+The files depend only on this script, and are committed in examples/assets/tiny_qwen3_moe. Next to it, it writes
+tiny_qwen3_moe_tools, the same model with a token for each byte and a chat template with tools, and
+tiny_qwen3_moe_calculator for `make demo-tools`, in which the constant parts of a calculator call are single tokens.
 
-Tokens: one for each character that sums, their working and lower-case words need, `<think>` and `</think>`, padding and
-the end token. There is none for "unknown": text with any other character is an error and not silently something else.
-The chat template joins the turns without role tokens, so that the prompt `228+378=` and its answer read as one sum.
+There is a token for each character of sums, their working and lower-case words, and `<think>`, `</think>`, padding and
+the end token. Without a token for "unknown", text with any other character is an error instead of silently changed. The
+chat template joins the turns without role tokens, so that the prompt `228+378=` and its answer read as one sum.
 """
 
 import argparse
@@ -72,8 +72,8 @@ TOOLS_CHAT_TEMPLATE = (
 )
 
 CALCULATOR_SUFFIX = "_calculator"
-# Calls are written as Qwen3 writes them, but a call's JSON is two tokens around the expression: 1.8 million parameters
-# have better things to learn than to spell it.
+# Calls have Qwen3's format, but the JSON around the expression is two tokens, so that a model of this size need not
+# learn to spell it.
 CALCULATOR_TOKENS = (
     "<tools>calculator</tools>",
     '<tool_call>{"name": "calculator", "arguments": {"expression": "',
@@ -115,7 +115,7 @@ MODEL_CONFIG = {
     "head_dim": 32,
     "hidden_act": "silu",
     "hidden_size": 128,
-    # Larger than the usual 0.02, with which a model of this size learns far more slowly.
+    # A model of this size learns far more slowly with the usual 0.02.
     "initializer_range": 0.06,
     "intermediate_size": 256,
     "max_position_embeddings": 512,
@@ -166,17 +166,17 @@ CALCULATOR_MODEL_CONFIG = {**MODEL_CONFIG, "vocab_size": len(CALCULATOR_VOCABULA
 
 
 def build_tools_tokenizer() -> Tokenizer:
-    """Make a tokenizer with one token a byte, and one for each tag of a turn."""
+    """Make a tokenizer with a token for each byte, and for each tag of a turn."""
     tokenizer = _tokenizer_of_bytes(TOOLS_VOCABULARY)
     tokenizer.add_special_tokens([TOOLS_PAD, TOOLS_START, TOOLS_END])
     return tokenizer
 
 
 def build_calculator_tokenizer() -> Tokenizer:
-    """Make a tokenizer with one token a byte, and one for each constant part of calls and results."""
+    """Make a tokenizer with a token for each byte, and for each constant part of calls and results."""
     tokenizer = _tokenizer_of_bytes(CALCULATOR_VOCABULARY)
     tokenizer.add_special_tokens([PAD, END])
-    tokenizer.add_tokens(list(CALCULATOR_TOKENS))  # not special: calls are read from decoded responses
+    tokenizer.add_tokens(list(CALCULATOR_TOKENS))  # not special, since calls are parsed from decoded responses
     return tokenizer
 
 
@@ -188,18 +188,18 @@ def _tokenizer_of_bytes(vocabulary: Sequence[str]) -> Tokenizer:
 
 
 def build_tokenizer() -> Tokenizer:
-    """Return one token a character; the four longer ones are found before a text is cut into characters."""
+    """Make a tokenizer with a token for each character, and four longer ones, which it finds first."""
     tokenizer = Tokenizer(WordLevel({token: index for index, token in enumerate(VOCABULARY)}))
     tokenizer.pre_tokenizer = Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = Fuse()
     tokenizer.add_special_tokens([PAD, END])
-    # Not special: a response that is decoded without special tokens must keep them, its answer stands after `</think>`.
+    # Not special, so that responses decoded without special tokens keep them: the answer follows `</think>`.
     tokenizer.add_tokens([OPEN_THINK, CLOSE_THINK])
     return tokenizer
 
 
 def write_model_folder(folder: Path) -> None:
-    """Write the four files of each of the models; the folders may exist."""
+    """Write the four files of each model. The folders may exist."""
     calculator = folder.with_name(f"{folder.name}{CALCULATOR_SUFFIX}")
     tools = folder.with_name(f"{folder.name}{TOOLS_SUFFIX}")
     _write(folder, MODEL_CONFIG, TOKENIZER_CONFIG, CHAT_TEMPLATE, build_tokenizer())
@@ -224,5 +224,5 @@ def _as_json(value: object) -> str:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = Path(__file__).parent / "tiny_qwen3_moe"
-    parser.add_argument("folder", nargs="?", type=Path, default=default, help="default: beside this file")
+    parser.add_argument("folder", nargs="?", type=Path, default=default, help="default: next to this file")
     write_model_folder(parser.parse_args().folder)

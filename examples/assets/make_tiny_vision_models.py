@@ -4,9 +4,9 @@
 
     python examples/assets/make_tiny_vision_models.py [FOLDER]
 
-What it writes depends on nothing but this file, and stands in examples/assets/tiny_internvl_moe and tiny_qwen3_vl_moe.
-Both take images of 32 x 32 pixels as 16 image tokens. Tokens are whole words: those of the task's questions and
-answers. There is none for "unknown": a text with any other word is an error.
+The files depend only on this script, and are committed in examples/assets/tiny_internvl_moe and tiny_qwen3_vl_moe. Both
+models take images of 32 x 32 pixels as 16 image tokens. The vocabulary has the words of the task's questions and
+answers, and no token for "unknown": text with any other word is an error.
 """
 
 import argparse
@@ -42,7 +42,7 @@ CHAT_TEMPLATE = (
     "{%- endif -%}\n"
     "{%- endfor -%}\n"
 )
-"""Turns one behind the other: a question ends in a question mark. IMAGE stands for what a model shows."""
+"""Concatenates turns, since a question ends in a question mark. IMAGE is replaced by each model's image tokens."""
 
 DECODER: Mapping[str, Any] = {
     "attention_bias": False,
@@ -53,7 +53,7 @@ DECODER: Mapping[str, Any] = {
     "head_dim": 32,
     "hidden_act": "silu",
     "hidden_size": 64,
-    # Larger than the usual 0.02, with which models of this size learn far more slowly.
+    # Models of this size learn far more slowly with the usual 0.02.
     "initializer_range": 0.06,
     "intermediate_size": 128,
     "max_position_embeddings": 512,
@@ -74,12 +74,12 @@ _TOWER: Mapping[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "initi
 
 
 def vocabulary(special: tuple[str, ...]) -> dict[str, int]:
-    """Return the ids of all tokens; padding and the end token come first."""
+    """Return the ids of all tokens, padding and the end token first."""
     return {token: index for index, token in enumerate((PAD, END, *special, *WORDS))}
 
 
 def internvl_config() -> dict[str, Any]:
-    """Return a decoder of Qwen3-MoE: tiles of one size, positions of one number."""
+    """Return a configuration with a Qwen3-MoE decoder, tiles of one size and one-dimensional positions."""
     ids = vocabulary(INTERNVL_TOKENS)
     return {
         "architectures": ["InternVLForConditionalGeneration"],
@@ -111,8 +111,8 @@ def internvl_config() -> dict[str, Any]:
 
 
 def qwen3_vl_config() -> dict[str, Any]:
-    """Return the positions of three numbers; the first block of the tower is added behind the first layer of the
-    decoder.
+    """Return a configuration with three-dimensional positions, which adds the output of the tower's first block after
+    the decoder's first layer.
     """
     ids = vocabulary(QWEN_TOKENS)
     return {
@@ -171,7 +171,7 @@ QWEN_PROCESSOR = {
 
 
 def build_tokenizer(special: tuple[str, ...]) -> Tokenizer:
-    """Return one token a word; special tokens are found before a text is cut into words."""
+    """Make a tokenizer with a token for each word, and special tokens, which it finds first."""
     tokenizer = Tokenizer(WordLevel(vocabulary(special)))
     tokenizer.pre_tokenizer = Sequence([WhitespaceSplit(), Punctuation()])
     tokenizer.add_special_tokens([PAD, END, *special])
@@ -189,12 +189,11 @@ def write_model_folder(
     """Write one folder, which may exist.
 
     Args:
-        folder: Where to.
         config: Content of `config.json`.
         processor: Content of `preprocessor_config.json`.
-        special: Tokens of images.
-        shown: What the chat template shows for an image.
-        names: Of special tokens, for the tokenizer.
+        special: Tokens for images.
+        shown: Text for an image in the chat template.
+        names: Names of special tokens for the tokenizer.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = {
@@ -232,5 +231,5 @@ def write_model_folders(folder: Path) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", nargs="?", type=Path, default=Path(__file__).parent, help="default: beside this file")
+    parser.add_argument("folder", nargs="?", type=Path, default=Path(__file__).parent, help="default: this file's")
     write_model_folders(parser.parse_args().folder)

@@ -4,8 +4,8 @@
 
     python examples/audit/make_faults.py --output examples/audit/faults
 
-Four sequences a step, three MoE layers of eight experts, two a token. Training routes every 50th row otherwise than the
-rollout, as rounding does. The seed is fixed: the same numbers come out each time.
+A step has four sequences, and the model three MoE layers with top-2 of eight experts. Training routes 2% of the rows
+differently from the rollout, like rounding does. The seeds are fixed, so that the files are always the same.
 """
 
 import argparse
@@ -29,12 +29,12 @@ FIRST_STEP = 3
 
 @dataclass
 class Step:
-    """Routes of one step, of each sequence.
+    """Routes of each sequence of one step.
 
     Attributes:
-        rollout: Of the tokens that were fed to the engine: all but the last.
-        training: Of all tokens.
-        before: The rollout's of the step before; empty in the first one.
+        rollout: Routes of the tokens that were fed to the engine: all except the last.
+        training: Routes of all tokens.
+        before: Routes of the previous step's rollout. Empty in the first step.
         more: Further columns of each sequence.
     """
 
@@ -50,10 +50,11 @@ class Fault:
 
     Attributes:
         plant: Changes a step in place.
-        num_healthy: Steps before it strikes.
-        num_faulty: Steps that it strikes.
-        num_writers: Data-parallel ranks, each with a file of its own and an equal share of the sequences.
-        healthy: Makes a step without it, of a generator, the rollout's routes of the step before and the step's number.
+        num_healthy: Number of healthy steps before it.
+        num_faulty: Number of steps with the fault.
+        num_writers: Data-parallel ranks, each with one file and an equal share of the sequences.
+        healthy: Makes a step without the fault, from a generator, the routes of the previous rollout, and the step's
+            number.
     """
 
     plant: Callable[[Step], None]
@@ -64,13 +65,13 @@ class Fault:
 
 
 def sampled(generator: np.random.Generator, *shape: int, allowed: Sequence[int] = range(NUM_EXPERTS)) -> Routes:
-    """Return the random rows of different experts out of those allowed, `[*shape, topk]`."""
+    """Sample rows of different allowed experts, `[*shape, topk]`."""
     order = generator.random((*shape, len(allowed))).argsort(-1)[..., :TOPK]
     return np.asarray(allowed, dtype=np.int16)[order]
 
 
 def healthy_step(generator: np.random.Generator, before: Sequence[Routes]) -> Step:
-    """Return a step in which rollout and training route apart in `FLIPPED` of the rows."""
+    """Return a step in which rollout and training differ in `FLIPPED` of the rows."""
     step = Step([], [], before)
     for _ in range(NUM_SEQUENCES):
         training = sampled(generator, NUM_TOKENS, NUM_LAYERS)
@@ -83,7 +84,7 @@ def healthy_step(generator: np.random.Generator, before: Sequence[Routes]) -> St
 
 
 def conversations(generator: np.random.Generator, before: Sequence[Routes], number: int) -> Step:
-    """Return a step of twice as many sequences, of one turn and of three in turn."""
+    """Return a step with twice as many sequences, which have one turn and three turns alternately."""
     step, others = healthy_step(generator, before), healthy_step(generator, before)
     step = Step(step.rollout + others.rollout, step.training + others.training, before, step.more + others.more)
     for place, columns in enumerate(step.more):
@@ -95,7 +96,7 @@ def conversations(generator: np.random.Generator, before: Sequence[Routes], numb
 
 
 def with_logprobs(generator: np.random.Generator, before: Sequence[Routes], number: int) -> Step:
-    """Return a step with log-probabilities of both sides, which differ by rounding."""
+    """Return a step with log-probabilities of rollout and training, which differ by rounding."""
     step = healthy_step(generator, before)
     for columns in step.more:
         logprobs = np.log(generator.uniform(0.2, 1, NUM_TOKENS))
@@ -105,7 +106,7 @@ def with_logprobs(generator: np.random.Generator, before: Sequence[Routes], numb
 
 
 def same_prompts(generator: np.random.Generator, before: Sequence[Routes], number: int) -> Step:
-    """Return a step with the token ids of every other one, by weights that move a little from step to step."""
+    """Return a step with the same token ids as all others, and routes that change a little from step to step."""
     weights = np.random.default_rng(0)
     shape = (NUM_SEQUENCES, NUM_TOKENS, NUM_LAYERS, NUM_EXPERTS)
     first, direction = weights.standard_normal(shape), weights.standard_normal(shape)
@@ -116,7 +117,7 @@ def same_prompts(generator: np.random.Generator, before: Sequence[Routes], numbe
 
 
 def _nothing(step: Step) -> None:
-    """A healthy step."""
+    """Leave the step healthy."""
 
 
 def _wrong_layer(step: Step) -> None:
@@ -237,11 +238,11 @@ FAULTS: dict[str, Fault] = {
     "pinned_engine": Fault(_pinned_engine, num_healthy=3, num_faulty=6, healthy=same_prompts),
     "sampling_mask": Fault(_sampling_mask, healthy=with_logprobs),
 }
-"""By the name of their folder."""
+"""By name of their folder."""
 
 
 def write(folder: Path, name: str) -> None:
-    """Write the capture of one fault; `folder` must not hold one."""
+    """Write the capture of one fault to a folder without a capture."""
     fault = FAULTS[name]
     generator = np.random.default_rng(len(name))
     before: Sequence[Routes] = ()
@@ -266,7 +267,6 @@ def write(folder: Path, name: str) -> None:
 
 
 def main() -> None:
-    """Read the arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="gets a folder for each fault")
     output = parser.parse_args().output

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The study of distillation: does a teacher that knows addition teach the demo's model faster than rewards do?
+"""The study of distillation: does the demo's model learn addition faster from a teacher than from rewards?
 
 python -m examples.distillation_study run --tune
 python -m examples.distillation_study run
@@ -18,18 +18,18 @@ from examples.studies.command import exit_code_of, run_missing, show_tables, som
 OUTPUT = Path("results/distillation_study")
 MOST_SEEDS = 32
 _DESCRIPTION = """\
-Runs of the demo's tiny Mixture-of-Experts model on CPU cores: by rewards (GRPO), by a teacher's probabilities alone
-(distillation), and by those of a teacher whose tokens are shuffled. Stopped, the same command goes on with the runs
-that are missing. It is started in the repository's root. --dry-run says how many hours a choice takes.
+Runs of the demo's tiny Mixture-of-Experts model on CPU cores: with rewards (GRPO), with only a teacher's probabilities
+(distillation), and with those of a teacher whose tokens are shuffled. After an interrupt, the same command continues
+with the missing runs. Start it in the repository's root. --dry-run prints how many hours a choice takes.
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; return the exit code: 2 for wrong input, 1 for a run that failed, 130 and 143 when stopped."""
+    """Run a command and return the exit code: 2 for wrong input, 1 for a failed run, 130 or 143 if stopped."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     parser, run = study_parser("python -m examples.distillation_study", _DESCRIPTION, OUTPUT, seeds=3)
     run.add_argument("--methods", type=some_of(METHODS), default=list(METHODS), help=f"of {','.join(METHODS)}")
-    run.add_argument("--tune", action="store_true", help="try the learning rates, with seeds of their own")
+    run.add_argument("--tune", action="store_true", help="try the learning rates, with separate seeds")
     options = parser.parse_args(words)
     return exit_code_of(lambda: _tables(options.output) if options.command == "tables" else _run(options, words))
 

@@ -18,11 +18,10 @@ def study_of(
     """Return the study of a folder.
 
     Args:
-        output: Folder of the study.
         data: Folder of the demo's sums.
-        model_name: Folder of the model that runs begin with.
+        model_name: Folder of the initial model.
         teachers: Folder of each kind of teacher.
-        overrides: Further settings of all runs, over everything else.
+        overrides: Settings of all runs, with the highest priority.
     """
 
     def config(run: Run) -> GRPOMasterConfig:

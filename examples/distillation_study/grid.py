@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Cells and runs of the study of distillation: what each one changes, and in which order they come."""
+"""Cells and runs of the study of distillation: their settings and their order."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from pathlib import Path
 _HERE = Path(__file__).parent
 SECONDS_PER_RUN = 75.0
 TEACHER, SHUFFLED = "teacher", "shuffled"
-"""Kinds of teachers: the model after more fine-tuning; the same one with its tokens' probabilities dealt out anew."""
+"""Kinds of teachers: the model after more fine-tuning, and the same with permuted probabilities of the tokens."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Method:
 
     Attributes:
         config: Settings of all its runs.
-        teacher: Kind of its teacher; None: it has none.
+        teacher: Kind of its teacher, if it has one.
     """
 
     config: Path
@@ -32,22 +32,22 @@ METHODS = {
     "shuffled": Method(_HERE / "distillation.yaml", SHUFFLED),
 }
 BASELINE = "grpo"
-"""Method that the others are compared with."""
+"""Method with which the others are compared."""
 LEARNING_RATES = ("3.0e-5", "1.0e-4", "3.0e-4", "1.0e-3", "3.0e-3")
-"""Those tried for each method that is tuned."""
+"""Tried rates of each tuned method."""
 TUNED = ("grpo", "distillation")
 TUNING_SEEDS = (100, 101)
-"""Seeds that a learning rate is chosen with, and nothing is compared with."""
+"""Seeds for the choice of learning rates. The comparison has others."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run. Those of one seed begin with the same weights and see the same prompts in each step.
+    """One run. Runs with the same seed begin with the same weights and see the same prompts in each step.
 
     Attributes:
         method: One of `METHODS`.
-        seed: Of the prompts' order and of all sampling (`grpo.seed`).
-        learning_rate: One that is tried; None: the method's own, that of its YAML file.
+        seed: Seed of the prompts' order and of all sampling (`grpo.seed`).
+        learning_rate: Tried rate. None for the rate in the method's YAML file.
     """
 
     method: str
@@ -61,7 +61,7 @@ class Run:
         return f"{self.method}{rate}-s{self.seed:02d}"
 
     def overrides(self) -> list[str]:
-        """Return the settings of the run, over its method's."""
+        """Return the overrides of its method's configuration."""
         seed = f"grpo.seed={self.seed}"
         if self.learning_rate is None:
             return [seed]
@@ -69,10 +69,10 @@ class Run:
 
 
 def tuning() -> list[Run]:
-    """Return the runs that learning rates are chosen from, seeds outermost."""
+    """Return the runs for the choice of learning rates, seeds outermost."""
     return [Run(method, seed, rate) for seed, rate, method in product(TUNING_SEEDS, LEARNING_RATES, TUNED)]
 
 
 def comparison(methods: Sequence[str], seeds: Iterable[int]) -> list[Run]:
-    """Return the runs, seeds outermost: whenever it is stopped, methods have the same seeds."""
+    """Return the runs, seeds outermost, so that methods of a stopped study have the same seeds."""
     return [Run(method, seed) for seed, method in product(seeds, methods)]

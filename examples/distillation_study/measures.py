@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Measures of a run of the study of distillation, from the metrics that it has logged."""
+"""Measures of a run of the study of distillation, from its metrics."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,10 +11,10 @@ from examples.studies.results import Measures, Result
 
 VALIDATED_AFTER = (0, 5, 10, 20, 30)
 LEVEL = 0.80
-"""Accuracy that methods are timed to; chosen before any run of the comparison."""
+"""Accuracy up to which methods are timed. It was chosen before any run of the comparison."""
 _PERIOD = 5
 MEAN_ACCURACY = "mean accuracy over the run"
-"""What a learning rate is chosen by."""
+"""Criterion for the choice of a learning rate."""
 STEPS_TO_LEVEL = f"steps to {LEVEL:.2f}"
 
 
@@ -23,12 +23,12 @@ def _after(step: int) -> Callable[[Sequence[float]], float]:
 
 
 def _mean_of_trained(values: Sequence[float]) -> float:
-    """Return the mean over the validations after a step."""
+    """Return the mean over the validations except the initial one."""
     return math.fsum(values[1:]) / len(values[1:])
 
 
 def steps_to_level(values: Sequence[float]) -> float:
-    """Return the steps after which the level is first reached, by a line between validations; all where it is not."""
+    """Return the number of steps until `LEVEL`, interpolated between validations. All steps if it is not reached."""
     for index, (before, after) in enumerate(pairwise(values)):
         if before < LEVEL <= after:
             return _PERIOD * (index + (LEVEL - before) / (after - before))
@@ -51,8 +51,8 @@ MEASURES: Measures = {
         lambda values: values[-1],
     ),
 }
-"""Name to the metric, and to what is taken of its values over the steps."""
+"""Name to the metric, and to the reduction of its values over the steps."""
 COMPARED = (*(f"accuracy after {step} steps" for step in VALIDATED_AFTER), STEPS_TO_LEVEL)
-"""Measures that methods are compared by, each with the baseline's run of the same seed."""
+"""Measures for the comparison with the baseline's run of the same seed."""
 
 Results = dict[Run, Result]

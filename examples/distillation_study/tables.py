@@ -13,10 +13,10 @@ from examples.studies.intervals import Interval, interval, paired_differences, s
 
 
 def by_seed(results: Results, method: str, measure: str, rate: str | None = None) -> dict[int, float]:
-    """Return a measure of each run of a method that has it and did not diverge.
+    """Return a measure of each run of a method, except runs that diverged or lack it.
 
     Args:
-        rate: Learning rate that was tried; None: the method's own.
+        rate: Tried learning rate. None for the rate of the comparison.
     """
     return {
         run.seed: result.measures[measure]
@@ -26,7 +26,7 @@ def by_seed(results: Results, method: str, measure: str, rate: str | None = None
 
 
 def mean(results: Results, method: str, measure: str) -> Interval | None:
-    """Return the mean of a method over its seeds; None of fewer than two runs."""
+    """Return the mean of a method over its seeds. None for fewer than two runs."""
     return interval(list(by_seed(results, method, measure).values()))
 
 
@@ -71,7 +71,7 @@ def _differences(results: Results) -> Iterator[str]:
 
 
 def draw(results: Results, path: Path) -> None:
-    """Draw the accuracy of each method over the steps: its mean, and each run as a thin line."""
+    """Plot the accuracy of each method over the steps: its mean, and each run as a thin line."""
     figure = Figure(figsize=(7, 4), layout="constrained")
     panel = figure.subplots()
     for number, method in enumerate(METHODS):

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Teachers of the study of distillation: the model that all runs begin with after more fine-tuning, and a control."""
+"""Teachers of the study of distillation: the initial model after more fine-tuning, and a control."""
 
 import shutil
 from pathlib import Path
@@ -23,7 +23,7 @@ _OUTPUT_LAYER = "lm_head.weight"
 
 
 def make_teachers(output: Path, data: Path, model: str) -> dict[str, Path]:
-    """Return the folder of each kind of teacher; made once, and an interrupted training goes on.
+    """Return the folder of each kind of teacher, which is made once. An interrupted training continues.
 
     Raises:
         WorkerDiedError: The training failed.
@@ -39,7 +39,7 @@ def make_teachers(output: Path, data: Path, model: str) -> dict[str, Path]:
 
 
 def _with_working(samples: Path, path: Path) -> Path:
-    """Write those samples whose completion shows its working; return the file."""
+    """Write the samples with working in the completion, and return the file."""
     lines = samples.read_text(encoding="utf-8").splitlines(keepends=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, "".join(line for line in lines if EMPTY not in line))
@@ -47,12 +47,12 @@ def _with_working(samples: Path, path: Path) -> Path:
 
 
 def shuffle_tokens(teacher: Path, folder: Path, seed: int = 0) -> None:
-    """Write a teacher that gives each token another one's probability, always the same one's."""
-    # Checksums are the teacher's: of a folder without any, none are compared.
+    """Write a teacher that gives each token the probability of another one, by a fixed permutation."""
+    # Without the checksums, which would not match.
     shutil.copytree(teacher, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("config.json", "files.json"))
     (file,) = (path for path in folder.glob("*.safetensors") if _OUTPUT_LAYER in load_file(path))
     tensors = load_file(file)
     layer = tensors[_OUTPUT_LAYER]
     order = torch.randperm(len(layer), generator=torch.Generator().manual_seed(seed))
     save_file(tensors | {_OUTPUT_LAYER: layer[order].contiguous()}, file, metadata={"format": "pt"})
-    shutil.copy(teacher / "config.json", folder)  # the last file: the folder is whole
+    shutil.copy(teacher / "config.json", folder)  # last, to mark a complete folder

@@ -10,12 +10,12 @@ from datasets import Dataset
 
 
 def right(completion: Any, answer: str) -> float:
-    """Return 1 for the sum itself, after any working."""
+    """Return 1 if the text after any working is the sum."""
     return float(completion[-1]["content"].rpartition("</think>")[2].strip() == answer)
 
 
 def load_environment(num_digits: int = 2, num_prompts: int = 2000, seed: int = 0) -> vf.Environment:
-    """Make the environment; no sum to validate with is one to train on."""
+    """Make the environment. Training and validation have no sums in common."""
     draw, most = random.Random(seed), 10**num_digits
     pairs = list({(draw.randrange(most), draw.randrange(most)): None for _ in range(num_prompts)})
     rows = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a, b in pairs]

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A quiz of several additions as an OpenEnv environment, for grpo_tiny_moe_openenv.yaml; `app` is its server."""
+"""A quiz of several additions as an OpenEnv environment, for grpo_tiny_moe_openenv.yaml. `app` is the server."""
 
 from typing import Any
 
@@ -8,23 +8,23 @@ from openenv.core import create_app
 from openenv.core.env_server import Action, Environment, Observation, State
 
 SESSIONS = 16
-"""Episodes that a server takes at a time."""
+"""Largest number of concurrent episodes of a server."""
 
 
 class Answer(Action):
-    """What the player says."""
+    """An answer of the player."""
 
     text: str
 
 
 class Question(Observation):
-    """What the player reads."""
+    """A question to the player."""
 
     text: str
 
 
 class AdditionQuiz(Environment):
-    """Asks one addition after the other; each right answer is an equal part of the reward of 1."""
+    """Asks one addition after the other. Each right answer is an equal part of the reward of 1."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True
 
@@ -33,12 +33,12 @@ class AdditionQuiz(Environment):
         self._state, self._questions = State(), [""]
 
     def reset(self, seed: int | None = None, episode_id: str | None = None, **options: Any) -> Question:
-        """Take the questions, such as "12+30="; the player has the first one in its prompt."""
+        """Take the questions, such as "12+30=". The player has the first one in its prompt."""
         self._state, self._questions = State(), list(options["questions"])
         return Question(text="")
 
     def step(self, action: Answer, timeout_s: float | None = None, **options: Any) -> Question:
-        """Mark an answer, and ask the next question."""
+        """Score an answer, and ask the next question."""
         terms = self._questions[self._state.step_count].rstrip("=").split("+")
         reward = float(action.text == str(sum(map(int, terms)))) / len(self._questions)
         self._state.step_count += 1
@@ -48,7 +48,7 @@ class AdditionQuiz(Environment):
 
     @property
     def state(self) -> State:
-        """Return the number of questions that have been answered."""
+        """State with the number of answered questions."""
         return self._state
 
 

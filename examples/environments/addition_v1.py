@@ -19,7 +19,7 @@ class AdditionTask(vf.Task[Addition, vf.State]):
 
     @vf.reward
     async def right(self, trace: vf.Trace) -> float:
-        """Return 1 for the sum itself, after any working."""
+        """Return 1 if the text after any working is the sum."""
         reply = trace.assistant_messages[-1].content or ""
         return float(reply.rpartition("</think>")[2].strip() == self.data.answer)
 
@@ -33,10 +33,10 @@ class AdditionsConfig(vf.TasksetConfig):
 
 
 class Additions(vf.Taskset[AdditionTask, AdditionsConfig]):
-    """Additions of which each stands once."""
+    """Different random additions."""
 
     def load(self) -> Iterator[AdditionTask]:
-        """Draw the additions."""
+        """Yield the additions."""
         draw, most = random.Random(self.config.seed), 10**self.config.num_digits
         pairs = {(draw.randrange(most), draw.randrange(most)): None for _ in range(self.config.num_prompts)}
         for a, b in pairs:

@@ -31,7 +31,7 @@ def value_of(node: ast.expr) -> int:
     """Compute a part of an expression.
 
     Raises:
-        ValueError: It is something else.
+        ValueError: The part is not supported.
     """
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return node.value

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The study of adapters: what does LoRA change against training all weights, in accuracy, mismatch and routing?
+"""The study of adapters: does LoRA differ from training all weights in accuracy, mismatch and routing?
 
 python -m examples.lora_study run --part rates
 python -m examples.lora_study run
@@ -18,13 +18,13 @@ from examples.studies.command import exit_code_of, run_missing, show_tables, som
 OUTPUT = Path("results/lora_study")
 _DESCRIPTION = """\
 GRPO runs of the demo's tiny Mixture-of-Experts model on CPU cores, with adapters and with all weights, each with
-several seeds. Stopped, the same command goes on with the runs that are missing. It is started in the repository's root.
---dry-run says how many hours a choice takes, and starts nothing.
+several seeds. After an interrupt, the same command continues with the missing runs. Start it in the repository's root.
+--dry-run prints how many hours a choice takes, and starts nothing.
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; return the exit code: 2 for wrong input, 1 for a run that failed, 130 and 143 when stopped."""
+    """Run a command and return the exit code: 2 for wrong input, 1 for a failed run, 130 or 143 if stopped."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     parser, run = study_parser("python -m examples.lora_study", _DESCRIPTION, OUTPUT, seeds=12)
     run.add_argument("--methods", type=some_of(METHODS), default=list(METHODS), help=f"of {','.join(METHODS)}")

@@ -17,8 +17,8 @@ def study_of(output: Path, data: Path, model_name: str, overrides: Sequence[str]
 
     Args:
         data: Folder of the demo's sums.
-        model_name: Folder of the model that runs begin with.
-        overrides: Further settings of all runs, over everything else.
+        model_name: Folder of the initial model.
+        overrides: Settings of all runs, with the highest priority.
     """
 
     def config(run: Run) -> GRPOMasterConfig:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Cells and runs of the study of adapters: what each one changes, and in which order they come."""
+"""Cells and runs of the study of adapters: their settings and their order."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ class Method:
 
     Attributes:
         config: Settings of all its runs.
-        overrides: Settings over these.
-        rates: Learning rates among which one is chosen, ascending.
-        rate: The chosen one: that with the highest mean accuracy over `RATE_SEEDS`.
+        overrides: Overrides of these.
+        rates: Tried learning rates, ascending.
+        rate: The rate with the highest mean accuracy over `RATE_SEEDS`.
     """
 
     config: Path
@@ -35,20 +35,20 @@ METHODS = {
     "lora": Method(_HERE / "lora.yaml", (), (3e-4, 1e-3, 3e-3), 1e-3),
 }
 BASELINE = "full"
-"""Method that the others are compared with."""
+"""Method with which the others are compared."""
 RATE_SEEDS = range(100, 103)
-"""Seeds that rates are chosen with; the comparison has others."""
+"""Seeds for the choice of rates. The comparison has others."""
 SECONDS_PER_RUN = 60.0
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run. Those of one seed begin with the same weights and train on the same prompts in each step.
+    """One run. Runs with the same seed begin with the same weights and train on the same prompts in each step.
 
     Attributes:
         method: One of `METHODS`.
         rate: Learning rate.
-        seed: Of the prompts' order and of all sampling (`grpo.seed`).
+        seed: Seed of the prompts' order and of all sampling (`grpo.seed`).
     """
 
     method: str
@@ -61,7 +61,7 @@ class Run:
         return f"{self.method}-lr{self.rate:.0e}-s{self.seed:02d}"
 
     def overrides(self) -> list[str]:
-        """Return the settings of the run, over its method's."""
+        """Return the overrides of its method's configuration."""
         return [
             f"grpo.seed={self.seed}",
             f"policy.megatron_cfg.optimizer.lr={self.rate}",
@@ -70,10 +70,10 @@ class Run:
 
 
 def comparison(methods: Sequence[str], seeds: Iterable[int]) -> list[Run]:
-    """Return the runs at the chosen rates, seeds outermost: whenever it is stopped, methods have the same seeds."""
+    """Return the runs at the chosen rates, seeds outermost, so that methods of a stopped study have the same seeds."""
     return [Run(method, METHODS[method].rate, seed) for seed, method in product(seeds, methods)]
 
 
 def choice_of_rates(methods: Sequence[str], seeds: Iterable[int]) -> list[Run]:
-    """Return the runs that rates are chosen from, seeds outermost."""
+    """Return the runs for the choice of rates, seeds outermost."""
     return [Run(method, rate, seed) for seed in seeds for method in methods for rate in METHODS[method].rates]

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Measures of a run of the study of adapters, from the metrics that it has logged."""
+"""Measures of a run of the study of adapters, from its metrics."""
 
 import statistics
 
@@ -21,6 +21,6 @@ MEASURES: Measures = {
     "gradient norm": ("train/grad_norm", statistics.median),
     "entropy, last step": ("train/approx_entropy", lambda values: values[-1]),
 }
-"""Name to the metric, and to what is taken of its values over the steps."""
+"""Name to the metric, and to the reduction of its values over the steps."""
 
 Results = dict[Run, Result]

@@ -20,15 +20,15 @@ from examples.studies.intervals import (
 )
 
 FACTORS = ("mismatch", "divergence from the base, last step")
-"""Measures that span powers of ten: their means are geometric, and they are compared as factors."""
+"""Measures that span powers of ten, with geometric means, and with factors as comparisons."""
 PANELS = ("accuracy", "routing drift from the base, last step", "divergence from the base, last step")
 
 
 def by_seed(results: Results, method: str, rate: float, measure: str, *, of_rates: bool = False) -> dict[int, float]:
-    """Return a measure of each run of a cell that has it and did not diverge.
+    """Return a measure of each run of a cell, except runs that diverged or lack it.
 
     Args:
-        of_rates: Of the seeds that rates are chosen with, instead of the others.
+        of_rates: Take the runs for the choice of rates instead of the comparison's.
     """
     return {
         run.seed: result.measures[measure]
@@ -38,13 +38,13 @@ def by_seed(results: Results, method: str, rate: float, measure: str, *, of_rate
 
 
 def mean(results: Results, method: str, measure: str) -> Interval | None:
-    """Return the mean of a method at its rate; None of fewer than two runs."""
+    """Return the mean of a method at its rate. None for fewer than two runs."""
     values = list(by_seed(results, method, METHODS[method].rate, measure).values())
     return (geometric if measure in FACTORS else interval)(values) if values else None
 
 
 def compared(results: Results, method: str, measure: str) -> Interval | None:
-    """Return the difference of a method from the baseline, or factor over it, paired by seed."""
+    """Return the difference of a method from the baseline, or its factor, paired by seed."""
     of_method, of_baseline = (by_seed(results, each, METHODS[each].rate, measure) for each in (method, BASELINE))
     if measure in FACTORS:
         return geometric(paired_factors(of_method, of_baseline))
@@ -108,7 +108,7 @@ def _digits(measure: str) -> str:
 
 
 def draw(results: Results, path: Path) -> None:
-    """Draw the main measures of each method at its rate, with intervals, and each run as a point."""
+    """Plot the main measures of each method at its rate, with intervals, and each run as a point."""
     figure = Figure(figsize=(13, 3.6), layout="constrained")
     for panel, measure in zip(figure.subplots(1, len(PANELS)), PANELS, strict=True):
         found_any = False

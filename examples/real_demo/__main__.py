@@ -19,7 +19,7 @@ OUTPUT = Path("results/real_demo")
 _NAME = "demo-real"
 _FINAL = "final"
 _MODEL = f"{_FINAL}/config.json"
-"""A file that a complete run leaves."""
+"""A file that a complete run writes."""
 _DESCRIPTION = """\
 SmolLM2-135M-Instruct, made a Mixture-of-Experts model by `make real-model`, learns to say which of five kinds of thing
 a word names: for each seed supervised fine-tuning on 20 words, then reinforcement learning on 100 words without their
@@ -29,7 +29,7 @@ interrupt the same command continues. With more seeds it runs the missing ones. 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the demo; return the exit code: 2 for wrong input, 1 for a run that failed, 130 when interrupted."""
+    """Run the demo and return the exit code: 2 for wrong input, 1 for a failed run, 130 after an interrupt."""
     parser = argparse.ArgumentParser(
         prog="python -m examples.real_demo",
         description=_DESCRIPTION,
@@ -64,7 +64,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _train(command: str, folder: Path, data: Path, files: tuple[str, str], overrides: Sequence[str]) -> None:
-    """Run a command of this package, unless its model exists; an interrupted run continues."""
+    """Run a command of this package, unless its model exists. An interrupted run continues."""
     result = folder / _MODEL
     if result.is_file():
         return
@@ -80,7 +80,7 @@ def _train(command: str, folder: Path, data: Path, files: tuple[str, str], overr
 
 
 def _report(output: Path) -> None:
-    """Print five responses, the experts of the words and the accuracies of all seeds; write the report of a run."""
+    """Print five responses, the experts of the words and the accuracies of all seeds, and write the report of a run."""
     from examples.real_demo.experts import draw_kinds, kinds_by_expert, sharpest_table
     from nemo_rl_moe.atomic_writes import write_whole
     from nemo_rl_moe.errors import DataError

@@ -1,11 +1,11 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Write the data of `make demo-real`: words, and which of five kinds of thing each of them names.
+"""Write the data of `make demo-real`: words, each with one of five kinds of things as the answer.
 
 python -m examples.real_demo.data --output data/words --seed 0
 
-Each kind has 32 words: 20 for training and 12 held out, by the seed. Supervised fine-tuning sees four of
-the 20 with their answers, reinforcement learning all of the 20 without them.
+Each kind has 32 words: 20 for training and 12 held out, by the seed. Supervised fine-tuning sees four of the 20 with
+their answers. Reinforcement learning sees all 20 without answers.
 """
 
 import argparse
@@ -33,7 +33,7 @@ WORDS = {
 """Words by their kind, which is the answer."""
 QUESTION = "Answer with one word: animal, plant, food, tool or country."
 NUM_TRAINED, NUM_SHOWN = 20, 4
-"""Words of each kind in training, and how many of them supervised fine-tuning sees with their answers."""
+"""Words of each kind in training, and in supervised fine-tuning."""
 
 
 def write_data(folder: Path, seed: int) -> None:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which words go to which experts: the routers' choices at the words of the demo, by the kind of thing they name."""
+"""Experts that the routers choose for the words of the demo, by the kind of word."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class KindsByExpert:
-    """Counts of a model's choices at the tokens of the words.
+    """Experts that a model chooses at the tokens of words.
 
     Attributes:
-        words: Of each kind; all have as many.
+        words: Words of each kind, with equal numbers.
         of_words: Counts of tokens.
     """
 
@@ -45,7 +45,7 @@ class KindsByExpert:
         )
 
     def information_by_chance(self, num_draws: int = 50) -> Float[Tensor, " layers"]:
-        """Return the mean information of the same words with kinds dealt at random; few words always tell something."""
+        """Return the mean information with randomly assigned kinds, which is above 0 for few words."""
         generator = torch.Generator().manual_seed(0)
         words, sizes = self.of_words.flatten(1, 2), self.of_words.shape[1:3]
         orders = [torch.randperm(words.shape[1], generator=generator) for _ in range(num_draws)]
@@ -54,10 +54,10 @@ class KindsByExpert:
 
 
 def kinds_by_expert(model: Path, spelled: Callable[[str], str] = str) -> KindsByExpert:
-    """Count the experts that a model of the demo takes at the tokens of all words, by transformers.
+    """Count the experts that a model of the demo chooses at the tokens of all words, with transformers.
 
     Args:
-        spelled: Changes each word; `str.lower` takes the capital letters of countries away, which no other kind has.
+        spelled: Changes each word. `str.lower` removes the capital letters that only countries have.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
@@ -84,10 +84,10 @@ def kinds_by_expert(model: Path, spelled: Callable[[str], str] = str) -> KindsBy
 
 
 def sharpest_table(found: KindsByExpert, lower_case: KindsByExpert, num_words: int = 4) -> str:
-    """Return the layer whose experts tell most about the kinds: each kind's shares, and some words of each expert.
+    """Describe the layer with the most information on kinds: shares of each kind, and some words of each expert.
 
     Args:
-        lower_case: The same words in lower case, as a control: only countries have capital letters.
+        lower_case: Control with the words in lower case, since only countries have capital letters.
     """
     layer = int(found.information.argmax())
 
@@ -116,7 +116,7 @@ def sharpest_table(found: KindsByExpert, lower_case: KindsByExpert, num_words: i
 
 
 def draw_kinds(found: KindsByExpert, lower_case: KindsByExpert) -> "Figure":
-    """Draw, for each kind, its share of each expert over that of all kinds together (layers x experts)."""
+    """Plot each kind's share of each expert minus the mean of all kinds (layers x experts)."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 10), layout="constrained")

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What runs of the demo with a released model have come to: answers to held-out words, before and after."""
+"""Results of the demo with a released model: answers to held-out words, before and after training."""
 
 import json
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Run:
-    """The folder of a run of reinforcement learning, and the answers of its first and of its last validation."""
+    """The folder of a run of reinforcement learning, and the answers in its first and last validation."""
 
     folder: Path
     before: list[Answer]
@@ -62,7 +62,7 @@ def accuracy(answers: list[Answer]) -> float:
 
 
 def table(runs: Mapping[int, Run]) -> str:
-    """Return a Markdown table of the accuracies by seed; of several seeds also the mean gain with its 95% interval."""
+    """Return a Markdown table of the accuracies by seed, and for several seeds the mean gain with its 95% interval."""
     lines = ["| seed | before | after | gain |", "|---|---:|---:|---:|"]
     gains = []
     for seed, run in sorted(runs.items()):
@@ -75,7 +75,7 @@ def table(runs: Mapping[int, Run]) -> str:
 
 
 def responses(run: Run) -> str:
-    """Return lines with the first response to each of five held-out words of different kinds, before and after."""
+    """Return lines with the first response to each of five held-out words, before and after training."""
     before = {answer.word: answer for answer in reversed(run.before)}
     after = {answer.word: answer for answer in reversed(run.after)}
     words = list(dict.fromkeys(answer.word for answer in run.after))

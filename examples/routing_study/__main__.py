@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The routing study: does it help to train with the experts of the rollout, and what do the alternatives do?
+"""The routing study: does training with the experts of the rollout help, and do the alternatives?
 
 python -m examples.routing_study run --grid small --cells none,r3 --updates 8 --dtypes bfloat16 --seeds 24
 python -m examples.routing_study tables
@@ -35,23 +35,23 @@ OUTPUT = Path("results/routing_study")
 
 
 def _hours_of_grid(model: str) -> str:
-    """Return the hours of a whole grid with as many seeds as a difference of 3% takes, one run at a time."""
+    """Return the hours of the full grid with enough seeds for a difference of 3%, one run at a time."""
     return f"{hours_left(plan(model, list(METHODS), DTYPES, UPDATES, range(24)), {}, 1):.0f}"
 
 
 _DESCRIPTION = f"""\
 GRPO runs of a tiny Mixture-of-Experts model with rollouts by vLLM, on CPU cores: cells of a method, a number of
-updates a step and a number format of the rollouts, each with several seeds. Stopped, the same command goes on with the
-runs that are missing. It is started in the repository's root.
+updates per step and a number format of the rollouts, each with several seeds. After an interrupt, the same command
+continues with the missing runs. Start it in the repository's root.
 
-A run takes about {SECONDS_PER_RUN["small"]:.0f} s (small) or {SECONDS_PER_RUN["deep"]:.0f} s (deep) on a core; the
-whole grid with 24 seeds {_hours_of_grid("small")} h (small) or {_hours_of_grid("deep")} h (deep), half of that with
---jobs 2 on two cores. --dry-run says how many hours a choice takes, and starts nothing.
+A run takes about {SECONDS_PER_RUN["small"]:.0f} s (small) or {SECONDS_PER_RUN["deep"]:.0f} s (deep) on a core, and the
+full grid with 24 seeds {_hours_of_grid("small")} h (small) or {_hours_of_grid("deep")} h (deep), or half of that with
+--jobs 2 on two cores. --dry-run prints how many hours a choice takes, and starts nothing.
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; return the exit code: 2 for wrong input, 1 for a run that failed, 130 and 143 when stopped."""
+    """Run a command and return the exit code: 2 for wrong input, 1 for a failed run, 130 or 143 if stopped."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     options = _parser().parse_args(words)
     return exit_code_of(lambda: _tables(options.output) if options.command == "tables" else _run(options, words))
@@ -100,7 +100,7 @@ def _run(options: argparse.Namespace, words: Sequence[str]) -> int:
 
 
 def _prepare(options: argparse.Namespace, output: Path) -> tuple[Path, str]:
-    """Return the data, and the model that runs begin with."""
+    """Return the folder of the data, and the initial model."""
     from examples.studies.preparation import make_data, make_model
 
     data = make_data(output)

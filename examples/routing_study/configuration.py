@@ -18,14 +18,14 @@ def study_of(output: Path, model_name: str, data: Path, overrides: Sequence[str]
     """Return the study of a folder.
 
     Args:
-        model_name: Folder of the model that runs begin with.
+        model_name: Folder of the initial model.
         data: Folder of the demo's sums.
-        overrides: Further settings of all runs, over everything else.
+        overrides: Settings of all runs, with the highest priority.
     """
 
     def config(run: Run) -> GRPOMasterConfig:
         common = settings_of_run(output, run.name, model_name, data)
-        # How many responses there are is the user's choice; batches of one fit any.
+        # Batches of one are valid for any number of responses, which the user may override.
         ones = ["policy.train_global_batch_size=1", "policy.train_micro_batch_size=1"]
         base = load_grpo_config(STUDY_CONFIG, [*common, *overrides, *ones])
         responses = base.grpo.num_prompts_per_step * base.grpo.num_generations_per_prompt

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM engines that outlive runs: a run borrows one, which gets its weights as from any run's start."""
+"""vLLM engines that outlive runs. A run borrows one, which gets the run's weights as at any start."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -23,14 +23,7 @@ from nemo_rl_moe.weight_sync.transport import WeightTransport
 
 
 class PresentPolicy:
-    """The policy of the run that borrows the engine now, from which a replaced engine gets its weights.
-
-    Args:
-        policy: Of the first run.
-
-    Attributes:
-        policy: Of the present one.
-    """
+    """Proxy of the policy of the present run, from which a restarted engine gets its weights."""
 
     def __init__(self, policy: Any):
         self.policy: MegatronPolicy = policy
@@ -40,11 +33,7 @@ class PresentPolicy:
 
 
 class LentEngine(GenerationEngine):
-    """The engine of one run, after whose end the engines live on.
-
-    Args:
-        engine: What does the work.
-    """
+    """The engine of one run, which forwards to an engine that outlives the run."""
 
     can_score = True
 
@@ -53,33 +42,28 @@ class LentEngine(GenerationEngine):
         self.number_format = engine.number_format
 
     async def generate(self, request: GenerationRequest) -> GeneratedSequence:
-        """Continue one sequence."""
         return await self._engine.generate(request)
 
     def score(
         self, sequences: Sequence[TokenSequence], temperature: float, *model_inputs: Mapping[str, ModelInput]
     ) -> Sequence[Scores]:
-        """Score as `VllmEngine` does."""
         return self._engine.score(sequences, temperature, *model_inputs)
 
     def update_weights(self, transport: WeightTransport, version: int) -> None:
-        """Update the weights as `VllmEngine` does."""
         self._engine.update_weights(transport, version)
 
     def sleep(self) -> None:
-        """Sleep as `VllmEngine` does."""
         self._engine.sleep()
 
     def wake(self) -> None:
-        """Wake as `VllmEngine` does."""
         self._engine.wake()
 
     def shutdown(self) -> None:
-        """Nothing: the next run wants it."""
+        """Do nothing, since the next run needs the engine."""
 
 
 class EngineShelf:
-    """Engines by model and number format, each started by the first run that needs it, on places of their own."""
+    """Engines by model and number format. The first run that needs one starts it, in a separate placement group."""
 
     def __init__(self) -> None:
         self._engines: dict[tuple[str, str], tuple[VllmEngine, PresentPolicy]] = {}
@@ -89,12 +73,12 @@ class EngineShelf:
         """Return the engine of a run's model and number format.
 
         Raises:
-            GenerationError: It does not start.
+            GenerationError: The engine does not start.
         """
         policy = setup.config.policy
         key = (policy.model_name, number_format(policy))
         if key not in self._engines:
-            if self._places is None:  # those of a run end with it, and the actors in them
+            if self._places is None:  # a run's cluster ends with the run, together with its actors
                 self._places = RayCluster(setup.config.cluster)
             present = PresentPolicy(setup.policy)
             self._engines[key] = make_vllm_engine(replace(setup, cluster=self._places, policy=present)), present
@@ -103,7 +87,7 @@ class EngineShelf:
         return LentEngine(engine)
 
     def close(self) -> None:
-        """End all engines, and give their places back."""
+        """End all engines, and release their CPUs."""
         for engine, _ in self._engines.values():
             engine.shutdown()
         self._engines.clear()
@@ -113,7 +97,7 @@ class EngineShelf:
 
 
 SHELF = EngineShelf()
-"""The engines of this process: a configuration names the function below, and cannot name an object."""
+"""The engines of this process. Global, since a configuration can only name the function below."""
 
 
 def lent_vllm_engine(setup: EngineSetup) -> LentEngine:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Cells and runs of the routing study: what each one changes, in which order they come, and how long they take."""
+"""Cells and runs of the routing study: their settings, order and duration."""
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +15,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "r3": ("policy.megatron_cfg.routing_replay=rollout",),
     "tis": ("loss_fn.importance_sampling_correction=truncated",),
     "icepop": ("loss_fn.importance_sampling_correction=icepop",),
-    # The bounds of arXiv:2507.18071, section 5.1: a mean over a sequence moves much less than a token.
+    # Bounds of arXiv:2507.18071, section 5.1, since a mean over a sequence changes much less than a token's ratio.
     "gspo": (
         "loss_fn.sequence_level_importance_ratios=true",
         "loss_fn.token_level_loss=false",
@@ -23,7 +23,7 @@ METHODS: dict[str, tuple[str, ...]] = {
         "loss_fn.ratio_clip_max=4.0e-4",
     ),
 }
-"""Name to the overrides of `study.yaml`; `none` is what the others are compared with."""
+"""Name to the overrides of `study.yaml`. `none` is the baseline."""
 BASELINE = "none"
 UPDATES = (1, 2, 4, 8)
 DTYPES = ("float32", "bfloat16")
@@ -32,12 +32,12 @@ MODELS = ("small", "deep")
 
 @dataclass(frozen=True, order=True)
 class Condition:
-    """Surroundings in which methods are compared.
+    """Common settings of compared methods.
 
     Attributes:
         model: One of `MODELS`.
-        dtype: Number format of the rollouts; training is in float32.
-        updates: Optimizer steps that the responses of a step are divided among.
+        dtype: Number format of the rollouts. Training is in float32.
+        updates: Number of optimizer steps per step.
     """
 
     model: str
@@ -49,13 +49,12 @@ class Condition:
 class Run:
     """One run: a condition, a method and a seed.
 
-    Runs of one condition and seed are a pair: they begin with the same weights, draw the same prompts in the same order
-    and, until their weights differ, the same responses.
+    Runs with the same condition and seed are paired: they begin with the same weights, and have the same prompts in the
+    same order and, until their weights differ, the same responses.
 
     Attributes:
-        condition: Surroundings.
         method: One of `METHODS`.
-        seed: Of the prompts' order and of all sampling (`grpo.seed`).
+        seed: Seed of the prompts' order and of all sampling (`grpo.seed`).
     """
 
     condition: Condition
@@ -69,11 +68,11 @@ class Run:
         return f"{place.model}-{place.dtype}-u{place.updates}-{self.method}-s{self.seed:02d}"
 
     def overrides(self, responses_per_step: int, micro_batch_size: int) -> list[str]:
-        """Return the settings of the run, over `study.yaml`.
+        """Return the overrides of `study.yaml`.
 
         Args:
-            responses_per_step: Of all prompts.
-            micro_batch_size: The largest one.
+            responses_per_step: Responses of all prompts.
+            micro_batch_size: The largest size.
 
         Raises:
             ConfigurationError: The responses of a step cannot be divided among its updates.
@@ -96,9 +95,9 @@ class Run:
 def plan(
     model: str, methods: Sequence[str], dtypes: Iterable[str], updates: Iterable[int], seeds: Iterable[int]
 ) -> list[Run]:
-    """Return the runs of a study, seeds outermost: whenever it is stopped, almost all cells have the same seeds.
+    """Return the runs, seeds outermost, so that almost all cells of a stopped study have the same seeds.
 
-    R2 is left out where a step is one update: there is no later one that could replay anything.
+    R2 is skipped if a step has one update, since it changes only later updates.
     """
     conditions = [Condition(model, dtype, number) for dtype, number in product(dtypes, updates)]
     return [
@@ -111,13 +110,12 @@ def plan(
 
 
 def hours_left(pending: Sequence[Run], measured: Mapping[str, Sequence[float]], jobs: int) -> float:
-    """Return the hours that runs will take: the first one of a session starts the engines and says little, hence the
-    median.
+    """Estimate the hours of runs by medians, since the first run of a session starts the engines and takes longer.
 
     Args:
-        pending: Runs that are not done.
-        measured: Seconds of each run that is done, by model.
-        jobs: Runs at a time.
+        pending: Incomplete runs.
+        measured: Seconds of each complete run, by model.
+        jobs: Number of parallel runs.
     """
     seconds = 0.0
     for run in pending:
@@ -127,4 +125,4 @@ def hours_left(pending: Sequence[Run], measured: Mapping[str, Sequence[float]], 
 
 
 SECONDS_PER_RUN = {"small": 35.0, "deep": 70.0}
-"""Seconds of a run with eight updates a step, on a core of a machine that other work kept busy; until runs are done."""
+"""Estimate until a run is complete: seconds with eight updates per step, on a core of a busy machine."""

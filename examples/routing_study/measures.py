@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Measures of a run of the routing study, from the metrics that it has logged."""
+"""Measures of a run of the routing study, from its metrics."""
 
 import statistics
 
@@ -26,6 +26,6 @@ MEASURES: Measures = {
     "entropy, last step": ("train/approx_entropy", lambda values: values[-1]),
     "skipped updates": ("train/skipped_updates", sum),
 }
-"""Name to the metric, and to what is taken of its values over the steps."""
+"""Name to the metric, and to the reduction of its values over the steps."""
 
 Results = dict[Run, Result]

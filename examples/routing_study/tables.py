@@ -14,16 +14,16 @@ from examples.routing_study.measures import MEASURES, Results
 from examples.studies.intervals import Interval, geometric, interval, paired_differences, paired_factors
 
 FACTORS = ("mismatch, median step", "mismatch, worst step", "largest ratio")
-"""Measures that span powers of ten: their means are geometric, and they are compared as factors."""
+"""Measures that span powers of ten, with geometric means, and with factors as comparisons."""
 MAIN_MEASURE = "accuracy"
 PANELS = (MAIN_MEASURE, "mismatch, median step", "mismatch, worst step")
-"""Of the image."""
+"""Measures in the image."""
 
 BySeed = dict[int, float]
 
 
 def by_seed(results: Results, condition: Condition, method: str, measure: str) -> BySeed:
-    """Return a measure of each run of a cell that has it and did not diverge."""
+    """Return a measure of each run of a cell, except runs that diverged or lack it."""
     return {
         run.seed: result.measures[measure]
         for run, result in results.items()
@@ -32,12 +32,12 @@ def by_seed(results: Results, condition: Condition, method: str, measure: str) -
 
 
 def conditions_of(results: Results) -> list[Condition]:
-    """Return the conditions that have runs, in order."""
+    """Return the conditions with runs, in order."""
     return sorted({run.condition for run in results})
 
 
 def methods_of(results: Results, condition: Condition) -> list[str]:
-    """Return the methods that have runs in a condition, in the order of the study."""
+    """Return the methods with runs in a condition, in the order of the study."""
     found = {run.method for run in results if run.condition == condition}
     return [method for method in METHODS if method in found]
 
@@ -49,12 +49,12 @@ def title_of(condition: Condition) -> str:
 
 
 def number(value: float) -> str:
-    """Return the four decimals, or powers of ten where these would show nothing."""
+    """Format a number with four decimals, or with two digits if it is small."""
     return f"{value:.4f}" if value == 0 or abs(value) >= 0.01 else f"{value:.2g}"
 
 
 def shown(found: Interval | None) -> str:
-    """Return the mean and interval; a dash where there are too few values."""
+    """Format a mean with its interval. None is a dash."""
     return "-" if found is None else f"{number(found.mean)} ({number(found.low)} to {number(found.high)})"
 
 
@@ -78,9 +78,7 @@ def _legend(results: Results) -> Iterator[str]:
 
 
 def start_check(results: Results) -> str:
-    """Return the proof that validation replays nothing: before the first step a pair's accuracies are the same
-    number.
-    """
+    """Return a line on the accuracies before the first step. A pair's are equal if validation does not replay."""
     pairs = unequal = 0
     for condition in conditions_of(results):
         baseline = by_seed(results, condition, BASELINE, "accuracy at start")
@@ -129,11 +127,7 @@ def _how_often_lower(method: Mapping[int, float], baseline: Mapping[int, float])
 
 
 def draw(results: Results, path: Path) -> bool:
-    """Draw paired differences of accuracy, and factors of mismatch, with their intervals.
-
-    Returns:
-        False where no cell has two seeds: nothing is drawn.
-    """
+    """Plot paired differences of accuracy and factors of mismatch with intervals. Returns False without any pairs."""
     rows = [
         (condition, method)
         for condition in conditions_of(results)
@@ -163,7 +157,7 @@ def draw(results: Results, path: Path) -> bool:
 
 
 def compared(results: Results, condition: Condition, method: str, measure: str) -> Interval | None:
-    """Return the difference of a method from the baseline, or factor over it, paired by seed."""
+    """Return the difference of a method from the baseline, or its factor, paired by seed."""
     pair = [by_seed(results, condition, each, measure) for each in (method, BASELINE)]
     return geometric(paired_factors(*pair)) if measure in FACTORS else interval(paired_differences(*pair))
 

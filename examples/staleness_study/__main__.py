@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The staleness study: what does it cost to train on responses of older weights, and which loss bears it?
+"""The staleness study: how much accuracy does training on responses of older weights cost, by the loss?
 
 python -m examples.staleness_study run --corrections clipped,tis --replays none --lags 0,2,8 --seeds 12
 python -m examples.staleness_study tables
@@ -17,13 +17,13 @@ from examples.studies.command import exit_code_of, run_missing, show_tables, som
 OUTPUT = Path("results/staleness_study")
 _DESCRIPTION = """\
 GRPO runs of a demo's tiny Mixture-of-Experts model on CPU cores: cells of a lag, a correction and a replay of routed
-experts, each with several seeds. Stopped, the same command goes on with the runs that are missing. It is started in the
-repository's root. --dry-run says how many hours a choice takes, and starts nothing.
+experts, each with several seeds. After an interrupt, the same command continues with the missing runs. Start it in the
+repository's root. --dry-run prints how many hours a choice takes, and starts nothing.
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; return the exit code: 2 for wrong input, 1 for a run that failed, 130 and 143 when stopped."""
+    """Run a command and return the exit code: 2 for wrong input, 1 for a failed run, 130 or 143 if stopped."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     options = _parser().parse_args(words)
     return exit_code_of(lambda: _tables(options.output) if options.command == "tables" else _run(options, words))

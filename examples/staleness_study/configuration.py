@@ -23,9 +23,9 @@ def study_of(output: Path, base: Path, model_name: str, data: Path, overrides: S
 
     Args:
         base: Settings of all runs of the task.
-        model_name: Folder of the model that runs begin with.
+        model_name: Folder of the initial model.
         data: Folder of the task's prompts.
-        overrides: Further settings of all runs, over everything else.
+        overrides: Settings of all runs, with the highest priority.
     """
     prompts = data / "grpo.jsonl"
 
@@ -40,10 +40,10 @@ def study_of(output: Path, base: Path, model_name: str, data: Path, overrides: S
 
 
 def scheduled_steps(prompts: Path, config: GRPOMasterConfig, lag: int) -> list[ScheduledStep]:
-    """Return the steps of one epoch in the order of a synchronous run, whose groups are sampled so many steps earlier.
+    """Return the steps of one epoch in the order of a synchronous run, with groups sampled `lag` steps earlier.
 
     Args:
-        prompts: JSONL of which each line is a prompt.
+        prompts: JSONL file with a prompt per line.
     """
     size, updates = config.grpo.num_prompts_per_step, config.updates_per_step
     count = count_lines(prompts)
@@ -58,7 +58,7 @@ def scheduled_steps(prompts: Path, config: GRPOMasterConfig, lag: int) -> list[S
 
 
 def write_schedule(path: Path, steps: Sequence[ScheduledStep]) -> None:
-    """Write a schedule's file."""
+    """Write a schedule to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with NamedTemporaryFile("w", dir=path.parent, suffix=".incomplete", delete=False) as file:
         file.writelines(json.dumps(asdict(step)) + "\n" for step in steps)  # several jobs write the same one

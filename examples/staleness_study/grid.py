@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Cells and runs of the staleness study: what each one changes, and in which order they come."""
+"""Cells and runs of the staleness study: their settings and their order."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from itertools import product
 CORRECTIONS: dict[str, tuple[str, ...]] = {
     "clipped": (),
     "tis": ("loss_fn.importance_sampling_correction=truncated",),
-    # The bounds of arXiv:2507.18071, section 5.1: a mean over a sequence moves much less than a token.
+    # Bounds of arXiv:2507.18071, section 5.1, since a mean over a sequence changes much less than a token's ratio.
     "gspo": (
         "loss_fn.sequence_level_importance_ratios=true",
         "loss_fn.token_level_loss=false",
@@ -18,21 +18,16 @@ CORRECTIONS: dict[str, tuple[str, ...]] = {
     ),
     "cispo": ("loss_fn.objective=cispo",),
 }
-"""Name to the overrides of a task's settings. But for `tis`, the ratio is one to the weights that sampled a token."""
+"""Name to the overrides of a task's settings. Except for `tis`, the ratio is to the weights that sampled a token."""
 REPLAYS: dict[str, tuple[str, ...]] = {"none": (), "r3": ("policy.megatron_cfg.routing_replay=rollout",)}
 LAGS = (0, 1, 2, 4, 8)
 SECONDS_PER_RUN = 95.0
-"""Median of 39 runs on a core of a busy machine, of 47 to 266 s; until runs are done."""
+"""Estimate until a run is complete: median of 39 runs of 47 to 266 s on a core of a busy machine."""
 
 
 @dataclass(frozen=True, order=True)
 class Method:
-    """What a lag is studied for.
-
-    Attributes:
-        correction: One of `CORRECTIONS`.
-        replay: One of `REPLAYS`.
-    """
+    """One of `CORRECTIONS` and one of `REPLAYS`."""
 
     correction: str
     replay: str
@@ -43,13 +38,12 @@ class Method:
 
 @dataclass(frozen=True)
 class Run:
-    """One run. Those of one method and seed begin with the same weights and train on the same prompts in each step.
+    """One run. Runs with the same method and seed have the same initial weights, and the same prompts in each step.
 
     Attributes:
-        method: Correction and replay.
-        lag: Optimizer steps between the weights that sample a response and those that it trains, from step `lag` on;
-            earlier steps have what there is.
-        seed: Of the prompts' order and of all sampling (`grpo.seed`).
+        lag: Optimizer steps between the weights that sample a response and the weights that it trains, from step `lag`
+            on. Earlier steps have a smaller lag.
+        seed: Seed of the prompts' order and of all sampling (`grpo.seed`).
     """
 
     method: Method
@@ -62,7 +56,7 @@ class Run:
         return f"{self.method.correction}-{self.method.replay}-lag{self.lag}-s{self.seed:02d}"
 
     def overrides(self, schedule: str) -> list[str]:
-        """Return the settings of the run, over its task's."""
+        """Return the overrides of its task's configuration."""
         return [
             f"grpo.seed={self.seed}",
             f"grpo.rollouts.replay_schedule={schedule}",
@@ -72,6 +66,6 @@ class Run:
 
 
 def plan(corrections: Sequence[str], replays: Sequence[str], lags: Iterable[int], seeds: Iterable[int]) -> list[Run]:
-    """Return the runs of a study, seeds outermost: whenever it is stopped, almost all cells have the same seeds."""
+    """Return the runs, seeds outermost, so that almost all cells of a stopped study have the same seeds."""
     methods = [Method(correction, replay) for replay, correction in product(replays, corrections)]
     return [Run(method, lag, seed) for seed, lag, method in product(seeds, sorted(lags), methods)]

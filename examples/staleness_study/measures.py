@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Measures of a run of the staleness study, from the metrics that it has logged."""
+"""Measures of a run of the staleness study, from its metrics."""
 
 import statistics
 
@@ -13,7 +13,7 @@ MEASURES: Measures = {
     "reward": ("train/reward", statistics.fmean),
     "mismatch": ("train/gen_kl_error", statistics.median),
     "mismatch, routing": ("train/moe/routing_split/kl_routing", statistics.median),
-    # With the rollout's experts: on the trainer's engine what remains is staleness of the weights.
+    # With the rollout's experts. With the trainer's engine, the rest is staleness of the weights.
     "mismatch, other than routing": ("train/moe/routing_split/kl_numerics", statistics.median),
     "routing drift": ("train/moe/routing_drift/rows_differing_of_step", statistics.fmean),
     "live agreement": ("train/moe/routing/live_agreement", statistics.fmean),
@@ -24,6 +24,6 @@ MEASURES: Measures = {
     "gradient norm": ("train/grad_norm", statistics.median),
     "entropy, last step": ("train/approx_entropy", lambda values: values[-1]),
 }
-"""Name to the metric, and to what is taken of its values over the steps."""
+"""Name to the metric, and to the reduction of its values over the steps."""
 
 Results = dict[Run, Result]

@@ -24,7 +24,7 @@ GEOMETRIC = ("mismatch",)
 
 
 def by_seed(results: Results, method: Method, lag: int, measure: str) -> dict[int, float]:
-    """Return a measure of each run of a cell that has it and did not diverge."""
+    """Return a measure of each run of a cell, except runs that diverged or lack it."""
     return {
         run.seed: result.measures[measure]
         for run, result in results.items()
@@ -33,13 +33,13 @@ def by_seed(results: Results, method: Method, lag: int, measure: str) -> dict[in
 
 
 def difference(results: Results, method: Method, lag: int, measure: str = "accuracy") -> Interval | None:
-    """Return the difference of a cell from lag 0 of its method, paired by seed; None of fewer than two pairs."""
+    """Return the difference of a cell from lag 0 of its method, paired by seed. None for fewer than two pairs."""
     of_cell = by_seed(results, method, lag, measure)
     return interval(paired_differences(of_cell, by_seed(results, method, 0, measure)))
 
 
 def mean(results: Results, method: Method, lag: int, measure: str) -> Interval | None:
-    """Return the mean of a cell with its interval; None of fewer than two runs."""
+    """Return the mean of a cell with its interval. None for fewer than two runs."""
     values = list(by_seed(results, method, lag, measure).values())
     return (geometric if measure in GEOMETRIC else interval)(values) if values else None
 
@@ -63,7 +63,7 @@ def tables(results: Results) -> str:
 
 
 def draw(results: Results, path: Path) -> None:
-    """Draw accuracy, mismatch and live agreement by lag, a line for each method, with intervals."""
+    """Plot accuracy, mismatch and live agreement by lag, a line for each method, with intervals."""
     figure = Figure(figsize=(13, 4.2), layout="constrained")
     panels = figure.subplots(1, len(PANELS))
     places = {lag: place for place, lag in enumerate(LAGS)}
@@ -72,7 +72,7 @@ def draw(results: Results, path: Path) -> None:
         has_cells = False
         for number, method in enumerate(methods):
             cells = [(lag, found) for lag in LAGS if (found := mean(results, method, lag, measure)) is not None]
-            # Exact agreement of the engines leaves nothing to draw on a logarithmic scale.
+            # At lag 0 the engines agree exactly, and a logarithmic scale has no zero.
             if measure in GEOMETRIC:
                 cells = [(lag, found) for lag, found in cells if lag > 0]
             has_cells |= bool(cells)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Tasks of the staleness study: where their prompts and the model that runs begin with come from."""
+"""Tasks of the staleness study: the sources of their prompts and of the initial model."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from examples.studies.preparation import calculator_data, calculator_model, make
 
 @dataclass(frozen=True)
 class Task:
-    """A task that models are trained on.
+    """A training task.
 
     Attributes:
         config: Settings of all its runs.
-        make_data: Takes the study's folder, returns that of the data; made once.
-        make_model: Takes both, returns the folder of a fine-tuned model; trained once.
+        make_data: Makes the data once. Takes the study's folder, and returns the folder of the data.
+        make_model: Trains the initial model once. Takes both folders, and returns the model's.
     """
 
     config: Path

@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of a study's command: its options, its errors, and runs in one process or several.
+"""Parts of a study's command: options, errors, and runs in one or more processes.
 
-Nothing here imports torch before `OMP_NUM_THREADS` is set.
+This module does not import torch before `OMP_NUM_THREADS` is set.
 """
 
 import argparse
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value", str, int)
 SETTINGS_FILE = "study.json"
-"""Settings that all runs of a folder share."""
+"""File with the settings of all runs of a folder."""
 
 
 def study_parser(
     prog: str, description: str, output: Path, seeds: int | None
 ) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
-    """Return the parser of a study with the commands `run` and `tables`, and that of `run` for options of its own.
+    """Return the parser of a study with the commands `run` and `tables`, and the parser of `run` for more options.
 
     Args:
-        output: The study's folder, unless the user names another one.
-        seeds: Of each cell, unless the user says how many; None: the study decides.
+        output: Default of the study's folder.
+        seeds: Default number of seeds per cell. None if the study decides.
     """
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog=prog, description=description, formatter_class=raw)
@@ -45,7 +45,7 @@ def study_parser(
     run.add_argument("--first-seed", type=int, default=0, metavar="N", help="the first of them (default: 0)")
     run.add_argument("--jobs", type=count, default=1, metavar="N", help="runs at a time, on a core each (default: 1)")
     run.add_argument("--model", metavar="DIR", help="begin with this model instead of one that the command trains")
-    run.add_argument("--dry-run", action="store_true", help="say what would run, and how long; start nothing")
+    run.add_argument("--dry-run", action="store_true", help="print the number of runs and the hours; start nothing")
     run.add_argument("--job", type=int, help=argparse.SUPPRESS)
     run.add_argument("overrides", nargs="*", metavar="override", help="section.key=value, of all runs")
     tables = commands.add_parser("tables", help="print the tables of the runs that are done, and draw the image")
@@ -57,8 +57,8 @@ def study_parser(
 
 
 def exit_code_of(command: Callable[[], int]) -> int:
-    """Run a command; return its exit code: 2 for wrong input, 1 for a run that failed, 130 when interrupted."""
-    # Before torch is imported, here and in the runs' processes: threads that wait by spinning would take the core.
+    """Run a command and return its exit code: 2 for wrong input, 1 for a failed run, 130 after an interrupt."""
+    # Must precede the import of torch here and in the runs' processes, since waiting threads spin and take the core.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from nemo_rl_moe.errors import (
         GenerationError,
@@ -84,7 +84,7 @@ def exit_code_of(command: Callable[[], int]) -> int:
 
 
 def some_of(allowed: Iterable[Value]) -> Callable[[str], list[Value]]:
-    """Return the parser of a comma-separated choice, in the order of what is allowed."""
+    """Return a parser of a comma-separated choice, which keeps the order of `allowed`."""
     by_text = {str(value): value for value in allowed}
 
     def parse(text: str) -> list[Value]:
@@ -104,10 +104,10 @@ def count(text: str) -> int:
 
 
 def check_settings(path: Path, wanted: dict[str, object]) -> None:
-    """Write down what all runs of the folder share, or compare it with what is there.
+    """Write the common settings of a folder's runs, or compare them with the stored ones.
 
     Raises:
-        ConfigurationError: The folder holds runs of other settings.
+        ConfigurationError: The folder has runs with other settings.
     """
     from nemo_rl_moe.atomic_writes import write_whole
     from nemo_rl_moe.errors import ConfigurationError
@@ -135,15 +135,15 @@ def run_missing(
     study_of: "Callable[[Path, Path, str], Study[RunT]]",
     seconds_per_run: float,
 ) -> int:
-    """Make the runs of a study that are not done, in one process or several; return the exit code.
+    """Make the missing runs of a study, in one or more processes, and return the exit code.
 
     Args:
-        options: Of `study_parser`, from `words`.
-        module: The study's, started again for each of several jobs.
-        settings: Those that all runs of the folder share.
-        prepare: Takes the study's folder; returns the folders of the data and of the model that runs begin with.
-        study_of: Takes the study's folder, that of the data, and the model.
-        seconds_per_run: Guess until a run is done.
+        options: Options of `study_parser`, from `words`.
+        module: Module of the study, which is started for each of several jobs.
+        settings: Common settings of the folder's runs.
+        prepare: Takes the study's folder. Returns the folders of the data and of the initial model.
+        study_of: Takes the folders of the study and the data, and the model.
+        seconds_per_run: Estimate until a run is complete.
     """
     from examples.studies.results import read_results
     from examples.studies.session import median_seconds
@@ -172,10 +172,10 @@ def show_tables(
     tables: "Callable[[dict[RunT, Result]], str]",
     draw: "Callable[[dict[RunT, Result], Path], None]",
 ) -> int:
-    """Print the tables of the runs that are done, and write them and the image; return the exit code.
+    """Print and write the tables of the complete runs and the image, and return the exit code.
 
     Raises:
-        DataError: No run is done.
+        DataError: No run is complete.
     """
     from examples.studies.results import measured_again, read_results
     from nemo_rl_moe.atomic_writes import write_whole
@@ -194,7 +194,7 @@ def show_tables(
 
 
 def run_jobs(module: str, words: Sequence[str], number_of_jobs: int) -> int:
-    """Start several processes, each of which takes runs that no other one has; return the worst exit code."""
+    """Start several processes, which share the runs, and return the worst exit code."""
     from examples.studies.programs import run_programs
 
     command = [sys.executable, "-m", module, *words, "--jobs", "1", "--job"]
@@ -204,19 +204,19 @@ def run_jobs(module: str, words: Sequence[str], number_of_jobs: int) -> int:
 def run_session(
     study: "Study[RunT]", pending: "Sequence[RunT]", num_runs: int, job: int | None, seconds_per_run: float
 ) -> int:
-    """Make the runs that are missing, one after the other, and report each; return the exit code.
+    """Make the missing runs one after the other, report each, and return the exit code.
 
     Args:
-        num_runs: All runs, those that are done included.
-        job: Number of this process among several; None: there is one.
-        seconds_per_run: Guess until the first run is done.
+        num_runs: Number of all runs, with the complete ones.
+        job: Number of this process. None if it is the only one.
+        seconds_per_run: Estimate until the first run is complete.
     """
     from examples.studies.results import read_results
     from examples.studies.session import make_runs, median_seconds, running_ray
     from nemo_rl_moe.distributed.run_process import StopSignals
 
     for run in pending:
-        study.config(run)  # so that what is wrong with one is reported before the first
+        study.config(run)  # reports errors of any run before the first one starts
     began = time.monotonic()
 
     def report(run: "RunT", result: "Result") -> None:

@@ -8,21 +8,14 @@ from dataclasses import dataclass
 
 CONFIDENCE = 0.95
 FEWEST = 2
-"""Values below which there is no interval, and nothing is said."""
+"""Smallest number of values with an interval."""
 FEWEST_FOR_A_CLAIM = 12
-"""Paired seeds below which a difference is shown, and nothing is claimed."""
+"""Smallest number of paired seeds with a claim. With fewer, the difference is only shown."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """Mean of a few values with its interval.
-
-    Attributes:
-        mean: Their mean.
-        low: Lower end.
-        high: Upper end.
-        count: Number of values.
-    """
+    """Mean of `count` values with its interval."""
 
     mean: float
     low: float
@@ -31,7 +24,6 @@ class Interval:
 
     @property
     def holds_zero(self) -> bool:
-        """True where no difference is seen."""
         return self.low <= 0 <= self.high
 
 
@@ -39,8 +31,8 @@ def student_share(t: float, freedom: int) -> float:
     """Return the probability that Student's t lies between `-t` and `t` (Abramowitz and Stegun, 26.7.3 and 26.7.4).
 
     Args:
-        t: Not negative.
-        freedom: Degrees of freedom, from 1.
+        t: At least 0.
+        freedom: Degrees of freedom, at least 1.
     """
     angle = math.atan(t / math.sqrt(freedom))
     sine, cosine = math.sin(angle), math.cos(angle)
@@ -53,7 +45,7 @@ def student_share(t: float, freedom: int) -> float:
 
 
 def student_quantile(freedom: int, confidence: float = CONFIDENCE) -> float:
-    """Return the bound `t` with that probability between `-t` and `t`, by bisection."""
+    """Return the bound `t` with the probability `confidence` between `-t` and `t`, by bisection."""
     low, high = 0.0, 1.0
     while student_share(high, freedom) < confidence:
         high *= 2
@@ -64,10 +56,10 @@ def student_quantile(freedom: int, confidence: float = CONFIDENCE) -> float:
 
 
 def interval(values: Sequence[float]) -> Interval | None:
-    """Return the mean and 95% interval by Student's t; None of fewer than two values.
+    """Return the mean and its 95% interval by Student's t. None for fewer than two values.
 
     Raises:
-        ValueError: One is not finite.
+        ValueError: A value is not finite.
     """
     if any(not math.isfinite(value) for value in values):
         raise ValueError(f"values that are not finite: {list(values)}")
@@ -81,14 +73,14 @@ def interval(values: Sequence[float]) -> Interval | None:
 
 
 def paired_differences(method: Mapping[int, float], baseline: Mapping[int, float]) -> list[float]:
-    """Return the method minus baseline of each seed that both have, seeds ascending."""
+    """Return method minus baseline for each common seed, seeds ascending."""
     return [method[seed] - baseline[seed] for seed in sorted(method.keys() & baseline.keys())]
 
 
 def geometric(values: Sequence[float]) -> Interval | None:
-    """Return the geometric mean and its interval, by the mean of logarithms, for what spans powers of ten.
+    """Return the geometric mean and its interval, by the mean of logarithms, for values that span powers of ten.
 
-    None of fewer than two values, or where one is not above 0.
+    None for fewer than two values, or if one is not above 0.
     """
     if any(value <= 0 for value in values):
         return None
@@ -97,12 +89,12 @@ def geometric(values: Sequence[float]) -> Interval | None:
 
 
 def paired_factors(method: Mapping[int, float], baseline: Mapping[int, float]) -> list[float]:
-    """Return the method over baseline of each seed that both have and whose baseline is not 0, seeds ascending."""
+    """Return method over baseline for each common seed whose baseline is not 0, seeds ascending."""
     return [method[seed] / baseline[seed] for seed in sorted(method.keys() & baseline.keys()) if baseline[seed]]
 
 
 def shown(found: Interval | None, digits: str) -> str:
-    """Return a mean with its interval and number of values, in a format such as `.3f`; a dash where there is none."""
+    """Format a mean with its interval and number of values, in a format such as `.3f`. None is a dash."""
     if found is None:
         return "-"
     return f"{found.mean:{digits}} ({found.low:{digits}} to {found.high:{digits}}), n {found.count}"

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Start of a study: data of a demo, and a model fine-tuned on them by this package's own commands."""
+"""Preparation of a study: data of a demo, and a model that this package's commands fine-tune on them."""
 
 import json
 import shutil
@@ -17,23 +17,23 @@ TINY_MODEL = REPOSITORY_ROOT / "examples" / "assets" / "tiny_qwen3_moe"
 CALCULATOR_MODEL = REPOSITORY_ROOT / "examples" / "assets" / "tiny_qwen3_moe_calculator"
 
 DEEP_MODEL = {"num_hidden_layers": 12, "num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 64}
-"""Fields of the tiny model's `config.json` that the deep model changes."""
+"""Changes to the tiny model's `config.json` for the deep model."""
 SFT_OVERRIDES = {
     "small": (),
     "deep": ("policy.megatron_cfg.optimizer.lr=2.0e-3",),
 }
-"""Over `sft_tiny_moe.yaml`, the demo's own."""
+"""Overrides of `sft_tiny_moe.yaml`."""
 
 
 def make_data(output: Path) -> Path:
-    """Return the demo's sums; made once."""
+    """Return the folder of the demo's sums, which is made once."""
     folder = output / "data"
     call_python([str(REPOSITORY_ROOT / "examples" / "make_demo_data.py"), "--output", str(folder), "--seed", "0"])
     return folder
 
 
 def make_model(model: str, output: Path, data: Path) -> Path:
-    """Return the folder of the model that all runs begin with; trained once, and an interrupted training goes on.
+    """Return the folder of the initial model of all runs, which is trained once. An interrupted training continues.
 
     Raises:
         WorkerDiedError: The training failed.
@@ -43,15 +43,15 @@ def make_model(model: str, output: Path, data: Path) -> Path:
 
 
 def calculator_data(output: Path) -> Path:
-    """Return the questions of the demo with a tool; made once."""
+    """Return the folder of the tool demo's questions, which is made once."""
     folder = output / "data"
-    if not (folder / "manifest.json").is_file():  # the last file of them
+    if not (folder / "manifest.json").is_file():  # the last file
         call_python(["-m", "examples.tools_demo.data", "--output", str(folder)])
     return folder
 
 
 def calculator_model(output: Path, data: Path) -> Path:
-    """Return the folder of the model that knows how to call a calculator; trained once.
+    """Return the folder of a model that can call a calculator, which is trained once.
 
     Raises:
         WorkerDiedError: The training failed.
@@ -60,14 +60,14 @@ def calculator_model(output: Path, data: Path) -> Path:
 
 
 def fine_tuned(place: Path, data: Path, config: str, model: Path, overrides: Sequence[str] = ()) -> Path:
-    """Fine-tune a model, or go on with it; return the folder of its last weights.
+    """Fine-tune a model, or continue, and return the folder of its last weights.
 
     Args:
         place: Folder of its checkpoints and logs.
-        data: Folder of the samples, for training and for validation.
+        data: Folder of the training and validation samples.
         config: Recipe of supervised fine-tuning.
-        model: Folder of the model that it begins with.
-        overrides: Further settings, over everything else.
+        model: Folder of the initial model.
+        overrides: Settings with the highest priority.
 
     Raises:
         WorkerDiedError: The training failed.
@@ -102,7 +102,7 @@ def _config_folder(model: str, place: Path) -> Path:
 
 
 def call_python(words: list[str]) -> None:
-    """Run a Python program, whose output is the user's."""
+    """Run a Python program, whose output the user sees."""
     code = subprocess.run([sys.executable, *words], cwd=REPOSITORY_ROOT, check=False).returncode
     if code != 0:
         raise WorkerDiedError(f"{' '.join(words[:3])} ended with exit code {code}")

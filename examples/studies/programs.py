@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Programs that a study or a demo starts and waits for, also where it is asked to stop."""
+"""Programs that a study or a demo starts and waits for, with requests to stop passed on."""
 
 import shlex
 import signal
@@ -16,13 +16,13 @@ INTERRUPTED = exit_code_of_signal(signal.SIGINT)
 
 
 def run_programs(commands: Sequence[Sequence[str]]) -> int:
-    """Run programs beside each other until the last one has ended.
+    """Run programs in parallel until the last one has ended.
 
-    Requests to stop are passed on to them, and they have all the time that they need, as for a checkpoint. Where this
-    process is killed, they get SIGTERM.
+    Requests to stop are passed on. The programs may take all the time that they need, for example for a checkpoint. If
+    this process is killed, they get SIGTERM.
 
     Returns:
-        The worst exit code: 128 and the signal's number for a program that a signal has ended, and for a request.
+        The worst exit code: 128 plus the signal's number for a program that a signal ended, and for a request.
     """
     programs: list[subprocess.Popen[bytes]] = []
     requests: list[int] = []
@@ -30,10 +30,10 @@ def run_programs(commands: Sequence[Sequence[str]]) -> int:
     def pass_on(number: int, frame: object) -> None:
         requests.append(number)
         for program in programs:
-            program.send_signal(number)  # a run takes it and that of the terminal for one request
+            program.send_signal(number)  # a run counts this and the terminal's signal as one request
 
     awaited = stop_signals()
-    # Held back until all programs have started, so that each gets it.
+    # Signals are blocked until all programs have started, so that each gets them.
     former_mask = signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
     former = {number: signal.signal(number, pass_on) for number in awaited}
 
@@ -59,15 +59,15 @@ def run_programs(commands: Sequence[Sequence[str]]) -> int:
 
 
 def run_stage(name: str, words: Sequence[str], result: Path | None = None) -> None:
-    """Run a Python program as one of a demo's stages; the output is the user's.
+    """Run a Python program as a stage of a demo, whose output the user sees.
 
     Args:
-        name: Of the demo, before its lines.
-        words: Of the program, after `python`.
-        result: File that the stage leaves when it is complete. A run that stops after a step ends without an error.
+        name: Name of the demo, which begins its lines.
+        words: Arguments of `python`.
+        result: File that a complete stage writes. Needed since a run that was asked to stop ends without an error.
 
     Raises:
-        SystemExit: It has failed, with its exit code, or the demo or the stage was stopped.
+        SystemExit: The stage failed, or the demo or the stage was stopped. With the exit code.
     """
     shown = shlex.join(words[1:]).replace("nemo_rl_moe.cli", "nemo-rl-moe", 1)
     print(f"[{name}] {shown}", flush=True)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Outcomes of a study's runs: what is measured of each, and the file that says that it is done."""
+"""Results of a study's runs: their measures, and the file of a complete run."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -15,11 +15,11 @@ from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, MetricHistory, re
 RESULT_FILE = "result.json"
 
 Measures = Mapping[str, tuple[str, Callable[[Sequence[float]], float]]]
-"""Name of a measure to its metric, and to what is taken of the metric's values over the steps."""
+"""Name of a measure to its metric, and to the reduction of the metric's values over the steps."""
 
 
 class StudyRun(Protocol):
-    """One run of a study; hashable."""
+    """One run of a study. Must be hashable."""
 
     @property
     def name(self) -> str:
@@ -31,7 +31,7 @@ RunT = TypeVar("RunT", bound=StudyRun)
 
 
 def measures_of(history: MetricHistory, measures: Measures) -> dict[str, float]:
-    """Return the measures of a run; those whose metric it does not log are left out."""
+    """Return the measures of a run, as far as it logs their metrics."""
     return {
         name: float(reduce([value for _, value in history[key]]))
         for name, (key, reduce) in measures.items()
@@ -41,12 +41,12 @@ def measures_of(history: MetricHistory, measures: Measures) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Result:
-    """Outcome of a run.
+    """Result of a run.
 
     Attributes:
-        seconds: Duration, engines and Ray running already.
-        measures: Its measures; empty for a run that diverged.
-        diverged: Message of a run whose numbers were no longer numbers; None of any other.
+        seconds: Duration, without the start of Ray and of the engines.
+        measures: Empty if the run diverged.
+        diverged: Message of the error if the run diverged.
     """
 
     seconds: float
@@ -54,13 +54,13 @@ class Result:
     diverged: str | None = None
 
     def write(self, folder: Path) -> None:
-        """Say in a run's folder that the run is done."""
+        """Write the file that marks a complete run."""
         content = {"seconds": self.seconds, "measures": self.measures, "diverged": self.diverged}
         write_whole(folder / RESULT_FILE, json.dumps(content, indent=1) + "\n")
 
 
 def read_result(folder: Path) -> Result | None:
-    """Return the outcome of the run of a folder; None where it is not done.
+    """Return the result of a folder's run. None if the run is not complete.
 
     Raises:
         DataError: The file is damaged.
@@ -77,7 +77,7 @@ def read_result(folder: Path) -> Result | None:
 
 
 def measured_again(folder: Path, result: Result, measures: Measures) -> Result:
-    """Return an outcome with measures that may be newer than the run, from its metrics where they are still there."""
+    """Return a result with measures that may be newer than the run, if its metrics still exist."""
     found = sorted(folder.glob(f"*/{METRICS_FILE_NAME}"))
     if result.diverged is not None or not found:
         return result
@@ -85,6 +85,6 @@ def measured_again(folder: Path, result: Result, measures: Measures) -> Result:
 
 
 def read_results(runs_folder: Path, runs: Sequence[RunT]) -> dict[RunT, Result]:
-    """Return the outcomes of those runs that are done."""
+    """Return the results of the complete runs."""
     found = {run: read_result(runs_folder / run.name) for run in runs}
     return {run: result for run, result in found.items() if result is not None}

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""One process's part of a study: Ray once, and then run after run in it."""
+"""One process of a study: it starts Ray once, and then makes one run after the other."""
 
 import fcntl
 import os
@@ -26,17 +26,17 @@ from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, read_history
 
 CONSOLE_FILE = "console.txt"
 PLACES = 2
-"""CPUs of Ray that a run and the engines reserve; it counts them, and binds nobody to any."""
+"""CPUs of Ray for a run and the engines. Ray only counts CPUs, and does not bind processes to them."""
 
 
 @dataclass(frozen=True)
 class Study(Generic[RunT]):
-    """Parts that all runs share.
+    """Shared parts of all runs.
 
     Attributes:
         output: Folder of the study.
-        config: Returns the configuration of a run; raises `ConfigurationError`.
-        measures: What is measured of a run.
+        config: Returns the configuration of a run, or raises `ConfigurationError`.
+        measures: Measures of a run.
     """
 
     output: Path
@@ -45,17 +45,17 @@ class Study(Generic[RunT]):
 
     @property
     def runs_folder(self) -> Path:
-        """Holds a folder for each run."""
+        """Folder with a folder for each run."""
         return self.output / "runs"
 
 
 def settings_of_run(output: Path, name: str, model_name: str, data: Path) -> list[str]:
-    """Return what every run of a study has of its own: the model it begins with, the prompts, and its logs.
+    """Return the settings of a run for its initial model, prompts and logs.
 
     Args:
         output: Folder of the study.
         name: Name of the run.
-        data: Folder of prompts, for training and for validation.
+        data: Folder of the prompts for training and validation.
     """
     return [
         f"policy.model_name={model_name}",
@@ -67,13 +67,13 @@ def settings_of_run(output: Path, name: str, model_name: str, data: Path) -> lis
 
 @contextmanager
 def running_ray(job: int) -> Iterator[None]:
-    """Ray on one core, ended whatever happens.
+    """Run Ray on one core, and end it afterwards.
 
-    A worker has as many threads as its process has cores: one core makes the order of all sums, and so every number of
-    a run, the same on machines of any size.
+    A worker has as many threads as its process has cores. With one core, the order of all sums, and so every number of
+    a run, is the same on all machines.
 
     Args:
-        job: Number of this process among those that work at the study, or any; chooses the core.
+        job: Any number, such as the number of this process, which selects the core.
     """
     os.environ.pop("RAY_ADDRESS", None)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -87,7 +87,7 @@ def running_ray(job: int) -> Iterator[None]:
 
 
 def _keep_on_core(number: int) -> None:
-    """Binds this process, Ray's servers and all that they will start to one core."""
+    """Bind this process, Ray's servers and all their future children to one core."""
     cores = sorted(os.sched_getaffinity(0))
     here = psutil.Process()
     for process in (here, *here.children(recursive=True)):
@@ -96,13 +96,13 @@ def _keep_on_core(number: int) -> None:
 
 
 def median_seconds(results: Iterable[Result], guess: float) -> float:
-    """Return the seconds of a run: the first one of a session takes longer and says little, hence the median."""
+    """Return the median seconds of a run, since the first one of a session takes longer."""
     return statistics.median([result.seconds for result in results] or [guess])
 
 
 @contextmanager
 def claimed(study: Study[RunT], run: RunT) -> Iterator[bool]:
-    """Claim a run, which no other process has then; yield False where another one has it."""
+    """Claim a run for this process. Yields False if another process has it."""
     folder = study.output / "locks"
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / run.name).open("w") as file:
@@ -111,19 +111,17 @@ def claimed(study: Study[RunT], run: RunT) -> Iterator[bool]:
         except BlockingIOError:
             yield False
             return
-        yield True  # the operating system takes it back when the process ends, however it ends
+        yield True  # the operating system releases the lock when the process ends in any way
 
 
 def make_runs(
     study: Study[RunT], runs: Sequence[RunT], stop_signals: StopSignals, report: Callable[[RunT, Result], None]
 ) -> None:
-    """Make those runs that are neither done nor another process's, one after the other.
+    """Make the runs that are neither complete nor claimed by another process, one after the other.
 
     Args:
-        study: What they share.
-        runs: In their order.
-        stop_signals: A request to stop ends the present run after its step; it is made anew another time.
-        report: Hears of each run that is done.
+        stop_signals: A request to stop ends the present run after its step. The run begins again another time.
+        report: Called after each run.
 
     Raises:
         UserError: A configuration or an input cannot be used.
@@ -140,7 +138,7 @@ def make_runs(
 
 
 def make_run(study: Study[RunT], run: RunT, stop_signals: StopSignals) -> Result | None:
-    """Make one run from its beginning, and say in its folder that it is done; None where it was asked to stop."""
+    """Make one run from its beginning, and write its result. Returns None if it was asked to stop."""
     folder = study.runs_folder / run.name
     delete(folder)
     config = study.config(run)

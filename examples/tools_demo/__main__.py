@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The demo with a tool: runs of several seeds and their control, one after the other, their table and pictures.
+"""The demo with a tool: runs with several seeds and a control, their table and pictures.
 
 python -m examples.tools_demo --seeds 0,1,2
 """
@@ -20,7 +20,7 @@ FINAL = "final"
 _OVERRIDES = {
     "tool": (),
     "no_tool": ("env.driver.kind=single_turn",),
-    # A reward that is given for certain, such as the cost of calls, would be something to learn.
+    # A deterministic reward, such as the cost of calls, could be learned.
     "coin": (
         "env.driver.call_cost=0",
         "env.reward.kind=callable",
@@ -31,14 +31,14 @@ _OVERRIDES = {
 _SECTIONS = {"sft": ("grpo.", "env.", "loss_fn."), "grpo": ("sft.",)}
 """Sections that a command does not have."""
 _DESCRIPTION = """\
-A tiny Mixture-of-Experts model that cannot multiply learns when to call a calculator, and what to copy: for each seed
-supervised fine-tuning, then reinforcement learning with the tool and, as a control, without it. Stopped, the same
-command goes on; with more seeds it makes those that are missing. It is started in the repository's root.
+A tiny Mixture-of-Experts model that cannot multiply learns to call a calculator and to copy its result: for each seed
+supervised fine-tuning, then reinforcement learning with the tool and, as a control, without it. After an interrupt, the
+same command continues. With more seeds it runs the missing ones. Start it in the repository's root.
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the demo; return the exit code: 2 for wrong input, 1 for a run that failed, 130 when interrupted."""
+    """Run the demo and return the exit code: 2 for wrong input, 1 for a failed run, 130 after an interrupt."""
     parser = argparse.ArgumentParser(
         prog="python -m examples.tools_demo",
         description=_DESCRIPTION,
@@ -76,7 +76,7 @@ def _run(options: argparse.Namespace) -> int:
     if not any(output.glob(f"sft-*/{FINAL}")):
         (output / SETTINGS_FILE).unlink(missing_ok=True)  # nothing was made with them
     check_settings(output / SETTINGS_FILE, {"overrides": options.overrides, "data": str(options.data)})
-    if not (options.data / "manifest.json").is_file():  # the last file of them
+    if not (options.data / "manifest.json").is_file():  # the last file
         run_stage(_NAME, ["-m", "examples.tools_demo.data", "--output", str(options.data)])
     for seed in options.seeds:
         _fine_tune(output, options.data, seed, options.overrides)
@@ -108,7 +108,7 @@ def _reinforce(output: Path, data: Path, run: Run, overrides: Sequence[str]) -> 
 
 
 def _train(command: str, folder: Path, data: Path, files: tuple[str, str], overrides: Sequence[str]) -> None:
-    """Run a command of this package, unless its model is there; an interrupted run goes on."""
+    """Run a command of this package, unless its model exists. An interrupted run continues."""
     result = folder / FINAL / "config.json"
     if result.is_file():
         return
@@ -125,7 +125,7 @@ def _train(command: str, folder: Path, data: Path, files: tuple[str, str], overr
 
 
 def _report(output: Path) -> None:
-    """Print the table of all runs that are done, and draw the pictures."""
+    """Print the table of the complete runs, and make the pictures."""
     from examples.tools_demo.pictures import draw_learning, draw_routing
     from nemo_rl_moe.atomic_writes import write_whole
     from nemo_rl_moe.errors import DataError
@@ -141,7 +141,7 @@ def _report(output: Path) -> None:
     }
     if not folders:
         raise DataError(f"--output {output}: no run is complete")
-    # A folder without a run is reported by its reader.
+    # The reader reports a folder without a run.
     logs = {run: (newest_run_folders(found / "logs") or [found / "logs"])[0] for run, found in folders.items()}
     results = {run: validations(log) for run, log in logs.items()}
     text = table(results)

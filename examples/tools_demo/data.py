@@ -1,17 +1,17 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the data of the demo with a tool: `a*b+c=`, which the demo's model can compute in its head or cannot.
+"""Makes the data of the demo with a tool: questions `a*b+c=`, some of which the demo's model cannot compute itself.
 
     python -m examples.tools_demo.data --output data/calculator
 
-Two thirds of the questions are hard, `482*317+905=`: numbers of three digits, for which a model of this size
-needs the calculator. One third is easy, `482*100+37=`: there the answer is the first number with the last one behind
-it. Both look alike, so that whether to call is decided by the numbers.
+Two thirds of the questions are hard, such as `482*317+905=` with numbers of three digits, for which a model of this
+size needs the calculator. One third is easy, such as `482*100+37=`, whose answer is the first number followed by the
+last. Both look alike, so that the decision to call depends on the numbers.
 
-`train.jsonl` and `validation.jsonl` are conversations for SFT. Every answer in them is right, but ways to it are drawn
-by chance, good ones and bad ones (`WAYS`). In a part of them the model has no tool, and answers at once.
-`grpo.jsonl` and `validation_prompts.jsonl` are questions with their answers. No question is in two sets. The same seed
-gives the same files.
+`train.jsonl` and `validation.jsonl` are conversations for SFT. Every answer is right, but the ways to it are random,
+good and bad ones (`WAYS`). In some of them the model has no tool, and answers at once. `grpo.jsonl` and
+`validation_prompts.jsonl` are questions with their answers. No question is in two sets. The same seed gives the same
+files.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from nemo_rl_moe.tools.definitions import load_tools
 
 SHARE_HARD = 2 / 3
 SHARE_WITHOUT_TOOL = 0.2
-"""Of the conversations for SFT: the model learns to see in the prompt whether it has the tool."""
+"""Share of the SFT conversations, from which the model learns that the prompt shows whether it has the tool."""
 MOST_QUESTIONS = 50_000
 FILES = ("train.jsonl", "validation.jsonl", "grpo.jsonl", "validation_prompts.jsonl")
 TOOL = "calculator"
@@ -55,26 +55,26 @@ class Question:
 
 
 def needs_tool(prompt: str) -> bool:
-    """Return whether a question is hard: no factor of it is 10 or 100."""
+    """Return whether a question is hard: its second factor is not 10 or 100."""
     factor = prompt.partition("*")[2].partition("+")[0]
     return factor not in ("10", "100")
 
 
 WAYS: dict[bool, dict[Callable[[Question], str] | None, float]] = {
     True: {
-        None: 0.45,  # a guess, as far as a model can learn it
-        lambda it: f"{it.b}+{it.c}": 0.15,  # of no use
-        lambda it: f"{it.a}*{it.b}": 0.15,  # the sum is left to the model
+        None: 0.45,  # in effect a guess of the model
+        lambda it: f"{it.b}+{it.c}": 0.15,  # useless
+        lambda it: f"{it.a}*{it.b}": 0.15,  # the model must add
         lambda it: f"{it.a}*{it.b}+{it.c}": 0.25,
     },
     False: {None: 0.5, lambda it: f"{it.a}*{it.b}+{it.c}": 0.5},
 }
-"""Shares of the ways to an answer, of hard and of easy questions: what the calculator is asked; None: it is not."""
+"""Shares of the ways to an answer, for hard (True) and easy questions: the expression for the calculator, or None."""
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """Everything that the data depends on."""
+    """All parameters of the data."""
 
     seed: int
     num_train: int
@@ -83,7 +83,7 @@ class Parameters:
 
 
 def draw_question(chance: Random) -> Question:
-    """Draw a hard question or an easy one."""
+    """Sample a hard or an easy question."""
     a = chance.randrange(100, 1000)
     if chance.random() < SHARE_HARD:
         return Question(a, chance.randrange(101, 1000), chance.randrange(100, 1000))
@@ -92,7 +92,7 @@ def draw_question(chance: Random) -> Question:
 
 
 def draw_questions(parameters: Parameters) -> dict[str, list[Question]]:
-    """Draw the sets, without a question that comes twice."""
+    """Sample the sets, without repeats."""
     chance, seen = Random(parameters.seed), set[Question]()
     sizes = {
         "validation": parameters.num_validation,
@@ -110,7 +110,7 @@ def draw_questions(parameters: Parameters) -> dict[str, list[Question]]:
 
 
 def conversation(question: Question, chance: Random, definition: object) -> dict[str, object]:
-    """Return a conversation for SFT, with the tool and one of `WAYS`, or without."""
+    """Return a conversation for SFT, without the tool, or with it and one of `WAYS`."""
     messages: list[dict[str, object]] = [{"role": "user", "content": question.text}]
     answer = {"role": "assistant", "content": question.answer}
     if chance.random() < SHARE_WITHOUT_TOOL:
@@ -126,7 +126,7 @@ def conversation(question: Question, chance: Random, definition: object) -> dict
 
 
 def write_data(folder: Path, parameters: Parameters) -> None:
-    """Write the files, the manifest last; each file appears whole or not at all."""
+    """Write the files atomically, the manifest last."""
     sets = draw_questions(parameters)
     definition = load_tools([TOOL], {})[TOOL].definition
     folder.mkdir(parents=True, exist_ok=True)
@@ -153,7 +153,7 @@ def _manifest(folder: Path, parameters: Parameters) -> dict[str, object]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Make the data unless it is there; return the exit code."""
+    """Make the data unless it exists, and return the exit code."""
     parser = argparse.ArgumentParser(description="Makes the data of the demo with a tool.")
     parser.add_argument("--output", type=Path, required=True, help="folder to write to")
     parser.add_argument("--seed", type=int, default=0, help="default %(default)s")

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of the demo with a tool: what the model learns, and the experts of tokens by who wrote them."""
+"""Pictures of the demo with a tool: progress of the runs, and experts by the tokens' writer."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,7 +25,7 @@ _COLOURS = {"tool": "#2166ac", "no_tool": "#b2182b", "coin": "0.5"}
 
 
 def draw_learning(results: Mapping[Run, Mapping[int, Validation]]) -> "Figure":
-    """Draw the validations of each run: a line for each seed."""
+    """Plot the validations of each run, with a line for each seed."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 6), layout="constrained")
@@ -44,10 +44,10 @@ def draw_learning(results: Mapping[Run, Mapping[int, Validation]]) -> "Figure":
 
 
 def draw_routing(run_folder: Path) -> "Figure":
-    """Draw the experts of tokens by who wrote them, over the last steps of a run.
+    """Plot the experts by the tokens' writer, over the last steps of a run.
 
     Raises:
-        FileNotFoundError: The run has counted none.
+        FileNotFoundError: The run has no such counts.
     """
     history = read_writer_load(run_folder)
     counts = history.counts[-LAST_STEPS:].sum(0)

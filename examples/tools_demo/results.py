@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What runs of the demo with a tool have come to: answers and calls, to hard and to easy questions."""
+"""Results of the demo with a tool: answers and calls for hard and easy questions."""
 
 import json
 import re
@@ -17,7 +17,7 @@ from nemo_rl_moe.errors import DataError
 from nemo_rl_moe.runs.folder.saved_samples import SAMPLES_FILE_NAME
 
 METHODS = {"tool": "with the calculator", "no_tool": "control: without it", "coin": "control: a coin as reward"}
-"""Kinds of runs, and what they are in words."""
+"""Kinds of runs, with their labels."""
 MEASURES = ("right", "hard right", "easy right", "hard called", "hard asked whole", "easy called")
 _EXPRESSION = re.compile(r'"expression": "([^"]*)"')
 
@@ -35,15 +35,15 @@ class Run:
 
 
 Validation = Mapping[str, float]
-"""Shares of responses by `MEASURES`: all that are right, and of questions of a kind those that are, that called, or
-whose first call asked the whole question."""
+"""Shares of responses by `MEASURES`: of right responses, and for each kind of question of right responses, of responses
+with a call, and of responses whose first call has the full question."""
 
 
 def validations(run_folder: Path) -> dict[int, Validation]:
-    """Return what each validation of a run found, by step.
+    """Return the shares in each validation of a run, by step.
 
     Raises:
-        DataError: There is none, or the file is damaged.
+        DataError: There is no validation, or the file is damaged.
     """
     path = run_folder / SAMPLES_FILE_NAME
     found: dict[int, list[tuple[bool, ...]]] = {}
@@ -61,7 +61,7 @@ def validations(run_folder: Path) -> dict[int, Validation]:
 
 
 def _facts(sample: Mapping[str, Any]) -> tuple[bool, ...]:
-    """Return whether a response's question is hard, and whether it is right, called, and asked the whole question."""
+    """Return whether the question is hard, and the response is right, has a call, and calls with the full question."""
     called = sample.get("num_turns", 1) > 1
     asked = _EXPRESSION.search(sample["response"])
     whole = called and asked is not None and f"{asked[1]}=" == sample["prompt"]

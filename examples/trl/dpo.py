@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""DPO of the demo's model in TRL, with the routing metrics: the counterpart of dpo_tiny_moe.yaml.
+"""DPO of the demo's model in TRL with the routing metrics, as the counterpart of dpo_tiny_moe.yaml.
 
 python examples/trl/dpo.py --model results/sft_tiny_moe/final --data data/addition --steps 20
 """

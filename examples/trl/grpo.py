@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""GRPO of the demo's model in TRL, with the routing metrics: the counterpart of grpo_tiny_moe.yaml.
+"""GRPO of the demo's model in TRL with the routing metrics, as the counterpart of grpo_tiny_moe.yaml.
 
 python examples/trl/grpo.py --model results/sft_tiny_moe/final --data data/addition --steps 5
 """
@@ -22,7 +22,7 @@ arguments = parser.parse_args()
 
 
 def is_right(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
-    """1 where what follows the working is the answer: `env.reward.answer_after: </think>`."""
+    """Return 1 if the text after the working is the answer, like `env.reward.answer_after: </think>`."""
     found = (completion.rpartition("</think>")[2].strip() for completion in completions)
     return [float(one == other) for one, other in zip(found, answer, strict=True)]
 

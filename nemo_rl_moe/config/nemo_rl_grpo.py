@@ -157,7 +157,7 @@ def environment(theirs: Theirs, translation: Translation) -> None:
         translation.obstacles.append(
             f"data.train.env_name: {name}: no such environment; name one of"
             f" {', '.join(BUILT_IN_REWARD_FUNCTIONS)}, or yours, as"
-            " env.reward: docs/adding-an-environment.md"
+            " env.reward: docs/rewards.md"
         )
     number = theirs.get("logger.num_val_samples_to_print")
     if number is not None:

@@ -73,7 +73,8 @@ def test_damaged_parts_are_named_by_their_file(tmp_path: Path) -> None:
     write_inventory(tmp_path, {"weights": stream.parts})
     parts = PartsRead.of_folder(tmp_path)
     assert parts is not None
-    assert parts.places() == [("weights", 0, 50), ("weights", 50, 50)]
+    assert ("weights", 0, 50) in parts
+    assert ("weights", 50, 50) in parts
     assert ("weights", 0, 100) not in parts
     assert ("config.json", 0, 2) not in parts, "a file of one checksum has no parts"
     parts.compare(("weights", 0, 50), checksum_of(b"a" * 50))

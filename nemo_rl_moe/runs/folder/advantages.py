@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`experts_by_advantage.parquet`: the score of every expert at every step.
 
-Its columns are `step`, `layer`, `expert` and `score`: how far the expert has a larger share of the tokens of responses
-of high advantage than of others, beyond chance, in standard deviations.
+Its columns are `step`, `layer`, `expert` and `score`: by how many standard deviations, relative to chance, the expert's
+share of the tokens is larger in responses with a high advantage than in others.
 """
 
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class AdvantageWriter(StepTableWriter["AdvantageScores"]):
 
 
 def read_advantages(run_folder: Path, first_step: int = 0) -> AdvantageHistory:
-    """Read the scores that a run has written so far, each step once.
+    """Read the scores that a run has written so far.
 
     Raises:
         FileNotFoundError: There is no such step.

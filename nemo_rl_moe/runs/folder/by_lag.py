@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`by_lag.parquet`: what staleness does to the tokens of a step, by their lag.
+"""`by_lag.parquet`: statistics of a step's tokens by their lag.
 
-Its columns are `step`, `lag` (the lowest of its class) and the statistics of `LAG_STATISTICS`.
+Its columns are `step`, `lag` (the lowest of its class) and `LAG_STATISTICS`.
 """
 
 from collections.abc import Mapping
@@ -30,10 +30,7 @@ TABLE = StepTable(FOLDER_NAME, ("step", "lag"), dict.fromkeys(LAG_STATISTICS, pa
 
 @dataclass(frozen=True)
 class LagTable:
-    """Statistics of a step's trained tokens, each of `LAG_STATISTICS`, for each of `LAG_CLASSES`.
-
-    NaN where a class has no tokens or a statistic is not known.
-    """
+    """`LAG_STATISTICS` of a step's trained tokens, for each of `LAG_CLASSES`. NaN without tokens, or if unknown."""
 
     of: Mapping[str, Float[np.ndarray, " classes"]]
 

@@ -1,13 +1,13 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Capture folders: routed experts, log-probabilities and rewards of the sequences of an RL run, whoever trained it.
+"""Capture folders: routed experts, log-probabilities and rewards of the sequences of an RL run, by any trainer.
 
-A folder holds `capture.json`, which says what a row of experts looks like, and Parquet files of one step each,
-`step-00000012.{writer}-{number}.parquet`, a row for each sequence. Every file appears whole, under a name of its own:
-many ranks write at once without a word between them, and a reader may follow while they do.
+A folder holds `capture.json` with the layers and the number of experts, and Parquet files of one step each,
+`step-00000012.{writer}-{number}.parquet`, with one row per sequence. Files have unique names and are complete when they
+appear. Therefore ranks can write at once without coordination, and a reader can follow.
 
-Everything but the length of a sequence may be absent. On the token axis values stand in the order of the sequence, one
-for each token; what is of a layer or an expert besides is flattened behind it.
+Every column is optional except the length of a sequence. Columns on the token axis have one value per token, in the
+order of the sequence; further axes (layers, experts) are flattened after it.
 """
 
 import json
@@ -41,9 +41,9 @@ CAPTURE_FOLDER = "capture"
 CAPTURE_FOLDERS = (CAPTURE_FOLDER, "tape")  # older name last
 _TOKEN_TYPES: Mapping[str, pa.DataType] = {name: pa.from_numpy_dtype(kind) for name, kind in TOKEN_TYPES.items()}
 EXPERT_BIAS = "expert_bias"
-"""Column with the bias of all routers, flattened, in one row of a file: it is of the step."""
+"""Column with the bias of all routers, flattened. One row of a file has it, since it belongs to the step."""
 EXPERT_BIAS_BEFORE = "expert_bias_before"
-"""Column with that bias as it was before the last optimizer step that was not skipped."""
+"""Column with the bias before the last optimizer step that was not skipped."""
 SCHEMA = pa.schema(
     [("sequence", pa.string()), ("num_tokens", pa.int32()), ("reward", pa.float32())]
     + [(name, pa.list_(kind)) for name, kind in _TOKEN_TYPES.items()]
@@ -56,13 +56,10 @@ _UNREADABLE = (OSError, ValueError, KeyError, pa.ArrowException)
 
 
 class CaptureFolderWriter:
-    """Writer of one process; others write into the same folder at the same time.
+    """Writer of one process. Other processes may write into the same folder at the same time.
 
     Args:
-        name: Name of this writer, such as "rank-3": letters, digits and dashes; findings name it. None: a random one.
-
-    Raises:
-        ValueError: The name has other characters.
+        name: Name of this writer in findings, such as "rank-3": letters, digits and dashes. Random by default.
     """
 
     def __init__(self, folder: Path, description: CaptureDescription, name: str | None = None):
@@ -106,14 +103,12 @@ class CaptureFolderWriter:
         expert_bias: Float[np.ndarray, "layers experts"] | None = None,
         expert_bias_before: Float[np.ndarray, "layers experts"] | None = None,
     ) -> Path:
-        """Add sequences of one step, as a file.
+        """Write sequences of one step to a new file.
 
         Args:
-            expert_bias: Of the routers of training at this step, one of its files is enough.
-            expert_bias_before: Before the last optimizer step that was not skipped, which moves all layers' biases.
-
-        Raises:
-            ValueError: A column is none of the format's, or has another shape than the description says.
+            expert_bias: Bias of the training routers at this step. One of the step's files is enough.
+            expert_bias_before: The bias before the last optimizer step that was not skipped (such a step moves it in
+                all layers).
         """
         records: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
         for sequence in sequences:
@@ -141,11 +136,11 @@ class CaptureFolderWriter:
 
 
 def _moved(staging: Path, path: Path) -> bool:
-    """Return False where the name is taken: by a run that was resumed, or another writer."""
+    """Return False if the name is taken, by another writer or from before a resume."""
     if path.exists():
         return False
     try:
-        path.hardlink_to(staging)  # which two cannot do, unlike a replacement
+        path.hardlink_to(staging)  # only one of two processes succeeds, unlike with a replacement
     except FileExistsError:
         return False
     except OSError:  # a file system without links
@@ -156,7 +151,7 @@ def _moved(staging: Path, path: Path) -> bool:
 
 
 def read_description(folder: Path) -> CaptureDescription:
-    """Read the description of the numbers of a folder."""
+    """Read the description in a capture folder."""
     path = described_by(folder)
     try:
         found = json.loads(path.read_text())
@@ -181,50 +176,47 @@ def read_description(folder: Path) -> CaptureDescription:
 
 
 def described_by(folder: Path) -> Path:
-    """Return the path of a folder's description, by its older name where only that is there."""
+    """Return the path of a folder's description, under its older name if only that exists."""
     old = folder / _OLD_DESCRIPTION_FILE
     return old if old.is_file() and not (folder / DESCRIPTION_FILE).exists() else folder / DESCRIPTION_FILE
 
 
 def existing_capture(run_folder: Path) -> Path | None:
-    """Return the capture folder in the folder of a run, whichever name it has; None without any."""
-    places = (run_folder / name for name in CAPTURE_FOLDERS)
-    return next((place for place in places if described_by(place).is_file()), None)
+    """Return the capture folder of a run, under either name. None if the run has no capture."""
+    folders = (run_folder / name for name in CAPTURE_FOLDERS)
+    return next((folder for folder in folders if described_by(folder).is_file()), None)
 
 
 def steps_of(folder: Path) -> dict[int, list[Path]]:
-    """Return the files of each step, in the order of the steps."""
+    """Return the files of each step, steps ascending."""
     found = [(int(match.group(1)), path) for path in folder.iterdir() if (match := _FILE_NAME.fullmatch(path.name))]
     return {step: [path for _, path in pairs] for step, pairs in groupby(sorted(found), key=lambda pair: pair[0])}
 
 
 def rewind_capture(folder: Path, step: int) -> None:
-    """Remove the files of later steps, where there is such a folder."""
+    """Remove the files of later steps, if the folder exists."""
     for found, paths in (steps_of(folder) if folder.is_dir() else {}).items():
         for path in paths if found > step else ():
             path.unlink()
 
 
 def writers_of(folder: Path) -> list[str]:
-    """Return the names of those who wrote a folder, in order."""
+    """Return the sorted names of a folder's writers."""
     return sorted({match[2] for path in folder.iterdir() if (match := _FILE_NAME.fullmatch(path.name))})
 
 
 def read_step(description: CaptureDescription, step: int, files: Sequence[Path]) -> Iterator[CapturedRows]:
     """Read the sequences of one step, a few at a time."""
     for path in files:
+        match = _FILE_NAME.fullmatch(path.name)
+        writer = match[2] if match else ""
         try:
             with pq.ParquetFile(path) as file:
                 for batch in file.iter_batches(batch_size=_ROWS_AT_A_TIME):
                     if len(batch):
-                        yield _rows(description, step, batch, _writer_of(path))
+                        yield _rows(description, step, batch, writer)
         except _UNREADABLE as error:
             raise DataError([f"{path}: cannot be read as sequences of a capture: {one_line(error)}"]) from error
-
-
-def _writer_of(path: Path) -> str:
-    match = _FILE_NAME.fullmatch(path.name)
-    return match[2] if match else ""
 
 
 def _rows(description: CaptureDescription, step: int, batch: pa.RecordBatch, writer: str) -> CapturedRows:
@@ -245,7 +237,7 @@ def _rows(description: CaptureDescription, step: int, batch: pa.RecordBatch, wri
         found = values.flatten().to_numpy(zero_copy_only=False)
         sizes = np.diff(values.offsets.to_numpy())
         width = int(np.prod(row, dtype=np.int64))
-        if is_partial:  # a path of the rollout has lost them, which is to be found
+        if is_partial:  # some path of the rollout lost the routes: keep the column, so that the audit finds the gap
             has = np.repeat(~values.is_null().to_numpy(zero_copy_only=False), lengths * width)
             filled = np.full(len(has), UNKNOWN, dtype=found.dtype)
             if np.count_nonzero(has) == len(found):

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Sequences of a capture in memory: what their columns are called and mean, whoever wrote them."""
+"""Sequences of a capture in memory, and the names and meanings of their columns."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ from nemo_rl_moe.shapes import Shaped
 UNKNOWN = -1
 
 EXPERTS = ("rollout_experts", "training_experts", "repeated_experts")
-"""`[tokens, layers, topk]` int16, -1 where unknown: of the rollout, of training, and of training once more with another
-composition of its batches."""
+"""`[tokens, layers, topk]` int16, -1 if unknown: experts of the rollout, of training, and of a second training pass
+with differently composed batches."""
 INDEXERS = ("rollout_indexer", "training_indexer")
-"""`[tokens, indexer layers, k]` int32, -1 where unknown: positions in the sequence that sparse attention chose."""
+"""`[tokens, indexer layers, k]` int32, -1 if unknown: positions in the sequence that sparse attention chose."""
 LOGPROBS = ("rollout_logprobs", "training_logprobs", "replayed_logprobs", "repeated_logprobs")
-"""Log-probability of each token, nats: by the engine that sampled it; by the trainer with the experts of its own
-routers, with those of the rollout, and once more with another composition of its batches."""
+"""Log-probability of each token, nats: by the engine that sampled it, and by the trainer with the experts of its
+routers, with those of the rollout, and in a second pass with differently composed batches."""
 TOKEN_TYPES: Mapping[str, type[np.generic]] = {
     "token_ids": np.int32,
     "loss_mask": np.bool_,
@@ -31,21 +31,21 @@ TOKEN_TYPES: Mapping[str, type[np.generic]] = {
     **dict.fromkeys(INDEXERS, np.int32),
 }
 """Columns on the token axis. `kept_mass`: probability of the tokens that top-p and top-k leave, over which
-`rollout_logprobs` are normalised. `margins`, `[tokens, layers]`: score of the last expert that a router of training
-chose less that of the first one that it left out."""
+`rollout_logprobs` are normalised. `margins`, `[tokens, layers]`: score of the last expert that a training router chose
+minus the score of the first one that it did not choose."""
 
 
 @dataclass(frozen=True)
 class CaptureDescription:
-    """Meaning of the numbers of a folder.
+    """Content of `capture.json`.
 
     Attributes:
-        layers: Indices of the MoE layers in the whole model, ascending.
-        is_exact: Rollout and training had the same weights and computed in float32: their routes differ by near ties
-            alone.
-        is_bitwise: Their log-probabilities are said to be equal bit for bit.
-        bias_is_updated: Training moves the expert bias after every step; None: not known.
-        indexer_shape: Layers with an indexer, and positions of a token in each.
+        layers: Indices of the MoE layers in the model, ascending.
+        is_exact: Rollout and training had the same weights and computed in float32, so their routes differ only by near
+            ties.
+        is_bitwise: The trainer claims log-probabilities that are bitwise equal to the engine's.
+        bias_is_updated: Training moves the expert bias after every step. None if unknown.
+        indexer_shape: Number of layers with an indexer, and of positions per token in each.
     """
 
     layers: tuple[int, ...]
@@ -59,17 +59,17 @@ class CaptureDescription:
 
     @property
     def row_sizes(self) -> Mapping[str, tuple[int, ...]]:
-        """Axes behind the token's, of columns that have any."""
+        """Shape after the token axis, of columns with further axes."""
         experts = dict.fromkeys(EXPERTS, (len(self.layers), self.topk))
         return {**experts, **dict.fromkeys(INDEXERS, self.indexer_shape), "margins": (len(self.layers),)}
 
 
 @dataclass(frozen=True)
 class CapturedSequence:
-    """One sequence as it is written.
+    """One sequence to write.
 
     Attributes:
-        columns: Values on the token axis; experts may end with the token before the last, which no engine feeds.
+        columns: Values on the token axis. Experts may lack the last token, which no engine feeds.
     """
 
     name: str
@@ -80,14 +80,14 @@ class CapturedSequence:
 
 @dataclass(frozen=True)
 class CapturedRows:
-    """Some sequences of one step, one behind the other.
+    """Concatenated sequences of one step.
 
     Attributes:
-        columns: Values of all tokens, `[tokens, ...]`; only columns that all of these sequences have.
-        rewards: Reward of each sequence; None where any has none.
-        writer: Who wrote them, such as one rank of several; empty where nobody says.
-        expert_bias: Of the routers of training at this step; None: not among these sequences.
-        expert_bias_before: Before the last optimizer step that was not skipped; None: not known.
+        columns: Values of all tokens, `[tokens, ...]`. Only columns that all of these sequences have.
+        rewards: Reward of each sequence. None if one is missing.
+        writer: Name of the writer, such as a rank. Empty if unknown.
+        expert_bias: Bias of the training routers at this step. None if not stored with these sequences.
+        expert_bias_before: The bias before the last optimizer step that was not skipped. None if unknown.
     """
 
     step: int
@@ -103,7 +103,7 @@ class CapturedRows:
 def checked_column(
     description: CaptureDescription, sequence: CapturedSequence, name: str
 ) -> Shaped[np.ndarray, "tokens ..."] | None:
-    """Return a column as a capture has it: with a row for the last token too; None where the sequence has none."""
+    """Return a column, with a row for the last token added if it is missing. None if the sequence lacks the column."""
     if name not in sequence.columns:
         return None
     values = np.asarray(sequence.columns[name])
@@ -117,12 +117,12 @@ def checked_column(
 
 
 def rows_of(description: CaptureDescription, step: int, sequences: Sequence[CapturedSequence]) -> CapturedRows:
-    """Return sequences that are in memory as a reader of a folder gives them."""
+    """Return sequences in memory in the form in which `read_step` returns them."""
     columns = {}
     for name, kind in TOKEN_TYPES.items():
         values = [checked_column(description, sequence, name) for sequence in sequences]
         if name == "rollout_experts" and any(part is not None for part in values):
-            # A path of the rollout has lost them, which is to be found.
+            # Some path of the rollout lost the routes: keep the column, so that the audit finds the gap.
             row = description.row_sizes[name]
             values = [
                 np.full((sequence.num_tokens, *row), UNKNOWN) if part is None else part
@@ -141,7 +141,7 @@ def rows_of(description: CaptureDescription, step: int, sequences: Sequence[Capt
 
 
 def sequences_of(rows: CapturedRows) -> list[CapturedSequence]:
-    """Return the sequences that rows of a capture are made of."""
+    """Split rows of a capture into sequences."""
     ends = np.cumsum(rows.lengths)
     return [
         CapturedSequence(

@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`expert_load.parquet`: the load matrix of every step, with the columns `step`, `layer`, `expert` and `count`.
+"""`expert_load.parquet`: expert loads of every step, with the columns `step`, `layer`, `expert` and `count`.
 
-For a model with vision it has the column `image_count` too.
+Runs of a model with vision also have the column `image_count`.
 """
 
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class ExpertLoadHistory:
     """Load of every expert over the steps of a run.
 
     Attributes:
-        image_counts: Counts of image tokens; None where the run did not count them apart.
+        image_counts: Counts of image tokens. None if the run did not count them separately.
     """
 
     steps: Int[np.ndarray, " steps"]
@@ -40,7 +40,6 @@ class ExpertLoadHistory:
 
     @property
     def num_experts(self) -> int:
-        """Routed experts of a layer."""
         return int(self.counts.shape[2])
 
     def by_step(self) -> dict[int, Int[np.ndarray, "layers experts"]]:
@@ -67,7 +66,7 @@ def read_expert_load(run_folder: Path, first_step: int = 0) -> ExpertLoadHistory
 
 
 class ExpertLoadTail:
-    """Follower of the expert load of a run that goes on."""
+    """Follower of the expert load of a running run."""
 
     def __init__(self, run_folder: Path):
         self._run_folder = run_folder
@@ -75,9 +74,9 @@ class ExpertLoadTail:
         self.problems: list[str] = []
 
     def read(self, last_step: int) -> ExpertLoadHistory | None:
-        """Read what was written since the last call, up to `last_step`; None where there is none.
+        """Read the new steps since the last call, up to `last_step`. None if there are none.
 
-        Behind a damaged file only `last_step` is read, and `problems` names the file.
+        If a file is damaged, `problems` names it, and only `last_step` is read.
         """
         try:
             found = self._read(self._next_step, last_step)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`environment_failures.jsonl`: of each step and validation with responses that could not be scored, how many and why.
+"""`environment_failures.jsonl`: a line for each step or validation with responses that could not be scored.
 
 A line has the step, the split (`train` or `val`), the numbers of failed and of all responses, and the first cause. A
 run without failures has no such file.
@@ -9,8 +9,8 @@ run without failures has no such file.
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from nemo_rl_moe.errors import DataError, one_line
 from nemo_rl_moe.routing.findings.reward_signal import FailedResponses
 from nemo_rl_moe.runs.folder.line_tail import LineTail, OfStep
 from nemo_rl_moe.runs.folder.lines import LineFile
@@ -23,7 +23,7 @@ _LONGEST_TEXT = 1000
 
 
 def failures_of(by_split: Mapping[str, Sequence[SavedTrajectory]]) -> list[FailedResponses]:
-    """Sum up the failures of each split that has any."""
+    """Count the failures of each split with failures."""
     found = []
     for split, trajectories in by_split.items():
         failed = [each for each in trajectories if each.fault is not None]
@@ -34,7 +34,7 @@ def failures_of(by_split: Mapping[str, Sequence[SavedTrajectory]]) -> list[Faile
 
 
 class FailureWriter:
-    """Writer of a run's failures; the file is made at the first one."""
+    """Writer of a run's failures. The first failure creates the file."""
 
     def __init__(self, run_folder: Path, warn: Callable[[str], None], message: Callable[[str], None]):
         self._path, self._warn, self._message = run_folder / FAILURES_FILE_NAME, warn, message
@@ -51,22 +51,17 @@ class FailureWriter:
 
 
 class FailuresTail(LineTail[OfStep[FailedResponses]]):
-    """Follower of the failures of a run that goes on; reads those of a run that has ended too."""
+    """Reader of the failures of a running or finished run."""
 
     def __init__(self, run_folder: Path):
         super().__init__(run_folder / FAILURES_FILE_NAME, _parse)
 
 
-def _parse(line: bytes, place: str) -> OfStep[FailedResponses]:
-    try:
-        record = json.loads(line)
-        step, split, number, responses = (record[name] for name in ("step", "split", "failed", "responses"))
-        numbers = (step, number, responses)
-        if any(type(each) is not int for each in numbers) or not 0 <= step <= LAST_STEP or split not in _SPLITS:
-            raise ValueError("a step, a split or a number that cannot be")
-        if not 1 <= number <= responses <= LAST_STEP:
-            raise ValueError("more failed responses than responses")
-        return OfStep(step, FailedResponses(split, number, responses, str(record["first"])[:_LONGEST_TEXT]))
-    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-        keys = '{"step", "split", "failed", "responses", "first"}'
-        raise DataError(f"{place}: no failures {keys}: {one_line(error)}") from error
+def _parse(record: Any) -> OfStep[FailedResponses]:
+    step, split, number, responses = (record[name] for name in ("step", "split", "failed", "responses"))
+    numbers = (step, number, responses)
+    if any(type(each) is not int for each in numbers) or not 0 <= step <= LAST_STEP or split not in _SPLITS:
+        raise ValueError("a step, a split or a number that cannot be")
+    if not 1 <= number <= responses <= LAST_STEP:
+        raise ValueError("more failed responses than responses")
+    return OfStep(step, FailedResponses(split, number, responses, str(record["first"])[:_LONGEST_TEXT]))

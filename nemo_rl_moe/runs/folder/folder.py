@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Run folders `exp_001`, `exp_002`, ... and the files that say which run it is: id, configuration, versions, commit."""
+"""Run folders `exp_001`, `exp_002`, ... and the files that identify a run: id, configuration, versions, commit."""
 
 import importlib.metadata
 import json
@@ -49,12 +49,12 @@ _PACKAGES = (
 
 
 def create_run_folder(log_dir: str | Path, run_id: str | None = None, algorithm: str | None = None) -> Path:
-    """Make the next free `exp_001`, `exp_002`, ... in a log folder, which is created where needed.
+    """Make the next free `exp_001`, `exp_002`, ... in a log folder, which is created if needed.
 
     Two processes that call this at the same moment get two folders.
 
     Args:
-        run_id: Id by which `find_run_folder` finds the folder again; None: a random one.
+        run_id: Id by which `find_run_folder` finds the folder again. Random by default.
     """
     parent = Path(log_dir)
     try:
@@ -64,8 +64,7 @@ def create_run_folder(log_dir: str | Path, run_id: str | None = None, algorithm:
         while True:
             folder = parent / f"exp_{number:03d}"
             try:
-                # Of all processes that try, the operating system lets exactly one make the folder.
-                folder.mkdir()
+                folder.mkdir()  # succeeds in exactly one of several processes
             except FileExistsError:
                 number += 1
                 continue
@@ -81,7 +80,7 @@ def create_run_folder(log_dir: str | Path, run_id: str | None = None, algorithm:
 
 
 def newest_run_folders(log_dir: str | Path) -> list[Path]:
-    """Run folders in a log folder, newest first; none where there is no such folder."""
+    """Return the run folders in a log folder, newest first."""
     parent = Path(log_dir)
     entries = list(parent.iterdir()) if parent.is_dir() else []
     numbered = [(int(match[1]), path) for path in entries if (match := _FOLDER_PATTERN.fullmatch(path.name))]
@@ -89,27 +88,27 @@ def newest_run_folders(log_dir: str | Path) -> list[Path]:
 
 
 def find_run_folder(log_dir: str | Path, run_id: str) -> Path | None:
-    """Return the folder of the run with an id; None where there is none."""
+    """Return the folder of the run with an id, if there is one."""
     return next((folder for folder in newest_run_folders(log_dir) if read_run_id(folder) == run_id), None)
 
 
 def read_run_id(folder: Path) -> str | None:
-    """Return the id of the run that a folder belongs to; None where `run.json` is missing or damaged."""
+    """Return the id of a folder's run. None if `run.json` is missing or damaged."""
     run_id = _read_object(folder / RUN_FILE_NAME).get("run_id")
     return run_id if isinstance(run_id, str) else None
 
 
 def store_logger_run_ids(folder: Path, run_ids: Mapping[str, str]) -> None:
-    """Store the ids of the run at W&B and MLflow, for a run that is killed before its first checkpoint has them.
+    """Store the run's ids at W&B and MLflow, in case it is killed before its first checkpoint stores them.
 
     Raises:
-        OSError: It cannot be written; the ids that were stored before stay.
+        OSError: The file cannot be written. It keeps its content.
     """
     write_whole(folder / LOGGER_RUN_IDS_FILE_NAME, _json_text(dict(run_ids)))
 
 
 def read_logger_run_ids(folder: Path) -> dict[str, str]:
-    """Return the ids that `store_logger_run_ids` has stored; empty where the file is missing or damaged."""
+    """Return the ids that `store_logger_run_ids` stored. Empty if the file is missing or damaged."""
     content = _read_object(folder / LOGGER_RUN_IDS_FILE_NAME)
     return {name: run_id for name, run_id in content.items() if isinstance(run_id, str)}
 
@@ -119,10 +118,9 @@ def write_run_files(
 ) -> None:
     """Write the files with which a run can be reproduced.
 
-    `config.yaml`, which its owner alone may read, is the resolved configuration, `versions.json` the versions of Python
-    and of the packages, `git.json` the state of the git checkout around the working directory. A resumed run leaves
-    these as they were first written; contents that differ go into files beside them, such as
-    `config_resumed_at_step_40.yaml`.
+    `config.yaml` is the resolved configuration, readable by its owner only. `versions.json` has the versions of Python
+    and of the packages, `git.json` the state of the git checkout around the working directory. A resumed run does not
+    change these files. It writes contents that differ to further ones, such as `config_resumed_at_step_40.yaml`.
     """
     config = yaml.safe_dump(to_plain(resolved_config), sort_keys=False, allow_unicode=True)
     contents = {"versions": collect_versions(), "git": read_git_state(Path.cwd()), **extra}
@@ -137,7 +135,7 @@ def write_run_files(
 
 
 def collect_versions() -> dict[str, Any]:
-    """Return the versions of Python, the platform and the packages that shape a run's numbers."""
+    """Return the versions of Python, the platform and the packages that affect a run's numbers."""
     return {
         "nemo_rl_moe": nemo_rl_moe.__version__,
         "python": sys.version.split()[0],
@@ -147,10 +145,9 @@ def collect_versions() -> dict[str, Any]:
 
 
 def read_git_state(directory: Path) -> dict[str, Any]:
-    """Return the state of the git checkout around a directory.
+    """Return the state of the git checkout around a directory, or the reason why there is none.
 
-    Survives a machine without git and a folder that is no repository: the result says so. The address of the remote is
-    left out, since it may carry a password.
+    The remote's address is omitted, since it may contain a password.
     """
     try:
         root = _git(directory, "rev-parse", "--show-toplevel")
@@ -174,7 +171,7 @@ def read_git_state(directory: Path) -> dict[str, Any]:
 
 
 def _git(directory: Path, *arguments: str) -> str:
-    # Optional locks off: looking at a repository should not disturb a git command that the user runs meanwhile.
+    # Without optional locks, this does not disturb a git command that the user runs meanwhile.
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}
     done = subprocess.run(
         ["git", "-C", str(directory), *arguments],

@@ -1,16 +1,19 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Follower of a file of one record a line, while a run appends to it."""
+"""Follower of a file with one record per line, while a run appends to it."""
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Generic, TypeVar
+from typing import Any, BinaryIO, Generic, TypeVar
 
 from nemo_rl_moe.errors import DataError
 
 Record = TypeVar("Record")
 Content = TypeVar("Content")
+NO_RECORD = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError)
+"""Errors of parsing a line that is not a record of its file."""
 _MOST_REMEMBERED_BYTES = 1 << 16
 
 
@@ -19,7 +22,7 @@ class NewRecords(Generic[Record]):
     """Records that were appended since the last look.
 
     Attributes:
-        begins_anew: Whether the file has been cut or replaced: these are all of its records, earlier ones are void.
+        begins_anew: The file was cut or replaced. These are all of its records, and earlier ones are void.
     """
 
     records: list[Record]
@@ -43,11 +46,14 @@ def by_step(records: Sequence[OfStep[Content]]) -> dict[int, list[Content]]:
 class LineTail(Generic[Record]):
     """Follower of a file of lines.
 
-    Survives a torn last line, which is left for the next look, and a run that was resumed meanwhile, which cuts its
-    file back to the checkpoint.
+    It leaves an incomplete last line for the next call, and notices when a resumed run cuts its file back to the
+    checkpoint.
+
+    Args:
+        parse: Converts the JSON value of a line, or raises one of `NO_RECORD`.
     """
 
-    def __init__(self, path: Path, parse: Callable[[bytes, str], Record]):
+    def __init__(self, path: Path, parse: Callable[[Any], Record]):
         self._path, self._parse = path, parse
         self._offset = 0
         self._last_bytes = b""
@@ -63,7 +69,7 @@ class LineTail(Generic[Record]):
             raise DataError(f"{self._path}: cannot be read: {error.strerror}") from None
 
     def _read(self, file: BinaryIO) -> NewRecords[Record]:
-        # The size alone does not show it: a file that was cut may have grown beyond its former length since.
+        # The size alone does not show a cut, because the file may have grown beyond its former length since.
         file.seek(self._offset - len(self._last_bytes))
         begins_anew = file.read(len(self._last_bytes)) != self._last_bytes
         if begins_anew:
@@ -77,7 +83,7 @@ class LineTail(Generic[Record]):
             self._last_bytes = line[-_MOST_REMEMBERED_BYTES:]
             try:
                 if line.strip():
-                    records.append(self._parse(line, str(self._path)))
-            except DataError:
+                    records.append(self._parse(json.loads(line)))
+            except NO_RECORD:
                 num_damaged += 1
         return NewRecords(records, begins_anew, num_damaged)

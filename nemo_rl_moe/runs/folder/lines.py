@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Text files of one record a line: appended whole, rewound on resume, robust against a full disk."""
+"""Text files with one record per line: atomic appends, rewind on resume, robust against a full disk."""
 
 import contextlib
 import json
@@ -15,7 +15,7 @@ from typing import Any
 
 
 def to_plain(value: Any) -> Any:
-    """Return the content as dicts, lists, strings, numbers, booleans and None; any other object becomes its `str`."""
+    """Convert nested values to dicts, lists, strings, numbers, booleans and None. Other objects become their `str`."""
     if isinstance(value, Enum):
         return to_plain(value.value)
     if isinstance(value, Mapping):
@@ -29,10 +29,7 @@ _MOST_BYTES_KEPT = 64 * 2**20
 
 
 def append_whole(file: FileIO, record: bytes) -> None:
-    """Append all of a record to an unbuffered file, or nothing.
-
-    Survives a disk that fills up in the middle of a record: the part that was written is cut off again.
-    """
+    """Append all of a record to an unbuffered file, or nothing. A part written before an error is cut off again."""
     end = file.seek(0, os.SEEK_END)
     rest = memoryview(record)
     try:
@@ -45,11 +42,11 @@ def append_whole(file: FileIO, record: bytes) -> None:
 
 
 class LineFile:
-    """Text file of whole lines, each handed to the operating system at once.
+    """Text file of complete lines, which are passed to the operating system at once.
 
-    Survives a full disk: up to 64 MiB of lines wait in memory and are written when there is space again. A file that
-    somebody removes, with its folder perhaps, is begun anew, with a warning. A kill may leave a torn last line, which
-    `rewind_lines` removes before a run goes on.
+    If the disk is full, up to 64 MiB of lines wait in memory and are written when there is space again. If the file is
+    deleted, even with its folder, it is created again, with a warning. A kill may leave a torn last line, which
+    `rewind_lines` removes before the run resumes.
     """
 
     def __init__(self, path: Path, warn: Callable[[str], None], message: Callable[[str], None]):
@@ -64,7 +61,7 @@ class LineFile:
         self._lock = threading.Lock()
 
     def append(self, lines: Iterable[str]) -> None:
-        """Append lines, each without its line feed; a disk that does not take them raises nothing."""
+        """Append lines, given without line feeds. Errors of the disk are warnings."""
         try:
             with self._lock:
                 for line in lines:
@@ -83,15 +80,15 @@ class LineFile:
             self._warn(f"{self._path} was removed; it is begun anew, and lacks the lines before")
 
     def flush_to_disk(self) -> bool:
-        """Write the waiting lines and fsync; False where the disk does not take them. Any thread may call it.
+        """Write the waiting lines and fsync, from any thread. Returns False on failure.
 
-        A checkpoint must not outlive, in a power failure, the metrics of its steps.
+        Otherwise a checkpoint could survive a power failure that loses the metrics of its steps.
         """
         try:
             with self._lock:
                 descriptor = os.dup(self._write_kept().fileno())
             try:
-                # Outside of the lock: a slow disk must not hold up the training loop, which appends.
+                # Outside of the lock, since a slow disk must not block the training loop, which appends.
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
@@ -100,7 +97,7 @@ class LineFile:
         return True
 
     def close(self) -> None:
-        """Write the waiting lines if the disk takes them, and close the file."""
+        """Write the waiting lines if possible, and close the file."""
         self.append(())
         with self._lock:
             self._release()
@@ -133,7 +130,7 @@ class LineFile:
             self._release()
         if self._file is None:
             if self._was_removed:
-                # The run's folder alone: where what it lies in is gone too, a disk is.
+                # Not its parents: if they are missing too, the disk is probably not mounted.
                 self._path.parent.mkdir(exist_ok=True)
             self._file = FileIO(self._path, "a")
         return self._file
@@ -146,7 +143,7 @@ class LineFile:
 
 
 def _is_in_place(file: FileIO, path: Path) -> bool:
-    """Return False for an open file whose path leads nowhere or to another one: what is written to it is lost."""
+    """Return False if the path of an open file was deleted or replaced, so that writes to the file would be lost."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:
@@ -154,7 +151,7 @@ def _is_in_place(file: FileIO, path: Path) -> bool:
 
 
 def rewind_lines(path: Path, step: int) -> None:
-    """Truncate a file of JSON records at the first record of a later step, and a torn last line; steps ascend."""
+    """Remove the records of later steps from a file of JSON records with ascending steps, and a torn last line."""
     with path.open("r+b") as file:
         end = 0
         for line in file:
@@ -167,7 +164,7 @@ def rewind_lines(path: Path, step: int) -> None:
 
 
 def _step_of(line: bytes) -> float:
-    """Return the step of a record; minus infinity for a line that is not one, which is kept."""
+    """Return the step of a record. Minus infinity for any other line, which is kept."""
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):

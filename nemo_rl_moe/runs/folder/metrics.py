@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`metrics.jsonl`: one JSON object for each step, its writer and its readers."""
+"""`metrics.jsonl`, one JSON object per step: its writer and readers."""
 
 import json
 import math
@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nemo_rl_moe.errors import DataError, one_line
-from nemo_rl_moe.runs.folder.line_tail import LineTail
+from nemo_rl_moe.runs.folder.line_tail import NO_RECORD, LineTail
 from nemo_rl_moe.runs.folder.lines import LineFile
 
 RunOutcome = Literal["finished", "failed", "killed"]
 MetricHistory = dict[str, list[tuple[int, float]]]
-"""Metrics of a run: complete key to `(step, value)` pairs, steps ascending."""
+"""Metrics of a run: full key to `(step, value)` pairs, steps ascending."""
 METRICS_FILE_NAME = "metrics.jsonl"
 RENAMED_METRICS = {
     "train/moe/routing/tape_bytes": "train/moe/routing/captured_bytes"  # older name
 }
-"""Keys in files of older runs, and what they are called now."""
+"""Keys in files of older runs, and their present names."""
 LAST_STEP = 10**8 - 1
 _LAST_SECOND = 253_402_300_799  # of the year 9999
 
@@ -36,8 +36,8 @@ class StepRecord:
 class JsonlLogger:
     """Append `{"step": 1, "time": 1.7e9, "metrics": {"train/loss": 0.5}}` to `<run folder>/metrics.jsonl`.
 
-    Each line is handed to the operating system before `log_step` returns, so a crash of the program loses no step; on
-    a full disk, lines wait as `LineFile` says. JSON has no NaN and no infinity: they become the strings `"NaN"`,
+    Each line is passed to the operating system before `log_step` returns, so a crash of the program loses no step. On
+    a full disk, lines wait in memory (`LineFile`). NaN and infinities, which JSON lacks, become the strings `"NaN"`,
     `"Infinity"` and `"-Infinity"`, which Python's `float()`, pandas' `to_numeric` and JavaScript's `Number()` read.
     """
 
@@ -51,7 +51,6 @@ class JsonlLogger:
         self._lines.append([json.dumps(record, allow_nan=False)])
 
     def flush_to_disk(self) -> bool:
-        """Wait until the disk has all lines; False where some cannot be written. May be called from any thread."""
         return self._lines.flush_to_disk()
 
     def log_config(self, config: Mapping[str, Any]) -> None:
@@ -62,17 +61,14 @@ class JsonlLogger:
 
 
 def read_metrics(path: Path) -> list[StepRecord]:
-    """Return the records of a `metrics.jsonl`, while the run goes on or afterwards.
-
-    Survives a torn last line, which a killed run leaves: it is skipped.
-    """
+    """Return the records of a `metrics.jsonl`, during the run or afterwards."""
     lines = path.read_bytes().split(b"\n")
-    # What follows the last line feed is empty for a whole file, and the torn line otherwise.
+    # After the last line feed there is nothing, or a torn line of a run that writes or was killed: it is skipped.
     return [parse_record(line, f"{path}:{number}") for number, line in enumerate(lines[:-1], start=1) if line.strip()]
 
 
 def read_history(path: Path) -> MetricHistory:
-    """Return the metrics of a `metrics.jsonl` by key, in the order of the file."""
+    """Return the metrics of a `metrics.jsonl` by key."""
     history: MetricHistory = {}
     for record in read_metrics(path):
         for key, value in record.metrics.items():
@@ -81,27 +77,30 @@ def read_history(path: Path) -> MetricHistory:
 
 
 class MetricsTail(LineTail[StepRecord]):
-    """Follower of the `metrics.jsonl` of a run that goes on."""
+    """Follower of the `metrics.jsonl` of a running run."""
 
     def __init__(self, path: Path):
-        super().__init__(path, parse_record)
+        super().__init__(path, _step_record)
 
 
 def parse_record(line: bytes, place: str) -> StepRecord:
-    """Parse one line of the file."""
+    """Parse one line of a `metrics.jsonl`."""
     try:
-        record = json.loads(line)
-        metrics = {RENAMED_METRICS.get(key, str(key)): float(value) for key, value in record["metrics"].items()}
-        step, seconds = int(record["step"]), float(record["time"])
-        if not (0 <= step <= LAST_STEP and 0 <= seconds <= _LAST_SECOND):
-            raise ValueError("a step or a time that cannot be")
-        return StepRecord(step, seconds, metrics)
-    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        return _step_record(json.loads(line))
+    except NO_RECORD as error:
         raise DataError(f'{place}: not a step record {{"step", "time", "metrics"}}: {one_line(error)}') from error
 
 
+def _step_record(record: Any) -> StepRecord:
+    metrics = {RENAMED_METRICS.get(key, str(key)): float(value) for key, value in record["metrics"].items()}
+    step, seconds = int(record["step"]), float(record["time"])
+    if not (0 <= step <= LAST_STEP and 0 <= seconds <= _LAST_SECOND):
+        raise ValueError("a step or a time that cannot be")
+    return StepRecord(step, seconds, metrics)
+
+
 def json_number(value: float) -> float | str:
-    """Return the number as JSON can hold it; NaN and infinities become strings that `float()` reads."""
+    """Return a number that JSON can represent. NaN and infinities become strings that `float()` reads."""
     number = float(value)
     if math.isfinite(number):
         return number

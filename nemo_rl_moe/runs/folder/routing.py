@@ -1,14 +1,16 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`routing.parquet`: what the captured routed experts hold at every step, layer by layer; and what is wrong with them.
+"""`routing.parquet` and `routing_anomalies.jsonl`: statistics and anomalies of the captured routes at every step.
 
-A row is a step in a layer. Its columns are the kinds of rows of the capture, `expected` to `live_slots`, as
-`routing/agreement/row_kinds.py` describes them; `slots`, single experts of usable rows, and `slot_chance`, the share of
-them on which capture and router agree by the experts' popularity alone; and the classes of router margins,
-`margin_to_0.001` to `margin_above_1`, with `differing_to_0.001` to `differing_above_1`, those of their rows where
-capture and router differ.
+The table has a row per step and layer. Its columns are:
 
-`routing_anomalies.jsonl` has a line for each anomaly, and is there once there is one.
+- `expected` to `live_slots`: number of rows of the capture of each kind (`routing/agreement/row_kinds.py`)
+- `slots`: number of experts in usable rows, and `slot_chance`: share of them on which capture and router would agree by
+  the popularity of the experts alone
+- `margin_to_0.001` to `margin_above_1`: usable rows by class of the router margin, and `differing_to_0.001` to
+  `differing_above_1`: those rows on which capture and router differ
+
+`routing_anomalies.jsonl` has a line per anomaly. A healthy run has no such file.
 """
 
 import json
@@ -19,7 +21,6 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 import pyarrow as pa
 
-from nemo_rl_moe.errors import DataError, one_line
 from nemo_rl_moe.routing.agreement.route_identity import AnomalyKind, RoutingAnomaly
 from nemo_rl_moe.routing.agreement.row_kinds import MARGIN_EDGES, Row
 from nemo_rl_moe.runs.folder.line_tail import LineTail, OfStep
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 FOLDER_NAME = "routing.parquet"
 ANOMALIES_FILE_NAME = "routing_anomalies.jsonl"
 MARGIN_CLASSES = (*(f"to_{edge:g}" for edge in MARGIN_EDGES), f"above_{MARGIN_EDGES[-1]:g}")
-"""Names of the classes of router margins, from the narrowest on."""
+"""Names of the classes of router margins, narrowest first."""
 _KINDS = tuple(kind.name.lower() for kind in Row)
 _MARGINS = tuple(f"{which}_{name}" for name in MARGIN_CLASSES for which in ("margin", "differing"))
 TABLE = StepTable(
@@ -52,13 +53,13 @@ _LONGEST_TEXT = 1000
 
 @dataclass(frozen=True)
 class RoutingHistory:
-    """Content of a run's captures over its steps.
+    """Statistics of a run's captured routes over its steps.
 
     Attributes:
-        slot_chance: Share of these on which capture and router agree by chance; NaN without usable rows.
-        margins: Usable rows by class of the router's margin: all, and those that differ.
-        layer_overlap: Of a sample, the share of the capture's experts in one layer that routers of another would choose
-            for the same tokens, NaN where nothing is known; None in a run's folder, which does not keep it.
+        slot_chance: Share of `slots` on which capture and router agree by chance. NaN without usable rows.
+        margins: Usable rows by class of the router margin: all rows, and the differing ones.
+        layer_overlap: In a sample of tokens, share of the captured experts of one layer that the routers of another
+            layer would choose. NaN if unknown. None for a run's folder, which does not store it.
     """
 
     steps: Int[np.ndarray, " steps"]
@@ -84,10 +85,12 @@ class RoutingWriter(StepTableWriter["RoutingReport"]):
         slots = {"slots": totals.captured_experts.sum(1).numpy(), "slot_chance": slot_chance(totals).numpy()}
         self.add(step, (artifact.layers,), of_kinds | slots | of_margins)
         if artifact.anomalies:
-            # A healthy run has no such file.
             path = self._folder.parent / ANOMALIES_FILE_NAME
             self._anomalies = self._anomalies or LineFile(path, self._warn, self._message)
-            self._anomalies.append(json.dumps(_record(step, anomaly)) for anomaly in artifact.anomalies)
+            self._anomalies.append(
+                json.dumps({"step": step, "kind": anomaly.kind, "layer": anomaly.layer, "text": anomaly.text})
+                for anomaly in artifact.anomalies
+            )
 
     def close(self) -> None:
         super().close()
@@ -96,7 +99,7 @@ class RoutingWriter(StepTableWriter["RoutingReport"]):
 
 
 def read_routing(run_folder: Path, first_step: int = 0) -> RoutingHistory:
-    """Read what a run has written about its captured routes, each step once.
+    """Read the statistics of captured routes that a run has written so far.
 
     Raises:
         FileNotFoundError: There is no such step.
@@ -115,23 +118,15 @@ def read_routing(run_folder: Path, first_step: int = 0) -> RoutingHistory:
 
 
 class AnomaliesTail(LineTail[OfStep[RoutingAnomaly]]):
-    """Follower of the anomalies of a run that goes on; reads those of a run that has ended too."""
+    """Reader of the anomalies of a running or finished run."""
 
     def __init__(self, run_folder: Path):
         super().__init__(run_folder / ANOMALIES_FILE_NAME, _parse)
 
 
-def _record(step: int, anomaly: RoutingAnomaly) -> dict[str, Any]:
-    return {"step": step, "kind": anomaly.kind, "layer": anomaly.layer, "text": anomaly.text}
-
-
-def _parse(line: bytes, place: str) -> OfStep[RoutingAnomaly]:
-    try:
-        record = json.loads(line)
-        step, kind, layer = int(record["step"]), record["kind"], record["layer"]
-        if kind not in get_args(AnomalyKind) or not 0 <= step <= LAST_STEP:
-            raise ValueError("a kind or a step that cannot be")
-        number = None if layer is None else int(layer)
-        return OfStep(step, RoutingAnomaly(kind, str(record["text"])[:_LONGEST_TEXT], number))
-    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
-        raise DataError(f'{place}: no anomaly {{"step", "kind", "layer", "text"}}: {one_line(error)}') from error
+def _parse(record: Any) -> OfStep[RoutingAnomaly]:
+    step, kind, layer = int(record["step"]), record["kind"], record["layer"]
+    if kind not in get_args(AnomalyKind) or not 0 <= step <= LAST_STEP:
+        raise ValueError("a kind or a step that cannot be")
+    number = None if layer is None else int(layer)
+    return OfStep(step, RoutingAnomaly(kind, str(record["text"])[:_LONGEST_TEXT], number))

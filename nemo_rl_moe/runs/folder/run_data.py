@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""One run as its folder describes it, while it goes on or afterwards: configuration, metrics, expert load, routing."""
+"""Content of a run's folder, during the run or afterwards: configuration, metrics, expert load, routing."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -42,10 +42,10 @@ class RunData:
     """Content of a run's folder.
 
     Attributes:
-        metrics: Complete key to its series.
-        moe_configuration: Router settings that were in force; empty for a dense model.
-        notes: One line for each file that could not be read.
-        rank_names: Names of data-parallel ranks, where they have any.
+        metrics: Series by full key.
+        moe_configuration: Router settings in effect. Empty for a dense model.
+        notes: One line for each unreadable file.
+        rank_names: Names of data-parallel ranks, if any.
     """
 
     folder: Path
@@ -64,37 +64,32 @@ class RunData:
 
     @property
     def name(self) -> str:
-        """Short name for people: the folder and its parent, for example `sft_tiny_moe/exp_001`."""
+        """Folder and its parent, for example `sft_tiny_moe/exp_001`."""
         resolved = self.folder.resolve()
         return f"{resolved.parent.name}/{resolved.name}"
 
     @property
     def last_step(self) -> int:
-        """Last step of any metric; 0 before the first one."""
+        """Last step of any metric, 0 before the first."""
         return max((int(series.steps[-1]) for series in self.metrics.values()), default=0)
 
     @property
     def algorithm(self) -> str | None:
-        """Name of the algorithm, for example `sft`: its own section, which a resolved configuration begins with.
-
-        Its loop may be in the section of another one.
-        """
+        """Name of the algorithm, for example `sft`, which is the first section of a resolved configuration."""
         return next((name for name, section in self.config.items() if isinstance(section, dict)), None)
 
     @property
     def planned_steps(self) -> int | None:
-        """Steps that the configuration asks for; None where it does not say."""
+        # The loop's settings may be in the section of another algorithm.
         numbers = (number_at(self.config, name, "max_num_steps") for name in self.config)
         return next((int(number) for number in numbers if number is not None), None)
 
     @property
     def expert_parallel_size(self) -> int:
-        """Expert-parallel ranks among which a layer's experts are distributed."""
         return max(1, int(number_at(self.config, "policy", "megatron_cfg", "expert_model_parallel_size") or 1))
 
     @property
     def topk(self) -> int | None:
-        """Experts that each token is routed to; None where that is not known."""
         found = number_at(self.moe_configuration, "moe_router_topk")
         return None if found is None or found < 1 else int(found)
 
@@ -127,14 +122,14 @@ def read_run(folder: Path) -> RunData:
 
 
 def describe_run(folder: Path) -> RunData:
-    """Return the configuration of a run, which is in its folder before the first step."""
+    """Read the configuration of a run, which is in its folder before the first step."""
     notes: list[str] = []
     config, moe = (_mapping(folder / name, notes) for name in (CONFIG_FILE_NAME, EFFECTIVE_MOE_FILE_NAME))
     return RunData(folder, {}, None, config, moe, notes)
 
 
 def number_at(settings: Any, *keys: str) -> float | None:
-    """Return a finite number in a nested mapping of a file that may have been edited; None where there is none."""
+    """Return the finite number at nested keys of a file that may have been edited. None if there is none."""
     for key in keys:
         settings = settings.get(key) if isinstance(settings, dict) else None
     is_number = isinstance(settings, int | float) and not isinstance(settings, bool)
@@ -142,7 +137,7 @@ def number_at(settings: Any, *keys: str) -> float | None:
 
 
 def _table(read: Callable[[Path], History], folder: Path, notes: list[str]) -> History | None:
-    """Return a table of the run; None where it has none. One that is damaged is noted."""
+    """Return a table of the run, if it exists. Damage is noted."""
     try:
         return read(folder)
     except FileNotFoundError:
@@ -153,7 +148,7 @@ def _table(read: Callable[[Path], History], folder: Path, notes: list[str]) -> H
 
 
 def _lines(tail: LineTail[Record], path: Path, what: str, notes: list[str]) -> list[Record]:
-    """Return the records of a file; empty where it cannot be read or is not there. What is damaged is noted."""
+    """Return the records of a file, if it exists. Damage is noted."""
     try:
         found = tail.read()
     except DataError as error:
@@ -165,14 +160,14 @@ def _lines(tail: LineTail[Record], path: Path, what: str, notes: list[str]) -> l
 
 
 def series_of(points: list[tuple[int, float]]) -> Series:
-    """Return the points in the order of their steps; of a step that occurs twice, the value that was written last."""
+    """Sort points by step. If a step occurs twice, the last written value counts."""
     steps, values = zip(*reversed(points), strict=True)
     found, from_the_end = np.unique(np.array(steps, dtype=np.int64), return_index=True)
     return Series(found, np.array(values, dtype=np.float64)[from_the_end])
 
 
 def _mapping(path: Path, notes: list[str]) -> dict[str, Any]:
-    """Read the mapping in a YAML or JSON file; empty where there is none. A truncated or broken file is noted."""
+    """Return the mapping in a YAML or JSON file, if it exists. Damage is noted."""
     if not path.is_file():
         return {}
     try:
@@ -180,7 +175,7 @@ def _mapping(path: Path, notes: list[str]) -> dict[str, Any]:
         found: Any = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
         if not _has_at_most(found, _MOST_VALUES):  # aliases of aliases
             raise ValueError(f"more than {_MOST_VALUES:,} values")
-        found = masked(found)  # by hand, or by a release that kept secrets as they were
+        found = masked(found)  # an edited or old file may contain secrets
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         notes.append(f"{path}: cannot be read: {one_line(error)}")
         return {}
@@ -188,7 +183,7 @@ def _mapping(path: Path, notes: list[str]) -> dict[str, Any]:
 
 
 def _has_at_most(value: Any, number: int) -> bool:
-    """Return True where a nested value, written out, has so many values at most."""
+    """Return True if a nested value, with aliases expanded, has at most `number` values."""
     left = [value]
     while left and number >= 0:
         found = left.pop()

@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Samples as lines of text, for the console, the terminal view and loggers: who said what, and what was trained on.
+"""Samples as lines of text for the console, the terminal view and loggers.
 
-Texts of a run stand in them as they are; whoever prints them makes them printable (`errors.printable`).
+The lines contain a run's texts unchanged. Callers escape control characters (`errors.printable`) before they print.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,15 +32,14 @@ LONGEST_ON_ONE_LINE = 400
 
 @dataclass(frozen=True)
 class ShownSample:
-    """A sample as people look at it.
+    """A sample to display.
 
     Attributes:
-        reward: As text; empty without one.
-        verdict: right, wrong, truncated, or why it could not be scored.
-        left_out: Why it was not trained on; empty where it was, or nothing is.
-        num_tokens: Tokens that the model sampled.
-        turns: Its conversation; empty where that is a prompt and a response.
-        times: What it did when.
+        reward: Text. Empty without a reward.
+        verdict: right, wrong, truncated, or the reason why it could not be scored.
+        left_out: Reason why it was not trained on. Empty if it was, or in a validation.
+        num_tokens: Number of sampled tokens.
+        turns: The conversation. Empty if it is only a prompt and a response.
     """
 
     step: int
@@ -58,23 +57,18 @@ class ShownSample:
 
 @dataclass(frozen=True)
 class TextLimits:
-    """Most that is shown of one text.
-
-    Attributes:
-        characters: Characters.
-        lines: Lines.
-    """
+    """Largest part of a text to show."""
 
     characters: int = LONGEST_ON_ONE_LINE
     lines: int = 8
 
 
 SAMPLE_LIMITS = TextLimits(characters=4000, lines=100)
-"""Of texts at loggers, which fold long ones."""
+"""For loggers, which fold long texts."""
 
 
 def sample_lines(sample: ShownSample, limits: TextLimits | None = None) -> list[Line]:
-    """Return the lines of a sample: one, or those of its conversation."""
+    """Return one line for a prompt and a response, and the lines of its turns for a conversation."""
     verdict = sample.verdict if sample.verdict in ("right", "wrong", "truncated") else "failed"
     left_out = f"  (left out: {_on_one_line(sample.left_out)})" if sample.left_out else ""
     if not says_more(sample.turns):
@@ -88,8 +82,7 @@ def sample_lines(sample: ShownSample, limits: TextLimits | None = None) -> list[
     for turn in sample.turns:
         if turn.sequence is not None and turn.sequence != sequence:
             sequence = turn.sequence
-            what = f"-- sequence {sequence + 1}, which does not continue the turns above --"
-            lines.append(((f"    {what}", "dim"),))
+            lines.append(((f"    -- sequence {sequence + 1}, which does not continue the turns above --", "dim"),))
         lines += _turn_lines(turn, limits or TextLimits())
     if sample.times is not None:
         lines.append(time_line(sample.times))
@@ -97,7 +90,7 @@ def sample_lines(sample: ShownSample, limits: TextLimits | None = None) -> list[
 
 
 def conversation_summary(sample: ShownSample) -> str:
-    """Return a few words on a conversation: its reward, responses, calls and trained tokens."""
+    """Summarize a conversation: reward, number of responses, calls and tokens."""
     calls = [call for turn in sample.turns for call in turn.calls]
     counts = {
         "failed": sum(call.outcome in FAILED_OUTCOMES for call in calls),
@@ -115,37 +108,37 @@ def conversation_summary(sample: ShownSample) -> str:
 
 
 def as_text(lines: Sequence[Line]) -> str:
-    """Return lines as plain text whose control characters are written out."""
+    """Return lines as plain text with escaped control characters."""
     return "\n".join("".join(printable(text, kept="\t") for text, _ in line) for line in lines)
 
 
+def samples_text(samples: Sequence[ShownSample]) -> str:
+    """Return samples as plain text, with the legend."""
+    return "\n\n".join([LEGEND, *(as_text(sample_lines(sample, SAMPLE_LIMITS)) for sample in samples)])
+
+
 def time_line(times: RolloutTimes) -> Line:
-    """Return what a trajectory did when, as a bar with its seconds."""
-    parts: list[Styled] = [("    time       [", "dim")]
-    parts += [_BAR[kind] for kind in _kinds_of_bar(times)]
-    parts.append(
-        (
-            f"] {times.seconds:.3g} s: # generation {times.generation_s:.3g} s, = tools {times.tools_s:.3g} s,"
-            f" . waiting {times.waiting_s:.3g} s",
-            "dim",
-        )
+    """Return the times of a trajectory as a bar, with the seconds."""
+    seconds = (
+        f"] {times.seconds:.3g} s: # generation {times.generation_s:.3g} s, = tools {times.tools_s:.3g} s,"
+        f" . waiting {times.waiting_s:.3g} s"
     )
-    return tuple(parts)
+    return ("    time       [", "dim"), *(_BAR[kind] for kind in _kinds_of_bar(times)), (seconds, "dim")
 
 
 def cut_text(text: str, limits: TextLimits) -> tuple[str, int]:
-    """Return the beginning of a text, and how many characters are missing."""
+    """Return the beginning of a text, and the number of the other characters."""
     head = "\n".join(text[: limits.characters].split("\n")[: limits.lines])
     return head, len(text) - len(head)
 
 
 def called(call: ToolUse) -> str:
-    """Return a call as text."""
+    """Format a call."""
     return f"{call.name} {call.arguments}".strip() or "a call that cannot be read"
 
 
-def _kinds_of_bar(times: RolloutTimes) -> Iterator[str]:
-    """Yield what takes each part of a bar; what is short is seen too."""
+def _kinds_of_bar(times: RolloutTimes) -> list[str]:
+    """Return the activity in each character of a bar. Short spans take at least one character."""
     kinds = ["waiting"] * _BAR_WIDTH
     for name, spans in (("generation", times.generation), ("tools", times.tools)):
         for start, end in spans:
@@ -155,7 +148,7 @@ def _kinds_of_bar(times: RolloutTimes) -> Iterator[str]:
             first = min(int(start * scale), _BAR_WIDTH - 1)
             last = min(max(round(end * scale), first + 1), _BAR_WIDTH)
             kinds[first:last] = [name] * (last - first)
-    yield from kinds
+    return kinds
 
 
 def _turn_lines(turn: ConversationTurn, limits: TextLimits) -> Iterator[Line]:

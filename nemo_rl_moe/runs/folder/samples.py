@@ -1,10 +1,10 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`samples.jsonl`: the trajectories that a run keeps, written.
+"""Writer of `samples.jsonl`, with the trajectories that a run saves.
 
-A line has step, split, prompt and response as texts, reward and verdict; where there is more than a prompt and a
-response also `conversation` and `times` (`conversations`), and `left_out` where it is not trained on. Each names the
-thumbnails of its images.
+A line has the step, the split, the texts of prompt and response, and reward and correctness. It has `conversation` and
+`times` (`conversations`) if there is more than a prompt and a response, `left_out` if it is not trained on, and
+`thumbnails` if it has images.
 """
 
 import json
@@ -30,7 +30,7 @@ _FURTHER_FAILURES = 8
 
 
 class SavedTrajectory(Protocol):
-    """Part of a trajectory that is logged; `rollouts.trajectory.Trajectory` is one."""
+    """Logged part of `rollouts.trajectory.Trajectory`."""
 
     @property
     def sample_id(self) -> str: ...
@@ -71,7 +71,7 @@ class SavedTrajectory(Protocol):
 
 
 class Console(Protocol):
-    """Console that shows lines to the user; `loggers.console.ConsoleLogger` is one."""
+    """Used part of `loggers.console.ConsoleLogger`."""
 
     def message(self, text: str) -> None: ...
     def warn(self, text: str) -> None: ...
@@ -81,8 +81,8 @@ class Console(Protocol):
 class SampleLog:
     """Writer of `samples.jsonl` and its thumbnails, which also prints responses of validations.
 
-    The same prompts come first in every validation. Thumbnails are of responses that `read_samples` may choose: the
-    first ones to the first prompts, of all validations and of `has_images` steps.
+    The same prompts come first in every validation. Only responses that `read_samples` may choose have thumbnails: the
+    first response to each of the first prompts, in all validations and in `has_images` steps.
     """
 
     def __init__(self, run_folder: Path, console: Console, num_to_print: int, num_to_save: int | None):
@@ -101,11 +101,7 @@ class SampleLog:
         self._lines.close()
 
     def write(self, step: int, split: str, trajectories: Sequence[SavedTrajectory]) -> None:
-        """Write the trajectories of a step.
-
-        Args:
-            trajectories: As many for each prompt, one prompt after the other.
-        """
+        """Write trajectories of a step, prompt by prompt."""
         kept = [*trajectories[: self._num_to_save], *self._further_failures(trajectories)]
         shown = _one_of_each_prompt(kept)[:PROMPTS_OF_A_STEP] if split == "val" or has_images(step) else []
         names = {id(trajectory): self._thumbnails.write(trajectory.images) for trajectory in shown}
@@ -116,7 +112,7 @@ class SampleLog:
             self._print(self.shown(step, split, trajectories))
 
     def shown(self, step: int, split: str, trajectories: Sequence[SavedTrajectory]) -> list[ShownSample]:
-        """Return the first response to each of the first prompts, as people look at it."""
+        """Return the first response to each of the first prompts."""
         chosen = _one_of_each_prompt(trajectories)[: self._num_to_print]
         return [shown_sample(_record(step, split, trajectory, ())) for trajectory in chosen]
 
@@ -128,8 +124,8 @@ class SampleLog:
             self._console.show(sample_lines(sample))
 
     def _further_failures(self, trajectories: Sequence[SavedTrajectory]) -> list[SavedTrajectory]:
-        """Return a few of the failed ones that are not among the first."""
-        if self._num_to_save is None or self._num_to_save == 0:
+        """Return a few failed trajectories after the first `num_to_save`."""
+        if not self._num_to_save:
             return []
         return [found for found in trajectories[self._num_to_save :] if found.fault is not None][:_FURTHER_FAILURES]
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`samples.jsonl` of a run, read: for its report, and for the terminal view while it goes on."""
+"""Reader of `samples.jsonl`, for the report and for the terminal view of a running run."""
 
 import json
 import math
@@ -19,22 +19,22 @@ from nemo_rl_moe.runs.folder.conversations import (
     times_json,
     times_of,
 )
+from nemo_rl_moe.runs.folder.line_tail import NO_RECORD
 from nemo_rl_moe.runs.folder.sample_text import ShownSample, conversation_summary
 from nemo_rl_moe.runs.folder.thumbnails import IMAGES_OF_A_SAMPLE, is_thumbnail_name
 from nemo_rl_moe.shapes import Int
 
 SAMPLES_FILE_NAME = "samples.jsonl"
 MOST_TURNS = 40
-"""Turns of a conversation in a page."""
+"""Largest number of turns of a conversation in a report."""
 _CUT = " [...]"
 _LEFT_OUT = ""
 _LOOKED_AT = 1 << 20
-_NO_SAMPLE = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError)
 STEPS_OF_A_SPLIT, PROMPTS_OF_A_STEP, LONGEST_TEXT = 4, 6, 2000
 
 
 def read_samples(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """Return responses to the first prompts of four evenly spaced steps of training and of validation."""
+    """Return responses to the first prompts of evenly spaced steps of training and of validation."""
     path = folder / SAMPLES_FILE_NAME
     if not path.is_file():
         return []
@@ -61,7 +61,7 @@ def read_samples(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
 
 
 def _shown_steps(steps: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> list[int]:
-    """Select evenly spaced steps of a split, and the last one; with images, the nearest steps that have some."""
+    """Select evenly spaced steps and the last one. If any samples have images, prefer the nearest steps with images."""
     in_order = sorted(steps)
     *earlier, last = (in_order[position] for position in evenly_spaced(len(in_order), STEPS_OF_A_SPLIT).tolist())
     with_images = [step for step in in_order if any("thumbnails" in sample for sample in steps[step].values())]
@@ -71,11 +71,11 @@ def _shown_steps(steps: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> list[i
 
 
 def named_thumbnails(path: Path) -> set[str]:
-    """Return the names of all thumbnails in a file of samples; none where there is no such file."""
+    """Return the names of all thumbnails in a file of samples, if it exists."""
     if not path.is_file():
         return set()
     with path.open("rb") as lines:
-        # Most lines have none, and need no parsing.
+        # Lines without thumbnails, which are most, need no parsing.
         return {name for line in lines if b'"thumbnails"' in line for name in _thumbnails(_record_in(line))}
 
 
@@ -99,7 +99,7 @@ def _shortened_turn(turn: Mapping[str, Any], length: int) -> dict[str, Any]:
 
 
 def _record_in(line: bytes) -> Any:
-    """Read the record of a line; empty where it is none."""
+    """Parse a line. An invalid line has an empty record."""
     try:
         return json.loads(line)
     except (ValueError, RecursionError):
@@ -107,7 +107,7 @@ def _record_in(line: bytes) -> Any:
 
 
 def _thumbnails(record: Any) -> list[str]:
-    """Return the names of a record that may have been edited: no other text of a file becomes part of a path."""
+    """Return the valid names in a record. The file may have been edited, and no other text may get into a path."""
     names = record.get("thumbnails") if isinstance(record, dict) else None
     return [name for name in names[:IMAGES_OF_A_SAMPLE] if is_thumbnail_name(name)] if isinstance(names, list) else []
 
@@ -115,33 +115,29 @@ def _thumbnails(record: Any) -> list[str]:
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         record = json.loads(line)
-        reward = record.get("reward")
-        thumbnails = _thumbnails(record)
-        return {
-            "step": int(record["step"]),
-            "split": _short(record["split"]),
-            "sample_id": _short(record["sample_id"]),
-            "prompt": _short(record["prompt"]),
-            "response": _short(record["response"]),
-            "reward": f"{float(reward):.4g}" if reward is not None and not math.isnan(float(reward)) else "",
-            "verdict": _verdict(record),
-        } | _seldom(record, thumbnails)
-    except _NO_SAMPLE:
+        sample = shown_sample(record)
+    except NO_RECORD:
         return None
-
-
-def _seldom(record: Mapping[str, Any], thumbnails: Sequence[str]) -> dict[str, Any]:
-    found: dict[str, Any] = {"thumbnails": thumbnails} if thumbnails else {}
-    if left_out := record.get("left_out"):
-        found["left_out"] = _short(left_out)
-    sample = shown_sample(record)
+    found: dict[str, Any] = {
+        "step": sample.step,
+        "split": _short(sample.split),
+        "sample_id": _short(sample.sample_id),
+        "prompt": _short(sample.prompt),
+        "response": _short(sample.response),
+        "reward": sample.reward,
+        "verdict": sample.verdict,
+    }
+    if thumbnails := _thumbnails(record):
+        found["thumbnails"] = thumbnails
+    if sample.left_out:
+        found["left_out"] = _short(sample.left_out)
     if sample.turns:
         found["conversation"] = _conversation_of_page(sample)
     return found
 
 
 def _conversation_of_page(sample: ShownSample) -> dict[str, Any]:
-    """Return what a page shows of a conversation: of a long one the first and the last turns."""
+    """Return a conversation for the report. Of a long one, it has the first and the last turns."""
     turns, most = list(zip(sample.turns, _seconds_of_turns(sample), strict=True)), MOST_TURNS // 2
     num_hidden = max(0, len(turns) - MOST_TURNS)
     shown = [*turns[:most], *turns[most + num_hidden :]] if num_hidden else turns
@@ -158,7 +154,7 @@ def _conversation_of_page(sample: ShownSample) -> dict[str, Any]:
 
 
 def _seconds_of_turns(sample: ShownSample) -> list[tuple[float | None, ...]]:
-    """Return the seconds of each turn: of its text where the model wrote it, and of each of its calls."""
+    """Return the seconds of each turn: of its text if the model wrote it, and of each of its calls."""
     times = sample.times or RolloutTimes(0.0)
     responses, calls = ((end - start for start, end in spans) for spans in (times.generation, times.tools))
     return [
@@ -192,7 +188,7 @@ def _turn_of_page(turn: ConversationTurn, seconds: Sequence[float | None]) -> di
 
 
 def shown_sample(record: Mapping[str, Any]) -> ShownSample:
-    """Read a line as people look at it."""
+    """Convert a record to a sample to display."""
     reward = record.get("reward")
     times = record.get("times")
     return ShownSample(
@@ -211,7 +207,7 @@ def shown_sample(record: Mapping[str, Any]) -> ShownSample:
 
 
 class NewestConversation:
-    """The first conversation of the last step that has one, from the last lines of the file of a run that goes on."""
+    """Reader of the first conversation of the newest step with one, from the last lines of a growing file."""
 
     def __init__(self, run_folder: Path):
         self._path = run_folder / SAMPLES_FILE_NAME
@@ -219,7 +215,7 @@ class NewestConversation:
         self._found: ShownSample | None = None
 
     def read(self) -> ShownSample | None:
-        """Return it as it is now; None without one."""
+        """Return the present conversation, if there is one."""
         try:
             with self._path.open("rb") as file:
                 status = os.fstat(file.fileno())
@@ -239,7 +235,7 @@ def _first_of_last_step(lines: bytes) -> ShownSample | None:
             continue
         try:
             sample = shown_sample(json.loads(line))
-        except _NO_SAMPLE:  # the first of them may be cut
+        except NO_RECORD:  # the first line may be cut
             continue
         if found is not None and sample.step != found.step:
             break
@@ -259,11 +255,11 @@ def _short(text: Any, length: int = LONGEST_TEXT) -> str:
 
 
 def evenly_spaced(number: int, most: int) -> Int[np.ndarray, " chosen"]:
-    """Select at most `most` of the positions 0 to `number` - 1, evenly spaced; the last one always."""
+    """Select at most `most` of the positions 0 to `number` - 1, evenly spaced, with the last one."""
     chosen = min(number, max(most, 1))
     return np.ceil(np.arange(1, chosen + 1) * number / max(chosen, 1)).astype(np.int64) - 1
 
 
 def has_images(step: int) -> bool:
-    """Return whether a training step keeps images: all below 20, each tenth below 200, hundredth below 2000."""
+    """Return whether a training step saves images: all steps below 20, each tenth below 200, hundredth below 2000."""
     return step % 10 ** (len(str(step // 2)) - 1) == 0

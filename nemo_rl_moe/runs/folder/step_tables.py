@@ -1,10 +1,10 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Tables that a run adds to at every step: their writer, reader and rewind.
+"""Tables to which a run adds rows at every step: writer, reader and rewind.
 
 `<run folder>/<name>.parquet` is a folder of Parquet files, which pandas, pyarrow, polars and DuckDB read as one table.
-A Parquet file cannot be appended to: steps are written to files of their own that appear whole, short steps to one
-together, and files of 100 steps are joined into one.
+Parquet files cannot be appended to. Therefore each step is a new file, which appears complete. Short steps share a
+file, and files of 100 steps are joined into one.
 """
 
 import math
@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Generic
 
@@ -29,20 +30,21 @@ from nemo_rl_moe.shapes import Int
 
 STEPS_OF_A_FILE = 100
 MAX_DELAY_S = 5.0
-"""Age of the last file at which a step's end writes the next one: short steps share a file. A kill takes what waits."""
+"""Age of the last file from which on a step is written to a new one. A kill loses the steps that wait."""
 _MOST_STEPS_KEPT = 1000
-_MOST_ROWS = 20_000_000  # a file of 100 steps of a model of 200 layers with 1,000 experts each
+_MOST_ROWS = 20_000_000  # 100 steps of a model with 200 layers of 1,000 experts
 _UNREADABLE = (OSError, ValueError, pa.ArrowException)
 _FILE_NAME = re.compile(r"steps-(\d{8})-(\d{8})\.parquet")
 
 
 @dataclass(frozen=True)
 class StepTable:
-    """Form of a table: for each step a row for each place.
+    """Layout of a table: for each step, a row for each combination of the other axes.
 
     Attributes:
-        values: Further columns, by their types: counts, or shares from 0 on, which may be NaN.
-        is_signed: They may be below 0 too.
+        values: Types of the other columns, which have counts, or shares from 0 on or NaN.
+        is_signed: These columns may be negative.
+        optional: Types of columns that a run may lack.
     """
 
     folder_name: str
@@ -52,7 +54,7 @@ class StepTable:
     optional: Mapping[str, pa.DataType] = field(default_factory=dict)
 
     def schema(self, names: Collection[str]) -> pa.Schema:
-        """Return the columns of a file that has these, and whatever it must have."""
+        """Return the schema of a file with the given optional columns."""
         axes = [(axis, pa.int64() if axis == "step" else pa.int32()) for axis in self.axes]
         more = [(name, of) for name, of in self.optional.items() if name in names]
         return pa.schema([*axes, *self.values.items(), *more])
@@ -72,10 +74,9 @@ class StepRows:
 
 
 class StepTableWriter(ABC, Generic[Artifact]):
-    """Writer of a table; a subclass makes rows of the artifact of a step.
+    """Writer of a table. A subclass converts the artifact of a step to rows.
 
-    Survives a full disk: the newest 1,000 steps are kept in memory meanwhile and written when there is space again;
-    training goes on.
+    If the disk is full, the newest 1,000 steps wait in memory until there is space again, and training continues.
     """
 
     table: ClassVar[StepTable]
@@ -96,16 +97,17 @@ class StepTableWriter(ABC, Generic[Artifact]):
         self._is_failing = False
         self._has_reported_of_joining = False
         self._max_delay_s, self._written_at = max_delay_s, -math.inf
-        # The files of few steps that the run wrote before it was resumed are joined with the new ones.
+        # A resumed run joins its earlier short files with the new ones.
         self._short = [span for span in _files_in_force(self._folder) if span[1] - span[0] < STEPS_OF_A_FILE - 1]
 
     @abstractmethod
     def write(self, step: int, artifact: Artifact) -> None:
-        """Add one step; steps ascend."""
+        """Add one step. Steps ascend."""
 
-    def add(self, step: int, places: Sequence[Sequence[int]], values: Mapping[str, NDArray[Any]]) -> None:
-        axes = (np.array([step]), *map(np.asarray, places))
-        self._kept.append(StepRows(axes, {name: of_step[None] for name, of_step in values.items()}))
+    def add(self, step: int, axes: Sequence[Sequence[int]], values: Mapping[str, NDArray[Any]]) -> None:
+        """Add the rows of a step, with the numbers on the other axes and an array of their shape for each column."""
+        all_axes = (np.array([step]), *map(np.asarray, axes))
+        self._kept.append(StepRows(all_axes, {name: of_step[None] for name, of_step in values.items()}))
         if len(self._kept) > _MOST_STEPS_KEPT:
             self._kept.popleft()
             self._num_lost += 1
@@ -129,9 +131,9 @@ class StepTableWriter(ABC, Generic[Artifact]):
                 for folder in (self._folder.parent, self._folder):
                     folder.mkdir(exist_ok=True)
             while self._kept:
-                rows = _joined([self._kept[place] for place in range(min(len(self._kept), STEPS_OF_A_FILE))])
-                first, last = (int(rows.axes[0][place]) for place in (0, -1))
-                # It is joined with others soon: to compress a step's columns takes as long as to write them.
+                rows = _joined(list(islice(self._kept, STEPS_OF_A_FILE)))
+                first, last = int(rows.axes[0][0]), int(rows.axes[0][-1])
+                # Uncompressed, since it is joined soon, and compression takes as long as writing.
                 _write_whole(_as_file(self.table, rows), _path(self._folder, first, last), compression="none")
                 self._written_at = time.monotonic()
                 self._short.append((first, last))
@@ -149,7 +151,7 @@ class StepTableWriter(ABC, Generic[Artifact]):
             self._message(f"{self._name} can be written again")
 
     def _join(self) -> None:
-        """Join the files of few steps into one. Survives a kill in between: readers prefer the joined file."""
+        """Join short files into one. After a kill in between, readers prefer the joined file."""
         spans, self._short = self._short, []
         (first, _), (_, last) = spans[0], spans[-1]
         if len(spans) == 1:
@@ -161,17 +163,17 @@ class StepTableWriter(ABC, Generic[Artifact]):
             for path in paths:
                 path.unlink()
         except (OSError, pa.ArrowException) as error:
-            # Nothing is lost by it: they are read as they are.
+            # No rows are lost: readers take the single files.
             if not self._has_reported_of_joining:
                 self._has_reported_of_joining = True
                 self._warn(f"{self._name}: the files of steps {first} to {last} cannot be joined: {error}")
 
 
 def read_steps(table: StepTable, run_folder: Path, first_step: int = 0) -> StepRows:
-    """Read the rows that a run has written so far, each step once."""
+    """Read the rows that a run has written so far. A step occurs once, even after a kill."""
     folder = run_folder / table.folder_name
     parts: list[StepRows] = []
-    # File by file: the rows of all steps together would take several times the memory of their values.
+    # File by file, since Arrow's rows of all steps would take several times the memory of their values.
     for first, last in _files_in_force(folder):
         if last < first_step:
             continue
@@ -182,7 +184,7 @@ def read_steps(table: StepTable, run_folder: Path, first_step: int = 0) -> StepR
                 raise ValueError("it has other columns than the first one")
             if parts and not all(map(np.array_equal, part.axes[1:], parts[0].axes[1:])):
                 raise ValueError(f"it has other {' or '.join(_plurals(table.axes[1:]))} than the first one")
-        except FileNotFoundError:  # joined with others since it was listed: the joined file is there by now
+        except FileNotFoundError:  # the run has joined it with others meanwhile
             return read_steps(table, run_folder, first_step)
         except _UNREADABLE as error:
             raise DataError(f"{path}: cannot be read: {one_line(error)}") from None
@@ -195,15 +197,14 @@ def read_steps(table: StepTable, run_folder: Path, first_step: int = 0) -> StepR
 def rewind_steps(table: StepTable, run_folder: Path, step: int) -> None:
     """Remove the rows of all later steps.
 
-    Survives a kill in between: the next call finishes what is left. A damaged file is renamed so that readers skip it.
+    After a kill in between, the next call finishes the work. A damaged file is renamed, so that readers skip it.
 
     Raises:
-        OSError: A file cannot be removed, or the beginning of a file that is kept cannot be written.
+        OSError: A file cannot be removed, or the kept beginning of a file cannot be written.
     """
     folder = run_folder / table.folder_name
-    in_force = _files_in_force(folder)
-    # The last files first: their space may be what the cut one needs.
-    for first, last in reversed(in_force):
+    # The last files first, since the cut file may need their space on the disk.
+    for first, last in reversed(_files_in_force(folder)):
         path = _path(folder, first, last)
         if first <= step < last:
             try:
@@ -232,7 +233,7 @@ def _spans(folder: Path) -> list[tuple[int, int]]:
 
 
 def _files_in_force(folder: Path) -> list[tuple[int, int]]:
-    """Return the spans of the files to read. One inside another is left from a kill while files were joined or cut."""
+    """Return the spans of the files to read. A span inside another is left by a kill while files were joined or cut."""
     spans = _spans(folder)
     return [
         (first, last)
@@ -246,7 +247,7 @@ def _plurals(axes: tuple[str, ...]) -> list[str]:
 
 
 def _joined(parts: Sequence[StepRows]) -> StepRows:
-    """Return the rows of successive steps of the same places."""
+    """Concatenate rows of successive steps with the same other axes."""
     if len(parts) == 1:
         return parts[0]
     steps = np.concatenate([part.axes[0] for part in parts])
@@ -264,15 +265,14 @@ def _as_file(table: StepTable, rows: StepRows) -> pa.Table:
 
 
 def _write_whole(content: pa.Table, path: Path, compression: str = "zstd") -> None:
-    # Readers of data sets skip names that begin with a dot.
+    # Readers of data sets ignore names that begin with a dot.
     staging = path.with_name(f".{path.name}.incomplete")
-    # A step has too few rows for a dictionary, and nobody asks for statistics: they take half of the time.
+    # Dictionaries do not pay for so few rows, and no reader needs statistics. Both take half of the time.
     pq.write_table(content, staging, compression=compression, use_dictionary=False, write_statistics=False)
     staging.replace(path)
 
 
 def _file(table: StepTable, path: Path) -> pa.Table:
-    """Return the rows of one file."""
     metadata = pq.read_metadata(path)
     if metadata.num_rows > _MOST_ROWS:
         raise ValueError(f"{metadata.num_rows:,} rows, expected at most {_MOST_ROWS:,}")
@@ -280,7 +280,7 @@ def _file(table: StepTable, path: Path) -> pa.Table:
 
 
 def _as_rows(table: StepTable, content: pa.Table, last: int) -> StepRows:
-    """Check and return the rows of one file, of which `last` is the last step."""
+    """Check and convert the content of a file whose last step is `last`."""
     if any(column.null_count for column in content.columns):
         raise ValueError("it has rows without a number")
     numbers = [content[axis].to_numpy() for axis in table.axes]

@@ -1,9 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`thumbnails`: small PNG files of the model images that samples show, each named by its model image's digest.
+"""`thumbnails`: small PNG files of the samples' model images, named by digest.
 
-A model image is what the model gets: resized as its own preprocessing says, and a tile of an image where that cuts
-images.
+A model image is an input of the model: an image, or a tile of one, after the model's preprocessing.
 """
 
 import re
@@ -20,18 +19,18 @@ from nemo_rl_moe.shapes import UInt8
 
 FOLDER_NAME = "thumbnails"
 LONGEST_SIDE = 96
-"""Pixels of the longer side; smaller model images stay as they are."""
+"""Pixels of the longer side. Smaller model images keep their size."""
 IMAGES_OF_A_SAMPLE = 4
 MOST_THUMBNAILS = 2000
-"""Files of a run."""
+"""Largest number of files of a run."""
 MOST_BYTES = 64 << 10
-"""Bytes of a file that is read: 96 x 96 pixels that no compression helps have 28 kB."""
+"""Largest file that is read, bytes. 96 x 96 incompressible pixels take 28 kB."""
 _NAME = re.compile(r"[0-9a-f]{16}")
 _FILE_NAME = re.compile(rf"\.?{_NAME.pattern}\.png(\.incomplete)?")
 
 
 class SavedImage(Protocol):
-    """Image as the model gets it; `models.images.Image` is one."""
+    """Used part of `models.images.Image`."""
 
     @property
     def pixels(self) -> UInt8[np.ndarray, "height width 3"]: ...
@@ -40,9 +39,9 @@ class SavedImage(Protocol):
 
 
 class ThumbnailWriter:
-    """Writer of thumbnails, each model image once in a run.
+    """Writer of thumbnails. It writes each model image once in a run.
 
-    Survives a disk that takes none: it warns once, and samples go without until it takes some again.
+    If the disk fails, it warns once, and samples have no thumbnails until it works again.
     """
 
     def __init__(self, run_folder: Path, warn: Callable[[str], None]):
@@ -52,7 +51,7 @@ class ThumbnailWriter:
         self._written: set[str] | None = None
 
     def write(self, model_images: Iterable[SavedImage]) -> list[str]:
-        """Write the first model images of a sample, each once in a run; return the names of those that are there."""
+        """Write thumbnails of the first model images of a sample, and return the names of the existing files."""
         names = []
         for model_image in list(model_images)[:IMAGES_OF_A_SAMPLE]:
             try:
@@ -65,13 +64,13 @@ class ThumbnailWriter:
         return names
 
     def _has(self, model_image: SavedImage) -> bool:
-        """Return True where the folder has it; it gets it within the limit."""
-        if self._written is None:  # a run that goes on has some
+        """Write the thumbnail if it is new. Returns False at the limit of files."""
+        if self._written is None:  # a resumed run has some
             self._folder.mkdir(parents=True, exist_ok=True)
             self._written = {path.stem for path in self._folder.glob("*.png")}
         name = _name_of(model_image)
         path = self._folder / f"{name}.png"
-        # Looked for: somebody may have deleted the run's folder, and the same validation prompts come again and again.
+        # A user may have deleted the run's folder, and the images of validation prompts are needed every time.
         if name in self._written and path.is_file():
             return True
         if len(self._written - {name}) >= MOST_THUMBNAILS:
@@ -97,12 +96,12 @@ def thumbnail_of(pixels: UInt8[np.ndarray, "height width 3"]) -> bytes:
 
 
 def is_thumbnail_name(name: object) -> bool:
-    """Return True for a name that the writer gives: no other is ever made a path of."""
+    """Return whether the writer may have made this name. Other names must not get into paths."""
     return isinstance(name, str) and _NAME.fullmatch(name) is not None
 
 
 def read_thumbnail(run_folder: Path, name: str) -> bytes:
-    """Return a thumbnail's file, which has been decoded and is small."""
+    """Return the content of a thumbnail's file, after checks of its size and that it can be decoded."""
     from PIL import Image
 
     path = run_folder / FOLDER_NAME / f"{name}.png"
@@ -125,7 +124,7 @@ def read_thumbnail(run_folder: Path, name: str) -> bytes:
 
 
 def remove_thumbnails(run_folder: Path, named: Collection[str]) -> None:
-    """Remove the thumbnails that no sample names any more; other files stay."""
+    """Remove thumbnails whose names are not in `named`. Other files stay."""
     folder = run_folder / FOLDER_NAME
     for path in folder.iterdir() if folder.is_dir() else ():
         if _FILE_NAME.fullmatch(path.name) and path.stem not in named:

@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`time_line.parquet`: what trainer and engines of asynchronous rollouts do in the course of each step.
+"""`time_line.parquet`: activity of trainer and engines during each step of asynchronous rollouts.
 
-Each step is divided into `NUM_BINS` bins of the same length. Its columns are `step`, `part` (0: trainer, 1: engines),
-`bin`, `state` (of `TRAINER_STATES` or `ENGINE_STATES`: the one that takes most of the bin), and the bin's `seconds`.
+A step is divided into `NUM_BINS` bins of equal length. The columns are `step`, `part` (0: trainer, 1: engines), `bin`,
+`state` (index into `TRAINER_STATES` or `ENGINE_STATES`: the longest state in the bin), and `seconds` of the bin.
 """
 
 from collections.abc import Sequence
@@ -28,8 +28,6 @@ TABLE = StepTable(FOLDER_NAME, ("step", "part", "bin"), {"state": pa.int32(), "s
 
 @dataclass(frozen=True)
 class Interval:
-    """A time in one state."""
-
     state: int
     start_s: float
     end_s: float
@@ -37,11 +35,11 @@ class Interval:
 
 @dataclass(frozen=True)
 class StepActivity:
-    """What trainer and engines did in a step.
+    """Activity of trainer and engines in a step.
 
     Attributes:
-        trainer: Intervals of `TRAINER_STATES`, without a gap from the step's start to its end.
-        engines: The same of `ENGINE_STATES`.
+        trainer: Intervals in `TRAINER_STATES`, from the step's start to its end without gaps.
+        engines: The same with `ENGINE_STATES`.
     """
 
     trainer: Sequence[Interval]
@@ -49,18 +47,16 @@ class StepActivity:
 
     @property
     def start_s(self) -> float:
-        """Return the start of the step."""
         return self.engines[0].start_s
 
     @property
     def seconds(self) -> float:
-        """Return the length of the step."""
         return self.engines[-1].end_s - self.start_s
 
 
 @dataclass(frozen=True)
 class TimeLine:
-    """The last steps of a run, the present one last."""
+    """The last steps of a run, newest last."""
 
     steps: Sequence[StepActivity]
 
@@ -80,7 +76,7 @@ class TimeLineHistory:
     """States over the steps of a run.
 
     Attributes:
-        seconds: Length of each step.
+        seconds: Duration of each step.
     """
 
     steps: Int[np.ndarray, " steps"]
@@ -89,7 +85,7 @@ class TimeLineHistory:
 
 
 def read_time_line(run_folder: Path, first_step: int = 0) -> TimeLineHistory:
-    """Read the states that a run has written so far, each step once.
+    """Read the states that a run has written so far.
 
     Raises:
         FileNotFoundError: There is no such step.
@@ -104,11 +100,7 @@ def seconds_of(intervals: Sequence[Interval], state: int) -> float:
 
 
 def binned(intervals: Sequence[Interval], num_bins: int) -> Int[np.ndarray, " bins"]:
-    """Return the state that takes most of each bin; of several the lowest.
-
-    Args:
-        intervals: Without gaps.
-    """
+    """Return the longest state in each bin, the lowest of equals. `intervals` must have no gaps."""
     start_s, end_s = intervals[0].start_s, intervals[-1].end_s
     if end_s <= start_s:
         return np.full(num_bins, intervals[-1].state)
@@ -117,7 +109,7 @@ def binned(intervals: Sequence[Interval], num_bins: int) -> Int[np.ndarray, " bi
     states = np.array([each.state for each in intervals])
     seconds = np.zeros((states.max() + 1, num_bins))
     for state in np.unique(states):
-        # Seconds in the state from the start to each edge; linear between two.
+        # Seconds in the state up to each edge, which are linear between edges.
         upto = np.concatenate([[0.0], np.cumsum(np.where(states == state, np.diff(edges), 0.0))])
         seconds[state] = np.diff(np.interp(bounds, edges, upto))
     return np.argmax(seconds, axis=0)

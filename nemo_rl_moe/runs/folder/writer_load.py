@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`experts_by_writer.parquet`: the tokens of every expert at every step, by who wrote them.
+"""`experts_by_writer.parquet`: loads of every expert at every step by the tokens' writer.
 
-Its columns are `step`, `writer` (an index of `token_writers.WRITERS`), `layer`, `expert` and `count`. Steps without
+Its columns are `step`, `writer` (an index into `token_writers.WRITERS`), `layer`, `expert` and `count`. Steps without
 tokens of an environment have no rows.
 """
 
@@ -42,7 +42,7 @@ class WriterLoadWriter(StepTableWriter["WriterLoad"]):
 
 
 def read_writer_load(run_folder: Path, first_step: int = 0) -> WriterLoadHistory:
-    """Read the loads that a run has written so far, each step once.
+    """Read the loads that a run has written so far.
 
     Raises:
         FileNotFoundError: There is no such step.

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Alerts about sick routing, failing reward functions and idle steps while the run goes on: one for each episode."""
+"""Alerts about routing, failing reward functions and idle steps during a run, one for each episode."""
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
@@ -44,7 +44,7 @@ class AlertWatch:
             settings.missing_routes_steps,
             settings.sudden_steps or 0,
         )
-        # An episode that the next step continues may have ended this long ago, and taken this long to be found.
+        # The next step may continue an episode with a last sick step `QUIET_STEPS` ago, found after a streak before it.
         self._num_steps_to_replay = QUIET_STEPS + longest_streak
         self._load: tuple[int, Sequence[int], Int[np.ndarray, "layers experts"]] | None = None
 
@@ -56,9 +56,9 @@ class AlertWatch:
         counts: Int[np.ndarray, "layers experts"] | None = None,
         failed: Sequence[FailedResponses] = (),
     ) -> list[Alert]:
-        """Return the alerts that begin with this step; without training metrics those of failures alone.
+        """Return the alerts that begin with this step. Without training metrics, only failures are checked.
 
-        Without counts, those that `observe_load` was given for this step are used.
+        `layers` and `counts` default to the arguments of `observe_load` for this step.
         """
         if not failed and not any(key.startswith("train/") for key in metrics):
             return []
@@ -67,16 +67,17 @@ class AlertWatch:
         return alerts_of(step, self._tracker.observe(step, metrics, layers, counts, failed))
 
     def observe_load(self, step: int, layers: Sequence[int], counts: Int[np.ndarray, "layers experts"]) -> None:
+        """Set the expert load of a step, before `observe`."""
         self._load = step, layers, counts
 
     def observe_anomalies(self, step: int, anomalies: Sequence[RoutingAnomaly]) -> list[Alert]:
-        """Return the alerts about the capture of the next step, before its metrics are there: a run may end by it."""
+        """Return the alerts about the capture of a step, before its metrics, since anomalies may end the run."""
         return alerts_of(step, self._tracker.observe_anomalies(step, anomalies))
 
     def replay(self, run_folder: Path, last_step: int) -> None:
-        """Observe the last steps before a resume without alerts, since the user has had them.
+        """Observe the last steps before a resume without alerts, since the user has seen these.
 
-        Survives damaged files: the steps in them are skipped, and an episode that goes on may be reported again.
+        Steps in damaged files are skipped. An episode that continues may then be reported again.
         """
         first_step = last_step - self._num_steps_to_replay + 1
         loads: dict[int, Int[np.ndarray, "layers experts"]] = {}
@@ -100,7 +101,7 @@ class AlertWatch:
 
 
 def alerts_of(step: int, begun: Iterable[Finding]) -> list[Alert]:
-    """Return one alert for each kind of the findings that begin at a step, however many layers have one."""
+    """Return one alert for each kind of the findings that begin at a step. It covers all layers."""
     by_kind = itertools.groupby(sorted(begun, key=lambda finding: finding.kind), key=lambda finding: finding.kind)
     return [_alert(step, kind.replace("_", " "), list(findings)) for kind, findings in by_kind]
 

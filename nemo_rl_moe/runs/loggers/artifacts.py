@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The arrays that a training step leaves beside its metrics: for each kind, its file, its plots and its alerts.
+"""Arrays that a training step produces besides its metrics: the file, plots and alerts of each kind.
 
-A new kind is one writer and one entry of `ARTIFACTS`, and an observer of the step that returns it under that name
+A new kind needs a writer, an entry of `ARTIFACTS`, and an observer of the step that returns it under that name
 (`models/megatron/training/observers.py`).
 """
 
@@ -45,24 +45,20 @@ if TYPE_CHECKING:
     from nemo_rl_moe.routing.metrics.routing_advantage import AdvantageScores
 
 
-def _no_alerts(watch: AlertWatch, step: int, artifact: Any) -> Sequence[Alert]:
-    return ()
-
-
 @dataclass(frozen=True)
 class ArtifactKind(Generic[Artifact]):
     """One kind of artifact.
 
     Attributes:
-        plot: Draws it at a step, as PNG files by the keys under which they are logged. Runs in the thread of a logger,
-            takes seconds, and must not change the artifact.
-        alerts: Shows it to the watch, before the metrics of the step.
+        plot: Makes its plots at a step: key to PNG file. Runs for seconds in the thread of a logger, and must not
+            change the artifact.
+        alerts: Passes it to the watch, before the metrics of the step, and returns new alerts.
     """
 
     name: str
     writer: type[StepTableWriter[Artifact]]
     plot: Callable[[int, Artifact], Mapping[str, bytes]]
-    alerts: Callable[[AlertWatch, int, Artifact], Sequence[Alert]] = _no_alerts
+    alerts: Callable[[AlertWatch, int, Artifact], Sequence[Alert]] = lambda watch, step, artifact: ()
 
 
 def _plot_expert_load(step: int, load: "ExpertLoad") -> Mapping[str, bytes]:
@@ -101,7 +97,7 @@ ARTIFACTS: dict[str, ArtifactKind[Any]] = {
         ArtifactKind(TIME_LINE.name, TimeLineWriter, time_line_plots),
     )
 }
-"""All kinds, by their names."""
+"""All kinds, by name."""
 
 
 class ArtifactTables:
@@ -118,7 +114,6 @@ class ArtifactTables:
         }
 
     def write(self, step: int, name: str, artifact: Any) -> None:
-        """Write an artifact of a step."""
         if name not in self._writers:
             raise UserCodeError(
                 f"ARTIFACTS in nemo_rl_moe/runs/loggers/artifacts.py has no {name!r}, which an observer of step {step}"

@@ -23,7 +23,7 @@ from nemo_rl_moe.runs.folder.metrics import RunOutcome
 from nemo_rl_moe.runs.folder.sample_text import Line
 from nemo_rl_moe.runs.loggers.console_stream import LastingStream
 
-# Key, the label it gets, and how its value is written. Only keys that a step carries appear.
+# Key, label, and format of the value. A line has the keys of its step only.
 _TRAIN_FIELDS = (
     ("train/loss", "loss", ".4f"),
     ("train/reward", "reward", ".4f"),
@@ -48,9 +48,7 @@ _STEPS_REMEMBERED = 20
 
 
 def train_line(step: int, total_steps: int, metrics: Mapping[str, float], seconds_left: float | None) -> str:
-    """Return a line such as `step 12/200  loss 1.2345  lr 3.0e-03  eta 1:03`; empty without training metrics."""
-    if not any(key.startswith("train/") for key in metrics):
-        return ""
+    """Format a line such as `step 12/200  loss 1.2345  lr 3.0e-03  eta 1:03`."""
     parts = [f"step {step}/{total_steps}"]
     if _EPOCH_KEY in metrics:
         parts.append(f"epoch {metrics[_EPOCH_KEY]:g}")
@@ -63,7 +61,7 @@ def train_line(step: int, total_steps: int, metrics: Mapping[str, float], second
 
 
 def validation_line(step: int, metrics: Mapping[str, float]) -> str:
-    """Format a line such as `step 50  validation: loss 0.81  accuracy 0.74`; empty when nothing was validated."""
+    """Format a line such as `step 50  validation: loss 0.81  accuracy 0.74`. Empty without validation metrics."""
     fields = _fields(metrics, _VALIDATION_FIELDS)
     return f"step {step}  validation: {'  '.join(fields)}" if fields else ""
 
@@ -76,14 +74,14 @@ def clock_text(seconds: float) -> str:
 
 
 class TimeLeft:
-    """Estimate of the time left, from the pace of the last 20 steps: a slow first step is soon forgotten."""
+    """Estimate of the time left from the pace of the last 20 steps, so that a slow first step is soon forgotten."""
 
     def __init__(self, total_steps: int):
         self._total_steps = total_steps
         self._seen: deque[tuple[int, float]] = deque(maxlen=_STEPS_REMEMBERED + 1)
 
     def update(self, step: int, now: float) -> float | None:
-        """Return the seconds left after a step has ended; None while only one step is known."""
+        """Return the seconds left after a step has ended. None at the first step."""
         self._seen.append((step, now))
         first_step, first_time = self._seen[0]
         if step <= first_step:
@@ -104,9 +102,8 @@ _BAR_WIDTH = 16
 class ConsoleLogger:
     """Logger on the console, with messages, warnings and phases that stay in order with the live line.
 
-    In a terminal the current step is one line that renews itself at the bottom; validation results, messages and the
-    last step stay above it. Elsewhere every step is a line of its own, never wrapped. Text is shown as it is: no
-    markup, no control characters.
+    In a terminal the current step is a live line at the bottom, below validation results and messages. Elsewhere every
+    step is a new line, never wrapped. Text has no markup, and control characters are escaped.
     """
 
     name = "console"
@@ -132,27 +129,26 @@ class ConsoleLogger:
         self._step_line = ""
 
     def begin(self, total_steps: int) -> None:
-        """Set the step at which training will end, which the length of the data set may decide."""
+        """Set the last step of training, which may depend on the length of the data set."""
         self._total_steps = total_steps
         self._time_left = TimeLeft(total_steps)
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        line = train_line(step, self._total_steps, metrics, None)
-        if line:
-            line = train_line(step, self._total_steps, metrics, self._time_left.update(step, self._clock()))
-            self._step, self._step_line = step, line
+        if any(key.startswith("train/") for key in metrics):
+            seconds_left = self._time_left.update(step, self._clock())
+            self._step, self._step_line = step, train_line(step, self._total_steps, metrics, seconds_left)
             if self._is_live:
                 self._refresh()
             else:
-                self._print(line)
+                self._print(self._step_line)
         if validation := validation_line(step, metrics):
             self._print(validation, "bold")
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Do nothing: a whole configuration would push everything else off the screen."""
+        """Do nothing: a configuration would push everything else off the screen."""
 
     def close(self, outcome: RunOutcome = "finished") -> None:
-        """End the live line and leave the last step standing; messages still work afterwards."""
+        """End the live line and print the last step. Messages still work afterwards."""
         if self._is_live and self._step_line:
             last, self._step_line = self._step_line, ""
             self._print(last)
@@ -166,14 +162,14 @@ class ConsoleLogger:
         self._print(f"warning: {text}", "yellow")
 
     def show(self, lines: Sequence[Line]) -> None:
-        """Print lines of styled texts, which may be anybody's: a line stays one."""
+        """Print lines of styled texts, with control characters escaped, since they may come from any file."""
         for line in lines:
             parts = [(printable(text, kept="\t"), style) for text, style in line]
             self._console.print(Text.assemble(*parts), soft_wrap=True)
 
     @contextmanager
     def phase(self, text: str) -> Iterator[Callable[[float], None]]:
-        """Show a long phase with its duration at the end; yield a function that takes the share done, from 0 to 1."""
+        """Show a long phase, with its duration at the end. Yields a callback for the share done, from 0 to 1."""
         started = last_shown = self._clock()
         spinner = Spinner("dots", Text(f"{printable(text)} ..."))
 
@@ -200,14 +196,14 @@ class ConsoleLogger:
             self._refresh()
 
     def _print(self, text: str, style: str = "") -> None:
-        # Soft wrap leaves long lines whole, for files and for the terminal's own wrapping.
+        # With soft wrap, rich does not break long lines: files keep them, and terminals wrap them.
         self._console.print(Text(printable(text), style=style), soft_wrap=True)
 
     def _refresh(self) -> None:
-        """Start, renew or remove the live display, depending on whether there is a phase or a step to show."""
+        """Start, update or remove the live display, depending on whether there is a phase or a step to show."""
         if self._phases or (self._step_line and self._is_live):
             if self._display is None:
-                # Transient: what should stay is printed, so nothing is left half drawn.
+                # Transient, since lines that should remain are printed.
                 self._display = Live(
                     console=self._console,
                     get_renderable=self._render,
@@ -232,7 +228,7 @@ class ConsoleLogger:
 
 @contextmanager
 def quiet(*logger_names: str, least: int = logging.ERROR) -> Iterator[None]:
-    """Silence loggers of Python's `logging` below a level: packages' own lines would mix with the console's."""
+    """Silence Python loggers below a level, since packages' lines would mix with the console's."""
     loggers = [logging.getLogger(name) for name in logger_names]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -245,10 +241,7 @@ def quiet(*logger_names: str, least: int = logging.ERROR) -> Iterator[None]:
 
 
 class Notices:
-    """Messages and warnings for the user, from any thread: rich's console takes the lines of all.
-
-    If showing one fails, standard error is used.
-    """
+    """Messages and warnings from any thread (rich's console is thread-safe), with standard error as the fallback."""
 
     def __init__(self, message: Callable[[str], None], warn: Callable[[str], None]):
         self._message, self._warn = message, warn

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Output stream that outlives what it writes to: a run goes on without a console."""
+"""Output stream that survives the loss of the console, so that a run continues without one."""
 
 import io
 import os
@@ -12,13 +12,13 @@ from nemo_rl_moe.errors import printable
 
 
 class LastingStream(io.TextIOBase):
-    """Stream that never raises: a character that the target cannot encode is written as its escape, and once the target
-    is gone, such as a pipe whose reader has ended or a closed terminal, what is written is lost.
+    """Stream that never raises.
 
-    Standard error says once that the console is gone.
+    Characters that the target cannot encode are escaped. If the target is gone, such as a closed terminal or a pipe
+    without a reader, output is dropped, after one warning on standard error.
 
     Args:
-        target: None: standard output, whatever it is at the time.
+        target: The present standard output by default.
     """
 
     def __init__(self, target: TextIO | None = None):
@@ -27,11 +27,11 @@ class LastingStream(io.TextIOBase):
         self._is_gone = False
 
     def __del__(self) -> None:
-        """Flush nothing: the target is another's, who may have closed it by then."""
+        """Do not flush, unlike the base class: the target's owner may have closed it by now."""
 
     @property
     def _output(self) -> TextIO:
-        # A live display of rich puts a stream in the place of standard output that writes here.
+        # A live display of rich replaces standard output by a stream that writes to this one.
         found: TextIO = getattr(sys.stdout, "rich_proxied_file", sys.stdout) if self._target is None else self._target
         return found
 
@@ -71,7 +71,7 @@ class LastingStream(io.TextIOBase):
         return text
 
     def _leave(self, error: Exception) -> None:
-        """Give up the target; what is in its buffer must not fail again at the end of the process."""
+        """Give up the target, so that its buffer does not fail again at the end of the process."""
         self._is_gone = True
         with suppress(OSError, ValueError):
             nowhere = os.open(os.devnull, os.O_WRONLY)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""plots of the expert load for the backends that show images."""
+"""Plots of the expert load for backends that show images."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,17 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from nemo_rl_moe.routing.metrics.load_arrays import coefficient_of_variation, dead, utilization
-from nemo_rl_moe.runs.loggers.plots import BOTTOM, LEFT, RIGHT, TOP, add_title, as_png, axes_at, new_figure
+from nemo_rl_moe.runs.loggers.plots import (
+    BOTTOM,
+    LEFT,
+    RIGHT,
+    TOP,
+    add_title,
+    as_png,
+    axes_at,
+    new_figure,
+    write_in_cells,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,9 +31,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MOST_DOUBLINGS = 2
-"""The colour scale ends at 2^2 times the fair share, and at a 2^2-th of it."""
+"""The colour scale covers 1/2^2 to 2^2 times the fair share."""
 ANCHORS = ((33, 102, 172), (146, 197, 222), (247, 247, 247), (244, 165, 130), (178, 24, 43))
-"""Colours of the scale (RGB, 0 to 255), from the lowest load to the highest; safe for the colour-blind."""
+"""Colours of the scale (RGB, 0 to 255), from the lowest load to the highest. They suit colour-blind readers."""
 
 HEATMAP_KEY = "plots/expert_load"
 SORTED_LOAD_KEY = "plots/expert_load_sorted"
@@ -51,7 +61,7 @@ class HeatmapGeometry:
     @property
     def size(self) -> tuple[int, int]:
         width, height = self.cell
-        # Wide enough for the title, however few experts there are; high enough for the scale.
+        # At least wide enough for the title, and high enough for the scale.
         return LEFT + max(640, width * self.num_experts) + RIGHT, TOP + max(200, height * self.num_layers) + BOTTOM
 
     def center(self, row: int, expert: int) -> tuple[int, int]:
@@ -60,7 +70,7 @@ class HeatmapGeometry:
 
 
 def expert_load_plots(step: int, layers: Sequence[int], counts: Int[np.ndarray, "layers experts"]) -> dict[str, bytes]:
-    """Return both plots as PNG files, by the key under which they are logged."""
+    """Return both plots as PNG files, by their keys."""
     return {
         HEATMAP_KEY: as_png(draw_heatmap(step, layers, counts)),
         SORTED_LOAD_KEY: as_png(draw_sorted_load(step, layers, counts)),
@@ -68,37 +78,39 @@ def expert_load_plots(step: int, layers: Sequence[int], counts: Int[np.ndarray, 
 
 
 def cell_colors(counts: Int[np.ndarray, "layers experts"]) -> Float[np.ndarray, "layers experts rgb"]:
-    """Return each cell's RGB: half of the fair share as blue as twice is red, 1 white, dead black."""
+    """Return each cell's RGB on a logarithmic scale: blue below the fair share, white at it, red above; dead: black."""
     log_utilization = np.log2(np.clip(utilization(counts), 2.0**-MOST_DOUBLINGS, 2.0**MOST_DOUBLINGS))
-    places = (log_utilization + MOST_DOUBLINGS) / (2 * MOST_DOUBLINGS)
-    colors: Float[np.ndarray, "layers experts rgb"] = _colormap()(places)[..., :3]
+    position_on_scale = (log_utilization + MOST_DOUBLINGS) / (2 * MOST_DOUBLINGS)
+    colors: Float[np.ndarray, "layers experts rgb"] = _colormap()(position_on_scale)[..., :3]
     colors[counts.sum(-1) == 0] = NO_LOAD_COLOR
     colors[dead(counts)] = DEAD_COLOR
     return colors
 
 
 def draw_heatmap(step: int, layers: Sequence[int], counts: Int[np.ndarray, "layers experts"]) -> "Figure":
-    """Return the heatmap of layers x experts; the colour is load over fair share."""
+    """Plot the load over the fair share as colours of layers x experts."""
     geometry = HeatmapGeometry(*counts.shape)
     figure = new_figure(geometry.size)
     cell_width, cell_height = geometry.cell
     axes = axes_at(figure, LEFT, TOP, cell_width * counts.shape[1], cell_height * counts.shape[0])
     colors = cell_colors(counts)
     axes.imshow(colors, aspect="auto", interpolation="nearest")
-    axes.spines[:].set_position(("outward", 1))  # the frame is not to cover the outer cells
+    axes.spines[:].set_position(("outward", 1))  # keeps the frame off the outer cells
     axes.set(xlabel="expert", ylabel="layer")
     axes.set_xticks(_ticks(counts.shape[1], cell_width, 3 * _LEAST_LABEL_PIXELS))
     rows = _ticks(counts.shape[0], cell_height, _LEAST_LABEL_PIXELS)
     axes.set_yticks(rows, labels=[str(layers[row]) for row in rows])
     if cell_width >= _LEAST_CELL_WITH_TEXT[0] and cell_height >= _LEAST_CELL_WITH_TEXT[1]:
-        _write_values(axes, counts, colors)
+        values = {cell: f"{value:.2f}" for cell, value in np.ndenumerate(utilization(counts))}
+        luminance = colors @ np.array([0.299, 0.587, 0.114])
+        write_in_cells(axes, values, luminance < 0.5)
     add_title(figure, f"Expert load at step {step}", _summary(layers, counts))
     _draw_scale(figure, geometry, counts)
     return figure
 
 
 def draw_sorted_load(step: int, layers: Sequence[int], counts: Int[np.ndarray, "layers experts"]) -> "Figure":
-    """Return the loads of each layer's experts in descending order; for many layers, their quantiles."""
+    """Plot the loads of each layer's experts in descending order, or quantiles over many layers."""
     num_experts = counts.shape[1]
     figure = new_figure((1000, 560))
     axes = axes_at(figure, 80, TOP, 880, 560 - TOP - BOTTOM)
@@ -118,7 +130,7 @@ def draw_sorted_load(step: int, layers: Sequence[int], counts: Int[np.ndarray, "
     axes.axhline(1.0, color="black", linewidth=1, label="fair share")
     axes.set(xlabel="experts of a layer, sorted by load", ylabel="load over fair share")
     axes.set_xlim(0.5, num_experts + 0.5)
-    # An expert with thirty times its share must not press all others flat.
+    # An expert with thirty times its share must not squeeze all others together.
     axes.set_yscale("symlog", base=2, linthresh=_LINEAR_UP_TO, linscale=4)
     highest = max(_LINEAR_UP_TO, 1.1 * float(descending.max(initial=0.0)))
     marks = [0.0, 0.5, 1.0, 1.5, *(2.0**power for power in range(1, 13))]
@@ -141,7 +153,7 @@ def _colormap() -> "LinearSegmentedColormap":
 
 
 def _summary(layers: Sequence[int], counts: Int[np.ndarray, "layers experts"]) -> str:
-    """Return the busiest expert and number of dead experts, in one line."""
+    """Return one line on the busiest expert and the number of dead experts."""
     loads = utilization(counts)
     row, expert = divmod(int(loads.argmax()), loads.shape[1])
     is_dead = dead(counts)
@@ -169,17 +181,8 @@ def _draw_scale(figure: "Figure", geometry: HeatmapGeometry, counts: Int[np.ndar
         patch.text(1.5, 0.5, label, transform=patch.transAxes, va="center", fontsize=10)
 
 
-def _write_values(
-    axes: "Axes", counts: Int[np.ndarray, "layers experts"], colors: Float[np.ndarray, "layers experts rgb"]
-) -> None:
-    luminance = colors @ np.array([0.299, 0.587, 0.114])
-    for (row, expert), value in np.ndenumerate(utilization(counts)):
-        color = "white" if luminance[row, expert] < 0.5 else "black"
-        axes.text(expert, row, f"{value:.2f}", ha="center", va="center", fontsize=9, color=color)
-
-
 def _ticks(number: int, pixels: int, least: int) -> range:
-    """Return every n-th of `number` positions, n a power of two, at least `least` pixels apart."""
+    """Return every n-th of `number` positions, at least `least` pixels apart. n is a power of two."""
     distance = 1
     while distance * pixels < least:
         distance *= 2
@@ -187,7 +190,7 @@ def _ticks(number: int, pixels: int, least: int) -> range:
 
 
 def _draw_bands(axes: "Axes", ranks: Int[np.ndarray, " experts"], loads: Float[np.ndarray, "layers experts"]) -> None:
-    """Draw quantiles over the layers at each rank of the order."""
+    """Add quantiles over the layers at each rank of the order."""
     for share, color, label in ((0.0, "#d1e5f0", "all layers"), (0.25, "#92c5de", "the middle half of the layers")):
         low, high = np.quantile(loads, [share, 1 - share], axis=0)
         axes.fill_between(ranks, low, high, color=color, linewidth=0, label=label)
@@ -195,7 +198,7 @@ def _draw_bands(axes: "Axes", ranks: Int[np.ndarray, " experts"], loads: Float[n
 
 
 def _by_chance(counts: Int[np.ndarray, "layers experts"]) -> Float[np.ndarray, " experts"]:
-    """Return the sorted utilization of random routing at the layers' median load (Poisson, taken as normal)."""
+    """Return the sorted utilization of random routing at the layers' median load (normal approximation of Poisson)."""
     num_experts = counts.shape[1]
     deviation = math.sqrt(num_experts / float(np.median(counts.sum(-1)))) if len(counts) else 0.0
     normal = NormalDist()

@@ -44,10 +44,10 @@ def build_loggers(
     patience: Patience | None = None,
     topk: int | None = None,
 ) -> FanOutLogger:
-    """Open the loggers that the configuration asks for; the console and `metrics.jsonl` always take part.
+    """Open the loggers of the configuration, the console and `metrics.jsonl`.
 
-    Survives a run that was killed and resumed: steps that TensorBoard or a service lacks, such as those that waited in
-    a queue at the kill, are sent again from `metrics.jsonl`.
+    In a resumed run, steps that TensorBoard or a service lacks are sent again from `metrics.jsonl`: they may have
+    waited in a queue when the run was killed.
     """
     notices = Notices(console.message, console.warn)
     run_ids = {**resume.run_ids, **read_logger_run_ids(run_folder)} if resume else {}
@@ -68,10 +68,10 @@ def build_loggers(
             )
         )
         try:
-            # One after the other: packages that are imported by several threads at once can get in each other's way.
+            # One after the other, since packages may fail if several threads import them at once.
             isolated[-1].wait_until_open()
         except BaseException:
-            # Interrupted by the user: no thread may keep the process from ending.
+            # After an interrupt, no thread may keep the process alive.
             for logger in isolated:
                 logger.let_go()
             raise
@@ -105,14 +105,14 @@ def build_loggers(
         alerts=_alert_watch(logger_config.alerts, topk, run_folder, resume),
     )
     if loggers.run_ids:
-        # Only a run that is killed before its first checkpoint needs them, so a full disk is no reason to end.
+        # Only a run that is killed before its first checkpoint needs them, so a full disk may be ignored.
         with suppress(OSError):
             store_logger_run_ids(run_folder, loggers.run_ids)
     return loggers
 
 
 def find_custom_backends(logger_config: LoggerConfig) -> dict[str, Callable[[Path], Backend]]:
-    """Import the user's own loggers, by the name that the configuration gives them."""
+    """Import the user's loggers in `logger.backends`."""
     if twice := [name for name, count in Counter(logger_config.backends).items() if count > 1]:
         raise ConfigurationError(f"{_KEY}: got {twice[0]} twice, expected each logger once")
     return {name: _import_backend(name) for name in logger_config.backends}
@@ -126,7 +126,7 @@ _METHODS = [
 
 def _import_backend(name: str) -> Callable[[Path], Backend]:
     make = import_function(_KEY, name, "the run's folder")
-    # What a function will make is not known yet.
+    # The result of a function is not known yet.
     parts = dir(make) if inspect.isclass(make) else _METHODS
     if missing := [method for method in _METHODS if method not in parts]:
         hint = did_you_mean(nearest(missing[0], [part for part in parts if not part.startswith("_")]))
@@ -138,17 +138,16 @@ def _import_backend(name: str) -> Callable[[Path], Backend]:
 
 
 def mlflow_tracking_uri(logger_config: LoggerConfig) -> str:
-    """Return the MLflow store: `logger.mlflow.tracking_uri`, or `mlflow.db` beside the log folder.
+    """Return the MLflow store: `logger.mlflow.tracking_uri`, or `mlflow.db` next to the log folder.
 
-    Beside it and not inside, so that runs with different log folders share one store.
+    It is not inside the log folder, so that runs with different log folders share one store.
     """
     return logger_config.mlflow.tracking_uri or local_store_uri(Path(logger_config.log_dir).resolve().parent)
 
 
 def _open_mlflow(logger_config: LoggerConfig, resumed_run_id: str | None) -> MlflowLogger:
-    settings = logger_config.mlflow
-    uri = mlflow_tracking_uri(logger_config)
-    return MlflowLogger(uri, settings.experiment_name, settings.run_name, resumed_run_id)
+    mlflow = logger_config.mlflow
+    return MlflowLogger(mlflow_tracking_uri(logger_config), mlflow.experiment_name, mlflow.run_name, resumed_run_id)
 
 
 def _alert_watch(

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""All loggers of a run behind one: every step goes to each, and one that fails does not stop training."""
+"""One logger for all loggers of a run. A logger that fails does not stop training."""
 
 import contextlib
 import time
@@ -26,10 +26,10 @@ ChooseSamples = Callable[[int, str, Sequence[SavedTrajectory]], Sequence[ShownSa
 
 
 class FanOutLogger:
-    """All loggers of a run. NaN and infinities are logged as they are.
+    """All loggers of a run. NaN and infinities are logged unchanged.
 
-    Survives a logger that raises, as with a closed terminal: it warns once and is left out. A metric that is not a
-    number is a fault of the code that made it, and an error.
+    A logger that raises, for example at a closed terminal, is dropped with a warning. A metric that is not a number is
+    an error of the code that returned it.
     """
 
     name = "all loggers"
@@ -55,27 +55,29 @@ class FanOutLogger:
 
     @property
     def active(self) -> tuple[str, ...]:
-        """Names of the loggers that still take part."""
+        """Names of the loggers that have not failed."""
         isolated = [logger for logger in self._isolated if logger.is_active]
         return tuple(logger.name for logger in (*self._direct, *isolated))
 
     @property
     def run_ids(self) -> dict[str, str]:
-        """Ids of the run at services, by logger, for a checkpoint; those known so far."""
+        """Ids of the run at services that are known so far, by logger, for a checkpoint."""
         return self._earlier_run_ids | {logger.name: logger.run_id for logger in self._isolated if logger.run_id}
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log one step to every logger that still takes part; the direct ones have it when this returns."""
+        """Log one step to all loggers. The direct ones have it when this returns."""
         numbers = self._numbers(step, metrics)
         self._for_each(f"failed at step {step}", lambda logger: logger.log_step(step, numbers))
         for isolated in self._isolated:
             isolated.log_step(step, numbers)
-        self._send_alerts(step, numbers)
+        failed, self._failed = self._failed, []
+        if self._alerts is not None:
+            self._report(self._alerts.observe(step, numbers, failed=failed))
 
     def log_artifact(self, step: int, name: str, artifact: Any) -> None:
-        """Log an artifact of a step, before the step itself: its plots belong into the step's row.
+        """Log an artifact of a step, before the step itself, since its plots belong to the step's row.
 
-        Its alerts are sent at once, since a run may end by what it shows.
+        Its alerts are sent at once, since anomalies may end the run.
         """
         kind = ARTIFACTS[name]
         plot, title = partial(kind.plot, step, artifact), name.replace("_", " ")
@@ -96,7 +98,7 @@ class FanOutLogger:
                 isolated.log_samples(step, split, conversations)
 
     def log_failures(self, failed: FailedResponses) -> None:
-        """Log failures of a step or its validation, before the step itself: alerts report them with its metrics."""
+        """Remember failures of a step or its validation for the alerts, before the step itself is logged."""
         self._failed.append(failed)
 
     def log_config(self, config: Mapping[str, Any]) -> None:
@@ -105,12 +107,12 @@ class FanOutLogger:
             isolated.log_config(config)
 
     def flush_to_disk(self) -> bool:
-        """Wait until the disk has every logged step; False where some cannot be written yet. Any thread may call it."""
+        """Wait until the disk has every logged step, in any thread. Returns False on failure."""
         files = [logger for logger in list(self._direct) if isinstance(logger, FlushesToDisk)]
         return all(logger.flush_to_disk() for logger in files)
 
     def close(self, outcome: RunOutcome = "finished") -> None:
-        """Close every logger, in bounded time; a second call does nothing."""
+        """Close every logger, in bounded time. A second call does nothing."""
         isolated, self._isolated = self._isolated, []
         self._earlier_run_ids |= {logger.name: logger.run_id for logger in isolated if logger.run_id}
         for logger in isolated:
@@ -120,7 +122,7 @@ class FanOutLogger:
             for logger in isolated:
                 logger.wait_until_closed(deadline)
         finally:
-            # After an interrupt too, nothing may keep the process from ending.
+            # Also after an interrupt, no logger may keep the process alive.
             for logger in isolated:
                 logger.let_go()
             self._for_each("failed to close", lambda direct: direct.close(outcome))
@@ -134,11 +136,6 @@ class FanOutLogger:
     ) -> None:
         self.close("finished" if error is None else "failed" if isinstance(error, Exception) else "killed")
 
-    def _send_alerts(self, step: int, numbers: Mapping[str, float]) -> None:
-        failed, self._failed = self._failed, []
-        if self._alerts is not None:
-            self._report(self._alerts.observe(step, numbers, failed=failed))
-
     def _report(self, alerts: Sequence[Alert]) -> None:
         for alert in alerts:
             self._notices.warn(alert.line)
@@ -146,7 +143,7 @@ class FanOutLogger:
                 isolated.send_alert(alert.title, alert.text)
 
     def _numbers(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return a copy of the metrics in plain floats, for the threads of the isolated loggers."""
+        """Return a copy of the metrics as plain floats, for the threads of the isolated loggers."""
         numbers: dict[str, float] = {}
         for key, value in metrics.items():
             try:
@@ -163,8 +160,7 @@ class FanOutLogger:
                 action(logger)
             except Exception as error:
                 self._direct.remove(logger)
-                reported = f"logger {logger.name} {failure} and is left out from here on: {reason_of(error)}"
-                self._notices.warn(reported)
-                # Frees its files; the user has had a warning, so a second failure is of no interest.
+                self._notices.warn(f"logger {logger.name} {failure} and is left out from here on: {reason_of(error)}")
+                # To free its files. A second failure after the warning is of no interest.
                 with contextlib.suppress(Exception):
                     logger.close()

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A backend in a thread of its own, behind a queue: one that blocks, fails or dies never holds up training."""
+"""A logger that runs its backend in a thread with a queue, so that a slow or broken backend does not stop training."""
 
 import contextlib
 import threading
@@ -24,10 +24,10 @@ class Patience:
     """Limits on waiting for a backend.
 
     Attributes:
-        reopening_s: Seconds between attempts to open a backend; after the last it is left out.
-        opening_s: Seconds that the start waits for a backend to open; it may still open later.
-        silence_s: Seconds without an answer after which the user is warned.
-        closing_s: Seconds that the end waits for all backends together, where a backend itself does not ask for more.
+        opening_s: Longest wait at the start for a backend to open. It may still open later.
+        reopening_s: Seconds between attempts to open a backend. After the last one it is dropped.
+        silence_s: Seconds without an answer until a warning.
+        closing_s: Longest wait at the end for all backends together, unless a backend asks for more.
     """
 
     opening_s: float = 60.0
@@ -50,20 +50,20 @@ def _step_job(step: int, metrics: Mapping[str, float]) -> _Job:
 
 
 class IsolatedLogger:
-    """Logger in front of one `Backend` that may raise or block.
+    """Logger that runs a `Backend`, which may raise or block, in a thread.
 
-    `log_step` only puts the step into a queue. Survives, with a warning each:
+    `log_step` only puts the step into a queue. The following faults only cause a warning:
 
-    - a server that does not answer: the steps wait in the queue, and are sent when it answers again;
-    - a step that the backend rejects, such as one with an invalid key: the step is missing there;
-    - a backend that rejects three steps in a row, as with a full disk or a dead server: it is left out;
-    - a backend that hangs at the end: it is left behind.
+    - If a server does not answer, steps wait in the queue until it answers again.
+    - If the backend rejects a step, for example because of an invalid key, it lacks that step.
+    - If it rejects three steps in a row, for example because of a full disk or a dead server, it is dropped.
+    - If it hangs at the end, it is abandoned.
 
     Args:
-        open_backend: Opens it; called in the thread.
-        earlier_steps: Reads the steps from before the run was resumed; those that the backend lacks are sent first.
-        abandon: Called where the backend hangs at the end: lets the process end all the same. Must be quick.
-        run_id: Id of the run at the service, where that is known before the backend is open.
+        open_backend: Opens the backend. Called in the thread.
+        earlier_steps: Reads the steps from before a resume. The backend first gets its missing steps.
+        abandon: Called if the backend hangs at the end, to let the process end. Must be quick.
+        run_id: Id of the run at the service, if known before the backend is open.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class IsolatedLogger:
         self._patience = patience or Patience()
         self.run_id = run_id
         self._backend: Backend | None = None
-        # Shared by the caller and the thread, guarded by `_changed`.
+        # Shared by callers and the thread, guarded by `_changed`.
         self._changed = threading.Condition()
         self._waiting: deque[_Job] = deque()
         self._outcome: RunOutcome | None = None
@@ -92,7 +92,7 @@ class IsolatedLogger:
         self._busy: tuple[str, float] | None = ("opening", time.monotonic())
         self.is_active, self._is_silent = True, False
         self._dropped: Counter[str] = Counter()
-        # Used by the thread alone: failures in a row, by kind of job.
+        # Only used by the thread: failures in a row, by kind of job.
         self._failures: Counter[str] = Counter()
         self._has_warned: set[str] = set()
         self._is_open = threading.Event()
@@ -109,11 +109,11 @@ class IsolatedLogger:
             )
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Queue one step; the mapping must not be changed afterwards."""
+        """Queue one step. The mapping must not be changed afterwards."""
         self._put(_step_job(step, metrics))
 
     def log_plots(self, step: int, draw: DrawPlots) -> None:
-        """Queue the plots of a step, which are drawn in the thread; called before the step itself."""
+        """Queue the plots of a step, before the step itself. `draw` runs in the thread."""
 
         def log(backend: Backend) -> None:
             if plots := draw():
@@ -122,7 +122,7 @@ class IsolatedLogger:
         self._put(_Job("plots", f"the plots of step {step}", log))
 
     def log_samples(self, step: int, split: str, samples: Sequence[ShownSample]) -> None:
-        """Queue samples, for a backend that shows any; called before the step itself."""
+        """Queue samples of a step, before the step itself. Not every backend shows them."""
 
         def log(backend: Backend) -> None:
             if isinstance(backend, ShowsSamples):
@@ -131,7 +131,7 @@ class IsolatedLogger:
         self._put(_Job("samples", f"the samples of step {step}", log))
 
     def send_alert(self, title: str, text: str) -> None:
-        """Queue an alert, for a backend that sends any."""
+        """Queue an alert. Not every backend sends it."""
 
         def send(backend: Backend) -> None:
             if isinstance(backend, SendsAlerts):
@@ -147,14 +147,14 @@ class IsolatedLogger:
         self.wait_until_closed(time.monotonic() + self._patience.closing_s)
 
     def ask_to_close(self, outcome: RunOutcome) -> None:
-        """Let the backend close when it has all steps; return at once."""
+        """Let the backend close when it has all steps, without waiting."""
         with self._changed:
             self._outcome = outcome
             self._asked_at = time.monotonic()
             self._changed.notify()
 
     def wait_until_closed(self, deadline: float) -> None:
-        """Wait until the backend has closed or `deadline` has passed; an upload gets the time it asks for."""
+        """Wait until the backend has closed or `deadline` has passed. An upload gets the time that it asks for."""
         try:
             self._thread.join(max(0.0, deadline - time.monotonic()))
             longer = self._backend.seconds_to_close if self._backend else 0.0
@@ -171,7 +171,7 @@ class IsolatedLogger:
                     self._notices.warn(f"logger {self.name}: {number} {lost} were dropped while it was silent")
 
     def let_go(self) -> None:
-        """Leave a backend behind that has not ended, so that the process can end."""
+        """Abandon a backend that has not ended, so that the process can end."""
         with self._changed:
             if not self._thread.is_alive() or not self.is_active:
                 return
@@ -210,7 +210,7 @@ class IsolatedLogger:
                     )
 
     def _work(self) -> None:
-        """Open the backend, send the steps that it lacks, then the queue, and close it: the thread's body."""
+        """Open the backend, send missing earlier steps and then the queue, and close it (the thread's body)."""
         doing = "could not start"
         try:
             backend = self._open()
@@ -237,12 +237,12 @@ class IsolatedLogger:
             self._is_open.set()
 
     def _open(self) -> Backend:
-        """Open the backend, again after a failure: other runs may be at the same store, and services restart."""
+        """Open the backend, with more attempts, since other runs may use the store and services restart."""
         for wait_s in self._patience.reopening_s:
             try:
                 return self._open_backend()
             except (ImportError, UserError):
-                raise  # remains as it is
+                raise  # would not change
             except Exception:
                 with self._changed:
                     self._changed.wait_for(lambda: not self.is_active, wait_s)
@@ -266,7 +266,7 @@ class IsolatedLogger:
             return job
 
     def _do(self, job: _Job, backend: Backend) -> None:
-        """Do a job; a failure is reported once of its kind, and raise where it is one step too many in a row."""
+        """Do a job. The first failure of a kind is a warning. Too many steps that fail in a row raise."""
         kind = job.kind
         if kind in ("plots", "samples") and self._failures[kind] >= _FAILURES_BEFORE_LEFT_OUT:
             return
@@ -290,6 +290,6 @@ class IsolatedLogger:
         if was_active:
             self._notices.warn(f"logger {self.name} {failure} and is left out from here on: {reason_of(error)}")
         if self._backend is not None and failure != "failed to close":
-            # Frees its files and threads; the user has had a warning, so a second failure is of no interest.
+            # To free its files and threads. A second failure after the warning is of no interest.
             with contextlib.suppress(BaseException):
                 self._backend.close("failed")

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""MLflow tracking, by default in a local SQLite store beside the log folder."""
+"""MLflow tracking, by default in a local SQLite store next to the log folder."""
 
 import fcntl
 import logging
@@ -14,10 +14,10 @@ from typing import Any
 
 from nemo_rl_moe.config.files import leaves
 from nemo_rl_moe.runs.folder.metrics import RunOutcome
-from nemo_rl_moe.runs.folder.sample_text import LEGEND, SAMPLE_LIMITS, ShownSample, as_text, sample_lines
+from nemo_rl_moe.runs.folder.sample_text import ShownSample, samples_text
 from nemo_rl_moe.runs.loggers.console import quiet
 
-# The most that one request may carry, and the lengths that servers in use accept.
+# Limits of one request, and of the lengths that present servers accept.
 _METRICS_PER_BATCH = 1000
 _PARAMS_PER_BATCH = 100
 _LONGEST_KEY = 250
@@ -26,12 +26,12 @@ _SQLITE_PREFIX = "sqlite:///"
 
 
 class MlflowLogger:
-    """One MLflow run, reached through a client of its own: MLflow's global state is left alone.
+    """One MLflow run, with a separate client, so that MLflow's global state does not change.
 
     NaN is kept. A local store keeps infinities as plus and minus the largest float64.
 
-    A resumed run continues its MLflow run. MLflow cannot take values back: steps that were logged before the resume
-    keep their values and plots, and are not logged again. Where the store no longer has the run, a new one starts.
+    A resumed run continues its MLflow run, or starts a new one if the store has lost it. MLflow cannot replace values:
+    steps that were logged before the resume keep their values and plots, and are not logged again.
     """
 
     name = "mlflow"
@@ -46,10 +46,13 @@ class MlflowLogger:
         from mlflow.tracking import MlflowClient
 
         self._metric_type, self._param_type = Metric, Param
-        # Notes on the tables of a new database, for example.
-        with quiet("mlflow", "alembic", least=logging.WARNING), _alone_with(tracking_uri):
+        store = Path(tracking_uri.removeprefix(_SQLITE_PREFIX)) if tracking_uri.startswith(_SQLITE_PREFIX) else None
+        # MLflow's default for a local store is the working directory.
+        artifacts = None if store is None else store.resolve().parent / "mlartifacts"
+        # They log notes, for example on the tables of a new database.
+        with quiet("mlflow", "alembic", least=logging.WARNING), _alone_with(store):
             self._client = MlflowClient(tracking_uri)
-            experiment_id = self._experiment_id(experiment_name, _local_artifact_folder(tracking_uri))
+            experiment_id = self._experiment_id(experiment_name, artifacts)
         self._last_steps: dict[str, int] = {}
         self._stored_params: frozenset[str] = frozenset()
         run = None if resumed_run_id is None else self._resumed(resumed_run_id)
@@ -57,11 +60,11 @@ class MlflowLogger:
             run = self._client.create_run(experiment_id, run_name=run_name)
         self.run_id: str = run.info.run_id
         self._last_before = max(self._last_steps.values(), default=0)
-        # One less: a kill may have left the last step incomplete.
+        # One less, since a kill may have left the last step incomplete.
         self.last_step = self._last_before - 1
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log the metrics of the step, up to 1,000 in one request; those that the run has are skipped."""
+        """Log the new metrics of the step, up to 1,000 in one request."""
         milliseconds = int(time.time() * 1000)
         new = {key: value for key, value in metrics.items() if step > self._last_steps.get(key, -1)}
         entries = [self._metric_type(key, float(value), milliseconds, step) for key, value in new.items()]
@@ -70,7 +73,7 @@ class MlflowLogger:
             self._last_steps.update((entry.key, step) for entry in batch)
 
     def log_plots(self, step: int, plots: Mapping[str, bytes]) -> None:
-        """Store each plot as the step's image; those of steps from before the resume are there."""
+        """Store each plot as an image of the step, unless the run has them from before the resume."""
         import PIL.Image
 
         if step > self._last_before:
@@ -80,13 +83,12 @@ class MlflowLogger:
     def log_samples(self, step: int, split: str, samples: Sequence[ShownSample]) -> None:
         """Store samples as a text, such as `samples/val_step_000100.txt`."""
         if step > self._last_before or not self._last_before:
-            text = f"{LEGEND}\n\n" + "\n\n".join(as_text(sample_lines(sample, SAMPLE_LIMITS)) for sample in samples)
-            self._client.log_text(self.run_id, f"{text}\n", f"samples/{split}_step_{step:06}.txt")
+            self._client.log_text(self.run_id, f"{samples_text(samples)}\n", f"samples/{split}_step_{step:06}.txt")
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Log the configuration as parameters, such as `policy.megatron_cfg.track_moe_metrics`.
 
-        MLflow refuses to change a parameter: those of a resumed run stay as they are.
+        A resumed run keeps its parameters, since MLflow refuses to change them.
         """
         parameters = flatten_config(config).items()
         entries = [self._param_type(key, value) for key, value in parameters if key not in self._stored_params]
@@ -97,7 +99,7 @@ class MlflowLogger:
         self._client.set_terminated(self.run_id, status=outcome.upper())
 
     def _resumed(self, run_id: str) -> Any:
-        """Run to continue, marked as running again; None where the store does not have it."""
+        """Return the run to continue, marked as running again. None if the store does not have it."""
         from mlflow.exceptions import MlflowException
 
         try:
@@ -107,7 +109,7 @@ class MlflowLogger:
             if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_STATE"):
                 return None
             raise
-        # The latest value of each key, with its step; `run.data.metrics` leaves the steps out.
+        # The latest value of each key with its step, which `run.data.metrics` omits.
         self._last_steps = {metric.key: metric.step for metric in run.data.to_proto().metrics}
         self._stored_params = frozenset(run.data.params)
         return run
@@ -121,7 +123,7 @@ class MlflowLogger:
                 location = artifact_folder.as_uri() if artifact_folder else None
                 return str(self._client.create_experiment(name, artifact_location=location))
             except MlflowException:
-                # Another run may have created it a moment ago; if it still does not exist, the error was another one.
+                # Another run may have created it meanwhile. If it still does not exist, the error was another one.
                 experiment = self._client.get_experiment_by_name(name)
                 if experiment is None:
                     raise
@@ -129,12 +131,11 @@ class MlflowLogger:
 
 
 @contextmanager
-def _alone_with(tracking_uri: str) -> Iterator[None]:
-    """Keep other runs out of a local store inside: two that make the tables of a new one fail on each other's."""
-    if not tracking_uri.startswith(_SQLITE_PREFIX):
+def _alone_with(store: Path | None) -> Iterator[None]:
+    """Lock a local store against other runs, since two runs that create its tables at the same time fail."""
+    if store is None:
         yield
         return
-    store = Path(tracking_uri.removeprefix(_SQLITE_PREFIX))
     with store.with_name(f"{store.name}.lock").open("a") as file:
         with suppress(OSError):  # a file system without locks
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -142,13 +143,13 @@ def _alone_with(tracking_uri: str) -> Iterator[None]:
 
 
 def local_store_uri(folder: Path) -> str:
-    """Return the tracking URI of the SQLite store `mlflow.db` in a folder, which is created."""
+    """Create a folder, and return the tracking URI of the SQLite store `mlflow.db` in it."""
     folder.mkdir(parents=True, exist_ok=True)
     return f"{_SQLITE_PREFIX}{(folder.resolve() / 'mlflow.db').as_posix()}"
 
 
 def flatten_config(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the nested configuration as flat strings: `a.b.c` to value, cut to the lengths that MLflow accepts."""
+    """Return a nested configuration as flat strings: `a.b.c` to value, cut to the lengths that MLflow accepts."""
     return {key[:_LONGEST_KEY]: str(value)[:_LONGEST_VALUE] for key, value in leaves(config)}
 
 
@@ -156,19 +157,12 @@ def _batches(entries: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
     return (entries[start : start + size] for start in range(0, len(entries), size))
 
 
-def _local_artifact_folder(tracking_uri: str) -> Path | None:
-    """Return the folder for the artifacts of a SQLite store: beside it; MLflow's default is the working directory."""
-    if not tracking_uri.startswith(_SQLITE_PREFIX):
-        return None
-    return Path(tracking_uri.removeprefix(_SQLITE_PREFIX)).resolve().parent / "mlartifacts"
-
-
 def _set_environment_defaults() -> None:
-    """Set the defaults that MLflow reads from the environment; variables that the user has set stay."""
-    # Metrics go to the store that the user chose and nowhere else.
+    """Set environment variables for MLflow, unless the user has set them."""
+    # Send nothing elsewhere than to the user's store.
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-    # Its bars would mix with the lines of the console.
+    # Progress bars would mix with the lines of the console.
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
-    # By default a server that has gone away would hold up a training step for several minutes.
+    # By default, a lost server would block the logger's thread for several minutes.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "15")

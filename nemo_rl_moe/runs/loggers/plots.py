@@ -1,15 +1,16 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Plots of a step for the backends that show images: agreement of routes, experts by advantage, by image and text.
+"""Plots of a step for backends that show images: agreement of routes, experts by advantage, by image and text.
 
-Figures are in whole pixels, as PNG files; matplotlib is imported when the first one is drawn, which takes seconds."""
+matplotlib is imported by the first plot, since that takes seconds.
+"""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from io import BytesIO
 from typing import TYPE_CHECKING
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from nemo_rl_moe.routing.agreement.row_kinds import Row
 from nemo_rl_moe.routing.metrics.modalities import modality_separation, specialization
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 DPI = 100
 LEFT, RIGHT, TOP, BOTTOM = 80, 130, 84, 64
-"""Pixels around the axes; titles stand above."""
+"""Pixels around the axes. The title is above them."""
 
 
 def as_png(figure: "Figure") -> bytes:
@@ -37,7 +38,7 @@ def new_figure(size: tuple[int, int]) -> "Figure":
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(size[0] / DPI, size[1] / DPI), dpi=DPI, facecolor="white")
-    figure.set_layout_engine("none")  # a user's settings may ask for one, which would move the cells
+    figure.set_layout_engine("none")  # one from the user's matplotlib settings would move the cells
     return figure
 
 
@@ -55,20 +56,35 @@ def add_title(figure: "Figure", title: str, summary: str) -> None:
     figure.text(left, 1 - 56 / height, summary, fontsize=10)
 
 
+def layer_ticks(layers: Sequence[int], most: int = 24) -> tuple[range, list[str]]:
+    """Return positions and labels of at most `most` evenly spaced layers."""
+    every = max(1, -(-len(layers) // most))
+    return range(0, len(layers), every), [str(layer) for layer in layers[::every]]
+
+
+def write_in_cells(
+    axes: "Axes", texts: Mapping[tuple[int, ...], str], is_dark: Bool[np.ndarray, "rows columns"], fontsize: int = 9
+) -> None:
+    """Write texts into cells `(row, column)`, white on dark cells and black on others."""
+    for (row, column), text in texts.items():
+        color = "white" if is_dark[row, column] else "black"
+        axes.text(column, row, text, ha="center", va="center", fontsize=fontsize, color=color)
+
+
 AGREEMENT_KEY = "plots/routing_agreement"
 _LEAST_AGREEMENT_SPAN = 0.01
-"""Least height of the axis: agreement in all rows but one in a thousand is not to look like none."""
+"""Smallest height of the axis, so that disagreement in one row of a thousand does not look large."""
 
 
 def routing_plots(step: int, layers: Sequence[int], rows: Int[np.ndarray, "layers kinds"]) -> dict[str, bytes]:
-    """Return the plot as a PNG file, by the key under which it is logged; none without usable rows."""
+    """Return the plot as a PNG file, by its key. Empty without usable rows."""
     if not rows[:, Row.USABLE].any():
         return {}
     return {AGREEMENT_KEY: as_png(draw_agreement(step, layers, rows))}
 
 
 def draw_agreement(step: int, layers: Sequence[int], rows: Int[np.ndarray, "layers kinds"]) -> "Figure":
-    """Plot the agreement of each layer with the experts that it took, and that it would choose."""
+    """Plot each layer's agreement with the rollout, of the experts that it took and that its router would choose."""
     figure = new_figure((1000, 560))
     axes = axes_at(figure, 80, TOP, 880, 560 - TOP - BOTTOM)
     known = np.flatnonzero(rows[:, Row.USABLE])
@@ -81,8 +97,7 @@ def draw_agreement(step: int, layers: Sequence[int], rows: Int[np.ndarray, "laye
         max(0.0, 1 - max(1.15 * (1 - lowest), _LEAST_AGREEMENT_SPAN)), 1 + 0.05 * max(1 - lowest, _LEAST_AGREEMENT_SPAN)
     )
     axes.set_xlim(-0.5, len(layers) - 0.5)
-    every = max(1, -(-len(layers) // 24))
-    axes.set_xticks(range(0, len(layers), every), labels=[str(layer) for layer in layers[::every]])
+    axes.set_xticks(*layer_ticks(layers))
     axes.set(xlabel="layer", ylabel="share of rows with the experts of the rollout")
     axes.grid(color="0.9")
     axes.set_axisbelow(True)
@@ -97,20 +112,19 @@ def draw_agreement(step: int, layers: Sequence[int], rows: Int[np.ndarray, "laye
 ADVANTAGE_KEY = "plots/experts_by_advantage"
 _WIDTH, _MOST_HEIGHT, _LEAST_HEIGHT, _HEIGHT_OF_LAYER = 800, 900, 160, 40
 _LEAST_SPAN = 4.0
-"""Scores that the scale reaches at least: of many experts some reach 4 by chance, which is not to look like much."""
+"""Smallest end of the scale, since some of many experts reach a score of 4 by chance."""
 
 
 def advantage_plots(step: int, layers: Sequence[int], scores: Float[np.ndarray, "layers experts"]) -> dict[str, bytes]:
-    """Return the plot as a PNG file, by the key under which it is logged; none without a score."""
+    """Return the plot as a PNG file, by its key. Empty without scores."""
     if np.isnan(scores).all():
         return {}
     return {ADVANTAGE_KEY: as_png(draw_advantages(step, layers, scores))}
 
 
 def draw_advantages(step: int, layers: Sequence[int], scores: Float[np.ndarray, "layers experts"]) -> "Figure":
-    """Plot the score of each expert: red where it serves responses of high advantage beyond chance, blue of low."""
-    largest = float(np.nanmax(np.abs(scores)))
-    figure, axes, bar = _layers_by_experts(layers, scores, max(largest, _LEAST_SPAN))
+    """Plot the score of each expert: red if it prefers responses with a high advantage, blue with a low one."""
+    figure, axes, bar = _layers_by_experts(layers, scores, max(float(np.nanmax(np.abs(scores))), _LEAST_SPAN))
     axes.set(xlabel="expert", ylabel="layer")
     bar.set_label("standard deviations from chance")
     layer, expert = divmod(int(np.nanargmax(np.abs(scores))), scores.shape[1])
@@ -126,16 +140,14 @@ def draw_advantages(step: int, layers: Sequence[int], scores: Float[np.ndarray, 
 def _layers_by_experts(
     layers: Sequence[int], values: Float[np.ndarray, "layers experts"], span: float
 ) -> "tuple[Figure, Axes, Colorbar]":
-    """Draw values from blue (-span) to red; grey where there is none."""
-    num_layers = len(layers)
-    height = min(max(_HEIGHT_OF_LAYER * num_layers, _LEAST_HEIGHT), _MOST_HEIGHT)
+    """Plot values from blue (`-span`) to red (`span`). NaN is grey."""
+    height = min(max(_HEIGHT_OF_LAYER * len(layers), _LEAST_HEIGHT), _MOST_HEIGHT)
     figure = new_figure((LEFT + _WIDTH + RIGHT, TOP + height + BOTTOM))
     axes = axes_at(figure, LEFT, TOP, _WIDTH, height)
     axes.set_facecolor("0.6")
     masked = np.ma.masked_invalid(values)
     image = axes.imshow(masked, aspect="auto", interpolation="nearest", cmap="RdBu_r", vmin=-span, vmax=span)
-    every = max(1, -(-num_layers // 24))
-    axes.set_yticks(range(0, num_layers, every), labels=[str(layer) for layer in layers[::every]])
+    axes.set_yticks(*layer_ticks(layers))
     return figure, axes, figure.colorbar(image, cax=axes_at(figure, LEFT + _WIDTH + 16, TOP, 16, height))
 
 
@@ -143,7 +155,7 @@ MODALITY_KEY = "plots/experts_by_modality"
 _MOST_CELLS_WITH_TEXT = 200
 _MOST_EXPERTS_WITH_TEXT = 20
 _STRONG = 0.6
-"""Leaning from which a cell is dark."""
+"""Smallest preference with a dark cell."""
 
 
 def modality_plots(
@@ -153,7 +165,7 @@ def modality_plots(
     image_counts: Int[np.ndarray, "layers experts"],
     topk: int | None,
 ) -> dict[str, bytes]:
-    """Plot a step as a PNG file, by its key; none of a step with tokens of one kind alone."""
+    """Return the plot as a PNG file, by its key. Empty if all tokens are of one kind."""
     if image_counts.sum() in (0, counts.sum()):
         return {}
     return {MODALITY_KEY: as_png(draw_modalities(step, layers, counts, image_counts, topk))}
@@ -166,14 +178,15 @@ def draw_modalities(
     image_counts: Int[np.ndarray, "layers experts"],
     topk: int | None,
 ) -> "Figure":
-    """Draw each expert's leaning, red to image tokens and blue to text, and its share of image tokens."""
+    """Plot each expert's preference for image tokens (red) or text (blue), and its share of image tokens."""
     leaning = specialization(counts, image_counts, topk)
     figure, axes, bar = _layers_by_experts(layers, leaning, 1)
     axes.set(xlabel="expert", ylabel="layer")
     axes.locator_params(axis="x", integer=True)
     if counts.shape[1] <= _MOST_EXPERTS_WITH_TEXT and counts.size <= _MOST_CELLS_WITH_TEXT:
         axes.set_xlabel("expert (cell: share of its tokens that are image tokens)")
-        _write_shares(axes, counts, image_counts, leaning)
+        shares = {cell: f"{image_counts[cell] / count:.0%}" for cell, count in np.ndenumerate(counts) if count}
+        write_in_cells(axes, shares, np.abs(leaning) > _STRONG)
     bar.set_ticks([-1, 0, 1])
     bar.ax.set_yticklabels(["text only", "as overall", "image only"])
     separation = modality_separation(counts, image_counts, topk)
@@ -184,16 +197,3 @@ def draw_modalities(
     )
     add_title(figure, f"Experts of image and of text tokens at step {step}", summary)
     return figure
-
-
-def _write_shares(
-    axes: "Axes",
-    counts: Int[np.ndarray, "layers experts"],
-    image_counts: Int[np.ndarray, "layers experts"],
-    leaning: np.ndarray,
-) -> None:
-    for (row, expert), count in np.ndenumerate(counts):
-        if count:
-            color = "white" if abs(leaning[row, expert]) > _STRONG else "black"
-            share = f"{image_counts[row, expert] / count:.0%}"
-            axes.text(expert, row, share, ha="center", va="center", fontsize=9, color=color)

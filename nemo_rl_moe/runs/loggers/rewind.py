@@ -20,13 +20,13 @@ from nemo_rl_moe.runs.loggers.artifacts import ARTIFACTS
 
 
 def rewind_run_folder(run_folder: Path, step: int) -> None:
-    """Remove what later steps wrote (metrics, samples and their thumbnails, tables, capture), and torn last lines.
+    """Remove the output of later steps (metrics, samples and their thumbnails, tables, capture), and torn last lines.
 
-    Survives a full disk, since each file of lines is truncated in place, and a kill in between, since truncation is
-    atomic. TensorBoard, W&B and MLflow rewind their own files when they are opened.
+    Works on a full disk, since files of lines are truncated, and after a kill in between, since truncation is atomic.
+    TensorBoard, W&B and MLflow rewind their files when they are opened.
 
     Raises:
-        CheckpointError: A file cannot be cut; names it.
+        CheckpointError: A file cannot be cut.
     """
     writers = [kind.writer for kind in ARTIFACTS.values()]
     of_artifacts = [name for writer in writers for name in writer.line_files]
@@ -50,7 +50,7 @@ def _named_if_it_fails(path: Path, step: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        # pyarrow's errors carry long texts in place of the system's.
+        # pyarrow's errors have long texts instead of the system's.
         reason = os.strerror(error.errno) if error.errno else error
         raise CheckpointError(
             f"{path}: cannot be rewound to step {step}, from which the run goes on: {reason}; make room for it or make"

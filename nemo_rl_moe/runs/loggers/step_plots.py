@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Plots of a run's steps: when they are due, and drawn once for all backends, in the thread of one of them."""
+"""Plots of a run's steps. Each is made once for all backends, in the thread of one of them."""
 
 import threading
 from collections.abc import Mapping
@@ -10,29 +10,28 @@ from nemo_rl_moe.runs.loggers.interface import DrawPlots
 
 
 def is_plot_step(step: int, every_steps: int | None) -> bool:
-    """Return True for steps with plots: the first one and each multiple of `every_steps`; None or 0: never."""
+    """Return whether a step has plots: the first one, and each multiple of `every_steps` (None or 0: no step)."""
     return bool(every_steps) and (step == 1 or step % (every_steps or 1) == 0)
 
 
 class StepPlots:
-    """Plots of the steps at which they are due, drawn once for all backends.
+    """Plots of the steps with plots.
 
-    Survives a matplotlib that cannot draw, for example without fonts: it warns once, and metrics go on.
+    If matplotlib fails, for example without fonts, it warns once, and metrics are still logged.
     """
 
     def __init__(self, every_steps: int | None, notices: Notices):
         self._every_steps = every_steps
         self._notices = notices
-        # Several backends may ask at once; matplotlib is not thread-safe.
+        # Several backends may ask at once, and matplotlib is not thread-safe.
         self._lock = threading.Lock()
         self._has_failed = False
 
     def are_due(self, step: int) -> bool:
-        """Return whether a step has plots."""
         return is_plot_step(step, self._every_steps)
 
     def of_step(self, step: int, what: str, plots: DrawPlots) -> DrawPlots | None:
-        """Return a function that draws plots of a step, once whoever asks; None where none is due."""
+        """Return a function that makes the plots of a step at its first call. None for a step without plots."""
         if not self.are_due(step):
             return None
         drawn: Mapping[str, bytes] | None = None
@@ -48,7 +47,7 @@ class StepPlots:
 
     def _draw(self, what: str, plots: DrawPlots) -> Mapping[str, bytes]:
         try:
-            # At its first import, matplotlib logs lines about folders and fonts.
+            # matplotlib logs lines about folders and fonts when it is imported.
             with quiet("matplotlib"):
                 return plots()
         except Exception as error:

@@ -13,17 +13,17 @@ import yaml
 
 from nemo_rl_moe.runs.folder.lines import append_whole, to_plain
 from nemo_rl_moe.runs.folder.metrics import RunOutcome
-from nemo_rl_moe.runs.folder.sample_text import LEGEND, SAMPLE_LIMITS, ShownSample, as_text, sample_lines
+from nemo_rl_moe.runs.folder.sample_text import ShownSample, samples_text
 from nemo_rl_moe.runs.loggers.interface import LoggerBase
 
 
 class TensorBoardLogger(LoggerBase):
-    """Writer of scalars to `<run folder>/tensorboard/events.out.tfevents.*`, on disk before `log_step` returns.
+    """Writer of `<run folder>/tensorboard/events.out.tfevents.*`, with each step written before `log_step` returns.
 
-    Scalars are float32, as TensorBoard's own; NaN and infinities are kept, and shown by TensorBoard as such. Survives a
-    full disk: an event that it does not take raises, and leaves nothing half written.
+    Scalars are float32 and may be NaN or infinite, which TensorBoard shows as such. On a full disk, an event raises and
+    leaves no partial record.
 
-    A resumed run gets a further file, whose first event makes TensorBoard forget the steps after `resumed_after`.
+    A resumed run gets a new file, whose first event makes TensorBoard forget the steps after `resumed_after`.
     """
 
     name = "tensorboard"
@@ -38,7 +38,7 @@ class TensorBoardLogger(LoggerBase):
         folder.mkdir(parents=True, exist_ok=True)
         self.last_step = -1 if resumed_after is None else min(resumed_after, _last_step(folder))
         self._config_step = resumed_after or 0
-        # Files are read in the order of their names, so the time in them has to ascend even where a clock does not.
+        # Files are read in the order of their names, so the times in these must ascend even if the clock does not.
         seconds = max([int(time.time()), *(1 + second for second in _seconds_in_names(folder))])
         file_name = f"events.out.tfevents.{seconds:010d}.{socket.gethostname()}"
         self._record = BytesIO()
@@ -50,12 +50,11 @@ class TensorBoardLogger(LoggerBase):
             self._write(self._event_type(wall_time=time.time(), step=resumed_after + 1, session_log=start))
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        value_type = self._summary_type.Value
-        values = [value_type(tag=key, simple_value=float(value)) for key, value in metrics.items()]
+        values = [self._summary_type.Value(tag=key, simple_value=float(value)) for key, value in metrics.items()]
         self._write(self._event_type(wall_time=time.time(), step=step, summary=self._summary_type(value=values)))
 
     def log_plots(self, step: int, plots: Mapping[str, bytes]) -> None:
-        """Write one event that holds the plots of the step, for TensorBoard's image view."""
+        """Write the plots of the step as one event, for TensorBoard's image view."""
         import PIL.Image
 
         summary = self._summary_type()
@@ -74,13 +73,12 @@ class TensorBoardLogger(LoggerBase):
 
     def log_samples(self, step: int, split: str, samples: Sequence[ShownSample]) -> None:
         """Write samples under the tags `samples/train` and `samples/val`, in TensorBoard's text view."""
-        text = f"{LEGEND}\n\n" + "\n\n".join(as_text(sample_lines(sample, SAMPLE_LIMITS)) for sample in samples)
-        self._write_text(step, f"samples/{split}", text)
+        self._write_text(step, f"samples/{split}", samples_text(samples))
 
     def _write_text(self, step: int, tag: str, text: str) -> None:
         from tensorboard.plugins.text.summary_v2 import text_pb
 
-        # Markdown shows a block indented by four spaces as it stands.
+        # Markdown shows a block indented by four spaces verbatim.
         block = "".join(f"    {line}\n" for line in text.splitlines())
         self._write(self._event_type(wall_time=time.time(), step=step, summary=text_pb(tag, block)))
 
@@ -100,7 +98,7 @@ def _seconds_in_names(folder: Path) -> list[int]:
 
 
 def _last_step(folder: Path) -> int:
-    """Return the last step that TensorBoard shows of a folder, -1 for none; a torn last event is skipped."""
+    """Return the last step that TensorBoard shows of a folder, or -1. A torn last event is skipped."""
     from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
     from tensorboard.compat.proto import event_pb2
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Plot of the last steps of asynchronous rollouts: what trainer and engines did, and whom they waited for."""
+"""Plot of the activity of trainer and engines in the last steps of asynchronous rollouts."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -21,6 +21,7 @@ from nemo_rl_moe.runs.loggers.plots import LEFT, TOP, add_title, as_png, axes_at
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.legend import Legend
 
 TIME_LINE_KEY = "plots/time_line"
 _WIDTH, _HEIGHT, _LEGEND = 1000, 150, 84
@@ -30,14 +31,14 @@ ENGINE_COLORS = ("#1b7837", "#d6604d", "#b3b3b3", "#92c5de", "#7a5195")
 
 
 def time_line_plots(step: int, time_line: TimeLine) -> dict[str, bytes]:
-    """Return the plot as a PNG file, by the key under which it is logged; none of steps without length."""
+    """Return the plot as a PNG file, by its key. Empty if the steps took no time."""
     if all(found.seconds <= 0 for found in time_line.steps):
         return {}
     return {TIME_LINE_KEY: as_png(draw_time_line(step, time_line))}
 
 
 def draw_time_line(step: int, time_line: TimeLine) -> "Figure":
-    """Draw the states of trainer and engines over the seconds of the last steps."""
+    """Plot the states of trainer and engines over the seconds of the last steps."""
     figure = new_figure((LEFT + _WIDTH + 40, TOP + _HEIGHT + 56 + _LEGEND))
     axes = axes_at(figure, LEFT, TOP + 10, _WIDTH, _HEIGHT)
     steps, start_s = time_line.steps, time_line.steps[0].start_s
@@ -59,7 +60,7 @@ def draw_time_line(step: int, time_line: TimeLine) -> "Figure":
 
 
 def _draw_row(axes: "Axes", y: float, intervals: Sequence[Interval], colors: Sequence[str], start_s: float) -> None:
-    """Draw a step, in bins that are narrower than a pixel: engines may have thousands of intervals."""
+    """Add a step, in bins narrower than a pixel, since engines may have thousands of intervals."""
     states = binned(intervals, _BINS_OF_A_STEP)
     width = (intervals[-1].end_s - intervals[0].start_s) / _BINS_OF_A_STEP
     at = intervals[0].start_s - start_s
@@ -72,12 +73,9 @@ def _draw_row(axes: "Axes", y: float, intervals: Sequence[Interval], colors: Seq
 def _add_legend(axes: "Axes") -> None:
     from matplotlib.patches import Patch
 
-    trainer = [Patch(color=color, label=f"trainer: {name}") for name, color in _named(TRAINER_STATES, TRAINER_COLORS)]
-    engines = [Patch(color=color, label=f"engines: {name}") for name, color in _named(ENGINE_STATES, ENGINE_COLORS)]
-    first = axes.legend(handles=trainer, loc="upper left", bbox_to_anchor=(0, -0.32), ncols=5, frameon=False)
-    axes.add_artist(first)
-    axes.legend(handles=engines, loc="upper left", bbox_to_anchor=(0, -0.52), ncols=5, frameon=False)
+    def add(part: str, states: Sequence[str], colors: Sequence[str], y: float) -> "Legend":
+        handles = [Patch(color=color, label=f"{part}: {state}") for state, color in zip(states, colors, strict=True)]
+        return axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(0, y), ncols=5, frameon=False)
 
-
-def _named(names: Sequence[str], colors: Sequence[str]) -> list[tuple[str, str]]:
-    return list(zip(names, colors, strict=True))
+    axes.add_artist(add("trainer", TRAINER_STATES, TRAINER_COLORS, -0.32))
+    add("engines", ENGINE_STATES, ENGINE_COLORS, -0.52)

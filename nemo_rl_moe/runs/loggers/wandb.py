@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Weights & Biases: a run online or offline, its charts, its resume.
+"""Weights & Biases, online or offline: metrics, charts, resume.
 
 W&B makes a chart of each key, in a section named after the part of the key before the first slash: `train`, `val`,
-`timing`, `plots`. Their axis is the optimizer step, at which rows are logged.
+`timing`, `plots`. The x-axis is the optimizer step.
 """
 
 import os
@@ -29,8 +29,7 @@ from nemo_rl_moe.runs.loggers.wandb_files import last_wandb_step
 
 _OUTLIERS = f"train/{OUTLIER_PREFIX}"
 OUTLIER_CHART_KEY = "plots/expert_utilization_outliers"
-# Of a table with more, W&B shows the first ones alone.
-_MOST_ROWS = 10_000
+_MOST_ROWS = 10_000  # W&B does not show further rows of a table
 
 # Summaries in W&B's table of runs, besides the last value of a metric.
 _BEST_AND_LAST = {
@@ -56,8 +55,8 @@ def define_charts(run: Any, has_outlier_chart: bool) -> None:
     for summary, keys in _BEST_AND_LAST.items():
         for key in keys:
             run.define_metric(key, summary=summary)
-    # The outliers of each step are other experts: hundreds of charts, most of them with one point. They share one
-    # chart instead; the hidden ones can still be looked up.
+    # Each step has other outliers, which would be hundreds of charts, most of them with one point. They share one chart
+    # instead, and the hidden ones can still be looked up.
     if has_outlier_chart:
         run.define_metric(f"{_OUTLIERS}*", hidden=True)
 
@@ -74,7 +73,7 @@ class OutlierChart:
                 self.rows.append((step, value, key.removeprefix(_OUTLIERS)))
 
     def draw(self) -> Mapping[str, Any]:
-        """Return the chart as W&B takes it, by its key; empty while there are no outliers."""
+        """Return the chart for W&B, by its key. Empty while there are no outliers."""
         if not self.rows:
             return {}
         import wandb
@@ -92,14 +91,14 @@ _CREDENTIAL_VARIABLES = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 
 
 class WandbLogger:
-    """One W&B run in `<run folder>/wandb`; asks nothing, prints nothing, keeps NaN and infinities.
+    """One W&B run in `<run folder>/wandb`, without questions or output on the console. It keeps NaN and infinities.
 
-    A user who set `WANDB_MODE` gets that mode. Otherwise the run is online when the user is logged in, and offline when
-    not; an offline run contacts nobody and can be uploaded later with `wandb sync`.
+    Its mode is `WANDB_MODE` if set, else online if the user is logged in, else offline. An offline run uses no network
+    and can be uploaded later with `wandb sync`.
 
-    A resumed run keeps its id. Offline it gets a further folder, whose steps replace those of the earlier ones from its
-    first step on. Online it goes on where the server's history ends: W&B takes no step twice, so steps that were logged
-    before the resume keep their values and plots.
+    A resumed run keeps its id. Offline it gets a new folder, whose steps replace the same steps in earlier folders.
+    Online it continues after the server's history, since W&B takes no step twice: steps that were logged before the
+    resume keep their values and plots.
     """
 
     name = "wandb"
@@ -117,8 +116,7 @@ class WandbLogger:
     ):
         mode = choose_mode(os.environ)
         if mode == "offline" or os.environ.get("WANDB_MODE") in _MODES_WITHOUT_LOGIN:
-            # W&B's error reports and usage statistics go over the network in offline mode too, unless asked not to;
-            # it looks at this variable while it is imported.
+            # Otherwise W&B sends error reports and usage statistics even offline. It reads this variable at import.
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         _import_beside(run_folder / "wandb")
         import wandb
@@ -131,14 +129,14 @@ class WandbLogger:
             dir=str(run_folder),
             mode=mode,
             reinit="create_new",
-            # Capturing the console would record every refresh of the live line.
+            # A captured console would contain every refresh of the live line.
             settings=wandb.Settings(silent=True, console="off"),
         )
         self.run_id = run_id
         self.announcement: str | None = None
-        # Asked first, since W&B warns when an offline run is asked for its address.
+        # W&B warns if an offline run's address is read.
         if self._run.offline:
-            # Its files say what a killed run has left; what its service had not written yet is sent again.
+            # Steps that the service had not written to the files before a kill are sent again.
             self.last_step = last_wandb_step(run_folder / "wandb", run_id) if is_resumed else -1
             self._first_step = 0
             self.announcement = f"W&B run is offline; to upload it: wandb sync {Path(self._run.dir).parent}"
@@ -156,21 +154,18 @@ class WandbLogger:
                 self._outliers.add(record.step, record.metrics)
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log the step as one row of the run's history; a step that the server has is skipped."""
+        """Log the step as one row of the run's history, unless the server has it."""
         if step < self._first_step:
             return
         self._outliers.add(step, metrics)
         if is_plot_step(step, self._outlier_chart_every_steps):
-            # Not with the plots, which may be dropped when the backend is slow.
-            self._draw_outliers(step)
-        # Committed at once: otherwise the row waits for the next step, and the last one is lost in a crash.
+            # Not in `log_plots`, whose plots are dropped if the backend is slow. A failure (W&B writes the table to
+            # the disk, which may be full) does not matter, since the next chart has all outliers again.
+            with suppress(Exception):
+                if chart := self._outliers.draw():
+                    self._run.log(chart, step=step, commit=False)
+        # Committed at once, since otherwise the row would wait for the next step, and a crash would lose the last one.
         self._run.log({key: float(value) for key, value in metrics.items()}, step=step, commit=True)
-
-    def _draw_outliers(self, step: int) -> None:
-        # W&B writes the chart's table to the disk, which may be full; the next chart has all outliers again.
-        with suppress(Exception):
-            if chart := self._outliers.draw():
-                self._run.log(chart, step=step, commit=False)
 
     def log_plots(self, step: int, plots: Mapping[str, bytes]) -> None:
         if step < self._first_step:
@@ -179,7 +174,7 @@ class WandbLogger:
         import wandb
 
         images = {key: wandb.Image(PIL.Image.open(BytesIO(content))) for key, content in plots.items()}
-        # The row is committed with the step's metrics, which follow.
+        # `log_step`, which follows, commits the row.
         self._run.log(images, step=step, commit=False)
 
     def log_samples(self, step: int, split: str, samples: Sequence[ShownSample]) -> None:
@@ -188,46 +183,40 @@ class WandbLogger:
             return
         import wandb
 
-        texts = [
-            (sample.sample_id, sample.reward, sample.verdict, sample.left_out, _conversation(sample))
-            for sample in samples
-        ]
-        rows = [[step, *map(printable, row)] for row in texts]
-        table = wandb.Table(columns=["step", "sample", "reward", "verdict", "left out", _COLUMN], data=rows)
-        # The row is committed with the step's metrics, which follow.
+        columns = ["step", "sample", "reward", "verdict", "left out", f"conversation ({LEGEND})"]
+        rows = []
+        for sample in samples:
+            conversation = as_text(sample_lines(sample, SAMPLE_LIMITS))
+            texts = (sample.sample_id, sample.reward, sample.verdict, sample.left_out, conversation)
+            rows.append([step, *map(printable, texts)])
+        table = wandb.Table(columns=columns, data=rows)
+        # `log_step`, which follows, commits the row.
         self._run.log({f"samples/{split}": table}, step=step, commit=False)
 
     def send_alert(self, title: str, text: str) -> None:
-        """Send an alert through W&B: by mail or Slack, as set up there."""
+        """Send an alert by mail or Slack, depending on the user's settings at W&B."""
         self._run.alert(title, text, level="WARN")
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         self._run.config.update(to_plain(config), allow_val_change=True)
 
     def close(self, outcome: RunOutcome = "finished") -> None:
-        """End the run and W&B's service process; online, wait until all is uploaded."""
+        """End the run and W&B's service process. Online, wait for the upload."""
         import wandb
 
         try:
             self._run.finish(exit_code=0 if outcome == "finished" else 1)
         finally:
-            # The service may still write the last records after a run has finished.
+            # The service may still write the last records after `finish`.
             wandb.teardown()
-
-
-_COLUMN = f"conversation ({LEGEND})"
-
-
-def _conversation(sample: ShownSample) -> str:
-    return as_text(sample_lines(sample, SAMPLE_LIMITS))
 
 
 _TEMPORARY = ("tmp*wandb-artifacts", "tmp*wandb-media")
 
 
 def _import_beside(folder: Path) -> None:
-    """Import W&B, whose temporary folders, made while it is imported, come to lie in a folder of the run."""
-    # A killed process leaves them: there the run that goes on removes them, and nothing is left elsewhere.
+    """Import W&B such that its temporary folders are in a folder of the run."""
+    # It creates them when it is imported, and a killed process leaves them. Here a resumed run removes them.
     if "wandb" in sys.modules:
         return
     folder.mkdir(exist_ok=True)
@@ -241,22 +230,22 @@ def _import_beside(folder: Path) -> None:
 
 
 def abandon_service() -> None:
-    """Let the process end although W&B's service process hangs, for which W&B would wait without a limit."""
+    """Let the process end although W&B's service process hangs. W&B would wait for it forever."""
     import wandb
 
-    # Teardown first removes W&B's own exit hook, then waits for the service: in a thread that may be left behind.
+    # Teardown removes W&B's exit hook, then waits for the service. The daemon thread may still wait at exit.
     thread = threading.Thread(target=wandb.teardown, name="wandb-teardown", daemon=True)
     thread.start()
     thread.join(_SECONDS_TO_ABANDON)
 
 
 def choose_run_id(environment: Mapping[str, str]) -> str:
-    """Return the id of a new run: the user's `WANDB_RUN_ID`, or a random one."""
+    """Return the id of a new run: `WANDB_RUN_ID`, or a random one."""
     return environment.get("WANDB_RUN_ID") or uuid.uuid4().hex
 
 
 def choose_mode(environment: Mapping[str, str]) -> Literal["offline"] | None:
-    """Return the mode of a W&B run: None where the user's own settings decide, `offline` where nobody is logged in."""
+    """Return the mode of a W&B run: None to follow the user's settings, `offline` if the user is not logged in."""
     chosen = environment.get("WANDB_MODE")
     if chosen in _MODES_WITHOUT_LOGIN or _is_logged_in(environment):
         return None

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Reader of the `.wandb` files of offline runs: the steps that a killed run has left; W&B's package has none."""
+"""Reader of the `.wandb` files of offline runs, to find the steps of a killed run. W&B's package has no such reader."""
 
 import importlib
 import json
@@ -12,32 +12,32 @@ from typing import Any
 
 from nemo_rl_moe.errors import DataError
 
-# The layout of a W&B run file: a header, then blocks of 32 KiB with length-prefixed records.
+# A W&B run file has a header, then blocks of 32 KiB with length-prefixed records.
 _WANDB_HEADER = b":W&B\xe1\xbe\x00"
 _WANDB_BLOCK_BYTES = 32768
 _WANDB_RECORD_HEADER = struct.Struct("<IHB")
-# What a record holds: all of an entry, or (with 3 between them) its first or its last part.
+# Kinds of records: a full entry, its first part, and its last part (3: a middle part).
 _FULL, _FIRST, _LAST = 1, 2, 4
 
 
 def wandb_files(folder: Path, run_id: str = "*") -> list[Path]:
-    """Return the run files below a folder, those of earlier attempts first."""
+    """Return the run files below a folder, oldest attempt first."""
     files = {path.resolve() for path in folder.rglob(f"run-{run_id}.wandb")}
     # W&B names the folder of a file `run-<time>-<id>` or `offline-run-<time>-<id>`.
     return sorted(files, key=lambda path: (path.parent.name.removeprefix("offline-"), path))
 
 
 def wandb_history(path: Path) -> Iterator[tuple[int, dict[tuple[str, ...], Any]]]:
-    """Yield the history in a run file: step, and the path to each value of a row (the key, or key and part)."""
+    """Yield step and row from the history in a run file. A row maps paths (the key, or key and part) to values."""
     for history in wandb_records(path, "history"):
         row = {tuple(item.nested_key) or (item.key,): json.loads(item.value_json) for item in history.item}
         yield int(row["_step",]), row
 
 
 def last_wandb_step(folder: Path, run_id: str) -> int:
-    """Return the last step in the newest file of a run that holds any; -1 where none does.
+    """Return the last step in the newest file of a run with any steps, or -1.
 
-    A damaged file counts up to the damage: what is after it cannot be read by W&B either.
+    A damaged file counts up to the damage. W&B cannot read the rest either.
     """
     for path in reversed(wandb_files(folder, run_id)):
         last = -1
@@ -62,7 +62,7 @@ def wandb_records(path: Path, kind: str) -> Iterator[Any]:
 
 
 def _wandb_records(path: Path) -> Iterator[bytes]:
-    """Yield the records of a W&B run file, joined where a block's end cut them; a torn last one is left out."""
+    """Yield the records of a W&B run file, which may span blocks. A torn last one is skipped."""
     content = path.read_bytes()
     if not content.startswith(_WANDB_HEADER):
         raise DataError(f"{path}: not a W&B run file of a known version")

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Plot of a step's experts by who wrote the tokens: a heatmap for each writer, and how far they part."""
+"""Plot of a step's experts by the tokens' writer: a heatmap for each writer, and their divergence."""
 
 from typing import TYPE_CHECKING
 
@@ -9,7 +9,17 @@ import numpy as np
 from nemo_rl_moe.routing.metrics.load_arrays import utilization
 from nemo_rl_moe.routing.metrics.writers import WriterLoad, divergences
 from nemo_rl_moe.runs.loggers.expert_load_plots import cell_colors
-from nemo_rl_moe.runs.loggers.plots import BOTTOM, LEFT, TOP, add_title, as_png, axes_at, new_figure
+from nemo_rl_moe.runs.loggers.plots import (
+    BOTTOM,
+    LEFT,
+    TOP,
+    add_title,
+    as_png,
+    axes_at,
+    layer_ticks,
+    new_figure,
+    write_in_cells,
+)
 from nemo_rl_moe.shapes import Int
 from nemo_rl_moe.token_writers import WRITERS
 
@@ -20,20 +30,20 @@ if TYPE_CHECKING:
 WRITER_KEY = "plots/experts_by_writer"
 _WIDTH, _GAP, _LEAST_HEIGHT, _MOST_HEIGHT, _HEIGHT_OF_LAYER = 360, 50, 140, 480, 44
 _LABELS = ("in the prompt", "in earlier responses, or calls", "between responses, or results", "in the last response")
-"""By writer: environments without tools have responses and messages in the places of calls and results."""
+"""Labels of the writers. Environments without tools have responses and messages instead of calls and results."""
 _MOST_CELLS_WITH_TEXT, _MOST_LABELS = 80, 12
 _DARK = 0.5
 
 
 def writer_plots(step: int, load: WriterLoad) -> dict[str, bytes]:
-    """Return the plot as a PNG file, by the key under which it is logged; none of a step without tokens."""
+    """Return the plot as a PNG file, by its key. Empty without tokens."""
     if not load.counts.any():
         return {}
     return {WRITER_KEY: as_png(draw_writers(f"Experts by who wrote the token at step {step}", load))}
 
 
 def draw_writers(title: str, load: WriterLoad) -> "Figure":
-    """Plot each expert's load over its fair share, of each writer's tokens."""
+    """Plot each expert's load over its fair share, for the tokens of each writer."""
     num_layers, loads = len(load.layers), load.counts.sum(-1)
     height = min(max(_HEIGHT_OF_LAYER * num_layers, _LEAST_HEIGHT), _MOST_HEIGHT)
     figure = new_figure((LEFT + 2 * _WIDTH + _GAP + 40, TOP + 2 * (height + BOTTOM) + 36))
@@ -55,17 +65,15 @@ def _draw_load(axes: "Axes", load: WriterLoad, writer: int) -> None:
     counts: Int[np.ndarray, "layers experts"] = load.counts[writer]
     colors = cell_colors(counts)
     axes.imshow(colors, aspect="auto", interpolation="nearest")
-    every = max(1, -(-len(load.layers) // _MOST_LABELS))
-    axes.set_yticks(range(0, len(load.layers), every), labels=[str(layer) for layer in load.layers[::every]])
+    axes.set_yticks(*layer_ticks(load.layers, _MOST_LABELS))
     axes.locator_params(axis="x", integer=True)
     if counts.size <= _MOST_CELLS_WITH_TEXT and counts.any():
-        for (row, expert), value in np.ndenumerate(utilization(counts)):
-            color = "white" if colors[row, expert].mean() < _DARK else "black"
-            axes.text(expert, row, f"{value:.1f}", ha="center", va="center", fontsize=8, color=color)
+        values = {cell: f"{value:.1f}" for cell, value in np.ndenumerate(utilization(counts))}
+        write_in_cells(axes, values, colors.mean(-1) < _DARK, fontsize=8)
 
 
 def _summary(load: WriterLoad) -> str:
-    """Return the scale and the divergences in words."""
+    """Return one line on the scale and the divergences."""
     parts = ["load over fair share: blue below, red above"]
     for name, words in (("results_from_own", "results from own tokens"), ("calls_from_answers", "calls from answers")):
         of_layers = divergences(load.counts)[name]

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Views of a run's folder: findings in words, one self-contained HTML file, a view for the terminal.
+"""Views of a run's folder: text with findings, a self-contained HTML file, and a terminal view.
 
-Nothing here imports torch, Ray or Megatron-Core: a folder that was copied to a laptop can be viewed there.
+This package does not import torch, Ray or Megatron-Core, so that a folder can be copied to a laptop and viewed there.
 """

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays of numbers in a page: thinned to a number of points, and packed exactly."""
+"""Numeric arrays in a report: selection of points, and lossless packing."""
 
 import base64
 import gzip
@@ -15,13 +15,13 @@ from nemo_rl_moe.runs.folder.run_data import Series
 from nemo_rl_moe.runs.folder.saved_samples import evenly_spaced
 
 ArrayReference = dict[str, Any]
-"""Position of an array, as the page's script reads it: `blob`, `dtype`, `shape` and `offset`."""
+"""Position of an array for the page's script: `blob`, `dtype`, `shape` and `offset`."""
 
 _STEPS_AT_A_TIME = 64
 
 
 class ArrayPool:
-    """Little-endian arrays, one after the other, which become one gzip stream in base64."""
+    """Concatenated little-endian arrays, which become one gzip stream in base64."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -29,9 +29,9 @@ class ArrayPool:
         self._offset_of: dict[bytes, int] = {}
 
     def add(self, array: NDArray[Any]) -> ArrayReference:
-        """Add an array of 1, 2 or 4 byte unsigned or 4 byte signed integers, or of 4 or 8 byte floats.
+        """Add an array of uint8, uint16, uint32, int32, float32 or float64.
 
-        An array with the bytes of an earlier one is not stored again: metrics share their steps.
+        Equal bytes are stored once, since metrics share their steps.
         """
         dtype = array.dtype.str[1:]
         content = array.astype(f"<{dtype}").tobytes()
@@ -41,27 +41,26 @@ class ArrayPool:
         return {"blob": self.name, "dtype": dtype, "shape": list(array.shape), "offset": offset}
 
     def encoded(self) -> str:
-        """Return all arrays as gzip in base64."""
         return compressed_text(bytes(self._content))
 
 
 def compressed_text(content: bytes) -> str:
-    """Return the gzip in base64; the same content gives the same text."""
+    """Return gzip in base64, without a time, so that equal content gives equal text."""
     return base64.b64encode(gzip.compress(content, mtime=0)).decode("ascii")
 
 
 def narrowest(counts: NDArray[np.int64]) -> NDArray[Any]:
-    """Return the counts in the smallest type that holds all of them: 1, 2 or 4 byte integers, else floats."""
+    """Convert counts to the smallest of uint8, uint16 and uint32 that suffices, else to float64."""
     highest = int(counts.max(initial=0))
     return counts.astype(np.min_scalar_type(highest) if highest < 2**32 else np.float64)
 
 
 def thinned(series: Series, most: int) -> Series:
-    """Return at most `most` points: lowest, highest and non-finite of each stretch of steps, and the last one."""
+    """Select at most `most` points: the lowest, the highest and a non-finite one of each stretch, and the last one."""
     number = len(series.steps)
     if number <= most:
         return series
-    # All but the last point, in stretches of equal width; the last stretch is filled up with copies of its end.
+    # All but the last point, in stretches of equal width. The last stretch is padded with copies of its end.
     num_stretches = max((most - 1) // 3, 1)
     width = -(-(number - 1) // num_stretches)
     positions = np.minimum(np.arange(-(-(number - 1) // width) * width), number - 2).reshape(-1, width)
@@ -75,16 +74,16 @@ def thinned(series: Series, most: int) -> Series:
 
 
 def highest_of_stretches(
-    values: Shaped[np.ndarray, "steps places"], most: int
-) -> tuple[Int[np.ndarray, " stretches"], Shaped[np.ndarray, "stretches places"]]:
-    """Return the highest value of each stretch of steps at each place, for at most `most` stretches."""
+    values: Shaped[np.ndarray, "steps columns"], most: int
+) -> tuple[Int[np.ndarray, " stretches"], Shaped[np.ndarray, "stretches columns"]]:
+    """Split steps into at most `most` stretches. Return the last index and each column's highest value of each."""
     last = evenly_spaced(len(values), most)
     first = np.concatenate([[0], last[:-1] + 1])
     return last, np.maximum.reduceat(values, first, axis=0)
 
 
 def in_parts(function: Callable[..., NDArray[Any]], *of_steps: NDArray[Any]) -> NDArray[Any]:
-    """Apply a function to 64 steps at a time: intermediate arrays of all steps would take several gigabytes."""
+    """Apply a function to 64 steps at a time, since intermediate arrays of all steps could take several gigabytes."""
     starts = range(0, len(of_steps[0]), _STEPS_AT_A_TIME)
     return np.concatenate(
         [function(*(part[start : start + _STEPS_AT_A_TIME] for part in of_steps)) for start in starts]

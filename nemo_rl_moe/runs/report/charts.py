@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Charts of metrics in a report, which `charts.yaml` describes."""
+"""Charts of metrics in a report, as defined in `charts.yaml`."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,9 +17,9 @@ class Chart:
     """Chart of a report.
 
     Attributes:
-        lines: Metric to the line's label. In a key `*` stands for anything, where the label is None for no key of a
-            single layer: the part that it matches is the label.
-        reference: Value of a horizontal line to compare with, and its name.
+        lines: Metric to label of the line. In a metric, `*` matches anything. If the label is None, the matched part is
+            the label, and metrics of single layers are excluded.
+        reference: Value and name of a horizontal line.
     """
 
     title: str
@@ -44,7 +44,7 @@ _PER_LAYER = re.compile(r"_layer_\d+")
 
 
 def charts_of(keys: Iterable[str]) -> list[dict[str, Any]]:
-    """Return the charts that have any of these metrics, as the page's script reads them."""
+    """Return the charts with any of these metrics, for the page's script."""
     in_order = sorted(keys)
     found = []
     for section in SECTIONS.values():

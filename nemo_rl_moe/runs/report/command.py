@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`nemo-rl-moe report`: one HTML file about one run or several, which needs nothing but itself.
+"""`nemo-rl-moe report`: one self-contained HTML file about one or more runs.
 
-Its content security policy forbids every request, and every script but the page's own and plotly, which are named by
-the hashes of their text. Content from a run is in the page as data alone.
+Its content security policy forbids all requests, and all scripts except the page's and plotly, which it identifies by
+hash. Content from a run only becomes data of the page.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from nemo_rl_moe.atomic_writes import write_whole
 from nemo_rl_moe.errors import ConfigurationError, DataError, counted
 
 if TYPE_CHECKING:
-    # The command line starts without numpy and pyarrow.
+    # The command line starts faster without numpy and pyarrow.
     from nemo_rl_moe.runs.folder.run_data import RunData
     from nemo_rl_moe.runs.report.page_data import PageData, PageWords
 
@@ -69,9 +69,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
     """Write the report, and print its path and the number of findings of each run."""
+    from nemo_rl_moe.runs.folder.run_data import read_run
+
     folders = [*options.runs, *map(Path, more)]
     output = options.output or folders[0] / FILE_NAME
-    findings = write_report(folders, output)
+    runs = [read_run(folder) for folder in folders]
+    check_output(output, "--output")
+    findings = write_page(runs, output)
     size = output.stat().st_size
     print(f"wrote {output} ({size / 1e6:.1f} MB)")
     if size > MOST_BYTES:
@@ -80,16 +84,8 @@ def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
         print(f"{folder}: {counted(number, 'finding', zero='no')}")
 
 
-def write_report(folders: Sequence[Path], output: Path) -> list[int]:
-    from nemo_rl_moe.runs.folder.run_data import read_run
-
-    runs = [read_run(folder) for folder in folders]
-    check_output(output, "--output")
-    return write_page(runs, output)
-
-
 def write_page(runs: "Sequence[RunData]", output: Path, words: "PageWords | None" = None) -> list[int]:
-    """Write a page about runs that have been read."""
+    """Write a report about runs that have been read, and return their numbers of findings."""
     from nemo_rl_moe.runs.report.page_data import page_data
 
     data = page_data(runs, MOST_BYTES - _SPARE_BYTES - len(_plotly()[1]), words)
@@ -101,7 +97,7 @@ def write_page(runs: "Sequence[RunData]", output: Path, words: "PageWords | None
 
 
 def check_output(output: Path, option: str) -> None:
-    """Refuse to replace a file that is not a report: a mistyped name must not cost a file."""
+    """Refuse to replace a file that is not a report, since its name may be mistyped."""
     if output.is_dir():
         raise DataError(f"{option} {output}: is a folder; did you mean {output / FILE_NAME}?")
     if not output.parent.is_dir():
@@ -115,7 +111,7 @@ def check_output(output: Path, option: str) -> None:
 def _page(data: "PageData") -> str:
     plotly, packed_plotly = _plotly()
     script = "\n".join(['"use strict";', *((_PAGE / f"{name}.js").read_text(encoding="utf-8") for name in _SCRIPTS)])
-    # Browsers do not run script blocks of these types; the page's script reads them.
+    # Browsers do not run script blocks of these types. The page's script reads them.
     blobs = {"plotly": packed_plotly, **data.blobs}
     blocks = [f'<script type="application/gzip" id="{name}">{blob}</script>' for name, blob in blobs.items()]
     blocks.append(f'<script type="application/json" id="document">{data.text}</script>')
@@ -135,10 +131,10 @@ def _page(data: "PageData") -> str:
 
 @cache
 def _plotly() -> tuple[str, str]:
-    """Return the script of plotly, and the same as gzip in base64."""
+    """Return the script of plotly, as text and as gzip in base64."""
     from nemo_rl_moe.runs.report.arrays import compressed_text
 
-    # Found without importing the package, which takes seconds.
+    # Importing the package would take seconds.
     spec = find_spec("plotly")
     folders = (spec.submodule_search_locations or []) if spec else []
     if not folders:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Expert load over time in a page: layers over time, outlier experts, other expert-parallel sizes, image tokens."""
+"""Expert load over time in a report: layers over time, outlier experts, other expert-parallel sizes, image tokens."""
 
 from functools import partial
 from typing import Any
@@ -28,12 +28,12 @@ _MOST_COLUMNS, _MOST_POINTS, _FEWEST = 300, 400, 10
 def load_view(
     load: ExpertLoadHistory, topk: int | None, own_size: int, pool: ArrayPool, detail: float = 1.0
 ) -> dict[str, Any]:
-    """Return the data of the charts about the expert load, but for the loads themselves.
+    """Return the data of the charts about the expert load, without the loads themselves.
 
-    Returns:
-        `layers`, `num_experts`, `num_steps`; `by_layer`: spread and dead experts of layers x steps, of each stretch of
-        steps the highest; `outliers`: utilization over time of the most and the least loaded experts; `what_if`:
-        overload for each expert-parallel size.
+    - `layers`, `num_experts`, `num_steps`
+    - `by_layer`: spread and dead experts, `[stretches of steps, layers]`, as the highest of each stretch
+    - `outliers`: utilization over time of the most and least loaded experts
+    - `what_if`: overload for each expert-parallel size
     """
     points = max(int(_MOST_POINTS * detail), _FEWEST)
     return {
@@ -113,20 +113,21 @@ def _what_if(load: ExpertLoadHistory, own_size: int, pool: ArrayPool, points: in
 
 _MOST_FRAMES = 200
 _MOST_CELLS = 60_000
-"""Cells of experts over all steps that are kept: fewer steps for large models."""
+"""Largest number of cells (layer and expert) over all shown steps, so that large models have fewer steps."""
 _COLUMNS = ("separation", "overlap", "busiest, image", "busiest, text")
 
 
 def modality_view(
     load: ExpertLoadHistory, topk: int | None, pool: ArrayPool, detail: float = 1.0
 ) -> dict[str, Any] | None:
-    """Return the data of the cards about image tokens and text tokens.
+    """Return the data of the cards about image tokens and text tokens, of the steps with both.
 
-    Returns:
-        `layers`; `num_experts`; `num_steps`, those with tokens of both kinds; `steps`, `counts`, `image_counts` and
-        `specialization` of single ones, NaN where an expert has no token; `by_layer`: separation of layers x steps, of
-        each stretch of steps the highest, NaN where it is not known; `table`: of each layer at the last of these steps.
-        None where the run did not count the kinds apart; `num_steps` alone where no step has both.
+    None if the run did not count image tokens, and only `num_steps` if no step has both. Else:
+
+    - `layers`, `num_experts`, `num_steps`
+    - `steps`, `counts`, `image_counts` and `specialization` (NaN for an expert without tokens) of single steps
+    - `by_layer`: separation, `[stretches of steps, layers]`, as the highest of each stretch. NaN if unknown.
+    - `table`: a row for each layer at the last of these steps
     """
     if load.image_counts is None:
         return None
@@ -148,7 +149,7 @@ def modality_view(
         "steps": pool.add(steps[frames].astype(np.int32)),
         "counts": pool.add(narrowest(counts[frames])),
         "image_counts": pool.add(narrowest(image_counts[frames])),
-        # Of a few distinct values, which pack well.
+        # Rounded values pack better.
         "specialization": pool.add(leaning.round(3).astype(np.float32)),
         "by_layer": {
             "steps": pool.add(steps[last].astype(np.int32)),
@@ -166,7 +167,7 @@ def layer_table(
     image_counts: Int[np.ndarray, "layers experts"],
     topk: int | None,
 ) -> dict[str, Any]:
-    """Return a step's table of layers: `title`, `step`, `columns`, and `rows`."""
+    """Return a step's table of layers: `title`, `step`, `columns` and `rows`."""
     text_counts = counts - image_counts
     columns = [
         modality_separation(counts, image_counts, topk),

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Gain of a run by the overlap of rollouts and training, beside its cost by the lag of tokens."""
+"""Gain of a run by overlapping rollouts and training, and its cost by the lag of tokens."""
 
 from statistics import fmean
 
@@ -8,11 +8,11 @@ from nemo_rl_moe.routing.findings.staleness_signal import METRICS, OverlapBalanc
 from nemo_rl_moe.runs.folder.run_data import RunData
 
 NUM_STEPS = 20
-"""Last steps that are averaged."""
+"""Number of last steps to average."""
 
 
 def overlap_facts(run: RunData) -> list[tuple[str, str]]:
-    """Return labels and values of a run whose last steps trained on older tokens; none of others."""
+    """Return labels and values for a run whose last steps trained on older tokens. Empty for other runs."""
     balances = _last_balances(run)
     if not balances:
         return []

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Data of a page about one run or several: texts as JSON, numbers as packed arrays, within a budget of bytes."""
+"""Data of a report about one or more runs: texts as JSON, numbers as packed arrays, within a budget of bytes."""
 
 import base64
 import json
@@ -27,13 +27,13 @@ from nemo_rl_moe.runs.report.run_findings import episodes_of, findings_of, thres
 from nemo_rl_moe.runs.report.time_line_view import time_line_view
 
 MOST_IMAGES = 48
-"""Images of a page, however many runs it is about."""
+"""Largest number of images in a report, of all runs together."""
 
 
 def embedded_thumbnails(
     run_folder: Path, samples: Sequence[Mapping[str, Any]], most: int, budget: int, notes: list[str]
 ) -> dict[str, str]:
-    """Return the PNG files in base64 by name, within `budget` characters; `notes` gets a line on those left out."""
+    """Return the PNG files in base64 by name, within `budget` characters. Adds notes on missing images to `notes`."""
     names = dict.fromkeys(name for sample in samples for name in sample.get("thumbnails", ()))
     found: dict[str, str] = {}
     problems: list[str] = []
@@ -72,11 +72,11 @@ _LEVELS_OF_DETAIL = (1.0, 0.5, 0.25, 0.12, 0.06, 0.03)
 _MOST_POINTS, _FEWEST_POINTS = 2000, 6
 _FEWEST_CHARACTERS = 30
 _SHARE_BESIDE_LOADS = 0.6
-"""Part of the budget that everything but the loads of all experts may take, where there are such loads."""
+"""Largest share of the budget for everything except the loads of all experts, if there are any."""
 _SHARE_OF_IMAGES = 0.15
-"""Part of the budget that thumbnails of samples may take."""
+"""Largest share of the budget for thumbnails of samples."""
 _STEPS_TO_MEASURE = 8
-_BYTES_OF_FRAMES = 250  # of the references to the loads, in the document
+_BYTES_OF_FRAMES = 250  # size of a reference to loads in the document
 _LONGEST_SETTING = 2000
 _WITHOUT_LOAD = (
     "The load of the experts is not known: policy.megatron_cfg.track_moe_metrics was off, or the model is dense."
@@ -86,7 +86,7 @@ _MARKUP = {ord(character): f"\\u{ord(character):04x}" for character in "&<>\u202
 
 @dataclass(frozen=True)
 class PageWords:
-    """Words of a page that depend on what it is about."""
+    """Texts of a page that depend on its subject."""
 
     heading: str
     without_load: str
@@ -130,7 +130,7 @@ def page_data(runs: Sequence[RunData], budget: int, words: PageWords | None = No
         for run, of_run, whole in zip(runs, described, samples, strict=True):
             of_run["samples"] = shortened(whole, max(int(LONGEST_TEXT * detail), _FEWEST_CHARACTERS))
             of_run["metrics"] = {
-                # Metrics without a chart of their own lose points first.
+                # Metrics without a chart lose points first.
                 key: _packed(series, int(_MOST_POINTS * (detail if key in charted else detail**2)), pool)
                 for key, series in run.metrics.items()
             }
@@ -144,10 +144,10 @@ def page_data(runs: Sequence[RunData], budget: int, words: PageWords | None = No
                 of_run["modalities"] = modality_view(run.expert_load, run.topk, pool, detail)
                 of_run["load"] = load_view(run.expert_load, run.topk, run.expert_parallel_size, pool, detail)
         blobs = {"arrays": pool.encoded()}
-        rest = budget - len(blobs["arrays"]) - _num_bytes(document) - _BYTES_OF_FRAMES * len(with_load)
+        rest = budget - len(blobs["arrays"]) - len(_as_text(document).encode()) - _BYTES_OF_FRAMES * len(with_load)
         if rest >= budget - limit:
             break
-    # The bytes that a small run leaves of its share are for the larger ones.
+    # Larger runs get the bytes that smaller ones do not use.
     for number, (load, of_run) in enumerate(with_load):
         name = f"counts-{number}"
         of_run["load"]["frames"], blobs[name] = _frames(load, rest // (len(with_load) - number), name)
@@ -157,7 +157,7 @@ def page_data(runs: Sequence[RunData], budget: int, words: PageWords | None = No
 
 
 def configuration_rows(runs: Sequence[RunData]) -> list[dict[str, Any]]:
-    """Return all settings with the `values` of each run as text, and whether they `differ`; routers' settings last."""
+    """Return all settings with the `values` of each run as text, and whether they `differ`, router settings last."""
     columns = [
         _as_texts(run.config) | {f"in force: {key}": value for key, value in _as_texts(run.moe_configuration).items()}
         for run in runs
@@ -171,7 +171,7 @@ def configuration_rows(runs: Sequence[RunData]) -> list[dict[str, Any]]:
 
 
 def _as_texts(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the settings by their dotted key; values as JSON, strings as they are."""
+    """Return the settings by dotted key, strings unchanged and other values as JSON."""
     found = {}
     for key, value in leaves(settings):
         text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False, skipkeys=True)
@@ -211,7 +211,7 @@ def _described(run: RunData, name: str) -> dict[str, Any]:
 
 
 def _add_thumbnails(runs: Sequence[RunData], described: Sequence[dict[str, Any]], budget: int) -> None:
-    """Add the thumbnails of the samples; runs share what the page has room for."""
+    """Add the thumbnails of the samples. Runs share the room on the page."""
     most = max(MOST_IMAGES // len(runs), 1)
     for run, of_run in zip(runs, described, strict=True):
         of_run["thumbnails"] = embedded_thumbnails(
@@ -225,13 +225,13 @@ def _packed(series: Series, most: int, pool: ArrayPool) -> dict[str, Any]:
     with np.errstate(over="ignore"):
         values = kept.values.astype(np.float32)
     if np.isinf(values).sum() > np.isinf(kept.values).sum():
-        # A finite value beyond float32, such as the loss of a run that diverges, stays finite.
+        # A finite value beyond float32, such as the loss of a diverging run, stays finite.
         values = kept.values
     return {"steps": pool.add(kept.steps.astype(np.int32)), "values": pool.add(values), "number": len(series.steps)}
 
 
 def _frames(load: ExpertLoadHistory, budget: int, name: str) -> tuple[dict[str, Any], str]:
-    """Return the loads of as many steps as fit, evenly spaced; of the last step at least."""
+    """Return the loads of as many evenly spaced steps as fit, at least of the last step."""
     number = len(load.steps)
     measured = min(number, _STEPS_TO_MEASURE)
     _, blob = _packed_frames(load, measured, name)
@@ -254,7 +254,7 @@ def _packed_frames(load: ExpertLoadHistory, most: int, name: str) -> tuple[dict[
 
 
 def _names(runs: Sequence[RunData]) -> list[str]:
-    """Return the ends of the folders' paths, long enough to be distinct; a folder that is named twice gets a number."""
+    """Return labels, or the shortest distinct ends of the folders' paths. Equal names are numbered."""
     paths = [run.folder.resolve().parts for run in runs]
     length = 2
     while length < max(map(len, paths)) and len({path[-length:] for path in paths}) < len(set(paths)):
@@ -267,10 +267,6 @@ def _names(runs: Sequence[RunData]) -> list[str]:
 
 
 def _as_text(value: Any) -> str:
-    """Return the JSON without characters that could end the page's block around it, and without lone surrogates."""
+    """Return JSON, without characters that could end the surrounding block of the page, and without lone surrogates."""
     text = json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
     return text.encode("utf-8", "replace").decode("utf-8").translate(_MARKUP)
-
-
-def _num_bytes(value: Any) -> int:
-    return len(_as_text(value).encode())

@@ -1,7 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Routing of GRPO runs in a page: disagreement by layer and margin, the agreement statistics, experts by advantage,
-single layers."""
+"""Routing of GRPO runs in a report: disagreement by layer and margin, statistics, experts by advantage, layers."""
 
 import re
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ from nemo_rl_moe.runs.report.arrays import ArrayPool, highest_of_stretches, narr
 
 _MOST_COLUMNS, _MOST_FRAMES, _FEWEST = 300, 200, 10
 _MOST_SCORES = 100_000
-"""Scores of experts over all steps that are kept: fewer steps for large models."""
+"""Largest number of scores over all shown steps, so that large models have fewer steps."""
 _STATISTICS = {
     Row.USABLE: "usable",
     Row.MISSING: "missing",
@@ -42,12 +41,14 @@ _OF_A_LAYER = re.compile(r"train/moe/(\w+)/(\w+)_layer_(\d{1,6})")
 def routing_view(routing: RoutingHistory, pool: ArrayPool, detail: float = 1.0) -> dict[str, Any]:
     """Return the data of the cards about routing.
 
-    Returns:
-        `layers`; `by_layer`: share of rows of layers x steps in which the routers would choose otherwise, of each
-        stretch of steps the highest, NaN without usable rows; `margins`: rows by class of router margin, `[classes, 2]`
-        (all, and those that differ) of single steps and of all together; `statistics`: rows of all steps by kind, and
-        of the layers where any are wrong; `identity`: of the step at which a layer's routes look most like another's,
-        what they have in common with each, layers x layers, None where it is not known.
+    - `layers`
+    - `by_layer`: share of rows that the routers would choose differently, `[stretches of steps, layers]`, as the
+      highest of each stretch. NaN without usable rows.
+    - `margins`: number of rows by class of router margin (all rows, differing rows), `[classes, 2]`, of single steps
+      and of all together
+    - `statistics`: rows of all steps by kind, and of the layers with wrong rows
+    - `identity`: overlap of each layer's routes with each layer's routers, `[layers, layers]`, at the step at which a
+      layer looks most like another one. None if unknown.
     """
     usable = routing.rows[..., Row.USABLE]
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -75,12 +76,10 @@ def routing_view(routing: RoutingHistory, pool: ArrayPool, detail: float = 1.0) 
 
 
 def advantage_view(advantages: AdvantageHistory, pool: ArrayPool, detail: float = 1.0) -> dict[str, Any] | None:
-    """Return the data of the card about experts by advantage; None: no group had advantages that differ.
+    """Return the data of the card about experts by advantage. None if no group had different advantages.
 
-    Returns:
-        `layers`; `num_experts`; `num_steps`; `steps` and `of_steps`, scores of single steps; `of_all`: those of all
-        steps together, the sum of an expert's scores over the root of their number, which is a score again where steps
-        are independent (Stouffer). NaN where there is none.
+    `of_steps` has the scores at single `steps`. `of_all` has the combined scores: the sum over the steps divided by the
+    root of their number, which is a score again if steps are independent (Stouffer's method). NaN without a score.
     """
     known = ~np.isnan(advantages.scores)
     if not known.any():
@@ -111,7 +110,7 @@ def _identity(routing: RoutingHistory, pool: ArrayPool) -> dict[str, Any] | None
 
 
 def layer_tables(metrics: Mapping[str, Series]) -> list[dict[str, Any]]:
-    """Return tables (`title`, `step`, `columns`, `rows`) of single layers, at the last step that has them."""
+    """Return tables (`title`, `step`, `columns`, `rows`) of metrics of single layers at their last step."""
     families: dict[str, dict[str, dict[int, Series]]] = {}
     for key, series in metrics.items():
         match = _OF_A_LAYER.fullmatch(key)
@@ -138,7 +137,7 @@ def _statistics(routing: RoutingHistory) -> dict[str, Any]:
         of_steps = routing.rows[..., kind].sum(1)
         shares = of_steps / np.maximum(expected, 1)
         is_wrong = kind != Row.USABLE
-        # The step with the most wrong rows; of usable ones that with the fewest.
+        # The step with the most wrong rows, or with the fewest usable ones.
         worst = int(shares.argmax() if is_wrong else shares.argmin())
         affected = np.flatnonzero(of_steps if is_wrong else of_steps < expected)
         kinds.append(

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Findings of a run's whole history, by the thresholds in the run's own configuration."""
+"""Findings of a run's history, by the thresholds in its configuration."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -35,7 +35,7 @@ _FORCED_ROUTING = "moe_router_force_"
 
 @dataclass(frozen=True)
 class Episodes:
-    """Findings of one kind in one layer, or in the whole model."""
+    """Findings of one kind in one layer, or of the entire model."""
 
     latest: Finding
     number: int
@@ -43,14 +43,13 @@ class Episodes:
 
 
 def thresholds_of(config: Mapping[str, Any]) -> Thresholds:
-    """Return `logger.alerts` of a resolved configuration; keys that an older run lacks have shipped values."""
-    shipped = read_with_defaults(find_config(_BASE_CONFIGURATION))
-    alerts = {**_alerts(shipped), **_alerts(config)}
+    """Return `logger.alerts` of a resolved configuration. Keys that an older run lacks have shipped values."""
+    alerts = {**_alerts(read_with_defaults(find_config(_BASE_CONFIGURATION))), **_alerts(config)}
     return Thresholds(**{field.name: alerts[field.name] for field in fields(Thresholds)})
 
 
 def findings_of(run: RunData, thresholds: Thresholds | None = None) -> list[Finding]:
-    """Return the findings of a run so far, in the order in which they began."""
+    """Return the findings of a run so far, in the order of their first steps."""
     tracker = FindingTracker(thresholds or thresholds_of(run.config), run.topk, run.rank_names)
     metrics: dict[int, dict[str, float]] = {}
     for key in (*_METRICS, *filter(is_reward_metric, run.metrics)):
@@ -68,7 +67,7 @@ def findings_of(run: RunData, thresholds: Thresholds | None = None) -> list[Find
 
 
 def scoring_lines(run_folder: Path) -> list[str]:
-    """Return lines for the end of a run: its reward, responses that were not scored, rewards that teach nothing."""
+    """Return lines for the end of a run: its reward, responses without a score, and rewards without a signal."""
     try:
         failures, history = FailuresTail(run_folder).read().records, read_history(run_folder / METRICS_FILE_NAME)
     except (OSError, DataError):
@@ -97,7 +96,7 @@ def scoring_lines(run_folder: Path) -> list[str]:
 
 
 def episodes_of(findings: Sequence[Finding]) -> list[Episodes]:
-    """Return the findings by kind and layer: those that go on first, and of these those of the whole model."""
+    """Group findings by kind and layer: current before past ones, and of each the entire model before layers."""
     of_key: dict[tuple[str, int | None], list[Finding]] = {}
     for finding in findings:
         of_key.setdefault(finding.key, []).append(finding)
@@ -106,9 +105,12 @@ def episodes_of(findings: Sequence[Finding]) -> list[Episodes]:
 
 
 def _forced_routing(run: RunData) -> list[Finding]:
-    """Return the finding for a drill with forced routing, whatever its numbers are."""
-    settings = {name: value for name, value in run.moe_configuration.items() if name.startswith(_FORCED_ROUTING)}
-    in_force = {name: value for name, value in settings.items() if value is not None and value is not False}
+    """Return the finding on forced routing in a drill, which does not depend on metrics."""
+    in_force = {
+        name: value
+        for name, value in run.moe_configuration.items()
+        if name.startswith(_FORCED_ROUTING) and value is not None and value is not False
+    }
     if not in_force:
         return []
     which = ", ".join(f"{name} is {value}" for name, value in sorted(in_force.items()))
@@ -117,7 +119,7 @@ def _forced_routing(run: RunData) -> list[Finding]:
 
 
 def _alerts(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the limits of a file that may have been edited: null or a number each."""
+    """Return the valid limits (null or a number) of a file that may have been edited."""
     logger = config.get("logger")
     alerts = logger.get("alerts") if isinstance(logger, Mapping) else None
     found = alerts if isinstance(alerts, Mapping) else {}

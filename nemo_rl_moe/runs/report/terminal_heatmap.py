@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Expert load of one step in the terminal: layers down, experts across, merged where the terminal is too small."""
+"""Heatmap of the expert load of one step in the terminal. Cells are merged if the terminal is too small."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -16,7 +16,7 @@ from nemo_rl_moe.routing.metrics.load_arrays import dead, utilization
 from nemo_rl_moe.runs.folder.expert_load import ExpertLoadHistory
 from nemo_rl_moe.runs.loggers.expert_load_plots import ANCHORS, MOST_DOUBLINGS
 
-# Neither black nor white: the terminal's own background may be either.
+# Neither black nor white, since the terminal's background may be either.
 _DEAD, _UNUSED = (255, 221, 0), (120, 120, 120)
 _COLORS_OF_A_DOUBLING = 12
 _DEAD_LEVEL, _UNUSED_LEVEL = -1, -2
@@ -34,7 +34,7 @@ def terminal_heatmap(load: ExpertLoadHistory, width: int, height: int, in_color:
     label_width = 1 + 2 * len(str(max(layers)))
     columns = max(1, min(num_experts, width - label_width - 1))
     cell_width = max(1, min((width - label_width - 1) // columns, _WIDEST_CELL))
-    # Title, legend and extremes; merged cells have a line that says so.
+    # Other lines are the title, the legend, the extremes, and a note on merged cells.
     is_merged = columns < num_experts or num_layers > height - 3
     rows = max(1, min(num_layers, height - (4 if is_merged else 3)))
     cells = merged(shares, rows, columns)
@@ -54,26 +54,26 @@ def terminal_heatmap(load: ExpertLoadHistory, width: int, height: int, in_color:
 
 
 def merged(shares: Float[np.ndarray, "layers experts"], rows: int, columns: int) -> Float[np.ndarray, "rows columns"]:
-    """Shrink the heatmap: each cell is the one of its cells farthest from 1 (as a factor), dead ones first."""
+    """Shrink the heatmap. A merged cell has the value farthest from 1 (as a factor). Dead experts come first."""
     for axis, number in ((1, columns), (0, rows)):
         with np.errstate(divide="ignore"):
             deviation = np.where(np.isnan(shares), -1.0, np.abs(np.log2(shares)))
-        places = [
+        positions = [
             np.expand_dims(first + deviation.take(range(first, end), axis).argmax(axis), axis)
             for first, end in pairwise(_edges(shares.shape[axis], number))
         ]
-        shares = np.take_along_axis(shares, np.concatenate(places, axis), axis)
+        shares = np.take_along_axis(shares, np.concatenate(positions, axis), axis)
     return shares
 
 
 def load_color(share: float) -> Color:
-    """Return the colour of a utilization: half as blue as twice is red, 1 white, dead yellow, NaN grey."""
+    """Return the colour of a utilization on a logarithmic scale: blue below 1, red above. 0: yellow, NaN: grey."""
     if np.isnan(share):
         return _color_of(_UNUSED_LEVEL)
     if share == 0:
         return _color_of(_DEAD_LEVEL)
     doublings = min(max(float(np.log2(share)), -MOST_DOUBLINGS), MOST_DOUBLINGS)
-    # Few distinct colours: a terminal is sent each change of colour.
+    # Few distinct colours, since each change of colour is output to the terminal.
     return _color_of(round((doublings + MOST_DOUBLINGS) * _COLORS_OF_A_DOUBLING))
 
 
@@ -81,14 +81,14 @@ def load_color(share: float) -> Color:
 def _color_of(level: int) -> Color:
     if level in (_DEAD_LEVEL, _UNUSED_LEVEL):
         return Color.from_rgb(*(_DEAD if level == _DEAD_LEVEL else _UNUSED))
-    place = level / (2 * MOST_DOUBLINGS * _COLORS_OF_A_DOUBLING) * (len(ANCHORS) - 1)
+    position = level / (2 * MOST_DOUBLINGS * _COLORS_OF_A_DOUBLING) * (len(ANCHORS) - 1)
     channels = zip(*ANCHORS, strict=True)
-    return Color.from_rgb(*(round(float(np.interp(place, range(len(ANCHORS)), channel))) for channel in channels))
+    return Color.from_rgb(*(round(float(np.interp(position, range(len(ANCHORS)), channel))) for channel in channels))
 
 
 @lru_cache
 def _style_on(background: Color) -> Style:
-    """Return the black or white text, whichever is legible on the colour."""
+    """Return the style of legible text on a colour: black or white."""
     luminance = np.dot(background.get_truecolor(), (0.299, 0.587, 0.114))
     return Style(color=Color.from_rgb(*((255, 255, 255) if luminance < 128 else (0, 0, 0))), bgcolor=background)
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`nemo-rl-moe watch`: view of a run in the terminal while it goes on."""
+"""`nemo-rl-moe watch`: terminal view of a running run."""
 
 import argparse
 import io
@@ -20,14 +20,16 @@ if TYPE_CHECKING:
 
     from nemo_rl_moe.runs.report.watch_state import RunWatcher
 
-SUMMARY = "show a run in the terminal while it goes on: sparklines, expert load, findings"
+SUMMARY = "show a running run in the terminal: sparklines, expert load, findings"
 EXAMPLES = """\
-what it shows:
-  step, speed and whether the run still writes; reward, loss, cv (the spread of the expert loads; "cv excess" is what
-  chance does not explain), overload (work of the busiest expert-parallel rank over the mean one's) and gradient norm;
-  the load of each expert in the newest step: white is the fair share, red more, blue less, yellow or x a dead expert;
-  and findings, by the limits in logger.alerts of the run's own configuration.
-  Ctrl-C ends it, and never touches the run. If the output is no terminal, one frame is printed as plain text.
+content:
+  step, speed, and whether the run still writes
+  reward, loss, gradient norm, cv (spread of the expert loads; "cv excess" is the part beyond chance) and overload
+  (work of the busiest expert-parallel rank over the mean)
+  load of each expert in the newest step: white is the fair share, red more, blue less, yellow or x a dead expert
+  findings, by the limits in logger.alerts of the run's configuration
+
+  Ctrl-C ends the view, not the run. If the output is not a terminal, one frame is printed as plain text.
 
 examples:
   nemo-rl-moe watch logs/sft_tiny_moe/exp_001
@@ -61,14 +63,13 @@ def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
         else:
             _watch(console, watcher, options.interval)
     except KeyboardInterrupt:
-        # Ctrl-C is how the view is ended.
-        return
+        return  # the usual way to end the view
 
 
 def _watch(console: "Console", watcher: "RunWatcher", interval: float) -> None:
     from rich.live import Live
 
-    # Leaves the terminal as it was.
+    # An exit instead of a kill, so that `Live` restores the terminal.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     view = None
     try:
@@ -83,7 +84,7 @@ def _watch(console: "Console", watcher: "RunWatcher", interval: float) -> None:
                     live.update(view, refresh=True)
                 time.sleep(interval)
     finally:
-        # The alternate screen is gone by now; the last frame stays on the normal one.
+        # The alternate screen is closed by now, and the last frame remains on the normal one.
         if view is not None:
             console.print(view, soft_wrap=True)
 
@@ -106,13 +107,13 @@ def _console() -> "Console":
     from rich.console import Console
 
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A run's name may have characters that the terminal's encoding lacks.
+        # A run's name may contain characters that the terminal's encoding lacks.
         sys.stdout.reconfigure(errors="backslashreplace")
     return Console(highlight=False, markup=False, emoji=False)
 
 
 def _check(folder: Path) -> None:
-    """Raise a DataError for a folder that is not a run's; one without metrics yet is."""
+    """Raise a DataError if this is no run's folder. The folder may lack metrics so far."""
     from nemo_rl_moe.runs.folder.folder import RUN_FILE_NAME, newest_run_folders
     from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Frame of the terminal view: the run, sparklines of its metrics, its expert load, its findings."""
+"""Frame of the terminal view: header, sparklines of metrics, expert load, findings, a conversation."""
 
 import math
 import textwrap
@@ -22,7 +22,7 @@ from nemo_rl_moe.runs.report.watch_state import AGREEMENT, LIVE_AGREEMENT, SHOWN
 BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII = "_.-~=+*#"
 NOT_FINITE = "!"
-_LEAST_RELATIVE_SPAN = 1e-9  # smaller differences are rounding errors of the means
+_LEAST_RELATIVE_SPAN = 1e-9  # smaller differences are rounding errors of means
 _LEAST_SECONDS_OF_QUIET, _STEPS_OF_QUIET = 30.0, 10
 _LEAST_WIDTH_WITH_RANGES = 80
 _LABEL_WIDTH, _VALUE_WIDTH, _RANGE_WIDTH = 10, 10, 24
@@ -61,7 +61,7 @@ def frame(run: WatchedRun, now: float, room: Room) -> list[Text]:
 
 
 def status(run: WatchedRun, now: float) -> str:
-    """Return the state of the run in a few words: writing, quiet for some time, or done."""
+    """Return the state of the run: writing, quiet for some time, or done."""
     planned = run.described.planned_steps
     if planned is not None and run.step is not None and run.step >= planned:
         return "all steps done"
@@ -72,7 +72,7 @@ def status(run: WatchedRun, now: float) -> str:
 
 
 def finding_lines(episodes: Sequence[Episodes]) -> list[str]:
-    """Return one line for each kind of finding that goes on, and one for each that is over."""
+    """Return one line for each kind of current findings, then one for each kind of past ones."""
     groups: dict[tuple[bool, str], list[Episodes]] = {}
     for episode in episodes:
         groups.setdefault((episode.latest.is_over, episode.latest.kind), []).append(episode)
@@ -80,7 +80,7 @@ def finding_lines(episodes: Sequence[Episodes]) -> list[str]:
 
 
 def packed(parts: Iterable[str], width: int) -> list[str]:
-    """Return the lines with as many parts as fit, two spaces apart."""
+    """Join parts into lines of at most `width` characters, two spaces apart."""
     lines: list[str] = []
     for part in parts:
         if lines and len(lines[-1]) + 2 + len(part) <= width:
@@ -139,7 +139,7 @@ def _sparklines(run: WatchedRun, room: Room) -> list[Text]:
 
 
 def _routing(run: WatchedRun) -> Text:
-    """Return the line on the last step's capture: how far training agrees with the rollouts, and what is wrong."""
+    """Return the line on the last step's capture: agreement of training with the rollouts, and steps with anomalies."""
     parts = []
     for key, label in ((AGREEMENT, "agreement"), (LIVE_AGREEMENT, "by itself")):
         if key in run.routing:
@@ -161,7 +161,7 @@ def _findings(run: WatchedRun, width: int) -> list[Text]:
 
 
 def _conversation(sample: ShownSample | None, height: int | None, width: int) -> list[Text]:
-    """Return the newest conversation where there is room for a few of its lines; its time line stays."""
+    """Return the newest conversation if there is room. If lines are hidden, its last line (the times) remains."""
     if sample is None or (height is not None and height < _LEAST_CONVERSATION_LINES):
         return []
     title = f"conversation, step {sample.step}, {sample.split}: {LEGEND}"
@@ -201,10 +201,9 @@ def _cropped(lines: Sequence[Text], room: Room) -> list[Text]:
 
 
 def sparkline(values: Sequence[float], width: int, levels: str = BLOCKS) -> str:
-    """Return the line of characters from the first level, for the lowest value, to the last level, for the highest.
+    """Return values as characters from the first level, for the lowest value, to the last level, for the highest.
 
-    Where there are more values than characters, a character is the mean of several; it is a `!` where one of these is
-    NaN or infinite.
+    If there are more values than characters, each is the mean of several. `!` means a NaN or infinite value.
     """
     columns = _columns(np.asarray(values, dtype=np.float64), width)
     is_finite = np.isfinite(columns)
@@ -214,10 +213,10 @@ def sparkline(values: Sequence[float], width: int, levels: str = BLOCKS) -> str:
         shares = np.full(len(columns), 0.5)
     else:
         shares = (np.where(is_finite, columns, lowest) - lowest) / span
-    places = np.minimum(shares * len(levels), len(levels) - 1).astype(int)
+    indices = np.minimum(shares * len(levels), len(levels) - 1).astype(int)
     return "".join(
-        levels[place] if is_number else NOT_FINITE
-        for place, is_number in zip(places.tolist(), is_finite.tolist(), strict=True)
+        levels[index] if is_number else NOT_FINITE
+        for index, is_number in zip(indices.tolist(), is_finite.tolist(), strict=True)
     )
 
 

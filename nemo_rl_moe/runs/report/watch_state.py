@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""State of a run in the terminal view, updated from the run's folder while the run goes on."""
+"""State of a running run in the terminal view, updated from its folder."""
 
 import time
 from collections import Counter, deque
@@ -38,13 +38,13 @@ SHOWN_METRICS = {
     "train/rollouts/idle_share/trainer": "waiting",
     "train/rollouts/idle_share/engines": "idle",
 }
-"""Key to its label, in the order in which they are shown."""
+"""Key to label, in the order of display."""
 ROUTING_METRICS = (AGREEMENT, LIVE_AGREEMENT, ANOMALIES) = (
     "train/moe/routing/agreement",
     "train/moe/routing/live_agreement",
     ANOMALIES_METRIC,
 )
-"""Keys of the line on the routing; the last one is of every step with a capture."""
+"""Keys of the line on the routing. Every step with a capture has the last one."""
 _SPEED_KEY = "timing/train/tokens_per_second"
 _STEPS_OF_A_PACE = 20
 
@@ -56,7 +56,7 @@ class WatchedRun:
     Attributes:
         described: The run without its history.
         routing: `ROUTING_METRICS` of the last step with captured routes.
-        conversation: Of a sample of the newest step that has one.
+        conversation: Sample with the newest conversation.
     """
 
     described: RunData
@@ -75,7 +75,7 @@ class WatchedRun:
 
     @property
     def seconds_per_step(self) -> float | None:
-        """Median time from step to step over the last 20; None while only one step is known."""
+        """Median time of the last 20 steps. None at the first step."""
         paces = [
             (end - start) / (last - first) for (first, start), (last, end) in pairwise(self.recent) if last > first
         ]
@@ -88,7 +88,7 @@ class RunWatcher:
         self._begin()
 
     def look(self) -> WatchedRun:
-        """Return the state of the run after reading the new records."""
+        """Read the new records and return the state of the run."""
         # A run writes a step's anomalies and failures before its metrics.
         new, wrong, failed = self._metrics.read(), self._anomalies.read(), self._failures.read()
         if new.begins_anew or wrong.begins_anew or failed.begins_anew:
@@ -106,7 +106,7 @@ class RunWatcher:
         for step, failures in by_step(failed.records).items():
             self._waiting.setdefault(step, []).extend(failures)
         self._update(new.records)
-        # A run writes samples behind the metrics of their step.
+        # A run writes samples after the metrics of their step.
         self.run.conversation = self._conversation.read()
         self._update_capture(new.records, by_step(wrong.records))
         self.run.episodes = episodes_of([*self._standing, *self._tracker.findings])
@@ -136,7 +136,7 @@ class RunWatcher:
         load = None if self.run.step is None else self._load.read(self.run.step)
         counts, layers = ({}, []) if load is None else (load.by_step(), load.layers.tolist())
         if load is not None:
-            # A copy: the counts of all earlier steps need not stay in memory.
+            # A copy, so that the counts of earlier steps do not stay in memory.
             self.run.load = ExpertLoadHistory(load.steps[-1:], load.layers, load.counts[-1:].copy())
         while self._unobserved and not self._awaits_load(self._unobserved[0]):
             record = self._unobserved.popleft()
@@ -145,13 +145,13 @@ class RunWatcher:
                 self._tracker.observe(record.step, record.metrics, layers, counts.get(record.step), failed)
 
     def _awaits_load(self, record: StepRecord) -> bool:
-        """Return whether the loads of a step may still come: short steps' are written together, after their metrics."""
+        """Return whether the loads of a step may still come. Those of short steps are written together and later."""
         if self.run.load is None or record.step <= self.run.load.steps[-1]:
             return False
         return time.time() - record.time < 2 * MAX_DELAY_S
 
     def _update_capture(self, records: Sequence[StepRecord], wrong: Mapping[int, Sequence[RoutingAnomaly]]) -> None:
-        """Take the captures of new steps. A run may end by a capture, and leave no record of its step."""
+        """Observe the captures of new steps. A capture may end the run, so that its step has no record."""
         with_capture = {record.step for record in records if ANOMALIES in record.metrics}
         for step in sorted(with_capture | wrong.keys()):
             if step > self._last_capture_step:

@@ -25,7 +25,7 @@ function lineTrace(run, runNumber, lineNumber, line, numRuns) {
 const SMALL = 1e-3;
 const PATTERNS = ["", "/", ".", "x", "-"];
 
-// Parts of a whole, side by side at each step. Steps are names: between those that were measured are gaps.
+// Bars of the parts of a sum at each measured step. Steps are categories, so other steps take no space.
 function barTrace(run, runNumber, lineNumber, line, numRuns) {
   const metric = run.metrics[line.key];
   const shape = numRuns > 1 ? PATTERNS[lineNumber % PATTERNS.length] : "";
@@ -39,7 +39,7 @@ function barTrace(run, runNumber, lineNumber, line, numRuns) {
   };
 }
 
-// A dashed line behind the others, at a value to compare them with.
+// A dashed line in the background at a reference value.
 function referenceTrace(traces, reference) {
   if (!reference || traces.length === 0) {
     return [];
@@ -53,7 +53,7 @@ function referenceTrace(traces, reference) {
   ];
 }
 
-// What the lines of a chart cannot show: values that are no numbers, and points that were left out.
+// Notes on values that are not numbers, and on omitted points, which the lines of a chart cannot show.
 function remarksOn(runs, lines) {
   const remarks = [];
   for (const run of runs) {
@@ -98,7 +98,7 @@ function drawLines(place, runs, { lines, reference, from_zero: fromZero, bars })
   return drawPlot(place, [...referenceTrace(traces, reference), ...traces], layout).then(() => shareSteps(place));
 }
 
-// Thousands have their prefixes, as in 20k; thousandths of divergences are no "m" and "n".
+// Prefixes for thousands, as in 20k, but no "m" and "n" for small divergences.
 function exponentsOf(traces) {
   const isSmall = traces.every(({ y }) => y.every((value) => !(Math.abs(value) >= SMALL)));
   return isSmall ? "power" : "B";

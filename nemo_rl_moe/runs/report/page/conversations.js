@@ -1,6 +1,6 @@
 // Copyright (c) 2026 The nemo_rl_moe authors.
 // SPDX-License-Identifier: Apache-2.0
-// Conversations of trajectories: who said what, which calls came to what, what was trained on, and when it was.
+// Conversations of trajectories: turns, calls with their outcomes, trained turns, and times.
 
 const ROLLOUT_PARTS = ["generation", "tools", "waiting"];
 
@@ -8,7 +8,7 @@ function secondsText(seconds) {
   return `${seconds.toFixed(seconds >= 100 ? 0 : seconds >= 10 ? 1 : 2)} s`;
 }
 
-// Spans of generation and of tools on a track that is as long as the longest trajectory; what is left is waiting.
+// Spans of generation and tools on a track as long as the longest trajectory. The rest is waiting.
 function rolloutBar(times, longest) {
   const bar = element("div", { class: "rollout_bar" });
   const place = (part, start, end) => {
@@ -138,7 +138,7 @@ function addConversations(parent, runs) {
     if (found.length === 0) {
       continue;
     }
-    // What was trained on comes first.
+    // Trained samples come first.
     const samples = [true, false].flatMap((first) => found.filter((sample) => (sample.split === "train") === first));
     const made = card(
       "Conversations",

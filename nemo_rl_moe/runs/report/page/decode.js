@@ -1,6 +1,6 @@
 // Copyright (c) 2026 The nemo_rl_moe authors.
 // SPDX-License-Identifier: Apache-2.0
-// The page's own data: one JSON document, and arrays of numbers packed as runs/report/arrays.py packs them.
+// The page's data: one JSON document, and numeric arrays packed by runs/report/arrays.py.
 
 const KINDS = { u1: Uint8Array, u2: Uint16Array, u4: Uint32Array, i4: Int32Array, f4: Float32Array, f8: Float64Array };
 const blobs = new Map();
@@ -22,14 +22,14 @@ async function loadBlobs() {
   }
 }
 
-// All numbers of an array; of one with several axes, row after row.
+// All numbers of an array, in row-major order.
 function numbers({ blob, dtype, shape, offset }) {
   const Kind = KINDS[dtype];
   const length = shape.reduce((product, size) => product * size, 1);
   return new Kind(blobs.get(blob).buffer.slice(offset, offset + length * Kind.BYTES_PER_ELEMENT));
 }
 
-// A script that the policy of this page names by its hash: no other text would run.
+// Runs a script whose hash is in the policy of this page. No other text would run.
 async function runPlotly() {
   const script = document.createElement("script");
   script.textContent = new TextDecoder().decode(await inflatedBlock("plotly"));

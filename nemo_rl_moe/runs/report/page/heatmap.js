@@ -1,9 +1,9 @@
 // Copyright (c) 2026 The nemo_rl_moe authors.
 // SPDX-License-Identifier: Apache-2.0
-// Layers x experts: the load of every expert at one step, which a slider chooses.
+// Layers x experts: the load of every expert at the step of a slider.
 
 const HIGHEST_SHOWN = 4;
-// From 0 over the fair share, 1, to 4 times that: as much of the scale below 1 as from 1 to 2.
+// From 0 through the fair share, 1, to 4. The range below 1 takes as much of the scale as from 1 to 2.
 const LIGHT_SCALE = [
   [0, "#2166ac"],
   [0.125, "#7fb5d8"],
@@ -26,7 +26,7 @@ function framesOf(run) {
   return { steps: numbers(frames.steps), counts: numbers(frames.counts) };
 }
 
-// The last frame at or before a step; the first one where there is none.
+// The last frame up to a step, else the first one.
 function frameAt(steps, step) {
   let found = 0;
   while (found + 1 < steps.length && steps[found + 1] <= step) {
@@ -101,7 +101,7 @@ function tracesOf(run, cells) {
   ];
 }
 
-// Between the experts of one expert-parallel rank and those of the next.
+// Lines between the experts of neighbouring expert-parallel ranks.
 function rankBorders({ num_experts: numExperts, what_if: { own_size: ranks } }) {
   if (ranks > MOST_RANKS_SHOWN || numExperts % ranks !== 0) {
     return [];

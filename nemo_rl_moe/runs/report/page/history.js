@@ -1,6 +1,6 @@
 // Copyright (c) 2026 The nemo_rl_moe authors.
 // SPDX-License-Identifier: Apache-2.0
-// What the loads of all steps come to: layers over time, outlier experts, and other expert-parallel sizes.
+// Loads of all steps: layers over time, outlier experts, and other expert-parallel sizes.
 
 const RISING_SCALE_LIGHT = [
   [0, "#f7f7f7"],
@@ -21,13 +21,13 @@ function rowsOf(reference) {
   );
 }
 
-// `viewOf` gives the layers of a run, its `by_layer`, and the array to draw; nothing for a run without them.
+// `viewOf` returns the layers of a run, its `by_layer`, and the array to plot, or nothing.
 function addLayersOverTime(parent, runs, { title, caption, viewOf, leastHighest, hover }) {
   const views = runs
     .map((run, runNumber) => ({ run, runNumber, view: viewOf(run) }))
     .filter(({ view }) => view)
     .map((one) => ({ ...one, matrix: rowsOf(one.view.values) }));
-  // As arguments of one call, the values of some large runs would be too many.
+  // A call cannot have all values of a large run as arguments.
   const all = views.flatMap(({ matrix }) => matrix.flat());
   const highest = all.reduce((found, value) => (value > found ? value : found), 0);
   for (const { run, runNumber, view, matrix } of views) {

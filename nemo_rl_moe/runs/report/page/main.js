@@ -1,8 +1,8 @@
 // Copyright (c) 2026 The nemo_rl_moe authors.
 // SPDX-License-Identifier: Apache-2.0
-// The page from top to bottom: words first, for they need no plotting library.
+// The page from top to bottom, texts first, since they need no plotting library.
 
-// A section whose data cannot be shown says so; those after it stand all the same.
+// A section whose data cannot be shown has a note instead. Later sections are still shown.
 function addSection(title, kind, build) {
   const place = element("div", { class: kind });
   document.getElementById("report").append(element("h2", {}, title), place);

@@ -1,6 +1,6 @@
 // Copyright (c) 2026 The nemo_rl_moe authors.
 // SPDX-License-Identifier: Apache-2.0
-// Image tokens and text tokens: which experts serve which kind, and how far each layer parts them.
+// Image tokens and text tokens: preference of each expert, and separation in each layer.
 
 const HEATMAP_TITLE = "Which experts see images, which see text";
 
@@ -12,7 +12,7 @@ function sum(values) {
   return values.reduce((total, value) => total + value, 0);
 }
 
-// Cells of one step, layer after layer: what an expert has of both kinds, and how far it leans to one of them.
+// Cells of one step, layer by layer: tokens of both kinds of an expert, and its preference.
 function modalityRows({ steps, counts, image_counts: images, specialization, layers, num_experts: numExperts }, step) {
   const first = frameAt(numbers(steps), step) * layers.length;
   const [all, ofImages, leaning] = [counts, images, specialization].map(numbers);
@@ -27,7 +27,7 @@ function modalityTrace(rows, isSmall) {
   return {
     type: "heatmap",
     y: rows.map(({ layer }) => `layer ${layer}`),
-    // What JSON calls null is a gap in the plot.
+    // null is a gap in the plot.
     z: rows.map(({ leaning }) => leaning.map((value) => (Number.isNaN(value) ? null : value))),
     text: rows.map(({ total, image }) => total.map((count, expert) => (count ? wholePercent(image[expert] / count) : ""))),
     customdata: rows.map(({ layer, total, image, share }) =>
@@ -124,7 +124,7 @@ function addModalities(grid, runs, addCharts) {
   const mixed = withKinds.filter(({ run }) => run.modalities.num_steps > 0);
   mixed.forEach((one) => addGuarded(grid, () => addModalityHeatmap(grid, one)));
   withKinds.filter((one) => !mixed.includes(one)).forEach((one) => addGuarded(grid, () => addNoModalities(grid, one)));
-  // Both are as high as the model has layers.
+  // The height of both depends on the number of layers.
   addGuarded(grid, () => addSeparationOfLayers(grid, runs));
   addCharts();
   mixed.forEach(({ run, runNumber }) =>

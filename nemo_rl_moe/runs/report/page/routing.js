@@ -1,6 +1,6 @@
 // Copyright (c) 2026 The nemo_rl_moe authors.
 // SPDX-License-Identifier: Apache-2.0
-// How far training agrees with the routes of the rollouts, and what their captures hold.
+// Agreement of training with the routes of the rollouts, and statistics of the captures.
 
 const LEAST_DISAGREEMENT_SHOWN = 0.01;
 const BOTH_SIDES_LIGHT = [
@@ -32,7 +32,7 @@ function addDisagreement(parent, runs) {
   });
 }
 
-// Rows of each class, and those of them that differ: of one step, or of all steps together.
+// Rows of each class, all and differing, of one step or of all steps together.
 function marginsOf({ margins }, step) {
   if (step === null) {
     return margins.of_all;
@@ -227,7 +227,7 @@ function addRouting(grid, runs) {
 
 const LEAST_SCORE_SHOWN = 4;
 
-// Scores of all experts, layer after layer: of one step, or of all steps together.
+// Scores of all experts, layer by layer, of one step or of all steps together.
 function scoresOf({ steps, of_steps: ofSteps, of_all: ofAll, layers, num_experts: numExperts }, step) {
   const values = numbers(step === null ? ofAll : ofSteps);
   const first = step === null ? 0 : frameAt(numbers(steps), step) * layers.length;
@@ -265,7 +265,7 @@ function addExpertsByAdvantage(parent, { run, runNumber }) {
     const trace = {
       type: "heatmap",
       y: view.layers.map((layer) => `layer ${layer}`),
-      // What JSON calls null is a gap in the plot.
+      // null is a gap in the plot.
       z: scores.map((row) => row.map((value) => (Number.isNaN(value) ? null : value))),
       zmin: -span,
       zmax: span,

@@ -1,10 +1,10 @@
 // Copyright (c) 2026 The nemo_rl_moe authors.
 // SPDX-License-Identifier: Apache-2.0
-// A slider over steps, and a button that goes from step to step.
+// A slider over steps, and a button that plays them.
 
 const PAUSE_BETWEEN_STEPS = 300;
 
-// `draw` is called whenever another step is chosen; `step()` is the one that is chosen.
+// `draw` is called whenever the selected step changes. `step()` returns it.
 function stepControls(steps, draw) {
   const last = steps.length - 1;
   const slider = element("input", { type: "range", min: 0, max: last, value: last, "aria-label": "step" });

@@ -49,7 +49,7 @@ function findingList(findings) {
   return element("ul", { class: "findings" }, ...items);
 }
 
-// Of each kind the first few, for a kind can be found in every layer.
+// The first few of each kind, since a kind may be found in every layer.
 function findingsByKind(findings) {
   return [...new Set(findings.map((finding) => finding.kind))].flatMap((kind) => {
     const ofKind = findings.filter((finding) => finding.kind === kind);
@@ -181,7 +181,7 @@ function addConfiguration(parent, runs, rows) {
   );
 }
 
-// An image that a response was about, from the page itself.
+// An image of a prompt, from the page's data.
 function imageOf(name, thumbnails) {
   return Object.hasOwn(thumbnails, name)
     ? element("img", { class: "thumbnail", alt: "image", src: `data:image/png;base64,${thumbnails[name]}` })

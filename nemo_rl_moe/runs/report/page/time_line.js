@@ -1,6 +1,6 @@
 // Copyright (c) 2026 The nemo_rl_moe authors.
 // SPDX-License-Identifier: Apache-2.0
-// What trainer and engines of asynchronous rollouts did in the last steps, over the seconds of each.
+// Activity of trainer and engines of asynchronous rollouts over the seconds of the last steps.
 
 const STATE_COLORS = {
   trainer: ["#2166ac", "#e6ab02", "#b3b3b3", "#7A5195"],
@@ -14,7 +14,7 @@ function stateScale(colors) {
   ]);
 }
 
-// The edges of the bins in seconds: those of a step are equally long.
+// The edges of the bins in seconds. Bins of a step are equally long.
 function edgesOf({ seconds, num_bins: numBins }) {
   const edges = [0];
   for (const length of seconds) {

@@ -1,8 +1,8 @@
 // Copyright (c) 2026 The nemo_rl_moe authors.
 // SPDX-License-Identifier: Apache-2.0
-// Words and elements. What comes from a run only ever becomes the text of an element.
+// Texts and elements. Content of a run only becomes text of an element.
 
-// Control characters, and those that turn the direction of what follows, are written out.
+// Control characters, and characters that change the direction of text, are escaped.
 const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]/g;
 
 function visible(text) {
@@ -28,7 +28,7 @@ function card(title, caption, ...children) {
   );
 }
 
-// Plotly reads some markup in its texts: with entities for it, it shows what stands there.
+// Plotly interprets some markup in texts. With entities, it shows the text verbatim.
 function plain(text) {
   return String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
 }
