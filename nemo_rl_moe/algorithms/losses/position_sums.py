@@ -48,5 +48,5 @@ def position_sums(
         generation: Log-probabilities by the engine that sampled the tokens, finite where masked.
     """
     difference = (prev - generation).abs()
-    of_tokens = {PositionSum.TOKENS: torch.ones_like(difference), PositionSum.DIFFERENCE: difference}
+    of_tokens: dict[str, Tensor] = {PositionSum.TOKENS: torch.ones_like(difference), PositionSum.DIFFERENCE: difference}
     return class_sums("by_position", QUARTERS, quarters_of(mask), of_tokens)

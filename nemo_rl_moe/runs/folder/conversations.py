@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from nemo_rl_moe.errors import encodable
 
@@ -183,7 +183,7 @@ def _turn_of(value: object) -> ConversationTurn:
 def _call_of(value: object) -> ToolUse:
     found = _as(dict, value)
     call_id, name, arguments = (_as(str, found.get(key)) for key in ("id", "name", "arguments"))
-    outcome = found.get("outcome")
+    outcome: Any = found.get("outcome")
     if outcome not in get_args(Outcome):
         raise ValueError("no outcome of a call")
     return ToolUse(call_id, name, arguments, outcome)
