@@ -87,7 +87,7 @@ def test_in_lockstep_a_run_repeats_however_the_agents_were_scheduled(outcome: Ou
     ]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_agents_of_a_run_listen_on_loopback_alone_and_none_outlives_it(tmp_path: Path) -> None:
     """One agent in each step hangs until its limit, and has a child."""
     hanging = settings(

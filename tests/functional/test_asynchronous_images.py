@@ -13,7 +13,7 @@ from nemo_rl_moe.rollouts.dispatch.schedule import read_schedule
 from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, read_metrics
 from tests.functional import grpo_runs, sft_runs, shared_ray, vision_runs
 
-pytestmark = [pytest.mark.full, pytest.mark.shared_ray, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.shared_ray, pytest.mark.timeout(600)]
 STEPS_AN_EPOCH = 10
 
 

@@ -88,7 +88,7 @@ def test_a_run_ahead_trains(ahead: Path) -> None:
     assert series(ahead, "train/staleness/max") == [0.0, 1.0, 1.0]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_schedule_of_a_run_ahead_repeats_it(ahead: Path, tmp_path: Path) -> None:
     data = ahead.parents[2] / "data"  # a schedule names the records of its files
     steps = read_schedule(ahead / SCHEDULE_FILE)
@@ -111,7 +111,7 @@ def test_the_schedule_of_a_run_ahead_repeats_it(ahead: Path, tmp_path: Path) -> 
     assert weights_of(first) == weights_of(second) != {}
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_run_that_goes_on_trains_on_each_prompt_once(tmp_path: Path) -> None:
     """A13: what was consumed is kept by prompt; finished groups come back, running ones are drawn again."""
     data = grpo_runs.make_prompts(tmp_path / "data", 16)
@@ -134,6 +134,7 @@ DYNAMIC = {
 }
 
 
+@pytest.mark.slow
 def test_dynamic_sampling_replaces_groups_that_run_ahead(tmp_path: Path) -> None:
     data = grpo_runs.make_prompts(tmp_path / "data", 24)
     corrected = {"loss_fn__importance_sampling_correction": "truncated"}

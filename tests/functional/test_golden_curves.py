@@ -19,7 +19,7 @@ pytestmark = pytest.mark.shared_ray
 
 BEFORE_UPDATES, AFTER_UPDATES = 1e-6, 3e-4
 """Relative. Seen between two kinds of processors: 1.5e-7 up to the first update, 6.4e-5 behind it."""
-ABSOLUTE = {"sampling_logp_difference": 5e-7, "kl_error": 1e-12, "js_divergence_error": 1e-12, "": 5e-6}
+ABSOLUTE = {"sampling_logp_difference": 2e-6, "kl_error": 1e-12, "js_divergence_error": 1e-12, "": 5e-6}
 """By parts of names, of differences of nearly equal numbers, GRPO's loss say: their rounding is that of the numbers."""
 TIE = 1e-6
 """A reward margin below this is rounding, and so is which response counts as preferred."""

@@ -220,7 +220,7 @@ def test_layout_generates_and_trains_as_two_data_parallel_workers_do(
         assert other.values(key)[0] == pytest.approx(run.values(key)[0], rel=2e-5, abs=1e-7), key
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", [pytest.param("grpo", marks=pytest.mark.slow), "gdpo"])
 def test_several_rewards_are_weighed_logged_and_saved_apart(tmp_path: Path, data: Path, estimator: str) -> None:
     weights = {"short": 0.5, "digits": 2.0, "even": 0.0}

@@ -212,7 +212,7 @@ def test_verify_names_damage_in_every_folder_of_a_run(trained: Trained, tmp_path
         file.write_bytes(content)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_evaluate_with_an_adapter_is_evaluate_with_merged_weights(trained: Trained, tmp_path: Path) -> None:
     data = grpo_runs.make_prompts(tmp_path / "data", 8)
 

@@ -118,7 +118,7 @@ def test_two_environments_are_mixed_and_a_run_goes_on_to_the_bit(tmp_path: Path)
     assert steps_of(parts)[NUM_STEPS] == steps[NUM_STEPS]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_two_environments_are_mixed_where_rollouts_run_ahead(tmp_path: Path) -> None:
     data = make_prompts(tmp_path / "data")
     changes = {

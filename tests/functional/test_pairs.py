@@ -18,6 +18,10 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
     return Inputs.made(tmp_path_factory.mktemp("pairs") / "inputs")
 
 
-@pytest.mark.parametrize("case", OF_EACH_CHANGE, ids=lambda case: case.name)
+LONG = {"agent", "mixture", "several-sequences"}
+CASES = [pytest.param(each, marks=[pytest.mark.slow] * (each.name in LONG), id=each.name) for each in OF_EACH_CHANGE]
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_combined_features_train_validate_and_go_on(case: Case, inputs: Inputs, tmp_path: Path) -> None:
     assert faults_of(case, inputs, tmp_path) == []

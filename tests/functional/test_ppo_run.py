@@ -110,7 +110,7 @@ def test_the_critic_learns_and_the_policy_after_it(runs: Runs) -> None:
     assert {path.name for path in runs.checkpoints("whole").iterdir()} >= {"final", "final_critic", f"step_{NUM_STEPS}"}
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_policy_replays_the_sampling_mask_and_the_critic_has_no_part_in_it(runs: Runs) -> None:
     cut = {"policy.generation.top_p": 0.8, "policy.generation.top_k": 64, "loss_fn.sampling_mask": "replay"}
     runs("cut", CRITIC_ALONE + 1, cut)
@@ -129,7 +129,7 @@ def test_both_models_go_on_to_the_last_bit(runs: Runs) -> None:
         assert weights_of(runs.checkpoints("stopped") / final) == weights_of(runs.checkpoints("whole") / final)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "changes"),
     [

@@ -153,9 +153,8 @@ def samples_of(path: Path) -> list[dict[str, Any]]:
     "make",
     [
         sft,
-        sft_of_adapters,
-        *(pytest.param(make, marks=pytest.mark.full) for make in (grpo_of_adapters, dpo_of_adapters)),
-        *(pytest.param(make, marks=pytest.mark.slow) for make in (grpo, dpo)),
+        *(pytest.param(make, marks=pytest.mark.full) for make in (sft_of_adapters, grpo_of_adapters)),
+        *(pytest.param(make, marks=pytest.mark.slow) for make in (dpo_of_adapters, grpo, dpo)),
     ],
     ids=lambda make: make.__name__,
 )

@@ -35,7 +35,7 @@ class GoldenRun:
         algorithm: Command of the program.
         settings: Returns the settings of the run; takes the empty folder for its data, the repository, and the module
             of the user code.
-        num_steps: Training steps.
+        num_steps: Training steps. After three, rounding of another processor makes sampled tokens differ.
     """
 
     algorithm: str
@@ -243,7 +243,7 @@ def _agent(folder: Path, repository: Path, user_code: str) -> Settings:
 RUNS = {
     "sft": GoldenRun("sft", _sft, num_steps=5),
     "dpo": GoldenRun("dpo", _dpo, num_steps=5),
-    "grpo": GoldenRun("grpo", _grpo, num_steps=5),
+    "grpo": GoldenRun("grpo", _grpo),
     "ppo": GoldenRun("ppo", _ppo),
     "distillation": GoldenRun("distillation", _distillation),
     "function": GoldenRun("grpo", _function),

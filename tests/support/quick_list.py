@@ -31,18 +31,28 @@ def few_of(cases: Sequence[Case]) -> Sequence[Case]:
     return cases[::_STRIDE] if _is_quick else cases
 
 
-def some_of(cases: Iterable[Any], number: int) -> list[Any]:
-    """Return all cases of a parameter: so many, spread evenly, are in the quick list, the others are `full`.
+def some_of(cases: Iterable[Any], number: int, most: int | None = None) -> list[Any]:
+    """Return all cases of a parameter, marked by the list of tests that they belong to.
 
     Args:
         cases: As for `parametrize`; a tuple has a value for each of several names.
+        number: Cases of the quick list, spread evenly.
+        most: Cases of continuous integration, spread evenly. None runs all there. The others are `slow`.
     """
     listed = [_as_param(case) for case in cases]
-    chosen = {round(place * (len(listed) - 1) / max(number - 1, 1)) for place in range(number)}
+    quick, full = _spread(number, len(listed)), _spread(len(listed) if most is None else most, len(listed))
     return [
-        case if place in chosen else pytest.param(*case.values, id=case.id, marks=(*case.marks, pytest.mark.full))
+        case if place in quick else _marked(case, pytest.mark.full if place in full else pytest.mark.slow)
         for place, case in enumerate(listed)
     ]
+
+
+def _spread(number: int, count: int) -> set[int]:
+    return {round(place * (count - 1) / max(number - 1, 1)) for place in range(number)}
+
+
+def _marked(case: Any, mark: pytest.MarkDecorator) -> Any:
+    return pytest.param(*case.values, id=case.id, marks=(*case.marks, mark))
 
 
 def _as_param(case: Any) -> Any:

@@ -96,7 +96,7 @@ def assert_same(found: Found, wanted: Found, losses: tuple[str, ...] = LOSSES) -
 
 @pytest.mark.megatron
 @pytest.mark.parametrize(
-    ("where", "batching", "recomputation"), some_of(list(product(LAYOUTS, BATCHING, RECOMPUTATION)), 9)
+    ("where", "batching", "recomputation"), some_of(list(product(LAYOUTS, BATCHING, RECOMPUTATION)), 9, most=35)
 )
 def test_gradients_and_logs_of_router_losses(where: str, batching: str, recomputation: str) -> None:
     num_ranks, data_parallel_size, sizes = LAYOUTS[where]
@@ -129,7 +129,7 @@ def expected_of_family(family: str, data_parallel_size: int) -> Found:
 
 @pytest.mark.megatron
 @pytest.mark.parametrize(
-    ("family", "where", "batching"), some_of(list(product(FAMILIES, FAMILY_LAYOUTS, ("uneven", "packed"))), 3)
+    ("family", "where", "batching"), some_of(list(product(FAMILIES, FAMILY_LAYOUTS, ("uneven", "packed"))), 3, most=23)
 )
 def test_families(family: str, where: str, batching: str) -> None:
     num_ranks, data_parallel_size, sizes = LAYOUTS[where]
