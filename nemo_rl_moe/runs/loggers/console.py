@@ -23,7 +23,7 @@ from nemo_rl_moe.runs.folder.metrics import RunOutcome
 from nemo_rl_moe.runs.folder.sample_text import Line
 from nemo_rl_moe.runs.loggers.console_stream import LastingStream
 
-# Key, label, and format of the value. A line has the keys of its step only.
+# Key, label and format, the most important first: a line has as many as fit.
 _TRAIN_FIELDS = (
     ("train/loss", "loss", ".4f"),
     ("train/reward", "reward", ".4f"),
@@ -31,16 +31,14 @@ _TRAIN_FIELDS = (
     ("train/critic/value_loss", "value_loss", ".4f"),
     ("train/critic/explained_variance", "explained_variance", ".3f"),
     ("train/teacher_kl", "teacher_kl", ".4f"),
-    ("train/grad_norm", "grad_norm", ".3g"),
-    ("train/lr", "lr", ".1e"),
-    ("train/moe/load_balancing_loss", "load_balancing_loss", ".3f"),
     ("train/staleness/mean", "staleness", ".2g"),
     ("train/rollouts/idle_share/trainer", "trainer_idle", ".0%"),
     ("train/rollouts/idle_share/engines", "engines_idle", ".0%"),
-    ("timing/refit/seconds", "refit_seconds", ".2f"),
-    ("train/refit/logprob_gap", "refit_gap", ".1e"),
-    ("train/refit/checks_failed", "refit_checks_failed", ".0f"),
+    ("train/grad_norm", "grad_norm", ".3g"),
+    ("train/moe/load_balancing_loss", "load_balancing_loss", ".3f"),
+    ("train/lr", "lr", ".1e"),
 )
+_WIDTH = 120
 _VALIDATION_FIELDS = (("val/loss", "loss", ".4g"), ("val/reward", "reward", ".4g"), ("val/accuracy", "accuracy", ".4g"))
 _EPOCH_KEY = "train/epoch"
 _SPEED_KEY = "timing/train/tokens_per_second"
@@ -48,16 +46,20 @@ _STEPS_REMEMBERED = 20
 
 
 def train_line(step: int, total_steps: int, metrics: Mapping[str, float], seconds_left: float | None) -> str:
-    """Format a line such as `step 12/200  loss 1.2345  lr 3.0e-03  eta 1:03`."""
-    parts = [f"step {step}/{total_steps}"]
+    """Format a line such as `step 12/200  loss 1.2345  lr 3.0e-03  eta 1:03`, of at most 120 columns."""
+    if metrics.get("train/accuracy") == metrics.get("train/reward"):
+        metrics = {key: value for key, value in metrics.items() if key != "train/accuracy"}
+    begin, end = [f"step {step}/{total_steps}"], []
     if _EPOCH_KEY in metrics:
-        parts.append(f"epoch {metrics[_EPOCH_KEY]:g}")
-    parts += _fields(metrics, _TRAIN_FIELDS)
+        begin.append(f"epoch {metrics[_EPOCH_KEY]:g}")
     if _SPEED_KEY in metrics:
-        parts.append(f"{metrics[_SPEED_KEY]:,.0f} tok/s")
+        end.append(f"{metrics[_SPEED_KEY]:,.0f} tok/s")
     if seconds_left is not None:
-        parts.append(f"eta {clock_text(seconds_left)}")
-    return "  ".join(parts)
+        end.append(f"eta {clock_text(seconds_left)}")
+    fields = _fields(metrics, _TRAIN_FIELDS)
+    while fields and len("  ".join([*begin, *fields, *end])) > _WIDTH:
+        fields.pop()
+    return "  ".join([*begin, *fields, *end])
 
 
 def validation_line(step: int, metrics: Mapping[str, float]) -> str:

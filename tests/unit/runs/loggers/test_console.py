@@ -45,15 +45,23 @@ def test_plain_line_a_step() -> None:
     clock.now += 63 / 188
     console.log_step(12, STEP)
     console.close()
-    line = "loss 1.2345  grad_norm 0.93  lr 3.0e-03  load_balancing_loss 1.012  9,812 tok/s"
+    line = "loss 1.2345  grad_norm 0.93  load_balancing_loss 1.012  lr 3.0e-03  9,812 tok/s"
     assert stream.getvalue() == f"step 11/200  {line}\nstep 12/200  {line}  eta 1:03\n"
 
 
-def test_a_step_reports_of_its_refit() -> None:
-    refit = {"timing/refit/seconds": 0.234, "train/refit/logprob_gap": 2.4e-6, "train/refit/checks_failed": 0.0}
-    metrics = {"train/loss": 0.5, "train/refit/bytes": 7e6, **refit}
-    expected = "step 1/2  loss 0.5000  refit_seconds 0.23  refit_gap 2.4e-06  refit_checks_failed 0"
-    assert train_line(1, 2, metrics, None) == expected
+def test_a_line_of_a_step_fits_and_keeps_the_most_important() -> None:
+    rates = {"train/grad_norm": 1.234, "train/lr": 3e-6, "train/moe/load_balancing_loss": 1.012}
+    metrics = {"train/loss": 0.0123, "train/reward": 0.6641, "train/accuracy": 0.6641, **rates}
+    metrics |= {"timing/train/tokens_per_second": 12_345.0, "train/refit/logprob_gap": 2e-6}
+    begin = "step 1234/2000  loss 0.0123  reward 0.6641"
+    line = train_line(1234, 2000, metrics, 3600.0)
+    assert line == f"{begin}  grad_norm 1.23  load_balancing_loss 1.012  12,345 tok/s  eta 1:00:00"
+    graded = train_line(1234, 2000, metrics | {"train/accuracy": 0.5}, 3600.0)
+    assert graded == f"{begin}  accuracy 0.5000  grad_norm 1.23  12,345 tok/s  eta 1:00:00"
+    idle = {"train/rollouts/idle_share/trainer": 0.0, "train/rollouts/idle_share/engines": 0.47}
+    ahead = train_line(1234, 2000, metrics | idle | {"train/staleness/mean": 1.25}, 3600.0)
+    assert ahead == f"{begin}  staleness 1.2  trainer_idle 0%  engines_idle 47%  12,345 tok/s  eta 1:00:00"
+    assert max(map(len, (line, graded, ahead))) <= 120
 
 
 def test_a_step_reports_of_its_critic_and_its_teacher() -> None:
