@@ -26,6 +26,11 @@ class PositionSum(StrEnum):
     """`|log training - log generation|`."""
 
 
+def sum_key(quarter: str, quantity: PositionSum) -> str:
+    """Return the name of a sum among the metrics of a loss."""
+    return f"by_position/{quarter}/sum_{quantity}"
+
+
 def quarters_of(mask: Bool[Tensor, "sequences targets"]) -> Int[Tensor, "sequences targets"]:
     """Return the quarter of the sequence's trained tokens for each of them, -1 for other tokens.
 
@@ -49,4 +54,4 @@ def position_sums(
     """
     difference = (prev - generation).abs()
     of_tokens = {PositionSum.TOKENS: torch.ones_like(difference), PositionSum.DIFFERENCE: difference}
-    return class_sums("by_position", QUARTERS, quarters_of(mask), of_tokens)
+    return class_sums(QUARTERS, quarters_of(mask), of_tokens, sum_key)
