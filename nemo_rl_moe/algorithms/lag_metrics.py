@@ -12,8 +12,7 @@ from math import nan
 
 import numpy as np
 
-from nemo_rl_moe.algorithms.losses.lag_sums import LagSum
-from nemo_rl_moe.algorithms.losses.policy_metrics import sum_key
+from nemo_rl_moe.algorithms.losses.lag_sums import LagSum, sum_key
 from nemo_rl_moe.algorithms.run_observers import RunObserver
 from nemo_rl_moe.metrics import MetricSeries, PhaseClock
 from nemo_rl_moe.models.interfaces import TrainResult
@@ -35,13 +34,9 @@ class LagSums:
     @classmethod
     def from_series(cls, series: Mapping[str, MetricSeries]) -> "LagSums | None":
         """Add up the loss's sums of all microbatches and ranks. None if the step has no lags."""
-        if sum_key("by_lag", LAG_CLASSES[0], LagSum.TOKENS) not in series:
+        if sum_key(LAG_CLASSES[0], LagSum.TOKENS) not in series:
             return None
-
-        def of_classes(quantity: LagSum) -> PerClass:
-            return np.array([series[sum_key("by_lag", name, quantity)].reduce() for name in LAG_CLASSES])
-
-        return cls({each: of_classes(each) for each in LagSum})
+        return cls({each: np.array([series[sum_key(name, each)].reduce() for name in LAG_CLASSES]) for each in LagSum})
 
     @property
     def total(self) -> "LagSums":

@@ -2,8 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Mismatch of generation and training by the position of tokens in their sequences."""
 
-from nemo_rl_moe.algorithms.losses.policy_metrics import sum_key
-from nemo_rl_moe.algorithms.losses.position_sums import QUARTERS, PositionSum
+from nemo_rl_moe.algorithms.losses.position_sums import QUARTERS, PositionSum, sum_key
 from nemo_rl_moe.algorithms.run_observers import RunObserver
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.interfaces import TrainResult
@@ -16,7 +15,7 @@ class PositionMetrics(RunObserver):
         series = result.microbatch_metrics
         metrics = {}
         for name in QUARTERS:
-            tokens, difference = (series.get(sum_key("by_position", name, each)) for each in PositionSum)
+            tokens, difference = (series.get(sum_key(name, each)) for each in PositionSum)
             if tokens is not None and difference is not None and tokens.reduce():
                 metrics[f"by_position/{name}/sampling_logp_difference"] = difference.reduce() / tokens.reduce()
         return metrics

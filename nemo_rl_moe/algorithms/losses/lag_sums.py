@@ -32,6 +32,11 @@ class LagSum(StrEnum):
     """1 if the objective replaces the probability ratio by a bound."""
 
 
+def sum_key(lag_class: str, quantity: LagSum) -> str:
+    """Return the name of a sum among the metrics of a loss."""
+    return f"by_lag/{lag_class}/sum_{quantity}"
+
+
 def lag_sums(
     prev: Float[Tensor, "sequences targets"],
     generation: Float[Tensor, "sequences targets"],
@@ -64,4 +69,4 @@ def lag_sums(
     metrics: Metrics = {"by_lag/max_lag": (lags.amax(), Reduction.MAX)}
     if not is_bounded:
         metrics["by_lag/max_unbounded_lag"] = metrics["by_lag/max_lag"]
-    return metrics | class_sums("by_lag", LAG_CLASSES, lag_classes(lags), of_tokens)
+    return metrics | class_sums(LAG_CLASSES, lag_classes(lags), of_tokens, sum_key)

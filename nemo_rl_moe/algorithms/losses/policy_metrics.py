@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metrics of a policy-gradient loss: change of the policy, mismatch of generation and training, the correction."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
+from typing import TypeVar
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -18,6 +19,7 @@ from nemo_rl_moe.rl.corrections import CORRECTIONS, out_of_bounds
 from nemo_rl_moe.rl.objectives import RatioBounds
 
 Metrics = dict[str, tuple[Tensor, Reduction]]
+Quantity = TypeVar("Quantity")
 
 
 def ratio_metrics(
@@ -108,16 +110,11 @@ def correction_metrics(
     }
 
 
-def sum_key(prefix: str, name: str, quantity: str) -> str:
-    """Return the key of the sum of a quantity over the tokens of the class `name`."""
-    return f"{prefix}/{name}/sum_{quantity}"
-
-
 def class_sums(
-    prefix: str,
     names: Sequence[str],
     of_class: Int[Tensor, "sequences targets"],
-    of_tokens: Mapping[str, Shaped[Tensor, "sequences targets"]],
+    of_tokens: Mapping[Quantity, Shaped[Tensor, "sequences targets"]],
+    key: Callable[[str, Quantity], str],
 ) -> Metrics:
     """Sum each quantity over the tokens of each class, in float64. Tokens of class -1 do not count."""
     values = torch.stack([each.detach().double() for each in of_tokens.values()])
@@ -125,7 +122,7 @@ def class_sums(
     for number, name in enumerate(names):
         sums = values.where(of_class == number, 0).sum((1, 2))
         for quantity, total in zip(of_tokens, sums, strict=True):
-            metrics[sum_key(prefix, name, quantity)] = total, Reduction.PART
+            metrics[key(name, quantity)] = total, Reduction.PART
     return metrics
 
 

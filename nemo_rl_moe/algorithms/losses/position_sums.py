@@ -26,6 +26,11 @@ class PositionSum(StrEnum):
     """`|log training - log generation|`."""
 
 
+def sum_key(quarter: str, quantity: PositionSum) -> str:
+    """Return the name of a sum among the metrics of a loss."""
+    return f"by_position/{quarter}/sum_{quantity}"
+
+
 def quarters_of(mask: Bool[Tensor, "sequences targets"]) -> Int[Tensor, "sequences targets"]:
     """Return the quarter of the sequence's trained tokens for each of them, -1 for other tokens.
 
@@ -48,5 +53,5 @@ def position_sums(
         generation: Log-probabilities by the engine that sampled the tokens, finite where masked.
     """
     difference = (prev - generation).abs()
-    of_tokens: dict[str, Tensor] = {PositionSum.TOKENS: torch.ones_like(difference), PositionSum.DIFFERENCE: difference}
-    return class_sums("by_position", QUARTERS, quarters_of(mask), of_tokens)
+    of_tokens = {PositionSum.TOKENS: torch.ones_like(difference), PositionSum.DIFFERENCE: difference}
+    return class_sums(QUARTERS, quarters_of(mask), of_tokens, sum_key)
