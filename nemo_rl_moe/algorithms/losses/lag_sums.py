@@ -57,7 +57,7 @@ def lag_sums(
         return {}
     lags = inputs.per_target(TOKEN_LAG).where(inputs.token_mask, NO_LAG)
     ratio = importance_ratio(prev, generation)
-    of_tokens: dict[str, Tensor] = {
+    of_tokens = {
         LagSum.TOKENS: torch.ones_like(ratio),
         LagSum.LAG: lags,
         LagSum.DIFFERENCE: (prev - generation).abs(),
