@@ -19,7 +19,8 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
-from nemo_rl_moe.runs.report.command import write_report
+from nemo_rl_moe.runs.folder.run_data import read_run
+from nemo_rl_moe.runs.report.command import write_page
 
 IMAGES = Path(__file__).resolve().parent / "images"
 EXECUTABLES = ("chromium", "chromium-browser", "google-chrome")
@@ -76,7 +77,7 @@ def main() -> None:
     executable = next(filter(None, map(shutil.which, EXECUTABLES)), None)
     with tempfile.TemporaryDirectory() as name, sync_playwright() as playwright:
         report = Path(name) / "report.html"
-        write_report([each for each in (chosen.first, chosen.second) if each is not None], report)
+        write_page([read_run(each) for each in (chosen.first, chosen.second) if each is not None], report)
         page = playwright.chromium.launch(executable_path=executable).new_page(viewport={"width": 1400, "height": 900})
         open_report(page, report)
         if chosen.second is None:
