@@ -31,7 +31,7 @@ def test_table_has_every_metric_and_no_other() -> None:
 def test_lines_of_data_are_what_they_are_said_to_be() -> None:
     (lines,) = blocks(PAGE, "json")
     records = [parse_preference(json.loads(line), "here") for line in lines.splitlines()]
-    assert len(records) == 3
+    assert len(records) == 2
     for record in records:
         assert [message["content"] for message in record.chosen.messages] == ["2+2=", "4"]
         assert [message["content"] for message in record.rejected.messages] == ["2+2=", "5"]

@@ -138,7 +138,7 @@ def test_missing_files_are_found(tmp_path: Path) -> None:
 
 COMMANDS = [(page, words) for page in PAGES for words in commands(page) if "--config" in words]
 # Shown together with the messages that it ends with.
-MEANT_TO_FAIL = "policy.megatron_cfg.track_moe_metric=true"
+MEANT_TO_FAIL = "sft.max_num_step=10"
 EXAMPLE_ALGORITHM = REPOSITORY_ROOT / "examples" / "algorithms"
 LOADERS = {
     "run": load_any_config,
