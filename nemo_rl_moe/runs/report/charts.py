@@ -20,6 +20,7 @@ class Chart:
         lines: Metric to label of the line. In a metric, `*` matches anything. If the label is None, the matched part is
             the label, and metrics of single layers are excluded.
         reference: Value and name of a horizontal line.
+        least_span: Smallest range of the axis, for shares.
     """
 
     title: str
@@ -27,6 +28,7 @@ class Chart:
     lines: Mapping[str, str | None]
     reference: tuple[float, str] | None = None
     from_zero: bool = False
+    least_span: float | None = None
     bars: bool = False
 
 

@@ -92,9 +92,9 @@ class VisionInput:
                 features = self.image_features(self.model_columns)
                 decoder_input = self.embedding(input_ids=input_ids, position_ids=None)  # type: ignore[attr-defined]
                 if features is not None:
-                    is_image, zeros = self.model_columns[IS_IMAGE], torch.zeros_like(decoder_input)
+                    is_image = self.model_columns[IS_IMAGE]
+                    deep = [placed(torch.zeros_like(decoder_input), is_image, each) for each in features.deep]
                     decoder_input = placed(decoder_input, is_image, features.embeddings)
-                    deep = [placed(zeros, is_image, each) for each in features.deep]
                 elif torch.is_grad_enabled():
                     decoder_input = decoder_input + self._zero_of_tower(input_ids.device).to(decoder_input.dtype)
             if self.config.sequence_parallel:  # type: ignore[attr-defined]

@@ -75,7 +75,7 @@ function remarksOn(runs, lines) {
   return remarks;
 }
 
-function drawLines(place, runs, { lines, reference, from_zero: fromZero, bars }) {
+function drawLines(place, runs, { lines, reference, from_zero: fromZero, least_span: leastSpan, bars }) {
   const traceOf = bars ? barTrace : lineTrace;
   const traces = runs.flatMap((run, runNumber) =>
     lines.flatMap((line, lineNumber) =>
@@ -86,7 +86,7 @@ function drawLines(place, runs, { lines, reference, from_zero: fromZero, bars })
   place.style.height = `${PLOT_HEIGHT + LEGEND_LINE * Math.max(0, Math.ceil(traces.length / 2) - 2)}px`;
   const layout = {
     xaxis: axis({ title: { text: "step", standoff: 2 } }),
-    yaxis: axis({ rangemode: fromZero ? "tozero" : "normal", exponentformat: exponentsOf(traces) }),
+    yaxis: axis({ rangemode: fromZero ? "tozero" : "normal", exponentformat: exponentsOf(traces), ...rangeOf(traces, leastSpan) }),
     hovermode: "x unified",
     showlegend: traces.length > 1,
   };
@@ -96,6 +96,17 @@ function drawLines(place, runs, { lines, reference, from_zero: fromZero, bars })
     return drawPlot(place, traces, layout);
   }
   return drawPlot(place, [...referenceTrace(traces, reference), ...traces], layout).then(() => shareSteps(place));
+}
+
+// A share that is nearly constant must not look like a cliff.
+function rangeOf(traces, leastSpan) {
+  const values = traces.flatMap(({ y }) => Array.from(y).filter(Number.isFinite));
+  const [low, high] = values.reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)], [1, 0]);
+  if (!leastSpan || values.length === 0 || high - low >= leastSpan) {
+    return {};
+  }
+  const bottom = Math.max(0, Math.min((low + high - leastSpan) / 2, 1 - leastSpan));
+  return { range: [bottom, bottom + leastSpan * 1.05] };
 }
 
 // Prefixes for thousands, as in 20k, but no "m" and "n" for small divergences.

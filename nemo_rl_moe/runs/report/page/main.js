@@ -5,7 +5,9 @@
 // A section whose data cannot be shown has a note instead. Later sections are still shown.
 function addSection(title, kind, build) {
   const place = element("div", { class: kind });
-  document.getElementById("report").append(element("h2", {}, title), place);
+  const id = title.toLowerCase().replace(/[^a-z0-9]+/g, "-");
+  document.getElementById("report").append(element("h2", { id }, title), place);
+  document.getElementById("contents").append(element("a", { href: `#${id}` }, title));
   addGuarded(place, build);
 }
 
@@ -47,6 +49,12 @@ async function buildReport() {
   runs.forEach((run, runNumber) => addGuarded(top, () => top.append(runSummary(run, runNumber, report.without_load))));
   await loadBlobs();
   await runPlotly();
+  if (runs.some((run) => run.samples.length > 0)) {
+    addSection("Responses", "stack", (place) => {
+      addSamples(place, runs);
+      addConversations(place, runs);
+    });
+  }
   const [routing, mismatch] = report.routing_sections;
   const sections = new Set(report.charts.map((chart) => chart.section));
   if (runs.some((run) => run.routing !== null)) {
@@ -92,12 +100,6 @@ async function buildReport() {
   }
   if (report.configuration.length > 0) {
     addSection("Configuration", "stack", (place) => addConfiguration(place, runs, report.configuration));
-  }
-  if (runs.some((run) => run.samples.length > 0)) {
-    addSection("Responses", "stack", (place) => {
-      addSamples(place, runs);
-      addConversations(place, runs);
-    });
   }
   await drawAll();
   document.documentElement.dataset.state = numFailed ? "incomplete" : "ready";
