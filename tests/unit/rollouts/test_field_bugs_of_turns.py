@@ -60,7 +60,7 @@ def trains_what_is_repeated(patch: Patch) -> None:
 
     def begin(self: GrowingSequence, token_ids: Sequence[int]) -> None:
         right(self, token_ids)
-        self._loss_mask = [True] * len(token_ids)
+        self._versions = [0] * len(token_ids)
 
     patch.setattr(GrowingSequence, "__init__", begin)
 
@@ -111,7 +111,7 @@ def trains_on_observations(patch: Patch) -> None:
 
     def add(self: GrowingSequence, token_ids: Sequence[int]) -> None:
         right(self, token_ids)
-        self._loss_mask = [True] * len(self)
+        self._versions = [0] * len(self)
 
     patch.setattr(GrowingSequence, "add_given", add)
 

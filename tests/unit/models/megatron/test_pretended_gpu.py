@@ -91,7 +91,7 @@ TRAINING: dict[tuple[str, str], tuple[int, str]] = {
     ("expert_load_recorder.reduce_over_ranks.<listcomp>.<listcomp>", "copy to the device"): (1, "report"),
     ("route_checks.RouteProbe.reduced", "copy to the host"): (1, "report"),
 }
-LOGPROBS = {("megatron_model.MegatronModel.logprobs.<listcomp>", "copy to the host")}
+LOGPROBS = {("megatron_model.MegatronModel._on_host.<listcomp>", "copy to the host")}
 GENERATION = {
     ("captured_routes.CapturedRoutes.sequences", "copy to the host"),
     ("captured_routes.CapturedRoutes.sequences", "tensor"),  # of a stage, beside that copy
