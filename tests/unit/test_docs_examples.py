@@ -470,7 +470,8 @@ def run_megatron_loop(text: str, folder: Path) -> dict[str, object]:
 
 @pytest.mark.slow
 def test_example_of_a_megatron_loop(tmp_path: Path) -> None:
-    first, second = run_ranks(run_megatron_loop, 2, PYTHON_BLOCKS[MODULES["megatron_loop"]], tmp_path)
+    text = (REPOSITORY_ROOT / "examples" / "megatron_loop.py").read_text(encoding="utf-8")
+    first, second = run_ranks(run_megatron_loop, 2, text, tmp_path)
     assert first == second
     metrics, totals = first["metrics"], first["total_loss_dict"]
     names = ("load_balancing_loss", "z_loss")
