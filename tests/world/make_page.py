@@ -26,8 +26,8 @@ _HEAD = """\
 templates that the tests try. `make world` downloads them in pinned packages, and `make test-world` compares the trained
 pieces with pieces written by hand or with TRL's training templates.
 
-- **chat, thinking, 1 call, 2 calls**: SFT masks such a conversation exactly (yes), or refuses it with a line that names a
-  cure (no).
+- **chat, thinking, 1 call, 2 calls**: SFT masks such a conversation exactly (yes), or refuses it with a line that
+  names a cure (no).
 - **user, result**: a rollout continues after an answer with a user's message, or after a call with a tool's result, and
   keeps every sampled token (yes). Or the template renders earlier turns in another way, such as without their thinking,
   and a new training sequence begins (anew). With `env.rewritten_turns: keep` the tokens are kept.
@@ -101,8 +101,9 @@ def make_page() -> str:
         _HEAD,
         "## Supported families",
         "",
-        "A stand-in tokenizer has one token for each byte, and the model's special tokens. Thinking is named by its opening",
-        "mark. No package has the templates of OLMoE, DeepSeek-V2, GLM-5 and InternVL. GLM-5 is tried with GLM-4.7-Flash's.",
+        "A stand-in tokenizer has one token for each byte, and the model's special tokens. Thinking is named by its",
+        "opening mark. No package has the templates of OLMoE, DeepSeek-V2, GLM-5 and InternVL. GLM-5 is tried with",
+        "GLM-4.7-Flash's.",
         "",
         *_family_rows(),
         "",
