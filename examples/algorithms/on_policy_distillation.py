@@ -74,7 +74,8 @@ def run_distillation(config: DistillationMasterConfig, run: TrainingRun) -> None
     runner = start_rollouts(config, run, policy, prepared)
     recorder = run.open()
     source = start_source(config, run, plan_rollouts(config), runner, prepared, recorder)
-    distillation = Distillation(config, policy, teacher, runner.engine, source, pad_token_id(prepared.model.tokenizer))
+    pad_id = pad_token_id(prepared.model.tokenizer)
+    distillation = Distillation(config, policy, teacher, runner.engine, source, pad_id)
     run.end(distillation.train(recorder))
 
 
@@ -129,7 +130,7 @@ class Distillation:
         return RunSummary.of(recorder.state, recorder.stopped_for)
 
     def with_advantages(self, batch: TokenBatch, clock: PhaseClock) -> tuple[TokenBatch, float]:
-        """Return the batch with advantages `log p_teacher - log p_policy`, and the reverse KL, nats per token."""
+        """Return the batch with `log p_teacher - log p_policy` as advantages, and its reverse KL."""
         with clock.phase("teacher_logprobs"):
             advantages = self.teacher.logprobs(batch) - batch.columns["generation_logprobs"].values
         advantages = advantages.where(batch.token_mask, 0.0)
@@ -144,7 +145,10 @@ ALGORITHM = Algorithm(
     config_class=DistillationMasterConfig,
     run=run_distillation,
     rules=(*GRPO.rules, policy_is_sampled_as_it_is),
-    resume_keys={**GRPO.resume_keys, "opd.teacher.model_name": "the policy would learn from another teacher"},
+    resume_keys={
+        **GRPO.resume_keys,
+        "opd.teacher.model_name": "the policy would learn from another teacher",
+    },
     loop="grpo",
     updates_per_step=GRPO.updates_per_step,
     needs_reference=GRPO.needs_reference,

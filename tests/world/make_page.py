@@ -22,16 +22,16 @@ _HEAD = """\
 
 <!-- Made by `python -m tests.world.make_page` from the packages of `make world`; do not edit. -->
 
-`nemo-rl-moe data --config my_run.yaml` prints how your model speaks and shows its mask. This page lists the published
-templates that the tests try: `make world` downloads them in pinned packages, and `make test-world` compares the pieces
-that are trained on with pieces written by hand or with TRL's training templates.
+`nemo-rl-moe data --config my_run.yaml` shows how your model speaks and its mask. This page lists the published
+templates that the tests try. `make world` downloads them in pinned packages, and `make test-world` compares the trained
+pieces with pieces written by hand or with TRL's training templates.
 
-- **chat, thinking, 1 call, 2 calls**: such a conversation in SFT is masked exactly (yes), or refused with a line that
+- **chat, thinking, 1 call, 2 calls**: SFT masks such a conversation exactly (yes), or refuses it with a line that
   names a cure (no).
-- **user, result**: a rollout goes on behind an answer by a user's message, or behind a call by a tool's result, with
-  every sampled token kept (yes). Or the template renders earlier turns in another way, such as without their thinking,
-  and a new training sequence begins (anew; `env.rewritten_turns: keep` keeps the tokens).
-- **calls**: the `env.driver.format` that is found for the template.
+- **user, result**: a rollout continues after an answer with a user's message, or after a call with a tool's result, and
+  keeps every sampled token (yes). Or the template renders earlier turns in another way, such as without their thinking,
+  and a new training sequence begins (anew). With `env.rewritten_turns: keep` the tokens are kept.
+- **calls**: the `env.driver.format` of the template.
 """
 _COLUMNS = (*(kind.replace("one call", "1 call").replace("two calls", "2 calls") for kind in KINDS), "user", "result")
 
@@ -101,16 +101,16 @@ def make_page() -> str:
         _HEAD,
         "## Supported families",
         "",
-        "A stand-in tokenizer has one token for each byte and the model's special tokens, as no package holds the",
-        "published one. Thinking is named by its opening mark. The templates of OLMoE, DeepSeek-V2, GLM-5 and InternVL",
-        "are in no package; GLM-5 is tried by GLM-4.7-Flash's.",
+        "A stand-in tokenizer has one token for each byte, and the model's special tokens. Thinking is named by its",
+        "opening mark. No package has the templates of OLMoE, DeepSeek-V2, GLM-5 and InternVL. GLM-5 is tried with",
+        "GLM-4.7-Flash's.",
         "",
         *_family_rows(),
         "",
         "## Other templates",
         "",
-        f"From {versions[TRL]} and {versions['llama-cpp-python']}, with stand-in tokenizers. Here a mask is right if",
-        "it holds all words of the assistant and none of others, and ends with a stop token.",
+        f"From {versions[TRL]} and {versions['llama-cpp-python']}, with stand-in tokenizers. A mask is right if it",
+        "has all words of the assistant and no others, and ends with a stop token.",
         "",
         *_other_rows(),
         "",

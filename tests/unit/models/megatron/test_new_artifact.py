@@ -56,7 +56,8 @@ class TokensOfUpdates(StepObserver):
             self._tokens[-1] += int(forward.microbatch.batch.lengths.sum())
 
     def end_step(self) -> StepObservations:
-        return StepObservations({"tokens_of_last_update": self._tokens[-1]}, {NAME: np.array(self._tokens)})
+        numbers = {"tokens_of_last_update": self._tokens[-1]}
+        return StepObservations(numbers, {NAME: np.array(self._tokens)})
 
 
 TABLE = StepTable(f"{NAME}.parquet", ("step", "update"), {"tokens": pa.int64()})
@@ -73,7 +74,8 @@ class TokensWriter(StepTableWriter[np.ndarray]):
 
 def plot_tokens(step: int, tokens: np.ndarray) -> Mapping[str, bytes]:
     figure = new_figure((600, 400))
-    figure.add_subplot(xlabel="update", ylabel="tokens", title=f"step {step}").bar(range(len(tokens)), tokens)
+    axes = figure.add_subplot(xlabel="update", ylabel="tokens", title=f"step {step}")
+    axes.bar(range(len(tokens)), tokens)
     return {f"plots/{NAME}": as_png(figure)}
 
 
