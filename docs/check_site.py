@@ -38,8 +38,8 @@ class Page(HTMLParser):
     Attributes:
         path: The file.
         anchors: Places on it that a link can name.
-        links: Where it leads, as it says it.
-        fetched: What a browser loads with it, as it says it.
+        links: Targets of its links, as written.
+        fetched: Files that a browser loads with it, as written.
     """
 
     path: Path

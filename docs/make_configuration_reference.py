@@ -39,7 +39,7 @@ class Key:
         name: Without its section.
         takes: What may be given, in words.
         meaning: The schema's words.
-        values: Algorithm to what its shipped file says.
+        values: Algorithm -> value in its shipped file.
     """
 
     name: str

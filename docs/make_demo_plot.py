@@ -27,7 +27,7 @@ PANELS: dict[str, dict[str, str]] = {
 
 
 def draw(history: MetricHistory, output: Path) -> None:
-    """Four panels over the steps; what is logged rarely is drawn with markers."""
+    """Plot four panels over the steps. Metrics that are logged rarely have markers."""
     figure = Figure(figsize=(11, 6), layout="constrained")
     for axis, (title, curves) in zip(figure.subplots(2, 2).flat, PANELS.items(), strict=True):
         for key, label in curves.items():

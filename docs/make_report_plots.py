@@ -27,7 +27,7 @@ EXECUTABLES = ("chromium", "chromium-browser", "google-chrome")
 
 
 def open_report(page: Page, report: Path) -> None:
-    """Waits until all charts are drawn."""
+    """Open a report and wait for all charts."""
     page.goto(report.as_uri())
     page.wait_for_selector('html[data-state="ready"]')
 

@@ -6,7 +6,7 @@
     python docs/make_vision_example.py --data data/shapes --seeds logs/seed_1/exp_001 logs/seed_2/exp_001 \
         --control logs/control/exp_001
 
-Prints the table of all runs as Markdown, draws some of the task, and draws the runs over their steps. vision.md has the
+Prints the table of all runs as Markdown, plots some of the task, and plots the runs over their steps. vision.md has the
 commands that make them.
 """
 

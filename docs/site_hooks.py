@@ -20,7 +20,7 @@ MADE_TEXTS = {
     "<!-- every key -->": make_configuration_reference.reference,
     "<!-- every key of NeMo-RL -->": make_migration_table.reference,
 }
-"""What stands in a page where a text is to be put in, and what makes the text."""
+"""Marks in pages, with the functions that make the texts for them."""
 # A warning of a logger below `mkdocs` ends a strict build.
 _log = logging.getLogger("mkdocs.site_hooks")
 

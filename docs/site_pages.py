@@ -82,13 +82,13 @@ def with_mathematics(page: str, to_mathml: Callable[..., str]) -> str:
 
 
 def swallowed_lists(page: str) -> list[str]:
-    """Lists and tables of an HTML page that have become text, as no empty line stands before them."""
+    """Lists and tables of an HTML page that became text because no empty line precedes them."""
     without_code = re.sub(r"<(pre|code)\b.*?</\1>", "", page, flags=re.DOTALL)
     return [match[1].splitlines()[0] for match in _LIST_WITHIN_PARAGRAPH.finditer(without_code)]
 
 
 def shallow_lists(markdown: str) -> list[str]:
-    """Items of lists inside of lists that would land in the outer one: here they stand four spaces in, not two."""
+    """Items of inner lists that would land in the outer list: they need four spaces, not two."""
     return [line.strip() for line in _SHALLOW_LIST.findall(_FENCED.sub("", markdown))]
 
 

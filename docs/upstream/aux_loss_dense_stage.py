@@ -91,7 +91,7 @@ def reduce_over_ranks(name: str) -> None:
 
 
 class OnCpu(TorchFunctionMode):
-    """Makes tensors on the CPU where Megatron-Core's code says "cuda"."""
+    """Makes tensors on the CPU if Megatron-Core asks for "cuda"."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         """Calls the function with another device."""

@@ -63,7 +63,7 @@ def reproduce(rank: int) -> dict[str, object]:
 
 
 class OnCpu(TorchFunctionMode):
-    """Makes tensors on the CPU where Megatron-Core's code says "cuda"."""
+    """Makes tensors on the CPU if Megatron-Core asks for "cuda"."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         """Calls the function with another device."""

@@ -67,7 +67,7 @@ def gradient(router: TopKRouter, microbatches: tuple[torch.Tensor, ...]) -> torc
 
 
 class OnCpu(TorchFunctionMode):
-    """Makes tensors on the CPU where Megatron-Core's code says "cuda"."""
+    """Makes tensors on the CPU if Megatron-Core asks for "cuda"."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         """Calls the function with another device."""
