@@ -10,14 +10,14 @@ from nemo_rl_moe.errors import DataError, GenerationError
 from nemo_rl_moe.rollouts.dispatch.groups import Reason, Staleness
 from tests.support.scripted_rollouts import STUCK, ScriptedRun
 from tests.support.virtual_clock import run_virtually
+from tests.unit.rollouts.dispatch.test_field_bugs_of_ends import started
 
 SLOW = {2: 4.0, 3: 4.0}
 
 
 async def run_over_an_update(partial: str, **options: object) -> ScriptedRun:
     """Train two steps; groups 2 and 3 run from 0 s on, and the weights change at 2 s."""
-    run = ScriptedRun(SLOW, partial=partial, **options)
-    run.dispatcher.start()
+    run = started(SLOW, partial=partial, **options)
     await run.train(2)
     return run
 
@@ -49,15 +49,13 @@ async def test_partial_groups_are_discarded_and_their_prompts_come_again() -> No
 
 async def test_finished_groups_are_nothing_partial() -> None:
     for partial in ("restart", "discard"):
-        run = ScriptedRun(partial=partial)
-        run.dispatcher.start()
+        run = started(partial=partial)
         await run.train(step_s=1.5)
         assert (run.cancelled, run.cleaned_up, len(run.dispatched)) == ([], [], 8)
 
 
 async def test_an_update_that_has_begun_may_end_after_the_stop() -> None:
-    run = ScriptedRun()
-    run.dispatcher.start()
+    run = started()
     await run.take()
     await run.dispatcher.update_pending(1)
     await run.stop()
@@ -67,8 +65,7 @@ async def test_an_update_that_has_begun_may_end_after_the_stop() -> None:
 
 
 async def test_a_trainer_that_waits_hears_of_the_stop() -> None:
-    run = ScriptedRun({0: STUCK})
-    run.dispatcher.start()
+    run = started({0: STUCK})
     waiting = asyncio.create_task(run.take())
     await asyncio.sleep(5.0)
     assert not waiting.done()
@@ -103,8 +100,7 @@ def test_a_group_that_does_not_let_itself_be_cancelled_delays_an_update_only_so_
 
 
 async def test_the_end_of_the_prompts() -> None:
-    run = ScriptedRun(num_prompts=5)
-    run.dispatcher.start()
+    run = started(num_prompts=5)
     assert not run.dispatcher.is_used_up
     await run.train(2)
     assert run.dispatcher.is_used_up, "one prompt does not fill a step"
@@ -114,15 +110,13 @@ async def test_the_end_of_the_prompts() -> None:
 
 
 async def test_the_users_own_errors_end_the_run_at_once() -> None:
-    run = ScriptedRun({3: DataError("prompt 3: its image has changed")})
-    run.dispatcher.start()
+    run = started({3: DataError("prompt 3: its image has changed")})
     with pytest.raises(DataError, match="its image has changed"):
         await run.train()
 
 
 async def test_engines_that_always_fail_end_the_run() -> None:
-    run = ScriptedRun(lambda ticket: OSError("no engine"), num_prompts=1000)
-    run.dispatcher.start()
+    run = started(lambda ticket: OSError("no engine"), num_prompts=1000)
     with pytest.raises(GenerationError, match=r"the groups of 8 prompts failed.*prompt 7: OSError: no engine"):
         await run.train()
     assert len(run.dispatched) < 30
@@ -130,15 +124,13 @@ async def test_engines_that_always_fail_end_the_run() -> None:
 
 async def test_prompts_that_fail_among_others_do_not() -> None:
     fates = {position: OSError("lost") for position in range(0, 60, 3)}
-    run = ScriptedRun(fates, num_prompts=60)
-    run.dispatcher.start()
+    run = started(fates, num_prompts=60)
     assert await run.train() == 20
     assert [each.position for each in run.cancelled if each.is_given_up] == sorted(fates)
 
 
 async def test_what_failed_twice_is_given_up_and_what_was_too_old_is_not() -> None:
-    run = ScriptedRun({1: OSError("lost")}, num_prompts=9)
-    run.dispatcher.start()
+    run = started({1: OSError("lost")}, num_prompts=9)
     await run.train()
     assert [(each.attempt, each.reason, each.is_given_up) for each in run.cancelled] == [
         (0, Reason.FAILED, False),
@@ -148,7 +140,6 @@ async def test_what_failed_twice_is_given_up_and_what_was_too_old_is_not() -> No
 
 
 async def test_the_target_keeps_the_usual_lag_below_the_bound() -> None:
-    run = ScriptedRun(max_staleness=3, target_lag=1, num_prompts=16)
-    run.dispatcher.start()
+    run = started(max_staleness=3, target_lag=1, num_prompts=16)
     await run.train()
     assert run.lags == [[0, 0], *[[1, 1]] * 7]

@@ -64,7 +64,6 @@ class BrokenOffEngine(WholeEngine):
         self._is_interrupted = True
 
     def go_on(self, version: int) -> None:
-        """Take new weights."""
         self.version, self._is_interrupted = version, False
 
 

@@ -8,8 +8,9 @@ import pytest
 
 from nemo_rl_moe.errors import CheckpointError
 from nemo_rl_moe.rollouts.dispatch.prompts import OpenPrompt, PromptFeed, QueueState, drawn_again
-from tests.support.scripted_rollouts import STUCK, ScriptedPrompt, ScriptedRun, scripted_prompts
+from tests.support.scripted_rollouts import STUCK, ScriptedPrompt, scripted_prompts
 from tests.support.virtual_clock import run_virtually
+from tests.unit.rollouts.dispatch.test_field_bugs_of_ends import started
 
 FATES = {1: 9.0, 3: OSError("lost"), 5: 9.0}
 
@@ -19,8 +20,7 @@ def state() -> QueueState:
     """What a checkpoint keeps after two steps in which groups overtook each other."""
 
     async def body() -> QueueState:
-        run = ScriptedRun(FATES, policy="windowed", max_staleness=3, num_prompts=12)
-        run.dispatcher.start()
+        run = started(FATES, policy="windowed", max_staleness=3, num_prompts=12)
         await run.train(2)
         return run.state()
 
@@ -35,8 +35,7 @@ def test_a_checkpoint_keeps_each_prompt_once(state: QueueState) -> None:
 
 
 async def test_running_groups_are_generated_again_and_finished_ones_are_not(state: QueueState) -> None:
-    run = ScriptedRun(num_prompts=12, max_staleness=3, state=state)
-    run.dispatcher.start()
+    run = started(num_prompts=12, max_staleness=3, state=state)
     await run.train()
     assert run.consumed == [[1, 5], [7, 8], [9, 10]], "one is left, and does not fill a step"
     assert [ticket.position for ticket in run.dispatched] == [1, 5, 9, 10, 11]
@@ -45,15 +44,13 @@ async def test_running_groups_are_generated_again_and_finished_ones_are_not(stat
 
 
 async def test_a_stop_before_the_checkpoint_costs_no_attempt() -> None:
-    run = ScriptedRun()
-    run.dispatcher.start()
+    run = started()
     await run.stop()
     assert [(prompt.position, prompt.attempt) for prompt in run.state().open] == [(0, 0), (1, 0), (2, 0), (3, 0)]
 
 
 async def test_what_was_finished_before_is_finished_first(state: QueueState) -> None:
-    run = ScriptedRun(num_prompts=12, max_staleness=4, policy="ready_first", state=state)
-    run.dispatcher.start()
+    run = started(num_prompts=12, max_staleness=4, policy="ready_first", state=state)
     await run.dispatcher.update_pending(2)
     run.dispatcher.updated(2)
     await asyncio.sleep(20.0)
@@ -63,15 +60,13 @@ async def test_what_was_finished_before_is_finished_first(state: QueueState) -> 
 
 async def test_faults_of_before_count() -> None:
     state = QueueState(0, 1, (OpenPrompt(0, "prompt 0", 1, 1),), (), ())
-    again = ScriptedRun({0: STUCK}, deadline_s=2.0, num_prompts=8, state=state)
-    again.dispatcher.start()
+    again = started({0: STUCK}, deadline_s=2.0, num_prompts=8, state=state)
     await again.train()
     assert [(each.position, each.attempt, each.is_given_up) for each in again.cancelled] == [(0, 1, True)]
 
 
 async def test_what_is_too_old_for_a_smaller_bound_is_dropped(state: QueueState) -> None:
-    run = ScriptedRun(num_prompts=12, max_staleness=0, state=state)
-    run.dispatcher.start()
+    run = started(num_prompts=12, max_staleness=0, state=state)
     await run.train()
     assert (run.reasons(), [each.lost_s for each in run.cancelled]) == ([(7, "stale"), (8, "stale")], [0.0, 0.0])
     assert {lag for lags in run.lags for lag in lags} == {0}
