@@ -53,7 +53,7 @@ def dense(tmp_path: Path) -> Path:
 
 
 def command(dense: Path, moe: Path, shape: str, *more: str) -> list[str]:
-    """Return the words of the command; the shape is experts, top-k and granularity."""
+    """Return the words of the command. The shape is the experts, the top-k and the granularity, with blanks."""
     experts, top_k, granularity = shape.split()
     sizes = ["--experts", experts, "--top-k", top_k, "--granularity", granularity]
     return ["upcycle", "--model", str(dense), *sizes, "--output", str(moe), *more]

@@ -26,7 +26,7 @@ TIMEOUT_S = 600.0
 
 @dataclass
 class Rollouts:
-    """Rollouts under a moved clock, of one function of a session and that clock."""
+    """Rollouts of one function under a moved clock. The function gets the session and the clock."""
 
     function: Callable[[Session, MovedClock], Awaitable[Trajectory]]
     engine: FakeEngine = field(default_factory=FakeEngine)

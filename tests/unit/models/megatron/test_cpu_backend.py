@@ -69,7 +69,7 @@ assert "wandb" not in sys.modules, "neither imported nor hidden"
         pytest.param(WANDB, (), id="Megatron-Core is imported without W&B"),
     ],
 )
-def test_in_a_process_of_its_own(program: str, first_on_path: Sequence[Path]) -> None:
+def test_a_program_in_another_process(program: str, first_on_path: Sequence[Path]) -> None:
     done = run_python(program, first_on_path)
     assert done.returncode == 0, done.stderr
 

@@ -248,7 +248,7 @@ def test_requests_at_the_same_time_are_answered_one_after_the_other() -> None:
 
 
 def message_of_refusal(content: str, max_tokens: int) -> str:
-    """Return what an agent reads that asks too long a question, and goes on with its task's."""
+    """Return the message that refuses a question. The agent then asks the question of its task."""
     errors: list[Any] = []
 
     def agent(task: AgentTask) -> float:

@@ -11,7 +11,7 @@ from tests.support.virtual_clock import run_virtually
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a coroutine function to its end; leave all others to pytest."""
+    """Run a coroutine function to its end. pytest runs all other functions."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     fixtures = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}

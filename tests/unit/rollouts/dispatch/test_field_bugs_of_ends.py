@@ -29,7 +29,7 @@ def started(*fates: Any, **options: Any) -> ScriptedRun:
 
 
 def in_place_of(owner: type, name: str) -> Callable[[Callable[..., Any]], Callable[[Patch], None]]:
-    """Make a fault of a function that gets the right method, and then the method's arguments."""
+    """Make a planted fault of a function. It gets the right method, and then the arguments of the method."""
 
     def decorate(wrong: Callable[..., Any]) -> Callable[[Patch], None]:
         @functools.wraps(wrong)

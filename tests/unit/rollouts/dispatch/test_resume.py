@@ -17,7 +17,7 @@ FATES = {1: 9.0, 3: OSError("lost"), 5: 9.0}
 
 @pytest.fixture
 def state() -> QueueState:
-    """What a checkpoint keeps after two steps in which groups overtook each other."""
+    """The state of a run after two steps in which groups overtook each other."""
 
     async def body() -> QueueState:
         run = started(FATES, policy="windowed", max_staleness=3, num_prompts=12)

@@ -22,7 +22,7 @@ def empty_mlflow_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run_folder(tmp_path: Path, empty_mlflow_store: Path) -> Path:
-    """A run's folder; the store of MLflow two folders above has its tables."""
+    """A run's folder. The folder above its parent has an MLflow store without runs."""
     folder = tmp_path / "sft" / "exp_001"
     folder.mkdir(parents=True)
     shutil.copy(empty_mlflow_store, tmp_path)
