@@ -74,20 +74,25 @@ def test_a_checkpoint_that_cannot_be_written_is_reported_by_all_ranks_and_the_ne
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("fault", ["the disk fills up", "the file of one rank may not grow"])
-def test_a_checkpoint_in_another_folder_is_written_after_one_that_could_not_be(
-    fault: str, small_disk: Path, tmp_path: Path
-) -> None:
-    is_small = fault == "the disk fills up"
-    full, with_room = (small_disk if is_small else tmp_path) / "full", tmp_path / "with_room"
-    for folder in (full, with_room):
-        folder.mkdir()
-    limit = () if is_small else (50_000,)
-    found = run_ranks(problems_of_saving, 2, SETTINGS, [[str(full)] * 2, [str(with_room)] * 2], *limit)
+def test_a_disk_that_fills_up(small_disk: Path, tmp_path: Path) -> None:
+    full, with_room = small_disk / "step", tmp_path / "step"
+    full.mkdir()
+    with_room.mkdir()
+    found = run_ranks(problems_of_saving, 2, SETTINGS, [[str(full)] * 2, [str(with_room)] * 2])
     assert found[0] == found[1]
-    problem, last = found[0]
-    assert "rank 0: " in problem if is_small else problem.startswith("rank 1: ")
-    assert last == "saved"
+    assert "rank 0: " in found[0][0]
+    assert found[0][1] == "saved"
+
+
+@pytest.mark.full
+def test_a_file_that_may_not_grow_on_one_rank(tmp_path: Path) -> None:
+    folders = [tmp_path / "limited", tmp_path / "free"]
+    for folder in folders:
+        folder.mkdir()
+    found = run_ranks(problems_of_saving, 2, SETTINGS, [[str(folder)] * 2 for folder in folders], 50_000)
+    assert found[0] == found[1]
+    assert found[0][0].startswith("rank 1: ")
+    assert found[0][1] == "saved"
 
 
 def test_any_error_of_the_first_rank_reaches_the_others(tmp_path: Path) -> None:
@@ -126,14 +131,6 @@ def test_ranks_that_do_not_share_the_folder_load_nothing(tmp_path: Path) -> None
         assert words in first
 
 
-def save_with_optimizer_and_without(settings: RunSettings, root: Path) -> tuple[Path, Path]:
-    folders = root / "with", root / "without"
-    for folder, with_optimizer in zip(folders, (True, False), strict=True):
-        folder.mkdir()
-        assert run_ranks(save_once, 2, settings, str(folder), with_optimizer) == [None, None]
-    return folders
-
-
 @pytest.mark.full
 @pytest.mark.parametrize(
     "changes", [{}, pytest.param({"precision": "bfloat16"}, marks=pytest.mark.full)], ids=["float32", "bfloat16"]
@@ -143,7 +140,10 @@ def test_a_damaged_checkpoint_leaves_no_trace_in_the_one_that_is_taken_instead(
 ) -> None:
     """Weights alone: nothing but the optimizer's own state could keep what was read of the damaged one."""
     settings = RunSettings(tiny_policy(2, **changes))
-    damaged, weights = save_with_optimizer_and_without(settings, tmp_path)
+    damaged, weights = tmp_path / "damaged", tmp_path / "weights"
+    for folder, with_optimizer in ((damaged, True), (weights, False)):
+        folder.mkdir()
+        assert run_ranks(save_once, 2, settings, str(folder), with_optimizer) == [None, None]
     names = []
     for name, entry in read_inventory(damaged).items():
         start = 0
@@ -167,7 +167,11 @@ def test_a_damaged_checkpoint_leaves_no_trace_in_the_one_that_is_taken_instead(
 @pytest.mark.full
 def test_what_is_listed_otherwise_than_it_is_read_is_compared_too(tmp_path: Path) -> None:
     """A list whose parts are other stretches than the tensors: two tensors in each."""
-    damaged, weights = save_with_optimizer_and_without(SETTINGS, tmp_path)
+    settings = RunSettings(tiny_policy(2))
+    damaged, weights = tmp_path / "damaged", tmp_path / "weights"
+    for folder, with_optimizer in ((damaged, True), (weights, False)):
+        folder.mkdir()
+        assert run_ranks(save_once, 2, settings, str(folder), with_optimizer) == [None, None]
     pairs: dict[str, list[Part]] = {}
     for name, entry in read_inventory(damaged).items():
         content = (damaged / name).read_bytes()
@@ -178,13 +182,13 @@ def test_what_is_listed_otherwise_than_it_is_read_is_compared_too(tmp_path: Path
             pairs.setdefault(name, []).append(pair)
             start = end
     write_inventory(damaged, pairs)
-    expected = run_ranks(train_from_weights, 2, SETTINGS, str(weights), None)
+    expected = run_ranks(train_from_weights, 2, settings, str(weights), None)
     name, parts = next(iter(pairs.items()))
     with (damaged / name).open("r+b") as file:
         file.seek(parts[0].num_bytes // 2)
         (old,) = file.read(1)
         file.seek(-1, 1)
         file.write(bytes([old ^ 1]))
-    for problems, steps in run_ranks(train_from_weights, 2, SETTINGS, str(weights), str(damaged)):
+    for problems, steps in run_ranks(train_from_weights, 2, settings, str(weights), str(damaged)):
         assert [problem.partition(": ")[2].partition(":")[0] for problem in problems] == [f"damaged in {parts[0].name}"]
         assert steps == expected[0][1]
