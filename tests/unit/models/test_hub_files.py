@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import huggingface_hub
@@ -188,18 +187,21 @@ for come_meanwhile in [None, *sys.argv[2:]]:
 
 def in_other_process(home: Path, repository_root: Path, *come_meanwhile: str, **settings: str) -> list[str]:
     """Return what a process that asks for the model gets; and again, once a folder `FROM:TO` has been copied."""
-    environment: dict[str, Any] = {**os.environ, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1", **settings}
-    environment.pop("HF_HUB_CACHE", None)
-    done = subprocess.run(
-        [sys.executable, "-c", ASK, NAME, *come_meanwhile],
-        cwd=repository_root,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    words = ["-c", ASK, NAME, *come_meanwhile]
+    done = run_python(words, home, repository_root, {"HF_HUB_OFFLINE": "1", **settings})
+    assert done.returncode == 0, done.stderr
     assert "Retrying" not in done.stderr, done.stderr
     return done.stdout.splitlines()
+
+
+def run_python(
+    words: list[str], home: Path, repository_root: Path, settings: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "HF_HOME": str(home), **settings}
+    environment.pop("HF_HUB_CACHE", None)
+    return subprocess.run(
+        [sys.executable, *words], cwd=repository_root, env=environment, capture_output=True, text=True
+    )
 
 
 @pytest.fixture
@@ -246,24 +248,16 @@ def test_tokenizers_and_data_sets_of_a_hub_that_is_away(
         f"from nemo_rl_moe.data.{load}\nfrom nemo_rl_moe.errors import UserError\n"
         f"try: load({arguments})\nexcept UserError as error: print(error)\n"
     )
-    environment = {**os.environ, "HF_HOME": str(tmp_path), **away}
-    environment.pop("HF_HUB_CACHE", None)
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=repository_root, env=environment, capture_output=True, text=True, check=True
-    )
-    assert done.stderr == ""
+    done = run_python(["-c", code], tmp_path, repository_root, away)
+    assert (done.returncode, done.stderr) == (0, "")
     (reported,) = done.stdout.splitlines()
     assert reported.startswith(f"{line}cannot be had from the hub ({away['HF_ENDPOINT']}: ConnectError: "), reported
 
 
 @pytest.mark.slow
 def test_plan_without_a_network_is_one_line(away: dict[str, str], tmp_path: Path, repository_root: Path) -> None:
-    command = [sys.executable, "-m", "nemo_rl_moe.cli", "plan", "--config", "sft_tiny_moe.yaml"]
-    environment = {**os.environ, "HF_HOME": str(tmp_path), **away}
-    environment.pop("HF_HUB_CACHE", None)
-    done = subprocess.run(
-        [*command, f"policy.model_name={NAME}"], cwd=repository_root, env=environment, capture_output=True, text=True
-    )
+    words = ["-m", "nemo_rl_moe.cli", "plan", "--config", "sft_tiny_moe.yaml", f"policy.model_name={NAME}"]
+    done = run_python(words, tmp_path, repository_root, away)
     assert done.returncode == 2
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()

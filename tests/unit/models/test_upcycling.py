@@ -47,6 +47,18 @@ def dense_model(folder: Path, name: str = "llama", dtype: torch.dtype = torch.fl
     return folder
 
 
+@pytest.fixture
+def dense(tmp_path: Path) -> Path:
+    return dense_model(tmp_path / "dense")
+
+
+def command(dense: Path, moe: Path, shape: str, *more: str) -> list[str]:
+    """Return the words of the command. The shape is the experts, the top-k and the granularity, with blanks."""
+    experts, top_k, granularity = shape.split()
+    sizes = ["--experts", experts, "--top-k", top_k, "--granularity", granularity]
+    return ["upcycle", "--model", str(dense), *sizes, "--output", str(moe), *more]
+
+
 def upcycled(source: Path, target: Path, shape: ExpertShape, seed: int = 0) -> Path:
     upcycle(UpcyclingRequest(source, target, shape, seed, is_checked=False))
     return target
@@ -90,14 +102,15 @@ def test_wrong_scaling_is_seen(name: str, shape: ExpertShape, tmp_path: Path, mo
     assert found.largest > 100 * ROUNDING * found.scale
 
 
-def test_cube_roots_on_all_three_matrices_are_only_near(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cube_roots_on_all_three_matrices_are_only_near(
+    dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # As Megatron-Core scales them: what is exact here lies within that approximation.
     right = upcycling._slice_of
 
     def cube_roots(along: int, index: int, count: int, factor: float) -> Callable[[Tensor], Tensor]:
         return right(along, index, count, count ** (1 / 3))
 
-    dense = dense_model(tmp_path / "dense")
     exact = compare_logits(dense, upcycled(dense, tmp_path / "exact", HALVES))
     monkeypatch.setattr(upcycling, "_slice_of", cube_roots)
     near = compare_logits(dense, upcycled(dense, tmp_path / "near", HALVES))
@@ -134,8 +147,7 @@ def test_fields_whose_defaults_differ_between_families_are_written_out(tmp_path:
     assert_same(compare_logits(dense, moe))
 
 
-def test_slices_of_a_copy_share_their_row_of_the_router_and_seeds_differ(tmp_path: Path) -> None:
-    dense = dense_model(tmp_path / "dense")
+def test_slices_of_a_copy_share_their_row_of_the_router_and_seeds_differ(dense: Path, tmp_path: Path) -> None:
     first, again, other = (
         tensors_in(upcycled(dense, tmp_path / name, HALVES, seed))
         for name, seed in (("first", 0), ("again", 0), ("other", 1))
@@ -153,8 +165,7 @@ def test_slices_of_a_copy_share_their_row_of_the_router_and_seeds_differ(tmp_pat
     assert all(torch.equal(first[name], other[name]) for name in first if name not in routers)
 
 
-def test_files_have_their_greatest_size_and_hold_the_same(tmp_path: Path) -> None:
-    dense = dense_model(tmp_path / "dense")
+def test_files_have_their_greatest_size_and_hold_the_same(dense: Path, tmp_path: Path) -> None:
     whole = upcycled(dense, tmp_path / "whole", HALVES)
     hf_config = load_hf_config(str(dense))
     Upcycling(SafetensorsFolder(dense), hf_config, HALVES, 0).write(tmp_path / "cut", {}, max_shard_bytes=30_000)
@@ -171,32 +182,29 @@ def test_files_have_their_greatest_size_and_hold_the_same(tmp_path: Path) -> Non
 
 def test_command_says_what_it_made_and_how_it_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dense, moe = dense_model(tmp_path / "dense", "qwen2"), tmp_path / "moe"
-    words = ["upcycle", "--model", str(dense), "--experts", "8", "--top-k", "2", "--output"]
-    assert main([*words, str(moe), "--check"]) == 0
+    assert main(command(dense, moe, "8 2 1", "--check")) == 0
     printed = " ".join(capsys.readouterr().out.split())
     parameters = sum(tensor.numel() for tensor in tensors_in(moe).values())
     unused = 6 * 3 * 48 * 32 * 2  # experts of each of two layers
     assert f"{parameters:,} parameters, of which a token uses {parameters - unused:,}" in printed
     assert "logits of 64 random tokens differ by at most" in printed
     assert "the most likely next token is the same at 64" in printed
-    assert main([*words, str(tmp_path / "unchecked"), "--no-check"]) == 0
+    assert main(command(dense, tmp_path / "unchecked", "8 2 1", "--no-check")) == 0
     assert "logits" not in capsys.readouterr().out
 
 
 def test_model_without_room_in_memory_is_not_computed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import psutil
 
     little = psutil.virtual_memory()._replace(available=10_000)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: little)
-    dense = dense_model(tmp_path / "dense")
-    words = ["upcycle", "--model", str(dense), "--experts", "4", "--top-k", "2", "--output"]
-    assert main([*words, str(tmp_path / "moe")]) == 0
+    assert main(command(dense, tmp_path / "moe", "4 2 1")) == 0
     assert "logits are not compared" in capsys.readouterr().out
 
 
-def test_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_leaves_nothing(dense: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = SafetensorsWriter.write
     left = iter(range(20))
 
@@ -206,8 +214,8 @@ def test_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         write(writer, numbers)
 
     monkeypatch.setattr(SafetensorsWriter, "write", until_full)
-    dense, place = dense_model(tmp_path / "dense"), tmp_path / "place"
-    assert main(["upcycle", "--model", str(dense), "--experts", "4", "--top-k", "2", "--output", f"{place}/moe"]) == 2
+    place = tmp_path / "place"
+    assert main(command(dense, place / "moe", "4 2 1")) == 2
     assert list(place.iterdir()) == []
 
 
@@ -253,17 +261,14 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str, tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_refusals_come_before_anything_is_written(
-    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    case: str, dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     change, numbers, expected = REFUSED[case]
-    dense, moe = dense_model(tmp_path / "dense"), tmp_path / "moe"
+    moe = tmp_path / "moe"
     change(dense)
     before = sorted(tmp_path.iterdir())
-    options = [
-        word for pair in zip(("--experts", "--top-k", "--granularity"), numbers.split(), strict=True) for word in pair
-    ]
     try:
-        code = main(["upcycle", "--model", str(dense), *options, "--output", str(moe)])
+        code = main(command(dense, moe, numbers))
     except SystemExit as error:
         code = int(error.code or 0)
     printed = " ".join(capsys.readouterr().err.split())
@@ -278,12 +283,13 @@ def test_widths_that_are_no_multiple_of_16_bytes_are_compared(tmp_path: Path) ->
     assert_same(compare_logits(dense, upcycled(dense, tmp_path / "moe", HALVES)))
 
 
-def test_rotary_buffers_of_older_releases_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    dense, moe = dense_model(tmp_path / "dense"), tmp_path / "moe"
+def test_rotary_buffers_of_older_releases_are_left_out(
+    dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    moe = tmp_path / "moe"
     name = "model.layers.0.self_attn.rotary_emb.inv_freq"
     _tensors(lambda tensors: tensors.update({name: torch.ones(4)}))(dense)
-    words = ["upcycle", "--model", str(dense), "--experts", "4", "--top-k", "2", "--output", str(moe)]
-    assert main(words) == 0
+    assert main(command(dense, moe, "4 2 1")) == 0
     assert f"left out: {name}" in " ".join(capsys.readouterr().out.split())
     assert name not in tensors_in(moe)
 
@@ -301,9 +307,7 @@ def test_factors_that_round_weights_are_said(
     dtype: torch.dtype, shape: str, is_warned: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dense, moe = dense_model(tmp_path / "dense", dtype=dtype), tmp_path / "moe"
-    experts, top_k, granularity = shape.split()
-    words = ["upcycle", "--model", str(dense), "--experts", experts, "--top-k", top_k, "--granularity", granularity]
-    assert main([*words, "--output", str(moe), "--no-check"]) == 0
+    assert main(command(dense, moe, shape, "--no-check")) == 0
     assert ("no power of two" in capsys.readouterr().out) is is_warned
     difference = compare_logits(dense, moe)
     assert (difference.largest > 100 * ROUNDING * difference.scale) is is_warned
@@ -314,27 +318,25 @@ def test_routers_of_slices_are_to_compute_in_float32(
     shape: str, is_said: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dense, moe = dense_model(tmp_path / "dense", dtype=torch.bfloat16), tmp_path / "moe"
-    experts, top_k, granularity = shape.split()
-    words = ["upcycle", "--model", str(dense), "--experts", experts, "--top-k", top_k, "--granularity", granularity]
-    assert main([*words, "--output", str(moe), "--no-check"]) == 0
+    _, top_k, granularity = map(int, shape.split())
+    assert main(command(dense, moe, shape, "--no-check")) == 0
     assert ("moe_router_dtype=fp32" in " ".join(capsys.readouterr().out.split())) is is_said
     # Why: a router's logits in bfloat16 tie, and some tokens get slices of two copies.
     router = tensors_in(moe)["model.layers.0.block_sparse_moe.gate.weight"]
     tokens = torch.randn(20_000, router.shape[1], generator=torch.Generator().manual_seed(0)).bfloat16()
 
     def has_torn_copies(dtype: torch.dtype) -> bool:
-        chosen = (tokens.to(dtype) @ router.to(dtype).T).topk(int(top_k)).indices // int(granularity)
+        chosen = (tokens.to(dtype) @ router.to(dtype).T).topk(top_k).indices // granularity
         counts = torch.nn.functional.one_hot(chosen).sum(1)
-        return bool((counts % int(granularity)).any())
+        return bool((counts % granularity).any())
 
     assert not has_torn_copies(torch.float32)
     assert has_torn_copies(torch.bfloat16) is is_said
 
 
 def test_additional_templates_are_copied_and_the_dense_models_code_is_not_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    dense = dense_model(tmp_path / "dense")
     (dense / "additional_chat_templates").mkdir()
     (dense / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
     (dense / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["tokens.Own", null]}}')
@@ -371,28 +373,27 @@ def test_weights_that_are_no_numbers_are_refused(
     change: Callable[[dict[str, Tensor]], object],
     expected: str,
     check: str,
+    dense: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    dense, moe = dense_model(tmp_path / "dense"), tmp_path / "moe"
+    moe = tmp_path / "moe"
     _tensors(change)(dense)
-    words = ["upcycle", "--model", str(dense), "--experts", "8", "--top-k", "4", "--granularity", "4", check]
-    assert main([*words, "--output", str(moe)]) == 2
+    assert main(command(dense, moe, "8 4 4", check)) == 2
     assert expected in " ".join(capsys.readouterr().err.split())
     assert [path.name for path in tmp_path.iterdir()] == ["dense"]
 
 
-def test_logits_that_are_no_numbers_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_logits_that_are_no_numbers_are_refused(
+    dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     # Each weight is a number, and their product is none.
-    dense = dense_model(tmp_path / "dense")
     _tensors(lambda tensors: [tensors[name].fill_(1e30) for name in ("model.norm.weight", "lm_head.weight")])(dense)
-    words = ["upcycle", "--model", str(dense), "--experts", "4", "--top-k", "2", "--check"]
-    assert main([*words, "--output", str(tmp_path / "moe")]) == 2
+    assert main(command(dense, tmp_path / "moe", "4 2 1", "--check")) == 2
     assert "logits are NaN or infinite" in " ".join(capsys.readouterr().err.split())
     assert [path.name for path in tmp_path.iterdir()] == ["dense"]
 
 
-def test_output_inside_the_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    dense = dense_model(tmp_path / "dense")
-    assert main(["upcycle", "--model", str(dense), "--experts", "4", "--top-k", "2", "--output", f"{dense}/moe"]) == 2
+def test_output_inside_the_model_is_refused(dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command(dense, dense / "moe", "4 2 1")) == 2
     assert "lies in the model's folder" in capsys.readouterr().err

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sequences of a conversation that begins anew: a fresh rendering, in which no token is trained on again."""
 
-import asyncio
 from collections.abc import Awaitable, Callable
 
 import numpy as np
@@ -12,24 +11,18 @@ import torch
 from nemo_rl_moe.data.continuation import Continuation
 from nemo_rl_moe.distributed.stored_rows import StoredRows
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
-from nemo_rl_moe.rewards.interface import Fault, Score
+from nemo_rl_moe.rewards.interface import Fault
 from nemo_rl_moe.rollouts.environment import Session
-from nemo_rl_moe.rollouts.rollout_function import RolloutFunction
 from nemo_rl_moe.rollouts.training_batch import training_batch
 from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED, TokenSequence, Trajectory, rollout_metrics
 from tests.support.conversations import ALL, Family, Message
 from tests.support.scripted_session import LOGPROB, WEIGHT_VERSION, script_of, scripted_session
+from tests.unit.rollouts.test_messages import ASKED, RIGHT, USER, run
 
 FAMILY = ALL["THINKING"]
-ASKED: list[Message] = [{"role": "user", "content": "q"}]
-USER, RESULT = {"role": "user", "content": "r"}, {"role": "tool", "content": "3"}
+RESULT = {"role": "tool", "content": "3"}
 THOUGHT = "<think>\nt\n</think>\n\nfirst<|end|>"
 FRESH = "<|start|>user\nq<|end|>\n<|start|>assistant\nfirst<|end|>\n<|start|>user\nr<|end|>\n<|start|>assistant\n"
-RIGHT = Score(1.0, is_correct=True)
-
-
-def run(session: Session, function: Callable[[Session], Awaitable[Trajectory]]) -> Trajectory:
-    return asyncio.run(RolloutFunction(function, "here:function").rollout(session))
 
 
 def texts(family: Family, trajectory: Trajectory) -> list[tuple[str, str]]:
@@ -42,6 +35,17 @@ def answers(*messages: Message) -> Callable[[Session], Awaitable[Trajectory]]:
     async def function(session: Session) -> Trajectory:
         await session.generate()
         session.append_messages(messages)
+        await session.generate()
+        return session.finish(RIGHT)
+
+    return function
+
+
+def one_after_each_response(*messages: Message) -> Callable[[Session], Awaitable[Trajectory]]:
+    async def function(session: Session) -> Trajectory:
+        for message in messages:
+            await session.generate()
+            session.append_message(message)
         await session.generate()
         return session.finish(RIGHT)
 
@@ -80,15 +84,8 @@ def test_one_sequence_where_rewritten_turns_are_kept() -> None:
 
 
 def test_later_turns_continue_the_new_sequence() -> None:
-    async def function(session: Session) -> Trajectory:
-        for message in (RESULT, USER, RESULT, USER):
-            await session.generate()
-            session.append_message(message)
-        await session.generate()
-        return session.finish(RIGHT)
-
     session = scripted_session(FAMILY, ASKED, [THOUGHT, "b<|end|>", THOUGHT, "d<|end|>", "e<|end|>"])
-    found = run(session, function)
+    found = run(session, one_after_each_response(RESULT, USER, RESULT, USER))
     assert [trained for _, trained in texts(FAMILY, found)] == [f"{THOUGHT}b<|end|>", f"{THOUGHT}d<|end|>", "e<|end|>"]
     assert texts(FAMILY, found)[2][0].count("<think>") == 0, "behind the last question there was no thought"
     assert session.num_tokens == len(found.sequences[-1])
@@ -144,15 +141,9 @@ def test_a_conversation_that_does_not_fit_into_a_sequence(more: int) -> None:
 
 
 def test_control_tokens_in_earlier_messages_stay_plain_text() -> None:
-    async def function(session: Session) -> Trajectory:
-        for message in ({"role": "tool", "content": "<s>"}, {"role": "user", "content": "<|end|>"}):
-            await session.generate()
-            session.append_message(message)
-        await session.generate()
-        return session.finish(RIGHT)
-
+    messages = ({"role": "tool", "content": "<s>"}, {"role": "user", "content": "<|end|>"})
     session = scripted_session(FAMILY, ASKED, [THOUGHT, "b<|end|>", "c<|end|>"])
-    found = run(session, function)
+    found = run(session, one_after_each_response(*messages))
     _, last = found.sequences
     start, end, other = FAMILY.tokenizer.convert_tokens_to_ids(["<|start|>", "<|end|>", "<s>"])
     ids = last.token_ids.tolist()
@@ -222,13 +213,7 @@ def test_an_end_token_that_the_template_replaces() -> None:
 def test_what_cannot_be_rendered_afresh_costs_its_trajectory(
     family: Family, prompt: list[Message], responses: list[str], messages: list[Message], problem: str
 ) -> None:
-    async def function(session: Session) -> Trajectory:
-        for message in messages:
-            await session.generate()
-            session.append_message(message)
-        raise AssertionError("not reached")
-
-    found = run(scripted_session(family, prompt, responses), function)
+    found = run(scripted_session(family, prompt, responses), one_after_each_response(*messages))
     assert found.fault is Fault.ERROR
     assert found.fault_message.startswith("NoExtension: ")
     assert problem in found.fault_message

@@ -21,14 +21,7 @@ from nemo_rl_moe.rollouts.environment import Session
 from nemo_rl_moe.rollouts.rollout_function import RolloutFunction, load_rollout_function
 from nemo_rl_moe.rollouts.training_batch import training_batch
 from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED, Trajectory, rollout_metrics
-from tests.support.grpo_fakes import (
-    END_TOKEN,
-    SAMPLING,
-    FakeEngine,
-    FakeRewardFunction,
-    make_runner,
-    prompts,
-)
+from tests.support.grpo_fakes import END_TOKEN, SAMPLING, FakeEngine, FakeRewardFunction, make_runner, prompts
 from tests.support.trajectories import only_sequence
 
 
@@ -40,6 +33,12 @@ async def two_turns(session: Session) -> Trajectory:
     return session.finish(
         Score(float(len(second.token_ids)), is_correct=True), {"env/asked": float(len(session.turns))}
     )
+
+
+async def asks_twice(session: Session) -> Trajectory:
+    await session.generate()
+    await session.generate()
+    return session.finish(Score(0.0, is_correct=False), {"tries": 2.0})
 
 
 def run(function, engine=None, num_prompts=2, generations=2, max_tokens=100):  # type: ignore[no-untyped-def]
@@ -166,14 +165,9 @@ def test_kept_mass_is_a_metric_over_all_turns() -> None:
                 mass = np.array([0.5, 0.75]) if len(request.token_ids) == 1 else np.array([1.0])
                 yield index, GeneratedSequence(np.full(len(mass), 7), np.zeros(len(mass)), False, 0, kept_mass=mass)
 
-    async def twice(session: Session) -> Trajectory:
-        await session.generate()
-        await session.generate()
-        return session.finish(Score(0.0, is_correct=False), {"tries": 2.0})
-
-    (found,) = run(twice, Cutting(), num_prompts=1, generations=1)
+    (found,) = run(asks_twice, Cutting(), num_prompts=1, generations=1)
     assert found.metrics == {"tries": 2.0, "sampling_kept_mass": 0.75}
-    (plain,) = run(twice, FakeEngine(), num_prompts=1, generations=1)
+    (plain,) = run(asks_twice, FakeEngine(), num_prompts=1, generations=1)
     assert plain.metrics == {"tries": 2.0}
 
 
@@ -259,13 +253,13 @@ def test_routes_stay_those_with_which_tokens_were_sampled() -> None:
         def answers(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GeneratedSequence]]:
             yield from enumerate(map(self._respond_to, requests))
 
-    async def asks_twice(session: Session) -> Trajectory:
+    async def with_a_token_between(session: Session) -> Trajectory:
         await session.generate()
         session.append([42])
         await session.generate()
         return session.finish(Score(0.0, is_correct=False))
 
-    (found,) = run(asks_twice, Routed(), num_prompts=1, generations=1)
+    (found,) = run(with_a_token_between, Routed(), num_prompts=1, generations=1)
     size = found.num_tokens
     batch = training_batch([found], torch.zeros(1, 1), 0, leave_out_truncated=False).fetched(list)
     routes = batch.columns["routed_experts"]
@@ -465,11 +459,6 @@ def test_a_row_for_the_last_token_means_nothing(last_row: list[int]) -> None:
                 fed = len(request.token_ids) + 1
                 routes = np.array([*range(fed), *last_row], dtype=np.int16).reshape(-1, 1, 1)
                 yield index, GeneratedSequence(np.array([5, END_TOKEN]), np.zeros(2), False, 0, StoredRows.of(routes))
-
-    async def asks_twice(session: Session) -> Trajectory:
-        await session.generate()
-        await session.generate()
-        return session.finish(Score(0.0, is_correct=False))
 
     (found,) = run(asks_twice, Routed(), num_prompts=1, generations=1)
     batch = training_batch([found], torch.zeros(1, 1), 0, leave_out_truncated=False).fetched(list)

@@ -8,6 +8,7 @@ Each fails on its planted bug.
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import count
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,11 +24,12 @@ from nemo_rl_moe.rollouts.agents.chat_requests import ChatRequest
 from nemo_rl_moe.rollouts.environment import Session
 from nemo_rl_moe.rollouts.growing_sequence import GrowingSequence, GrowingSequences
 from nemo_rl_moe.rollouts.training_batch import training_batch
-from nemo_rl_moe.rollouts.trajectory import TokenSequence, Trajectory
+from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.routing.replay import ROUTED_EXPERTS, UNKNOWN
 from tests.support.conversations import ALL, Message
 from tests.support.scripted_rollouts import red_on
 from tests.support.scripted_session import script_of, scripted_session
+from tests.unit.rollouts.dispatch.test_field_bugs_of_ends import in_place_of
 
 Patch = pytest.MonkeyPatch
 THINKING, CHATML = ALL["THINKING"], ALL["Qwen2.5, Qwen2-MoE"]
@@ -88,14 +90,10 @@ def drops_routes_of_later_turns(patch: Patch) -> None:
     patch.setattr(StoredRows, "followed_by", lambda self, later: self)
 
 
-def drops_routes_of_later_sequences(patch: Patch) -> None:
-    right = GrowingSequences.finished
-
-    def finished(self: GrowingSequences, inputs: Mapping[str, ModelInput]) -> tuple[TokenSequence, ...]:
-        first, *others = right(self, inputs)
-        return first, *(replace(other, routed_experts=None) for other in others)
-
-    patch.setattr(GrowingSequences, "finished", finished)
+@in_place_of(GrowingSequences, "finished")
+def drops_routes_of_later_sequences(right: Any, self: Any, inputs: Mapping[str, ModelInput]) -> Any:
+    first, *others = right(self, inputs)
+    return first, *(replace(other, routed_experts=None) for other in others)
 
 
 @red_on(drops_routes_of_later_turns, drops_routes_of_later_sequences)
@@ -115,16 +113,12 @@ async def test_t14_every_way_through_a_trajectory_has_routes() -> None:
                 assert tokens[: len(sequence) - 1] == sequence.token_ids[:-1].tolist()
 
 
-def takes_the_routes_of_the_sequence_before(patch: Patch) -> None:
-    right = GrowingSequences.begin
-
-    def begin(self: GrowingSequences, token_ids: Sequence[int]) -> GrowingSequence:
-        before = self.last
-        begun = right(self, token_ids)
-        begun.routed_experts = before.routed_experts
-        return begun
-
-    patch.setattr(GrowingSequences, "begin", begin)
+@in_place_of(GrowingSequences, "begin")
+def takes_the_routes_of_the_sequence_before(right: Any, self: Any, token_ids: Sequence[int]) -> GrowingSequence:
+    before = self.last
+    begun: GrowingSequence = right(self, token_ids)
+    begun.routed_experts = before.routed_experts
+    return begun
 
 
 def padded(values: Sequence[int], size: int) -> list[int]:
@@ -169,10 +163,9 @@ async def test_t15_a_truncated_episode_that_is_not_contiguous_has_routes_of_its_
     session = scripted_session(THINKING, ASKED, responses, max_tokens=150)
     with_routes(session)
     await session.generate()
-    session.append_message(USER)
-    await session.generate()
-    session.append_message(USER)
-    await session.generate()
+    for _ in range(2):
+        session.append_message(USER)
+        await session.generate()
     session.append_message({"role": "user", "content": "r" * 150})
     found = session.finish(RIGHT)
     assert (found.is_truncated, found.num_sequences, session.has_room) == (True, 2, False)

@@ -61,7 +61,6 @@ def collect(
 
 
 def next_prompts(source: SampledGroups) -> list[str]:
-    """The prompts that the next step begins with."""
     groups = groups_of_step(source, 1)
     return sorted({found.sample_id for found in groups.generated}, key=lambda name: int(name.split(":")[1]))[:2]
 

@@ -26,15 +26,7 @@ TIMEOUT_S = 600.0
 
 @dataclass
 class Rollouts:
-    """Rollouts of one function of a session under a moved clock.
-
-    Attributes:
-        function: Drives the trajectories; gets the clock too.
-        engine: Generates.
-        stop: Request to stop.
-        timeout_s: Limit of a trajectory.
-        reported: All messages and warnings.
-    """
+    """Rollouts of one function under a moved clock. The function gets the session and the clock."""
 
     function: Callable[[Session, MovedClock], Awaitable[Trajectory]]
     engine: FakeEngine = field(default_factory=FakeEngine)
@@ -65,10 +57,10 @@ def is_faulty(session: Session) -> bool:
     return session.prompt.sample_id == "train:1"
 
 
-def assert_faulty_alone(found: list[Trajectory], place: str) -> None:
+def assert_faulty_alone(found: list[Trajectory]) -> None:
     assert [trajectory.fault for trajectory in found] == [None, Fault.TIMEOUT, None]
     assert found[1].fault_message.startswith("took longer than env.rollout_timeout_s=600 (at test_rollout_limits.py:")
-    assert found[1].fault_message.endswith(f" in {place})")
+    assert found[1].fault_message.endswith(" in look_up_for_ever)")
     assert (found[1].reward, found[1].num_turns) == (0.0, 1), "what it had is kept"
     assert [trajectory.num_turns for trajectory in found] == [2, 1, 2]
 
@@ -96,7 +88,7 @@ def test_t18_a_tool_that_hangs_costs_its_trajectory_alone() -> None:
                 raise
         return await two_turns(session)
 
-    assert_faulty_alone(Rollouts(hangs).run(), "look_up_for_ever")
+    assert_faulty_alone(Rollouts(hangs).run())
     assert cancelled == ["train:1"], "its code hears of it"
 
 
@@ -114,7 +106,7 @@ def test_code_that_cannot_be_cancelled_is_left_behind(monkeypatch: pytest.Monkey
 
     over = threading.Event()
     try:
-        assert_faulty_alone(Rollouts(stubborn).run(), "look_up_for_ever")
+        assert_faulty_alone(Rollouts(stubborn).run())
     finally:
         over.set()
 

@@ -88,7 +88,6 @@ def play(
     warn: Callable[[str], None] = print,
     **keys: Any,
 ) -> tuple[Session, Trajectory]:
-    """Return the session and the trajectory of responses that are given."""
     session = scripted_session(
         family,
         [QUESTION],

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import types
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -20,16 +21,14 @@ from tests.support.with_transformer_engine import STAND_IN
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has an accelerator")
 
 
-def run_python(program: str, *, first_on_path: Path | None = None) -> subprocess.CompletedProcess[str]:
-    folders = [str(folder) for folder in (first_on_path, Path.cwd()) if folder is not None]
+def run_python(program: str, first_on_path: Sequence[Path] = ()) -> subprocess.CompletedProcess[str]:
+    folders = [str(folder) for folder in (*first_on_path, Path.cwd())]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-W", "ignore", "-c", program]
     return subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
 
 
-@pytest.mark.full
-def test_with_an_accelerator_nothing_is_touched() -> None:
-    program = """
+ACCELERATOR = """
 import sys, torch
 torch.cuda.is_available = lambda: True
 names = ("current_device", "Stream", "Event", "current_stream", "stream", "synchronize", "get_rng_state",
@@ -42,7 +41,36 @@ assert before == [getattr(torch.cuda, name) for name in names]
 assert torch.cuda.random.get_rng_state is random_state
 assert not [finder for finder in sys.meta_path if "nemo_rl_moe" in type(finder).__module__], "no finder"
 """
-    done = run_python(program)
+TRANSFORMER_ENGINE = """
+import importlib.util, os
+os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+assert importlib.util.find_spec("transformer_engine") is not None, "the stand-in is installed"
+from tests.support.tiny_model import tiny_policy
+from tests.support.training_run import RunSettings, train_run
+(loss, _) = train_run(RunSettings(tiny_policy())).losses
+assert 3.0 < loss < 6.0, loss
+assert importlib.util.find_spec("transformer_engine") is None
+"""
+"""Megatron-Core takes the real package's optimizer wherever it imports, and that one asks for a GPU."""
+WANDB = """
+import sys
+import nemo_rl_moe.models.megatron.training.trainer
+assert "megatron.core" in sys.modules
+assert "wandb" not in sys.modules, "neither imported nor hidden"
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("program", "first_on_path"),
+    [
+        pytest.param(ACCELERATOR, (), id="with an accelerator nothing is touched"),
+        pytest.param(TRANSFORMER_ENGINE, (STAND_IN,), id="an installed Transformer Engine is left alone"),
+        pytest.param(WANDB, (), id="Megatron-Core is imported without W&B"),
+    ],
+)
+def test_a_program_in_another_process(program: str, first_on_path: Sequence[Path]) -> None:
+    done = run_python(program, first_on_path)
     assert done.returncode == 0, done.stderr
 
 
@@ -79,23 +107,6 @@ def test_without_an_accelerator_it_is_on() -> None:
     event = torch.cuda.Event()
     event.record()
     assert event.query() is True
-
-
-@pytest.mark.full
-def test_an_installed_transformer_engine_is_left_alone() -> None:
-    """Megatron-Core takes the real package's optimizer wherever it imports, and that one asks for a GPU."""
-    program = """
-import importlib.util, os
-os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-assert importlib.util.find_spec("transformer_engine") is not None, "the stand-in is installed"
-from tests.support.tiny_model import tiny_policy
-from tests.support.training_run import RunSettings, train_run
-(loss, _) = train_run(RunSettings(tiny_policy())).losses
-assert 3.0 < loss < 6.0, loss
-assert importlib.util.find_spec("transformer_engine") is None
-"""
-    done = run_python(program, first_on_path=STAND_IN)
-    assert done.returncode == 0, done.stderr
 
 
 def test_device_random_state_is_the_hosts() -> None:
@@ -145,15 +156,3 @@ def test_bytecode_of_the_unedited_source_is_not_used(module_path: Path) -> None:
     loader = cpu_backend._EditingLoader("edited", str(module_path), [cpu_backend._on_cpu(2)])
     assert "current_device" in loader.get_code("edited").co_names
     assert "cuda" not in repr(loader.get_code("edited").co_consts)
-
-
-@pytest.mark.full
-def test_megatron_core_is_imported_without_wandb() -> None:
-    program = """
-import sys
-import nemo_rl_moe.models.megatron.training.trainer
-assert "megatron.core" in sys.modules
-assert "wandb" not in sys.modules, "neither imported nor hidden"
-"""
-    done = run_python(program)
-    assert done.returncode == 0, done.stderr

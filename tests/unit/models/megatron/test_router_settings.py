@@ -23,6 +23,13 @@ def policy_with(**changes: Any) -> Any:
     return policy
 
 
+@pytest.fixture
+def deepseek() -> Any:
+    from transformers import DeepseekV3Config
+
+    return DeepseekV3Config(n_group=1, topk_group=1, num_key_value_heads=128)
+
+
 def settings_of(policy: Any, **model: Any) -> tuple[Any, Any]:
     hf_config = tiny_hf_config(**model)
     return hf_config, build_transformer_config(policy, hf_config)
@@ -71,11 +78,14 @@ def test_auxiliary_loss_that_the_user_has_not_asked_for_is_warned_of(config_json
     assert setting_warnings(policy, hf_config, config_json, config) == []
 
 
-@pytest.mark.parametrize("coefficient", [0.0, 0.001])
-def test_auxiliary_loss_that_the_user_has_chosen_is_not_warned_of(coefficient: float) -> None:
-    policy = policy_with(moe_aux_loss_coeff=coefficient)
+@pytest.mark.parametrize(
+    "chosen",
+    [{"moe_aux_loss_coeff": 0.0}, {"moe_aux_loss_coeff": 0.001}, {"moe_router_load_balancing_type": "none"}],
+)
+def test_auxiliary_loss_that_the_user_has_chosen_is_not_warned_of(chosen: dict[str, Any]) -> None:
+    policy = policy_with(**chosen)
     hf_config, config = settings_of(policy, router_aux_loss_coef=0.001)
-    assert config.moe_aux_loss_coeff == coefficient
+    assert {name: getattr(config, name) for name in chosen} == chosen
     assert setting_warnings(policy, hf_config, {}, config) == []
 
 
@@ -142,17 +152,14 @@ def test_every_router_field_is_one_that_the_family_sets(name: str) -> None:
     assert {field for field in family.router_fields.values() if field is not None} <= read
 
 
-def test_a_value_that_transformers_refuses_is_named() -> None:
-    from transformers import DeepseekV3Config
-
-    hf_config = DeepseekV3Config(n_group=1, topk_group=1, num_key_value_heads=128)
-    config_json = hf_config.to_dict()
+def test_a_value_that_transformers_refuses_is_named(deepseek: Any) -> None:
+    config_json = deepseek.to_dict()
     policy = policy_with(moe_router_topk=1, moe_router_bias_update_rate=0.5)
-    config = build_transformer_config(policy, hf_config)
-    exported = exported_config(policy, hf_config, config_json, config)
+    config = build_transformer_config(policy, deepseek)
+    exported = exported_config(policy, deepseek, config_json, config)
     # The rate is for training alone; one expert a token has another weight here than in transformers.
     assert exported.not_expressed == ("moe_router_topk",)
-    assert exported.content["num_experts_per_tok"] == hf_config.num_experts_per_tok
+    assert exported.content["num_experts_per_tok"] == deepseek.num_experts_per_tok
 
 
 def test_a_coefficient_alone_turns_the_loss_on() -> None:
@@ -166,17 +173,14 @@ def test_a_coefficient_alone_turns_the_loss_on() -> None:
     assert config.moe_router_load_balancing_type == "none"
 
 
-def test_layers_that_are_left_out_are_not_promised() -> None:
-    from transformers import DeepseekV3Config
-
-    hf_config = DeepseekV3Config(n_group=1, topk_group=1, num_key_value_heads=128)
+def test_layers_that_are_left_out_are_not_promised(deepseek: Any) -> None:
     policy = policy_with()
-    config = build_transformer_config(policy, hf_config)
-    config_json = {**hf_config.to_dict(), "num_nextn_predict_layers": 1}
-    assert exported_config(policy, hf_config, config_json, config).content["num_nextn_predict_layers"] == 0
+    config = build_transformer_config(policy, deepseek)
+    config_json = {**deepseek.to_dict(), "num_nextn_predict_layers": 1}
+    assert exported_config(policy, deepseek, config_json, config).content["num_nextn_predict_layers"] == 0
     del config_json["num_nextn_predict_layers"]
-    assert "num_nextn_predict_layers" not in exported_config(policy, hf_config, config_json, config).content
-    sources = setting_sources(policy, hf_config, config_json, config)
+    assert "num_nextn_predict_layers" not in exported_config(policy, deepseek, config_json, config).content
+    sources = setting_sources(policy, deepseek, config_json, config)
     assert sources["moe_aux_loss_coeff"] == "config.json says nothing of aux_loss_alpha"
 
 
@@ -192,16 +196,7 @@ def test_kind_of_the_loss_is_written_as_the_switch_that_it_is() -> None:
         assert exported.content["aux_loss_alpha"] == 0.5
 
 
-def test_a_shared_gate_that_the_family_has_not_is_named() -> None:
-    from transformers import DeepseekV3Config
-
-    hf_config = DeepseekV3Config(n_group=1, topk_group=1, num_key_value_heads=128)
+def test_a_shared_gate_that_the_family_has_not_is_named(deepseek: Any) -> None:
     policy = policy_with(moe_shared_expert_gate=True)
-    config = build_transformer_config(policy, hf_config)
-    assert exported_config(policy, hf_config, hf_config.to_dict(), config).not_expressed == ("moe_shared_expert_gate",)
-
-
-def test_switched_off_loss_is_not_warned_of() -> None:
-    policy = policy_with(moe_router_load_balancing_type="none")
-    hf_config, config = settings_of(policy, router_aux_loss_coef=0.001)
-    assert setting_warnings(policy, hf_config, {}, config) == []
+    config = build_transformer_config(policy, deepseek)
+    assert exported_config(policy, deepseek, deepseek.to_dict(), config).not_expressed == ("moe_shared_expert_gate",)

@@ -69,7 +69,6 @@ class FakeWorkers:
         arguments: What every worker was made with.
         gpu: Name of every worker's card.
         problem: Error of the ranks that sends of weights and writes of models end with.
-        is_stopped: Whether they have been stopped.
         biases: What each worker says of its layers' expert biases.
         calls: Method and the workers' arguments of each call.
     """

@@ -52,7 +52,6 @@ def joined(responses: Sequence[Sequence[int]]) -> list[int]:
 
 
 def chat(task: AgentTask, questions: Sequence[str], **more: Any) -> None:
-    """Ask one question after the other in one conversation."""
     client, messages = client_of(task), [*task.messages]
     for question in ["", *questions]:
         if question:
@@ -174,8 +173,6 @@ def test_t09_a_call_that_cannot_be_read_reaches_the_agent_as_text() -> None:
 
 
 def test_t17_a_changed_history_begins_another_sequence_and_no_turn_is_trained_on_twice() -> None:
-    """T17."""
-
     def agent(task: AgentTask) -> float:
         client = client_of(task)
         first = sent(client, task.messages).choices[0].message.content
@@ -250,26 +247,30 @@ def test_requests_at_the_same_time_are_answered_one_after_the_other() -> None:
     assert sampled_of(found) == responses
 
 
-def test_t06_messages_that_do_not_fit_are_refused_and_the_agent_may_go_on_with_fewer() -> None:
-    """T6: what exactly fills the room is refused too, as nothing could be said."""
+def message_of_refusal(content: str, max_tokens: int) -> str:
+    """Return the message that refuses a question. The agent then asks the question of its task."""
     errors: list[Any] = []
-    room = len(QWEN.encode(QWEN.render([QUESTION], None)))
 
     def agent(task: AgentTask) -> float:
         client = client_of(task)
-        errors.append(error_of(lambda: sent(client, [{"role": "user", "content": QUESTION["content"] + "?"}])))
+        errors.append(error_of(lambda: sent(client, [{"role": "user", "content": content}])))
         sent(client, task.messages)
         return 1.0
 
-    _, found = play(agent, [QWEN.encode("a")[:1]], QWEN, max_tokens=room + 1)
+    _, found = play(agent, [QWEN.encode("a")[:1]], QWEN, max_tokens=max_tokens)
     ((status, message, code),) = errors
     assert (status, code) == (400, "context_length_exceeded")
-    assert "policy.max_total_sequence_length" in message
     assert (found.reward, found.overlong, found.metrics["agent/refused_requests"]) == (1.0, "", 1)
+    return str(message)
+
+
+def test_t06_messages_that_do_not_fit_are_refused_and_the_agent_may_go_on_with_fewer() -> None:
+    """T6: what exactly fills the room is refused too, as nothing could be said."""
+    room = len(QWEN.encode(QWEN.render([QUESTION], None)))
+    assert "policy.max_total_sequence_length" in message_of_refusal(QUESTION["content"] + "?", room + 1)
 
 
 def test_messages_that_are_far_too_long_are_refused_before_they_are_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
-    errors: list[Any] = []
     begin = Continuation.begin
 
     def short(self: Continuation, messages: Any, inputs: Any) -> Any:
@@ -277,18 +278,7 @@ def test_messages_that_are_far_too_long_are_refused_before_they_are_rendered(mon
         return begin(self, messages, inputs)
 
     monkeypatch.setattr(Continuation, "begin", short)
-
-    def agent(task: AgentTask) -> float:
-        client = client_of(task)
-        errors.append(error_of(lambda: sent(client, [{"role": "user", "content": "7 " * 100_000}])))
-        sent(client, task.messages)
-        return 1.0
-
-    _, found = play(agent, [QWEN.encode("a")[:1]], QWEN, max_tokens=200)
-    ((status, message, code),) = errors
-    assert (status, code) == (400, "context_length_exceeded")
-    assert "messages and tools have 200,0" in message
-    assert (found.reward, found.metrics["agent/refused_requests"]) == (1.0, 1)
+    assert "messages and tools have 200,0" in message_of_refusal("7 " * 100_000, 200)
 
 
 @pytest.mark.parametrize(("asked", "is_truncated"), [(3, False), (1000, True), (None, True)])

@@ -35,7 +35,6 @@ from nemo_rl_moe.runs.folder.time_line import (
 )
 from tests.support.grpo_fakes import SAMPLING
 from tests.support.scripted_engine import ScriptedEngine
-from tests.support.virtual_clock import run_virtually
 
 
 class Clock:
@@ -163,24 +162,21 @@ def test_the_last_steps_are_kept() -> None:
     assert [step.start_s for step in line.steps] == [float(number) for number in range(3, STEPS_SHOWN + 3)]
 
 
-def test_requests_through_the_gate_are_counted() -> None:
-    async def body() -> list[tuple[int, float]]:
-        loop = asyncio.get_running_loop()
-        activity = EngineActivity(loop.time)
-        gate = EngineGate(ScriptedEngine(token_s=0.5), activity)
-        request = GenerationRequest(token_ids=(1,), seed=0, sampling=SAMPLING)  # two tokens
-        await asyncio.sleep(3.0)
-        first = asyncio.create_task(gate.generate(request))
-        await asyncio.sleep(0.25)
-        await gate.close()
-        held = asyncio.create_task(gate.generate(request))
-        await asyncio.sleep(2.0)
-        gate.open()
-        found: list[GeneratedSequence] = await asyncio.gather(first, held)
-        assert len(found) == 2
-        return states(activity.take())
-
-    assert run_virtually(body()) == [
+async def test_requests_through_the_gate_are_counted() -> None:
+    loop = asyncio.get_running_loop()
+    activity = EngineActivity(loop.time)
+    gate = EngineGate(ScriptedEngine(token_s=0.5), activity)
+    request = GenerationRequest(token_ids=(1,), seed=0, sampling=SAMPLING)  # two tokens
+    await asyncio.sleep(3.0)
+    first = asyncio.create_task(gate.generate(request))
+    await asyncio.sleep(0.25)
+    await gate.close()
+    held = asyncio.create_task(gate.generate(request))
+    await asyncio.sleep(2.0)
+    gate.open()
+    found: list[GeneratedSequence] = await asyncio.gather(first, held)
+    assert len(found) == 2
+    assert states(activity.take()) == [
         (FOR_TRAINING, 3.0),
         (GENERATING, 1.0),
         (PAUSED, 2.0),

@@ -53,7 +53,6 @@ def test_a_group_that_is_not_there_cannot_be_counted(event: str) -> None:
 
 @st.composite
 def bounds(draw: st.DrawFn) -> Bounds:
-    """Make any bounds."""
     max_staleness = draw(st.integers(0, 6))
     return Bounds(
         draw(st.integers(1, 4)),

@@ -70,7 +70,6 @@ def source_of(
     activity: EngineActivity | None = None,
     **options: Any,
 ) -> tuple[SampledGroups, RolloutRunner]:
-    """A source that runs ahead, and its runner."""
     runner = make_runner(engine, FakeRewardFunction(), environment, loop=loop, activity=activity)
     config = small_config(
         f"grpo.max_num_epochs={NUM_EPOCHS}", "grpo.rollouts.mode=asynchronous", "grpo.rollouts.max_staleness=0"

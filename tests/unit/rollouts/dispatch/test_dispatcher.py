@@ -10,90 +10,69 @@ from nemo_rl_moe.errors import DataError, GenerationError
 from nemo_rl_moe.rollouts.dispatch.groups import Reason, Staleness
 from tests.support.scripted_rollouts import STUCK, ScriptedRun
 from tests.support.virtual_clock import run_virtually
+from tests.unit.rollouts.dispatch.test_field_bugs_of_ends import started
 
 SLOW = {2: 4.0, 3: 4.0}
 
 
 async def run_over_an_update(partial: str, **options: object) -> ScriptedRun:
     """Train two steps; groups 2 and 3 run from 0 s on, and the weights change at 2 s."""
-    run = ScriptedRun(SLOW, partial=partial, **options)
-    run.dispatcher.start()
+    run = started(SLOW, partial=partial, **options)
     await run.train(2)
     return run
 
 
-def test_partial_groups_go_on_under_new_weights() -> None:
-    async def body() -> None:
-        run = await run_over_an_update("continue")
-        assert (run.consumed[1], run.cleaned_up, run.cancelled) == ([2, 3], [], [])
-        assert run.batches[1].staleness == [Staleness(in_flight=1, in_queue=0)] * 2
-        assert run.batches[1].waited_s == 2.0
-
-    run_virtually(body())
+async def test_partial_groups_go_on_under_new_weights() -> None:
+    run = await run_over_an_update("continue")
+    assert (run.consumed[1], run.cleaned_up, run.cancelled) == ([2, 3], [], [])
+    assert run.batches[1].staleness == [Staleness(in_flight=1, in_queue=0)] * 2
+    assert run.batches[1].waited_s == 2.0
 
 
-def test_partial_groups_begin_again_and_keep_their_place() -> None:
-    async def body() -> None:
-        run = await run_over_an_update("restart")
-        assert (run.consumed[1], run.cleaned_up, run.cancelled) == ([2, 3], [2, 3], [])
-        assert run.batches[1].staleness == [Staleness(in_flight=0, in_queue=0)] * 2
-        assert [found.ticket.admitted_version for found in run.batches[1].groups] == [0, 0]
-        assert [found.ticket.lost_s for found in run.batches[1].groups] == [2.0, 2.0]
-        assert run.batches[1].waited_s == 4.0
-        run.check_each_group_ended_once()
-
-    run_virtually(body())
+async def test_partial_groups_begin_again_and_keep_their_place() -> None:
+    run = await run_over_an_update("restart")
+    assert (run.consumed[1], run.cleaned_up, run.cancelled) == ([2, 3], [2, 3], [])
+    assert run.batches[1].staleness == [Staleness(in_flight=0, in_queue=0)] * 2
+    assert [found.ticket.admitted_version for found in run.batches[1].groups] == [0, 0]
+    assert [found.ticket.lost_s for found in run.batches[1].groups] == [2.0, 2.0]
+    assert run.batches[1].waited_s == 4.0
+    run.check_each_group_ended_once()
 
 
-def test_partial_groups_are_discarded_and_their_prompts_come_again() -> None:
-    async def body() -> None:
-        run = await run_over_an_update("discard")
-        assert run.reasons() == [(2, "update"), (3, "update")]
-        assert (run.consumed[1], run.cleaned_up) == ([2, 3], [2, 3])
-        assert [found.ticket.attempt for found in run.batches[1].groups] == [1, 1]
-        run.check_each_group_ended_once()
-
-    run_virtually(body())
+async def test_partial_groups_are_discarded_and_their_prompts_come_again() -> None:
+    run = await run_over_an_update("discard")
+    assert run.reasons() == [(2, "update"), (3, "update")]
+    assert (run.consumed[1], run.cleaned_up) == ([2, 3], [2, 3])
+    assert [found.ticket.attempt for found in run.batches[1].groups] == [1, 1]
+    run.check_each_group_ended_once()
 
 
-def test_finished_groups_are_nothing_partial() -> None:
-    async def body() -> None:
-        for partial in ("restart", "discard"):
-            run = ScriptedRun(partial=partial)
-            run.dispatcher.start()
-            await run.train(step_s=1.5)
-            assert (run.cancelled, run.cleaned_up, len(run.dispatched)) == ([], [], 8)
-
-    run_virtually(body())
+async def test_finished_groups_are_nothing_partial() -> None:
+    for partial in ("restart", "discard"):
+        run = started(partial=partial)
+        await run.train(step_s=1.5)
+        assert (run.cancelled, run.cleaned_up, len(run.dispatched)) == ([], [], 8)
 
 
-def test_an_update_that_has_begun_may_end_after_the_stop() -> None:
-    async def body() -> None:
-        run = ScriptedRun()
-        run.dispatcher.start()
-        await run.take()
-        await run.dispatcher.update_pending(1)
-        await run.stop()
-        run.dispatcher.updated(1)
-        assert await run.take() is None
-        assert (len(run.dispatched), run.dispatcher.admission.live) == (4, 0)
-
-    run_virtually(body())
+async def test_an_update_that_has_begun_may_end_after_the_stop() -> None:
+    run = started()
+    await run.take()
+    await run.dispatcher.update_pending(1)
+    await run.stop()
+    run.dispatcher.updated(1)
+    assert await run.take() is None
+    assert (len(run.dispatched), run.dispatcher.admission.live) == (4, 0)
 
 
-def test_a_trainer_that_waits_hears_of_the_stop() -> None:
-    async def body() -> None:
-        run = ScriptedRun({0: STUCK})
-        run.dispatcher.start()
-        waiting = asyncio.create_task(run.take())
-        await asyncio.sleep(5.0)
-        assert not waiting.done()
-        await run.stop()
-        assert await waiting is None
-        assert run.reasons() == [(0, "stopped"), (1, "stopped"), (2, "stopped"), (3, "stopped")]
-        assert [each.lost_s for each in run.cancelled] == [5.0, 1.0, 1.0, 1.0]
-
-    run_virtually(body())
+async def test_a_trainer_that_waits_hears_of_the_stop() -> None:
+    run = started({0: STUCK})
+    waiting = asyncio.create_task(run.take())
+    await asyncio.sleep(5.0)
+    assert not waiting.done()
+    await run.stop()
+    assert await waiting is None
+    assert run.reasons() == [(0, "stopped"), (1, "stopped"), (2, "stopped"), (3, "stopped")]
+    assert [each.lost_s for each in run.cancelled] == [5.0, 1.0, 1.0, 1.0]
 
 
 def test_a_group_that_does_not_let_itself_be_cancelled_delays_an_update_only_so_long() -> None:
@@ -120,71 +99,47 @@ def test_a_group_that_does_not_let_itself_be_cancelled_delays_an_update_only_so_
     run_virtually(body())
 
 
-def test_the_end_of_the_prompts() -> None:
-    async def body() -> None:
-        run = ScriptedRun(num_prompts=5)
-        run.dispatcher.start()
-        assert not run.dispatcher.is_used_up
-        await run.train(2)
-        assert run.dispatcher.is_used_up, "one prompt does not fill a step"
-        assert await run.take() is None
-        await run.stop()
-        assert (run.consumed, run.reasons()) == ([[0, 1], [2, 3]], [(4, "stopped")])
-
-    run_virtually(body())
+async def test_the_end_of_the_prompts() -> None:
+    run = started(num_prompts=5)
+    assert not run.dispatcher.is_used_up
+    await run.train(2)
+    assert run.dispatcher.is_used_up, "one prompt does not fill a step"
+    assert await run.take() is None
+    await run.stop()
+    assert (run.consumed, run.reasons()) == ([[0, 1], [2, 3]], [(4, "stopped")])
 
 
-def test_the_users_own_errors_end_the_run_at_once() -> None:
-    async def body() -> None:
-        run = ScriptedRun({3: DataError("prompt 3: its image has changed")})
-        run.dispatcher.start()
-        with pytest.raises(DataError, match="its image has changed"):
-            await run.train()
-
-    run_virtually(body())
-
-
-def test_engines_that_always_fail_end_the_run() -> None:
-    async def body() -> None:
-        run = ScriptedRun(lambda ticket: OSError("no engine"), num_prompts=1000)
-        run.dispatcher.start()
-        with pytest.raises(GenerationError, match=r"the groups of 8 prompts failed.*prompt 7: OSError: no engine"):
-            await run.train()
-        assert len(run.dispatched) < 30
-
-    run_virtually(body())
-
-
-def test_prompts_that_fail_among_others_do_not() -> None:
-    async def body() -> None:
-        fates = {position: OSError("lost") for position in range(0, 60, 3)}
-        run = ScriptedRun(fates, num_prompts=60)
-        run.dispatcher.start()
-        assert await run.train() == 20
-        assert [each.position for each in run.cancelled if each.is_given_up] == sorted(fates)
-
-    run_virtually(body())
-
-
-def test_what_failed_twice_is_given_up_and_what_was_too_old_is_not() -> None:
-    async def body() -> None:
-        run = ScriptedRun({1: OSError("lost")}, num_prompts=9)
-        run.dispatcher.start()
+async def test_the_users_own_errors_end_the_run_at_once() -> None:
+    run = started({3: DataError("prompt 3: its image has changed")})
+    with pytest.raises(DataError, match="its image has changed"):
         await run.train()
-        assert [(each.attempt, each.reason, each.is_given_up) for each in run.cancelled] == [
-            (0, Reason.FAILED, False),
-            (1, Reason.FAILED, True),
-        ]
-        assert run.positions == [0, 2, 3, 4, 5, 6, 7, 8]
-
-    run_virtually(body())
 
 
-def test_the_target_keeps_the_usual_lag_below_the_bound() -> None:
-    async def body() -> None:
-        run = ScriptedRun(max_staleness=3, target_lag=1, num_prompts=16)
-        run.dispatcher.start()
+async def test_engines_that_always_fail_end_the_run() -> None:
+    run = started(lambda ticket: OSError("no engine"), num_prompts=1000)
+    with pytest.raises(GenerationError, match=r"the groups of 8 prompts failed.*prompt 7: OSError: no engine"):
         await run.train()
-        assert run.lags == [[0, 0], *[[1, 1]] * 7]
+    assert len(run.dispatched) < 30
 
-    run_virtually(body())
+
+async def test_prompts_that_fail_among_others_do_not() -> None:
+    fates = {position: OSError("lost") for position in range(0, 60, 3)}
+    run = started(fates, num_prompts=60)
+    assert await run.train() == 20
+    assert [each.position for each in run.cancelled if each.is_given_up] == sorted(fates)
+
+
+async def test_what_failed_twice_is_given_up_and_what_was_too_old_is_not() -> None:
+    run = started({1: OSError("lost")}, num_prompts=9)
+    await run.train()
+    assert [(each.attempt, each.reason, each.is_given_up) for each in run.cancelled] == [
+        (0, Reason.FAILED, False),
+        (1, Reason.FAILED, True),
+    ]
+    assert run.positions == [0, 2, 3, 4, 5, 6, 7, 8]
+
+
+async def test_the_target_keeps_the_usual_lag_below_the_bound() -> None:
+    run = started(max_staleness=3, target_lag=1, num_prompts=16)
+    await run.train()
+    assert run.lags == [[0, 0], *[[1, 1]] * 7]

@@ -15,6 +15,7 @@ from nemo_rl_moe.rollouts.dispatch.groups import Reason, Ticket
 from tests.support.quick_list import examples
 from tests.support.scripted_rollouts import STUCK, Fate, ScriptedRun
 from tests.support.virtual_clock import run_virtually
+from tests.unit.rollouts.dispatch.test_field_bugs_of_ends import started
 
 DEADLINE_S = 3.0
 FATES: st.SearchStrategy[Fate] = st.sampled_from(
@@ -25,7 +26,6 @@ FATES_WITH_DEADLINE: st.SearchStrategy[Fate] = FATES | st.just(STUCK)
 
 @st.composite
 def scripts(draw: st.DrawFn) -> dict[str, Any]:
-    """Make the arguments of a `ScriptedRun`."""
     max_staleness, deadline_s = draw(st.integers(0, 4)), draw(st.sampled_from([None, DEADLINE_S]))
     num_prompts = draw(st.integers(1, 16))
     fates = FATES if deadline_s is None else FATES_WITH_DEADLINE
@@ -113,8 +113,7 @@ def test_a_run_that_goes_on_loses_and_repeats_nothing(
     script: dict[str, Any], step_s: float, update_s: float, steps: int, is_stopped_before: bool
 ) -> None:
     async def body() -> None:
-        before = ScriptedRun(**script)
-        before.dispatcher.start()
+        before = started(**script)
         with suppress(GenerationError):
             await before.train(steps, step_s, update_s)
         if is_stopped_before:
@@ -152,7 +151,7 @@ def test_with_wait_nothing_that_is_overtaken_gets_too_old(
     """Many groups of one age run long, and younger ones are finished."""
 
     async def body() -> None:
-        run = ScriptedRun(
+        run = started(
             dict(enumerate(seconds)),
             groups_per_step=groups_per_step,
             max_staleness=max_staleness,
@@ -160,7 +159,6 @@ def test_with_wait_nothing_that_is_overtaken_gets_too_old(
             policy=policy,
             num_prompts=24,
         )
-        run.dispatcher.start()
         await run.train()
         assert (run.positions, run.cancelled) == ([*range(24)], [])
 
@@ -179,8 +177,7 @@ def test_in_order_does_not_depend_on_time(script: dict[str, Any], step_s: float)
         return found if isinstance(found, float) and found < STUCK else 1.5
 
     async def body() -> None:
-        run = ScriptedRun(**script | {"fates": fate})
-        run.dispatcher.start()
+        run = started(**script | {"fates": fate})
         num_steps = await run.train(step_s=step_s)
         size = run.bounds.groups_per_step
         assert run.consumed == [[*range(step * size, (step + 1) * size)] for step in range(num_steps)]

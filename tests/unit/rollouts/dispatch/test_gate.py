@@ -10,7 +10,6 @@ import numpy as np
 from nemo_rl_moe.distributed.stored_rows import StoredRows, fetch_rows
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationEngine, GenerationRequest, SamplingParameters
 from nemo_rl_moe.rollouts.dispatch.gate import EngineGate, rest_of
-from tests.support.virtual_clock import run_virtually
 
 SAMPLING = SamplingParameters(max_new_tokens=6)
 REQUEST = GenerationRequest((10, 11), seed=3, sampling=SAMPLING)
@@ -65,85 +64,70 @@ class BrokenOffEngine(WholeEngine):
         self._is_interrupted = True
 
     def go_on(self, version: int) -> None:
-        """Take new weights."""
         self.version, self._is_interrupted = version, False
 
 
-def test_a_sequence_goes_on_under_new_weights_and_each_token_keeps_its_version() -> None:
-    async def body() -> GeneratedSequence:
-        engine = BrokenOffEngine()
-        gate = EngineGate(engine)
-        task = asyncio.create_task(gate.generate(REQUEST))
-        for version, seconds in ((1, 2.5), (2, 0.0), (3, 0.5)):
-            await asyncio.sleep(seconds)
-            await gate.close()
-            assert not task.done()
-            engine.go_on(version)
-            gate.open()
-        found = await task
-        assert [len(request.token_ids) for request in engine.requests] == [2, 5, 6, 7]
-        assert [request.sampling.max_new_tokens for request in engine.requests] == [6, 3, 2, 1]
-        assert len({request.seed for request in engine.requests}) == 4
-        return found
-
-    found = run_virtually(body())
+async def test_a_sequence_goes_on_under_new_weights_and_each_token_keeps_its_version() -> None:
+    engine = BrokenOffEngine()
+    gate = EngineGate(engine)
+    task = asyncio.create_task(gate.generate(REQUEST))
+    for version, seconds in ((1, 2.5), (2, 0.0), (3, 0.5)):
+        await asyncio.sleep(seconds)
+        await gate.close()
+        assert not task.done()
+        engine.go_on(version)
+        gate.open()
+    found = await task
+    assert [len(request.token_ids) for request in engine.requests] == [2, 5, 6, 7]
+    assert [request.sampling.max_new_tokens for request in engine.requests] == [6, 3, 2, 1]
+    assert len({request.seed for request in engine.requests}) == 4
     assert found.token_ids.tolist() == [0, 0, 0, 1, 2, 3]
     assert np.asarray(found.weight_version).tolist() == [0, 0, 0, 1, 2, 3]
     assert not found.is_partial
     assert len(found.logprobs) == 6
 
 
-def test_routes_of_a_sequence_that_was_broken_off_are_contiguous() -> None:
+async def test_routes_of_a_sequence_that_was_broken_off_are_contiguous() -> None:
     """A18: neither doubled nor with a gap; a token has the routes of the pass that first saw it."""
-
-    async def body() -> GeneratedSequence:
-        engine = BrokenOffEngine()
-        gate = EngineGate(engine)
-        task = asyncio.create_task(gate.generate(REQUEST))
-        await asyncio.sleep(2.5)
-        await gate.close()
-        engine.go_on(1)
-        gate.open()
-        return await task
-
-    found = run_virtually(body()).routed_experts
+    engine = BrokenOffEngine()
+    gate = EngineGate(engine)
+    task = asyncio.create_task(gate.generate(REQUEST))
+    await asyncio.sleep(2.5)
+    await gate.close()
+    engine.go_on(1)
+    gate.open()
+    found = (await task).routed_experts
     assert found is not None
     rows = fetch_rows([found.before(7)], 8, -7, list, (1, 2), "int16")[0]
     assert rows[:, 0, 1].tolist() == [0, 1, 2, 3, 4, 5, 6, -7], "one row for each token that was fed"
     assert rows[:7, 0, 0].tolist() == [0, 0, 0, 0, 1, 1, 1]
 
 
-def test_an_engine_that_cannot_be_broken_off_ends_what_it_has_before_its_weights_change() -> None:
-    async def body() -> None:
-        engine = WholeEngine()
-        gate = EngineGate(engine)
-        first = asyncio.create_task(gate.generate(REQUEST))
-        await asyncio.sleep(2.5)
-        closing = asyncio.create_task(gate.close())
-        second = asyncio.create_task(gate.generate(replace(REQUEST, seed=4)))
-        await closing
-        assert first.done()
-        assert asyncio.get_running_loop().time() == 6.0
-        await asyncio.sleep(10.0)
-        assert len(engine.requests) == 1, "who comes later waits"
-        engine.version = 1
-        gate.open()
-        assert (await second).token_ids.tolist() == [1] * 6
-        assert (await first).token_ids.tolist() == [0] * 6
-
-    run_virtually(body())
+async def test_an_engine_that_cannot_be_broken_off_ends_what_it_has_before_its_weights_change() -> None:
+    engine = WholeEngine()
+    gate = EngineGate(engine)
+    first = asyncio.create_task(gate.generate(REQUEST))
+    await asyncio.sleep(2.5)
+    closing = asyncio.create_task(gate.close())
+    second = asyncio.create_task(gate.generate(replace(REQUEST, seed=4)))
+    await closing
+    assert first.done()
+    assert asyncio.get_running_loop().time() == 6.0
+    await asyncio.sleep(10.0)
+    assert len(engine.requests) == 1, "who comes later waits"
+    engine.version = 1
+    gate.open()
+    assert (await second).token_ids.tolist() == [1] * 6
+    assert (await first).token_ids.tolist() == [0] * 6
 
 
-def test_a_request_that_nobody_waits_for_does_not_keep_the_gate() -> None:
-    async def body() -> None:
-        gate = EngineGate(WholeEngine())
-        task = asyncio.create_task(gate.generate(REQUEST))
-        await asyncio.sleep(0.5)
-        task.cancel()
-        await gate.close()
-        assert asyncio.get_running_loop().time() < 1.0
-
-    run_virtually(body())
+async def test_a_request_that_nobody_waits_for_does_not_keep_the_gate() -> None:
+    gate = EngineGate(WholeEngine())
+    task = asyncio.create_task(gate.generate(REQUEST))
+    await asyncio.sleep(0.5)
+    task.cancel()
+    await gate.close()
+    assert asyncio.get_running_loop().time() < 1.0
 
 
 def test_the_rest_of_a_response_has_a_seed_that_no_turn_has() -> None:

@@ -13,6 +13,7 @@ from nemo_rl_moe.rollouts.dispatch.prompts import PromptFeed
 from nemo_rl_moe.rollouts.dispatch.staleness import StalenessPolicy
 from tests.support.scripted_rollouts import ScriptedRun, Ticket, red_on
 from tests.support.virtual_clock import run_virtually
+from tests.unit.rollouts.dispatch.test_field_bugs_of_ends import in_place_of
 
 NUM_PROMPTS, WARM_UP, LAST = 700, 50, 650
 """Prompts of a run, and those between which it is at its steady state."""
@@ -60,17 +61,13 @@ def forgets_the_prompts_of_long_groups(patch: pytest.MonkeyPatch) -> None:
     overtakes_the_due(patch)
 
 
-def begins_long_groups_again_for_ever(patch: pytest.MonkeyPatch) -> None:
+@in_place_of(Dispatcher, "updated")
+def begins_long_groups_again_for_ever(right: Any, self: Any, version: int) -> None:
     """Count the age of a group from its last restart."""
-    right = Dispatcher.updated
-
-    def updated(self: Any, version: int) -> None:
-        right(self, version)
-        for live in self._live.values():
-            if live.finished is None:
-                object.__setattr__(live.ticket, "admitted_version", live.ticket.version)
-
-    patch.setattr(Dispatcher, "updated", updated)
+    right(self, version)
+    for live in self._live.values():
+        if live.finished is None:
+            object.__setattr__(live.ticket, "admitted_version", live.ticket.version)
 
 
 @red_on(overtakes_the_due, forgets_the_prompts_of_long_groups, begins_long_groups_again_for_ever)

@@ -29,6 +29,7 @@ from tests.support.grpo_fakes import SAMPLING, FakeRewardFunction, make_runner
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.scripted_rollouts import red_on
 from tests.support.trajectories import only_sequence
+from tests.unit.rollouts.dispatch.test_field_bugs_of_ends import in_place_of
 
 PROMPT = (3, 4)
 GROUPS_PER_STEP, NUM_GENERATIONS, MAX_STALENESS = 4, 3, 3
@@ -144,13 +145,11 @@ def loses_what_was_broken_off(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(EngineGate, "generate", lambda self, request: self._ask(request))
 
 
-def begins_again(patch: pytest.MonkeyPatch) -> None:
-    async def generate(self: Any, request: GenerationRequest) -> GeneratedSequence:
-        while (found := await self._ask(request)).is_partial:
-            pass
-        return found
-
-    patch.setattr(EngineGate, "generate", generate)
+@in_place_of(EngineGate, "generate")
+async def begins_again(right: Any, self: Any, request: GenerationRequest) -> GeneratedSequence:
+    while (found := await self._ask(request)).is_partial:
+        pass
+    return found
 
 
 @red_on(loses_what_was_broken_off, begins_again)

@@ -75,6 +75,12 @@ def some_state(further: TokenSequence | None = None) -> State:
     return QueueState(5, 3, (opened,), (), (Finished(ticket, group, 4, 1), without_routes))
 
 
+def read_back(folder: Path) -> State:
+    found = read_queue(folder, iter(prompts(5)), IN_PLACE)
+    assert found is not None
+    return found
+
+
 def test_half_a_surrogate_pair_is_written_as_its_escape(tmp_path: Path) -> None:
     """As a model writes it into a call, or an error quotes it: a file in UTF-8 does not take it."""
     half = "smile \ud83d"
@@ -83,9 +89,7 @@ def test_half_a_surrogate_pair_is_written_as_its_escape(tmp_path: Path) -> None:
     first, *others = some_state().queue
     group = [replace(each, conversation=(turn,)) for each in first.group]
     write_queue(tmp_path, replace(some_state(), queue=(replace(first, group=group), *others)), list)
-    found = read_queue(tmp_path, iter(prompts(5)), IN_PLACE)
-    assert found is not None
-    (read,) = found.queue[0].group[0].conversation
+    (read,) = read_back(tmp_path).queue[0].group[0].conversation
     shown = "smile \\ud83d"
     assert (read.text, read.name, read.call_id) == (shown, shown, shown)
     assert (read.calls[0].name, json.loads(read.calls[0].arguments)) == (shown, {"query": half})
@@ -94,8 +98,7 @@ def test_half_a_surrogate_pair_is_written_as_its_escape(tmp_path: Path) -> None:
 def test_everything_comes_back(tmp_path: Path) -> None:
     state = some_state()
     write_queue(tmp_path, state, list)
-    found = read_queue(tmp_path, iter(prompts(5)), IN_PLACE)
-    assert found is not None
+    found = read_back(tmp_path)
     assert (found.version, found.num_taken, found.open, found.given_up) == (5, 3, state.open, ())
     assert [each.ticket for each in found.queue] == [each.ticket for each in state.queue]
     assert [(each.version, each.number) for each in found.queue] == [(4, 1), (4, 0)]
@@ -115,8 +118,7 @@ def test_sequences_of_a_trajectory_come_back_in_their_order(tmp_path: Path) -> N
     further = tokens_of((10, 11, 5, 6, 1, 9), (7,), routed_experts=rows(6, 4))
     state = some_state(further)
     write_queue(tmp_path, state, list)
-    found = read_queue(tmp_path, iter(prompts(5)), IN_PLACE)
-    assert found is not None
+    found = read_back(tmp_path)
     for ours, theirs in zip(found.queue, state.queue, strict=True):
         assert_same_trajectories(ours.group, theirs.group)
     routes = [each.routed_experts for each in sequences_of(found.queue[0].group)]
@@ -137,9 +139,7 @@ def test_a_queue_of_the_format_before_is_read(tmp_path: Path) -> None:
             each |= only
     path.write_text(json.dumps(queue))
     write_inventory(tmp_path / FOLDER)
-    found = read_queue(tmp_path, iter(prompts(5)), IN_PLACE)
-    assert found is not None
-    for ours, theirs in zip(found.queue, state.queue, strict=True):
+    for ours, theirs in zip(read_back(tmp_path).queue, state.queue, strict=True):
         assert_same_trajectories(ours.group, theirs.group)
 
 
@@ -151,9 +151,7 @@ def test_numbers_of_environments_come_back(tmp_path: Path) -> None:
     truth: Any = np.bool_(True)
     group = [replace(found, metrics=metrics, is_correct=truth)]
     write_queue(tmp_path, replace(state, queue=(replace(state.queue[1], group=group),)), list)
-    again = read_queue(tmp_path, iter(prompts(5)), IN_PLACE)
-    assert again is not None
-    (restored,) = again.queue[0].group
+    (restored,) = read_back(tmp_path).queue[0].group
     np.testing.assert_equal(restored.metrics, {"env/nan": np.nan, "env/inf": np.inf, "env/used": 1.0, "env/num": 0.5})
     assert restored.is_correct is True
 
@@ -175,8 +173,7 @@ def test_a_group_that_cannot_be_written_is_drawn_again(reason: str, tmp_path: Pa
         write_queue(tmp_path, replace(state, queue=(first, second)), list)
     else:
         write_queue(tmp_path, state, lambda sources: [None for _ in sources])
-    found = read_queue(tmp_path, iter(prompts(5)), IN_PLACE)
-    assert found is not None
+    found = read_back(tmp_path)
     assert [(prompt.position, prompt.attempt) for prompt in found.open] == [(0, 2), (1, 1)]
     assert [each.ticket.position for each in found.queue] == [2]
 

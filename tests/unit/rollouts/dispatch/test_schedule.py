@@ -32,6 +32,7 @@ from tests.support.quick_list import examples
 from tests.support.scripted_engine import loader
 from tests.support.scripted_rollouts import Fate, ScriptedRun, scripted_prompts
 from tests.support.virtual_clock import run_virtually
+from tests.unit.rollouts.dispatch.test_field_bugs_of_ends import started
 
 DAMAGED = "{path}:1: not a step of a schedule; expected schedule.jsonl of an asynchronous run"
 SECONDS = st.lists(st.sampled_from([0.5, 1.0, 2.5, 5.0]), min_size=12, max_size=12)
@@ -42,8 +43,7 @@ def recorded(seconds: list[float], **options: object) -> ScriptedRun:
 
     async def body() -> ScriptedRun:
         options_with_defaults = {"policy": "ready_first", "max_staleness": 2, "num_prompts": 12, **options}
-        run = ScriptedRun(lambda ticket: seconds[ticket.position] + ticket.attempt, **options_with_defaults)
-        run.dispatcher.start()
+        run = started(lambda ticket: seconds[ticket.position] + ticket.attempt, **options_with_defaults)
         await run.train(4)
         return run
 
@@ -51,17 +51,14 @@ def recorded(seconds: list[float], **options: object) -> ScriptedRun:
 
 
 def repeated(schedule: list[ScheduledStep], fates: dict[int, Fate], concurrency: int | None = None) -> ScriptedRun:
-    """Train by a schedule."""
-
     async def body() -> ScriptedRun:
         bounds = ScriptedRun(concurrency=concurrency).bounds
-        run = ScriptedRun(
+        run = started(
             fates,
             concurrency=concurrency,
             policy=replay_policy(schedule, bounds),
             feed=ReplayedFeed(schedule, scripted_prompts(12)),
         )
-        run.dispatcher.start()
         await run.train()
         run.check_each_group_ended_once()
         return run
@@ -93,8 +90,7 @@ def test_a_repeated_run_goes_on_from_a_checkpoint() -> None:
         bounds = ScriptedRun().bounds
         policy, state, consumed = replay_policy(schedule, bounds), None, list[list[int]]()
         for num_steps in (1, 2, 1):
-            run = ScriptedRun(policy=policy, feed=ReplayedFeed(schedule, scripted_prompts(12)), state=state)
-            run.dispatcher.start()
+            run = started(policy=policy, feed=ReplayedFeed(schedule, scripted_prompts(12)), state=state)
             assert await run.train(num_steps) == num_steps
             state, consumed = run.state(), consumed + run.consumed
             await run.stop()
@@ -241,16 +237,14 @@ def test_of_a_queue_that_comes_back_a_schedule_takes_what_it_needs() -> None:
     """The queue of the recorded run is longer than its schedule: it was interrupted with groups ahead."""
 
     async def ahead() -> ScriptedRun:
-        run = ScriptedRun(max_staleness=2, num_prompts=12)
-        run.dispatcher.start()
+        run = started(max_staleness=2, num_prompts=12)
         await run.train(2)
         await asyncio.sleep(9.0)
         return run
 
     async def goes_on(schedule: list[ScheduledStep], state: QueueState) -> ScriptedRun:
         policy, feed = replay_policy(schedule, Bounds(groups_per_step=2)), ReplayedFeed(schedule, scripted_prompts(12))
-        run = ScriptedRun(policy=policy, feed=feed, state=needed_of(schedule, state))
-        run.dispatcher.start()
+        run = started(policy=policy, feed=feed, state=needed_of(schedule, state))
         await run.train()
         return run
 

@@ -12,6 +12,7 @@ from nemo_rl_moe.rollouts.dispatch.staleness import POLICIES, QueueView, Stalene
 from tests.support.quick_list import some_of
 from tests.support.scripted_rollouts import ScriptedRun, red_on
 from tests.support.virtual_clock import run_virtually
+from tests.unit.rollouts.dispatch.test_field_bugs_of_ends import in_place_of
 
 NUM_STEPS, WARM_UP, GROUPS_PER_STEP = 220, 20, 4
 MOST_STANDARD_ERRORS = 4.0
@@ -33,11 +34,11 @@ def standard_errors(consumed: set[tuple[int, int]], generated: set[tuple[int, in
     return float(abs(means[0] - means[1]) / np.sqrt(variance))
 
 
-async def distance_at_steady_state(seed: int, **options: Any) -> float:
+async def distance_at_steady_state(**options: Any) -> float:
     """Return the distance between what was trained on and what was begun in the same steps."""
     num_prompts = GROUPS_PER_STEP * (NUM_STEPS + 10)
     run = ScriptedRun(
-        lambda ticket: seconds_of(ticket.position, ticket.attempt, seed),
+        lambda ticket: seconds_of(ticket.position, ticket.attempt, 0),
         groups_per_step=GROUPS_PER_STEP,
         max_staleness=3,
         num_prompts=num_prompts,
@@ -51,14 +52,14 @@ async def distance_at_steady_state(seed: int, **options: Any) -> float:
     consumed = {(ticket.position, ticket.attempt) for ticket in found}
     generated = {(ticket.position, ticket.attempt) for ticket in run.dispatched[num_begun:]}
     assert len(consumed) == GROUPS_PER_STEP * (NUM_STEPS - WARM_UP)
-    return standard_errors(consumed, generated, seed)
+    return standard_errors(consumed, generated, 0)
 
 
 @pytest.mark.parametrize("target_lag", some_of([1, 3], 1))
 @pytest.mark.parametrize("policy", ["in_order", "windowed", "ready_first"])
 def test_a23_what_is_trained_on_is_as_long_as_what_is_generated(policy: str, target_lag: int) -> None:
     """With a target below the bound, short groups overtake long ones."""
-    distance = run_virtually(distance_at_steady_state(0, policy=policy, target_lag=target_lag))
+    distance = run_virtually(distance_at_steady_state(policy=policy, target_lag=target_lag))
     assert distance < MOST_STANDARD_ERRORS
 
 
@@ -73,19 +74,15 @@ def trains_on_the_shortest(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StalenessPolicy, "_claims", lambda self, groups, version: [(groups, self.bounds.groups_per_step)])
 
 
-def cancels_what_runs(patch: pytest.MonkeyPatch) -> None:
-    right = Dispatcher.update_pending
-
-    async def update_pending(self: Any, version: int) -> None:
-        self._partial = "discard"
-        await right(self, version)
-
-    patch.setattr(Dispatcher, "update_pending", update_pending)
+@in_place_of(Dispatcher, "update_pending")
+async def cancels_what_runs(right: Any, self: Any, version: int) -> None:
+    self._partial = "discard"
+    await right(self, version)
 
 
 @red_on(trains_on_the_shortest, cancels_what_runs)
 async def test_a23_short_groups_that_are_favoured_are_seen() -> None:
-    assert await distance_at_steady_state(0, policy="windowed") < MOST_STANDARD_ERRORS
+    assert await distance_at_steady_state(policy="windowed") < MOST_STANDARD_ERRORS
 
 
 async def train_with_deadline(**options: Any) -> ScriptedRun:

@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -35,27 +35,32 @@ from tests.support.trajectories import assert_same_trajectories
 NAME = "env.driver.function: tests:rollout"
 
 
+def settings_of(start: Any) -> ProcessSettings:
+    return ProcessSettings(start, NumbersTokenizer(), None, 100, None, None, None)  # type: ignore[arg-type]
+
+
 class Hosted:
     """A run's runner over a process, with what the user has heard."""
 
     def __init__(self, function: str, engine: Any, **changes: Any):
         self.heard: list[str] = []
         self.printed: list[str] = []
-        settings = ProcessSettings(
-            partial(rollouts_of_tests.start, function),
-            NumbersTokenizer(),
-            None,
-            100,
-            None,
-            None,
-            None,  # type: ignore[arg-type]
-        )
+        settings = settings_of(partial(rollouts_of_tests.start, function))
         self.environment = RemoteEnvironment(replace(settings, **changes), NAME, self.printed.append, self.heard.append)
         loop = CallersLoop() if engine.shares_weights else LoopThread()
         self.runner: RolloutRunner = make_runner(engine, FakeRewardFunction(), self.environment, loop=loop)
 
     def make(self, number: int = 3, seed: int = 1) -> list[Trajectory]:
         return self.runner.evaluate(prompts(number), 1, SAMPLING, (3, seed))
+
+    def cancel_a_group(self, seeds: Sequence[int], after_s: float) -> None:
+        async def begin_and_cancel() -> None:
+            group = asyncio.ensure_future(self.runner.make_group(prompts(1)[0], "g", seeds, SAMPLING))
+            await asyncio.sleep(after_s)
+            group.cancel()
+            await asyncio.wait([group])
+
+        self.runner.run(begin_and_cancel())
 
     def process_of(self, found: list[Trajectory]) -> set[float]:
         return {each.metrics["process"] for each in found if "process" in each.metrics}
@@ -101,21 +106,24 @@ def test_trajectories_are_those_of_the_same_code_in_the_run(function: str, make_
     assert_same_trajectories(without_process(found), without_process(expected))
 
 
+class Routing(ScriptedEngine):
+    """Gives routes, which stay in the run, and keeps them."""
+
+    def __init__(self, token_s: float = 0.0) -> None:
+        super().__init__(token_s=token_s)
+        self.given: list[StoredRows] = []
+
+    async def generate(self, request: GenerationRequest) -> GeneratedSequence:
+        found = await super().generate(request)
+        size = len(request.token_ids) + len(found.token_ids)
+        routes = StoredRows.of(np.full((size, 2, 1), len(self.seeds), np.int16))
+        self.given.append(routes)
+        return replace(found, routed_experts=routes)
+
+
 def test_large_values_stay_in_the_run() -> None:
     """Routes come back as those that the engine gave, of both turns."""
-
-    class Routing(ScriptedEngine):
-        given: list[StoredRows]
-
-        async def generate(self, request: GenerationRequest) -> GeneratedSequence:
-            found = await super().generate(request)
-            size = len(request.token_ids) + len(found.token_ids)
-            routes = StoredRows.of(np.full((size, 2, 1), len(self.seeds), np.int16))
-            self.given.append(routes)
-            return replace(found, routed_experts=routes)
-
     engine = Routing()
-    engine.given = []
     with hosted("two_turns", engine) as there:
         (found,) = there.make(1)
     (sequence,) = found.sequences
@@ -239,8 +247,7 @@ def test_an_error_of_a_trajectory_alone() -> None:
     ],
 )
 def test_an_environment_that_cannot_start_says_why(start: Any, error: type[Exception], message: str) -> None:
-    settings = ProcessSettings(start, NumbersTokenizer(), None, 100, None, None, None)  # type: ignore[arg-type]
-    environment = RemoteEnvironment(settings, NAME, print, print)
+    environment = RemoteEnvironment(settings_of(start), NAME, print, print)
     try:
         with pytest.raises(error, match=re.escape(message)):
             environment.wait_for_start()
@@ -264,29 +271,13 @@ def test_processes_that_all_end_end_the_run(monkeypatch: pytest.MonkeyPatch) -> 
         there.make(1)
 
 
-class Routing(ScriptedEngine):
-    """Gives routes, which stay in the run."""
-
-    async def generate(self, request: GenerationRequest) -> GeneratedSequence:
-        found = await super().generate(request)
-        routes = np.zeros((len(request.token_ids) + len(found.token_ids), 2, 1), np.int16)
-        return replace(found, routed_experts=StoredRows.of(routes))
-
-
 @pytest.mark.full
 def test_a_late_message_of_a_cancelled_trajectory_is_dropped() -> None:
     """The process has sent the end, with handles of values that are gone."""
     with hosted("two_turns", Routing(token_s=0.01)) as there:
         before = there.process_of(there.make())
-
-        async def cancelled_at(seconds: float) -> None:
-            group = asyncio.ensure_future(there.runner.make_group(prompts(1)[0], "g", range(8), SAMPLING))
-            await asyncio.sleep(seconds)
-            group.cancel()
-            await asyncio.wait([group])
-
         for number in range(40):
-            there.runner.run(cancelled_at(0.004 * number))
+            there.cancel_a_group(range(8), after_s=0.004 * number)
         assert there.process_of(there.make(seed=2)) == before
         assert there.heard == []
 
@@ -296,14 +287,7 @@ def test_a_trajectory_that_is_cancelled_while_the_process_is_replaced_ends_nothi
     with hosted("two_turns", ScriptedEngine()) as there:
         (before,) = there.process_of(there.make())
         os.kill(int(before), signal.SIGKILL)
-
-        async def cancelled_while_it_starts() -> None:
-            group = asyncio.ensure_future(there.runner.make_group(prompts(1)[0], "g", [1], SAMPLING))
-            await asyncio.sleep(0.5)
-            group.cancel()
-            await asyncio.wait([group])
-
-        there.runner.run(cancelled_while_it_starts())
+        there.cancel_a_group([1], after_s=0.5)
         found = there.make()
         assert [each.fault for each in found] == [None] * 3
         assert there.process_of(found) == {there.environment._child._process.pid}
@@ -331,8 +315,7 @@ def test_the_end_of_a_process_is_seen_although_its_child_goes_on(monkeypatch: py
 
 def test_the_environment_may_clean_up(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FILE_OF_TESTS", str(tmp_path / "cleaned"))
-    settings = ProcessSettings(rollouts_of_tests.cleans_up, NumbersTokenizer(), None, 100, None, None, None)  # type: ignore[arg-type]
-    environment = RemoteEnvironment(settings, NAME, print, print)
+    environment = RemoteEnvironment(settings_of(rollouts_of_tests.cleans_up), NAME, print, print)
     environment.wait_for_start()
     environment.stop()
     assert (tmp_path / "cleaned").read_text() == "yes"

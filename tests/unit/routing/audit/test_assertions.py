@@ -22,7 +22,6 @@ EXAMPLES = REPOSITORY_ROOT / "examples" / "audit"
 
 
 def routes(tokens: int = 60, seed: int = 0) -> np.ndarray:
-    """Random rows."""
     generator = np.random.default_rng(seed)
     return generator.random((tokens, LAYERS, EXPERTS)).argsort(-1)[..., :TOPK].astype(np.int32)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from nemo_rl_moe.routing.agreement.statistics import RoutingReport
 from nemo_rl_moe.routing.audit.auditor import AuditedStep, audit_step
 from nemo_rl_moe.runs.folder.capture_folder import (
     CaptureFolderWriter,
@@ -19,6 +20,7 @@ from nemo_rl_moe.runs.folder.capture_folder import (
 from nemo_rl_moe.runs.folder.captured_sequences import CaptureDescription, CapturedSequence
 
 NUM_LAYERS, NUM_EXPERTS, TOPK = 4, 8, 2
+STEP = 3
 DESCRIPTION = CaptureDescription((0, 2, 3, 5), NUM_EXPERTS, TOPK)
 Sequences = list[dict[str, np.ndarray]]
 
@@ -52,25 +54,30 @@ def healthy(num_sequences: int = 20, seed: int = 5, flips: float = 0.02) -> Sequ
     return found
 
 
-def written(folder: Path, sequences: Sequences, *without: str, step: int = 3) -> list[str]:
+def written(folder: Path, sequences: Sequences, *without: str) -> list[str]:
     """Writes a step as two ranks do; their names."""
     half, names = len(sequences) // 2, ["rank-0", "rank-1"]
     for name, part in zip(names, (range(half), range(half, len(sequences))), strict=True):
         kept = [{key: values for key, values in sequences[n].items() if key not in without} for n in part]
         rows = zip(part, kept, strict=True)
         found = [CapturedSequence(f"s{n}", len(sequences[n]["token_ids"]), columns, 0.5) for n, columns in rows]
-        CaptureFolderWriter(folder, DESCRIPTION, name).write(step, found)
+        CaptureFolderWriter(folder, DESCRIPTION, name).write(STEP, found)
     return names
 
 
-def audit_of(folder: Path, step: int = 3) -> AuditedStep:
+def audit_of(folder: Path) -> AuditedStep:
     description = read_description(folder)
-    return audit_step(description, step, read_step(description, step, steps_of(folder)[step]), writers_of(folder))
+    return audit_step(description, STEP, read_step(description, STEP, steps_of(folder)[STEP]), writers_of(folder))
 
 
 def audited(folder: Path, sequences: Sequences, *without: str) -> AuditedStep:
     written(folder, sequences, *without)
     return audit_of(folder)
+
+
+def report_of(found: AuditedStep) -> RoutingReport:
+    assert found.report is not None
+    return found.report
 
 
 def test_numbers_are_those_of_a_walk_over_the_rows(tmp_path: Path) -> None:
@@ -104,9 +111,8 @@ def test_numbers_are_those_of_a_walk_over_the_rows(tmp_path: Path) -> None:
     assert metrics["moe/routing_split/tokens"] == len(total)
     assert metrics["moe/routing_split/variance_share_routing"] > 0.95
     assert metrics["moe/routing_noise/rows_differing_trainer"] == 0
-    assert found.report is not None
-    assert found.report.anomalies == ()
-    assert int(found.report.totals.margins[:, :, 0].sum()) == rows
+    assert report_of(found).anomalies == ()
+    assert int(report_of(found).totals.margins[:, :, 0].sum()) == rows
 
 
 def _late(columns: dict[str, np.ndarray]) -> None:
@@ -145,8 +151,7 @@ def test_a_planted_fault_is_named(tmp_path: Path, fault: Callable[[dict[str, np.
     sequences = healthy()
     for columns in sequences:
         fault(columns)
-    report = audited(tmp_path, sequences).report
-    assert report is not None
+    report = report_of(audited(tmp_path, sequences))
     assert any(text in anomaly.text for anomaly in report.anomalies)
 
 
@@ -157,8 +162,7 @@ def test_logprobs_that_are_no_numbers_are_named_and_in_no_gap(tmp_path: Path, na
     for columns in sequences[:2]:
         columns[name][1:last] = value
     found = audited(tmp_path, sequences)
-    assert found.report is not None
-    (anomaly,) = (each for each in found.report.anomalies if each.kind == "logprobs")
+    (anomaly,) = (each for each in report_of(found).anomalies if each.kind == "logprobs")
     assert f" {name} of trained tokens are no numbers or infinite" in anomaly.text
     gaps = {key: value for key, value in found.metrics.items() if key.startswith("moe/routing_split/")}
     assert gaps
@@ -171,8 +175,7 @@ def test_logprobs_that_are_no_numbers_hide_no_routes_of_something_else(tmp_path:
         layer = columns["rollout_experts"][:, 2]
         layer[:] = generator.random((len(layer), NUM_EXPERTS)).argsort(-1)[:, :TOPK]
         columns["rollout_logprobs"][-1] = np.nan
-    report = audited(tmp_path, sequences).report
-    assert report is not None
+    report = report_of(audited(tmp_path, sequences))
     assert [anomaly.kind for anomaly in report.anomalies] == ["logprobs", "unrelated"]
     assert report.metrics["routing/anomalies"] == 2
 
@@ -184,24 +187,19 @@ def test_logprobs_of_prompts_that_are_not_known_are_no_fault(tmp_path: Path) -> 
             columns["rollout_logprobs"][~columns["loss_mask"]] = np.nan
             if not masked:
                 del columns["loss_mask"]
-        found = audited(tmp_path / str(masked), sequences)
-        assert found.report is not None
-        assert found.report.anomalies == ()
+        assert report_of(audited(tmp_path / str(masked), sequences)).anomalies == ()
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_healthy_captures_have_no_finding(tmp_path: Path, seed: int) -> None:
-    report = audited(tmp_path, healthy(8, seed, flips=0.2)).report
-    assert report is not None
-    assert report.anomalies == ()
+    assert report_of(audited(tmp_path, healthy(8, seed, flips=0.2))).anomalies == ()
 
 
 def test_a_row_that_stands_again_and_again_is_reported(tmp_path: Path) -> None:
     sequences = healthy()
     for columns in sequences[:2]:
         columns["rollout_experts"][4:28] = columns["rollout_experts"][4]
-    report = audited(tmp_path, sequences).report
-    assert report is not None
+    report = report_of(audited(tmp_path, sequences))
     (text,) = [anomaly.text for anomaly in report.anomalies if anomaly.kind == "repeated"]
     # 23 more rows in either sequence, of which a few agree with the right ones by chance.
     assert 38 <= int(text.split(" of ")[0]) <= 46
@@ -214,8 +212,7 @@ def test_the_writer_with_the_routes_of_other_tokens_is_reported(tmp_path: Path) 
         capture = columns["rollout_experts"]
         columns["rollout_experts"] = capture[generator.permutation(len(capture))]
     writers = written(tmp_path, sequences)
-    report = audit_of(tmp_path).report
-    assert report is not None
+    report = report_of(audit_of(tmp_path))
     (text,) = [anomaly.text for anomaly in report.anomalies if anomaly.kind == "rank"]
     assert text.startswith(f"the writer {writers[1]} has routes that are not its tokens'")
 
@@ -241,13 +238,10 @@ def test_sequences_that_training_has_not_seen_are_compared_with_nothing(tmp_path
     found = audited(tmp_path / "all", sequences)
     for name in ("live_agreement", "slot_kappa", "rows_expected", "narrow_margin_share", "tokens_differing_share"):
         assert found.metrics[f"moe/routing/{name}"] == pytest.approx(alone[f"moe/routing/{name}"]), name
-    assert found.report is not None
-    assert found.report.anomalies == ()
+    assert report_of(found).anomalies == ()
     assert found.num_sequences == 20
     sequences[15]["rollout_experts"][:] = 0
-    report = audited(tmp_path / "zeros", sequences).report
-    assert report is not None
-    (anomaly,) = report.anomalies
+    (anomaly,) = report_of(audited(tmp_path / "zeros", sequences)).anomalies
     assert "rows hold expert 0 alone" in anomaly.text
 
 

@@ -26,7 +26,6 @@ MODEL, TRAINING = EXAMPLES / "model", EXAMPLES / "transformers"
 
 
 def sequences_in(path: Path) -> list[CapturedSequence]:
-    """Sequences of all steps."""
     source = open_source(path, "auto", read_router_shape(MODEL), None, None)
     assert source.sequences is not None
     return [sequence for read in source.sequences.values() for part in read() for sequence in part]

@@ -31,7 +31,6 @@ def payload(event: str, key: str, **more: Any) -> Event:
 
 
 def events() -> list[Event]:
-    """A whole trace of one step."""
     found = [payload("rollout_payload_sample", key) for key in KEYS]
     for stage, replays in (("prev_lp", "prev-logprob"), ("train", "train")):
         found += [payload("tq_fetch_sample", key, stage=stage, rank=0) for key in KEYS]

@@ -2,22 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps that teach nothing are findings, from as many in a row on as the threshold says."""
 
-from collections.abc import Iterable, Mapping
+from nemo_rl_moe.routing.findings.tracker import Thresholds
+from tests.unit.routing.findings.test_reward_signal import found_in
 
-from nemo_rl_moe.routing.findings.tracker import Finding, FindingTracker, Thresholds
-
-IDLE_ONLY = Thresholds(None, None, None, 1, idle_steps=3)
 EQUAL = {"train/advantages/min": 0.0, "train/advantages/max": 0.0, "train/reward": 0.25}
 SPREAD = {"train/advantages/min": -0.5, "train/advantages/max": 0.5, "train/reward": 0.25}
-
-
-def found_in(
-    steps: Iterable[Mapping[str, float]], thresholds: Thresholds = IDLE_ONLY
-) -> tuple[list[Finding], list[int]]:
-    """All findings, and the steps that begin one."""
-    tracker = FindingTracker(thresholds, None)
-    begun = [step for step, metrics in enumerate(steps, start=1) if tracker.observe(step, metrics)]
-    return tracker.findings, begun
 
 
 def test_equal_rewards_are_reported_once_an_episode() -> None:
@@ -58,6 +47,6 @@ def test_both_at_the_same_time_are_two() -> None:
 
 
 def test_none_without_a_threshold_or_without_the_metrics() -> None:
-    assert found_in([EQUAL] * 9, Thresholds(None, None, None, 1)) == ([], [])
+    assert found_in([EQUAL] * 9, limits=Thresholds(None, None, None, 1)) == ([], [])
     assert found_in([{"train/loss": 1.0}] * 9) == ([], [])
     assert found_in([{"train/advantages/max": 0.0}] * 9) == ([], [])

@@ -13,6 +13,7 @@ from tests.support.made_runs import THRESHOLDS, random_counts
 from tests.support.quick_list import examples
 
 EVEN = [100, 100, 100, 100]
+DEAD = [0, 133, 133, 134]
 OFF, DEAD_ONLY = Thresholds(None, None, None, 1), Thresholds(3, None, None, 1)
 
 
@@ -36,8 +37,7 @@ def watch(
 
 
 def test_dead_experts_are_reported_once_an_episode() -> None:
-    dead = [0, 133, 133, 134]
-    findings, begun = watch([[EVEN], [dead], [dead], [dead], [dead], [EVEN], [dead], [dead]], DEAD_ONLY)
+    findings, begun = watch([[EVEN], [DEAD], [DEAD], [DEAD], [DEAD], [EVEN], [DEAD], [DEAD]], DEAD_ONLY)
     assert [len(found) for found in begun] == [0, 0, 0, 1, 0, 0, 0, 0]
     (finding,) = findings
     assert finding.text == "layer 0: 1 of 4 experts dead since step 2; beyond sampling noise"
@@ -45,19 +45,17 @@ def test_dead_experts_are_reported_once_an_episode() -> None:
 
 
 def test_a_second_episode_is_a_second_finding() -> None:
-    dead = [0, 133, 133, 134]
     quiet = QUIET_STEPS + 1
-    findings, begun = watch([[dead]] * 3 + [[EVEN]] * quiet + [[dead]] * 3, DEAD_ONLY)
+    findings, begun = watch([[DEAD]] * 3 + [[EVEN]] * quiet + [[DEAD]] * 3, DEAD_ONLY)
     assert [step for step, found in enumerate(begun, 1) if found] == [3, quiet + 6]
     assert [(finding.first_step, finding.is_over) for finding in findings] == [(1, True), (quiet + 4, False)]
 
 
 def test_what_comes_back_after_few_quiet_steps_is_the_same_finding() -> None:
-    dead = [0, 133, 133, 134]
-    steps = [[dead]] * 3 + [[EVEN]] * QUIET_STEPS
+    steps = [[DEAD]] * 3 + [[EVEN]] * QUIET_STEPS
     (over,), _ = watch(steps, DEAD_ONLY)
     assert (over.first_step, over.last_step, over.is_over) == (1, 3, True)
-    (finding,), begun = watch(steps + [[dead]] * 3, DEAD_ONLY)
+    (finding,), begun = watch(steps + [[DEAD]] * 3, DEAD_ONLY)
     assert [step for step, found in enumerate(begun, 1) if found] == [3]
     assert (finding.first_step, finding.last_step, finding.is_over) == (1, QUIET_STEPS + 6, False)
 
@@ -191,8 +189,7 @@ def test_thresholds_can_be_off() -> None:
 
 
 def test_findings_stand_in_the_order_in_which_they_began() -> None:
-    dead = [0, 133, 133, 134]
-    findings, _ = watch([[EVEN, dead]] * 2 + [[dead, dead]] * 4, Thresholds(2, None, None, 1), layers=[0, 1])
+    findings, _ = watch([[EVEN, DEAD]] * 2 + [[DEAD, DEAD]] * 4, Thresholds(2, None, None, 1), layers=[0, 1])
     assert [(finding.layer, finding.first_step) for finding in findings] == [(1, 1), (0, 3)]
 
 
@@ -225,8 +222,7 @@ SUDDEN = Thresholds(10, None, 1.5, 10, sudden_steps=2)
 
 
 def test_an_expert_that_loses_its_tokens_at_once_is_reported_soon() -> None:
-    dead = [0, 133, 133, 134]
-    _, begun = watch([[EVEN]] * 5 + [[dead]] * 12, SUDDEN)
+    _, begun = watch([[EVEN]] * 5 + [[DEAD]] * 12, SUDDEN)
     assert [step for step, found in enumerate(begun, 1) if found] == [7]
     assert begun[6][0].text == "layer 0: 1 of 4 experts dead since step 6; beyond sampling noise"
 
@@ -234,8 +230,8 @@ def test_an_expert_that_loses_its_tokens_at_once_is_reported_soon() -> None:
 @pytest.mark.parametrize(
     ("before", "then"),
     [
-        ([EVEN] * 2, [0, 133, 133, 134]),  # no level before
-        ([[40, 120, 120, 120]] * 9, [0, 133, 133, 134]),  # it had less than half of its share
+        ([EVEN] * 2, DEAD),  # no level before
+        ([[40, 120, 120, 120]] * 9, DEAD),  # it had less than half of its share
         ([[2, 2, 2, 2]] * 9, [0, 3, 3, 2]),  # chance
     ],
 )
@@ -245,8 +241,7 @@ def test_an_expert_that_may_be_idle_has_the_usual_time(before: list[list[int]], 
 
 
 def test_experts_that_never_have_a_token_are_reported_soon_where_the_others_have_their_share() -> None:
-    dead, half = [0, 133, 133, 134], [200, 0, 200, 0]
-    for counts, number in ((dead, 1), (half, 2)):
+    for counts, number in ((DEAD, 1), ([200, 0, 200, 0], 2)):
         _, begun = watch([[counts]] * 12, SUDDEN)
         assert [step for step, found in enumerate(begun, 1) if found] == [2]
         assert begun[1][0].text == f"layer 0: {number} of 4 experts dead since step 1; beyond sampling noise"
@@ -257,7 +252,7 @@ def test_experts_that_never_have_a_token_are_reported_soon_where_the_others_have
     [
         ([[0, 40, 180, 180]], 10),  # another one has less than half of its share: popularity may differ as much
         ([[0, 1, 1, 2]], None),  # chance
-        ([EVEN, [0, 133, 133, 134]], None),  # it has had tokens
+        ([EVEN, DEAD], None),  # it has had tokens
     ],
 )
 def test_experts_without_a_token_may_be_unpopular(counts: list[list[int]], reported: int | None) -> None:

@@ -243,7 +243,6 @@ def generate_and_train(model: PreTrainedModel, **options: Any) -> tuple[Routes, 
 
 @pytest.fixture(scope="module")
 def generated() -> tuple[Routes, Routes]:
-    """Return the routes of one model."""
     return generate_and_train(build(qwen3_moe))
 
 

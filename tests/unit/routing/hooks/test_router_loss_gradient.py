@@ -127,15 +127,15 @@ def test_with_activation_checkpointing(reentrant: bool) -> None:
     assert found.coefficient == pytest.approx(0.0 if reentrant else COEFFICIENT, rel=1e-3, abs=1e-6)
 
 
-def test_weights_that_do_not_add_up_to_one_cannot_be_read() -> None:
-    model = qwen(norm_topk_prob=False)
-    reader = RouterLossGradient(model)
-    model(**batch()).loss.backward()
-    assert reader.take() is None
-
-
-def test_evaluation_is_not_read() -> None:
-    model = qwen().eval()
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda: qwen(norm_topk_prob=False), id="weights that do not add up to one"),
+        pytest.param(lambda: qwen().eval(), id="evaluation"),
+    ],
+)
+def test_what_is_not_read(make: Callable[[], Any]) -> None:
+    model = make()
     reader = RouterLossGradient(model)
     model(**batch()).loss.backward()
     assert reader.take() is None

@@ -13,19 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import (
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    OlmoeConfig,
-    OlmoeForCausalLM,
-    PreTrainedModel,
-    Qwen2MoeConfig,
-    Qwen2MoeForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import PreTrainedModel, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from nemo_rl_moe.routing.metrics.load_balance_metrics import (
     collect_expert_loads,
@@ -33,43 +21,21 @@ from nemo_rl_moe.routing.metrics.load_balance_metrics import (
     disable_load_balance_tracking,
     enable_load_balance_tracking,
 )
-
-EXPERTS, TOPK = 8, 2
-COMMON: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "num_experts_per_tok": TOPK,
-    "max_position_embeddings": 64,
-}
-
-
-def qwen3_moe() -> PreTrainedModel:
-    # The second layer is dense.
-    config = Qwen3MoeConfig(**COMMON, head_dim=8, moe_intermediate_size=8, num_experts=EXPERTS, mlp_only_layers=[1])
-    return Qwen3MoeForCausalLM(config)
+from tests.unit.routing.hooks.test_record_routes import (
+    COMMON,
+    EXPERTS,
+    TOPK,
+    build,
+    deepseek_v3,
+    mixtral,
+    olmoe,
+    qwen3_moe,
+)
 
 
 def qwen2_moe() -> PreTrainedModel:
     sizes = {"moe_intermediate_size": 8, "shared_expert_intermediate_size": 8, "decoder_sparse_step": 2}
     return Qwen2MoeForCausalLM(Qwen2MoeConfig(**COMMON, **sizes, num_experts=EXPERTS))
-
-
-def mixtral() -> PreTrainedModel:
-    return MixtralForCausalLM(MixtralConfig(**COMMON, num_local_experts=EXPERTS))
-
-
-def olmoe() -> PreTrainedModel:
-    return OlmoeForCausalLM(OlmoeConfig(**COMMON, num_experts=EXPERTS))
-
-
-def deepseek_v3() -> PreTrainedModel:
-    sizes = {"moe_intermediate_size": 8, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1}
-    ranks = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
-    return DeepseekV3ForCausalLM(DeepseekV3Config(**COMMON, **sizes, **ranks, n_routed_experts=EXPERTS))
 
 
 MODELS = [
@@ -81,13 +47,10 @@ MODELS = [
 ]
 
 
-def build(make: Any) -> PreTrainedModel:
-    torch.manual_seed(0)
-    model = make()
-    # Weights large enough that routing is not a tie.
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.5)
-    return model.train()
+def tracked(make: Any) -> PreTrainedModel:
+    model = build(make)
+    enable_load_balance_tracking(model)
+    return model
 
 
 def tokens(seed: int, rows: int = 2, columns: int = 9) -> Tensor:
@@ -114,7 +77,6 @@ def brute_force(router: nn.Module, logits: Tensor, valid: Tensor | None) -> list
 
 @contextmanager
 def recorded_logits(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
-    """The routers' logits of every call."""
     logits: dict[str, list[Tensor]] = {}
     gates = [(name, module) for name, module in model.named_modules() if name.endswith(".gate")]
     handles = [
@@ -158,8 +120,7 @@ def test_counts_are_those_of_the_routers_logits(make: Any, layers: list[int]) ->
 
 
 def test_only_training_forwards_count() -> None:
-    model = build(mixtral)
-    enable_load_balance_tracking(model)
+    model = tracked(mixtral)
     with torch.no_grad():
         model(tokens(1))
     model.generate(tokens(1), max_new_tokens=2, do_sample=False, pad_token_id=0)
@@ -173,8 +134,7 @@ def test_only_training_forwards_count() -> None:
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpointed_layers_count_once(use_reentrant: bool) -> None:
-    model = build(qwen3_moe)
-    enable_load_balance_tracking(model)
+    model = tracked(qwen3_moe)
     model(tokens(1)).logits.sum().backward()
     expected = loads_of(model)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
@@ -187,8 +147,7 @@ def test_checkpointed_layers_count_once(use_reentrant: bool) -> None:
 
 
 def test_a_positional_attention_mask_is_seen() -> None:
-    model = build(olmoe)
-    enable_load_balance_tracking(model)
+    model = tracked(olmoe)
     mask = torch.ones(2, 9, dtype=torch.long)
     mask[:, 5:] = 0
     model(tokens(1), mask)
@@ -196,8 +155,7 @@ def test_a_positional_attention_mask_is_seen() -> None:
 
 
 def test_a_mask_of_another_size_is_an_error_and_leaves_nothing_behind() -> None:
-    model = build(olmoe)
-    enable_load_balance_tracking(model)
+    model = tracked(olmoe)
     cache = model(tokens(1)).past_key_values
     with pytest.raises(ValueError, match=r"attention_mask of \[2, 10\] cannot say which of a router's 2 tokens"):
         model(tokens(2, columns=1), attention_mask=torch.ones(2, 10), past_key_values=cache)
@@ -207,15 +165,13 @@ def test_a_mask_of_another_size_is_an_error_and_leaves_nothing_behind() -> None:
 
 
 def test_a_part_of_the_model_on_its_own_counts_too() -> None:
-    model = build(mixtral)
-    enable_load_balance_tracking(model)
+    model = tracked(mixtral)
     model.model(tokens(1))
     assert all(sum(counts) == 18 * TOPK for counts in loads_of(model).values())
 
 
 def test_padding_does_not_count_in_a_loop_that_calls_the_model_inside() -> None:
-    model = build(qwen3_moe).train()
-    enable_load_balance_tracking(model)
+    model = tracked(qwen3_moe)
     mask = torch.ones(2, 9, dtype=torch.long)
     mask[1, 5:] = 0
     model.model(input_ids=tokens(0), attention_mask=mask)
@@ -263,8 +219,7 @@ class Wrapper(nn.Module):
 
 
 def test_wrappers_around_a_tracked_model() -> None:
-    model = build(mixtral)
-    enable_load_balance_tracking(model)
+    model = tracked(mixtral)
     wrapper = Wrapper(model)
     assert enable_load_balance_tracking(wrapper) == 4
     wrapper(tokens(1))
@@ -275,8 +230,7 @@ def test_wrappers_around_a_tracked_model() -> None:
 
 
 def test_a_copy_is_not_tracked_and_does_not_count_for_the_original() -> None:
-    model = build(mixtral)
-    enable_load_balance_tracking(model)
+    model = tracked(mixtral)
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301  (what it just wrote)
         with pytest.raises(ValueError, match="not enabled"):
             collect_expert_loads(copied)
@@ -289,8 +243,7 @@ def test_a_copy_is_not_tracked_and_does_not_count_for_the_original() -> None:
 
 
 def test_a_tracked_model_can_be_freed() -> None:
-    model = build(mixtral)
-    enable_load_balance_tracking(model)
+    model = tracked(mixtral)
     model(tokens(1))
     reference = weakref.ref(model)
     del model

@@ -57,7 +57,6 @@ def write(writer: ExpertLoadWriter, steps: range | list[int]) -> None:
 
 
 def rows_read(run_folder: Path) -> list[dict[str, int]]:
-    """Return what `read_expert_load` finds, a row for each expert."""
     found = read_expert_load(run_folder)
     return [
         {"step": int(step), "layer": int(layer), "expert": expert, "count": int(count)}

@@ -65,7 +65,6 @@ def whole_run() -> Path:
 
 
 def _one_line(generator: random.Random, path: Path) -> str:
-    """Changes one line of a file of lines of JSON."""
     lines = path.read_bytes().splitlines()
     number = generator.randrange(len(lines))
     line, what = mutated_json(generator, json.loads(lines[number]))

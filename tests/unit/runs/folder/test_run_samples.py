@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from nemo_rl_moe.runs.folder.saved_samples import (
     LONGEST_TEXT,
     PROMPTS_OF_A_STEP,
@@ -65,10 +67,17 @@ def test_verdicts_and_rewards(tmp_path: Path) -> None:
     assert found[-1]["response"] == "x" * LONGEST_TEXT + " [...]"
 
 
-def test_lines_that_are_none_are_counted_and_a_cut_one_is_not(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "lines",
+    [
+        pytest.param("[]\nnothing\n\n" + json.dumps(sample(2, "val", 1))[:-20], id="none, and a cut one"),
+        pytest.param('{"step": 1e400, "split": "val"}\n' + "[" * 100_000 + "\n", id="numbers and nesting"),
+    ],
+)
+def test_lines_that_are_none_are_counted_and_a_cut_one_is_not(lines: str, tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", {}, samples=[sample(1, "val", 1)])
     with (folder / "samples.jsonl").open("a") as file:
-        file.write("[]\nnothing\n\n" + json.dumps(sample(2, "val", 1))[:-20])
+        file.write(lines)
     notes: list[str] = []
     assert len(read_samples(folder, notes)) == 1
     assert notes == [f"{folder / 'samples.jsonl'}: lines that are no samples: 2"]
@@ -84,12 +93,3 @@ def test_texts_that_are_cut_twice_say_so_once(tmp_path: Path) -> None:
 
 def test_a_run_without_samples(tmp_path: Path) -> None:
     assert read_samples(make_run(tmp_path / "run", {}), []) == []
-
-
-def test_numbers_and_nesting_that_no_sample_has_are_damaged_lines(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "run", {}, samples=[sample(1, "val", 0)])
-    with (folder / "samples.jsonl").open("a") as file:
-        file.write('{"step": 1e400, "split": "val"}\n' + "[" * 100_000 + "\n")
-    notes: list[str] = []
-    assert len(read_samples(folder, notes)) == 1
-    assert notes == [f"{folder / 'samples.jsonl'}: lines that are no samples: 2"]

@@ -17,8 +17,6 @@ from tests.support.grpo_fakes import trajectory
 
 
 class Log:
-    """A sample log in a folder, and what it has written and printed."""
-
     def __init__(self, folder: Path, num_to_print: int = 9, num_to_save: int | None = None):
         self._folder, self._stream = folder, io.StringIO()
         console = ConsoleLogger(total_steps=1, live="never", stream=self._stream)

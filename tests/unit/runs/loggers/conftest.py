@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the logger tests share: no test may depend on, or touch, the accounts of whoever runs it."""
 
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,15 @@ def empty_mlflow_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mlflow")
     MlflowLogger(local_store_uri(folder), "another", None).close()
     return folder / "mlflow.db"
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path, empty_mlflow_store: Path) -> Path:
+    """A run's folder. The folder above its parent has an MLflow store without runs."""
+    folder = tmp_path / "sft" / "exp_001"
+    folder.mkdir(parents=True)
+    shutil.copy(empty_mlflow_store, tmp_path)
+    return folder
 
 
 @pytest.fixture(autouse=True)

@@ -29,7 +29,16 @@ def test_a_pipe_whose_reader_has_ended(live: str, capsys: pytest.CaptureFixture[
     assert capsys.readouterr().err == GONE, "said once, also when the stream is closed"
 
 
-def test_standard_output_whose_reader_has_ended() -> None:
+@pytest.mark.parametrize(
+    ("last_line", "errors", "said", "returncode"),
+    [
+        pytest.param("print('more', flush=True)", subprocess.PIPE, GONE, 0, id="standard output"),
+        pytest.param("sys.exit(7)", subprocess.STDOUT, None, 7, id="both outputs in one pipe"),
+    ],
+)
+def test_outputs_of_a_process_whose_reader_has_ended(
+    last_line: str, errors: int, said: str | None, returncode: int
+) -> None:
     """Nor does the interpreter complain at its end."""
     code = (
         "import sys\n"
@@ -37,32 +46,18 @@ def test_standard_output_whose_reader_has_ended() -> None:
         "console = ConsoleLogger(3)\n"
         "sys.stdin.readline()\n"
         "for _ in range(3): console.message('x' * 100_000)\n"
-        "print('more', flush=True)\n"
+        f"{last_line}\n"
     )
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", code], text=True, **pipes) as process:  # type: ignore[call-overload]
+    with subprocess.Popen(
+        [sys.executable, "-c", code], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
         process.stdout.close()
         process.stdin.write("go\n")
         process.stdin.close()
-        assert process.stderr.read() == GONE
-    assert process.returncode == 0
-
-
-def test_both_outputs_in_one_pipe_whose_reader_has_ended() -> None:
-    code = (
-        "import sys\n"
-        "from nemo_rl_moe.runs.loggers.console import ConsoleLogger\n"
-        "console = ConsoleLogger(3)\n"
-        "sys.stdin.readline()\n"
-        "for _ in range(3): console.message('x' * 100_000)\n"
-        "sys.exit(7)\n"
-    )
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with subprocess.Popen([sys.executable, "-c", code], text=True, **pipes) as process:  # type: ignore[call-overload]
-        process.stdout.close()
-        process.stdin.write("go\n")
-        process.stdin.close()
-    assert process.returncode == 7
+        assert (process.stderr and process.stderr.read()) == said
+    assert process.returncode == returncode
 
 
 @pytest.mark.parametrize(("encoding", "shown"), [("ascii", r"l\xe4uf \u30c7 \U0001f642"), ("utf-8", "läuf デ 🙂")])

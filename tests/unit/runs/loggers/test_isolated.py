@@ -18,8 +18,6 @@ QUICK = Patience(opening_s=0.2, silence_s=0.1, closing_s=100, most_waiting=3)
 
 
 class Reported:
-    """What the user was informed."""
-
     def __init__(self) -> None:
         self.messages: list[str] = []
         self.warnings: list[str] = []

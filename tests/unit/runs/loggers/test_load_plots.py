@@ -47,7 +47,6 @@ def fan_out(backends: list[ListBackend], warnings: list[str], every: int | None,
 
 
 def log(loggers: FanOutLogger, steps: range) -> None:
-    """Log the load and the metrics of each step."""
     for step in steps:
         loggers.log_artifact(step, EXPERT_LOAD.name, LOAD)
         loggers.log_step(step, {"train/loss": 1.0})

@@ -52,10 +52,7 @@ def history_of(attempts: dict[int, int]) -> MetricHistory:
 
 
 @pytest.mark.slow
-def test_every_backend_holds_each_step_once_after_two_kills(tmp_path: Path, empty_mlflow_store: Path) -> None:
-    run_folder = tmp_path / "sft" / "exp_001"
-    run_folder.mkdir(parents=True)
-    shutil.copy(empty_mlflow_store, tmp_path)
+def test_every_backend_holds_each_step_once_after_two_kills(run_folder: Path) -> None:
     assert run_attempt(run_folder, 1, 1, 7, "kill") == -9
     assert run_attempt(run_folder, 2, 5, 8, "kill at once") == -9, "what waits in the queues is lost with the process"
     ids = json.loads((run_folder / "ids.json").read_text())
@@ -86,12 +83,7 @@ def test_every_backend_holds_each_step_once_after_two_kills(tmp_path: Path, empt
 
 
 @pytest.mark.slow
-def test_temporary_folders_of_wandb_lie_in_the_run_and_go_with_the_next_attempt(
-    tmp_path: Path, empty_mlflow_store: Path
-) -> None:
-    run_folder = tmp_path / "sft" / "exp_001"
-    run_folder.mkdir(parents=True)
-    shutil.copy(empty_mlflow_store, tmp_path)
+def test_temporary_folders_of_wandb_lie_in_the_run_and_go_with_the_next_attempt(run_folder: Path) -> None:
     assert run_attempt(run_folder, 1, 1, 3, "kill") == -9
     left = {path.name for path in run_folder.glob("wandb/tmp*")}
     assert len(left) == 2, "W&B makes them as before"
@@ -102,12 +94,7 @@ def test_temporary_folders_of_wandb_lie_in_the_run_and_go_with_the_next_attempt(
     assert outside == [], "nothing outside"
 
 
-def test_an_attempt_without_a_checkpoint_goes_on_in_the_runs_of_the_one_before(
-    tmp_path: Path, empty_mlflow_store: Path
-) -> None:
-    run_folder = tmp_path / "sft" / "exp_001"
-    run_folder.mkdir(parents=True)
-    shutil.copy(empty_mlflow_store, tmp_path)
+def test_an_attempt_without_a_checkpoint_goes_on_in_the_runs_of_the_one_before(run_folder: Path) -> None:
     settings = settings_for(run_folder.parent, "tensorboard", "mlflow")
     with build_loggers(settings, run_folder, ConsoleLogger(5, stream=io.StringIO())) as first:
         log_steps(first, range(1, 4))

@@ -4,7 +4,6 @@
 
 import io
 import json
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -65,14 +64,6 @@ def log_attempt(
             loggers.log_artifact(step, EXPERT_LOAD.name, load_at(step, attempt))
             loggers.log_step(step, metrics_at(step))
     return stream.getvalue()
-
-
-@pytest.fixture
-def run_folder(tmp_path: Path, empty_mlflow_store: Path) -> Path:
-    folder = tmp_path / "sft" / "exp_001"
-    folder.mkdir(parents=True)
-    shutil.copy(empty_mlflow_store, tmp_path)
-    return folder
 
 
 def plots_of(run_folder: Path) -> dict[str, PlotHistory]:

@@ -4,12 +4,10 @@
 
 import io
 import json
-import shutil
 import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
 
-import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from nemo_rl_moe.runs.folder.conversations import ConversationTurn
@@ -49,14 +47,6 @@ def log(folder: Path, *backends: str) -> str:
                 loggers.log_samples(chosen, step, split, [trajectory()])
             loggers.log_step(step, {"train/loss": 1 / step})
     return stream.getvalue()
-
-
-@pytest.fixture
-def run_folder(tmp_path: Path, empty_mlflow_store: Path) -> Path:
-    folder = tmp_path / "grpo" / "exp_001"
-    folder.mkdir(parents=True)
-    shutil.copy(empty_mlflow_store, tmp_path)
-    return folder
 
 
 def test_tensorboard_has_them_as_text(run_folder: Path) -> None:

@@ -13,17 +13,22 @@ from numpy.typing import NDArray
 
 from nemo_rl_moe.routing.agreement.route_identity import RoutingAnomaly
 from nemo_rl_moe.routing.metrics.load_statistics import ExpertLoad
-from nemo_rl_moe.runs.folder.expert_load import ExpertLoadWriter
+from nemo_rl_moe.runs.folder.expert_load import ExpertLoadHistory, ExpertLoadWriter
 from nemo_rl_moe.runs.folder.routing import RoutingWriter
 from nemo_rl_moe.runs.folder.run_data import read_run
 from nemo_rl_moe.runs.loggers.rewind import rewind_run_folder
 from nemo_rl_moe.runs.report.run_findings import episodes_of, findings_of
-from nemo_rl_moe.runs.report.watch_state import RunWatcher
+from nemo_rl_moe.runs.report.watch_state import RunWatcher, WatchedRun
 from tests.support.made_captures import routing_report
 from tests.support.made_runs import make_run, random_counts, routing_report_metrics
 
 ALERTS = {"dead_expert_steps": 3, "excess_cv": 0.5, "overload_factor": 1.5, "sustained_steps": 2}
 CONFIG = {"sft": {"max_num_steps": 30}, "logger": {"alerts": ALERTS}}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return make_run(tmp_path / "run", {}, config=CONFIG)
 
 
 def write_step(folder: Path, step: int, metrics: Mapping[str, Any], counts: NDArray[np.int64] | None = None) -> None:
@@ -43,13 +48,17 @@ def sick_counts() -> NDArray[np.int64]:
     return counts
 
 
+def load_of(run: WatchedRun) -> ExpertLoadHistory:
+    assert run.load is not None
+    return run.load
+
+
 def metrics_of(step: int) -> dict[str, float]:
     return {"train/loss": 1 / step, "train/moe/avg_overload_factor": 2.0 if 7 <= step < 11 else 1.0}
 
 
 @pytest.mark.parametrize("steps_at_a_time", [1, 3, 20])
-def test_findings_are_those_of_the_report_however_the_run_is_read(tmp_path: Path, steps_at_a_time: int) -> None:
-    folder = make_run(tmp_path / "run", {}, config=CONFIG)
+def test_findings_are_those_of_the_report_however_the_run_is_read(folder: Path, steps_at_a_time: int) -> None:
     write_step(folder, 0, {"val/loss": 3.0})
     watcher = RunWatcher(folder)
     for step, counts in enumerate(sick_counts(), start=1):
@@ -63,27 +72,22 @@ def test_findings_are_those_of_the_report_however_the_run_is_read(tmp_path: Path
 
 
 def test_loads_that_come_behind_the_metrics_of_their_steps_are_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(time, "time", lambda: 100.0)  # steps of this minute: more may come
-    folder = make_run(tmp_path / "run", {}, config=CONFIG)
     watcher, writer = RunWatcher(folder), ExpertLoadWriter(folder, print, max_delay_s=1e9)
     for step, counts in enumerate(sick_counts(), start=1):
         writer.write(step, ExpertLoad((0, 1), torch.from_numpy(counts.copy())))
         write_step(folder, step, metrics_of(step))
         if step in (1, 4, 12):  # the first step's are written at once
-            run = watcher.look()
-            assert run.load is not None
-            assert run.load.steps.tolist() == [1]
+            assert load_of(watcher.look()).steps.tolist() == [1]
     writer.close()
     run = watcher.look()
-    assert run.load is not None
-    assert run.load.steps.tolist() == [20]
+    assert load_of(run).steps.tolist() == [20]
     assert list(run.episodes) == episodes_of(findings_of(read_run(folder)))
 
 
-def test_what_is_shown_is_what_the_run_wrote(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "run", {}, config=CONFIG)
+def test_what_is_shown_is_what_the_run_wrote(folder: Path) -> None:
     counts = sick_counts()
     for step in range(1, 6):
         write_step(folder, step, metrics_of(step) | {"timing/train/tokens_per_second": 10.0 * step}, counts[step - 1])
@@ -92,13 +96,12 @@ def test_what_is_shown_is_what_the_run_wrote(tmp_path: Path) -> None:
     assert run.series["train/loss"] == [(step, 1 / step) for step in range(1, 6)]
     assert (run.seconds_per_step, run.tokens_per_second) == (2.0, 50.0)
     assert run.last_time - run.first_time == 8.0
-    assert run.load is not None
-    assert (run.load.steps.tolist(), run.load.layers.tolist()) == ([5], [0, 1])
-    np.testing.assert_array_equal(run.load.counts, counts[4:5])
+    load = load_of(run)
+    assert (load.steps.tolist(), load.layers.tolist()) == ([5], [0, 1])
+    np.testing.assert_array_equal(load.counts, counts[4:5])
 
 
-def test_a_resumed_run_is_taken_from_where_it_goes_on(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "run", {}, config=CONFIG)
+def test_a_resumed_run_is_taken_from_where_it_goes_on(folder: Path) -> None:
     counts = sick_counts()
     for step in range(1, 9):
         write_step(folder, step, metrics_of(step), counts[step - 1])
@@ -110,26 +113,20 @@ def test_a_resumed_run_is_taken_from_where_it_goes_on(tmp_path: Path) -> None:
     write_step(folder, 5, {"train/loss": 9.0}, counts[0])
     run = watcher.look()
     assert run.series["train/loss"] == [*((step, 1 / step) for step in range(1, 5)), (5, 9.0)]
-    assert run.load is not None
-    np.testing.assert_array_equal(run.load.counts, counts[:1])
+    np.testing.assert_array_equal(load_of(run).counts, counts[:1])
 
 
-def test_loads_from_before_a_resumption_are_not_taken(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "run", {}, config=CONFIG)
+def test_loads_from_before_a_resumption_are_not_taken(folder: Path) -> None:
     counts = sick_counts()
     for step in range(1, 6):
         write_step(folder, step, metrics_of(step), counts[step - 1])
     lines = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     (folder / "metrics.jsonl").write_bytes(b"".join(lines[:2]))
     watcher = RunWatcher(folder)
-    run = watcher.look()
-    assert run.load is not None
-    assert run.load.steps.tolist() == [2]
+    assert load_of(watcher.look()).steps.tolist() == [2]
     rewind_run_folder(folder, 2)
     write_step(folder, 3, {"train/loss": 9.0}, counts[10])
-    run = watcher.look()
-    assert run.load is not None
-    np.testing.assert_array_equal(run.load.counts, counts[10:11])
+    np.testing.assert_array_equal(load_of(watcher.look()).counts, counts[10:11])
 
 
 def test_a_run_that_has_not_written_yet_is_waited_for(tmp_path: Path) -> None:
@@ -179,8 +176,7 @@ def write_capture_step(
 
 @pytest.mark.parametrize("steps_at_a_time", [1, 4])
 @pytest.mark.parametrize("ends", [False, True])
-def test_the_capture_is_taken_as_the_report_takes_it(tmp_path: Path, steps_at_a_time: int, ends: bool) -> None:
-    folder = make_run(tmp_path / "run", {}, config=CONFIG)
+def test_the_capture_is_taken_as_the_report_takes_it(folder: Path, steps_at_a_time: int, ends: bool) -> None:
     watcher = RunWatcher(folder)
     for step in range(1, 9):
         write_capture_step(folder, step, [LATE] * (step in (3, 8)), ends=ends and step == 8)
@@ -196,8 +192,7 @@ def test_the_capture_is_taken_as_the_report_takes_it(tmp_path: Path, steps_at_a_
     assert run.routing["train/moe/routing/live_agreement"] == pytest.approx(1 - last / 78)
 
 
-def test_anomalies_that_are_seen_before_their_step_are_counted_once(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "run", {}, config=CONFIG)
+def test_anomalies_that_are_seen_before_their_step_are_counted_once(folder: Path) -> None:
     write_capture_step(folder, 1)
     watcher = RunWatcher(folder)
     watcher.look()
@@ -209,8 +204,7 @@ def test_anomalies_that_are_seen_before_their_step_are_counted_once(tmp_path: Pa
     assert (run.num_wrong_steps, [episode.latest.is_over for episode in run.episodes]) == (1, [False])
 
 
-def test_a_run_that_goes_on_behind_wrong_routes_forgets_them(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "run", {}, config=CONFIG)
+def test_a_run_that_goes_on_behind_wrong_routes_forgets_them(folder: Path) -> None:
     for step in range(1, 4):
         write_capture_step(folder, step, [LATE] * (step == 3), ends=step == 3)
     watcher = RunWatcher(folder)
