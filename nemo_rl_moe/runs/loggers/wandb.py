@@ -118,6 +118,9 @@ class WandbLogger:
         if mode == "offline" or os.environ.get("WANDB_MODE") in _MODES_WITHOUT_LOGIN:
             # Otherwise W&B sends error reports and usage statistics even offline. It reads this variable at import.
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        if "weave" not in sys.modules:
+            # Otherwise W&B advertises Weave on standard error if the user's code has imported openai.
+            os.environ.setdefault("WANDB_DISABLE_WEAVE", "true")
         _import_beside(run_folder / "wandb")
         import wandb
 
