@@ -16,7 +16,7 @@ class VerifiersConfig(DriverConfig):
     id: Text
     """Name of the environment, such as gsm8k."""
     arguments: dict[str, Any]
-    """Arguments of its `load_environment`. {}: none."""
+    """Arguments of the environment's `load_environment`. {}: none."""
 
     scoring = "by_driver"
     has_own_prompts: ClassVar[bool] = True
