@@ -187,10 +187,10 @@ def rollouts_draw_from_a_part(config: LoopMasterConfig, num_steps: int) -> Itera
     if chosen:
         yield (
             f"{' and '.join(chosen)}: responses are sampled from the kept tokens, but log-probabilities in rollout and"
-            " training are over the whole vocabulary. A token was sampled with a higher probability than the loss assumes,"
-            " by the factor 1 / train/sampling_kept_mass, and no ratio, mismatch metric or importance weight contains this"
-            " factor; top_p 1 and top_k null remove the difference, and loss_fn.sampling_mask replay trains with the"
-            " probabilities of the kept tokens"
+            " training are over the whole vocabulary. A token was sampled with a higher probability than the loss"
+            " assumes, by the factor 1 / train/sampling_kept_mass, and no ratio, mismatch metric or importance weight"
+            " contains this factor; top_p 1 and top_k null remove the difference, and loss_fn.sampling_mask replay"
+            " trains with the probabilities of the kept tokens"
         )
 
 

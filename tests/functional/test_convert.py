@@ -215,7 +215,7 @@ def test_wrong_folders_are_reported(model: Path, megatron_model: Path, tmp_path:
         return line
 
     there = refused(model, megatron_model, "hf", "megatron")
-    assert there == f"error: --output: {megatron_model} is there already; name a folder that is not"
+    assert there == f"error: --output: {megatron_model} exists already; name a new or an empty folder"
     assert "did you mean --from megatron?" in refused(megatron_model, tmp_path / "out", "hf", "hf")
     assert "did you mean --from hf?" in refused(model, tmp_path / "out", "megatron", "hf")
     inner = refused(megatron_model / "policy", tmp_path / "out", "megatron", "hf")

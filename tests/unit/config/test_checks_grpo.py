@@ -328,7 +328,8 @@ BROKEN = [
     (
         (f"{REPLAY}=rollout", "policy.megatron_cfg.moe_enable_routing_replay=true"),
         "replay_has_routes",
-        f"policy.megatron_cfg.moe_enable_routing_replay: got true, expected false with {REPLAY} rollout: both replay",
+        f"policy.megatron_cfg.moe_enable_routing_replay: got true, expected false with {REPLAY} rollout: both would"
+        " replay routes",
     ),
     (
         (f"{REPLAY}=old_policy",),
@@ -584,8 +585,8 @@ BROKEN = [
     (
         (*BY_MODEL, *REWARD_MODEL, "reward_model.weight=0.0"),
         "environment_has_its_reward_model",
-        "reward_model.weight: got 0, expected another with env.reward.kind reward_model, where nothing else gives a"
-        " reward",
+        "reward_model.weight: got 0, expected another number with env.reward.kind reward_model, since nothing"
+        " else gives a reward",
     ),
     (
         (*REWARD_MODEL, *CALLABLE, f"{WEIGHTS}={{accuracy: 1.0, reward_model: 0.5}}"),

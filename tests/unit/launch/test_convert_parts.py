@@ -104,7 +104,7 @@ def test_output_that_holds_anything_or_is_no_folder_of_its_own_is_refused(tmp_pa
     (tmp_path / "link").symlink_to(tmp_path / "empty")
     (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
     for name in ("full", "file", "link", "nowhere"):
-        with pytest.raises(ConfigurationError, match="is there already; name a folder that is not"):
+        with pytest.raises(ConfigurationError, match="exists already; name a new or an empty folder"):
             convert(Conversion("hf", "megatron", tmp_path / "model", tmp_path / name, None))
 
 
