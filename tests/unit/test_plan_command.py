@@ -106,7 +106,7 @@ def test_engines_of_vllm_on_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows["key-value cache of a sequence, 4096 tokens"] == "0.10"
     held = rows["held all the time"]
     assert rows["held by the trainer while the engine generates, in GB"] == held == "43.56"
-    assert rows["kept while it sleeps, an estimate, in GB"] == "3.00"
+    assert rows["kept while the engine sleeps, an estimate, in GB"] == "3.00"
     # Two processes have a context and NCCL each.
     assert rows["smallest GPU on which both fit, in GB"] == f"{(43.56 + 0.32 + 3) / 0.65:.0f}"
     # Trainer, engine, processes, and their sum: 0.35 x 80 is the engine's share, 15.29 + 1.5 its weights and the rest.

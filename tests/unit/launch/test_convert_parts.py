@@ -29,8 +29,8 @@ def test_any_folder_s_name_is_taken_as_it_is(name: str) -> None:
     ("tensors", "stated", "expected", "reported"),
     [
         ({"a": torch.ones(4)}, {"dtype": "float32"}, "float32", ()),
-        ({"a": torch.ones(4)}, {"dtype": "bfloat16"}, "float32", ("says bfloat16, and the weights are float32",)),
-        ({"a": torch.ones(4)}, {"torch_dtype": "float16"}, "float32", ("says float16, and the weights are float32",)),
+        ({"a": torch.ones(4)}, {"dtype": "bfloat16"}, "float32", ("has bfloat16, but most weights are float32",)),
+        ({"a": torch.ones(4)}, {"torch_dtype": "float16"}, "float32", ("has float16, but most weights are float32",)),
         ({"a": HALF}, {}, "bfloat16", ()),
         ({"a": HALF, "bias": torch.ones(1)}, {"dtype": "bfloat16"}, "bfloat16", ("1 of 2", "float32 (bias)", "rounds")),
         ({"a": HALF, "b": torch.ones(9)}, {"dtype": "bfloat16"}, "float32", ("the weights are float32",)),
