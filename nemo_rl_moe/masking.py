@@ -100,7 +100,7 @@ def masked_assignment(text: str) -> str:
 
 
 def masks_in(value: Any, key: str = "") -> Iterator[str]:
-    """Yield the full keys of values in which the mask stands for a secret."""
+    """Yield the full keys of values in which the mask replaces a secret."""
     entries = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
     for name, entry in entries:
         yield from masks_in(entry, f"{key}.{name}" if key else str(name))

@@ -126,7 +126,7 @@ def test_records_of_a_list_that_cannot_be_used(tmp_path: Path) -> None:
     found = values(path)
     assert (found[0], str(found[1]), found[2]) == (
         1,
-        f"{path}:2: the key 'answer' stands twice in an object, expected once",
+        f"{path}:2: the key 'answer' occurs twice in an object, expected once",
         3,
     )
     for content, problem in (
