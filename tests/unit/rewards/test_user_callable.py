@@ -109,7 +109,7 @@ def test_objects_and_members_that_can_be_called(module, item_of):
         ("my_rewards:scor", "my_rewards:scor: my_rewards has no scor; did you mean score?"),
         (
             "my_rewards:Near",
-            "my_rewards:Near is a class, expected a function; env.reward.kind custom makes a",
+            "my_rewards:Near is a class, expected a function; for a class, set env.reward.kind=custom",
         ),
         ("my_rewards:NUMBER", "my_rewards:NUMBER is 3 (int), expected a function"),
         (
