@@ -56,9 +56,10 @@ class Algorithm:
             `roles_of` adds the reward model of rollouts.
         optional_places: Roles without a separate model that may get machines in `cluster.roles`, with a description.
             Without an entry there they share the policy's machines.
-        responses_at_a_time: Most responses that are generated at the same time. None: the algorithm generates nothing.
-        rollouts_run_ahead: Whether `run` takes its trajectories from `launch.grpo.start_source` and notifies the
-            source of each update of the weights. If not, `grpo.rollouts.mode: asynchronous` is refused.
+        responses_at_a_time: Maximum number of responses that are generated at the same time. None: the algorithm
+            generates nothing.
+        rollouts_run_ahead: Whether `run` takes its trajectories from `launch.grpo.start_source` and notifies the source
+            of each update of the weights. If not, `grpo.rollouts.mode: asynchronous` is refused.
         losses: Loss functions that `run` trains with. Each is called once on three tokens before anything starts, to
             report errors in its loss or metrics early. Other losses fail when the first step trains.
         best_metric: Metric of `checkpointing.metric_name: auto`, of which higher values are better.

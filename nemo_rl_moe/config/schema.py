@@ -85,13 +85,13 @@ class MasterConfig(StrictModel):
     """The sections that every algorithm has."""
 
     checkpointing: CheckpointingConfig
-    """Checkpoints."""
+    """When checkpoints are saved, and which are kept."""
     policy: PolicyConfig
-    """The model."""
+    """The model that is trained, its batches and its optimizer."""
     logger: LoggerConfig
     """Destinations of metrics."""
     cluster: ClusterConfig
-    """The machines."""
+    """Machines and workers of the run."""
     data: DataConfig
     """The records to train on."""
 
@@ -105,9 +105,9 @@ class SFTMasterConfig(MasterConfig):
     """The configuration of a run of supervised fine-tuning."""
 
     sft: SFTConfig
-    """The loop."""
+    """Length, validations and seed of the training loop."""
     data: SampleDataConfig
-    """The samples."""
+    """The samples to train on and to validate with."""
 
 
 class DPOMasterConfig(MasterConfig):
@@ -116,14 +116,14 @@ class DPOMasterConfig(MasterConfig):
     dpo: DPOConfig
     """The loop and its loss."""
     data: PairDataConfig
-    """The pairs."""
+    """The pairs to train on and to validate with."""
 
 
 class GRPOMasterConfig(MasterConfig):
     """The configuration of a run of group relative policy optimization."""
 
     grpo: GRPOConfig
-    """The loop."""
+    """Length, validations and seed of the training loop."""
     loss_fn: PolicyGradientLossConfig
     """The loss."""
     policy: GeneratingPolicyConfig
@@ -134,7 +134,7 @@ class GRPOMasterConfig(MasterConfig):
     """Model whose score is added to the reward, or is the only reward (`env.reward.kind: reward_model`).
     `cluster.roles.reward_model` assigns its machines. null: no reward model."""
     data: MixedPromptDataConfig
-    """The prompts."""
+    """The prompts to train on and to validate with."""
     logger: GenerationLoggerConfig
     """Destinations of metrics and samples."""
 

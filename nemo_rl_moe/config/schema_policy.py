@@ -217,7 +217,7 @@ class MegatronConfig(MoeTransformerFields):
     moe_router_force_hot_rank: NonNegativeInt | None
     """For benchmarks and drills only: send every token to the experts of this expert-parallel rank. null: off."""
     distributed_data_parallel_config: DistributedDataParallelConfig
-    """Data parallelism."""
+    """Settings of data parallelism."""
     optimizer: OptimizerConfig
     """The optimizer."""
     scheduler: SchedulerConfig

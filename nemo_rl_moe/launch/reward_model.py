@@ -46,7 +46,7 @@ def start_reward_model(config: GRPOMasterConfig, run: ModelRun, model: PreparedM
     """Start the workers of the reward model for the rest of the run. Return None if the run has no reward model."""
     if config.reward_model is None or model is None:
         return None
-    from nemo_rl_moe.models.policy.model_workers import ModelWorkers  # with Megatron-Core, which takes seconds
+    from nemo_rl_moe.models.policy.model_workers import ModelWorkers  # imports Megatron-Core, which takes seconds
 
     workers = start_role(run, REWARD_MODEL_ROLE, model, partial(ModelWorkers, heads=(Head.VALUE,)))
     return RewardModel(workers, config.reward_model.weight, model.hf_config.pad_token_id)

@@ -287,7 +287,7 @@ class ModelRun:
         return place
 
     def _start_workers(self, *, seed: int, num_steps: int | None, keep_reference: bool) -> "MegatronPolicy":
-        from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy  # with Megatron-Core, which takes seconds
+        from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy  # imports Megatron-Core, which takes seconds
 
         model = self._model
         assert model is not None  # `prepare_model` has been called

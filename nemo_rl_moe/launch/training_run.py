@@ -110,7 +110,7 @@ class TrainingRun(ModelRun):
 
     def start_role(self, role: str, model: PreparedModel) -> "ModelWorkers":
         """Start the workers of a role, and return them. The policy's workers must have been started."""
-        from nemo_rl_moe.models.policy.model_workers import ModelWorkers  # with Megatron-Core, which takes seconds
+        from nemo_rl_moe.models.policy.model_workers import ModelWorkers  # imports Megatron-Core, which takes seconds
 
         return start_role(self, role, model, ModelWorkers)
 
@@ -122,7 +122,7 @@ class TrainingRun(ModelRun):
 
         The model trains in every step of the run. It is saved with the run's checkpoints and resumed from them.
         """
-        from nemo_rl_moe.models.policy.lm_policy import TrainableModel  # with Megatron-Core, which takes seconds
+        from nemo_rl_moe.models.policy.lm_policy import TrainableModel  # imports Megatron-Core, which takes seconds
 
         make = partial(
             TrainableModel,

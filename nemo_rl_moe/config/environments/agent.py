@@ -43,7 +43,7 @@ class AgentConfig(EndpointDriverConfig):
     """A program that asks the model through an OpenAI-compatible endpoint."""
 
     kind: Literal["agent"]
-    """This kind."""
+    """Name of this kind of driver."""
     program: Text | list[PathText]
     """A text is `package.module:function`. The function takes an `AgentTask` and returns a reward, or None if
     `env.reward` scores the last response. A list is a program and its arguments."""

@@ -12,7 +12,7 @@ class FunctionConfig(DriverConfig):
     """A coroutine function of the user, which drives a trajectory over one or several turns."""
 
     kind: Literal["function"]
-    """This kind."""
+    """Name of this kind of driver."""
     function: Text
     """`package.module:function`, a coroutine function that takes a `Session` and returns its `Trajectory`."""
 

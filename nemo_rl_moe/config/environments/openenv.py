@@ -12,7 +12,7 @@ class OpenEnvConfig(DriverConfig):
     """Servers of an OpenEnv environment, which answer responses and give their rewards."""
 
     kind: Literal["openenv"]
-    """This kind."""
+    """Name of this kind of driver."""
     server: Text
     """`package.module:app` or the address of a running server, such as `http://localhost:8000`. The app is made by
     `openenv.core.create_app`, and the run serves it on the loopback interface."""

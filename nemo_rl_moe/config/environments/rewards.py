@@ -40,7 +40,7 @@ class RewardModelAloneConfig(RewardConfig):
     """The reward is only the score of the model in the section `reward_model`."""
 
     kind: Literal["reward_model"]
-    """This kind."""
+    """Name of this kind of reward."""
     needs_answer: ClassVar[bool] = False
 
 
@@ -60,21 +60,21 @@ class MathConfig(WorkerRewardConfig):
     """Comparison with the record's answer by math-verify."""
 
     kind: Literal["math"]
-    """This kind."""
+    """Name of this kind of reward."""
 
 
 class ExactConfig(WorkerRewardConfig):
     """Equality with the text of the record's answer."""
 
     kind: Literal["exact"]
-    """This kind."""
+    """Name of this kind of reward."""
 
 
 class ReasoningGymConfig(WorkerRewardConfig):
     """The verifier of a task of reasoning-gym. The task can also generate the prompts."""
 
     kind: Literal["reasoning_gym"]
-    """This kind."""
+    """Name of this kind of reward."""
     task: Text
     """Name of the task, such as basic_arithmetic."""
     parameters: dict[str, Any]
@@ -87,7 +87,7 @@ class CallableConfig(WorkerRewardConfig):
     """A Python function of the user."""
 
     kind: Literal["callable"]
-    """This kind."""
+    """Name of this kind of reward."""
     function: Text
     """`package.module:function`. The function takes a `ScoringItem` and returns a reward, or a pair of a reward and a
     bool (whether the response is correct). With `env.reward_weights` it returns a dict: name -> reward."""
@@ -105,7 +105,7 @@ class CustomRewardConfig(WorkerRewardConfig):
     """An object of the user with a method `score`. Each worker makes it once."""
 
     kind: Literal["custom"]
-    """This kind."""
+    """Name of this kind of reward."""
     factory: CustomCode
     """`package.module:name` of a class or function that makes the object."""
     parameters: dict[str, Any]
@@ -124,7 +124,7 @@ class JudgeConfig(WorkerRewardConfig):
     """A model that marks each response through an OpenAI-compatible endpoint."""
 
     kind: Literal["judge"]
-    """This kind."""
+    """Name of this kind of reward."""
     url: Text
     """Address of the endpoint, such as `http://judge:8000/v1`."""
     model: Text

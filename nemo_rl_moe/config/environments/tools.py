@@ -43,7 +43,7 @@ class ToolsConfig(DriverConfig):
     """A conversation in which the model calls tools, until it answers without a call."""
 
     kind: Literal["tools"]
-    """This kind."""
+    """Name of this kind of driver."""
     tools: list[Text]
     """Tools that the model may call: calculator, python, search, or `package.module:function` of a function with typed
     parameters and a docstring. []: only the tools of `mcp_servers`."""

@@ -12,7 +12,7 @@ class VerifiersConfig(DriverConfig):
     """An environment of the verifiers library, with its prompts, tools and rubric."""
 
     kind: Literal["verifiers"]
-    """This kind."""
+    """Name of this kind of driver."""
     id: Text
     """Name of the environment, such as gsm8k."""
     arguments: dict[str, Any]

@@ -29,7 +29,7 @@ class VerifiersV1Config(EndpointDriverConfig):
     """A taskset of the verifiers library from 0.4 on (`verifiers.v1`), with its prompts, tools and rewards."""
 
     kind: Literal["verifiers_v1"]
-    """This kind."""
+    """Name of this kind of driver."""
     id: Text
     """Name of the taskset, such as gsm8k-v1."""
     taskset: dict[str, Any]
