@@ -205,5 +205,5 @@ def test_a_table_of_the_cache_whose_types_were_guessed_is_refused(monkeypatch: p
     table.info.builder_name = "csv"
     monkeypatch.setattr("datasets.load_dataset", lambda path: DatasetDict({"train": table}))
     monkeypatch.setattr("nemo_rl_moe.data.sources.hub_text_files", lambda name: None)
-    with pytest.raises(DataError, match="holds values whose types it guessed from csv files"):
+    with pytest.raises(DataError, match="has values whose types were guessed from csv files"):
         read("some/set")
