@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Time limits on calls, by an alarm signal in the main thread."""
+"""Time limits on calls: an alarm signal interrupts the main thread."""
 
 import signal
 from collections.abc import Iterator
@@ -14,10 +14,10 @@ class TimeIsUp(BaseException):
 
 @contextmanager
 def interrupted_after(limit_s: float) -> Iterator[None]:
-    """Interrupt the body by an alarm signal, in the main thread only.
+    """Interrupt the body of this context after `limit_s` seconds. Only works in the main thread.
 
     Raises:
-        TimeIsUp: The body took longer, even if it caught the interruption and continued.
+        TimeIsUp: The body took longer. Also raised if the body caught the interruption and continued.
     """
     rang = False
 

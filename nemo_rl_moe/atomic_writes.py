@@ -9,24 +9,24 @@ from pathlib import Path
 
 
 def write_whole(path: Path, content: str | bytes, *, private: bool = False) -> None:
-    """Write text in UTF-8 or bytes to a file. After a kill or on a full disk, the file is unchanged.
+    """Write a text (as UTF-8) or bytes to a file. If the process is killed or the disk is full, the file is unchanged.
 
     Args:
-        private: Readable only by the owner (mode 600).
+        private: Whether only the owner may read the file (mode 600).
 
     Raises:
-        OSError: The file cannot be written. The error has its name.
+        OSError: The file cannot be written. `filename` of the error is set.
     """
     staging = path.with_name(f".{path.name}.incomplete")
     try:
         if private:
             staging.unlink(missing_ok=True)
-            staging.touch(mode=0o600)  # before it has content
+            staging.touch(mode=0o600)  # before the file has content
         staging.write_bytes(content.encode("utf-8", "replace") if isinstance(content, str) else content)
         staging.replace(path)
     except OSError as error:
         staging.unlink(missing_ok=True)
-        error.filename = error.filename or str(path)  # a full disk has none
+        error.filename = error.filename or str(path)  # the error of a full disk has no name
         raise
 
 
@@ -56,13 +56,14 @@ def sync_tree(folder: Path) -> None:
 
 
 def put_in_place(staging: Path, target: Path, replaced: Path) -> None:
-    """Rename a complete folder to its final name, and replace the folder with that name.
+    """Rename a complete folder to its final name. A folder that has this name is replaced.
 
-    A kill or a power failure at any point leaves a complete folder. After an error, the old folder has its name again.
+    After a kill or a power failure at any point, a complete folder exists. After an error, the old folder has its name
+    again.
 
     Args:
-        staging: The complete folder, on the same file system.
-        replaced: Temporary name of the old folder. An earlier file or folder with this name is deleted.
+        staging: The complete folder, on the same file system as `target`.
+        replaced: Temporary name for the old folder. A file or folder with this name is deleted first.
     """
     sync_tree(staging)
     delete(replaced)
@@ -76,5 +77,5 @@ def put_in_place(staging: Path, target: Path, replaced: Path) -> None:
             replaced.rename(target)
         raise
     sync(target.parent)
-    with suppress(OSError):  # the new folder is complete
+    with suppress(OSError):  # the new folder is complete, so the error does not matter
         delete(replaced)

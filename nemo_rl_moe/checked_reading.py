@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Comparison of stored tensors with their checksums while they are loaded.
 
-Bytes that were just copied from the page cache are in the core's cache. There, XXH3 takes a third of the time that it
-takes on bytes from memory, and a fifth of the time of a second reading. Bytes cannot change between check and use.
+The checksum is computed while the bytes are still in the core's cache. There, XXH3 takes a third of the time that it
+takes on bytes from memory, and a fifth of the time of reading the file a second time. Bytes cannot change between check
+and use.
 """
 
 import io
@@ -16,21 +17,22 @@ from nemo_rl_moe import checksums
 from nemo_rl_moe.checksums import INVENTORY_FILE_NAME, InventoryError, Part, damage_line, read_inventory
 
 CHUNK_BYTES = 2**18
-"""Number of bytes to read at once, which fit into the cache of a core."""
+"""Number of bytes to read at once. They fit into the cache of a core."""
 Place = tuple[str, int, int]
-"""File, first byte, number of bytes."""
+"""A range of a file: name of the file, first byte, number of bytes."""
 _LARGE_BYTES = 2**14
-"""A read of this size is one of a tensor's data. The skipped header before it is small, and is read for the hash."""
+"""A read of at least this size reads a tensor's data. The skipped header before the data is small, and is then read for
+the checksum."""
 
 
 class HashingReader(io.RawIOBase):
-    """File object of a range of a file, which computes the checksum while it is read.
+    """File object for a range of a file. It computes the checksum of the range while it is read.
 
-    The checksum needs the bytes in order. Bytes that the caller skips are read for it later, for example if the caller
-    reads an archive's table of contents first.
+    The checksum needs the bytes in order. Bytes that the caller skips, for example to read an archive's table of
+    contents first, are read later for the checksum.
 
     Args:
-        file: Keeps its position, and may be closed earlier.
+        file: The open file. Its position does not change, and it may be closed before this object.
     """
 
     def __init__(self, file: Any, start: int, num_bytes: int):
@@ -67,7 +69,7 @@ class HashingReader(io.RawIOBase):
         while count < len(view):
             chunk = view[count : count + CHUNK_BYTES]
             chunk = chunk[: os.preadv(self._descriptor, [chunk], self._start + self._position)]
-            if not chunk:  # the file was cut meanwhile
+            if not chunk:  # the file has become shorter
                 break
             if is_next:
                 self._hash.update(chunk)
@@ -77,7 +79,7 @@ class HashingReader(io.RawIOBase):
         return count
 
     def checksum(self) -> str:
-        """Return the XXH3 of all bytes, in hexadecimal. Reads the bytes that were not read in order."""
+        """Return the XXH3 of all bytes of the range, in hexadecimal. Reads the bytes that were not read in order."""
         self._hash_up_to(self._num_bytes)
         return self._hash.hexdigest()
 
@@ -93,10 +95,10 @@ class HashingReader(io.RawIOBase):
 
 
 class PartsRead:
-    """Parts of a folder's files according to `files.json`, and the damaged ones among the parts that were read.
+    """The parts of a folder's files that `files.json` lists, and the parts among them that were read and found damaged.
 
     Attributes:
-        has_unlisted: Some bytes that were read are not a listed part, and could not be compared.
+        has_unlisted: Whether bytes were read that are not a listed part, so that they could not be compared.
     """
 
     def __init__(self, folder: Path, parts: Mapping[Place, Part]):
@@ -106,7 +108,7 @@ class PartsRead:
 
     @classmethod
     def of_folder(cls, folder: Path) -> Self | None:
-        """Return the parts of a folder. None if `files.json` is missing, or damaged (reported elsewhere)."""
+        """Return the parts of a folder. None if `files.json` is missing, or damaged, which other code reports."""
         if not (folder / INVENTORY_FILE_NAME).is_file():
             return None
         try:
@@ -126,7 +128,7 @@ class PartsRead:
         return place in self._parts
 
     def compare(self, place: Place, checksum: str) -> None:
-        """Compare the checksum of bytes that were read."""
+        """Compare the checksum of a range that was read with the checksum in `files.json`."""
         if (part := self._parts[place]).checksum != checksum:
             self._damaged.setdefault(place[0], []).append(part.name)
 

@@ -1,12 +1,13 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Checksums of a folder's files: computed while writing, stored in `files.json`, compared before use.
+"""Checksums of a folder's files. They are computed while writing, stored in `files.json`, and compared before use.
 
-They detect bytes that a disk, a copy or a file system changed without changing sizes, since weights with a flipped
-exponent load and train. They do not protect against an attacker, who can write both files and checksums.
+Checksums detect bytes that a disk, a copy or a file system changed while sizes stay the same. Without them, weights
+with a flipped exponent would load and train. They do not protect against an attacker, who can change files and
+checksums.
 
-A large file of tensors has one part for each tensor. So a report names the damaged tensor, and the ranks of a job share
-the comparison. XXH3 with 128 bits (Collet, xxHash 0.8) is as fast as a core can read memory.
+A large file of tensors has one part for each tensor, so that a report names the damaged tensor, and the ranks of a job
+share the comparison. XXH3 with 128 bits (Collet, xxHash 0.8) is as fast as a core can read memory.
 """
 
 import os
@@ -28,24 +29,25 @@ INVENTORY_FILE_NAME = "files.json"
 HEADER = "header"
 """Name of a safetensors file's first part: names, shapes and offsets of its tensors."""
 ACCEPTING = "if you have changed it on purpose: nemo-rl-moe verify --accept {folder}"
-"""Hint for a file that was edited on purpose."""
+"""Hint in an error, for the case that the user changed a file on purpose."""
 _BUFFER_BYTES = 2**20
-"""Buffer of a thread, small enough that the checksum finds its bytes in the core's cache."""
+"""Number of bytes of a thread's buffer, small enough to stay in the core's cache for the checksum."""
 _MOST_THREADS = 4
-"""Most threads of a comparison, since other ranks use the cores too."""
+"""Maximum number of threads of a comparison, since other ranks use the cores too."""
 _RUN_BYTES = 2**25
-"""Approximate part of a file that one thread compares at a time."""
+"""Approximate number of bytes that one thread compares at a time."""
 _MOST_NAMED = 3
 _Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 _Size = Annotated[int, Field(ge=0)]
 
 
 class InventoryError(Exception):
-    """A folder's `files.json` is missing or damaged, or a file does not agree with it. The text names the file."""
+    """A folder's `files.json` is missing or damaged, or a file differs from its entry. The text names the file."""
 
 
 class Part(NamedTuple):
-    """Consecutive bytes of a file, with the name of their tensor and their XXH3 in hexadecimal."""
+    """Consecutive bytes of a file that hold one tensor: the tensor's name, and the bytes' number and XXH3 in
+    hexadecimal."""
 
     name: str
     num_bytes: _Size
@@ -56,8 +58,8 @@ class FileEntry(BaseModel):
     """A file of a folder.
 
     Attributes:
-        checksum: Checksum of the file. None if it has parts, or belongs to another `files.json`.
-        parts: Parts in order, which cover the file. Empty if the file has one checksum.
+        checksum: Checksum of the file. None if the file has parts, or another `files.json` lists its checksum.
+        parts: Parts in order. Together they are the complete file. Empty if the file has one checksum.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid")
@@ -76,11 +78,11 @@ class _Inventory(BaseModel):
 
 _ADAPTER = TypeAdapter(_Inventory)
 _SIZES = TypeAdapter(dict[str, _Size], config=ConfigDict(strict=True))
-"""Earlier form of `files.json`, with sizes only."""
+"""An earlier form of `files.json`, which has sizes only."""
 
 
 class ChecksumStream:
-    """A binary file that is written in parts, each with a checksum. `parts` has the finished ones."""
+    """A binary file that is written in parts, each with a checksum. `parts` are the finished parts."""
 
     def __init__(self, stream: IO[bytes]):
         self._stream, self._hash, self._num_bytes = stream, xxh3_128(), 0
@@ -104,7 +106,7 @@ class ChecksumStream:
         self._stream.flush()
 
     def to_disk(self) -> None:
-        """Flush and fsync, so that other machines see the content and a power failure does not lose it."""
+        """Flush and fsync the file, so that other machines see its content and a power failure does not lose it."""
         self._stream.flush()
         os.fsync(self._stream.fileno())
 
@@ -113,7 +115,7 @@ class ChecksumStream:
 
 
 def checksum_of(*contents: Any) -> str:
-    """Compute the XXH3 of consecutive bytes or buffers, in hexadecimal."""
+    """Return the XXH3 of consecutive bytes or buffers, in hexadecimal."""
     found = xxh3_128()
     for content in contents:
         found.update(content)
@@ -121,7 +123,7 @@ def checksum_of(*contents: Any) -> str:
 
 
 def add_to_inventory(folder: Path, name: str) -> None:
-    """Add or replace a small file, written after the others, in a folder's `files.json`.
+    """Add a small file, which was written after the others, to a folder's `files.json`, or replace its entry.
 
     Raises:
         OSError: The file cannot be read, or `files.json` cannot be written.
@@ -138,7 +140,7 @@ def write_inventory(folder: Path, parts: Mapping[str, Sequence[Part]] | None = N
     Files in subfolders with another `files.json` are listed with their sizes only.
 
     Args:
-        parts: Parts of files that were written with a `ChecksumStream`, by name. All other files are read.
+        parts: Name -> parts, for files that were written with a `ChecksumStream`. All other files are read.
 
     Raises:
         OSError: A file cannot be read, or `files.json` cannot be written.
@@ -157,9 +159,10 @@ def write_inventory(folder: Path, parts: Mapping[str, Sequence[Part]] | None = N
 
 
 def accept_files(folder: Path) -> None:
-    """Write a new `files.json` from the present files, without comparison.
+    """Write a new `files.json` for the files as they are now, without comparing them with the old one.
 
-    A file of unchanged size keeps its parts, so that ranks share its comparison and damage is reported by tensor.
+    A file whose size has not changed keeps its division into parts, so that ranks share its comparison and a report
+    names the damaged tensor.
 
     Raises:
         OSError: A file cannot be read, or `files.json` cannot be written.
@@ -193,7 +196,7 @@ def _write(folder: Path, entries: dict[str, FileEntry]) -> None:
 
 
 def read_inventory(folder: Path) -> dict[str, FileEntry]:
-    """Read a folder's `files.json`.
+    """Read a folder's `files.json`. Return name of a file -> its entry.
 
     Raises:
         InventoryError: `files.json` is missing or damaged.
@@ -222,10 +225,11 @@ def read_inventory(folder: Path) -> dict[str, FileEntry]:
 def check_sizes(folder: Path) -> None:
     """Compare a folder's files with `files.json`: names, sizes, and checksums of files without parts.
 
-    This rejects a truncated copy. `find_damage` compares large files.
+    A truncated copy is found this way. `find_damage` compares large files.
 
     Raises:
-        InventoryError: `files.json` is missing or damaged, or a file is missing or differs. Names the first file.
+        InventoryError: `files.json` is missing or damaged, or a file is missing or differs. The text names the first
+            such file.
     """
     entries = read_inventory(folder)
     present = _sizes(folder)
@@ -248,13 +252,13 @@ def find_damage(
     num_shares: int = 1,
     in_parts: bool | None = None,
 ) -> list[str]:
-    """Return a line for each file with changed bytes. Empty without `files.json`.
+    """Return a line for each file that is missing or has changed. Empty without `files.json`.
 
     Subfolders with another `files.json` are skipped.
 
     Args:
-        share: Index of the share of the bytes to compare, such as the rank in a job.
-        in_parts: True for files with parts only, False for the other files only, which are small, None for all.
+        share: Index of the share of the bytes to compare, from 0, such as the rank in a job.
+        in_parts: True: compare only files with parts. False: only other files, which are small. None: all files.
     """
     if not (folder / INVENTORY_FILE_NAME).is_file():
         return []
@@ -284,7 +288,7 @@ def find_damage(
             before += piece.part.num_bytes
         runs = groupby(own, lambda piece: piece.start // _RUN_BYTES)
         mine += [(path, list(run)) for _, run in runs]
-    # Both reading and hashing release the GIL.
+    # Threads help, because reading and hashing release the GIL.
     with ThreadPoolExecutor(max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // num_shares))) as threads:
         found = zip((path for path, _ in mine), threads.map(lambda item: _compared(*item), mine), strict=True)
         for path, of_runs in groupby(found, lambda item: item[0]):
@@ -295,7 +299,7 @@ def find_damage(
 
 @dataclass(frozen=True)
 class _Piece:
-    """A part of a file, or the entire file, and its first byte."""
+    """A part of a file, or the entire file, with the position of its first byte."""
 
     start: int
     part: Part
@@ -311,7 +315,7 @@ def _pieces(entry: FileEntry) -> Iterator[_Piece]:
 
 
 def _compared(path: Path, pieces: Iterable[_Piece]) -> list[str] | OSError:
-    """Return the names of damaged pieces of a file, or the error of reading it."""
+    """Return the names of the damaged pieces of a file, or the error if it cannot be read."""
     try:
         with path.open("rb", buffering=0) as file:
             buffer = memoryview(bytearray(min(_BUFFER_BYTES, max(1, os.fstat(file.fileno()).st_size))))
@@ -325,7 +329,8 @@ def _compared(path: Path, pieces: Iterable[_Piece]) -> list[str] | OSError:
 
 
 def _problem(path: Path, outcomes: Sequence[list[str] | OSError]) -> str | None:
-    """Return a line about a file with damaged pieces in any of the compared runs. None if there are none."""
+    """Return a line about a file if a run of its pieces is damaged or cannot be read, else None. `outcomes` has the
+    result of each run."""
     damaged: list[str] = []
     for outcome in outcomes:
         if isinstance(outcome, OSError):
@@ -335,7 +340,7 @@ def _problem(path: Path, outcomes: Sequence[list[str] | OSError]) -> str | None:
 
 
 def damage_line(path: Path, parts: Iterable[str]) -> str:
-    """Return a line about a file with damaged parts. An empty name means the entire file."""
+    """Return a line about a file with damaged parts. An empty name in `parts` means the entire file."""
     names = list(dict.fromkeys(filter(None, parts)))
     more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
     where = f" in {', '.join(names[:_MOST_NAMED])}{more}" if names else ""
@@ -366,15 +371,15 @@ def _sizes(folder: Path) -> dict[str, int]:
         for path in (Path(parent) / name for name in sorted(names)):
             try:
                 sizes[path.relative_to(folder).as_posix()] = path.stat().st_size
-            except FileNotFoundError:  # the run is removing the checkpoint, or a link has no target
+            except FileNotFoundError:  # the run is removing this checkpoint, or a link has no target
                 continue
     return sizes
 
 
 def _own_inventory(folder: Path, name: str) -> Path | None:
-    """Return the subfolder whose `files.json` lists a file, or None if this folder's does."""
+    """Return the subfolder whose `files.json` lists a file, or None if the `files.json` of `folder` lists it."""
     for parent in Path(name).parents:
         if parent != Path() and (folder / parent / INVENTORY_FILE_NAME).is_file():
-            # A `files.json` belongs to the folder above.
+            # A subfolder's `files.json` itself is listed by the folder above.
             return None if Path(name) == parent / INVENTORY_FILE_NAME else folder / parent
     return None

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `nemo-rl-moe` command. Each subcommand imports heavy packages only if it needs them.
 
-The commands on existing runs, such as `report` and `audit`, work without the packages that training needs.
+Commands for existing runs, such as `report` and `audit`, work without the packages that training needs.
 """
 
 import argparse
@@ -42,7 +42,7 @@ OF_TRAINING = (
     *("sft", "dpo", "grpo", "ppo", "distillation", "run"),
     *("config", "plan", "data", "evaluate", "generate", *WITHOUT_OVERRIDES),
 )
-"""Commands that need the packages of the extra `train`."""
+"""Commands that need the packages of `nemo-rl-moe[train]`."""
 _OF_FOLDERS = {
     "report": report_command,
     "watch": watch_command,
@@ -51,11 +51,11 @@ _OF_FOLDERS = {
 }
 _CODES_OF_PATHS = {
     errno.EACCES: EXIT_BAD_INPUT,
-    errno.ENAMETOOLONG: EXIT_BAD_INPUT,  # a text instead of a path
+    errno.ENAMETOOLONG: EXIT_BAD_INPUT,  # a text was given instead of a path
     errno.ENOSPC: EXIT_RUN_FAILED,
     errno.EDQUOT: EXIT_RUN_FAILED,
 }
-"""Exit codes of errors that can occur at any path that is read or written."""
+"""Error number -> exit code, for errors that can occur with any path that is read or written."""
 _EXAMPLES = """\
 examples:
   nemo-rl-moe sft --config examples/configs/sft_tiny_moe.yaml
@@ -83,22 +83,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        arguments: Arguments of a command inside another program. By default the command takes the arguments of the
-            process. A run then owns the process, and ends all processes that it started.
+        arguments: Arguments of the command, if another program calls it. None: the arguments of the process. The
+            command then owns the process, and a run ends all processes that it started.
 
     Returns:
-        Exit code. 0: success, or a run that was asked to stop has saved. 1: the run failed. 2: wrong input. 3: NaN or
-        infinite numbers. 130 or 143: ended at once by SIGINT or SIGTERM.
+        The exit code. 0: success, or the run was asked to stop and has saved. 1: the run failed. 2: wrong input. 3: NaN
+            or infinite numbers. 130 or 143: ended at once by SIGINT or SIGTERM.
     """
     escape_log_messages()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # like standard error, so that no character ends a command
+        sys.stdout.reconfigure(errors="backslashreplace")  # no character ends a command
     if arguments is not None:
         return _run(arguments, owns_process=False)
     code = EXIT_RUN_FAILED
     try:
         code = _run(sys.argv[1:], owns_process=True)
-    except SystemExit as error:  # a request to stop before there is anything to save
+    except SystemExit as error:  # a request to stop while there is nothing to save
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         raise
     finally:
@@ -180,7 +180,7 @@ def _say_how_to_go_on(error: BaseException) -> None:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Parser of the command and, since argparse takes the same class for them, of its subcommands."""
+    """Parser of the command. argparse uses the same class for its subcommands."""
 
     def __init__(self, **settings: Any):
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **settings)

@@ -6,20 +6,20 @@
 
 Writes `train.jsonl` and `validation.jsonl` for SFT, `preferences.jsonl` and `validation_preferences.jsonl` for DPO,
 `grpo.jsonl` and `validation_prompts.jsonl` for GRPO, and `manifest.json`. A line for SFT has a prompt and a completion
-with the right answer, some with the working, most without:
+with the right answer. Some completions show the working (the sums of the columns), most do not:
 
     {"prompt": "228+378=", "completion": "<think>8+8=16;2+7+1=10;2+3+1=6</think>606"}
     {"prompt": "541+592=", "completion": "<think></think>1133"}
 
 The working adds the columns from the right, with carries. The training sets have no sums in common with each other or
-with validation (a+b and b+a are one sum), so that GRPO asks for sums that the model has never seen. A line for GRPO has
-a prompt, the answer, and the metadata for reasoning-gym's verifier. `validation_prompts.jsonl` has the sums of
+with validation (a+b and b+a are the same sum), so that GRPO asks for sums that the model has never seen. A line for
+GRPO has a prompt, the answer, and metadata for reasoning-gym's verifier. `validation_prompts.jsonl` has the sums of
 `validation.jsonl`:
 
     {"prompt": "228+378=", "answer": "606", "metadata": {"source_dataset": "basic_arithmetic", "expression": "228+378"}}
 
-A line for DPO prefers the right working to one with a slip, which affects the later columns and the answer.
-`validation_preferences.jsonl` has the sums of `validation.jsonl`:
+A line for DPO prefers the right working to a working with an error in one column. The error affects the later columns
+and the answer. `validation_preferences.jsonl` has the sums of `validation.jsonl`:
 
     {"prompt": "228+378=", "chosen": "<think>8+8=16;2+7+1=10;2+3+1=6</think>606",
      "rejected": "<think>8+8=16;2+7+1=9;2+3+0=5</think>596"}
@@ -39,7 +39,7 @@ from nemo_rl_moe.atomic_writes import write_whole
 
 SHARE_WITH_WORKING = 0.45
 NUM_DIGITS = 3
-# There are 405,450 unordered pairs of 3-digit numbers. Sampling without repeats gets slow near the end.
+# There are 405,450 unordered pairs of 3-digit numbers. Sampling without repeats gets slow near that number.
 MAX_PROBLEMS = 300_000
 RECIPE_VERSION = 3
 TASK = "basic_arithmetic"
@@ -52,18 +52,18 @@ FILES = (
     "validation_preferences.jsonl",
 )
 
-# reasoning-gym samples item i with `seed + i`, so seeds must differ by more than the length of any set.
+# reasoning-gym samples item i with `seed + i`, so seeds must differ by more than the size of any set.
 SEED_STRIDE = 10_000_000
 SET_OFFSETS = {"validation": 0, "train": 2_000_000, "grpo": 5_000_000, "preferences": 7_000_000}
 ITEMS_IN_A_SET = 2_000_000
 
 Problem = tuple[str, str]
-"""Both summands, in the order of the prompt."""
+"""Both summands as texts, in the order of the prompt."""
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """All parameters of the files."""
+    """All parameters that determine the content of the files."""
 
     seed: int
     num_train: int
@@ -84,7 +84,8 @@ class Problems:
 
 
 def draw_problems(parameters: Parameters, progress: Callable[[int], None] = lambda _: None) -> Problems:
-    """Sample the sets one after the other without repeats."""
+    """Sample and return the sets, one after the other, without repeats. `progress` is called with the number of
+    training sums so far."""
     seen: set[tuple[str, ...]] = set()
 
     def draw(name: str, size: int) -> Iterator[Problem]:
@@ -125,17 +126,17 @@ def _all_sums(first_seed: int) -> Iterator[Problem]:
         allow_negation=False,
     )
     for index in range(len(items)):
-        # The generator adds spaces, and does not always keep to the number of digits.
+        # The generator adds spaces, and some of its numbers have other numbers of digits.
         left, right = items[index]["metadata"]["expression"].replace(" ", "").split("+")
         if len(left) == len(right) == NUM_DIGITS:
             yield left, right
 
 
 def work_out(left: str, right: str, slip: tuple[int, int] = (0, 0)) -> tuple[str, int]:
-    """Add column by column.
+    """Add two numbers column by column. Return the working and the answer.
 
     Args:
-        slip: A column, from the right, and the error of its sum.
+        slip: Column with an error, counted from the right, and the number that is added to its sum.
     """
     steps, carry, answer = [], 0, 0
     for column, (a, b) in enumerate(zip(reversed(left), reversed(right), strict=True)):
@@ -147,27 +148,28 @@ def work_out(left: str, right: str, slip: tuple[int, int] = (0, 0)) -> tuple[str
 
 
 def working(left: str, right: str) -> str:
-    """Return the columns of a sum without a slip."""
+    """Return the working of a sum without an error."""
     return work_out(left, right)[0]
 
 
 def completion(problem: Problem, with_working: bool) -> str:
-    """Return a think block, with the working or empty, and the answer."""
+    """Return a think block, which has the working or is empty, and the answer."""
     left, right = problem
     return f"<think>{working(left, right) if with_working else ''}</think>{int(left) + int(right)}"
 
 
 def with_a_slip(problem: Problem, chance: Random) -> str:
-    """Return the working with one column wrong by one, and the resulting wrong answer."""
+    """Return a think block in which one column is wrong by one, and the wrong answer that results."""
     column, off = chance.randrange(NUM_DIGITS), chance.choice((-1, 1))
     steps, answer = work_out(*problem, (column, off))
-    if "=-" in steps:  # 0+0+0 with one too few
+    if "=-" in steps:  # a column 0+0 may become -1
         steps, answer = work_out(*problem, (column, -off))
     return f"<think>{steps}</think>{answer}"
 
 
 def as_lines(problems: Sequence[Problem], seed: int, name: str) -> list[str]:
-    """Return one JSON object per sum. A random selection, of exactly `SHARE_WITH_WORKING`, has the working."""
+    """Return one JSON object per sum. A random selection, exactly the share `SHARE_WITH_WORKING` of all sums, has the
+    working."""
     count = round(SHARE_WITH_WORKING * len(problems))
     with_working = set(Random(f"{seed} {name}").sample(range(len(problems)), count))
     return [
@@ -191,7 +193,7 @@ def as_questions(problems: Sequence[Problem]) -> list[str]:
 
 
 def as_preferences(problems: Sequence[Problem], seed: int, name: str) -> list[str]:
-    """Return one JSON object per sum, with the right working and one with a slip."""
+    """Return one JSON object per sum, with the right working and a working with an error."""
     chance = Random(f"{seed} {name}")
     return [
         json.dumps(
@@ -223,12 +225,12 @@ def write_data(folder: Path, parameters: Parameters, progress: Callable[[int], N
 
 
 def is_made(folder: Path, parameters: Parameters) -> bool:
-    """Return whether `write_data` would change nothing in the folder."""
+    """Return whether the folder already has the files that `write_data` would write."""
     return holds(folder, lambda: _manifest(folder, parameters))
 
 
 def holds(folder: Path, manifest: Callable[[], dict[str, object]]) -> bool:
-    """Return whether a folder's manifest equals a manifest of its present files."""
+    """Return whether the manifest in a folder equals `manifest()`, the manifest of the folder's present files."""
     try:
         return bool(json.loads((folder / "manifest.json").read_text(encoding="utf-8")) == manifest())
     except (OSError, ValueError):
@@ -246,13 +248,19 @@ def _manifest(folder: Path, parameters: Parameters) -> dict[str, object]:
 
 def _parse(arguments: list[str] | None) -> tuple[Path, Parameters, bool]:
     parser = argparse.ArgumentParser(description="Makes the data of the addition demo.")
-    parser.add_argument("--output", type=Path, required=True, help="folder to write to")
-    parser.add_argument("--seed", type=int, default=0, help="not negative (default %(default)s)")
-    parser.add_argument("--num-train", type=int, default=30_000, help="default %(default)s")
-    parser.add_argument("--num-validation", type=int, default=256, help="default %(default)s")
-    parser.add_argument("--num-grpo-prompts", type=int, default=480, help="kept out of training (default %(default)s)")
-    parser.add_argument("--num-preferences", type=int, default=4000, help="pairs for DPO (default %(default)s)")
-    parser.add_argument("--force", action="store_true", help="make the files even if they are there")
+    parser.add_argument("--output", type=Path, required=True, help="folder to which the files are written")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampled sums, 0 or more (default %(default)s)")
+    parser.add_argument("--num-train", type=int, default=30_000, help="number of sums for SFT (default %(default)s)")
+    parser.add_argument(
+        "--num-validation", type=int, default=256, help="number of sums to validate with (default %(default)s)"
+    )
+    parser.add_argument(
+        "--num-grpo-prompts", type=int, default=480, help="number of sums for GRPO (default %(default)s)"
+    )
+    parser.add_argument(
+        "--num-preferences", type=int, default=4000, help="number of pairs for DPO (default %(default)s)"
+    )
+    parser.add_argument("--force", action="store_true", help="write the files even if they exist already")
     chosen = parser.parse_args(arguments)
     sizes = {"seed": 0, "num_train": 1, "num_validation": 1, "num_grpo_prompts": 0, "num_preferences": 0}
     for name, least in sizes.items():
@@ -266,15 +274,15 @@ def _parse(arguments: list[str] | None) -> tuple[Path, Parameters, bool]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Make the data unless it exists, and return the exit code."""
+    """Write the data unless it exists already, and return the exit code."""
     folder, parameters, force = _parse(arguments)
     try:
         if not force and is_made(folder, parameters):
-            print(f"{folder}: already made with these parameters (--force makes it anew)")
+            print(f"{folder}: already made with these parameters (--force writes the files again)")
             return 0
         write_data(folder, parameters, show_progress("sums", parameters.num_train))
     except ModuleNotFoundError as error:
-        if error.name not in ("reasoning_gym", "reasoning-gym"):  # the module, the package
+        if error.name not in ("reasoning_gym", "reasoning-gym"):  # the names of the module and of the package
             raise
         print("the demo's data needs reasoning-gym: pip install reasoning-gym", file=sys.stderr)
         return 2
@@ -290,13 +298,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def show_progress(what: str, total: int) -> Callable[[int], None]:
-    """Return a function that shows progress on a terminal, and does nothing elsewhere."""
+    """Return a function of the number of items done. It shows progress on a terminal, and does nothing elsewhere."""
     if not sys.stderr.isatty():
         return lambda _: None
 
     def show(done: int) -> None:
         end = "\n" if done >= total else ""
-        print(f"\rdrawing {what}: {done:,} of {total:,}", end=end, file=sys.stderr, flush=True)
+        print(f"\rsampling {what}: {done:,} of {total:,}", end=end, file=sys.stderr, flush=True)
 
     return show
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Errors that a user can cause, their exit codes, and their printing."""
+"""Errors that a user can cause, their exit codes, and how they are printed."""
 
 import json
 import logging
@@ -20,7 +20,7 @@ EXIT_SIGNAL_BASE = 128
 
 
 def exit_code_of_signal(number: int) -> int:
-    """Return a shell's exit code of a program that a signal ended: 130 for SIGINT, 143 for SIGTERM."""
+    """Return the exit code by which a shell reports that a signal ended a program: 130 for SIGINT, 143 for SIGTERM."""
     return EXIT_SIGNAL_BASE + number
 
 
@@ -28,10 +28,10 @@ class UserError(Exception):
     """An error in the user's input, shown without a stack trace. Exit code 2.
 
     Args:
-        problems: Self-contained lines.
+        problems: A line for each problem. Each line is clear without the others.
 
     Attributes:
-        is_reported: The problems have been printed.
+        is_reported: Whether the problems have been printed.
     """
 
     exit_code = EXIT_BAD_INPUT
@@ -39,7 +39,7 @@ class UserError(Exception):
 
     def __init__(self, problems: str | Sequence[str]):
         self.problems = [problems] if isinstance(problems, str) else list(problems)
-        super().__init__(printable("\n".join(self.problems)))  # problems quote untrusted files
+        super().__init__(printable("\n".join(self.problems)))  # because problems quote untrusted files
 
 
 class ConfigurationError(UserError):
@@ -83,7 +83,7 @@ class CheckpointSaveError(CheckpointError):
 
 
 class WorkerDiedError(RuntimeError):
-    """A worker process ended or raised. Contains the worker's error text. Exit code 1."""
+    """A worker process ended or raised. The text contains the worker's error. Exit code 1."""
 
     exit_code = EXIT_RUN_FAILED
 
@@ -104,7 +104,7 @@ class UserCodeError(RuntimeError):
 
 
 class RewardWorkersFailedError(WorkerDiedError):
-    """The reward workers could not score any response. Contains the error text of the first. Exit code 1."""
+    """The reward workers could not score any response. The text contains the first worker's error. Exit code 1."""
 
 
 class WeightSyncError(RuntimeError):
@@ -114,7 +114,8 @@ class WeightSyncError(RuntimeError):
 
 
 class ReceiverLostError(WeightSyncError):
-    """A process died or froze while it received weights. The others have a mixture of old and new. Exit code 1."""
+    """A process died or froze while it received weights. The other processes have old and new weights mixed. Exit code
+    1."""
 
 
 class GenerationError(RuntimeError):
@@ -153,17 +154,18 @@ def printable(text: str, kept: str = "\n\t") -> str:
 
 
 LONGEST_REPORTED = 3_000
-"""Largest number of characters of an error line to show, since keys, names and values may be as long as a file."""
+"""Maximum number of characters of an error line that are shown, since keys, names and values may be as long as a
+file."""
 
 
 def report_error(problem: object) -> None:
-    """Print an error that ends the program to standard error as `error: ...`."""
+    """Print an error that ends the program as `error: ...` to standard error."""
     lines = [_cut(line) for line in printable(str(problem)).split("\n")]
     print("error: " + "\n".join(lines), file=sys.stderr, flush=True)
 
 
 def report_problems(error: UserError) -> None:
-    """Print the problems of an error, unless they were printed before."""
+    """Print the problems of an error, unless they have been printed before."""
     if not error.is_reported:
         for problem in error.problems:
             report_error(problem)
@@ -177,14 +179,14 @@ def _cut(line: str) -> str:
 
 
 def escape_log_messages() -> None:
-    """Apply `printable` to all messages of `logging`, since libraries quote untrusted files."""
+    """From now on, apply `printable` to all messages of `logging`, since libraries quote untrusted files."""
     make = logging.getLogRecordFactory()
     if getattr(make, "escapes", False):
         return
 
     def make_printable(*arguments: Any, **more: Any) -> logging.LogRecord:
         record = make(*arguments, **more)
-        with suppress(Exception):  # a mistake of the library, which `logging` reports
+        with suppress(Exception):  # `logging` itself reports such a mistake of the library
             record.msg, record.args = _cut(printable(record.getMessage())), ()
         return record
 
@@ -197,27 +199,27 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+(?=>)")
 
 
 def counted(number: int, noun: str, zero: str = "0") -> str:
-    """Return a number with its noun: `1 example`, `2,000 examples`."""
+    """Return a number with its noun, such as `1 example` or `2,000 examples`. `zero` replaces the number 0."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}" if number else f"{zero} {noun}s"
 
 
 def json_problem(error: json.JSONDecodeError) -> str:
-    """Return Python's message on a JSON text without a final "at", so that callers can append the position."""
+    """Return Python's message about a JSON text, without a final "at", so that callers can append the position."""
     return error.msg.removesuffix(" at").removesuffix(": ")
 
 
 def without_addresses(text: str) -> str:
-    """Remove memory addresses of objects from a text: `<function score>`."""
+    """Return a text without the memory addresses of objects, such as `<function score>`."""
     return _ADDRESS.sub("", text)
 
 
 def encodable(text: str) -> str:
-    """Return a text that UTF-8 can encode. Half a surrogate pair is escaped, such as `\\ud83d`."""
+    """Return a text that UTF-8 can encode. Half of a surrogate pair is escaped, such as `\\ud83d`."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def one_line(error: BaseException) -> str:
-    """Return type and first line of a library's error, whose `str` may raise."""
+    """Return type and first line of a library's error, or only the type if its `str` raises."""
     name = type(error).__name__
     try:
         lines = str(error).strip().splitlines()

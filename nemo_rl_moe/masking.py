@@ -1,8 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Masks for secrets: values under keys such as `HF_TOKEN` or `password`, and passwords in URLs.
+"""Masks secrets: values of keys such as `HF_TOKEN` or `password`, and passwords in URLs.
 
-Keys that only look like a secret stay readable: `max_num_tokens`, `eos_token`, `tokenizer`, `image_key`, `output_key`.
+Values of keys that only look like secrets stay readable: `max_num_tokens`, `eos_token`, `tokenizer`, `image_key`,
+`output_key`.
 """
 
 import re
@@ -11,7 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 MASK = "***"
-"""Replacement of a secret."""
+"""Text that replaces a secret."""
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _ALWAYS = re.compile(r"apikeys?|authorization|bearer|cookies?|credentials?|jwt|passphrase|passwd|passwords?|secrets?")
@@ -24,10 +25,10 @@ _OF_A_TEXT = re.compile(
     r"a|added|and|begin|bos|cls|decoder|each|end|eos|extra|first|generated|image|last|mask|max|min|next|num|pad|per"
     r"|prompt|response|sep|special|start|stop|think|tool|unk|video|vision"
 )
-"""Words before `token` if that means a piece of a text."""
+"""Words before `token` in keys where a token is a piece of a text."""
 _PLACE = re.compile(r"dir|env|files?|folder|path")
-# Limited lengths and fixed beginnings of words keep the time linear in any text. A URL that was converted to a path has
-# one slash.
+# Limited lengths and fixed beginnings of words keep the time linear in the length of any text. The second slash is
+# optional, since a URL that was converted to a path has one slash.
 _USER_AND_PASSWORD = re.compile(
     r"(?P<before>(?<![\w+.-])[A-Za-z][\w+.-]{0,30}://?[^\s/@:?#'\"]{0,300})"
     r":(?:[^\s/?#'\"]{0,300}|(?!\d{1,5}[/?#])[^\s'\"]{0,300})@"
@@ -41,11 +42,11 @@ _OPENED = re.compile(r"(?<![\w-])(?P<key>[\w-]+)[\"']?\s*[=:]\s*[\[{]")
 
 
 def is_secret(key: str) -> bool:
-    """Return whether the last part of a key, or an environment variable, names a secret."""
+    """Return whether a key, by its last part, or an environment variable names a secret."""
     name = key.rpartition(".")[2]
     words = [word.lower() for word in _WORD.findall(name)]
     if not words or _PLACE.fullmatch(words[-1]):
-        return False  # the path of a secret is not secret
+        return False  # the path of a secret is no secret
     before, last = words[-2] if len(words) > 1 else "", words[-1]
     pairs = list(pairwise(words))
     if any(map(_ALWAYS.fullmatch, words)) or ("connection", "string") in pairs:
@@ -65,7 +66,7 @@ def masked(value: Any, key: str = "") -> Any:
     """Return a copy of nested mappings and lists in which secrets are masked.
 
     Args:
-        key: Key of the value. If it names a secret, everything below it is masked.
+        key: Key of the value. If it names a secret, everything in the value is masked.
     """
     hides = is_secret(key)
     if isinstance(value, Mapping):
@@ -75,13 +76,13 @@ def masked(value: Any, key: str = "") -> Any:
     if not hides:
         return masked_text(value) if isinstance(value, str) else value
     is_empty = value is None or value == "" or isinstance(value, bool)
-    # A number at a key with "token" may be a token id. Other numbers are masked, such as a password of digits.
+    # A number under a key with "token" may be a token id. Other numbers, such as a password of digits, are masked.
     is_number = isinstance(value, int | float) and "token" in key.lower() and not key.isupper()
     return value if is_empty or is_number else MASK
 
 
 def masked_text(text: str) -> str:
-    """Return a text with passwords in URLs masked: `https://user:***@host`."""
+    """Return a text in which passwords in URLs are masked, such as `https://user:***@host`."""
     if ":/" not in text:
         return text
     text = _TOKEN_AS_USER.sub(rf"\g<before>{MASK}@", _USER_AND_PASSWORD.sub(rf"\g<before>:{MASK}@", text))
@@ -89,17 +90,17 @@ def masked_text(text: str) -> str:
 
 
 def masked_assignment(text: str) -> str:
-    """Return an override such as `section.HF_TOKEN=value`, which may be malformed, with secrets masked."""
+    """Return an override such as `section.HF_TOKEN=value` with secrets masked. The override may be malformed."""
     key, sign, value = text.partition("=")
     if sign and any(map(is_secret, key.strip().split("."))):
         return f"{key}{sign}{MASK}"
     if any(is_secret(found["key"]) for found in _OPENED.finditer(value)):
-        return f"{key}{sign}{MASK}"  # all of it, since to find the nested secrets would take a parser
+        return f"{key}{sign}{MASK}"  # all of the value, since finding a nested secret would need a parser
     return masked_text(_ASSIGNED.sub(_hide_if_secret, text))
 
 
 def masks_in(value: Any, key: str = "") -> Iterator[str]:
-    """Yield the full keys of values that contain the mask instead of a secret."""
+    """Yield the full keys of values in which the mask replaces a secret."""
     entries = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
     for name, entry in entries:
         yield from masks_in(entry, f"{key}.{name}" if key else str(name))
@@ -108,7 +109,7 @@ def masks_in(value: Any, key: str = "") -> Iterator[str]:
 
 
 def _has_masks(text: str) -> bool:
-    """Return whether `masked_text` put masks into a text."""
+    """Return whether `masked_text` has masked something in a text."""
     queries = _IN_A_QUERY.finditer(text)
     return f"{MASK}@" in text or any(is_secret(each["key"]) and each[0].endswith(f"={MASK}") for each in queries)
 

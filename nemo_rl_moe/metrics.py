@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics with a reduction, and the seconds and tokens of a step's phases."""
+"""Metrics with their reduction, and the seconds and tokens of a step's phases."""
 
 import math
 import time
@@ -11,29 +11,30 @@ from enum import Enum
 
 
 class Reduction(Enum):
-    """Reduction of a metric's values, one per microbatch or rank, to one number."""
+    """How a metric's values, one per microbatch or rank, are reduced to one number."""
 
     SUM = "sum"
     SHARE = "share"
-    """Values are shares that add up to a mean over the trained tokens of a global batch. For several global batches,
-    the result is the mean over all their tokens."""
+    """Values are added. Each is the part of one microbatch or rank in a mean over the trained tokens of a global batch.
+    For several global batches, the result is the mean over all their tokens."""
     SEQUENCE_SHARE = "sequence_share"
-    """Like `SHARE` for a mean over the sequences with trained tokens, or over a fixed number of them, such as pairs."""
+    """Like `SHARE`, for a mean over the sequences with trained tokens, or over a fixed number of sequences, such as
+    pairs."""
     PART = "part"
-    """Sums from which metrics are computed, such as a numerator and a divisor, and which are not logged."""
+    """Sums that are not logged. Metrics are computed from them, such as from a numerator and a divisor."""
     MIN = "min"
     MAX = "max"
 
 
 @dataclass(frozen=True)
 class MetricSeries:
-    """Values of one metric, one per microbatch or rank, and their reduction."""
+    """Values of one metric, one per microbatch or rank, and how they are reduced."""
 
     values: tuple[float, ...]
     reduction: Reduction
 
     def reduce(self) -> float:
-        """Reduce the values to one number. NaN without values."""
+        """Return the values reduced to one number. NaN without values."""
         if not self.values:
             return math.nan
         if self.reduction is Reduction.MIN:
@@ -42,7 +43,7 @@ class MetricSeries:
 
 
 def concatenate(series: Iterable[MetricSeries]) -> MetricSeries:
-    """Concatenate the values of one metric from several ranks."""
+    """Return one series with the values of the same metric from several ranks."""
     parts = list(series)
     reductions = {part.reduction for part in parts}
     if len(reductions) != 1:
@@ -51,7 +52,7 @@ def concatenate(series: Iterable[MetricSeries]) -> MetricSeries:
 
 
 def timing_metrics(phase: str, seconds: float, num_tokens: int = 0) -> dict[str, float]:
-    """Return the seconds of a phase, and its tokens per second if it has tokens, as `timing/{phase}/...` keys."""
+    """Return `timing/{phase}/seconds` and, if tokens were counted, `timing/{phase}/tokens_per_second`."""
     metrics = {"seconds": seconds}
     if num_tokens:
         metrics["tokens_per_second"] = num_tokens / seconds
@@ -63,10 +64,10 @@ def with_prefix(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 class PhaseClock:
-    """Sums of the seconds and tokens of phases, which may occur several times.
+    """Adds up the seconds and tokens of phases. A phase may occur several times.
 
     Args:
-        clock: Monotonic clock, seconds.
+        clock: Monotonic clock, in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
@@ -76,7 +77,7 @@ class PhaseClock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the time of the body to this phase."""
+        """Add the time of this context's body to the phase `name`."""
         started = self._clock()
         try:
             yield
@@ -84,7 +85,7 @@ class PhaseClock:
             self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - started
 
     def count_tokens(self, name: str, num_tokens: int) -> None:
-        """Add tokens of a phase, for its tokens per second."""
+        """Add to the number of tokens of a phase, from which its tokens per second are computed."""
         self._tokens[name] = self._tokens.get(name, 0) + num_tokens
 
     def seconds(self, name: str) -> float:

@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Array shapes in annotations, such as `Float[Tensor, "tokens experts"]`, with or without jaxtyping.
+"""Array shapes in annotations, such as `Float[Tensor, "tokens experts"]`. They work with and without jaxtyping.
 
-So the packages that other training loops use only need torch and numpy for them.
+So the packages of this project that other training loops use only need torch and numpy.
 """
 
 from typing import TYPE_CHECKING, Any

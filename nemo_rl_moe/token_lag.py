@@ -1,8 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Lag of a sampled token: optimizer steps from the weights that sampled it to the weights that are trained on it.
+"""Lag of a sampled token: the number of optimizer steps between the weights that sampled it and the weights that train
+on it.
 
-Metrics by lag have five fixed classes, so that their shapes are the same on every rank.
+Metrics by lag use five fixed classes of lags, so that their shapes are the same on every rank.
 """
 
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 TOKEN_LAG = "token_lag"
 """Name of the column of a batch."""
 NO_LAG = -1
-"""Lag, and class, of a token that no model sampled."""
+"""Lag and class of a token that no model has sampled."""
 LOWEST_LAGS = (0, 1, 2, 3, 5)
 LAG_CLASSES = ("0", "1", "2", "3_to_4", "5_or_more")
 """Names of the classes in metrics."""

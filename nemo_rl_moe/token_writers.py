@@ -1,6 +1,7 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Writer of each token of a conversation (the prompt, the model or the environment), from the sampled positions."""
+"""The writer of each token of a conversation: the prompt, the model or the environment. It follows from the positions
+of sampled tokens."""
 
 import numpy as np
 
@@ -12,8 +13,8 @@ PROMPT, CALL, RESULT, ANSWER = range(4)
 WRITERS = ("prompt", "call", "result", "answer")
 """Names of the classes in files and metrics.
 
-prompt: tokens before the first sampled one. call: responses before the last one. result: tokens that the environment
-adds, with the chat template's markup. answer: the last response.
+prompt: tokens before the first sampled token. call: sampled tokens of all responses but the last. result: tokens that
+the environment adds after a response, with the chat template's markup. answer: sampled tokens of the last response.
 """
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The commands that need the packages of training: algorithms, configurations, data, models.
+"""The commands that need the packages of training: for algorithms, configurations, data and models.
 
 Each command imports heavy packages only if it needs them.
 """
@@ -66,7 +66,7 @@ Missing files, folders, models, modules and functions are reported on standard e
 start of a run. Models and data on the hub are not checked.
 
 --from-nemo-rl FILE translates a configuration of NeMo-RL into a file that inherits from a shipped one. Comments in it
-list keys that are read differently and keys without a counterpart. Standard error lists the latter too. The files of
+list keys with another meaning here, and keys without a counterpart, which standard error lists too. The files of
 `defaults:` must be next to FILE. The result is checked like a run: problems that would keep it from starting are
 reported on standard error, with exit code 2. Intended differences: docs/migrating.md.
 
@@ -123,14 +123,19 @@ def add_commands(commands: "argparse._SubParsersAction[Any]", examples: str) -> 
             )
         if name == _DATA:
             command.add_argument(
-                "--show", type=_number, default=3, metavar="N", help="samples to show, from the first on (default: 3)"
+                "--show",
+                type=_number,
+                default=3,
+                metavar="N",
+                help="number of samples to show, from the first (default: 3)",
             )
         elif name == _PLAN:
             command.add_argument(
                 "--target", metavar="MACHINES", help="plan for other machines than this one; see below"
             )
         elif name != _CONFIG:
-            # For the process that a supervisor starts, which reads the resolved configuration from standard input.
+            # Used by the supervisor for the process that it starts. This process reads the configuration from standard
+            # input.
             command.add_argument("--run-id", help=argparse.SUPPRESS)
             command.add_argument("--restart-number", type=int, default=0, help=argparse.SUPPRESS)
             command.add_argument("--started", type=float, help=argparse.SUPPRESS)
@@ -153,8 +158,8 @@ def run(options: argparse.Namespace, rest: Sequence[str], *, owns_process: bool)
     """Run one of the commands, and return the exit code.
 
     Args:
-        owns_process: The process does nothing else. A run then ends all processes that it started, and is restarted up
-            to `cluster.max_restarts` times.
+        owns_process: Whether this process does nothing else. If so, a run ends all processes that it started, and is
+            restarted up to `cluster.max_restarts` times.
     """
     if options.command in _OF_WEIGHTS:
         _OF_WEIGHTS[options.command].run(options)
@@ -175,7 +180,8 @@ def _run_with_config(options: argparse.Namespace, overrides: Sequence[str], *, o
     if options.command == _CONFIG and options.from_nemo_rl is not None:
         if options.config is not None or overrides:
             raise ConfigurationError(
-                "config: --from-nemo-rl FILE stands alone; overrides go with the file that it gives"
+                "config: --from-nemo-rl FILE takes no --config and no overrides; override keys of the file that it"
+                " prints"
             )
         return _print_translation(options.from_nemo_rl)
     if options.command not in (_CONFIG, _DATA, _PLAN) and options.run_id is not None:
@@ -227,7 +233,7 @@ def _print_config(config_path: str, overrides: Sequence[str]) -> None:
     resolved = dump_resolved(config)
     text = OmegaConf.to_yaml(OmegaConf.create(resolved))
     if not text.replace("\n", "").isprintable():
-        # Like `to_yaml`, but with escapes for characters that could move a terminal's cursor.
+        # Like `to_yaml`, but characters that could move a terminal's cursor are escaped.
         text = yaml.dump(resolved, Dumper=get_omega_conf_dumper(), default_flow_style=False, sort_keys=False)
     print(text, end="", flush=True)
     if problems := missing_parts(config):

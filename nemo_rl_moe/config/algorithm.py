@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The record of an algorithm, and the registry of all algorithms with the built-in ones.
+"""The record of an algorithm, and the registry of algorithms with the built-in ones.
 
 Commands, configuration, checkpoints, reports and memory plans read everything about an algorithm from its record. A
-custom one is named by `algorithm: my_module:ALGORITHM` in a configuration. Imports no torch.
+configuration names the record of a custom algorithm by `algorithm: my_module:ALGORITHM`. This module imports no torch.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,16 +25,17 @@ from nemo_rl_moe.config.user_code import described, import_attribute, with_colon
 from nemo_rl_moe.errors import ConfigurationError
 
 ALGORITHM_KEY = "algorithm"
-"""Top-level key that names the algorithm of a configuration. Otherwise a built-in algorithm's section implies it."""
+"""Top-level key that names the algorithm of a configuration. Without it, the section of a built-in algorithm names
+it."""
 AUTO_METRIC = "auto"
 """Value of `checkpointing.metric_name` that leaves the choice to the algorithm."""
-POSITION_IN_THE_DATA = "the checkpoint counts its place in the data in units of it"
-ORDER_OF_THE_DATA = "the checkpoint's place in the data is one in the order that it gives"
+POSITION_IN_THE_DATA = "the checkpoint stores its position in the data as a number of batches of this size"
+ORDER_OF_THE_DATA = "the checkpoint's position in the data only holds for the order that this value gives"
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """Record of an algorithm. Its functions take a checked instance of `config_class`.
+    """Record of an algorithm. The functions in it take a checked instance of `config_class`.
 
     Attributes:
         name: Name in commands, checkpoints and reports, and of the algorithm's section of the configuration.
@@ -55,9 +56,10 @@ class Algorithm:
             `roles_of` adds the reward model of rollouts.
         optional_places: Roles without a separate model that may get machines in `cluster.roles`, with a description.
             Without an entry there they share the policy's machines.
-        responses_at_a_time: Most responses that are generated at the same time. None: the algorithm generates nothing.
-        rollouts_run_ahead: Whether `run` takes its trajectories from `launch.grpo.start_source` and notifies the
-            source of each update of the weights. If not, `grpo.rollouts.mode: asynchronous` is refused.
+        responses_at_a_time: Maximum number of responses that are generated at the same time. None: the algorithm
+            generates nothing.
+        rollouts_run_ahead: Whether `run` takes its trajectories from `launch.grpo.start_source` and notifies the source
+            of each update of the weights. If not, `grpo.rollouts.mode: asynchronous` is refused.
         losses: Loss functions that `run` trains with. Each is called once on three tokens before anything starts, to
             report errors in its loss or metrics early. Other losses fail when the first step trains.
         best_metric: Metric of `checkpointing.metric_name: auto`, of which higher values are better.
@@ -94,11 +96,11 @@ class Algorithm:
         return self.loop or self.name
 
     def num_updates(self, config: MasterConfig, num_steps: int) -> int:
-        """Return the optimizer steps in `num_steps` steps of a role that always trains."""
+        """Return the number of optimizer steps in `num_steps` steps, for a role that always trains."""
         return num_steps * self.updates_per_step(config)
 
     def num_policy_updates(self, config: MasterConfig, num_steps: int) -> int:
-        """Return the optimizer steps of the policy in `num_steps` steps."""
+        """Return the number of optimizer steps of the policy in `num_steps` steps."""
         return self.num_updates(config, max(num_steps - self.steps_of_critic_alone(config), 0))
 
     def loop_of(self, config: MasterConfig) -> Any:
@@ -106,7 +108,7 @@ class Algorithm:
         return getattr(config, self.loop_name)
 
     def entry_point(self) -> Callable[[Any, Any], None]:
-        """Return the function that runs the algorithm, importing it if the record names it."""
+        """Return the function that runs the algorithm. If the record has its name, import it."""
         if not isinstance(self.run, str):
             assert self.run is not None
             return self.run
@@ -115,7 +117,7 @@ class Algorithm:
 
 
 def grpo_responses_at_a_time(config: GRPOMasterConfig) -> int:
-    """Return the responses of a step or, if known and larger, of a validation."""
+    """Return the number of responses of a step or, if known and larger, of a validation."""
     validation = 0
     if config.data.validation is not None and config.grpo.max_val_samples is not None:
         validation = config.grpo.max_val_samples * config.grpo.val_num_generations
@@ -123,7 +125,7 @@ def grpo_responses_at_a_time(config: GRPOMasterConfig) -> int:
 
 
 def grpo_best_metric(config: GRPOMasterConfig) -> str:
-    """Return accuracy if all rewards are right or wrong, and the reward if they may be graded or are custom."""
+    """Return `val:accuracy` if all rewards are right or wrong, and `val:reward` if rewards may be graded or custom."""
     is_binary = config.reward_model is None and all(map(_has_binary_reward, config.env.environments.values()))
     return "val:accuracy" if is_binary else "val:reward"
 
@@ -134,7 +136,8 @@ def _has_binary_reward(env: EnvironmentConfig) -> bool:
 
 
 def places_of_engines(config: GRPOMasterConfig) -> Mapping[str, str]:
-    """Return the role of generation engines with a copy of the weights, which may have separate machines."""
+    """Return the role of generation engines with its description, if the engine has a copy of the weights. Such engines
+    may have separate machines."""
     return {} if config.policy.generation.engine.shares_weights else {GENERATION_ROLE: "generation engines"}
 
 
@@ -176,7 +179,8 @@ ALGORITHMS: dict[str, Algorithm] = {
         ),
     )
 }
-"""The built-in algorithms and the algorithms named by configurations of this process, by name."""
+"""Name -> algorithm, for the built-in algorithms and custom algorithms that configurations of this process have
+named."""
 ALGORITHMS["ppo"] = replace(
     ALGORITHMS["grpo"],
     name="ppo",
@@ -212,7 +216,7 @@ def algorithm_of(config: MasterConfig) -> Algorithm:
 
 
 def roles_of(config: MasterConfig) -> Mapping[str, RoleModelConfig]:
-    """Return the models other than the policy with separate workers, by role."""
+    """Role -> model, for models other than the policy that have separate workers."""
     roles = dict(algorithm_of(config).roles(config))
     if isinstance(config, GRPOMasterConfig) and config.reward_model is not None:
         roles[REWARD_MODEL_ROLE] = config.reward_model
@@ -220,15 +224,16 @@ def roles_of(config: MasterConfig) -> Mapping[str, RoleModelConfig]:
 
 
 def metric_in_force(config: MasterConfig) -> str | None:
-    """Return the metric that selects the best checkpoints, with `auto` resolved. None: the newest are kept."""
+    """Return the metric that selects the best checkpoints, with `auto` resolved. None: the newest checkpoints are
+    kept."""
     name = config.checkpointing.metric_name
     return algorithm_of(config).best_metric(config) if name == AUTO_METRIC else name
 
 
 def find_algorithm(name: str) -> Algorithm:
-    """Return a built-in algorithm by its name, or import and register one by `package.module:ATTRIBUTE`.
+    """Return the built-in algorithm `name`, or import and register the algorithm that `package.module:ATTRIBUTE` names.
 
-    The working folder is on the search path.
+    Modules are also searched in the working folder.
     """
     if name in BUILT_IN:
         return ALGORITHMS[name]

@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rules between settings. Each is a pure function that yields one line for each problem.
+"""Rules between settings. Each rule is a pure function that yields one line for each problem.
 
-A rule that needs a value that the schema rejected is skipped. All others run, so that the user sees every problem at
-once.
+If the schema rejected a value, the rules that need it are skipped. All other rules run, so that the user sees every
+problem at once.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +32,7 @@ def combination_problems(config: MasterConfig, *, is_whole: bool, megatron_versi
     """Return one line for each rule that the configuration breaks.
 
     Args:
-        is_whole: False if values are missing. Rules that need them are skipped.
+        is_whole: Whether the configuration has all values. If not, rules that need a missing value are skipped.
         megatron_version: Installed version of Megatron-Core. None: allow the fields of any version.
     """
     rules: list[Rule] = [*COMMON_RULES, *DATA_RULES, *CHECKPOINTING_RULES, *algorithm_of(config).rules]
@@ -47,11 +47,11 @@ def path_problems(config: MasterConfig, *, is_whole: bool) -> list[str]:
 
 
 def apply_rules(rules: Sequence[Rule], config: MasterConfig, *, is_whole: bool) -> list[str]:
-    """Run each rule. On a partial configuration, a rule ends at the first missing value."""
+    """Run each rule and return all problems. On a partial configuration, a rule ends at the first missing value."""
     problems: list[str] = []
     for rule in rules:
         try:
-            problems.extend(rule(config))  # keeps the lines before a missing value
+            problems.extend(rule(config))  # keeps the lines that come before a missing value
         except ConfigurationError as error:  # the user's engine cannot be found
             problems.extend(error.problems)
         except AttributeError:
@@ -78,14 +78,14 @@ def model_parallel_fits_world(config: MasterConfig) -> Iterator[str]:
         f"tensor_model_parallel_size {tensor} x pipeline_model_parallel_size {pipeline}"
         f" x context_parallel_size {context}"
     )
-    # Keyed by size: one line if both sizes are the same.
+    # The keys are sizes, so that one line is made if both sizes are the same.
     for size, factors in {expert * expert_tensor * pipeline: experts, tensor * pipeline * context: dense}.items():
         if world % size:
             yield f"{workers} cannot be divided by {size} ({MEGATRON}: {factors}); take a multiple of {size} workers"
 
 
 def context_parallel_has_an_attention(config: MasterConfig) -> Iterator[str]:
-    """Check that context parallelism has Transformer Engine's attention, the only one that supports it."""
+    """Check that context parallelism has Transformer Engine's attention. No other attention supports it."""
     megatron = config.policy.megatron_cfg
     without = {
         "on CPUs (cluster.gpus_per_node 0)": config.cluster.gpus_per_node == 0,
@@ -101,7 +101,7 @@ def context_parallel_has_an_attention(config: MasterConfig) -> Iterator[str]:
 
 
 def sequence_parallel_goes_with_tensor_parallel(config: MasterConfig) -> Iterator[str]:
-    """Check that sequence parallelism is on exactly with tensor parallelism, as MoE layers need it."""
+    """Check that sequence parallelism is on if and only if tensor parallelism is on. MoE layers need this."""
     megatron = config.policy.megatron_cfg
     if megatron.sequence_parallel and megatron.tensor_model_parallel_size == 1:
         yield f"{MEGATRON}.sequence_parallel: true needs {MEGATRON}.tensor_model_parallel_size above 1"
@@ -130,11 +130,11 @@ RANK_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
 )
-"""Environment variables by which the ranks find their positions and each other."""
+"""Environment variables from which ranks learn their numbers and find each other."""
 
 
 def environment_leaves_ranks_their_places(config: MasterConfig) -> Iterator[str]:
-    """Check that the workers' variables are valid, and not set by the cluster."""
+    """Check that the workers' environment variables are valid, and are not variables that the run sets itself."""
     for name, value in config.policy.megatron_cfg.env_vars.items():
         if name in RANK_VARIABLES:
             yield f"{MEGATRON}.env_vars.{name}: got {value!r}, expected no such variable: it follows from the cluster"
@@ -143,7 +143,8 @@ def environment_leaves_ranks_their_places(config: MasterConfig) -> Iterator[str]
 
 
 def hybridep_has_batches_of_one_size(config: MasterConfig) -> Iterator[str]:
-    """Refuse HybridEP for batches of varying size. Its buffer has the size of the first batch that it sends."""
+    """Refuse HybridEP for batches of varying size: the size of its buffer is the size of the first batch that it
+    sends."""
     megatron = config.policy.megatron_cfg
     if megatron.moe_flex_dispatcher_backend == "hybridep" and not megatron.moe_hybridep_pad_uneven_dispatch_inputs:
         yield (
@@ -154,7 +155,8 @@ def hybridep_has_batches_of_one_size(config: MasterConfig) -> Iterator[str]:
 
 
 def virtual_pipeline_is_possible(config: MasterConfig) -> Iterator[str]:
-    """Check the interleaved schedule: several stages, several pieces, and a multiple of the stages as microbatches."""
+    """Check that the interleaved schedule has several stages, several pieces, and a multiple of the stages as the
+    number of microbatches."""
     megatron = config.policy.megatron_cfg
     pieces, stages = megatron.virtual_pipeline_model_parallel_size, megatron.pipeline_model_parallel_size
     name = f"{MEGATRON}.virtual_pipeline_model_parallel_size"
@@ -167,7 +169,7 @@ def virtual_pipeline_is_possible(config: MasterConfig) -> Iterator[str]:
         return
     policy = config.policy
     if policy.sequence_packing.enabled or policy.dynamic_batching.enabled:
-        return  # these choose a number of microbatches that fits
+        return  # both choose a number of microbatches that is such a multiple
     rows = policy.train_micro_batch_size * config.data_parallel_size
     if rows and policy.train_global_batch_size % rows == 0 and (policy.train_global_batch_size // rows) % stages:
         yield (
@@ -184,7 +186,7 @@ def only_one_way_to_batch(config: MasterConfig) -> Iterator[str]:
 
 
 def packing_has_an_attention(config: MasterConfig) -> Iterator[str]:
-    """Check that packed rows have an attention. Megatron-Core's unfused one refuses them."""
+    """Check that the attention accepts packed rows. Megatron-Core's unfused attention refuses them."""
     if config.policy.sequence_packing.enabled and config.policy.megatron_cfg.layer_spec == "local":
         yield (
             f"policy.sequence_packing.enabled: true cannot be used with {MEGATRON}.layer_spec local, whose attention"
@@ -193,7 +195,8 @@ def packing_has_an_attention(config: MasterConfig) -> Iterator[str]:
 
 
 def a_microbatch_holds_the_longest_sample(config: MasterConfig) -> Iterator[str]:
-    """Check that the token budget of a microbatch is enough for the longest sample, which may be two sequences."""
+    """Check that the token budget of a microbatch is enough for the longest sample. A sample may consist of two
+    sequences."""
     num_sequences = algorithm_of(config).sequences_per_sample
     is_pair, ranks = num_sequences == 2, config.policy.megatron_cfg.context_parallel_size
     multiple = sequence_multiple(ranks)
@@ -246,7 +249,7 @@ def details_are_asked_for_once(config: MasterConfig) -> Iterator[str]:
 
 
 def recompute_is_said_once(config: MasterConfig) -> Iterator[str]:
-    """Check that Megatron-Core's older switch for recomputing MoE layers agrees with `activation_checkpointing`."""
+    """Check that `moe_layer_recompute`, Megatron-Core's older switch, agrees with `activation_checkpointing`."""
     megatron = config.policy.megatron_cfg
     older, ours = megatron.moe_transformer_fields.get("moe_layer_recompute"), megatron.activation_checkpointing
     if older is not None and older != (ours == "moe"):
@@ -265,7 +268,7 @@ def megatron_has_the_fields(config: MasterConfig, installed: str) -> Iterator[st
 
 
 def roles_are_placed(config: MasterConfig) -> Iterator[str]:
-    """Check that the algorithm's roles have machines, and layouts that fit them."""
+    """Check that the algorithm's roles have machines, and that their parallel layouts fit the machines."""
     algorithm = algorithm_of(config)
     roles = roles_of(config)
     known_names = [*roles, *algorithm.optional_places(config)]
@@ -281,7 +284,10 @@ def roles_are_placed(config: MasterConfig) -> Iterator[str]:
         yield f"cluster.roles.{name}: no role of the algorithm {algorithm.name}; {known}"
     for name, model in roles.items():
         if name not in config.cluster.roles:
-            yield f"cluster.roles.{name}: missing; expected where the workers of the {name} are placed, or {{}}"
+            yield (
+                f"cluster.roles.{name}: missing; expected num_nodes and gpus_per_node (or cpu_workers_per_node) for the"
+                f" workers of the {name}, or {{}} for the policy's sizes"
+            )
             continue
         update = {"policy": model.as_policy(config.policy), "cluster": config.cluster.place_of(name)}
         rules = (*LAYOUT_RULES, *TRAINING_RULES) if isinstance(model, TrainedRoleConfig) else LAYOUT_RULES
@@ -306,7 +312,7 @@ LAYOUT_RULES: tuple[Rule, ...] = (
     expert_tensor_parallel_size_is_possible,
 )
 TRAINING_RULES: tuple[Rule, ...] = (global_batch_divides, learning_rates_fall)
-"""Rules for trained roles other than the policy. For the policy they are among the common rules."""
+"""Rules for trained roles other than the policy. For the policy, these rules are among the common rules."""
 COMMON_RULES: tuple[Rule, ...] = (
     roles_are_placed,
     loop_lets_rollouts_run_ahead,

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rules between settings of single algorithms. See `checks.py`."""
+"""Rules between settings that only some algorithms have. See `checks.py`."""
 
 from collections.abc import Iterator
 from math import gcd
@@ -105,11 +105,14 @@ def prompts_have_a_source(config: GRPOMasterConfig) -> Iterator[str]:
             if not isinstance(env.reward, ReasoningGymConfig):
                 given = "null" if env.reward is None else f"of kind {env.reward.kind}"
                 yield (
-                    f"{key}.{kind}.path: null draws prompts from a reasoning_gym task, but"
+                    f"{key}.{kind}.path: null samples prompts from a reasoning_gym task, but"
                     f" {environment_key(name)}.reward is {given}; name a file or a dataset"
                 )
             if source.num_items is None:
-                yield f"{key}.{kind}.num_items: null, expected how many prompts to draw, as {key}.{kind}.path is null"
+                yield (
+                    f"{key}.{kind}.num_items: got null, expected a number of prompts to sample, as {key}.{kind}.path is"
+                    " null"
+                )
 
 
 def sampled_prompts_are_held_out(config: GRPOMasterConfig) -> Iterator[str]:
@@ -123,7 +126,7 @@ def sampled_prompts_are_held_out(config: GRPOMasterConfig) -> Iterator[str]:
             continue
         if train.seed == validation.seed:
             yield (
-                f"{key}.validation.seed: got {validation.seed}, which is {key}.train.seed: validation would draw the"
+                f"{key}.validation.seed: got {validation.seed}, which is {key}.train.seed: validation would sample the"
                 " training prompts; expected another seed"
             )
 
@@ -149,7 +152,8 @@ def dynamic_sampling_may_replace_groups(config: GRPOMasterConfig) -> Iterator[st
 
 
 def named_rewards_come_from_somewhere(config: GRPOMasterConfig) -> Iterator[str]:
-    """Check the weights of named rewards: the scorer returns several rewards, and one weight is not 0."""
+    """Check that the scorer returns several rewards if there are weights of named rewards, and that one weight is not
+    0."""
     for name, env in config.env.environments.items():
         weights, section = env.reward_weights, environment_key(name)
         key = f"{section}.reward_weights"
@@ -176,7 +180,8 @@ def advantage_bounds_leave_room(config: GRPOMasterConfig) -> Iterator[str]:
 
 
 def ranks_may_have_different_numbers_of_tokens(config: GRPOMasterConfig) -> Iterator[str]:
-    """Refuse dispatchers that need equally many tokens on every rank. Generation does not ensure that."""
+    """Refuse token dispatchers that need the same number of tokens on every rank, since generation does not ensure
+    that."""
     megatron = config.policy.megatron_cfg
     if megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size == 1:
         return
@@ -201,7 +206,8 @@ def engine_has_what_it_needs(config: GRPOMasterConfig) -> Iterator[str]:
 
 
 def weights_can_travel(config: GRPOMasterConfig) -> Iterator[str]:
-    """Check the transport of weights to engines. NCCL needs a GPU for each process, and CUDA IPC a shared one."""
+    """Check the transport of weights to engines. NCCL needs engines with separate GPUs, and CUDA IPC engines on the
+    trainer's GPUs."""
     generation, key = config.policy.generation, "policy.generation.weight_transport"
     chosen, has_own = generation.weight_transport, GENERATION_ROLE in config.cluster.roles
     engine = generation.engine
@@ -213,7 +219,7 @@ def weights_can_travel(config: GRPOMasterConfig) -> Iterator[str]:
         own = "cluster.roles.generation"
         yield f"{key}: got nccl, expected cuda_ipc or files: engines have no GPUs of their own ({own})"
     elif chosen == "cuda_ipc" and has_own:
-        yield f"{key}: got cuda_ipc, expected nccl, gloo or files: engines do not lie on the trainer's GPUs"
+        yield f"{key}: got cuda_ipc, expected nccl, gloo or files: the engines do not use the trainer's GPUs"
 
 
 def _largest_divisor(number: int, limit: int) -> int:
@@ -221,22 +227,23 @@ def _largest_divisor(number: int, limit: int) -> int:
 
 
 def replay_has_routes(config: GRPOMasterConfig) -> Iterator[str]:
-    """Check that nothing else controls the routers under replay, and that R2 has a pass before the first update."""
+    """Check that nothing else controls the routers under replay, and that `old_policy` has several updates in a
+    step."""
     megatron = config.policy.megatron_cfg
     key, replay = "policy.megatron_cfg.routing_replay", megatron.routing_replay
     if replay == "none":
         return
     reasons = {
-        "moe_router_fusion": "a fused router takes its own experts without a word",
-        "moe_enable_routing_replay": "both replay",
+        "moe_router_fusion": "a fused router ignores the replayed experts",
+        "moe_enable_routing_replay": "both would replay routes",
     }
     for flag, reason in reasons.items():
         if getattr(megatron, flag, None) is True:
             yield f"policy.megatron_cfg.{flag}: got true, expected false with {key} {replay}: {reason}"
     if replay == "old_policy" and config.updates_per_step == 1:
         yield (
-            f"{key}: got old_policy, expected none or rollout with one update a step: only later updates could replay"
-            " what the first one chose (smaller policy.train_global_batch_size for several)"
+            f"{key}: got old_policy, expected none or rollout if a step is one update: only later updates could replay"
+            " the routes of the first one (a smaller policy.train_global_batch_size gives several)"
         )
 
 
@@ -274,7 +281,8 @@ def some_loss_has_weight(config: DPOMasterConfig) -> Iterator[str]:
 
 
 def smoothing_has_labels(config: DPOMasterConfig) -> Iterator[str]:
-    """Check label smoothing: only two of the losses read it, and robust without it is plain DPO."""
+    """Check that a loss that reads label smoothing has it: only sigmoid and robust read it, and robust without it is
+    plain DPO."""
     kind, smoothing = config.dpo.preference_loss_type, config.dpo.label_smoothing
     if kind not in ("sigmoid", "robust") and smoothing > 0:
         yield (

@@ -72,11 +72,15 @@ def policy_is_sampled_as_it_is(config: DistillationMasterConfig) -> Iterator[str
     ):
         if found != expected:
             wanted = "null" if expected is None else expected
-            yield f"{key}.{name}: got {found}, expected {wanted} with teachers, whose distribution is that of logits"
+            yield (
+                f"{key}.{name}: got {found}, expected {wanted} with teachers, whose distribution is that of unchanged"
+                " logits"
+            )
 
 
 def given_responses_are_not_sampled(config: DistillationMasterConfig) -> Iterator[str]:
-    """Check that settings of sampled responses are off if responses are given, and the reverse."""
+    """Check that settings for sampled responses are off if responses are given, and that settings for given responses
+    are off if the policy samples them."""
     settings, loop, megatron = config.distillation, config.grpo, config.policy.megatron_cfg
     if settings.responses == "policy":
         if settings.response_key is not None:
@@ -100,9 +104,9 @@ def given_responses_are_not_sampled(config: DistillationMasterConfig) -> Iterato
     ):
         if found != expected:
             shown, wanted = (str(value).lower() if isinstance(value, bool) else value for value in (found, expected))
-            yield f"{key}: got {shown}, expected {wanted} {given}, which nobody samples"
+            yield f"{key}: got {shown}, expected {wanted} {given}, which are not sampled"
     if settings.topk_logits_k is None:
-        yield f"{_KEY}.topk_logits_k: got null, expected a number of candidates {given}, which nobody samples"
+        yield f"{_KEY}.topk_logits_k: got null, expected a number of candidates {given}, which are not sampled"
 
 
 def estimates_from_old_tokens_are_bounded(config: DistillationMasterConfig) -> Iterator[str]:

@@ -10,7 +10,7 @@ from nemo_rl_moe.config.schema_lora import ALL_LINEAR, MLP_TARGETS, ROUTER
 
 _KEY, _MEGATRON = "policy.lora", "policy.megatron_cfg"
 _ADAPTER_TRANSPORTS = ("files", "gloo")
-"""Transports to which every rank of the trainer contributes its tensors."""
+"""Transports in which every rank of the trainer sends its own tensors."""
 
 
 def rollouts_know_the_adapters(config: MasterConfig) -> Iterator[str]:
@@ -20,7 +20,7 @@ def rollouts_know_the_adapters(config: MasterConfig) -> Iterator[str]:
     lora, generation = config.policy.lora, config.policy.generation
     name, refit = "policy.generation.lora_refit", generation.lora_refit
     if refit == "adapter" and lora is None:
-        yield f"{name}: got adapter, expected merged without {_KEY}"
+        yield f"{name}: got adapter, expected merged because {_KEY} is null"
     elif refit == "adapter" and not generation.engine.takes_adapters:
         takers = ", ".join(engine for engine, record in BUILT_IN.items() if record.takes_adapters)
         yield (
@@ -34,8 +34,8 @@ def rollouts_know_the_adapters(config: MasterConfig) -> Iterator[str]:
         )
     if lora is not None and lora.dropout > 0:
         yield (
-            f"{_KEY}.dropout: got {lora.dropout}, expected 0.0 with rollouts, which are sampled without: the ratio of"
-            " probabilities would measure it"
+            f"{_KEY}.dropout: got {lora.dropout}, expected 0.0: rollouts are sampled without dropout, so that the ratio"
+            " of probabilities would contain its effect"
         )
 
 
@@ -68,8 +68,8 @@ def the_base_is_frozen(config: MasterConfig) -> Iterator[str]:
 
 
 def shared_experts_run_alone(config: MasterConfig) -> Iterator[str]:
-    """Refuse shared experts that overlap with communication. Megatron-Core then sums their output among ranks later,
-    and an adapter's term would count once for each rank."""
+    """Refuse shared experts that overlap with communication. With overlap, Megatron-Core sums their outputs over the
+    ranks later, and an adapter's term would count once for each rank."""
     if config.policy.lora is not None and config.policy.megatron_cfg.moe_transformer_fields.get(
         "moe_shared_expert_overlap"
     ):
@@ -78,7 +78,7 @@ def shared_experts_run_alone(config: MasterConfig) -> Iterator[str]:
 
 def factors_are_there_when_used(config: MasterConfig) -> Iterator[str]:
     """Refuse to gather weights during the next forward pass. Megatron-Core waits for a module's parameters when the
-    module is called, but the modules that hold an adapter's factors are not called."""
+    module is called, but the modules that hold an adapter's factors `A` and `B` are never called."""
     parallel = config.policy.megatron_cfg.distributed_data_parallel_config
     if config.policy.lora is not None and parallel.overlap_param_gather:
         yield (

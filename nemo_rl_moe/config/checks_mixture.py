@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of several environments in one run. See `checks.py`."""
+"""Rules for several environments in one run. See `checks.py`."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ KEY, DATA_KEY = "env.mixture", "data.environments"
 
 
 def environments_have_their_data(config: GRPOMasterConfig) -> Iterator[str]:
-    """Check that data and environments of the mixture have the same names."""
+    """Check that `data.environments` has the same names as the environments of the mixture."""
     mixture, sets = config.env.mixture, config.data.environments
     if not sets:
         return
@@ -47,7 +47,7 @@ def environments_share_validation(config: GRPOMasterConfig) -> Iterator[str]:
 
 
 def shared_prompts_are_read(config: GRPOMasterConfig) -> Iterator[str]:
-    """Check that prompts that environments share come from records, which can name an environment."""
+    """Check that prompts that environments share come from records, since a record can name its environment."""
     if not config.env.mixture or config.data.environments:
         return
     for name, source in (("train", config.data.train), ("validation", config.data.validation)):

@@ -48,7 +48,7 @@ def precision_aware_optimizer_is_possible(config: MasterConfig) -> Iterator[str]
 
 
 def settings_of_the_precision_aware_optimizer_are_read(config: MasterConfig) -> Iterator[str]:
-    """Check that formats of moments and offload are set only if the precision-aware optimizer reads them."""
+    """Check that number formats of moments, and offload, are set only if the precision-aware optimizer reads them."""
     chosen = config.policy.megatron_cfg.optimizer
     is_on, is_offloaded = chosen.use_precision_aware_optimizer, chosen.optimizer_cpu_offload
     for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
@@ -56,7 +56,7 @@ def settings_of_the_precision_aware_optimizer_are_read(config: MasterConfig) -> 
         if value == "float32":
             continue
         if not is_on:
-            yield f"{_OPTIMIZER}.{name}: got {value}, expected float32 without {_PRECISION_AWARE}=true"
+            yield f"{_OPTIMIZER}.{name}: got {value}, expected float32 unless {_PRECISION_AWARE}=true"
         elif is_offloaded:
             yield (
                 f"{_OPTIMIZER}.{name}: got {value}, expected float32 with {_OPTIMIZER}.optimizer_cpu_offload true,"
@@ -66,13 +66,13 @@ def settings_of_the_precision_aware_optimizer_are_read(config: MasterConfig) -> 
         yield f"{_OPTIMIZER}.optimizer_cpu_offload: true needs {_PRECISION_AWARE}=true, whose gradients it takes"
     if chosen.overlap_cpu_optimizer_d2h_h2d and not is_offloaded:
         yield (
-            f"{_OPTIMIZER}.overlap_cpu_optimizer_d2h_h2d: got true, expected false without"
-            f" {_OPTIMIZER}.optimizer_cpu_offload true"
+            f"{_OPTIMIZER}.overlap_cpu_optimizer_d2h_h2d: got true, expected false unless"
+            f" {_OPTIMIZER}.optimizer_cpu_offload=true"
         )
 
 
 def late_weights_are_possible(config: MasterConfig) -> Iterator[str]:
-    """Check that overlapped gathering has Megatron-Core's distributed optimizer and the buckets of the gradients."""
+    """Check that overlapped gathering of weights has the distributed optimizer and overlapped gradient reduction."""
     parallel = config.policy.megatron_cfg.distributed_data_parallel_config
     key = "policy.megatron_cfg.distributed_data_parallel_config"
     if parallel.overlap_param_gather and not (parallel.use_distributed_optimizer and parallel.overlap_grad_reduce):

@@ -26,7 +26,7 @@ def environment_has_its_reward_model(config: GRPOMasterConfig) -> Iterator[str]:
             f" {with_it}"
         )
     elif config.reward_model.weight == 0:
-        yield f"reward_model.weight: got 0, expected another {with_it}, where nothing else gives a reward"
+        yield f"reward_model.weight: got 0, expected another number {with_it}, since nothing else gives a reward"
 
 
 def reward_model_has_its_name(config: GRPOMasterConfig) -> Iterator[str]:
@@ -36,8 +36,8 @@ def reward_model_has_its_name(config: GRPOMasterConfig) -> Iterator[str]:
     for name, env in config.env.environments.items():
         if REWARD_MODEL_ROLE in (env.reward_weights or {}):
             yield (
-                f"{environment_key(name)}.reward_weights.{REWARD_MODEL_ROLE}: expected another name: that of the reward"
-                " model's score has its weight in reward_model.weight"
+                f"{environment_key(name)}.reward_weights.{REWARD_MODEL_ROLE}: expected another name: this is the name"
+                " of the reward model's score, whose weight is reward_model.weight"
             )
 
 

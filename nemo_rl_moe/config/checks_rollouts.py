@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of asynchronous rollouts. See `checks.py`."""
+"""Rules for asynchronous rollouts. See `checks.py`."""
 
 from collections.abc import Iterator
 
@@ -13,7 +13,7 @@ LAG_KEY = f"{KEY}.max_staleness"
 
 
 def engine_runs_beside_training(config: GRPOMasterConfig) -> Iterator[str]:
-    """Yield the engine that cannot generate during training."""
+    """Check that the engine can generate during training."""
     rollouts, generation = config.grpo.rollouts, config.policy.generation
     if not rollouts.is_asynchronous:
         return
@@ -31,7 +31,7 @@ def engine_runs_beside_training(config: GRPOMasterConfig) -> Iterator[str]:
 
 
 def lag_is_a_number_of_steps(config: GRPOMasterConfig) -> Iterator[str]:
-    """Yield limits of staleness that contradict each other."""
+    """Check that the limits of staleness do not contradict each other."""
     rollouts, updates = config.grpo.rollouts, config.updates_per_step
     if not rollouts.is_asynchronous:
         return
@@ -48,7 +48,7 @@ def lag_is_a_number_of_steps(config: GRPOMasterConfig) -> Iterator[str]:
 
 
 def old_tokens_are_corrected(config: GRPOMasterConfig) -> Iterator[str]:
-    """Yield losses that would treat tokens of old weights as sampled by the policy."""
+    """Refuse losses that would treat tokens of old weights as if the policy had sampled them."""
     lag, loss = config.grpo.rollouts.most_lag, config.loss_fn
     if lag == 0 or loss.importance_sampling_correction != "none":
         return
@@ -70,8 +70,8 @@ def replayed_routes_are_of_one_version(config: GRPOMasterConfig) -> Iterator[str
     lag, replay = config.grpo.rollouts.most_lag, config.policy.megatron_cfg.routing_replay
     if lag > 0 and replay == "old_policy":
         yield (
-            f"policy.megatron_cfg.routing_replay: got old_policy, expected none or rollout with {LAG_KEY} {lag}: the"
-            " routes of a pass before the update are of other weights than those that sampled the tokens"
+            f"policy.megatron_cfg.routing_replay: got old_policy, expected none or rollout with {LAG_KEY} {lag}:"
+            " old_policy replays routes of the weights before the update, but older weights sampled the tokens"
         )
 
 
@@ -95,8 +95,8 @@ def replayed_mask_is_bounded_and_returned(config: GRPOMasterConfig) -> Iterator[
         )
     elif generation.top_k is None:
         yield (
-            f"{key}: got replay, expected none with policy.generation.top_k null, or such a number of tokens to keep at"
-            " most as 128: top_p alone may keep the whole vocabulary, whose ids would travel with each token"
+            f"{key}: got replay, expected none with policy.generation.top_k null, or a maximum such as 128: top_p alone"
+            " may keep the whole vocabulary, whose ids would be sent with each token"
         )
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rules between settings of the routers. See `checks.py`."""
+"""Rules between the routers' settings. See `checks.py`."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ MEGATRON = "policy.megatron_cfg"
 
 
 def routing_is_forced_in_one_way(config: MasterConfig) -> Iterator[str]:
-    """Check that at most one kind of forced routing is on, and that a hot rank exists."""
+    """Check that at most one kind of forced routing is on, and that the hot rank exists."""
     megatron = config.policy.megatron_cfg
     forced = {
         "moe_router_force_load_balancing": bool(megatron.moe_router_force_load_balancing),
@@ -35,7 +35,7 @@ def routing_is_forced_in_one_way(config: MasterConfig) -> Iterator[str]:
 
 
 def routers_have_gradients_to_measure(config: MasterConfig) -> Iterator[str]:
-    """Check that routers whose gradients are measured are tracked and trained, and not forced."""
+    """Check that routers are tracked and trained, and not forced, if their gradients are measured."""
     megatron, chosen = config.policy.megatron_cfg, config.policy.megatron_cfg.router_gradients
     reasons = {
         f"{MEGATRON}.track_moe_metrics false": not megatron.track_moe_metrics,
@@ -51,7 +51,8 @@ def routers_have_gradients_to_measure(config: MasterConfig) -> Iterator[str]:
 
 
 def balancing_types_match_coefficients(config: MasterConfig) -> Iterator[str]:
-    """Check that lists of balancing losses and of coefficients have the same length, and each loss appears once."""
+    """Check that the lists of balancing losses and of coefficients have the same length, and that each loss appears
+    once."""
     fields = config.policy.megatron_cfg.moe_transformer_fields
     types, coefficients = fields.get("moe_router_load_balancing_type"), fields.get("moe_aux_loss_coeff")
     times = Counter(types if isinstance(types, list) else ())
@@ -72,9 +73,9 @@ def balancing_types_match_coefficients(config: MasterConfig) -> Iterator[str]:
 
 
 def router_noise_is_for_fine_tuning(config: MasterConfig) -> Iterator[str]:
-    """Refuse jitter, capacity and sinkhorn, with which a token's probability depends on chance or on its batch.
+    """Refuse jitter, capacity and sinkhorn: with these, a token's probability depends on chance or on its batch.
 
-    Reinforcement learning and preference training compare probabilities of several passes.
+    Reinforcement learning and preference training compare probabilities from several passes.
     """
     if not isinstance(config, GRPOMasterConfig | DPOMasterConfig):
         return
@@ -83,31 +84,32 @@ def router_noise_is_for_fine_tuning(config: MasterConfig) -> Iterator[str]:
     if jitter := fields.get("moe_input_jitter_eps"):
         yield (
             f"{MEGATRON}.moe_input_jitter_eps: got {jitter:g}, expected null: {why} noise at the router changes it"
-            " from pass to pass; SFT takes it"
+            " from pass to pass; only SFT accepts this setting"
         )
     capacity = fields.get("moe_expert_capacity_factor")
     if capacity is not None and capacity >= 0:
         yield (
             f"{MEGATRON}.moe_expert_capacity_factor: got {capacity:g}, expected null: {why} dropped assignments change"
-            " it with the other sequences of a microbatch; SFT takes it"
+            " it with the other sequences of a microbatch; only SFT accepts this setting"
         )
     types = fields.get("moe_router_load_balancing_type")
     if types == "sinkhorn" or (isinstance(types, list) and "sinkhorn" in types):
         yield (
             f"{MEGATRON}.moe_router_load_balancing_type: got sinkhorn, expected aux_loss, seq_aux_loss, global_aux_loss"
-            f" or none: {why} sinkhorn routes in training by another rule than elsewhere; SFT takes it"
+            f" or none: {why} sinkhorn uses another routing rule in training than in other passes; only SFT accepts"
+            " this setting"
         )
 
 
 def only_losses_are_listed(config: MasterConfig) -> Iterator[str]:
-    """Check that a list of balancing types only has losses."""
+    """Check that a list of balancing types only contains losses."""
     types = config.policy.megatron_cfg.moe_transformer_fields.get("moe_router_load_balancing_type")
     if isinstance(types, list):
         for kind in ("sinkhorn", "quantile_balancing", "none"):
             if kind in types:
                 yield (
                     f"{MEGATRON}.moe_router_load_balancing_type: got {kind} in a list, expected aux_loss, seq_aux_loss"
-                    f" and global_aux_loss there; {kind} stands alone"
+                    f" and global_aux_loss there; {kind} must be the only type"
                 )
 
 

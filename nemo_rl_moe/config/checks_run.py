@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of checkpointing, and of the local files and folders that a configuration names."""
+"""Rules for checkpointing, and for the local files and folders that a configuration names."""
 
 import os
 import re
@@ -58,7 +58,7 @@ def chooses_by_validation(config: MasterConfig) -> bool:
 def metric_is_measured(config: LoopMasterConfig) -> Iterator[str]:
     """Check that the run measures its best metric."""
     if not chooses_by_validation(config) or config.data.validation is None:
-        return  # without validation data the newest are kept, as `notices.validation_is_off` reports
+        return  # without validation data the newest checkpoints are kept, as `notices.validation_is_off` reports
     name, loop = loop_section(config)
     if loop.val_period == 0 and not loop.val_at_end:
         yield (
@@ -91,7 +91,7 @@ def time_limit_is_a_duration(config: MasterConfig) -> Iterator[str]:
 
 
 def checkpoints_are_on_where_they_are_needed(config: MasterConfig) -> Iterator[str]:
-    """Check that checkpoints are on with a time limit or restarts, which need them."""
+    """Check that checkpoints are on if a time limit or restarts need them."""
     if config.checkpointing.enabled:
         return
     if config.checkpointing.checkpoint_must_save_by is not None:
@@ -104,7 +104,7 @@ def checkpoints_are_on_where_they_are_needed(config: MasterConfig) -> Iterator[s
 
 
 def _nearest_metric(name: str) -> str | None:
-    """Suggest `val:accuracy` for `val/accuracy`, its name in the metrics file."""
+    """Return a suggestion, such as `val:accuracy` for `val/accuracy` (its name in the metrics file), or None."""
     match = re.match(r"\s*(val\w*|train\w*)\s*[:/.]+\s*(\S+)", name)
     if match is None:
         return nearest(name, [AUTO_METRIC])
@@ -112,7 +112,7 @@ def _nearest_metric(name: str) -> str | None:
 
 
 def _nearest_duration(text: str) -> str | None:
-    """Suggest a duration: `3:30:00` lacks the days, and `00:27:00:00` has more hours than a day."""
+    """Return a suggestion, such as `00:03:30:00` for `3:30:00` or `01:03:00:00` for `00:27:00:00`, or None."""
     parts = text.strip().split(":")
     if not all(part.isascii() and part.isdigit() for part in parts) or not 2 <= len(parts) <= 4:
         return None
@@ -132,9 +132,10 @@ CHECKPOINTING_RULES = (
 
 
 def looks_like_a_path(name: str) -> bool:
-    """Return whether a name is a folder. A name on the hub has no leading dot or slash, and at most one slash.
+    """Return whether a name means a folder. A name on the hub has no leading dot or slash, and at most one slash.
 
-    A name below an existing folder is a folder too: asking the hub for a mistyped one takes half a minute.
+    A name below an existing folder counts as a folder too, because asking the hub for a mistyped folder takes half a
+    minute.
     """
     is_inside = "/" in name and Path(name).parent.is_dir()
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).is_dir() or is_inside
@@ -226,7 +227,8 @@ def _data_problem(key: str, source: DataSourceConfig | PromptSourceConfig) -> It
 
 
 def _not_found(path: Path) -> str:
-    """Return the error text for a path that does not exist, with its nearest neighbour, or is not a file."""
+    """Return the error text for a path that is not a file or does not exist, with the most similar name in its
+    folder."""
     if path.exists():
         return f"{path} is no plain file"
     neighbours = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []

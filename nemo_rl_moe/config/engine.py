@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The record of a generation engine, which configuration, memory plans and commands read. Imports no torch."""
+"""The record of a generation engine. Configuration, memory plans and commands read it. This module imports no torch."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EngineSize:
-    """Size of an engine's copies of the weights, for memory plans and the assignment of machines.
+    """Number and size of an engine's copies of the weights, for memory plans and the assignment of machines.
 
     Attributes:
-        num_copies: Copies of the weights, which share the requests.
-        ranks: Processes that share the weights of a copy. On GPUs, one GPU each.
+        num_copies: Number of copies of the weights. Requests are divided between them.
+        ranks: Number of processes that share the weights of a copy. On GPUs, each has a GPU.
         gpu_memory_utilization: Maximum share of a GPU's memory for a rank's weights and key-value cache. None: no
             limit.
-        cpu_cache_bytes: Key-value cache of a copy on CPUs. None: the size that each batch needs.
-        vocabulary_multiple: Embedding and output layer are padded to a multiple of this number of tokens.
+        cpu_cache_bytes: Bytes of a copy's key-value cache on CPUs. None: the size that each batch needs.
+        vocabulary_multiple: The vocabulary of embedding and output layer is padded to a multiple of this number.
     """
 
     num_copies: int
@@ -42,27 +42,30 @@ class EngineSize:
 
 @dataclass(frozen=True)
 class Engine:
-    """Record of a generation engine: everything that the package needs to know before it starts.
+    """Record of a generation engine: everything that the package needs to know before the engine starts.
 
     The functions take a checked configuration.
 
     Attributes:
         name: Value of `policy.generation.backend`, and name of the engine's section in `policy.generation`.
-        make: Starts the engine: a function of a `generation.registry.EngineSetup` that returns a `GenerationEngine`,
-            or `package.module:function`, which is imported when a run starts.
+        make: Function that starts the engine. It takes a `generation.registry.EngineSetup` and returns a
+            `GenerationEngine`. A text `package.module:function` is imported when a run starts.
         title: Name in plans. Empty: `name`.
         config_class: Schema of the section `policy.generation.NAME`. None: the engine has no section.
         rules: Checks between settings, run only for the chosen engine. Each yields one line for each problem.
-        shares_weights: True: the engine runs the trainer's weights on the trainer's workers. False: it keeps a copy,
-            which may have separate machines (`cluster.roles.generation`).
-        size: Size of an engine with a copy of the weights. None: plans do not count it.
+        shares_weights: Whether the engine runs the trainer's weights on the trainer's workers. If not, it keeps a copy,
+            and may have separate machines (`cluster.roles.generation`).
+        size: Function that returns the size of an engine with a copy of the weights. None: plans do not count the
+            engine.
         check_installation: Raises `ConfigurationError` if the engine cannot run here. Called before a model is read.
-        check_model: Raises `ConfigurationError` if the engine cannot run a model, given its Hugging Face
-            configuration.
-        number_format: Number format of the engine's computation, by the section `policy`. None: unknown.
-        captures_routes: Whether its sequences contain routed experts.
-        returns_kept_tokens: It returns the tokens that top-k and top-p left to sample from (`loss_fn.sampling_mask`).
-        takes_adapters: It applies the policy's adapters to a base that it keeps (`policy.generation.lora_refit`).
+        check_model: Raises `ConfigurationError` if the engine cannot run a model, given its Hugging Face configuration.
+        number_format: Function from the section `policy` to the number format of the engine's computation. It returns
+            None if the format is unknown.
+        captures_routes: Whether the engine's sequences contain routed experts.
+        returns_kept_tokens: Whether the engine returns the tokens that top-k and top-p left to sample from
+            (`loss_fn.sampling_mask`).
+        takes_adapters: Whether the engine can apply the policy's adapters to a base that it keeps
+            (`policy.generation.lora_refit`).
     """
 
     name: str
@@ -80,7 +83,7 @@ class Engine:
     takes_adapters: bool = False
 
     def factory(self) -> Callable[[Any], Any]:
-        """Return the function that starts the engine, importing it if the record names it."""
+        """Return the function that starts the engine. If the record has its name, import it."""
         if not isinstance(self.make, str):
             return self.make
         function: Callable[[Any], Any] = import_attribute(f"{self.name}: make", self.make)

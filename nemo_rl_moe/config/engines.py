@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The registry of generation engines, and the sections that they add to the schema of a configuration.
 
-The record of an engine outside of this package is named by `policy.generation.backend: my_module:ENGINE`. Imports no
-torch.
+A configuration names the record of an engine outside of this package by `policy.generation.backend: my_module:ENGINE`.
+This module imports no torch.
 """
 
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -23,15 +23,15 @@ _RECORDS = {
     "megatron_separate": "nemo_rl_moe.generation.megatron_separate.record:ENGINE",
     "vllm": "nemo_rl_moe.generation.vllm.record:ENGINE",
 }
-"""The records of this package. Add another one here."""
+"""Name -> reference to its record, for the engines of this package. Add further engines here."""
 BUILT_IN: dict[str, Engine] = {name: import_attribute(name, reference) for name, reference in _RECORDS.items()}
 
 
 def find_engine(backend: str) -> Engine:
-    """Return the record of a built-in engine by its name, or import another by `package.module:ENGINE`.
+    """Return the record of the built-in engine `backend`, or import the record that `package.module:ENGINE` names.
 
-    The name may also be a function of an `EngineSetup`, for an engine without further properties. The working folder is
-    searched for modules too.
+    The name may also refer to a function of an `EngineSetup`, for an engine without further properties. Modules are
+    also searched in the working folder.
     """
     if backend in BUILT_IN:
         return BUILT_IN[backend]
@@ -48,7 +48,7 @@ def find_engine(backend: str) -> Engine:
 
 
 def with_section_of(schema: type[Schema], engine: Engine) -> type[Schema]:
-    """Return the schema of a configuration with the section of an engine from outside of this package added."""
+    """Return the schema of a configuration, extended by the section of an engine from outside of this package."""
     if engine.config_class is None or engine.name in BUILT_IN:
         return schema
     policy = schema.model_fields["policy"].annotation

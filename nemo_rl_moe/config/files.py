@@ -21,15 +21,16 @@ from nemo_rl_moe.errors import ConfigurationError
 
 DEFAULTS_KEY = "defaults"
 BASE_NAME = "base.yaml"
-"""The shipped file of the keys that all algorithms share. No run starts from it, as it has no algorithm's section."""
+"""The shipped file with the keys that all algorithms share. No run can start from it, because it has no algorithm's
+section."""
 BASE_OF = {"sft": "sft.yaml", "grpo": "grpo.yaml"}
-"""The shipped file with every key of an algorithm and no recipe. Values that depend on the run are missing."""
+"""Algorithm -> shipped file with all its keys. The file is no recipe: values that depend on the run are missing."""
 KINDS_NAME = "environment_kinds.yaml"
 """The shipped file with the defaults of each kind of `env.driver` and `env.reward`."""
 KIND_KEY = "kind"
-"""Key of a section whose other keys depend on its value."""
+"""A key that names the kind of its section. The section's other keys depend on the kind."""
 SECTIONS_OF_KINDS = ("driver", "reward")
-"""Names of the sections that have such a key. In other sections, such as `parameters`, `kind` is an ordinary key."""
+"""Names of the sections with a kind. In other sections, such as `parameters`, `kind` is an ordinary key."""
 WHERE_THE_SHIPPED_ARE_LISTED = " (nemo-rl-moe config --help lists the shipped configurations)"
 _NO_SECTIONS = "expected sections such as `policy:`, got something else"
 _PACKAGED_EXEMPLARS = Path(__file__).resolve().parents[1] / "exemplar_configs"
@@ -48,7 +49,7 @@ def exemplar_names() -> list[str]:
 
 
 def exemplar_summaries() -> dict[str, str]:
-    """Return the first sentence of the comment at the head of each shipped configuration, by its name."""
+    """Name of a shipped configuration -> first sentence of the comment at its head."""
     summaries = {}
     for name in (*BASE_OF.values(), *exemplar_names()):
         lines = (exemplars_folder() / name).read_text(encoding="utf-8").splitlines()
@@ -59,7 +60,7 @@ def exemplar_summaries() -> dict[str, str]:
 
 
 def find_config(path: str | Path) -> Path:
-    """Find a configuration by its path, or by the name of a shipped one."""
+    """Return the path of a configuration. `path` is a path, or the name of a shipped configuration."""
     candidates = [Path(path), exemplars_folder() / path]
     for candidate in candidates:
         if candidate.is_file():
@@ -76,24 +77,24 @@ def find_config(path: str | Path) -> Path:
 _BASE_60 = re.compile(r"[-+]?[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?")
 _BASE_8 = re.compile(r"[-+]?0[0-7_]+")
 Join = Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]
-"""Function that merges the second of two trees over the first."""
+"""A function that merges the second of two trees over the first and returns the result."""
 
 
 def read_with_defaults(path: Path, *, shipped: bool = True, join: Join | None = None) -> dict[str, Any]:
-    """Read a YAML file over the files that its `defaults:` names, without interpolation.
+    """Read a YAML file merged over the files that its `defaults:` names. Interpolations are not resolved.
 
-    `defaults` is one file or a list, in which later files override earlier ones. The file itself overrides all. Names
-    are searched in the folder of the including file first, then among the shipped configurations.
+    `defaults` is a file or a list of files. Later files override earlier ones, and the file itself overrides all. A
+    file is searched in the folder of the including file first, then among the shipped configurations.
 
     Args:
-        shipped: Search the shipped configurations. False for files of another framework.
-        join: Merges a file over the files that it inherits from. None: `merge`.
+        shipped: Whether to search the shipped configurations. False for files of another framework.
+        join: Function that merges a file over the files that it inherits from. None: `merge`.
     """
     return _read_with_defaults(path, (), shipped, join or merge)
 
 
 def _read_with_defaults(path: Path, including: tuple[Path, ...], shipped: bool, join: Join) -> dict[str, Any]:
-    """Read a file; `including` holds the files that include it, outermost first."""
+    """Read a file. `including` holds the files that include it, outermost first."""
     here = path.resolve()
     if here in including:
         circle = " -> ".join(step.name for step in (*including[including.index(here) :], here))
@@ -111,7 +112,8 @@ def _read_with_defaults(path: Path, including: tuple[Path, ...], shipped: bool, 
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge `over` into `base` section by section. Other values, and sections of another kind, are replaced."""
+    """Return `base` with `over` merged into it, section by section. Other values, and sections of another kind, are
+    replaced."""
     merged = dict(base)
     for key, value in over.items():
         below = merged.get(key)
@@ -125,7 +127,7 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield full keys, such as `a.b.c`, and values that are not sections. An empty section counts as a value."""
+    """Yield each value that is not a section, with its full key such as `a.b.c`. An empty section counts as a value."""
     for name, value in tree.items():
         key = f"{above}{name}"
         if isinstance(value, Mapping) and value:
@@ -143,17 +145,17 @@ def value_at(tree: Mapping[str, Any], key: str) -> Any:
 
 
 def parse_value(text: str) -> Any:
-    """Parse one value as YAML, with OmegaConf's numbers (`1e-3` is one).
+    """Parse one value as YAML and return it. Numbers are read as by OmegaConf (`1e-3` is a number).
 
     Raises:
         YAMLError: The text is not YAML.
-        OmegaConfBaseException: An interpolation in it is malformed.
+        OmegaConfBaseException: An interpolation in the text is malformed.
     """
     return with_text_keys(OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False))["value"]
 
 
 def with_text_keys(value: Any) -> Any:
-    """Copy a value with every key as text. YAML reads a key such as `1` as a number."""
+    """Return a copy of a value in which every key is a text. YAML reads a key such as `1` as a number."""
     if isinstance(value, dict):
         return {str(key): with_text_keys(entry) for key, entry in value.items()}
     return [with_text_keys(entry) for entry in value] if isinstance(value, list) else value
@@ -198,10 +200,10 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigurationError(f"{path}: cannot be read: {reason}") from error
     content: dict[str, Any] = with_text_keys(_parsed(path, text))
-    return content  # a copy: its reader may change it
+    return content  # a copy, which the caller may change
 
 
-# Parsing takes most of the time of loading, and every configuration of a process inherits the same few files.
+# Parsing takes most of the time of loading, and all configurations of a process inherit the same few files.
 @lru_cache(maxsize=16)
 def _parsed(path: Path, text: str) -> dict[Any, Any]:
     """Parse a file's text. Callers must not change the result."""
@@ -226,12 +228,13 @@ def _parsed(path: Path, text: str) -> dict[Any, Any]:
 
 
 def _flow_hint(line: Sequence[str]) -> str:
-    """Return a hint at quotes if braces or brackets split an interpolation of the line."""
+    """Return a hint to use quotes if the line has an interpolation, which braces or brackets may have split, else an
+    empty text."""
     return '; inside of {...} and [...], put "${...}" in quotes' if line and "${" in line[0] else ""
 
 
 def traps(text: str) -> list[tuple[int, str]]:
-    """Find numbers that YAML 1.1 reads to the base of 60 (`1:30` is 90) or 8 (`017` is 15).
+    """Find numbers that YAML 1.1 reads in base 60 (`1:30` is 90) or in base 8 (`017` is 15).
 
     Returns:
         The line of each number, counted from 1, and its problem.
@@ -251,6 +254,6 @@ def _number_problem(word: str) -> str | None:
         return None
     read = yaml.safe_load(word)
     if isinstance(read, str) or (":" not in word and read == int(word.replace("_", ""))):
-        return None  # not a number in YAML, or the same number to the base of 10
+        return None  # not a number in YAML, or the same number in base 10
     base = 60 if ":" in word else 8
     return f"YAML reads {word} as {read}, a number to the base of {base}; put a text in quotes, or write {read}"

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Loading of a configuration: YAML and overrides in, a checked configuration out."""
+"""Loading of a configuration: turns YAML and overrides into a checked configuration."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -28,26 +28,26 @@ ConfigT = TypeVar("ConfigT", bound=MasterConfig)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), *, check_paths: bool = True) -> SFTMasterConfig:
-    """Load the configuration of a supervised fine-tuning run; see `load_config_as`."""
+    """Load the configuration of a supervised fine-tuning run. See `load_config_as`."""
     return load_config_as(SFTMasterConfig, path, overrides, check_paths=check_paths)
 
 
 def load_grpo_config(path: str | Path, overrides: Sequence[str] = (), *, check_paths: bool = True) -> GRPOMasterConfig:
-    """Load the configuration of a GRPO run; see `load_config_as`."""
+    """Load the configuration of a GRPO run. See `load_config_as`."""
     return load_config_as(GRPOMasterConfig, path, overrides, check_paths=check_paths)
 
 
 def load_dpo_config(path: str | Path, overrides: Sequence[str] = (), *, check_paths: bool = True) -> DPOMasterConfig:
-    """Load the configuration of a DPO run; see `load_config_as`."""
+    """Load the configuration of a DPO run. See `load_config_as`."""
     return load_config_as(DPOMasterConfig, path, overrides, check_paths=check_paths)
 
 
 def load_any_config(path: str | Path, overrides: Sequence[str] = (), *, check_paths: bool = True) -> MasterConfig:
-    """Load the configuration of any algorithm; see `load_config_as`."""
+    """Load the configuration of any algorithm. See `load_config_as`."""
     algorithm = _algorithm_in(read_with_defaults(find_config(path)))
     if algorithm is None:
         sections = " or ".join(BUILT_IN)
-        raise ConfigurationError(f"{path}: no section says which algorithm it is for; expected {sections}")
+        raise ConfigurationError(f"{path}: no section names its algorithm; expected {sections}")
     return load_config_as(algorithm.config_class, path, overrides, check_paths=check_paths)
 
 
@@ -57,12 +57,12 @@ def load_config_as(
     """Load and check a configuration.
 
     Args:
-        overrides: `section.key=value` (a key of the schema or of the file), `+section.key=value` or `~section.key`,
-            applied in this order, with values in YAML.
-        check_paths: Also check that local data files and model folders exist, relative to the working folder.
+        overrides: `section.key=value` (a key of the schema or of the file), `+section.key=value` (any key) or
+            `~section.key` (remove the key). They are applied in the order of the list. Values are YAML.
+        check_paths: Whether to check that local data files and model folders exist, relative to the working folder.
 
     Raises:
-        ConfigurationError: Carries all problems, one line each.
+        ConfigurationError: The configuration has problems. The error has a line for each.
     """
     merged = read_with_defaults(find_config(path))
     algorithm = _algorithm_in(merged)
@@ -82,12 +82,13 @@ def load_config_as(
 def check_values(
     schema: type[ConfigT], merged: Mapping[str, Any], overrides: Sequence[str] = (), *, check_paths: bool
 ) -> tuple[ConfigT, list[str]]:
-    """Check values before interpolation. Return the valid part of the configuration, and a line for each problem."""
+    """Check values whose interpolations are not resolved yet. Return the valid part of the configuration, and a line
+    for each problem."""
     overridden, problems = apply_overrides(merged, overrides, partial(keys_around, schema))
     values, interpolation_problems = resolve(overridden, partial(is_path, schema, overridden))
     problems += filter(None, interpolation_problems.values())
     problems += [
-        f"{key}: got {MASK}, which stands in the place of a secret that was left out when the configuration was written"
+        f"{key}: got {MASK}, which replaced a secret when the configuration was written; expected the secret"
         for key in masks_in(values)
     ]
     values = with_mixtures(with_shipped_models(values))
@@ -102,7 +103,7 @@ def check_values(
 
 
 def problems_of_translation(translation: Translation) -> list[str]:
-    """Return a line for each problem that would keep a translated configuration from starting."""
+    """Return a line for each problem because of which a translated configuration could not start."""
     values = translation.nested()
     # `find_config` could find a file of the same name in a folder of NeMo-RL.
     merged = merge(read_with_defaults(exemplars_folder() / values.pop(DEFAULTS_KEY)), values)
@@ -111,7 +112,8 @@ def problems_of_translation(translation: Translation) -> list[str]:
 
 
 def _with_section_of_engine(schema: type[ConfigT], values: Mapping[str, Any]) -> tuple[type[ConfigT], list[str]]:
-    """Return the schema with the section of the configuration's engine, or the problem with that engine."""
+    """Return the schema extended by the section of the configuration's engine, and a line for each problem with that
+    engine."""
     generation = values["policy"].get("generation") if isinstance(values.get("policy"), Mapping) else None
     backend = generation.get("backend") if isinstance(generation, Mapping) else None
     if not (isinstance(backend, str) and is_custom(backend)):
@@ -124,7 +126,7 @@ def _with_section_of_engine(schema: type[ConfigT], values: Mapping[str, Any]) ->
 
 def _algorithm_in(values: Mapping[str, Any]) -> Algorithm | None:
     """Return the algorithm that a file names, or else the last built-in one whose section it has."""
-    # An algorithm that also has the sections of another one comes after it.
+    # An algorithm that has the sections of another algorithm too comes after that algorithm.
     named = values.get(ALGORITHM_KEY)
     if named is not None:
         return find_algorithm(str(named))
@@ -142,20 +144,20 @@ def installed_megatron_version() -> str | None:
 def dump_resolved(config: MasterConfig) -> dict[str, Any]:
     """Return the configuration as nested plain values, with secrets masked (`masking.py`).
 
-    Without secrets it loads, as YAML, to an equal configuration. Sections of the algorithm come first. `moe_*` fields
-    that the user did not set are omitted.
+    If there are no secrets, loading the result as YAML gives an equal configuration. Sections of the algorithm come
+    first. `moe_*` fields that the user did not set are omitted.
     """
     plain: dict[str, Any] = masked(_dump(config))
     return plain
 
 
 def dump_with_secrets(config: MasterConfig) -> str:
-    """Return a configuration as a text for another process of the same run, which `load_dumped` reads."""
+    """Return a configuration as a text for another process of the same run. `load_dumped` reads the text."""
     return yaml.safe_dump(_dump(config), allow_unicode=True, sort_keys=False)
 
 
 def load_dumped(text: str) -> MasterConfig:
-    """Return the configuration of a text by `dump_with_secrets`, which has been checked and resolved."""
+    """Return the configuration from a text by `dump_with_secrets`. It is not checked again."""
     values = yaml.safe_load(text)
     algorithm = _algorithm_in(values)
     assert algorithm is not None

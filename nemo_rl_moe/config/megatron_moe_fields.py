@@ -1,12 +1,12 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The `moe_*` fields of Megatron-Core's `TransformerConfig`, by the same names.
+"""The `moe_*` fields of Megatron-Core's `TransformerConfig`, with the same names.
 
-This is a static copy of names and types of 0.16.1 and 0.19.2, so that checking a configuration does not import
-Megatron-Core. Fields that only some versions have are marked. A field that is not set is not passed to Megatron-Core.
-`moe_router_force_biased` exists in Megatron-Core from 0.17 on, and this package adds it to older routers. Not included:
-`moe_per_layer_logging`, a key of this package, `moe_extended_tp`, which the expert tensor parallel size replaced,
-`moe_grad_scale_func`, a function, and numbers of experts, which come from the model.
+This is a static copy of names and types of the versions 0.16.1 and 0.19.2, so that checking a configuration does not
+import Megatron-Core. Fields that only some versions have are marked with these versions. A field that is not set is not
+passed to Megatron-Core. `moe_router_force_biased` exists in Megatron-Core from 0.17 on, and this package adds it to
+older routers. Not included: `moe_per_layer_logging`, a key of this package, `moe_extended_tp`, which the expert tensor
+parallel size replaced, `moe_grad_scale_func`, a function, and numbers of experts, which come from the model.
 """
 
 import re
@@ -38,21 +38,22 @@ VALUE_SINCE: dict[str, dict[str, str]] = {
 
 
 def _unset(since: str | None = None, until: str | None = None) -> Any:
-    """Return an optional field. The versions are the first and the last release line that has it."""
+    """Return an optional field. `since` and `until` are the first and the last version of Megatron-Core that has it."""
     return Field(default=None, json_schema_extra={"since": since, "until": until})
 
 
 class MoeTransformerFields(StrictModel):
-    """Any of these may be set in `policy.megatron_cfg`. The others keep the model's or Megatron-Core's values."""
+    """Fields that may be set in `policy.megatron_cfg`. A field that is not set has the model's or Megatron-Core's
+    value."""
 
     moe_layer_freq: PositiveInt | list[OneOrNone] = _unset()
-    """An MoE layer every this many layers, or a list with 1 for each MoE layer and 0 for each dense one."""
+    """Every this many layers is an MoE layer. A list has 1 for each MoE layer and 0 for each dense layer."""
     moe_ffn_hidden_size: PositiveInt | None = _unset()
     """Hidden size of each routed expert."""
     moe_latent_size: PositiveInt | None = _unset()
     """Size to which tokens are projected before they go to the experts. null: no projection."""
     moe_mlp_glu_interleave_size: PositiveInt | None = _unset(since="0.19")
-    """Block size of interleaved gate and linear halves in the routed experts."""
+    """Block size with which gate and linear halves are interleaved in the routed experts."""
     moe_shared_expert_intermediate_size: PositiveInt | None = _unset()
     """Hidden size of all shared experts together. null: no shared experts."""
     moe_shared_expert_gate: bool = _unset()
@@ -60,16 +61,16 @@ class MoeTransformerFields(StrictModel):
     moe_shared_expert_overlap: bool = _unset()
     """Compute shared experts while tokens travel between ranks."""
     moe_shared_expert_glu_interleave_size: PositiveInt | None = _unset(since="0.19")
-    """Block size of interleaved gate and linear halves in the shared experts."""
+    """Block size with which gate and linear halves are interleaved in the shared experts."""
 
     moe_router_topk: PositiveInt = _unset()
     """Number of experts for each token."""
     moe_router_load_balancing_type: LoadBalancingType | list[LoadBalancingType] = _unset()
-    """Load balancing method of the router, or a list of several with a coefficient each."""
+    """Load balancing method of the router, or a list of methods. A list needs a coefficient for each method."""
     moe_aux_loss_coeff: Coefficient | list[Coefficient] = _unset()
-    """Weight of the load balancing loss, or a list of weights for a list of balancing types."""
+    """Weight of the load balancing loss, or a list of weights if `moe_router_load_balancing_type` is a list."""
     moe_z_loss_coeff: Coefficient | None = _unset()
-    """Weight of the loss on large router logits. null: none."""
+    """Weight of the z-loss, which penalises large router logits. null: no such loss."""
     moe_input_jitter_eps: UnitFloat | None = _unset()
     """Relative noise on the router's input. null: none."""
     moe_router_pre_softmax: bool = _unset()
@@ -81,50 +82,50 @@ class MoeTransformerFields(StrictModel):
     moe_router_dtype: Literal["fp32", "fp64"] | None = _unset()
     """Number format of routing. null: the model's format."""
     moe_router_num_groups: PositiveInt | None = _unset()
-    """Groups of experts for group-limited routing. null: no groups."""
+    """Number of groups of experts for group-limited routing. null: no groups."""
     moe_router_group_topk: PositiveInt | None = _unset()
-    """Groups that each token may use. null: no groups."""
+    """Number of groups that each token may use. null: no groups."""
     moe_router_topk_limited_devices: PositiveInt | None = _unset()
-    """Older setting that limits groups by expert-parallel ranks. null: no limit."""
+    """Older setting: number of expert-parallel ranks whose experts a token may use. null: no limit."""
     moe_router_enable_expert_bias: bool = _unset()
-    """Balance by a bias on each expert's score, without a loss."""
+    """Balance loads by a bias on each expert's score, without a loss."""
     moe_router_bias_update_rate: WholeOrLess = _unset()
-    """Change of the expert bias in each update."""
+    """Size of the change of each expert's bias in an update."""
     moe_router_quantile_balancing_ema: WholeOrLess = _unset(since="0.19")
     """Share of the old bias that quantile balancing keeps."""
     moe_router_force_load_balancing: bool = _unset()
     """For benchmarks and drills only: replace the router's logits by random ones."""
     moe_router_force_biased: float | None = _unset()
-    """For benchmarks and drills only: standard deviation of a random bias on each expert, the same on all ranks,
-    sampled in each forward pass. Negative: its absolute value, and the bias is sampled once for each layer. null:
-    off."""
+    """For benchmarks and drills only: standard deviation of a random bias on each expert. The bias is the same on all
+    ranks, and sampled in each forward pass. With a negative number, its absolute value is the standard deviation, and
+    the bias is sampled once for each layer. null: off."""
     moe_router_fusion: bool = _unset()
     """Use Transformer Engine's fused routing kernels."""
     moe_router_padding_for_quantization: bool | None = _unset()
     """Pad each expert's tokens to the multiple that 8-bit and 4-bit kernels need."""
     moe_router_padding_for_fp8: bool | None = _unset()
-    """Older name of the padding for quantization."""
+    """Older name of `moe_router_padding_for_quantization`."""
     moe_enable_routing_replay: bool = _unset()
-    """Allow chosen experts to be recorded and replayed."""
+    """Allow Megatron-Core to record and replay the chosen experts."""
 
     moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = _unset()
     """Dispatcher of tokens to the experts' ranks."""
     moe_flex_dispatcher_backend: Literal["deepep", "hybridep", "ncclep"] = _unset()
     """Library of the flex dispatcher."""
     moe_flex_dispatcher_num_sms: PositiveInt | None = _unset(since="0.19")
-    """Streaming multiprocessors that the flex dispatcher uses."""
+    """Number of streaming multiprocessors that the flex dispatcher uses."""
     moe_enable_deepep: bool = _unset()
     """Older switch for DeepEP."""
     moe_deepep_num_sms: PositiveInt | None = _unset()
-    """Streaming multiprocessors for DeepEP."""
+    """Number of streaming multiprocessors for DeepEP."""
     moe_hybridep_num_sms: PositiveInt | None = _unset()
-    """Streaming multiprocessors for HybridEP."""
+    """Number of streaming multiprocessors for HybridEP."""
     moe_hybridep_num_sms_preprocessing: PositiveInt = _unset(since="0.19")
-    """Streaming multiprocessors for HybridEP's first scan."""
+    """Number of streaming multiprocessors for HybridEP's first scan."""
     moe_hybridep_num_blocks_permute: PositiveInt | None = _unset(since="0.19")
-    """Thread blocks for HybridEP's permutation."""
+    """Number of thread blocks for HybridEP's permutation."""
     moe_hybridep_num_blocks_unpermute: PositiveInt | None = _unset(since="0.19")
-    """Thread blocks for HybridEP's inverse permutation."""
+    """Number of thread blocks for HybridEP's inverse permutation."""
     moe_hybridep_pad_uneven_dispatch_inputs: bool = _unset(since="0.19")
     """Pad to the longest input of the group before HybridEP sends."""
     moe_permute_fusion_into_hybridep: bool = _unset(since="0.19")
@@ -137,15 +138,15 @@ class MoeTransformerFields(StrictModel):
     moe_token_dropping: bool = _unset()
     """Reserved by Megatron-Core for dropping tokens."""
     moe_expert_capacity_factor: CapacityFactor | None = _unset()
-    """Tokens that an expert takes, relative to its fair share. null: all."""
+    """Maximum number of tokens of an expert, relative to its fair share. null: no limit."""
     moe_expert_rank_capacity_factor: CapacityFactor | None = _unset(since="0.19")
-    """Tokens that an expert-parallel rank takes, relative to its fair share. null: all."""
+    """Maximum number of tokens of an expert-parallel rank, relative to its fair share. null: no limit."""
     moe_pad_expert_input_to_capacity: bool = _unset()
     """Pad each expert's tokens to its capacity."""
     moe_pad_experts_for_cuda_graph_inference: bool = _unset(since="0.19")
-    """Pad while decoding, so that shapes stay fixed."""
+    """Pad each expert's tokens while decoding, so that shapes stay fixed for CUDA graphs."""
     moe_token_drop_policy: Literal["probs", "position"] = _unset()
-    """Tokens that an expert above its capacity drops: the least probable or the last."""
+    """Which tokens an expert above its capacity drops. probs: the least probable. position: the last."""
 
     moe_grouped_gemm: bool = _unset()
     """Use one kernel for the matrices of all experts of a rank."""
@@ -162,17 +163,18 @@ class MoeTransformerFields(StrictModel):
     moe_layer_recompute: bool = _unset()
     """Megatron-Core's older name for `activation_checkpointing: moe`."""
     moe_paged_stash: bool = _unset(since="0.19")
-    """Keep the experts' activations for the backward pass in pages."""
+    """Keep the experts' activations for the backward pass in pages of a fixed size."""
     moe_paged_stash_page_size: PositiveInt = _unset(since="0.19")
-    """Tokens of a page."""
+    """Number of tokens in a page."""
     moe_paged_stash_buffer_size_factor_cuda: float = _unset(since="0.19")
-    """Size of the pages' buffer on the GPU, relative to the average (if negative, to the maximum)."""
+    """Size of the buffer for pages on the GPU, relative to the average need. If negative, relative to the maximum
+    need."""
     moe_paged_stash_buffer_size_factor_cpu: Coefficient = _unset(since="0.19")
-    """Size of the pages' buffer in main memory. 0: none."""
+    """Size of the buffer for pages in main memory, relative to the need. 0: no such buffer."""
 
     @property
     def moe_transformer_fields(self) -> dict[str, Any]:
-        """Return the fields that the user has set, as arguments of `TransformerConfig`."""
+        """Field -> value of the fields that the user has set, as arguments of `TransformerConfig`."""
         return {name: getattr(self, name) for name in MOE_FIELD_NAMES if name in self.model_fields_set}
 
 
@@ -180,12 +182,12 @@ MOE_FIELD_NAMES = tuple(MoeTransformerFields.model_fields)
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """Return the first two numbers of a version: "0.19.2rc1" is (0, 19)."""
+    """Return the first two numbers of a version: (0, 19) for "0.19.2rc1"."""
     return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
 
 def version_problem(name: str, value: Any, installed: str) -> str | None:
-    """Return the problem of a `moe_*` field with the installed Megatron-Core, or None."""
+    """Return why the installed Megatron-Core does not support a `moe_*` field, or None if it does."""
     extra = MoeTransformerFields.model_fields[name].json_schema_extra
     since, until = (extra.get("since"), extra.get("until")) if isinstance(extra, dict) else (None, None)
     if isinstance(since, str) and _release(installed) < _release(since):

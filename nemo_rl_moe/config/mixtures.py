@@ -1,6 +1,7 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Completion of a mixture's environments by the sections that they share, and of each kind by its defaults."""
+"""Fills in missing keys: of a mixture's environments from `env` and `data`, and of driver and reward from the defaults
+of their kinds."""
 
 from collections.abc import Mapping
 from functools import lru_cache
@@ -9,14 +10,15 @@ from typing import Any
 from nemo_rl_moe.config.files import KIND_KEY, KINDS_NAME, exemplars_folder, merge, read_with_defaults
 
 _SECTIONS = ("driver", "reward", "limits", "train", "validation")
-"""Sections of which an environment may set single keys. Other values, such as `parameters`, are replaced."""
+"""Sections of which an environment may set single keys. Other mappings, such as `parameters`, are replaced as one
+value."""
 _OF_DATA = ("train", "validation", "prompt_key", "prompt_template", "answer_key")
 
 
 def with_mixtures(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return values in which each environment of `env.mixture` and `data.environments` has all its keys.
 
-    Sections with a `kind` get the defaults of that kind.
+    Keys that are missing in a section with a `kind` get the defaults of that kind.
     """
     found = dict(values)
     env, data = found.get("env"), found.get("data")
@@ -38,7 +40,7 @@ def _completed(section: Mapping[str, Any], name: str, shared: Mapping[str, Any])
 
 
 def _over(shared: Any, entry: Any) -> Any:
-    """Merge an entry over the shared section. Dicts with free names replace the shared ones."""
+    """Return an environment's entry merged over the shared section. Dicts with free names replace the shared dicts."""
     if not (isinstance(shared, Mapping) and isinstance(entry, Mapping)):
         return entry
     if KIND_KEY in entry and entry[KIND_KEY] != shared.get(KIND_KEY):

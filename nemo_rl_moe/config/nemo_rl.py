@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Translation of a NeMo-RL configuration, with a line for each key that has no counterpart.
+"""Translation of a NeMo-RL configuration, with a remark for each key that has no counterpart.
 
-Single keys follow the table in `nemo_rl_keys.yaml`. `nemo_rl_training.py`, `nemo_rl_data.py`, `nemo_rl_grpo.py` and
-`nemo_rl_roles.py` have the rules for keys that belong together.
+Single keys are translated by the table in `nemo_rl_keys.yaml`. The rules for keys that belong together are in
+`nemo_rl_training.py`, `nemo_rl_data.py`, `nemo_rl_grpo.py` and `nemo_rl_roles.py`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -41,12 +41,13 @@ def translate_tree(theirs: Mapping[str, Any], path: Path) -> Translation:
             rule(asked, translation)
         translation.unread += [f"{key}: {shown(value)}" for key, value in by_rules if not asked.has_read(key)]
     except (TypeError, AttributeError, KeyError, IndexError) as error:
-        raise ConfigurationError(f"{path}: a value is not what NeMo-RL has in its place: {error}") from error
+        raise ConfigurationError(f"{path}: a value has another form than in NeMo-RL: {error}") from error
     return translation
 
 
 def _sections_off(tree: Mapping[str, Any], above: str = "") -> Iterator[str]:
-    """Yield the outermost sections with `enabled: false`, except those whose values are kept."""
+    """Yield the keys of the outermost sections with `enabled: false`, except for `_KEPT_WHILE_OFF`, whose values are
+    kept."""
     for name, value in tree.items():
         key = f"{above}{name}"
         if not isinstance(value, Mapping):
@@ -68,7 +69,7 @@ _KEPT_WHILE_OFF = (
 
 
 def _sections_of_others(theirs: Theirs) -> Iterator[str]:
-    """Yield the sections of backends and loggers that are not selected by another key."""
+    """Yield the keys of sections for backends, loggers and environments that another key does not select."""
     backend = theirs.get("policy.generation.backend", "vllm")
     chosen, environments = environment_of(theirs), theirs.get("env", {})
     for section, is_read in (
@@ -85,7 +86,8 @@ def _sections_of_others(theirs: Theirs) -> Iterator[str]:
 
 
 def _translate_key(translation: Translation, key: str, values: Mapping[str, Any], off: list[str]) -> bool:
-    """Translate one key by its row or report the reason, and return True if a rule translates it."""
+    """Translate one key by its row of the table, or report why it has no counterpart. Return whether a rule must
+    translate it."""
     value = values[key]
     section = next((above for above in off if key.startswith(f"{above}.") or key == above), None)
     if section is not None:
@@ -108,7 +110,7 @@ def _translate_key(translation: Translation, key: str, values: Mapping[str, Any]
 
 
 def _report(translation: Translation, key: str, value: Any, off: Any, why: str) -> None:
-    """Report a key without a counterpart, as idle if its value has no effect."""
+    """Report a key without a counterpart. If its value has no effect (such as `off`), report it as idle."""
     if value in (None, False, 0, "", off) or value in ({}, []):
         translation.idle.append(f"{key}: {shown(value)}")
     else:
@@ -117,6 +119,6 @@ def _report(translation: Translation, key: str, value: Any, off: Any, why: str) 
 
 @cache
 def _keys_of(algorithm: str) -> frozenset[str]:
-    """Return the keys of the algorithm, with those of the engines' machines."""
+    """Return the algorithm's keys, with the key of the engines' machines."""
     own = {PLACE_OF_ENGINES} if algorithm in RULES_OF else set()
     return frozenset(known_keys(ALGORITHMS[algorithm].config_class)) | own

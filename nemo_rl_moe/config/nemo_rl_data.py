@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of a translation from NeMo-RL for data and chat template, and the data sets that NeMo-RL knows by name."""
+"""Rules that translate NeMo-RL's data and chat template, and the data sets that NeMo-RL knows by name."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,14 +14,16 @@ _WANTED: dict[str, tuple[Form, str]] = {
     "dpo": ("pairs", "its records are no pairs: write `chosen` and `rejected`"),
 }
 _ANSWERS: tuple[Form, str] = ("answers", "its records have no question with an answer under keys of their own")
-"""Form of the records that each algorithm reads, and the advice for records of another form."""
+"""Algorithm -> form of the records that it reads, and the advice for records of another form. Other algorithms:
+`_ANSWERS`."""
 _NAMED = {
     "sft": {"chat_key": "messages_key", "system_key": "system_key"},
     "dpo": {name: name for name in ("prompt_key", "chosen_key", "rejected_key")},
 }
-"""Keys that name a key of the records: NeMo-RL's name, and the name here."""
+"""Algorithm -> NeMo-RL's setting that names a key of the records -> the setting here."""
 _IN_FILES = "ResponseDataset"
-"""NeMo-RL's name of a file of questions with answers, under `input` and `output` unless keys are named."""
+"""NeMo-RL's name for a file of questions with answers. Their keys are `input` and `output` unless the configuration
+names others."""
 _RANKED = "PreferenceDataset"
 
 
@@ -31,10 +33,10 @@ class KnownDataset:
 
     Attributes:
         path: Name on the hub.
-        split: Split if the configuration names none.
-        other_paths: Hub names of its splits that are separate data sets.
+        split: Split that is read if the configuration names none.
+        other_paths: Split -> name on the hub, for splits that are separate data sets there.
         system_key: Key of the text of the system turn.
-        to_do: Work that is needed before it can be read here. Empty: none.
+        to_do: Work that is needed before the data set can be read here. Empty: none.
     """
 
     path: str
@@ -49,7 +51,7 @@ class KnownDataset:
 
     @property
     def has_answers(self) -> bool:
-        """Whether its records are questions with an answer that can be trained on without changes."""
+        """Whether the records are questions with an answer, and can be trained on without changes."""
         return self.form == "answers" and not self.to_do and self.image_key is None
 
 
@@ -77,11 +79,11 @@ DATASETS = {
     ),
     "Tulu3Preference": KnownDataset("allenai/llama-3.1-tulu-3-8b-preference-mixture", form="pairs"),
 }
-"""Data sets by NeMo-RL's name."""
+"""NeMo-RL's name -> data set."""
 
 
 def one_set_of_samples(theirs: Mapping[str, Any], translation: Translation) -> Mapping[str, Any]:
-    """Return the configuration with only the first of several sets of samples."""
+    """Return the configuration with one set of samples for training and validation each: the first of several."""
     samples = theirs.get("data")
     if not isinstance(samples, Mapping):
         return theirs
@@ -94,7 +96,7 @@ def one_set_of_samples(theirs: Mapping[str, Any], translation: Translation) -> M
 
 
 def data(theirs: Theirs, translation: Translation) -> None:
-    """Translate both sets of samples, and the names of their keys."""
+    """Translate the samples of training and validation, and the settings that name their keys."""
     sections = theirs.tree.get("data", {})
     for part in ("train", "validation"):
         if isinstance(sections.get(part), Mapping):
@@ -131,7 +133,9 @@ def _samples(theirs: Theirs, translation: Translation, part: str) -> None:
         if part == "train":
             values |= {"data.prompt_key": keys[0], response: keys[1]}
         elif keys != (values.get("data.prompt_key"), values.get(response)):
-            translation.without.append(f"data.{part}: keys {keys[0]} and {keys[1]}: those of the training data hold")
+            translation.without.append(
+                f"data.{part}: keys {keys[0]} and {keys[1]}: the keys of the training data are used"
+            )
         if known.system_key is not None and translation.generates:
             translation.without.append(f"data.{part}: {known.system_key}, a system turn there: no part of the prompt")
         elif known.system_key is not None:
@@ -140,7 +144,7 @@ def _samples(theirs: Theirs, translation: Translation, part: str) -> None:
         if (key := _of(theirs, part, theirs_key)) is None:
             continue
         if values.setdefault(f"data.{ours}", key) != key:
-            translation.without.append(f"data.{part}.{theirs_key}: {key}: that of the training data holds")
+            translation.without.append(f"data.{part}.{theirs_key}: {key}: the key of the training data is used")
 
 
 def _dataset(theirs: Theirs, translation: Translation, part: str) -> KnownDataset:
@@ -162,7 +166,9 @@ def _dataset(theirs: Theirs, translation: Translation, part: str) -> KnownDatase
             return KnownDataset(path, "input", "output", form=wanted)
         return KnownDataset(path, form=wanted)
     if name not in DATASETS:
-        translation.obstacles.append(f"{subject}: a data set of theirs; name its file as data.{part}.path")
+        translation.obstacles.append(
+            f"{subject}: a data set that only NeMo-RL knows by this name; name its file as data.{part}.path"
+        )
         return KnownDataset(str(name), form=wanted)
     known = DATASETS[name]
     if translation.algorithm == "sft" and known.has_answers:
@@ -173,12 +179,12 @@ def _dataset(theirs: Theirs, translation: Translation, part: str) -> KnownDatase
 
 
 def _of(theirs: Theirs, part: str, name: str) -> Any:
-    """Return the value of a set of samples, or else the value for all sets."""
+    """Return the setting `name` of one set of samples or, if it has none, the setting for all sets."""
     return theirs.first(f"data.{part}.{name}", f"data.default.{name}")
 
 
 _PASSED_ON = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-"""NeMo-RL's template if the configuration has null."""
+"""NeMo-RL's chat template if the configuration has `chat_template: null`."""
 
 
 def chat_template(theirs: Theirs, translation: Translation) -> None:

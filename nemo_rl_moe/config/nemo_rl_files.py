@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Files of NeMo-RL's configurations, with the files that they inherit from and the functions that they call."""
+"""Reading of NeMo-RL's configuration files, with the files that they inherit from and the functions that they call."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,7 +22,9 @@ def read_theirs(path: Path) -> dict[str, Any]:
     merged = read_with_defaults(path, shipped=False, join=_joined)
     for key, _ in leaves(merged):
         if key.rpartition(".")[2] == "_override_":
-            raise ConfigurationError(f"{path}: {key}: read at the top of a section alone: write this one whole")
+            raise ConfigurationError(
+                f"{path}: {key}: only supported at the top of a section: write this section out in full"
+            )
     try:
         with _their_resolvers():
             resolved = OmegaConf.to_container(OmegaConf.create(merged), resolve=True)
@@ -33,7 +35,7 @@ def read_theirs(path: Path) -> dict[str, Any]:
 
 
 def _joined(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge `over` into `base`. A section with `_override_: true` replaces the other one."""
+    """Return `base` with `over` merged into it. A section with `_override_: true` replaces the section of `base`."""
     whole = {name for name, section in over.items() if isinstance(section, Mapping) and section.get("_override_")}
     stripped = {
         name: {key: value for key, value in section.items() if key != "_override_"} if name in whole else section
@@ -51,7 +53,7 @@ def _their_resolvers() -> Iterator[None]:
         "div": lambda a, b: a / b,
         "max": lambda a, b: max(a, b),
     }
-    # OmegaConf 2.4 warns of the name that 2.3 has.
+    # OmegaConf 2.4 warns of `register_new_resolver`, the name in 2.3.
     register = getattr(OmegaConf, "register_resolver", None) or OmegaConf.register_new_resolver
     for name, function in functions.items():
         register(name, function, replace=True)
@@ -68,8 +70,8 @@ def algorithm_in(theirs: Mapping[str, Any], path: Path) -> str:
     engines = [policy.get(name) for name in ("megatron_cfg", "dtensor_cfg")] if isinstance(policy, Mapping) else []
     if not any(isinstance(engine, Mapping) and "enabled" in engine for engine in engines):
         raise ConfigurationError(
-            f"{path}: not a configuration of NeMo-RL, which says policy.megatron_cfg.enabled or"
-            " policy.dtensor_cfg.enabled; one of this package is checked with --config"
+            f"{path}: not a configuration of NeMo-RL, which has policy.megatron_cfg.enabled or"
+            " policy.dtensor_cfg.enabled; check a configuration of this package with --config"
         )
     found = [name for name in BASES if isinstance(theirs.get(name), Mapping)]
     if len(found) != 1:

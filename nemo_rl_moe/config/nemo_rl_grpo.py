@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of a translation from NeMo-RL for GRPO: advantages, lengths, loss, engines and rewards."""
+"""Rules that translate NeMo-RL's settings of GRPO: advantages, lengths, loss, engines and rewards."""
 
 from collections.abc import Callable
 
@@ -11,11 +11,11 @@ from nemo_rl_moe.rl.estimators import ESTIMATORS
 
 BUILT_IN_REWARD_FUNCTIONS = ("math", "exact", "reasoning_gym", "callable")
 NO_BOUND = 1.0e9
-"""Bound above every importance-sampling ratio, which is at most e^20."""
+"""A bound that no importance-sampling ratio reaches: ratios are at most e^20."""
 
 
 def estimator(theirs: Theirs, translation: Translation) -> None:
-    """Translate advantages. Older configurations have the switches in the section of the loop."""
+    """Translate the estimator of advantages. Older configurations have its switches in the section `grpo`."""
     section, values = "grpo.adv_estimator", translation.values
     name = theirs.get(f"{section}.name", "grpo")
     normalize, leave_one_out = True, False
@@ -30,7 +30,7 @@ def estimator(theirs: Theirs, translation: Translation) -> None:
             ours = ESTIMATORS.get(name)
             is_here = ours is not None and ours.reads_named_rewards
             reason = _several_rewards(theirs) if is_here else "no such estimator"
-            translation.without.append(f"{section}.name: {name}: {reason}; grpo stands there")
+            translation.without.append(f"{section}.name: {name}: {reason}; the translation has grpo")
         places = (section, "grpo")
         normalize = theirs.first(*(f"{place}.normalize_rewards" for place in places)) is not False
         leave_one_out = theirs.first(*(f"{place}.use_leave_one_out_baseline" for place in places)) is not False
@@ -46,7 +46,8 @@ def estimator(theirs: Theirs, translation: Translation) -> None:
 
 
 def _several_rewards(theirs: Theirs) -> str:
-    """Return how to set an estimator of named rewards here, for which a custom function returns the rewards."""
+    """Return advice on how to set an estimator of named rewards here. A function of the user must return the
+    rewards."""
     names = ["correctness", "integer", "format"] if theirs.has("env.math_multi_reward") else []
     weights = theirs.get("grpo.adv_estimator.reward_weights", [1.0] * len(names))
     names = names if len(names) == len(weights) else [f"reward_{place}" for place in range(1, len(weights) + 1)]
@@ -58,7 +59,7 @@ def _several_rewards(theirs: Theirs) -> str:
 
 
 def dynamic_sampling(theirs: Theirs, translation: Translation) -> None:
-    """Translate the bound of dynamic sampling from rounds to groups."""
+    """Translate the limit of dynamic sampling: NeMo-RL counts rounds, and this package groups."""
     section = translation.algorithm
     rounds = theirs.get(f"{section}.dynamic_sampling_max_gen_batches")
     prompts = theirs.get(f"{section}.num_prompts_per_step")
@@ -127,7 +128,7 @@ def policy_loss(theirs: Theirs, translation: Translation) -> None:
 
 
 def generation(theirs: Theirs, translation: Translation) -> None:
-    """Translate engines, and their GPUs."""
+    """Translate the generation engine and its number format."""
     values, key = translation.values, "policy.generation.backend"
     backend = theirs.get(key, "vllm")
     values[key] = backend if backend in ("vllm", "megatron") else "vllm"
@@ -166,11 +167,11 @@ def environment(theirs: Theirs, translation: Translation) -> None:
 
 _ANSWER = "<answer>"
 _REWARDS_OF_IMAGES = {"exact_alnum": "exact", "math_expr": "math"}
-"""NeMo-RL's reward functions for images that have a counterpart, with the kind of reward here."""
+"""NeMo-RL's reward function for images with questions -> kind of reward here, for functions with a counterpart."""
 
 
 def images(theirs: Theirs, translation: Translation) -> None:
-    """Translate rewards of images with questions."""
+    """Translate the rewards of environments for images with questions."""
     values, chosen = translation.values, environment_of(theirs)
     if chosen not in IMAGE_ENVIRONMENTS:
         return
@@ -202,4 +203,4 @@ RULES_OF: dict[str, tuple[Callable[[Theirs, Translation], None], ...]] = {
     "ppo": (critic, policy_loss, *_ROLLOUT_RULES),
     "distillation": (teacher, *_ROLLOUT_RULES),
 }
-"""Rules of the algorithms that generate responses."""
+"""Algorithm -> its rules, for algorithms that generate responses."""

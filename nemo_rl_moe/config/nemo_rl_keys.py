@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The keys of NeMo-RL's configurations, each with its counterpart here.
+"""The keys of NeMo-RL's configurations with their counterparts here.
 
-The table `nemo_rl_keys.yaml` is the source of the translator (`nemo_rl.py`) and of the page on migration.
+The translator (`nemo_rl.py`) and the documentation's page on migration both use the table `nemo_rl_keys.yaml`.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,11 +24,11 @@ class Row:
         theirs: Full key in NeMo-RL.
         ours: Full key here. None: no counterpart.
         note: The difference, or the reason why there is no counterpart.
-        convert: Converts the value. None: a rule converts it together with other keys.
-        off: Value without an effect, in addition to null, false, zero and empty.
-        of_sft: Full key in supervised fine-tuning if it differs.
-        repeats: Key whose value this one may repeat, and then needs no counterpart. For all keys of a section,
-            `section.*`.
+        convert: Function that converts the value. None: a rule converts the value together with other keys.
+        off: Value that has no effect, in addition to null, false, zero and empty.
+        of_sft: Full key here in supervised fine-tuning, if it differs from `ours`.
+        repeats: Another key of NeMo-RL. If this key has the same value, it needs no counterpart. For all keys of a
+            section, `section.*`.
     """
 
     theirs: str
@@ -40,23 +40,24 @@ class Row:
     of_sft: str | None = None
 
     def ours_in(self, algorithm: str) -> str | None:
-        """Return the counterpart for an algorithm."""
+        """Return the full key here for an algorithm, or None if there is no counterpart."""
         return self.of_sft if algorithm == "sft" and self.of_sft else self.ours
 
     def repeated_by(self, key: str) -> str:
-        """Return the key whose value a key of this row may repeat, or an empty text."""
+        """Return the key that has the same value if `key`, a key of this row, needs no counterpart. Empty: there is no
+        such key."""
         repeats, above = self.repeats or "", self.theirs.removesuffix("*")
         return repeats if above == self.theirs else repeats.removesuffix("*") + key.removeprefix(above)
 
 
 def metric_name(name: Any) -> Any:
-    """Return the metric that selects checkpoints. Every validation loss is called `val:loss` here."""
+    """Return the name here of a metric that selects checkpoints. Every validation loss is called `val:loss` here."""
     is_loss = isinstance(name, str) and name.startswith("val:") and name.endswith("_loss")
     return "val:loss" if is_loss else name
 
 
 def _or_never(period: Any) -> Any:
-    """Return a period of validation: negative values, and 0 here, mean never."""
+    """Return the validation period here. NeMo-RL writes never as a negative number too, this package as 0."""
     return max(period or 0, 0)
 
 
@@ -73,7 +74,7 @@ CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "policy.megatron_cfg.optimizer.optimizer_offload_fraction": lambda value: value or 1.0,
     "policy.generation.vllm_cfg.expert_parallel_size": lambda value: (value or 1) > 1,
 }
-"""Conversions by key. Other values are not changed."""
+"""NeMo-RL's key -> conversion of its value. Values of other keys are not changed."""
 
 
 class _Counterpart(BaseModel):
@@ -86,7 +87,7 @@ class _Counterpart(BaseModel):
 
 
 class _Section(BaseModel):
-    """A section of the table, which is described at the head of the file."""
+    """A section of the table. The head of `nemo_rl_keys.yaml` describes its form."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -125,7 +126,8 @@ _BY_KEY = {row.theirs: row for row in ROWS}
 
 
 def row_of(key: str) -> Row | None:
-    """Return the row of a full key, or of the nearest section above it, or None."""
+    """Return the row of a full key. If it has none, return the row of the nearest section that contains the key, or
+    None."""
     if key in _BY_KEY:
         return _BY_KEY[key]
     parts = key.split(".")

@@ -1,13 +1,13 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of a translation from NeMo-RL for a second model: the critic of PPO, or the teacher of distillation."""
+"""Rules that translate NeMo-RL's settings of a second model: the critic of PPO, or the teacher of distillation."""
 
 from typing import Any
 
 from nemo_rl_moe.config.nemo_rl_translation import Theirs, Translation, nested
 
 _LAYOUT = {"tensor_model": "tensor", "pipeline_model": None, "expert_model": "expert", "expert_tensor": None}
-"""Parallel sizes of a role, and their names in PyTorch's engine. None: PyTorch's engine has no such size."""
+"""Parallel size of a role -> its name in NeMo-RL's PyTorch backend. None: that backend has no such size."""
 
 
 def critic(theirs: Theirs, translation: Translation) -> None:
@@ -26,7 +26,7 @@ def critic(theirs: Theirs, translation: Translation) -> None:
 
 
 def teacher(theirs: Theirs, translation: Translation) -> None:
-    """Translate the teacher. No reward is trained on, so that a response needs no group."""
+    """Translate the teacher. Distillation trains on no reward, so that a response needs no group."""
     values = translation.values
     if not theirs.has("teacher"):
         translation.obstacles.append("distillation.teachers: no section teacher there: name the models to learn from")
@@ -35,7 +35,7 @@ def teacher(theirs: Theirs, translation: Translation) -> None:
 
 
 def _model(theirs: Theirs, translation: Translation, section: str, role: str) -> dict[str, Any]:
-    """Return a role's keys, and assign machines to its workers."""
+    """Return a role's keys with their values, and translate the machines of its workers."""
     engine, values = _engine(theirs, section), translation.values
     found: dict[str, Any] = {
         "model_name": theirs.get(f"{section}.model_name", values.get("policy.model_name")),

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of a translation from NeMo-RL for layout, optimizer, learning rate, validation and machines."""
+"""Rules that translate NeMo-RL's layout, optimizer, learning rate, validation and machines."""
 
 from collections.abc import Mapping
 from math import ceil
@@ -9,7 +9,7 @@ from nemo_rl_moe.config.nemo_rl_translation import MEGATRON, Theirs, Translation
 
 
 def engine_of_training(theirs: Theirs, translation: Translation) -> None:
-    """Translate layout, optimizer and learning rate of the active backend."""
+    """Translate layout, optimizer and learning rate of the training backend that is enabled."""
     values = translation.values
     uses_megatron = theirs.get(f"{MEGATRON}.enabled", False)
     engine = MEGATRON if uses_megatron else "policy.dtensor_cfg"
@@ -48,7 +48,8 @@ def engine_of_training(theirs: Theirs, translation: Translation) -> None:
 
 
 def _optimizer_on_the_host(theirs: Theirs, translation: Translation) -> None:
-    """Translate optimizer offload. A fraction of 0 means no offload, and types of moments lose their module."""
+    """Translate optimizer offload and the number formats of moments. A fraction of 0 means no offload, and
+    `torch.float32` becomes `float32`."""
     values, key = translation.values, f"{MEGATRON}.optimizer"
     if theirs.get(f"{key}.optimizer_cpu_offload") and theirs.get(f"{key}.optimizer_offload_fraction") == 0:
         values[f"{key}.optimizer_cpu_offload"] = False
@@ -87,7 +88,7 @@ def _torch_optimizer(theirs: Theirs, translation: Translation) -> None:
 
 
 def _torch_scheduler(theirs: Theirs, translation: Translation) -> None:
-    """Translate a chain of PyTorch's schedulers: a warm-up, and the scheduler after it."""
+    """Translate a chain of PyTorch's schedulers: a warm-up and a decay after it."""
     section, values = f"{MEGATRON}.scheduler", translation.values
     steps = theirs.get("policy.scheduler", [])
     steps = [step for step in (steps if isinstance(steps, list) else [steps]) if isinstance(step, Mapping)]
@@ -104,7 +105,7 @@ def _torch_scheduler(theirs: Theirs, translation: Translation) -> None:
         )
         if style and length in arguments:
             values |= {f"{section}.lr_decay_style": style, f"{section}.lr_decay_iters": warmup + arguments[length]}
-            # PyTorch's defaults: the cosine ends at 0, the line at the full rate.
+            # PyTorch's defaults: the cosine decay ends at a rate of 0, the linear one at the full rate.
             factor = arguments.get("end_factor", 1.0) if name == "LinearLR" else 0.0
             end = arguments.get("eta_min", factor * values.get(f"{MEGATRON}.optimizer.lr", 0))
             values[f"{MEGATRON}.optimizer.min_lr"] = end
@@ -115,7 +116,7 @@ def _torch_scheduler(theirs: Theirs, translation: Translation) -> None:
 
 
 def batches_of_validation(theirs: Theirs, translation: Translation) -> None:
-    """Translate the size of a validation to batches of the training batch size."""
+    """Translate the size of a validation into a number of batches of the training batch size."""
     name = translation.algorithm
     number = theirs.get(f"{name}.val_batches")
     if translation.generates or number is None:
@@ -144,7 +145,7 @@ def machines(theirs: Theirs, translation: Translation) -> None:
             own_nodes = theirs.get(f"{place}.resources.num_nodes")
             values["cluster.roles.generation"] = {"num_nodes": own_nodes, "gpus_per_node": own_gpus or gpus}
             nodes -= own_nodes or 0
-        translation.changed.append(f"{place}.enabled: the engines' GPUs are counted beside the policy's")
+        translation.changed.append(f"{place}.enabled: the engines' GPUs are counted separately from the policy's")
     values |= {"cluster.num_nodes": nodes, "cluster.gpus_per_node": gpus}
 
 

@@ -19,23 +19,24 @@ BASES = {
     "ppo": "ppo_math_1B.yaml",
     "distillation": "distillation_math.yaml",
 }
-"""Shipped configuration that the translation of each algorithm inherits from."""
+"""Algorithm -> shipped configuration from which its translation inherits."""
 MEGATRON = "policy.megatron_cfg"
 PLACE_OF_ENGINES = "cluster.roles.generation"
-"""Machines of engines that do not share the policy's."""
+"""Key of the machines for engines that do not share the policy's machines."""
 IMAGE_ENVIRONMENTS = ("clevr-cogent", "geometry3k", "refcoco")
 """NeMo-RL's environments for images with questions."""
 
 
 @dataclass
 class Translation:
-    """A translated configuration, with `values` by full key.
+    """A translated configuration, with remarks on its source.
 
     Attributes:
         changed: A line for each value that has another meaning here, or was changed.
-        without: A line for each key that has an effect and no counterpart.
-        idle: Keys without a counterpart and without an effect, and sections that are switched off.
-        unread: A line for each key that other settings make irrelevant.
+        without: A line for each key that has an effect but no counterpart.
+        idle: A line for each key without a counterpart and without an effect, and for each section that is switched
+            off.
+        unread: A line for each key that has no effect because of other settings.
         obstacles: A line for each key that needs work before the result can be used.
     """
 
@@ -49,24 +50,26 @@ class Translation:
 
     @property
     def generates(self) -> bool:
-        """Whether the algorithm has GRPO's loop. Its section in NeMo-RL has the algorithm's name."""
+        """Whether the algorithm uses GRPO's loop here. In NeMo-RL, the section of the loop has the algorithm's name."""
         return self.algorithm not in ("sft", "dpo")
 
     def nested(self) -> dict[str, Any]:
-        """Return the values as sections, over the shipped configuration that they inherit from."""
+        """Return the values as nested sections, with `defaults` naming the shipped configuration from which they
+        inherit."""
         return {"defaults": BASES[self.algorithm], **nested(self.values)}
 
     def text(self, source: str) -> str:
-        """Return the result as YAML, with remarks as comments below."""
-        # In a folder of NeMo-RL, `defaults` would find a file of NeMo-RL.
+        """Return the configuration as YAML, followed by the remarks as comments. `source` is the name of NeMo-RL's
+        file."""
+        # In a folder of NeMo-RL, `defaults` would find NeMo-RL's file of the same name.
         head = f"# From NeMo-RL's {source}; to be kept in a folder that has no {BASES[self.algorithm]} of NeMo-RL's."
         parts = [head, yaml.safe_dump(self.nested(), sort_keys=False, width=10_000).rstrip()]
         for title, lines in (
             ("To do:", self.obstacles),
-            ("Read otherwise:", self.changed),
+            ("Changed, or with another meaning here:", self.changed),
             ("Without a counterpart:", self.without),
-            ("Not read beside the other settings:", self.unread),
-            ("Without a counterpart, and asking for nothing:", self.idle),
+            ("Without effect because of other settings:", self.unread),
+            ("Without a counterpart, and without effect:", self.idle),
         ):
             if lines:
                 parts += ["", f"# {title}", *(f"#   {line}" for line in lines)]
@@ -75,11 +78,11 @@ class Translation:
 
 @dataclass(frozen=True)
 class Theirs:
-    """The source configuration, read by full keys.
+    """NeMo-RL's configuration, which rules read by full keys.
 
     Attributes:
-        read: Full keys that rules have read, each with all keys below it. Other keys are reported, so a rule must only
-            read keys that it uses and that are not ruled out by another setting.
+        read: Full keys that rules have read. A key that contains others counts for all of them. Keys that no rule has
+            read are reported, so a rule must only read keys that it uses and that have an effect.
     """
 
     tree: Mapping[str, Any]
@@ -92,7 +95,7 @@ class Theirs:
         return default if value is None else value
 
     def has(self, key: str) -> bool:
-        """Return whether the key exists, null or not. This does not count as reading it."""
+        """Return whether the key exists, even with the value null. The key then does not count as read."""
         section, _, name = key.rpartition(".")
         above = value_at(self.tree, section) if section else self.tree
         return isinstance(above, Mapping) and name in above
@@ -108,7 +111,7 @@ class Theirs:
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values by full key as a section with its sections."""
+    """Return a mapping from full keys to values as nested sections."""
     tree: dict[str, Any] = {}
     for key, value in values.items():
         *sections, name = key.split(".")
@@ -117,6 +120,6 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shown(value: Any) -> str:
-    """Return a value as one line of YAML, shortened."""
+    """Return a value as one line of YAML. A long line is shortened."""
     text = yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("...\n").strip()
     return shortened(" ".join(text.split()))

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Notices on the console, before training, about settings that are allowed but questionable.
 
-Each is a pure function that yields lines. Errors are reported by the rules (`checks.py`).
+Each notice is a pure function that yields lines. Errors are reported by the rules in `checks.py`.
 """
 
 from collections.abc import Iterator
@@ -19,14 +19,14 @@ from nemo_rl_moe.errors import counted
 
 
 def notices(config: LoopMasterConfig, num_steps: int, num_samples: int | None = None) -> list[str]:
-    """Return all notices of a run, a line each. `num_samples` is the size of an epoch, if it is divided into
-    batches."""
+    """Return a line for each notice of a run. `num_samples` is the number of samples in an epoch, or None if epochs are
+    not divided into batches."""
     found = [line for notice in NOTICES for line in notice(config, num_steps)]
     return found if num_samples is None else [*found, *left_out_of_an_epoch(config, num_steps, num_samples)]
 
 
 LEAST_SHARE_LEFT_OUT = 0.01
-"""Share of an epoch that is reported if it fills no batch."""
+"""If at least this share of an epoch fills no batch, it is reported."""
 
 
 def left_out_of_an_epoch(config: LoopMasterConfig, num_steps: int, num_samples: int) -> Iterator[str]:
@@ -56,7 +56,7 @@ def epochs_end_the_run(config: LoopMasterConfig, num_steps: int) -> Iterator[str
 
 
 def warmup_outlasts_the_run(config: LoopMasterConfig, num_steps: int) -> Iterator[str]:
-    """Warn of a warm-up that is longer than the run, also of other trained models."""
+    """Warn if the warm-up of the policy or of another trained model is longer than the run."""
     algorithm = algorithm_of(config)
     of_policy = config.policy.megatron_cfg.scheduler.lr_warmup_iters, algorithm.num_policy_updates(config, num_steps)
     warmups = {"policy.megatron_cfg.scheduler": of_policy}
@@ -81,7 +81,7 @@ def policy_never_trains(config: LoopMasterConfig, num_steps: int) -> Iterator[st
 
 
 def validation_is_off(config: LoopMasterConfig, num_steps: int) -> Iterator[str]:
-    """Warn of settings of validation without validation data."""
+    """Warn of settings for validation if there is no validation data."""
     if config.data.validation is not None:
         return
     name, loop = loop_section(config)
@@ -95,7 +95,7 @@ def validation_is_off(config: LoopMasterConfig, num_steps: int) -> Iterator[str]
 
 
 def metric_may_be_misspelt(config: LoopMasterConfig, num_steps: int) -> Iterator[str]:
-    """Warn of a metric whose name is nearly the same as one that all runs of the algorithm may have."""
+    """Warn if the metric's name is unknown and similar to a metric that runs have."""
     metric = config.checkpointing.metric_name
     if not config.checkpointing.enabled or metric is None or metric in _METRICS:
         return
@@ -107,7 +107,7 @@ def metric_may_be_misspelt(config: LoopMasterConfig, num_steps: int) -> Iterator
 
 
 def transport_is_not_used(config: LoopMasterConfig, num_steps: int) -> Iterator[str]:
-    """Warn of a weight transport with an engine that is the trainer itself."""
+    """Warn of a weight transport if the engine is the trainer itself."""
     if isinstance(config, GRPOMasterConfig):
         generation = config.policy.generation
         if generation.backend == "megatron" and generation.weight_transport != "files":
@@ -121,14 +121,14 @@ _METRICS = [f"{source}:{name}" for source in ("val", "train") for name in ("loss
 
 
 def checkpoints_without_the_metric(config: LoopMasterConfig, num_steps: int) -> Iterator[str]:
-    """Warn of checkpoints at steps without validation, which rank below the others."""
+    """Warn of checkpoints at steps without a validation. Such checkpoints rank below the others."""
     if config.data.validation is None or not chooses_by_validation(config):
         return
     name, loop = loop_section(config)
     period = config.checkpointing.save_period
     if period == 0 or (loop.val_period > 0 and period % loop.val_period == 0):
         return
-    # The first checkpoint is the first without the metric: a multiple of val_period comes later.
+    # The first checkpoint already lacks the metric, since its step is no multiple of val_period.
     if period < num_steps or (period == num_steps and not loop.val_at_end):
         yield (
             f"checkpointing.save_period: {period} saves at steps such as {period} where there is no"
@@ -138,7 +138,7 @@ def checkpoints_without_the_metric(config: LoopMasterConfig, num_steps: int) -> 
 
 
 def ipo_by_sums(config: LoopMasterConfig, num_steps: int) -> Iterator[str]:
-    """Warn of IPO on summed log-probabilities, whose margin grows with the length of the responses."""
+    """Warn of IPO on summed log-probabilities: the margin then grows with the length of the responses."""
     if not isinstance(config, DPOMasterConfig) or config.dpo.preference_loss_type != "ipo":
         return
     if not config.dpo.preference_average_log_probs:
@@ -149,11 +149,12 @@ def ipo_by_sums(config: LoopMasterConfig, num_steps: int) -> Iterator[str]:
 
 
 MOST_BFLOAT16_PARTS = 16
-"""Most microbatches whose gradients may be summed in bfloat16: one of 16 equal parts keeps 4 of its 8 bits."""
+"""Maximum number of microbatches whose gradients may be summed in bfloat16. Each of 16 equal parts keeps 4 of its 8
+bits."""
 
 
 MOST_OF_FULL_LENGTH = 64
-"""The same if the number of microbatches depends on the samples' lengths, for samples of the greatest length."""
+"""Maximum number if it depends on the samples' lengths, counted for samples of maximum length."""
 
 
 def gradients_add_up_in_bfloat16(config: LoopMasterConfig, num_steps: int) -> Iterator[str]:
@@ -176,7 +177,7 @@ def gradients_add_up_in_bfloat16(config: LoopMasterConfig, num_steps: int) -> It
 
 
 def rollouts_draw_from_a_part(config: LoopMasterConfig, num_steps: int) -> Iterator[str]:
-    """Warn of top-p and top-k, which the ratio between rollout and training ignores."""
+    """Warn of top-p and top-k: the ratio between rollout and training ignores them."""
     policy = generating(config.policy)
     if policy is None or (isinstance(config, GRPOMasterConfig) and config.loss_fn.sampling_mask == "replay"):
         return
@@ -185,11 +186,11 @@ def rollouts_draw_from_a_part(config: LoopMasterConfig, num_steps: int) -> Itera
     chosen += [f"{key}.top_k: {generation.top_k}"] if generation.top_k is not None else []
     if chosen:
         yield (
-            f"{' and '.join(chosen)}: responses are sampled from the tokens that are kept, while log-probabilities, of"
-            " rollout and training alike, are those of the whole vocabulary: each token was sampled more often than the"
-            " loss takes it for, by 1 / train/sampling_kept_mass, which no ratio, mismatch metric or importance weight"
-            " sees; top_p 1 and top_k null sample the policy that is trained, and loss_fn.sampling_mask replay trains"
-            " the one that is sampled"
+            f"{' and '.join(chosen)}: responses are sampled from the kept tokens, but log-probabilities in rollout and"
+            " training are over the whole vocabulary. A token was sampled with a higher probability than the loss"
+            " assumes, by the factor 1 / train/sampling_kept_mass, and no ratio, mismatch metric or importance weight"
+            " contains this factor; top_p 1 and top_k null remove the difference, and loss_fn.sampling_mask replay"
+            " trains with the probabilities of the kept tokens"
         )
 
 

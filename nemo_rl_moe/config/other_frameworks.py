@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments of TRL and keys of verl, each with its counterpart here (`other_frameworks.yaml`)."""
+"""Arguments of TRL and keys of verl with their counterparts here, from `other_frameworks.yaml`."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -12,15 +12,15 @@ from pydantic import TypeAdapter
 
 @cache
 def counterparts() -> dict[str, list[dict[str, str]]]:
-    """Return the tables of each framework, from its names to the full keys here."""
+    """Framework -> its tables. Each table maps the framework's names to full keys here."""
     text = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
     return TypeAdapter(dict[str, list[dict[str, str]]]).validate_python(yaml.safe_load(text))
 
 
 def counterpart_elsewhere(key: str, known: Sequence[str]) -> str | None:
-    """Return the end of an error line about an unknown key that another framework has, or None for other keys.
+    """Return the end of an error line about an unknown key, if TRL or verl has the key, else None.
 
-    A key is an argument of TRL in any section, or a full key of verl.
+    An argument of TRL is recognised in any section, a key of verl only by its full name.
     """
     for framework, tables in counterparts().items():
         name = key.rpartition(".")[2] if framework == "TRL" else key

@@ -27,7 +27,7 @@ _REMOVAL = re.compile(r"~(?P<key>[^=+~\s]+)")
 
 @dataclass(frozen=True)
 class Override:
-    """One override. With `remove`, it has no value and removes the key. With `add`, the key may be new."""
+    """One override. With `remove`, the override has no value and removes the key. With `add`, the key may be new."""
 
     key: tuple[str, ...]
     value: Any = None
@@ -36,10 +36,10 @@ class Override:
 
 
 def parse_override(text: str) -> Override:
-    """Parse one override, whose value is YAML.
+    """Parse one override. Its value is YAML.
 
     Raises:
-        ValueError: It has another form, or its value is not YAML. The message is for the user.
+        ValueError: The text is no override, or its value is not YAML. The message is for the user.
     """
     if removal := _REMOVAL.fullmatch(text):
         return Override(tuple(removal["key"].split(".")), remove=True)
@@ -49,7 +49,7 @@ def parse_override(text: str) -> Override:
         raise ValueError(f"override {shown!r}: expected section.key=value, +section.key=value or ~section.key")
     key, written = shortened(form["key"]), form["value"]
     if not written.strip():
-        raise ValueError(f"{key}: got nothing behind the =, as of a variable that is not set; null is written out")
+        raise ValueError(f"{key}: nothing follows the = (is a shell variable not set?); expected a value, or null")
     for _, problem in traps(written):
         raise ValueError(f"{key}: {problem}")
     try:
@@ -65,11 +65,12 @@ def apply_overrides(
     overrides: Sequence[str],
     known_around: Callable[[Sequence[str], Mapping[str, Any]], Sequence[str]],
 ) -> tuple[dict[str, Any], list[str]]:
-    """Apply overrides in order, but the kinds of sections first, since another kind replaces its section.
+    """Apply overrides in order, except that kinds of sections come first, since a new kind replaces its section.
 
     Args:
-        known_around: Returns every full key of the schema, and the keys that an override's key leads to in the current
-            values. They need no `+`, even if the YAML lacks them.
+        known_around: Function of an override's key and the current values. It returns every full key of the schema, and
+            the keys of the entry that the override's key leads into. These keys need no `+`, even if the YAML lacks
+            them.
 
     Returns:
         The new mapping, and a line for each override that could not be applied.
@@ -114,7 +115,7 @@ def _set(config: dict[str, Any], key: Sequence[str], value: Any) -> None:
             section[part] = {}
         section = section[part]
     if _names_kind(key) and section.get(KIND_KEY) != value:
-        section.clear()  # the other keys belong to another kind
+        section.clear()  # the present keys belong to the previous kind
     section[key[-1]] = value
 
 
@@ -141,15 +142,16 @@ Place = tuple[str | int, ...]
 def resolve(
     config: Mapping[str, Any], is_path: Callable[[Place], bool] = lambda _: False
 ) -> tuple[dict[str, Any], dict[Place, str]]:
-    """Resolve interpolations.
+    """Resolve the interpolations `${...}` of a configuration.
 
     Args:
-        is_path: Returns whether a position holds a path, in which `${oc.env:NAME}` is an environment variable.
+        is_path: Function that returns whether the value at a position is a path. In paths, `${oc.env:NAME}` is an
+            environment variable.
 
     Returns:
-        The resolved mapping, and a line for each value that could not be resolved, by position. Such a value is not
-            changed. A value `???`, which an override must replace, is omitted. A value that refers to it has an empty
-            line, so that it is reported once.
+        The resolved mapping, and position -> error line for each value that could not be resolved. Such a value becomes
+            null. A value `???`, which an override must replace, is omitted. A value that refers to an omitted value has
+            an empty line, so that the missing value is reported once.
     """
     problems: dict[Place, str] = {}
     allowed: dict[str, Any] = _without_missing(config)
@@ -180,7 +182,8 @@ def resolve(
 
 
 def _fill_in_variables(config: dict[str, Any], is_path: Callable[[Place], bool], problems: dict[Place, str]) -> None:
-    """Expand environment variables in paths. Elsewhere they are refused, since secrets do not belong in a file."""
+    """Expand environment variables in paths. In other values they are refused, since secrets do not belong in a
+    file."""
     for place, text in _texts(config):
         names = _VARIABLE.findall(text)
         if not names or not is_path(place):
@@ -192,8 +195,8 @@ def _fill_in_variables(config: dict[str, Any], is_path: Callable[[Place], bool],
 
 
 def _plainly_resolved(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Resolve interpolations that are all `${section.key}` of single values, without OmegaConf. Return None for
-    others."""
+    """Resolve interpolations without OmegaConf. Return None if one is not `${section.key}` with a single value at this
+    key."""
     # OmegaConf takes most of the time of a load.
     found = copy.deepcopy(config)
     for path, text in _texts(config):
@@ -218,12 +221,12 @@ def _put(config: Any, place: Place, value: Any) -> None:
 
 
 def dotted(path: Sequence[str | int]) -> str:
-    """Return a position in the configuration as the user writes it."""
+    """Return a position in the configuration as a full key with dots."""
     return shortened(".".join(str(part) for part in path))
 
 
 def _omegaconf_key(path: Place) -> str:
-    """Write a position in OmegaConf's notation, which keeps keys with dots together."""
+    """Return a position in OmegaConf's notation, in which a key may contain dots."""
     return "".join(f"[{part}]" for part in path)
 
 

@@ -11,7 +11,7 @@ RENAMED_KEYS = {
     f"{_MEASURED}.save_tape": f"{_MEASURED}.save_capture",  # older name
     "grpo.dynamic_sampling_max_gen_batches": "grpo.dynamic_sampling_max_groups",  # in rounds
 }
-"""Old name to new name. Keys below a listed section are renamed with it."""
+"""Old full key -> new full key. For a section, the keys in it are renamed too."""
 _CONDITIONS = {
     "grpo.dynamic_sampling_max_gen_batches": "in groups: rounds times grpo.num_prompts_per_step",
 }
@@ -39,7 +39,7 @@ _ENV_KEYS = {
     "max_turns": ("driver.max_turns", "with driver.kind tools, agent or openenv"),
     "tool_call_cost": ("driver.call_cost", "with driver.kind tools"),
 }
-"""Old key of an environment to its new key and the condition for it."""
+"""Old key of an environment -> its new key, and the condition under which the new key applies."""
 _OF_ENVIRONMENT = re.compile(r"(env(?:\.mixture\.[^.]+)?)\.([^.]+)(.*)")
 
 
@@ -56,7 +56,8 @@ def new_key(name: str) -> str | None:
 
 
 def new_key_in_words(name: str) -> str | None:
-    """Return the new name of a key with the kind of section that has it, or None if it has not been renamed."""
+    """Return the new name of a key with the condition under which it applies, or None if the key has not been
+    renamed."""
     new, found = new_key(name), _OF_ENVIRONMENT.fullmatch(name)
     condition = _CONDITIONS.get(name, "") if found is None else _ENV_KEYS.get(found[2], ("", ""))[1]
     return f"{new} ({condition})" if new and condition else new

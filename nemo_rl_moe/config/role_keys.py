@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Names of settings in errors about a model other than the policy, as the user writes them.
+"""Error lines about a role (a model other than the policy), with the keys that the user writes.
 
-Rules and loaders see such a model as a `policy` section, and use the names of that section.
+Rules and loaders see the role's model as a `policy` section, so their lines name keys of the policy.
 """
 
 import re
@@ -20,18 +20,18 @@ _OTHER_NAMES = {
     "megatron_cfg.optimizer.lr": "lr",
     "megatron_cfg.scheduler.lr_warmup_iters": "lr_warmup_iters",
 }
-"""Settings of a policy that have another name in a role, if the role has them."""
+"""Key in `policy` -> key in the role's section, for settings with another name there, if the role has them."""
 _UNEVEN_STAGES = re.compile(r"; expected, for one, num_layers_in_first_pipeline_stage=.*")
-"""Advice that only applies to a policy."""
+"""Advice that only applies to the policy."""
 
 
 def key_of_role(config: MasterConfig, role: str) -> str:
-    """Return the key of a role's section, such as `value`, or `role NAME` if no section holds its model."""
+    """Return the full key of the section with a role's model, such as `value`, or `role NAME` if no section has it."""
     return next(_keys_of(config, roles_of(config)[role]), f"role {role}")
 
 
 def role_problems(config: MasterConfig, role: str, problems: Iterable[str]) -> list[str]:
-    """Return problems of a role's model as a `policy` section, with the keys of the role instead of the policy's."""
+    """Return error lines about a role's model, with the role's keys in place of the policy's keys."""
     key = key_of_role(config, role)
     own = _own_names(roles_of(config)[role])
 
@@ -50,14 +50,14 @@ def role_problems(config: MasterConfig, role: str, problems: Iterable[str]) -> l
 
 
 def _own_names(model: RoleModelConfig) -> dict[str, str]:
-    """Return the settings of a policy that the role has too, with their names there."""
+    """Key in `policy` -> key in the role's section, for the settings that the role has too."""
     fields = type(model).model_fields
     same = [*fields, *(f"megatron_cfg.{name}" for name in RoleParallelConfig.model_fields)]
     return {name: name for name in same} | {ours: own for ours, own in _OTHER_NAMES.items() if own in fields}
 
 
 def _keys_of(section: BaseModel | Mapping[str, object], model: RoleModelConfig) -> Iterator[str]:
-    """Yield the keys at which a section holds this very model."""
+    """Yield the keys in a section at which this model is found, the same object."""
     for name, value in section.items() if isinstance(section, Mapping) else section:
         if value is model:
             yield name

@@ -51,28 +51,30 @@ class PreferenceLossConfig(StrictModel):
 
     preference_loss_type: PreferenceLossType
     """sigmoid (or dpo): DPO. robust: DPO, unbiased under flipped labels. hinge: zero beyond a margin of 1. ipo: squared
-    distance of the margin from 1 / (2 x `reference_policy_kl_penalty`). apo_zero, apo_down: for chosen responses that
-    are better, or worse, than the reference model's responses."""
+    distance of the margin from 1 / (2 x `reference_policy_kl_penalty`). apo_zero: for chosen responses that are better
+    than the reference model's responses. apo_down: for chosen responses that are worse."""
     reference_policy_kl_penalty: PositiveCoefficient
-    """Beta: strength of the tie to the reference model."""
+    """Beta of DPO: how strongly the policy is held near the reference model."""
     label_smoothing: BelowHalf
     """Assumed share of flipped labels, for sigmoid (conservative DPO) and robust. 0: none."""
     preference_average_log_probs: bool
-    """Compare means instead of sums of the log-probabilities of a response's tokens. Its length then does not count."""
+    """true: compare the mean log-probability of each response's tokens, so that its length does not count. false:
+    compare the sums."""
     preference_loss_weight: Coefficient
     """Weight of the preference loss."""
     sft_loss_weight: Coefficient
-    """Weight of the negative log-likelihood of the chosen responses. 0: none."""
+    """Weight of the negative log-likelihood of the chosen responses. 0: the loss does not contain it."""
     sft_average_log_probs: bool
-    """Take that likelihood as a mean over each response's tokens instead of a sum."""
+    """true: the log-likelihood of a chosen response is the mean over its tokens. false: the sum."""
 
 
 class DPOConfig(PreferenceLossConfig, SupervisedLoopConfig):
     """Direct preference optimization: the loop and its loss. A sample is a pair of responses."""
 
     reference_logprobs: Annotated[Literal["in_step", "precompute"], RenamedValue("beforehand", "precompute")]
-    """When the log-probabilities of the reference model, the initial policy, are computed. in_step: in each step, with
-    a second set of weights. precompute: for all pairs before the first step, with one set of weights."""
+    """When the reference model, which is the initial policy, computes its log-probabilities. in_step: in each step, so
+    that memory holds two sets of weights. precompute: for all pairs before the first step, so that memory holds one
+    set."""
 
 
 class SFTConfig(SupervisedLoopConfig):
@@ -83,19 +85,19 @@ class MasterConfig(StrictModel):
     """The sections that every algorithm has."""
 
     checkpointing: CheckpointingConfig
-    """Checkpoints."""
+    """When checkpoints are saved, and which are kept."""
     policy: PolicyConfig
-    """The model."""
+    """The model that is trained, its batches and its optimizer."""
     logger: LoggerConfig
     """Destinations of metrics."""
     cluster: ClusterConfig
-    """The machines."""
+    """Machines and workers of the run."""
     data: DataConfig
     """The records to train on."""
 
     @property
     def data_parallel_size(self) -> int:
-        """Copies of the model, each of which processes its part of a global batch."""
+        """Number of copies of the model. Each copy processes its part of a global batch."""
         return self.cluster.world_size // self.policy.megatron_cfg.model_parallel_size
 
 
@@ -103,36 +105,36 @@ class SFTMasterConfig(MasterConfig):
     """The configuration of a run of supervised fine-tuning."""
 
     sft: SFTConfig
-    """The loop."""
+    """Length, validations and seed of the training loop."""
     data: SampleDataConfig
-    """The samples."""
+    """The samples to train on and to validate with."""
 
 
 class DPOMasterConfig(MasterConfig):
-    """The configuration of a run of direct preference optimization. Its batch sizes count pairs."""
+    """The configuration of a run of direct preference optimization. The batch sizes count pairs."""
 
     dpo: DPOConfig
     """The loop and its loss."""
     data: PairDataConfig
-    """The pairs."""
+    """The pairs to train on and to validate with."""
 
 
 class GRPOMasterConfig(MasterConfig):
     """The configuration of a run of group relative policy optimization."""
 
     grpo: GRPOConfig
-    """The loop."""
+    """Length, validations and seed of the training loop."""
     loss_fn: PolicyGradientLossConfig
     """The loss."""
     policy: GeneratingPolicyConfig
     """The model and its sampling."""
     env: MixtureConfig
-    """Scoring of responses."""
+    """How trajectories are made and scored."""
     reward_model: RewardModelConfig | None
     """Model whose score is added to the reward, or is the only reward (`env.reward.kind: reward_model`).
     `cluster.roles.reward_model` assigns its machines. null: no reward model."""
     data: MixedPromptDataConfig
-    """The prompts."""
+    """The prompts to train on and to validate with."""
     logger: GenerationLoggerConfig
     """Destinations of metrics and samples."""
 
@@ -147,12 +149,13 @@ class GRPOMasterConfig(MasterConfig):
 
     @property
     def updates_per_step(self) -> int:
-        """Optimizer steps of one step, each on a different part of the responses."""
+        """Number of optimizer steps in one step, each on a different part of the responses."""
         return self.responses_per_step // self.policy.train_global_batch_size
 
     @property
     def named_reward_weights(self) -> Mapping[str, float]:
-        """Weights of the rewards that an estimator may compare separately, including the reward model's."""
+        """Name of a reward -> its weight, for rewards that an estimator may compare separately. Includes the reward
+        model's score. Empty if the rewards have no names."""
         weights = self.env.shared_reward_weights or {}
         if not weights or self.reward_model is None:
             return weights
@@ -160,7 +163,7 @@ class GRPOMasterConfig(MasterConfig):
 
 
 def engines_share_gpus(config: MasterConfig) -> bool:
-    """Return whether engines with a copy of the weights run on the policy's GPUs."""
+    """Return whether generation engines with their own copy of the weights run on the policy's GPUs."""
     generates = generating(config.policy)
     has_engines = generates is not None and not generates.generation.engine.shares_weights
     return has_engines and config.cluster.gpus_per_node > 0 and GENERATION_ROLE not in config.cluster.roles

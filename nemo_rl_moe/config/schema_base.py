@@ -14,7 +14,7 @@ from pydantic_core import CoreSchema, core_schema
 
 @dataclass(frozen=True)
 class ExpectedWords:
-    """Words for the allowed values of a text in error messages, if its type does not imply them."""
+    """Description of a text's allowed values for error messages, if the type of the text does not imply it."""
 
     words: str
 
@@ -29,7 +29,7 @@ class RenamedValue:
 
 @dataclass(frozen=True, eq=False)
 class NameIn:
-    """A text that must be a name in a registry, which is read when a value is checked."""
+    """A text that must be a name in a registry. The registry is read each time a value is checked."""
 
     registry: Mapping[str, object]
 
@@ -46,7 +46,8 @@ _VARIABLE = re.compile(r"\$[A-Za-z_{]")
 
 
 def expanded(path: str) -> str:
-    """Return a path with its `~` replaced by the home folder. Raises ValueError for variables and missing homes."""
+    """Return a path with its `~` replaced by the home folder. Raises ValueError if the path has a variable or an
+    unknown home."""
     found = os.path.expanduser(path)  # noqa: PTH111  (a name on the hub is no path)
     if found.startswith("~") or _VARIABLE.search(found):
         raise ValueError("a variable, or a home that is not there")
@@ -62,32 +63,33 @@ WholeOrLess = Annotated[float, Field(ge=0, le=1)]
 UnitFloat = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(min_length=1)]
 PATH = ExpectedWords("a path (~ is the home folder, ${oc.env:NAME} a variable)")
-"""Mark of a path, in which environment variables are expanded."""
+"""Mark of a field that holds a path: `${oc.env:NAME}` is expanded in such a field only."""
 PathText = Annotated[str, Field(min_length=1), AfterValidator(expanded), PATH]
 """A file, a folder, or a name on the hub."""
 
-# Beyond these bounds, a value is a typing error.
+# A value above these bounds is a typing error.
 MOST_PROCESSES = 4096
 LARGEST_SEED = 2**32 - 1
 Seed = Annotated[int, Field(ge=0, le=LARGEST_SEED)]
 Processes = Annotated[int, Field(gt=0, le=MOST_PROCESSES)]
-"""Processes or threads on one machine."""
+"""Number of processes or threads on one machine."""
 Coefficient = Annotated[float, Field(ge=0, le=1000)]
-"""Weight of a term of the loss. 0: none."""
+"""Weight of a term of the loss. 0: no such term."""
 PositiveCoefficient = Annotated[float, Field(gt=0, le=1000)]
 Ratio = Annotated[float, Field(ge=0, le=1_000_000_000)]
-"""A ratio of probabilities, which is at most e^20, or a size that is compared with one."""
+"""A ratio of probabilities, or a bound of such a ratio. A ratio is at most e^20."""
 PositiveRatio = Annotated[float, Field(gt=0, le=1_000_000_000)]
 RewardSize = Annotated[float, Field(ge=0, le=1_000_000)]
 Temperature = Annotated[float, Field(ge=0.01, le=100)]
-"""A divisor of logits. Below the range they overflow, above it all tokens are equally likely."""
+"""A divisor of logits. With a smaller divisor the logits overflow, and with a larger one all tokens are equally
+likely."""
 Seconds = Annotated[float, Field(gt=0, le=100_000_000)]
 """A time limit of at most three years. The operating system's timers end at some hundred years."""
 
 
 DurationText = Annotated[str, Field(min_length=1), ExpectedWords('"DD:HH:MM:SS" in quotes')]
 CustomCode = Annotated[str, Field(pattern=":"), ExpectedWords("package.module:name")]
-"""Name of a function or class of the user's code."""
+"""Reference to a function or class of the user's code, `package.module:name`."""
 
 SETTINGS = ConfigDict(
     extra="forbid",
@@ -100,22 +102,23 @@ SETTINGS = ConfigDict(
 
 
 class StrictModel(BaseModel):
-    """One section of the configuration. It has no defaults: all values come from YAML."""
+    """One section of the configuration. Its fields have no defaults: all values come from YAML."""
 
     model_config = SETTINGS
 
 
 class SupervisedLoopConfig(StrictModel):
-    """Length of a loop over samples, and times of validation."""
+    """Length of a loop over samples, and when it validates."""
 
     max_num_epochs: PositiveInt
     """The run ends after this many passes over the training samples."""
     max_num_steps: PositiveInt | None
-    """The run ends after this many optimizer steps, unless its epochs end before. null: only epochs count."""
+    """The run ends after this many optimizer steps, unless `max_num_epochs` ends it earlier. null: only
+    `max_num_epochs` counts."""
     val_period: NonNegativeInt
     """Validate after every this many steps. 0: never."""
     val_batches: PositiveInt | None
-    """Global batches of one validation. null: all held-out samples."""
+    """Number of global batches in one validation. null: all held-out samples."""
     val_at_start: bool
     """Validate before the first step."""
     val_at_end: bool

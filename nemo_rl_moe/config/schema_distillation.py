@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The section of distillation, which shares loop and rollouts with GRPO."""
+"""The section of distillation. The algorithm shares its loop and rollouts with GRPO."""
 
 from typing import Literal
 
@@ -15,7 +15,8 @@ class TeacherConfig(RoleModelConfig):
     """A model to learn from."""
 
     def as_policy(self, policy: PolicyConfig) -> PolicyConfig:
-        """Return the teacher as a `policy` section. It captures its routes if the policy does, and replays none."""
+        """Return the teacher as a `policy` section. The teacher captures its routes if the policy captures or replays
+        routes. It replays none."""
         role, of_policy = super().as_policy(policy), policy.megatron_cfg
         if not isinstance(of_policy, RolloutMegatronConfig):
             return role
@@ -29,17 +30,18 @@ class TeacherConfig(RoleModelConfig):
 
 
 class DistillationConfig(StrictModel):
-    """Teachers, the divergence from them, and the weights of the components of the loss."""
+    """Teachers, the divergence of the policy from them, and the weights of the loss's components."""
 
     responses: Literal["policy", "given"]
-    """Responses to learn from. policy: sampled by the policy (on-policy). given: in the records (off-policy)."""
+    """Source of the responses to learn from. policy: the policy samples them (on-policy). given: the records contain
+    them (off-policy)."""
     response_key: Text | None
-    """Key of a record that holds its response. Needed with `responses: given`. null: the records hold none."""
+    """Key of a record that holds its response. Needed with `responses: given`. null: the records hold no responses."""
     teachers: dict[str, TeacherConfig]
-    """Models to learn from, by name. Each is a role, and `cluster.roles` assigns machines to it under this name."""
+    """Name -> model to learn from. Each teacher is a role: `cluster.roles.NAME` assigns its machines."""
     teacher_by_environment: dict[str, str]
-    """Name of the teacher of each environment of `env.mixture`. Responses of an environment without a teacher count in
-    the policy gradient only. {}: the only teacher scores all responses."""
+    """Environment of `env.mixture` -> name of its teacher. Responses of an environment without a teacher count in the
+    policy gradient only. {}: there is one teacher, which scores all responses."""
     teacher_key: Text | None
     """Key of a record that holds the name of its teacher. A record without it has no teacher. null: no such key."""
     kl_type: Literal["forward", "reverse", "mixed", "jensen_shannon"]
@@ -48,16 +50,17 @@ class DistillationConfig(StrictModel):
     mixed_kl_weight: WholeOrLess
     """Weight of the forward divergence in `mixed`. The reverse divergence has the rest."""
     topk_logits_k: PositiveInt | None
-    """Number of candidate tokens at each position, for which the divergence is exact. All others count together as one
-    more. The size of the vocabulary: all tokens. null: estimate from the sampled token, with `reverse` only."""
+    """Number of candidate tokens at each position. The divergence is exact for the candidates, and all other tokens
+    count together as one more candidate. The size of the vocabulary makes all tokens candidates. null: estimate the
+    divergence from the sampled token (with `kl_type: reverse` only)."""
     topk_ids: Literal["policy", "teacher"]
-    """Model whose most likely tokens are the candidates."""
+    """The model whose `topk_logits_k` most likely tokens are the candidates."""
     kl_weight: Coefficient
-    """Weight of the divergence, a mean over the tokens that have a teacher."""
+    """Weight of the divergence. The divergence is averaged over the tokens that have a teacher."""
     policy_gradient_weight: Coefficient
     """Weight of the policy gradient of `loss_fn` on the rewards. 0: rewards are logged and not trained on."""
     cross_entropy_weight: Coefficient
-    """Weight of the negative log-likelihood of given responses, a mean over their tokens."""
+    """Weight of the negative log-likelihood of given responses, averaged over their tokens."""
 
 
 class DistillationMasterConfig(GRPOMasterConfig):

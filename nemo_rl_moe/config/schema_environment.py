@@ -24,23 +24,26 @@ class EnvironmentConfig(StrictModel):
     """How trajectories are made and scored."""
 
     driver: Driver
-    """Driver: how the model's responses and the messages between them follow each other."""
+    """The code that makes a trajectory: it decides how the model's responses and the messages between them follow each
+    other."""
     reward: Reward | None
-    """Scoring of responses. null: the driver scores its trajectories."""
+    """How responses are scored. null: the driver scores its trajectories."""
     reward_weights: dict[RewardName, RewardWeight] | None
-    """Weights of several rewards by name. Their weighted sum is trained on, and each reward is logged. A weight of 0
-    only logs the reward. Every response must get all of them. null: a response gets one number."""
+    """Name of a reward -> its weight, if a response gets several rewards. Training uses the weighted sum, and each
+    reward is logged. A reward with weight 0 is only logged. Every response must get all named rewards. null: a response
+    gets one number."""
     on_failure: OnFailure
-    """Treatment of a response that could not be scored because the environment raised, took too long, returned no
-    number or lost its worker. leave_out: it is neither trained on nor compared with others, and a group with fewer than
-    two other responses is dropped too. lowest: it gets the lowest reward of the scored responses of its group, and no
-    positive advantage. zero: it gets reward 0, which is better than a negative one. retry: its prompt is answered once
-    more in a fresh session. If that fails too, as leave_out."""
+    """Treatment of a response whose scoring failed because the environment raised, took too long, returned no number or
+    lost its worker. leave_out: the response is neither trained on nor compared with others, and a group with fewer than
+    two other responses is dropped too. lowest: the response gets the lowest reward of its group's scored responses, and
+    no positive advantage. zero: the response gets reward 0, which is better than a negative reward. retry: the prompt
+    is answered once more in a fresh session. If that fails too, the response is treated as with leave_out."""
     score_truncated: bool
-    """true: score responses that were truncated at the length limit. false: they get reward 0."""
+    """true: score responses that were truncated at the length limit. false: truncated responses get reward 0."""
     rollout_timeout_s: Seconds | None
-    """Time limit in seconds for the code and tools of one trajectory of a function, tools or an agent, which then has
-    failed. Waiting for the model, `session.score()` or other trajectories does not count. null: no limit."""
+    """Time limit in seconds for the code and tools of one trajectory of a function, tools or an agent. A trajectory
+    that exceeds the limit has failed. Waiting for the model, `session.score()` or other trajectories does not count.
+    null: no limit."""
     rewritten_turns: Literal["begin_anew", "keep"]
     """How `session.append_message` continues if the chat template renders earlier turns differently now, for example
     without their thinking. begin_anew: start a new training sequence from a fresh rendering, as the model will be used.
@@ -48,7 +51,7 @@ class EnvironmentConfig(StrictModel):
 
     @property
     def may_name_rewards(self) -> bool:
-        """Return whether the user's code scores, which may return several rewards by name."""
+        """Return whether the user's code scores responses, and so may return several named rewards."""
         return self.reward is not None and self.reward.may_name_rewards
 
     @property
@@ -57,6 +60,7 @@ class EnvironmentConfig(StrictModel):
 
     @property
     def reads_whole_records(self) -> bool:
-        """Return whether code or a library, which may read any key of a record, drives or scores."""
+        """Return whether the user's code or a library drives or scores trajectories. Such code may read any key of a
+        record."""
         scores = self.reward is not None and self.reward.reads_whole_records
         return scores or self.driver.named is not None

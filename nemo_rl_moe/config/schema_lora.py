@@ -38,15 +38,17 @@ class LoraConfig(StrictModel):
     alpha: Alpha
     """Scale: the product `B A` is multiplied by `alpha / rank`."""
     targets: Annotated[list[LoraTarget], Field(min_length=1)]
-    """Layers with an adapter, by the names of their modules in transformers. `all-linear`: all except routers and the
-    output layer. The names of MLPs apply to dense layers, shared experts and, with `experts`, routed ones."""
+    """Layers with an adapter, by the names of their modules in transformers. `all-linear`: all linear layers except
+    routers and the output layer. gate_proj, up_proj and down_proj apply to dense layers, shared experts and, depending
+    on `experts`, routed experts."""
     dropout: UnitFloat
     """Share of an adapter's inputs that training sets to zero."""
     experts: Literal["per_expert", "shared", "none"]
-    """Adapters of routed experts. per_expert: one for each expert. shared: one for each layer. none: no adapters."""
+    """Adapters of routed experts. per_expert: an adapter for each expert. shared: an adapter that all routed experts of
+    a layer share. none: no adapters."""
     init: Literal["kaiming", "gaussian"]
     """Initial values of `A`. kaiming: uniform, as in a linear layer. gaussian: normal with standard deviation `1 /
-    rank`. `B` begins at zero, so that training begins with the unchanged model."""
+    rank`. `B` is zero at first, so that training begins with the unchanged model."""
     path: PathText | None
     """Folder of the adapter to begin with, of peft or of a run (`final/adapter`). null: a new adapter."""
 

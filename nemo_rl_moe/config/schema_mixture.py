@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Several environments in one run: their sections in `env` and `data` of GRPO."""
+"""Several environments in one run: their sections in `env` and `data` of a GRPO configuration."""
 
 from collections.abc import Iterator, Mapping
 from typing import Annotated
@@ -22,7 +22,7 @@ THE_ONLY_ONE = ""
 
 
 class MixedEnvironmentConfig(EnvironmentConfig):
-    """One environment of a mixture. Missing keys have the values of `env`."""
+    """One environment of a mixture. A missing key has the value of the same key in `env`."""
 
     weight: Weight
     """The environment's share of the prompts of each step is this weight over the sum of all weights."""
@@ -32,8 +32,9 @@ class MixtureConfig(EnvironmentConfig):
     """How trajectories are made and scored, in one environment or in several."""
 
     mixture: dict[EnvironmentName, MixedEnvironmentConfig]
-    """Several environments by name, each with its `weight` and the keys of `env` that differ. Missing keys have the
-    values of `env`, also below `driver` and `reward` if the `kind` is the same. {}: `env` is the only environment."""
+    """Name -> environment, with its `weight` and the keys that differ from `env`. A missing key has the value of the
+    same key in `env`. Within `driver` and `reward` this holds only if the `kind` is the same. {}: `env` is the only
+    environment."""
 
     @property
     def environments(self) -> Mapping[str, EnvironmentConfig]:
@@ -42,7 +43,7 @@ class MixtureConfig(EnvironmentConfig):
 
     @property
     def shared_reward_weights(self) -> Mapping[str, float] | None:
-        """Return the weights of named rewards if all environments have the same ones, else None."""
+        """Return the weights of named rewards if they are the same in all environments, else None."""
         first, *others = (each.reward_weights for each in self.environments.values())
         return first if all(other == first for other in others) else None
 
@@ -66,14 +67,15 @@ class MixedPromptDataConfig(PromptDataConfig):
     """The prompts to train on and to validate with, of one environment or of several."""
 
     environment_key: Text
-    """Key of a record that names its environment, if environments share the data. Dots reach into objects."""
+    """Key of a record that holds the name of its environment, if environments share the data. Dots reach into
+    objects."""
     environments: dict[EnvironmentName, PromptSetConfig]
-    """Data of each environment of `env.mixture`: `train`, `validation`, `prompt_key`, `prompt_template` and
-    `answer_key`. Missing keys have the values of `data`. {}: all share `train` and `validation`, and records name their
-    environment."""
+    """Environment of `env.mixture` -> its data: `train`, `validation`, `prompt_key`, `prompt_template` and
+    `answer_key`. A missing key has the value of the same key in `data`. {}: all environments share `train` and
+    `validation`, and each record names its environment."""
 
     def of(self, name: str) -> PromptDataConfig:
-        """Return the section with the values of one environment."""
+        """Return this section with the values of the environment `name`."""
         own = self.environments.get(name)
         if own is None:
             return self

@@ -41,31 +41,33 @@ class TokenizerConfig(StrictModel):
     name: PathText
     """A folder, or a name on the hub."""
     chat_template: PathText | None
-    """A Jinja file that replaces the tokenizer's chat template. null: keep the tokenizer's template."""
+    """A Jinja file that replaces the tokenizer's chat template. null: use the tokenizer's template."""
     corrected_template: Literal["auto", "never"]
-    """auto: use this package's template if the tokenizer's is known to lose parts of some conversations (DeepSeek,
-    Mistral). never: use the tokenizer's. A `chat_template` file always wins."""
+    """auto: use this package's corrected template if the tokenizer's template is known to lose parts of some
+    conversations (DeepSeek, Mistral). never: use the tokenizer's template. A `chat_template` file has precedence in
+    both cases."""
 
 
 class TokenBudgetConfig(StrictModel):
-    """Microbatches that are filled by tokens instead of by samples."""
+    """Limits of microbatches by tokens instead of by samples."""
 
     enabled: bool
-    """Cut the global batch this way. `train_micro_batch_size` is then not used."""
+    """Divide the global batch into microbatches by tokens. `train_micro_batch_size` is then not used."""
     train_mb_tokens: PositiveInt
-    """Most tokens in one microbatch."""
+    """Maximum number of tokens in one microbatch."""
     train_mb_patches: PositiveInt | None
-    """Most image patches that the vision tower encodes for one microbatch. Equal images count once, and a microbatch
-    whose samples all have the same images may exceed it. null: `train_mb_tokens` is the only limit. Each image token
-    has as many patches as the square of the tower's merge size."""
+    """Maximum number of image patches that the vision tower encodes for one microbatch. Equal images count once, and a
+    microbatch whose samples all have the same images may exceed the limit. An image token consists of (merge size of
+    the tower)^2 patches. null: `train_mb_tokens` is the only limit."""
 
 
 class DynamicBatchingConfig(TokenBudgetConfig):
-    """Microbatches of sequences of similar length, divided further while that saves more padding than it costs."""
+    """Microbatches of samples of similar length. A microbatch is divided further as long as this saves more padding
+    than another microbatch costs."""
 
     microbatch_overhead_tokens: NonNegativeInt
-    """Fixed cost of one more microbatch, in tokens that could be computed in the same time. A larger number gives fewer
-    microbatches and more padding. 0: the least padding."""
+    """Fixed time of one more microbatch, as the number of tokens that could be computed in that time. A larger number
+    gives fewer microbatches and more padding. 0: the least padding."""
 
 
 class DistributedDataParallelConfig(StrictModel):
@@ -76,11 +78,11 @@ class DistributedDataParallelConfig(StrictModel):
     overlap_grad_reduce: bool
     """Reduce gradients during the backward pass."""
     overlap_param_gather: bool
-    """Gather weights during the next forward pass, between the updates of one step. After the last update of a step,
-    all weights are gathered. Needs the two settings above."""
+    """Gather weights during the next forward pass, if another update of the same step follows. After the last update of
+    a step, all weights are gathered at once. Needs `use_distributed_optimizer` and `overlap_grad_reduce`."""
     bucket_size: PositiveInt | None
-    """Number of parameters whose gradients are reduced, and whose weights are gathered, together. null: Megatron-Core's
-    choice, 40 million or more with many ranks."""
+    """Number of parameters in one bucket. The gradients of a bucket are reduced together, and its weights are gathered
+    together. null: Megatron-Core's choice, at least 40 million."""
     grad_reduce_in_fp32: bool
     """Accumulate and reduce gradients in float32."""
 
@@ -91,9 +93,9 @@ class OptimizerConfig(StrictModel):
     lr: LearningRate
     """Highest learning rate, reached at the end of the warm-up."""
     min_lr: LowestLearningRate | None
-    """Learning rate at the end of the decay, which the constant style does not have. null: a tenth of `lr`."""
+    """Learning rate at the end of the decay. Not used with the decay style constant. null: a tenth of `lr`."""
     weight_decay: WeightDecay
-    """Weight decay of matrices. Norms and biases have none."""
+    """Weight decay of matrices. Norms and biases are not decayed."""
     adam_beta1: UnitFloat
     """Decay of Adam's first moment."""
     adam_beta2: UnitFloat
@@ -101,16 +103,18 @@ class OptimizerConfig(StrictModel):
     adam_eps: AdamEpsilon
     """Adam's epsilon."""
     use_precision_aware_optimizer: bool
-    """Use Transformer Engine's Adam on gradients in the format of their buffers, without float32 copies, and with
-    moments in the formats below. With `optimizer_cpu_offload`, Transformer Engine is not needed."""
+    """Use Transformer Engine's Adam, which reads gradients in the format of their buffers without float32 copies, and
+    keeps moments in the formats `exp_avg_dtype` and `exp_avg_sq_dtype`. With `optimizer_cpu_offload`, Transformer
+    Engine is not needed."""
     exp_avg_dtype: Literal["float32", "bfloat16"]
     """Number format of the first moment. bfloat16 needs `use_precision_aware_optimizer`."""
     exp_avg_sq_dtype: Literal["float32", "bfloat16"]
     """Number format of the second moment. bfloat16 needs `use_precision_aware_optimizer`."""
     optimizer_cpu_offload: bool
-    """Keep master weights and moments in the host's memory, and update there. Needs `use_precision_aware_optimizer`."""
+    """Keep master weights and moments in the host's memory, and update the weights there. Needs
+    `use_precision_aware_optimizer`."""
     optimizer_offload_fraction: Share
-    """Share of a rank's parameters that `optimizer_cpu_offload` applies to, above 0 and at most 1."""
+    """Share of a rank's parameters to which `optimizer_cpu_offload` applies, above 0 and at most 1."""
     overlap_cpu_optimizer_d2h_h2d: bool
     """With `optimizer_cpu_offload`, copy gradients to the host and weights back while other parameters are updated."""
 
@@ -122,75 +126,79 @@ class OptimizerConfig(StrictModel):
 
 
 class SchedulerConfig(StrictModel):
-    """The learning rate over the optimizer's steps, counted from 1. Step `k` trains at `lr * k / lr_warmup_iters` until
-    the end of the warm-up, and then on the decay at tick `k` of `lr_decay_iters`. Without a warm-up it trains at tick
-    `k - 1`, so that the first step trains at `lr`."""
+    """The learning rate over the optimizer's steps, counted from 1. During the warm-up, step `k` trains at `lr * k /
+    lr_warmup_iters`. After the warm-up, step `k` trains at the rate that the decay has after `k` of `lr_decay_iters`
+    steps. Without a warm-up, it trains at the rate after `k - 1` steps, so that the first step trains at `lr`."""
 
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"]
     """Shape of the decay from `lr` to `min_lr`."""
     lr_warmup_iters: NonNegativeInt
-    """Steps of linear warm-up from 0. A shorter run ends within the warm-up. 0: no warm-up."""
+    """Number of steps over which the learning rate rises linearly from 0. A run with fewer steps ends within the
+    warm-up. 0: no warm-up."""
     lr_decay_iters: PositiveInt | None
-    """Step, warm-up included, at which `min_lr` is reached, or after which it is reached if there is no warm-up. Must
-    exceed the warm-up. null: the number of steps of the run."""
+    """Step at which `min_lr` is reached, counting the steps of the warm-up. Without a warm-up, `min_lr` is reached at
+    the step after it. Must exceed `lr_warmup_iters`. null: the number of steps of the run."""
 
 
 class MoeMetricsConfig(StrictModel):
-    """Load balance metrics, logged while `track_moe_metrics` is on."""
+    """Settings of load balance metrics, which are logged if `track_moe_metrics` is true."""
 
     mode: Literal["brief", "detailed"]
     """brief: at most 60 metrics, independent of the model's size. detailed: a few more for each layer."""
     top_k_experts: NonNegativeInt
-    """Number of the most loaded and of the least loaded experts to log. 0: none."""
+    """Log this many of the most loaded experts, and as many of the least loaded experts. 0: none."""
     detailed_every_steps: PositiveInt | None
     """In brief mode, log in detail on each step that is a multiple of this number. null: never."""
     what_if_expert_parallel_sizes: list[PositiveInt]
-    """Expert parallel sizes whose overload factors are predicted from the same counts. []: none."""
+    """Other expert parallel sizes for which the overload factor is predicted from the measured loads. []: none."""
 
 
 class RouterGradientsConfig(StrictModel):
-    """Gradient of the routers by source: the algorithm's loss, load balancing losses, z-loss. Each source costs a
-    forward and backward pass over the measured microbatches. Training is unchanged, to the bit."""
+    """Gradient of the routers from each source: the algorithm's loss, load balancing losses, z-loss. Each source costs
+    a forward and backward pass over the measured microbatches. Measuring does not change training."""
 
     every_n_steps: PositiveInt | None
     """Measure on each step that is a multiple of this number. null: never."""
     num_microbatches: PositiveInt | None
-    """Microbatches to measure on each data-parallel rank, from the first global batch of the step. An interleaved
-    pipeline rounds to a multiple of its stages. null: all."""
+    """Number of microbatches to measure on each data-parallel rank, from the first global batch of the step. An
+    interleaved pipeline rounds the number to a multiple of its stages. null: all."""
 
 
 class MegatronConfig(MoeTransformerFields):
     """Layout and training of the model in Megatron-Core. Any `moe_*` field of its `TransformerConfig` is a key too."""
 
     tensor_model_parallel_size: PositiveInt
-    """Ranks that share each matrix."""
+    """Number of ranks that share each matrix."""
     pipeline_model_parallel_size: PositiveInt
-    """Ranks that share the layers, one stage each."""
+    """Number of pipeline stages. Each rank of a pipeline has the layers of one stage."""
     virtual_pipeline_model_parallel_size: PositiveInt | None
-    """Pieces of each pipeline stage (interleaved schedule). null: one."""
+    """Number of pieces of each pipeline stage (interleaved schedule). null: one."""
     num_layers_in_first_pipeline_stage: PositiveInt | None
-    """Layers of the first pipeline stage, if the layers do not divide evenly. null: as many as in a middle stage."""
+    """Number of layers in the first pipeline stage, if the stages cannot have equal numbers. null: as many as in a
+    middle stage."""
     num_layers_in_last_pipeline_stage: PositiveInt | None
-    """Layers of the last pipeline stage, which also has the output layer. null: as many as in a middle stage."""
+    """Number of layers in the last pipeline stage, not counting the output layer. null: as many as in a middle
+    stage."""
     expert_model_parallel_size: PositiveInt
-    """Ranks that share the experts of a layer."""
+    """Number of ranks that share the experts of a layer."""
     expert_tensor_parallel_size: PositiveInt
-    """Ranks that share each expert's matrices: 1, or the tensor parallel size."""
+    """Number of ranks that share each expert's matrices: 1, or the tensor parallel size."""
     context_parallel_size: PositiveInt
-    """Ranks that share each sequence in equal parts. Above 1 it needs GPUs, Transformer Engine's attention, a model
-    without attention windows and sinks, and a `generation.backend` other than megatron."""
+    """Number of ranks that share each sequence in equal parts. Above 1, this needs GPUs, Transformer Engine's
+    attention, a model without attention windows and sinks, and a `generation.backend` other than megatron."""
     sequence_parallel: bool
-    """Divide activations along the sequence between tensor-parallel ranks. True exactly with tensor parallelism."""
+    """Divide activations along the sequence between tensor-parallel ranks. Must be true if `tensor_model_parallel_size`
+    is above 1, else false."""
     activation_checkpointing: ActivationCheckpointing
-    """Activations that the backward pass recomputes to save memory. full (or true): of all layers. moe: of the MoE
-    layers. none (or false): none."""
+    """Which activations the backward pass recomputes to save memory. full (or true): of all layers. moe: of MoE layers.
+    none (or false): of no layer."""
     model_overrides: dict[str, Any]
-    """More fields of Megatron-Core's TransformerConfig, which change only how a model is computed, such as
+    """More fields of Megatron-Core's TransformerConfig. They may only change how the model is computed, such as
     `attention_backend: flash`. They override all other keys. {}: none."""
     env_vars: dict[str, str]
     """Environment variables of the workers, such as `NCCL_DEBUG: INFO`. {}: none."""
     distributed_timeout_minutes: Annotated[int, Field(gt=0, le=MOST_MINUTES)]
-    """Minutes that ranks wait for each other in a collective before the run fails."""
+    """Number of minutes that ranks wait for each other in a collective before the run fails."""
     layer_spec: Literal["auto", "local"]
     """auto: Transformer Engine if installed, else this package's fast modules. local: Megatron-Core's unfused
     modules."""
@@ -203,13 +211,13 @@ class MegatronConfig(MoeTransformerFields):
     moe_metrics: MoeMetricsConfig
     """Load balance metrics."""
     log_moe_overload_factor: bool
-    """Log the work of the busiest expert-parallel rank over the mean of all ranks."""
+    """Log the overload factor: the work of the busiest expert-parallel rank over the mean of all ranks."""
     router_gradients: RouterGradientsConfig
-    """Gradient of the routers by source."""
+    """Measurement of the routers' gradient by source."""
     moe_router_force_hot_rank: NonNegativeInt | None
     """For benchmarks and drills only: send every token to the experts of this expert-parallel rank. null: off."""
     distributed_data_parallel_config: DistributedDataParallelConfig
-    """Data parallelism."""
+    """Settings of data parallelism."""
     optimizer: OptimizerConfig
     """The optimizer."""
     scheduler: SchedulerConfig
@@ -217,7 +225,7 @@ class MegatronConfig(MoeTransformerFields):
 
     @property
     def model_parallel_size(self) -> int:
-        """Ranks that hold one copy of the dense part of the model."""
+        """Number of ranks that hold one copy of the dense part of the model."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
 
@@ -225,15 +233,16 @@ class FreezeConfig(StrictModel):
     """Parts of a vision-language model whose weights are not trained."""
 
     vision_tower: bool
-    """The vision tower, without the projector."""
+    """Whether the vision tower is frozen, without the projector."""
     projector: bool
-    """The layers that project the tower's output to the decoder's hidden size."""
+    """Whether the projector is frozen, the layers that project the tower's output to the decoder's hidden size."""
     language_model: bool
-    """The decoder, with its embeddings, experts, routers and their expert bias."""
+    """Whether the decoder is frozen, with its embeddings, experts, routers and expert bias."""
 
 
 def sequence_multiple(context_parallel_size: int) -> int:
-    """Return the multiple that a row or packed sequence is padded to: twice the number of ranks that share it."""
+    """Return the multiple to which the length of a row or packed sequence is padded: twice the number of ranks that
+    share the sequence, or 1 if one rank has it."""
     return 2 * context_parallel_size if context_parallel_size > 1 else 1
 
 
@@ -249,62 +258,64 @@ class PolicyConfig(StrictModel):
     tokenizer: TokenizerConfig
     """The tokenizer."""
     train_global_batch_size: PositiveInt
-    """Samples of one optimizer step, over all ranks."""
+    """Number of samples in one optimizer step, over all ranks."""
     train_micro_batch_size: PositiveInt
-    """Samples of one forward and backward pass on one data-parallel rank."""
+    """Number of samples in one forward and backward pass on one data-parallel rank."""
     max_total_sequence_length: PositiveInt
-    """Most tokens of a sample. Longer ones are truncated and counted."""
+    """Maximum number of tokens in a sample. Longer samples are truncated and counted."""
     logprob_chunk_size: PositiveInt | None
-    """Number of tokens whose logits exist at the same time if a microbatch has more. Training then recomputes the
-    logits in the backward pass. null: all tokens of the microbatch."""
+    """Maximum number of tokens whose logits are in memory at the same time. For a microbatch with more tokens, training
+    recomputes the logits in the backward pass. null: all tokens of the microbatch."""
     precision: Literal["float32", "bfloat16"]
     """Number format of weights and activations. The optimizer keeps float32 master weights."""
     max_grad_norm: PositiveRatio | None
     """Clip the gradient to this norm. null: no clipping."""
     max_consecutive_skipped_updates: PositiveInt
-    """The run stops after this many updates in a row were skipped for a NaN or infinite loss or gradient."""
+    """The run stops if this many updates in a row are skipped because of a NaN or infinite loss or gradient."""
     sequence_packing: TokenBudgetConfig
-    """Put several samples into one row, without padding between them."""
+    """Settings for putting several samples into one row, without padding between them."""
     dynamic_batching: DynamicBatchingConfig
-    """Put samples of similar length into one microbatch, as many as fit."""
+    """Settings for putting samples of similar length into one microbatch, as many as fit."""
     freeze: FreezeConfig
     """Parts that are not trained."""
     lora: LoraConfig | None
     """Train low-rank adapters on frozen weights. null: train the weights."""
     megatron_cfg: MegatronConfig
-    """Megatron-Core."""
+    """Layout and training of the model in Megatron-Core."""
 
 
 class RoleParallelConfig(StrictModel):
-    """Parallel layout of a model other than the policy, which has separate workers."""
+    """Parallel layout of a role: a model other than the policy, on separate workers."""
 
     tensor_model_parallel_size: PositiveInt
-    """Ranks that share each matrix."""
+    """Number of ranks that share each matrix."""
     pipeline_model_parallel_size: PositiveInt
-    """Ranks that share the layers, one stage each."""
+    """Number of pipeline stages. Each rank of a pipeline has the layers of one stage."""
     expert_model_parallel_size: PositiveInt
-    """Ranks that share the experts of a layer."""
+    """Number of ranks that share the experts of a layer."""
     expert_tensor_parallel_size: PositiveInt
-    """Ranks that share each expert's matrices: 1, or the tensor parallel size."""
+    """Number of ranks that share each expert's matrices: 1, or the tensor parallel size."""
     sequence_parallel: bool
-    """Divide activations along the sequence between tensor-parallel ranks. True exactly with tensor parallelism."""
+    """Divide activations along the sequence between tensor-parallel ranks. Must be true if `tensor_model_parallel_size`
+    is above 1, else false."""
 
 
 class RoleModelConfig(StrictModel):
-    """A model other than the policy, such as a teacher, that only runs forward passes. It reads the policy's tokens.
-    All settings without a key here are the policy's."""
+    """A model other than the policy, such as a teacher, that only runs forward passes. The model reads the policy's
+    tokens. Settings that have no key in this section are the policy's."""
 
     model_name: PathText
     """A folder with a Hugging Face `config.json` and weights, or a name on the hub. Any supported architecture."""
     logprob_batch_size: PositiveInt
-    """Samples of one log-probability pass on one rank. Packing and dynamic batching fill the pass by tokens instead."""
+    """Number of samples in one log-probability pass on one rank. Packing and dynamic batching fill the pass by tokens
+    instead."""
     megatron_cfg: RoleParallelConfig
     """Parallel layout."""
 
     def as_policy(self, policy: PolicyConfig) -> PolicyConfig:
         """Return the role's model as a `policy` section.
 
-        It omits the policy's routing settings (`moe_*`), which come from the model's own `config.json`.
+        The section omits the policy's routing settings (`moe_*`). The role's own `config.json` has them.
         """
         megatron = policy.megatron_cfg
         shared = {name: getattr(megatron, name) for name in type(megatron).model_fields if name not in MOE_FIELD_NAMES}
@@ -341,7 +352,7 @@ class TrainedRoleConfig(RoleModelConfig):
     lr: LearningRate
     """Highest learning rate, reached at the end of the warm-up."""
     lr_warmup_iters: NonNegativeInt
-    """Steps of linear warm-up from 0. 0: no warm-up."""
+    """Number of optimizer steps over which the learning rate rises linearly from 0. 0: no warm-up."""
 
     def as_policy(self, policy: PolicyConfig) -> PolicyConfig:
         """Return the role's model as a `policy` section, with `logprob_batch_size` as its `train_micro_batch_size`."""

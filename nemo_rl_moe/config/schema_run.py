@@ -35,17 +35,18 @@ class CheckpointingConfig(StrictModel):
     """auto: continue from the newest checkpoint of `checkpoint_dir` or, if that is null, of the newest run in
     `logger.log_dir` that has one. never: start anew, and remove the older checkpoints once there is a new one."""
     metric_name: Text | None
-    """Metric that selects the best checkpoints: `val:NAME` or `train:NAME` for the metric `val/NAME` or `train/NAME` of
-    the checkpoint's step. auto: `val:accuracy`, or `val:reward` if rewards may be graded, as with your functions and
-    partial credit. null, or `val:NAME` without `data.validation`: keep the newest checkpoints."""
+    """Metric that selects the best checkpoints. `val:NAME` or `train:NAME` is the metric `val/NAME` or `train/NAME` of
+    the checkpoint's step. auto: `val:accuracy`, or `val:reward` if a reward may be other than right or wrong, as with
+    your functions and partial credit. null, or `val:NAME` without `data.validation`: keep the newest checkpoints."""
     higher_is_better: bool
-    """true: higher values of `metric_name` are better. false: lower ones."""
+    """true: higher values of `metric_name` are better. false: lower values are better."""
     keep_top_k: PositiveInt | None
-    """Number of the best checkpoints to keep, besides the newest. null: all."""
+    """Number of best checkpoints to keep, in addition to the newest one. null: keep all."""
     save_period: NonNegativeInt
     """Save after every this many steps. 0: only at the end and when the run is stopped."""
     checkpoint_must_save_by: DurationText | None
-    """Time from the start of the run, DD:HH:MM:SS, after which it saves and ends with exit code 0. null: no limit."""
+    """Time limit "DD:HH:MM:SS" from the start of the run. The run then saves a checkpoint and ends with exit code 0.
+    null: no limit."""
     save_optimizer: bool
     """Also save the optimizer's state. Without it, a resumed run starts with a new optimizer."""
 
@@ -56,15 +57,15 @@ class DataSourceConfig(StrictModel):
     path: PathText
     """A `.jsonl` file, or a name or folder that `datasets.load_dataset` takes."""
     split: Text
-    """Split of a dataset. A `.jsonl` file ignores it."""
+    """Split of the dataset. Ignored for a `.jsonl` file."""
 
 
 MOST_IMAGE_PIXELS = 178_000_000
-"""Largest image, in pixels, that Pillow opens."""
+"""Number of pixels of the largest image that Pillow opens."""
 
 
 class DataConfig(StrictModel):
-    """Reading and rendering of records, of any kind."""
+    """How records of any kind are read and rendered."""
 
     on_bad_line: Literal["stop", "skip"]
     """Treatment of a line that cannot be used. stop: end the run. skip: skip and count it."""
@@ -74,14 +75,17 @@ class DataConfig(StrictModel):
     """Variables for the chat template, such as `enable_thinking: false`. A record's `chat_template_kwargs` override
     them by name. A variable that the template does not read is an error. {}: none."""
     tools: list[dict[str, Any]]
-    """Definitions of tools in the standard form, for records without `tools`. The template must show them. []: none."""
+    """Definitions of tools in the standard form, for records without `tools`. The chat template must render them. []:
+    none."""
     image_key: Text | None
-    """Key of a record that holds its images, one or a list, if they are not part of its messages. null: such images are
-    not read. Images in the messages are always read."""
+    """Key of a record that holds an image or a list of images that are not part of its messages. null: no such images
+    are read. Images in the messages are always read."""
     image_root: PathText | None
-    """Folder that paths of images are relative to and must stay in. null: the folder of the data file."""
+    """Folder of the images. Paths of images are relative to this folder and must not leave it. null: the folder of the
+    data file."""
     max_image_pixels: Annotated[int, Field(ge=1, le=MOST_IMAGE_PIXELS)]
-    """Most pixels of an image by its file's header. A line with a larger image is not decoded and cannot be used."""
+    """Maximum number of pixels of an image, by the header of its file. A larger image is not decoded, and its line
+    cannot be used (see `on_bad_line`)."""
 
 
 class ResponseDataConfig(DataConfig):
@@ -102,7 +106,8 @@ class SampleDataConfig(ResponseDataConfig):
     """Key of a record that holds its messages. Dots reach into objects and lists (`answers.text.0`). null: `messages`
     or `conversations`."""
     prompt_key: Text | None
-    """Key of a record that holds the prompt, a text or messages. null: `prompt`, or the usual key (docs/data.md)."""
+    """Key of a record that holds the prompt, which is a text or messages. null: `prompt`, or the usual key
+    (docs/data.md)."""
     completion_key: Text | None
     """Key of a record that holds the response to train on. null: `completion`, or the usual key (docs/data.md)."""
     system_key: Text | None
@@ -110,7 +115,7 @@ class SampleDataConfig(ResponseDataConfig):
 
     @property
     def keys(self) -> dict[str, str]:
-        """Keys that the configuration names, by their names in this package's format."""
+        """Part of a sample in this package's format -> key of the records that the configuration names for it."""
         return _named(
             messages=self.messages_key, prompt=self.prompt_key, completion=self.completion_key, system=self.system_key
         )
@@ -120,8 +125,8 @@ class PairDataConfig(ResponseDataConfig):
     """The pairs to train on, and their keys."""
 
     prompt_key: Text | None
-    """Key of a record that holds the prompt, a text or messages. Dots reach into objects. null: `prompt`, or the usual
-    key, or the messages that both responses begin with (docs/data.md)."""
+    """Key of a record that holds the prompt, which is a text or messages. Dots reach into objects. null: `prompt`, or
+    the usual key, or the messages with which both responses begin (docs/data.md)."""
     chosen_key: Text | None
     """Key of a record that holds the better response. null: `chosen`, or the usual key (docs/data.md)."""
     rejected_key: Text | None
@@ -169,41 +174,44 @@ class MlflowConfig(StrictModel):
 
 
 class ExpertLoadPlotsConfig(StrictModel):
-    """Plots for TensorBoard, Weights & Biases and MLflow: the load of the experts and, in GRPO, how far training agrees
-    with the routes of the rollouts."""
+    """Plots for TensorBoard, Weights & Biases and MLflow: the load of the experts and, in GRPO, the agreement of
+    training's routes with the routes of the rollouts."""
 
     every_steps: NonNegativeInt | None
-    """Plot after the first step and after every this many steps. Load needs `policy.megatron_cfg.track_moe_metrics`,
-    agreement needs `policy.megatron_cfg.capture_routing`. null or 0: never."""
+    """Plot after the first step and after every this many steps. Plots of load need
+    `policy.megatron_cfg.track_moe_metrics`, plots of agreement need `policy.megatron_cfg.capture_routing`. null or 0:
+    never."""
 
 
 class AlertsConfig(StrictModel):
-    """Limits of healthy routing and steps. Each episode beyond a limit is reported once. null switches a limit off.
-    Invalid routes of rollouts are reported without a limit."""
+    """Limits of healthy routing and steps. A condition beyond its limit is reported once while it lasts. null switches
+    a limit off. Invalid routes of rollouts are always reported."""
 
     enabled: bool
-    """Warn on the console, and by an alert of Weights & Biases if that is enabled."""
+    """Warn on the console, and by an alert of Weights & Biases if `wandb_enabled` is true."""
     dead_expert_steps: PositiveInt | None
-    """Steps in a row in which an expert gets no token, beyond what chance explains."""
+    """Number of steps in a row in which an expert gets no token, if chance does not explain this."""
     excess_cv: PositiveFloat | None
-    """Imbalance of a layer beyond sampling noise, `sqrt(cv^2 - cv_null^2)`."""
+    """Imbalance of a layer's loads beyond the imbalance by chance, `sqrt(cv^2 - cv_null^2)`."""
     overload_factor: PositiveFloat | None
-    """Work of the busiest expert-parallel rank over the mean of all ranks, `avg_overload_factor`."""
+    """Work of the busiest expert-parallel rank over the mean of all ranks (the metric `avg_overload_factor`)."""
     sustained_steps: PositiveInt
-    """Steps in a row above `excess_cv` or `overload_factor` before an alert."""
+    """Number of steps in a row above `excess_cv` or `overload_factor` before an alert."""
     idle_steps: PositiveInt | None
-    """Steps of GRPO in a row without any advantage, or with every response truncated at the length limit. Also the
-    number of first steps of a run in which a reward, in total or by name, had the same value in every response."""
+    """Number of steps of GRPO in a row without any advantage, or with every response truncated at the length limit.
+    Also the number of steps from the start of a run in which a reward (the total or a named one) has the same value in
+    every response."""
     failed_responses_share: WholeOrLess | None
-    """Share of the responses of a step, or of a validation, whose scoring failed."""
+    """Share of the responses of a step or of a validation whose scoring failed."""
     missing_routes_share: Share | None
-    """Share of the routed experts of GRPO's rollouts that did not arrive, `routing/rows_missing_share`."""
+    """Share of the routed experts of GRPO's rollouts that did not arrive (the metric `routing/rows_missing_share`)."""
     missing_routes_steps: PositiveInt
-    """Steps in a row above `missing_routes_share` before an alert."""
+    """Number of steps in a row above `missing_routes_share` before an alert."""
     sudden_steps: PositiveInt | None
-    """Steps in a row of a sudden change of routing, or of invalid routing. docs/alerts.md lists the conditions."""
+    """Number of steps in a row with a sudden change of routing, or with invalid routing. docs/alerts.md lists the
+    conditions."""
     unbounded_lag: PositiveInt | None
-    """Lag of a token, in optimizer steps, if GRPO's loss does not bound its importance weight."""
+    """Lag of a token, in optimizer steps. Counts only tokens whose importance weight GRPO's loss does not bound."""
 
 
 class LoggerConfig(StrictModel):
@@ -220,25 +228,26 @@ class LoggerConfig(StrictModel):
     mlflow_enabled: bool
     """Write an MLflow run."""
     backends: Annotated[list[CustomCode], ExpectedWords("a list of package.module:name")]
-    """Your loggers, each a class or function `package.module:name` that is called with the run's folder. []: none."""
+    """Your loggers. Each is a class or function `package.module:name`, which is called with the run's folder. []:
+    none."""
     expert_load_plots: ExpertLoadPlotsConfig
     """Plots of the expert load."""
     alerts: AlertsConfig
     """Warnings about unhealthy routing and idle steps."""
     wandb: WandbConfig
-    """Read if `wandb_enabled` is true."""
+    """Names in Weights & Biases, used if `wandb_enabled` is true."""
     mlflow: MlflowConfig
-    """Read if `mlflow_enabled` is true."""
+    """Names and store in MLflow, used if `mlflow_enabled` is true."""
 
 
 POLICY_ROLE = "policy"
-"""The model that is trained."""
+"""Role of the model that is trained."""
 CRITIC_ROLE = "critic"
-"""The model of PPO that learns the returns, in `cluster.roles`."""
+"""Role of PPO's critic, the model that learns the returns, in `cluster.roles`."""
 REWARD_MODEL_ROLE = "reward_model"
-"""The model that scores trajectories, in `cluster.roles`. Its score has the same name among named rewards."""
+"""Role of the model that scores trajectories, in `cluster.roles`. Also the name of its score among named rewards."""
 GENERATION_ROLE = "generation"
-"""Generation engines on machines that the policy does not use, in `cluster.roles`."""
+"""Role of generation engines on machines that the policy does not use, in `cluster.roles`."""
 
 
 MOST_MACHINES = 100_000
@@ -248,37 +257,39 @@ Gpus = Annotated[int, Field(ge=0, le=MOST_GPUS)]
 
 
 class RolePlacementConfig(StrictModel):
-    """Workers of one role other than the policy. Missing keys have the policy's values."""
+    """Workers of one role other than the policy. A missing key has the policy's value."""
 
     num_nodes: Machines | None = None
     """Number of machines."""
     gpus_per_node: Gpus | None = None
-    """GPUs on each machine. 0: run on CPUs."""
+    """Number of GPUs on each machine. 0: run on CPUs."""
     cpu_workers_per_node: Processes | None = None
-    """Worker processes on each machine if `gpus_per_node` is 0."""
+    """Number of worker processes on each machine if `gpus_per_node` is 0."""
 
 
 class ClusterConfig(StrictModel):
-    """The machines. There is one worker process for each GPU, or the given number of CPU workers."""
+    """The machines. Each has one worker process per GPU, or `cpu_workers_per_node` worker processes."""
 
     num_nodes: Machines
     """Number of machines."""
     gpus_per_node: Gpus
-    """GPUs on each machine. 0: train on CPUs."""
+    """Number of GPUs on each machine. 0: train on CPUs."""
     cpu_workers_per_node: Processes
-    """Worker processes on each machine if `gpus_per_node` is 0."""
+    """Number of worker processes on each machine if `gpus_per_node` is 0."""
     worker_start_timeout_s: Seconds
     """The run ends if the workers take longer than this to start, in seconds."""
     worker_call_timeout_s: Seconds
-    """The run ends if a worker takes longer than this to answer, in seconds, for a full step or round of generation.
-    The error names the worker, which may be frozen or wait for a dead device."""
+    """The run ends if a worker takes longer than this to answer a call, in seconds. A call may take a full step or
+    round of generation. The error names the worker, which may be frozen or wait for a dead device."""
     max_restarts: NonNegativeInt
     """Number of times that a run restarts itself from its last checkpoint after a failure."""
     network_interface: Text | None
-    """Interface of each machine, such as `eth1`, between workers of several machines. null: gloo and NCCL choose."""
+    """Network interface over which workers of several machines communicate, such as `eth1`. null: gloo and NCCL
+    choose."""
     roles: dict[str, RolePlacementConfig]
-    """Workers of other roles by name, such as a teacher, or `generation` for engines on separate machines. Each has
-    `num_nodes`, `gpus_per_node` and `cpu_workers_per_node`, by default the policy's. {}: none."""
+    """Role -> its workers, for roles other than the policy: a teacher, for example, or `generation` for engines on
+    separate machines. Each has `num_nodes`, `gpus_per_node` and `cpu_workers_per_node`. A missing key has the policy's
+    value. {}: no other roles."""
 
     @property
     def workers_per_node(self) -> int:
@@ -291,16 +302,16 @@ class ClusterConfig(StrictModel):
 
     @property
     def all_workers_per_node(self) -> int:
-        """Worker processes on each machine, of all roles together if they share the machines."""
+        """Number of worker processes on each machine, of all roles together if they share the machines."""
         return self.workers_per_node + sum(self.place_of(role).workers_per_node for role in self.roles)
 
     @property
     def num_gpus(self) -> int:
-        """GPUs of all roles together. 0 on CPUs."""
+        """Number of GPUs of all roles together. 0 on CPUs."""
         return self.num_nodes * self.gpus_per_node + sum(self.place_of(role).num_gpus for role in self.roles)
 
     def place_of(self, role: str) -> "ClusterConfig":
-        """Return the section with the values of one role."""
+        """Return this section with the number of machines and workers of one role."""
         chosen = self.roles[role]
         sizes = {name: value for name in type(chosen).model_fields if (value := getattr(chosen, name)) is not None}
         return self.model_copy(update={**sizes, "roles": {}})
@@ -313,7 +324,7 @@ _LIMITS = (1000, 24, 60, 60)
 
 
 def parse_duration(text: str) -> int | None:
-    """Return the seconds of a text such as `00:03:30:00` (DD:HH:MM:SS), or None for another form."""
+    """Return the number of seconds of a text such as `00:03:30:00` (DD:HH:MM:SS), or None for another form."""
     match = _PATTERN.fullmatch(text)
     if match is None:
         return None
@@ -324,7 +335,7 @@ def parse_duration(text: str) -> int | None:
 
 
 def format_duration(seconds: int) -> str:
-    """Return the text that `parse_duration` reads as this number of seconds, below 1000 days."""
+    """Return the text that `parse_duration` reads as this number of seconds. Durations must be below 1000 days."""
     parts = []
     for unit in _SECONDS:
         number, seconds = divmod(seconds, unit)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Folders of tiny models without weights that ship with this package, so that a shipped configuration runs anywhere."""
+"""Tiny models without weights that ship with this package, so that shipped configurations run anywhere."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,9 +12,10 @@ SHIPPED_MODELS = ("tiny_qwen3_moe", "tiny_qwen3_moe_tools", "tiny_qwen3_moe_calc
 
 
 def with_shipped_models(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace names of shipped models by paths, unless the working folder has such a folder.
+    """Return values in which names of shipped models are replaced by paths, unless the working folder has such a
+    folder.
 
-    A model is named as in the repository, `examples/assets/tiny_qwen3_moe`, or by the last part alone.
+    A shipped model is named as in the repository, `examples/assets/tiny_qwen3_moe`, or by the last part alone.
     """
     return {key: _resolved(key, value) for key, value in values.items()}
 

@@ -8,11 +8,12 @@ from difflib import SequenceMatcher, get_close_matches
 
 from nemo_rl_moe.masking import MASK, is_secret, masked_text
 
-# Below these, a suggestion confuses more than it helps. A key elsewhere must be nearer than one in the same section.
+# With less similarity, a suggestion confuses more than it helps. A key of another section must be more similar.
 SAME_SECTION_CUTOFF = 0.6
 ELSEWHERE_CUTOFF = 0.75
 LONGEST_WORD = 200
-"""Longest word that is compared with others and shown in full. The time of a comparison grows with the square."""
+"""Number of characters of the longest word that is compared with others and shown in full. The time of a comparison
+grows with the square of the length."""
 
 
 _NAMES = """
@@ -20,13 +21,13 @@ adafactor apo bco cpo dapo dppo dpo drgrpo exo gmpo grpo gspo ipo kto lion maxrl
 remax rloo sapo sgd shampoo simpo slic soap sppo vapo
 """
 OTHER_ALGORITHMS = frozenset(_NAMES.split())
-"""Names of algorithms, losses and optimizers. One that is not allowed is not a misspelling of another."""
+"""Names of algorithms, losses and optimizers. None of these is a misspelling of another name."""
 _WORDS = re.compile(r"[^\W_]+")
 _MOST_NEIGHBOURS = 5
 
 
 def shortened(text: str) -> str:
-    """Shorten a text above `LONGEST_WORD` to its beginning and its length."""
+    """Return a text, shortened to its beginning and its length if it has more than `LONGEST_WORD` characters."""
     return text if len(text) <= LONGEST_WORD else f"{text[:60]}... ({len(text):,} characters)"
 
 
@@ -37,7 +38,7 @@ def quoted(text: str, place: Sequence[str | int]) -> str:
 
 
 def nearest(wrong: str, allowed: Iterable[str], cutoff: float = SAME_SECTION_CUTOFF) -> str | None:
-    """Return the most similar allowed word that may be meant, or None.
+    """Return the most similar allowed word that the user may have meant, or None.
 
     A word may be meant if at most a third of its letters differ, or if one of the two has all words of the other.
     """
@@ -53,7 +54,8 @@ def _may_mean(wrong: str, word: str) -> bool:
 
 
 def edits(first: str, second: str) -> int:
-    """Return the number of letters to insert, delete, replace or swap with a neighbour between two words."""
+    """Return the number of edits that turn one word into the other: insert, delete or replace a letter, or swap two
+    neighbours."""
     before: list[int] = []
     row = list(range(len(second) + 1))
     for i, letter in enumerate(first, start=1):
@@ -66,7 +68,7 @@ def edits(first: str, second: str) -> int:
 
 
 def nearest_key(wrong: str, known: Sequence[str]) -> str | None:
-    """Return the nearest known full key, in the same section or else anywhere."""
+    """Return the most similar known full key, or None. Keys of the same section come first."""
     if len(wrong) > LONGEST_WORD:
         return None
     section, _, name = wrong.rpartition(".")
@@ -74,7 +76,7 @@ def nearest_key(wrong: str, known: Sequence[str]) -> str | None:
     sibling = nearest(name, siblings)
     if sibling is not None:
         return siblings[sibling]
-    if siblings:  # the section is right, so keys in it or above it are similar by the section alone
+    if siblings:  # the section is right, so keys in it or above it would be similar only because of the section
         known = [key for key in known if key not in siblings.values() and not f"{section}.".startswith(f"{key}.")]
 
     def likeness(key: str) -> tuple[float, float]:

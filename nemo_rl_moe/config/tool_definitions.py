@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Form of a chat template's inputs other than messages: definitions of tools, and variables."""
+"""Checks of a chat template's inputs other than messages: definitions of tools, and variables."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +20,7 @@ SET_BY_THE_RUN = (
 
 
 def definition_problem(definition: object) -> str | None:
-    """Return the problem of a tool's definition, for a line that begins with its key, or None."""
+    """Return the problem of a tool's definition, or None. The caller's error line begins with its key."""
     function: Any = definition.get("function") if isinstance(definition, Mapping) else None
     name: Any = function.get("name") if isinstance(function, Mapping) else None
     if isinstance(name, str) and name:
@@ -29,7 +29,8 @@ def definition_problem(definition: object) -> str | None:
 
 
 def reserved_name_problem(names: Mapping[str, object]) -> str | None:
-    """Return the problem of variables for a chat template that the run sets, for a line with their key, or None."""
+    """Return the problem if `names` has variables of the chat template that the run itself sets, or None. The caller's
+    error line begins with their key."""
     taken = [name for name in names if name in SET_BY_THE_RUN]
     return (
         f"the run itself sets {' and '.join(taken)}; expected other names, such as enable_thinking" if taken else None

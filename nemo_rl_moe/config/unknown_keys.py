@@ -11,10 +11,10 @@ from nemo_rl_moe.config.suggestions import did_you_mean, nearest_key, shortened
 def unknown_key(name: str, known: Sequence[str]) -> str:
     """Return the error line about an unknown full key.
 
-    It gives the new name of the key, or the counterpart of a key of NeMo-RL, TRL or verl, or the nearest key, or else
-    the keys of its section.
+    The line gives the first of these that exists: the key's new name, the counterpart of a key of NeMo-RL, TRL or verl,
+    a similar key, the keys of its section.
     """
-    # Their tables take time to read, and only errors need them.
+    # These modules read tables, which takes time and is only needed for errors.
     from nemo_rl_moe.config.nemo_rl_keys import counterpart_of
     from nemo_rl_moe.config.other_frameworks import counterpart_elsewhere
 
@@ -25,7 +25,7 @@ def unknown_key(name: str, known: Sequence[str]) -> str:
 
 
 def key_with_dots(written: str, known: Sequence[str]) -> str | None:
-    """Return the error line about a known key that a file writes with dots, or None for another mistake."""
+    """Return the error line about a known key that a file writes with dots, or None if `written` is no such key."""
     if "." not in written or written not in known:
         return None
     *sections, last = written.split(".")

@@ -19,7 +19,7 @@ _PACKAGE = str(Path(__file__).parents[1])
 
 
 def import_attribute(key: str, reference: str, form: str = "package.module:function") -> Any:
-    """Import the object that `package.module:Class.member` names. The working folder is searched last."""
+    """Import and return the object that `package.module:Class.member` names. The working folder is searched last."""
     module_name, separator, attribute = reference.partition(":")
     if not (separator and all(part.isidentifier() for part in (*module_name.split("."), *attribute.split(".")))):
         raise ConfigurationError(f"{key}: got {reference!r}, expected {form}{did_you_mean(with_colon(reference))}")
@@ -47,7 +47,7 @@ def is_custom(name: str) -> bool:
 
 
 def with_colon(name: str) -> str | None:
-    """Return `module:function` for `module.function`, or None for other forms."""
+    """Return `module:function` for the text `module.function`, or None for other texts."""
     module, dot, attribute = name.rpartition(".")
     return f"{module}:{attribute}" if dot and all(part.isidentifier() for part in name.split(".")) else None
 
@@ -55,8 +55,8 @@ def with_colon(name: str) -> str | None:
 def import_function(
     key: str, reference: str, takes: str, *, number: int = 1, names: Iterable[str] = ()
 ) -> Callable[..., Any]:
-    """Import a function or class that can be called with `number` positional arguments and the keyword arguments
-    `names`.
+    """Import and return a function or class that can be called with `number` positional arguments and the keyword
+    arguments `names`.
 
     `takes` describes these arguments in error messages, such as `one ScoringItem`.
     """
@@ -64,12 +64,15 @@ def import_function(
     if not callable(found):
         raise ConfigurationError(f"{key}: {reference} is {described(found)}, expected a function")
     if inspect.iscoroutinefunction(found) or inspect.isgeneratorfunction(found):
-        raise ConfigurationError(f"{key}: {reference} is a coroutine or a generator, expected a function that returns")
+        raise ConfigurationError(
+            f"{key}: {reference} is a coroutine or generator function, expected a plain function that returns its"
+            " result"
+        )
     return _with_signature(key, reference, found, takes, number, names)
 
 
 def import_function_of_task(key: str, reference: str) -> Callable[..., Any]:
-    """Import a function of one `AgentTask`, which may be a coroutine function."""
+    """Import and return a function of one `AgentTask`. It may be a coroutine function."""
     found = import_attribute(key, reference)
     if not callable(found) or inspect.isgeneratorfunction(found) or inspect.isasyncgenfunction(found):
         raise ConfigurationError(f"{key}: {reference} is {described(found)}, expected a function of one AgentTask")
@@ -99,10 +102,11 @@ def described(value: Any) -> str:
 
 @contextmanager
 def named_in_errors(key: str, reference: str) -> Iterator[None]:
-    """Begin errors of the user's code in this context with the key and the value that refers to the code."""
+    """In this context, errors of the user's code become `UserCodeError`, whose text begins with the key and the
+    reference to the code."""
     try:
         yield
-    except (UserError, UserCodeError):  # they describe the problem already
+    except (UserError, UserCodeError):  # such errors describe the problem already
         raise
     except Exception as error:
         trace = "".join(traceback.format_exception(error)).rstrip()
@@ -110,7 +114,7 @@ def named_in_errors(key: str, reference: str) -> Iterator[None]:
 
 
 def error_in_user_code(error: BaseException) -> str:
-    """Return type and first line of an error of the user's code, and the user's line that led to it."""
+    """Return type and first line of an error in the user's code, with the user's file and line that led to it."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_passed_through(frame.filename)]
     of_user = [frame for frame in frames if frame.filename == frames[0].filename]
     return f"{one_line(error)} ({Path(of_user[-1].filename).name}:{of_user[-1].lineno})" if of_user else one_line(error)
@@ -121,14 +125,15 @@ def _is_passed_through(file: str) -> bool:
 
 
 def _hides_a_file(module: Any) -> str:
-    """Return the file of an installed module if the working folder has a file of the same name."""
+    """Return a remark with the module's file if the working folder has a file of the same name, which the module hides,
+    else an empty text."""
     file = Path(getattr(module, "__file__", None) or "")
     own = Path.cwd() / file.name
     return f" ({file}, which comes before {own.name} of the working folder)" if own.is_file() and own != file else ""
 
 
 def _import(key: str, module_name: str, reference: str) -> Any:
-    # A program that pip has installed does not search the working folder, where the user's file is likely to be.
+    # Programs that pip installs do not search the working folder, where the user's file is likely to be.
     working_folder = str(Path.cwd())
     if working_folder not in sys.path and "" not in sys.path:
         sys.path.append(working_folder)

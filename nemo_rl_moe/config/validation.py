@@ -27,7 +27,8 @@ _LONGEST_VALUE = 60
 
 
 def section_models(annotation: Any) -> list[type[BaseModel]]:
-    """Return the models of a field that is a section, possibly nullable: one, or one for each of its kinds."""
+    """Return the models of a field that is a section or null: one model, or one for each kind of section. Empty for
+    other fields."""
     if get_origin(annotation) is Annotated:
         return section_models(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
@@ -36,7 +37,8 @@ def section_models(annotation: Any) -> list[type[BaseModel]]:
 
 
 def models_for(annotation: Any, value: Any) -> list[type[BaseModel]]:
-    """Return the model for the kind that a section's value names, or all models of the section."""
+    """Return the model for the kind that a section's value names, or all models of the section if it names no known
+    kind."""
     models = section_models(annotation)
     kind = value.get(KIND_KEY) if isinstance(value, Mapping) else None
     named = [model for model in models if len(models) > 1 and kind in kinds_of(model)]
@@ -44,18 +46,19 @@ def models_for(annotation: Any, value: Any) -> list[type[BaseModel]]:
 
 
 def kinds_of(model: type[BaseModel]) -> tuple[str, ...]:
-    """Return the values of a model's key `kind`, or nothing if it has no such key."""
+    """Return the allowed values of a model's key `kind`. Empty if the model has no such key."""
     return get_args(model.model_fields[KIND_KEY].annotation) if KIND_KEY in model.model_fields else ()
 
 
 def entry_annotation(annotation: Any) -> Any:
-    """Return the type of the sections to which a field maps free names, or None for other fields."""
+    """Return the type of the sections if a field maps free names to sections, else None."""
     is_entries = get_origin(annotation) is dict and section_models(get_args(annotation)[1])
     return get_args(annotation)[1] if is_entries else None
 
 
 def known_keys(model: type[BaseModel], prefix: str = "", values: Any = None) -> list[str]:
-    """Return every full key of the schema, sections included, with the keys of the values' kinds."""
+    """Return every full key of the schema, sections included. A section with a kind has the keys of the kind in
+    `values`."""
     keys = []
     for name, field in model.model_fields.items():
         keys.append(prefix + name)
@@ -70,9 +73,10 @@ def _entry(values: Any, name: str) -> Any:
 
 
 def keys_around(model: type[BaseModel], path: Sequence[str], values: Mapping[str, Any]) -> list[str]:
-    """Return every full key of the schema, and the keys of the mapping's entry that a path leads into.
+    """Return every full key of the schema, and the keys of the entry that `path` leads into if a field maps free names
+    to sections.
 
-    A mapping of plain values, such as `policy.megatron_cfg.env_vars`, may have any key.
+    A field that maps free names to plain values, such as `policy.megatron_cfg.env_vars`, may have any key.
     """
     known = [*known_keys(model, values=values), *_keys_beside(model, path, values)]
     place, field = field_at(model, path, values)
@@ -107,10 +111,12 @@ def field_at(
     """Follow a position as far as the schema goes.
 
     Args:
-        values: Values of the entire configuration, which name the kinds of sections. None: any kind.
+        values: Values of the entire configuration, from which the kinds of sections are read. None: a section may have
+            any kind.
 
     Returns:
-        The known keys, and the field at their end, or None if the first key is unknown.
+        The keys of `path` that the schema knows, and the field at the last of these keys. The field is None if the
+            first key is unknown.
     """
     keys: list[str] = []
     field: FieldInfo | None = None
@@ -132,7 +138,8 @@ def field_at(
 
 
 def without_kinds(schema: type[BaseModel], values: Any, location: Sequence[Any]) -> tuple[Any, ...]:
-    """Return a pydantic error location without the kinds, which follow the names of sections with several kinds."""
+    """Return a pydantic error location without the kinds, which pydantic adds after the name of a section with several
+    kinds."""
     place: list[Any] = []
     is_kind = False
     for part in location:
@@ -146,19 +153,19 @@ def without_kinds(schema: type[BaseModel], values: Any, location: Sequence[Any])
 
 
 def expected(field: FieldInfo) -> str:
-    """Return the allowed values of a field, in words: `a whole number above 0 or null`."""
+    """Return the allowed values of a field in words, such as `a whole number above 0 or null`."""
     if get_origin(field.annotation) is list and (names := choices(field)):
         return f"a list of some of {', '.join(names)}"
     return _expected(field.annotation, field.metadata)
 
 
 def choices(field: FieldInfo) -> list[str]:
-    """Return the allowed words of a field with fixed values."""
+    """Return the allowed values of a field that only has fixed values. Empty for other fields."""
     return [str(value) for annotation in (field.annotation, *field.metadata) for value in _literals(annotation)]
 
 
 def got(value: Any, key: str = "") -> str:
-    """Describe a given value: `'ten' (str)`. A secret is masked."""
+    """Return a given value as messages show it, such as `'ten' (str)`. A secret is masked."""
     if value is None:
         return "null"
     if isinstance(value, Mapping):
@@ -171,7 +178,7 @@ def got(value: Any, key: str = "") -> str:
 
 
 def _with_finite(words: str, value: Any) -> str:
-    """Return `expected`, with a finite number if the value is an infinity or not a number."""
+    """Return `words` with "a finite number" in place of "a number" if the value is infinite or NaN."""
     is_finite = not isinstance(value, float) or math.isfinite(value)
     return words if is_finite else words.replace("a number", "a finite number")
 
@@ -249,11 +256,11 @@ def validate(
     """Check values against the schema.
 
     Args:
-        reported: Positions of problems that are reported already.
+        reported: Positions whose problems have been reported already. No problem at or below them is returned.
 
     Returns:
-        The configuration, one line for each problem, and whether the configuration is complete. An incomplete one only
-            holds the valid values, and reading another one raises AttributeError.
+        The configuration, one line for each problem, and whether the configuration is complete. An incomplete
+            configuration only has the valid values, and reading another value raises AttributeError.
     """
     try:
         return schema.model_validate(values), [], True
@@ -268,7 +275,7 @@ def validate(
 
 
 def valid_part(schema: type[ModelT], values: Mapping[str, Any]) -> ModelT:
-    """Return the configuration without its invalid values, so that rules between the others can be checked."""
+    """Return the configuration without its invalid values, so that rules between the valid values can be checked."""
     valid: dict[str, Any] = {}
     for name, field in schema.model_fields.items():
         if name not in values:
@@ -331,14 +338,16 @@ def _problem_of_kind(schema: type[BaseModel], place: Sequence[str], field: Field
 
 
 def _or_no_section(schema: type[BaseModel], place: Sequence[str]) -> str:
-    """Return the other remedy for a missing key, if its section may be null."""
+    """Return the end of an error line about a missing key that suggests null for its section, if the section may be
+    null."""
     _, section = field_at(schema, place[:-1])
     may_be_null = section is not None and NoneType in get_args(section.annotation)
     return f", or {_dotted(place[:-1])}: null" if may_be_null else ""
 
 
 def _suggestion(field: FieldInfo, value: Any) -> str | None:
-    """Return the nearest name, or a reference to the user's code with a colon instead of its last dot."""
+    """Return the allowed value that is most similar, or a reference to the user's code with a colon in place of its
+    last dot, or None."""
     texts = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
     if "package.module:" in expected(field) and (own := [name for text in texts if (name := with_colon(text))]):
         return own[0]
@@ -348,7 +357,7 @@ def _suggestion(field: FieldInfo, value: Any) -> str | None:
 
 
 def _entry_types(annotation: Any) -> tuple[Any, Any] | None:
-    """Return the types of names and values of a field that maps free names to plain values, or None."""
+    """Return the types of names and values if a field maps free names to plain values, else None."""
     for candidate in (annotation, *get_args(annotation)):
         if get_origin(candidate) is dict and not section_models(get_args(candidate)[1]):
             names, values = get_args(candidate)
@@ -359,7 +368,8 @@ def _entry_types(annotation: Any) -> tuple[Any, Any] | None:
 def _problem_of_entry(
     place: tuple[str, ...], rest: Sequence[Any], value: Mapping[Any, Any], entry: tuple[Any, Any]
 ) -> tuple[tuple[Any, ...], str]:
-    """Return the problem of one name of such a field, or of its value."""
+    """Return position and error line of an entry in a field that maps free names to plain values: its name or its value
+    is wrong."""
     shown = shortened(_dotted((*place, rest[0])))
     if rest[-1] == "[key]":
         return (*place, rest[0]), f"{shown}: got the name {shortened(repr(rest[0]))}, expected {_expected(entry[0])}"
@@ -369,7 +379,7 @@ def _problem_of_entry(
 
 
 def _keys_beside(schema: type[BaseModel], location: Sequence[Any], values: Any) -> list[str]:
-    """Return the keys of the section with a free name that the location leads into."""
+    """Return the full keys of the section with a free name that the location leads into. Empty if there is none."""
     for size in range(1, len(location)):
         place, field = field_at(schema, location[:size], values)
         entry = None if field is None else entry_annotation(field.annotation)
@@ -381,7 +391,7 @@ def _keys_beside(schema: type[BaseModel], location: Sequence[Any], values: Any) 
 
 
 def _is_entry(schema: type[BaseModel], place: Sequence[str]) -> bool:
-    """Return whether a section with a free name is at this position."""
+    """Return whether the position is that of a section with a free name."""
     _, above = field_at(schema, place[:-1])
     return above is not None and entry_annotation(above.annotation) is not None
 

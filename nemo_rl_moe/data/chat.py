@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Tokenization of conversations: token ids, and the mask of the assistant's tokens."""
+"""Tokenization of conversations: token ids, and a mask of the assistant's tokens."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MERGED = "tokens that would hold the end of a prompt and the start of a response: they are encoded one by one"
-"""Note on an example, printed after "with"."""
+"""Note on an example, which messages print after the word "with"."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class TokenizedExample:
 
     Attributes:
         input_ids: Token ids, shape [tokens].
-        token_mask: True on the assistant's tokens, including its end token. Shape [tokens].
-        images: None if the model takes text alone.
+        token_mask: True at the assistant's tokens to train on, end tokens included. Shape [tokens].
+        images: The sample's images. None if the model is text-only.
     """
 
     input_ids: NDArray[np.int32]
@@ -48,7 +48,8 @@ class TokenizedExample:
         return len(self.input_ids)
 
     def num_trained_tokens(self) -> int:
-        """Count the tokens in the loss. The first token of a sequence has no prediction and never counts."""
+        """Return the number of tokens in the loss. The first token of a sequence is not predicted, so it never
+        counts."""
         return int(self.token_mask[1:].sum())
 
     @property
@@ -67,9 +68,10 @@ def batch_tokenizer(
     images: RecordImages = NO_IMAGES,
     speech: Speech | None = None,
 ) -> BatchTokenizer:
-    """Make a function that tokenizes conversations, and returns a `BadLine` for each that it cannot tokenize.
+    """Return a function that tokenizes conversations. It returns a `BadLine` for each conversation that it cannot
+    tokenize.
 
-    Without `speech` the model's stop tokens come from the tokenizer alone.
+    Without `speech`, the model's stop tokens come only from the tokenizer.
     """
     render = renderer_for(tokenizer, run_wide, (speech or describe_speech(tokenizer)).stop_texts)
     masked = _encode_with_offsets if tokenizer.is_fast else _encode_with_prefixes
@@ -89,7 +91,8 @@ def batch_tokenizer(
 
 
 def _cut(rendered: Rendered, max_length: int, stored: Sequence[StoredImage]) -> Rendered:
-    """Drop the text far beyond the truncation, which bounds the cost of tokenization. Texts with images stay."""
+    """Return a rendering without the text far beyond the maximum length, so that tokenization stays cheap. Texts with
+    images are not cut."""
     most = most_characters(max_length)
     if len(rendered.text) <= most or stored:
         return rendered
@@ -99,7 +102,7 @@ def _cut(rendered: Rendered, max_length: int, stored: Sequence[StoredImage]) -> 
 
 @dataclass(frozen=True)
 class _Encoded:
-    """Tokens of a text, the mask of the tokens in its spans (both [tokens]), and notes on them."""
+    """Tokens of a text and the mask of tokens in its spans, each of shape [tokens], with notes."""
 
     input_ids: NDArray[np.int32]
     token_mask: NDArray[np.bool_]
@@ -117,7 +120,7 @@ def _finish(
     if isinstance(encoded, str):
         return BadLine(example.sample_id, encoded)
     is_truncated = len(encoded.input_ids) > max_length or len(rendered.text) > most_characters(max_length)
-    # Truncation may remove all trained tokens, but the template must have shown some.
+    # Truncation may remove all trained tokens, but before it there must be some.
     if not encoded.token_mask[1:].any() and not (is_truncated and any(end > first for first, end in rendered.spans)):
         return BadLine(example.sample_id, "the chat template leaves no token of the assistant to train on")
     ids, mask, sample_images = encoded.input_ids, encoded.token_mask, None
@@ -128,7 +131,7 @@ def _finish(
         ids, mask, sample_images = expanded.input_ids, np.repeat(mask, expanded.repeats), expanded.images
         is_truncated = len(ids) > max_length
     return TokenizedExample(
-        # A view would keep all tokens of the text until all records are read.
+        # Copied, because a view would keep all tokens of the text in memory.
         ids[:max_length].copy(),
         mask[:max_length].copy(),
         is_truncated,
@@ -141,7 +144,7 @@ def _finish(
 def _encode_with_offsets(tokenizer: "PreTrainedTokenizerBase", rendered: Sequence[Rendered]) -> list[_Encoded | str]:
     encoding: Any = tokenizer(
         [item.text for item in rendered],
-        add_special_tokens=False,  # the rendered text already has them
+        add_special_tokens=False,  # the rendered text already has special tokens
         return_offsets_mapping=True,
         return_attention_mask=False,
         return_token_type_ids=False,
@@ -159,7 +162,7 @@ def _encode_with_offsets(tokenizer: "PreTrainedTokenizerBase", rendered: Sequenc
 
 
 def _reaches_over(offsets: NDArray[np.int64], item: Rendered) -> bool:
-    """Return whether a token may cross the border of a span. Blanks may have no offsets."""
+    """Return whether a token may cross the border of a span. Tokens of blank space may have no offsets."""
     first, end = offsets[:, 0], offsets[:, 1]
     return any(
         bool(((first < border) & (border < end)).any()) or border not in end
@@ -169,7 +172,8 @@ def _reaches_over(offsets: NDArray[np.int64], item: Rendered) -> bool:
 
 
 def _encode_apart(tokenizer: "PreTrainedTokenizerBase", item: Rendered, joint: Sequence[int]) -> _Encoded | str:
-    """Encode prompts and responses one by one, as in a rollout. `joint` is the tokenization of the full text."""
+    """Encode each prompt and response separately, as in a rollout, or return the problem. `joint` are the tokens of the
+    text encoded as one."""
     borders = sorted({0, len(item.text), *(border for span in item.spans for border in span)})
     ids: list[int] = []
     mask: list[bool] = []
@@ -178,7 +182,7 @@ def _encode_apart(tokenizer: "PreTrainedTokenizerBase", item: Rendered, joint: S
         ids += piece
         mask += [any(start <= first and end <= stop for start, stop in item.spans)] * len(piece)
     is_same = ids == list(joint)
-    # Some tokenizers add a blank at the beginning of each text.
+    # Some tokenizers add a blank at the beginning of each text, which changes the result.
     if not is_same and tokenizer.decode(ids) != tokenizer.decode(joint):
         return "a token of this tokenizer reaches over the border of an assistant turn"
     return _Encoded(np.asarray(ids, dtype=np.int32), np.asarray(mask, dtype=np.bool_), () if is_same else (MERGED,))
@@ -190,10 +194,10 @@ def _ids_of(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
 
 
 def tokens_in_spans(offsets: NDArray[np.int64], spans: Sequence[Span]) -> NDArray[np.bool_]:
-    """Return the mask of the tokens that share a character with a span, shape [tokens].
+    """Return a mask of the tokens that share a character with a span, of shape [tokens].
 
     Args:
-        offsets: Start and end of each token in characters, shape [tokens, 2]. For a token of blank space some
+        offsets: Start and end of each token in characters, of shape [tokens, 2]. For a token of blank space, some
             tokenizers give the end twice.
     """
     first, end = offsets[:, 0], offsets[:, 1]
@@ -205,7 +209,8 @@ def tokens_in_spans(offsets: NDArray[np.int64], spans: Sequence[Span]) -> NDArra
 
 
 def _encode_with_prefixes(tokenizer: "PreTrainedTokenizerBase", rendered: Sequence[Rendered]) -> list[_Encoded | str]:
-    """Compute the mask from encoded prefixes, for Python tokenizers, which give no character offsets."""
+    """Encode texts, and compute their masks by encoding prefixes. Used for Python tokenizers, which give no character
+    offsets."""
     results: list[_Encoded | str] = []
     for item in rendered:
         ids = _ids_of(tokenizer, item.text)

@@ -1,6 +1,7 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rendering of conversations and prompts for a tokenizer: by its chat template, or joined if it has none."""
+"""Rendering of conversations and prompts for a tokenizer: by its chat template or, without a template, by joining
+texts."""
 
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -21,11 +22,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Renderer = Callable[[Sequence[Example]], list[Rendered | str]]
-"""Returns the text of each conversation and its pieces to train on, or the problem with the conversation."""
+"""A function that returns the text of each conversation with its pieces to train on, or the problem with the
+conversation."""
 PromptRenderer = Callable[[Sequence[PromptRecord]], list[Rendered | str]]
-"""Returns the text of each prompt, or the problem with the prompt."""
+"""A function that returns the text of each prompt, or the problem with the prompt."""
 TextRenderer = Callable[[Sequence[Message], TemplateInputs], str]
-"""Returns the text of messages with the generation prompt. Raises `RenderError`."""
+"""A function that returns the text of messages with the generation prompt. Raises `RenderError`."""
 _TOO_DEEP = "the conversation is nested too deeply"
 
 
@@ -49,10 +51,10 @@ def renderer_for(
 
 
 def prompt_renderer_for(tokenizer: "PreTrainedTokenizerBase", run_wide: TemplateInputs = NO_INPUTS) -> PromptRenderer:
-    """Make the function that renders prompts as `renderer_for` renders the same turns in training.
+    """Return a function that renders prompts in the same way as `renderer_for` renders these turns for training.
 
-    With a chat template the text ends with the generation prompt. Without one a prompt must be a string. It follows the
-    begin token if the tokenizer opens every text with it.
+    With a chat template, the text ends with the generation prompt. Without a template, a prompt must be a string, and
+    the begin token precedes it if the tokenizer begins every text with that token.
     """
     if tokenizer.chat_template:
         template = _Template(tokenizer, run_wide)
@@ -69,12 +71,13 @@ def prompt_renderer_for(tokenizer: "PreTrainedTokenizerBase", run_wide: Template
 
 
 def text_renderer_for(tokenizer: "PreTrainedTokenizerBase", run_wide: TemplateInputs = NO_INPUTS) -> TextRenderer:
-    """Make the function that renders by a chat template, without a check that all of a prompt is shown."""
+    """Return a function that renders messages by the chat template. It does not check that the template shows all of
+    them."""
     return _Template(tokenizer, run_wide).prompt_text
 
 
 class _Template:
-    """A tokenizer's chat template. Some tokenizers have a second one for conversations with tools."""
+    """A tokenizer's chat template. Some tokenizers have a second template for conversations with tools."""
 
     def __init__(
         self,
@@ -94,7 +97,8 @@ class _Template:
         }
 
     def render(self, record: Example | PromptRecord, trained: Collection[int] | None) -> Rendered | str:
-        """Render a conversation, or a prompt if `trained` is None, or return the problem with it."""
+        """Return the rendering of a conversation, or of a prompt if `trained` is None, or return the problem with the
+        record."""
         try:
             inputs = record.inputs.or_else(self._run_wide)
             request = Request(record.messages, inputs.tools, inputs.kwargs, trained)
@@ -109,7 +113,8 @@ class _Template:
             return _TOO_DEEP
 
     def prompt_text(self, messages: Sequence[Message], given: TemplateInputs) -> str:
-        """Render messages with the generation prompt, without a check that all of them are shown."""
+        """Return the text of messages with the generation prompt. Does not check that the template shows all of
+        them."""
         inputs = given.or_else(self._run_wide)
         try:
             return self._renderer_of(inputs).prompt_text(messages, inputs.tools, inputs.kwargs)
@@ -127,7 +132,7 @@ def _render_request(renderer: TemplateRenderer, request: Request) -> Rendered:
 def template_setup(
     tokenizer: "PreTrainedTokenizerBase", *, with_tools: bool, stop_texts: Sequence[str] | None = None
 ) -> TemplateSetup:
-    """Return the chat template and the special tokens that it reads, `stop_texts` as in `renderer_for`."""
+    """Return the chat template with the special tokens that it reads. `stop_texts` are as in `renderer_for`."""
     try:
         template = tokenizer.get_chat_template(tools=[] if with_tools else None)
     except ValueError as error:
@@ -153,7 +158,7 @@ def _require_read(run_wide: TemplateInputs, variables: Sequence[str]) -> None:
 
 
 def _opening(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Return the begin token if the tokenizer opens every text with it."""
+    """Return the begin token if the tokenizer begins every text with it, else an empty text."""
     opens = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
     return str(tokenizer.bos_token) if opens else ""
 

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Continuation of a conversation after a sampled turn: tokens in, tokens out.
 
-Sampled tokens are never rendered again, because the same text may be tokenized in another way. Instead the conversation
-is rendered with a stand-in for the sampled turn. The text after the stand-in's end token is the glue (the template's
-text between the turns), the new messages and the next generation prompt.
+Sampled tokens are never rendered again, because the same text may be tokenized in another way. Instead, the
+conversation is rendered with a stand-in for the sampled turn. The text after the end token of the stand-in consists of
+the glue (the template's text between turns), the new messages and the next generation prompt.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -43,12 +43,12 @@ _NO_TEMPLATE = "the tokenizer has no chat template; set policy.tokenizer.chat_te
 
 @dataclass(frozen=True)
 class SampledTurn:
-    """A turn of the model, with the conversation that it answers.
+    """A turn that the model sampled, with the conversation that it answers.
 
     Attributes:
-        before: Messages of that conversation.
+        before: Messages of the conversation before the turn.
         token_ids: Sampled tokens, including the end token if there is one.
-        text_before: Rendering of `before`, from the previous extension. It is rendered if this is None.
+        text_before: Rendering of `before`, from the previous extension. None: render it anew.
     """
 
     before: Sequence[Message]
@@ -59,7 +59,7 @@ class SampledTurn:
 
     @property
     def end_token_id(self) -> int | None:
-        """The token that ended the turn. None if the turn was cut, or ended by a text."""
+        """The token that ended the turn. None if the turn was cut at the length limit, or ended with a stop string."""
         last = self.token_ids[-1] if self.token_ids else None
         return last if last in self.stop_token_ids else None
 
@@ -69,12 +69,12 @@ class Extension:
     """Continuation of a conversation after a sampled turn.
 
     Attributes:
-        token_ids: Tokens to append to the sampled ones: the end token if the turn has none, the glue, the new messages
-            and the next generation prompt.
-        messages: The conversation so far, for the next turn's `before`. Stand-ins replace turns with calls if the
+        token_ids: Tokens to append to the sampled tokens: the end token if the turn has none, the glue, the new
+            messages and the next generation prompt.
+        messages: The conversation so far, which is `before` of the next turn. Stand-ins replace turns with calls if the
             template takes calls only as structured fields.
-        text: Rendering of `messages`, for the next turn's `text_before`.
-        begins_anew: `token_ids` are the entire conversation, rendered afresh, instead of a suffix.
+        text: Rendering of `messages`, which is `text_before` of the next turn.
+        begins_anew: Whether `token_ids` are the entire conversation, rendered anew, instead of tokens to append.
     """
 
     token_ids: tuple[int, ...]
@@ -84,15 +84,15 @@ class Extension:
 
 
 class Continuation:
-    """Continues conversations of one tokenizer by its chat template.
+    """Continues conversations with one tokenizer and its chat template.
 
-    Glue and messages are rendered after a stand-in for the turn in a conversation of one question. A rendering of the
-    entire conversation then proves that it ends with them, and that its beginning is unchanged.
+    Glue and messages are rendered in a conversation of one question and a stand-in for the turn. A rendering of the
+    entire conversation then proves that it ends with the same text, and that its beginning is unchanged.
 
     Args:
-        keep_rewritten: Continue even if the chat template would now render earlier turns in another way, such as
-            without their thinking. The tokens of those turns stay.
-        most_tokens: Length of the longest sequence. Tokenization of a longer text stops soon after this number.
+        keep_rewritten: Whether to continue even if the chat template would now render earlier turns in another way,
+            such as without their thinking. The tokens of earlier turns then stay as they are.
+        most_tokens: Maximum number of tokens of a sequence. Tokenization of a longer text stops soon after this number.
     """
 
     def __init__(
@@ -110,18 +110,20 @@ class Continuation:
         self._glue = GlueFinder(self._render, self._controls)
 
     def extend(self, turn: SampledTurn, messages: Sequence[Mapping[str, object]]) -> Extension:
-        """Append answers to a sampled turn, of `ANSWERING_ROLES`, and the next generation prompt.
+        """Return the tokens that append answers to a sampled turn, and the next generation prompt. Answers have
+        `ANSWERING_ROLES`.
 
         Raises:
             RecordError: A message is malformed, or the template does not show it.
-            Rewritten: The chat template does not merely append.
+            Rewritten: The chat template changes the conversation so far when the answers follow.
             NoExtension: The end of the turn cannot be found, or the template cannot show the conversation.
         """
         new = self._checked(messages)
         try:
             return self._extension(turn, new)
         except OtherEnd as error:
-            # As in gpt-oss: an answer ends with <|return|>, which becomes <|end|> once a user has replied.
+            # As in gpt-oss: a final answer ends with <|return|>, which the template replaces by <|end|> once a user has
+            # replied.
             if turn.end_token_id is None or any(message["role"] == "tool" for message in new):
                 raise
             raise Rewritten(str(error)) from None
@@ -132,12 +134,12 @@ class Continuation:
             return self._extension(replace(turn, before=before, text_before=None), new)
 
     def begin(self, messages: Sequence[Message], inputs: TemplateInputs) -> Extension:
-        """Render a new conversation with the generation prompt.
+        """Return the tokens of a new conversation with the generation prompt.
 
-        Texts of control tokens in messages are tokenized as plain text, except in the assistant's.
+        Texts of control tokens in messages are tokenized as plain text, except in messages of the assistant.
 
         Raises:
-            RecordError: The template does not show all of it, or a name has a control token.
+            RecordError: The template does not show all of the conversation, or a name contains a control token.
             NoExtension: There is no chat template, or the tokenizer has no other tokens for a control token's text.
         """
         if self._render_checked is None:
@@ -153,16 +155,17 @@ class Continuation:
     def begin_anew(
         self, turn: SampledTurn, messages: Sequence[Mapping[str, object]], num_prompt_messages: int
     ) -> Extension:
-        """Render a conversation with a sampled turn and its answers afresh, after `extend` has checked these.
+        """Return the tokens of a conversation with a sampled turn and its answers, rendered anew. `extend` must have
+        checked the answers.
 
-        The first `num_prompt_messages` are tokenized as in any prompt.
+        The first `num_prompt_messages` messages are tokenized as in any prompt.
 
         Raises:
             NoExtension: The template would not show the sampled text.
         """
         new = self._checked(messages)
         if any("tool_calls" in message for message in turn.before[num_prompt_messages:]):
-            raise NoExtension("the chat template takes a turn of calls in a form of its own alone")
+            raise NoExtension("the chat template accepts turns with calls only as structured fields")
         before = [*turn.before, self._shown_again(turn, new)]
         if any(isinstance(message["content"], list) for message in before):
             raise NoExtension("the conversation has images")
@@ -181,22 +184,22 @@ class Continuation:
         )
 
     def _shown_again(self, turn: SampledTurn, new: Sequence[Message]) -> Message:
-        """Return the turn as a message, without a header that the template writes before any text."""
+        """Return the turn as a message, without the header that the template writes before every text."""
         prompted = self._render(turn.before, turn.inputs) if turn.text_before is None else turn.text_before
         own = self._as_text(turn, prompted)
         header = self._glue.header(new, turn.inputs)
         if not header.replace(THINK_START, "").replace(THINK_END, "").strip():
             return own
-        # As in gpt-oss, the model writes the header itself, after thinking that the template drops.
+        # As in gpt-oss: the model writes the header itself, after thinking, which the template drops.
         _, found, text = own["content"].rpartition(header)
         if not found:
-            raise NoExtension(f"the chat template writes {header!r} before a text, which the turn has not")
+            raise NoExtension(f"the chat template writes {header!r} before a text, and the turn does not have it")
         return {**own, "content": text}
 
     def _plain(
         self, render: Callable[[Sequence[Message]], str], whole: Sequence[Message], first: int, text: str
     ) -> list[Span]:
-        """Return the spans of the environment's contents with control tokens."""
+        """Return the spans of contents that the environment wrote and that have control tokens."""
         controls = self._require_controls()
         chosen = [
             index
@@ -213,7 +216,7 @@ class Continuation:
         sampled, as_text = self._sampled_text(turn), self._as_text(turn, prompted)
         try:
             shown: str | None = self._render([*turn.before, as_text, *new], turn.inputs)
-        except NoExtension:  # the template refuses calls that are text
+        except NoExtension:  # the template refuses tool calls that are text
             shown = None
         ends = {self._text_of(token_id): token_id for token_id in turn.stop_token_ids}
         problem: NoExtension | None = None
@@ -222,7 +225,8 @@ class Continuation:
             try:
                 glue = self._glue.find(form, stand_in, new, turn.inputs, ends)
                 ids = self._ids(glue, turn)
-                # Some templates keep thinking only in turns with calls: this stand-in is for turns that think.
+                # Some templates keep thinking only in turns with calls. This stand-in has thinking, so it is only for
+                # turns that think.
                 thinks = THOUGHT_MARK in stand_in("a").values()
                 if thinks and not _thinking_of(sampled):
                     continue
@@ -236,7 +240,9 @@ class Continuation:
                     require_unchanged(text, prompted, own_text, rendering)
                 if not text.endswith(glue.text):
                     numbered = text if form == 0 else numbered
-                    raise NoExtension("what the chat template puts behind a turn depends on what stands before it")
+                    raise NoExtension(
+                        "the text that the chat template writes after a turn depends on the turns before it"
+                    )
             except NoExtension as error:
                 problem = problem or error
                 continue
@@ -244,7 +250,7 @@ class Continuation:
         assert problem is not None
         if numbered is None or shown is None or not shown.startswith(prompted + sampled):
             raise problem
-        # As in Kimi-K2, which numbers the calls of a conversation: read the glue off the conversation itself.
+        # As in Kimi-K2, which numbers the calls of a conversation: find the glue in the conversation itself.
         conversation = [*turn.before, as_text]
         glue = self._glue.read_off(
             lambda messages: self._render([*conversation, *messages], turn.inputs), new, prompted + sampled, ends
@@ -276,7 +282,7 @@ class Continuation:
             raise Refusal(str(error)) from None
 
     def _ids(self, glue: Glue, turn: SampledTurn) -> list[int]:
-        """Encode the glue without the end token if the turn has it already."""
+        """Return the tokens of the glue, without the end token if the turn already has it."""
         sampled = turn.end_token_id
         if sampled is not None and sampled != glue.end and self._is_special(sampled):
             raise OtherEnd(
@@ -284,7 +290,7 @@ class Continuation:
                 f" {self._text_of(glue.end)!r} once another follows"
             )
         ids = self._encode(glue.text, glue.plain)
-        # With the end token at the beginning, the rest is tokenized as in a conversation.
+        # Encoded with the end token at the beginning, so that the rest is tokenized as in a conversation.
         if ids[:1] != [glue.end]:
             raise NoExtension(f"the tokenizer encodes {self._text_of(glue.end)!r} before other text as other tokens")
         return ids[1:] if sampled == glue.end else ids
@@ -301,7 +307,8 @@ class Continuation:
         return self._controls
 
     def _as_text(self, turn: SampledTurn, prompted: str) -> Message:
-        """Return the turn as a message with the sampled text, and the start mark of its thinking."""
+        """Return the turn as a message with the sampled text. If the generation prompt opened its thinking, the start
+        mark is added."""
         text = self._sampled_text(turn)
         is_opened = prompted.rstrip().endswith(THINK_START) and THINK_END in text
         return {"role": "assistant", "content": prompted[prompted.rindex(THINK_START) :] + text if is_opened else text}
@@ -320,6 +327,7 @@ class Continuation:
 
 
 def _thinking_of(sampled: str) -> str:
-    """Return the thinking of a sampled turn, or an empty text if the thinking is missing or does not end."""
+    """Return the thinking of a sampled turn, or an empty text if the turn has no thinking or its thinking does not
+    end."""
     before, found, _ = sampled.partition(THINK_END)
     return before.replace(THINK_START, "").strip() if found else ""

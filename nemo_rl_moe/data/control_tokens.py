@@ -1,8 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Control tokens of a chat format, which only the template may write.
+"""Control tokens of a chat format. Only the chat template may write them.
 
-A tool's result may contain the text of such a token, by chance or to forge a turn. There it is tokenized as plain text.
+A tool's result may contain the text of a control token, by chance or to forge a turn. In a result, this text is
+tokenized as plain text.
 """
 
 import re
@@ -42,18 +43,20 @@ class ControlTokens:
         return found[0] if found is not None else None
 
     def require_none_in_names(self, messages: Sequence[Message]) -> None:
-        """Reject control tokens in messages outside of role and content, such as in the name of a tool."""
+        """Raise `RecordError` if a value other than role or content, such as the name of a tool, contains a control
+        token."""
         for index, message in enumerate(messages):
             for key, value in message.items():
                 if key not in ("role", "content") and isinstance(value, str) and self.first_in(value) is not None:
                     raise RecordError(f"messages[{index}].{key} has the text of a control token: {value!r}")
 
     def encode(self, text: str, plain: Sequence[Span] = ()) -> list[int]:
-        """Tokenize a text. If it has more than `most_tokens`, tokenization stops soon after that number.
+        """Tokenize a text and return its token ids. If there are more than `most_tokens`, tokenization stops soon after
+        that number.
 
         Args:
-            plain: Pieces in which control tokens are plain text, in order. If the tokenizer has no other tokens for
-                them, `RenderError` is raised.
+            plain: Spans, in order, in which control tokens are plain text. If the tokenizer has no other tokens for
+                such a text, `RenderError` is raised.
         """
         if (too_many := too_many_tokens(text, self._most_tokens, self._encode)) is not None:
             return too_many
@@ -76,7 +79,7 @@ class ControlTokens:
             touches = any(start < last and end > first for first, last in plain)
             if touches:
                 yield start + 1
-            # A text that is cut may overlap another control token.
+            # The rest of a text that is cut may be the beginning of another control token.
             position = start + 1 if touches else end
 
     def _encode(self, text: str) -> list[int]:
@@ -90,7 +93,7 @@ class ControlTokens:
 
 
 def too_many_tokens(text: str, most_tokens: int | None, encode: Callable[[str], Sequence[int]]) -> list[int] | None:
-    """Return the first tokens of a text, more than `most_tokens`, if it has more than these. Otherwise return None.
+    """If a text has more than `most_tokens` tokens, return its first tokens, a few more than that number, else None.
 
     Tokenization blocks the process, and a text of megabytes takes many seconds. A long text is therefore tokenized in
     pieces until there are too many tokens. Each cut may add a few tokens.
@@ -109,10 +112,10 @@ def too_many_tokens(text: str, most_tokens: int | None, encode: Callable[[str], 
 def content_spans(
     render: Callable[[Sequence[Message]], str], messages: Sequence[Message], chosen: Sequence[int], text: str
 ) -> list[Span]:
-    """Return the spans of the chosen messages' contents in the rendering of all messages.
+    """Return the spans of the chosen messages' contents in `text`, the rendering of all messages.
 
     Raises:
-        RenderError: A content does not appear exactly once, or the rest depends on it.
+        RenderError: A content does not appear exactly once, or other parts of the text depend on it.
     """
     spans = []
     for index in chosen:

@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Corrected chat templates for models whose published template loses a part of some conversations.
+"""Corrected chat templates for models whose published template loses parts of some conversations.
 
-They give the same text as the published template if that shows the entire conversation. Each file lists its
+If the published template shows the entire conversation, the corrected one gives the same text. Each file lists its
 differences.
 """
 
@@ -25,12 +25,12 @@ _FOLDER = Path(__file__).parent / "corrected"
 
 @dataclass(frozen=True)
 class CorrectedTemplate:
-    """A corrected template and the published one that it replaces.
+    """A corrected template, and the published template that it replaces.
 
     Attributes:
         file: The corrected template, in `data/corrected/`.
-        values: Values of names that it reads, so that one file serves several published templates.
-        mark: Text that identifies the published template.
+        values: Name -> value, for variables of the file, so that one file serves several published templates.
+        mark: Text in the published template that identifies it.
     """
 
     family: str
@@ -40,7 +40,7 @@ class CorrectedTemplate:
     loses: str
 
     def text(self) -> str:
-        """Read the template, with its values inserted."""
+        """Return the template's text, with its values inserted."""
         names = "".join(f"{{%- set {name} = {json.dumps(value)} -%}}" for name, value in self.values.items())
         return names + (_FOLDER / self.file).read_text(encoding="utf-8").rstrip("\n")
 
@@ -61,9 +61,10 @@ CORRECTED = (
 
 
 def correct_template(tokenizer: "PreTrainedTokenizerBase", setting: CorrectedTemplates) -> str | None:
-    """Replace a published template by ours if both give the same texts, and return a line that reports it.
+    """Replace a published template by the corrected template if both give the same texts for `PROBES`. Return a line
+    that reports this, or None if there is no corrected template.
 
-    Only this process uses ours. Exports keep the model's template.
+    Only this process uses the corrected template. Exports keep the model's template.
     """
     own = tokenizer.chat_template
     if setting == "never" or not isinstance(own, str):
@@ -77,9 +78,9 @@ def correct_template(tokenizer: "PreTrainedTokenizerBase", setting: CorrectedTem
             if TemplateRenderer(published).renders_as(ours):
                 tokenizer.chat_template = candidate.text()
                 return (
-                    f"chat template: that of {candidate.family} loses {candidate.loses}; ours, {candidate.file}, takes "
-                    "its place (policy.tokenizer.corrected_template=never: the model's own)"
+                    f"chat template: that of {candidate.family} loses {candidate.loses}; {candidate.file} of this"
+                    " package replaces it (policy.tokenizer.corrected_template=never keeps the model's)"
                 )
-        except DataError:  # reported when the template is used
+        except DataError:  # the problem is reported when the template is used
             return None
     return None

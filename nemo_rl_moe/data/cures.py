@@ -1,6 +1,7 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Cures for conversations that a chat template cannot show. A cure is suggested only after it was tried and works."""
+"""Cures for conversations that a chat template cannot show: changes of settings or data. A cure is only suggested after
+a trial shows that it works."""
 
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ _OTHER_TEMPLATE = "; set policy.tokenizer.chat_template to a template that takes
 
 @dataclass(frozen=True)
 class Request:
-    """Input of a chat template. `trained` are the assistant turns to train on, or None for a prompt."""
+    """Input of a chat template. `trained` are the indices of the assistant turns to train on, or None for a prompt."""
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] | None
@@ -29,16 +30,16 @@ class Request:
 
 
 Renders = Callable[[Request], object]
-"""Renders a request. Raises `RenderError`."""
+"""A function that renders a request. Raises `RenderError`."""
 _Change = tuple[str, Request]
 
 
 class Cures:
-    """Looks for a cure of each kind of problem once, and tries it on further conversations with that problem.
+    """Searches a cure for each kind of problem once, and tries it on further conversations with that problem.
 
     Args:
-        names: Names that the template reads, each with the texts that it is compared with.
-        tokens: Names of special tokens among them.
+        names: Name that the template reads -> texts with which the template compares it.
+        tokens: Names in `names` that are special tokens.
     """
 
     def __init__(self, names: Mapping[str, Sequence[str]], tokens: Collection[str], render: Renders):
@@ -49,7 +50,8 @@ class Cures:
         self._known: dict[str, str | None] = {}
 
     def advice(self, problem: str, request: Request) -> str:
-        """Return the end of an error message: the change that makes the conversation work, or another template."""
+        """Return the end of an error message: the change with which the conversation works, or the advice to set
+        another template."""
         kind = "".join(letter for letter in problem if not letter.isdigit())[:80]
         if kind not in self._known and len(self._known) < _MOST_SEARCHES:
             self._known[kind] = next(self._that_work(request), None)
@@ -69,7 +71,7 @@ class Cures:
 
 
 def _changes(request: Request, switches: Mapping[str, Sequence[str]]) -> Iterator[_Change]:
-    """Yield changes of a request, first changes of the run's settings."""
+    """Yield changed requests, each with a description of the change. Changes of the run's settings come first."""
     for name, texts in switches.items():
         for value in (True, False, *texts, ""):
             if request.kwargs.get(name) != value:
@@ -113,7 +115,8 @@ def _with_thinking_in_content(message: Message) -> Message:
 
 
 def _with_single_calls(request: Request) -> Request | None:
-    """Return a request with one call per turn, each before its result. None if it is so already or lacks results."""
+    """Return a request in which each turn has one call, followed by its result. None if the request has this form
+    already or lacks results."""
     found: list[Message] = []
     trained: list[int] = []
     index, has_several = 0, False

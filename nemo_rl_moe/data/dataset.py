@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Loading of examples, pairs or prompts before training, with a report of the data set's lines."""
+"""Loading of examples, pairs or prompts before training, with a report on the data set's lines."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,12 +20,12 @@ _NUMBER = re.compile(r"\d[\d,.]*")
 Item = TypeVar("Item")
 OnBadLine = Literal["stop", "skip"]
 Progress = Callable[[int, int], None]
-"""Called with the number of lines read so far and the total."""
+"""A function that is called with the number of lines read so far and the total number of lines."""
 
 
 @dataclass(frozen=True)
 class ItemSize:
-    """Size of one item. `num_images` is None if the model takes text alone."""
+    """Size of one item. `num_images` is None if the model is text-only."""
 
     sample_id: str
     num_tokens: int
@@ -38,7 +38,7 @@ class ItemSize:
 
 @dataclass(frozen=True)
 class CountedNote:
-    """A note on kept items, with the number of these items and the sample id of the first."""
+    """A note on kept items, with the number of these items and the sample id of the first one."""
 
     text: str
     count: int
@@ -54,7 +54,7 @@ class ReportWords:
 
     Attributes:
         noun: Singular name of an item, such as "pair".
-        trained_tokens: Text after the number of trained tokens, or None if that number is not reported.
+        trained_tokens: Text after the number of trained tokens. None: this number is not reported.
     """
 
     noun: str
@@ -64,17 +64,18 @@ class ReportWords:
 
 @dataclass(frozen=True)
 class DataReport:
-    """Numbers of the items of a data set that were kept, truncated, dropped, or could not be read.
+    """Numbers of a data set's items that were kept, truncated or dropped, or that could not be read.
 
     Attributes:
-        num_images: None if the model takes text alone.
-        num_truncated: Kept items that were truncated at the maximum length.
-        num_dropped: Items dropped for the reason in `words`.
-        num_repeated: Prompts dropped because they had been read or sampled before.
-        num_training_prompts: Held-out prompts dropped because they are training prompts.
-        first_truncated, first_dropped: Sample id of the first of these items.
-        first_repeated, first_training_prompt: Sample ids of the first of these prompts and of the prompt it equals.
-        bad_lines: The first bad line of each cause, with the positions of a few others.
+        num_images: Number of images in kept items. None if the model is text-only.
+        num_truncated: Number of kept items that were truncated at the maximum length.
+        num_dropped: Number of items that were dropped for the reason in `words`.
+        num_repeated: Number of prompts that were dropped because an equal prompt had been read or sampled before.
+        num_training_prompts: Number of held-out prompts that were dropped because they are training prompts.
+        first_truncated, first_dropped: Sample id of the first truncated item, and of the first dropped item.
+        first_repeated, first_training_prompt: Sample id of the first such prompt, followed by the sample id of the
+            prompt that it equals.
+        bad_lines: A text for each cause: its first bad line, and the positions of a few others.
     """
 
     name: str
@@ -96,16 +97,16 @@ class DataReport:
     notes: tuple[CountedNote, ...] = ()
 
     def warnings(self) -> Iterator[str]:
-        """Yield a line if most items are truncated."""
+        """Yield a warning if most items are truncated."""
         if self.num_truncated > self.num_kept / 2:
             which = "all" if self.num_truncated == self.num_kept else f"{self.num_truncated:,} of"
             yield (
                 f"{self.name}: {which} {counted(self.num_kept, self.words.noun)} are truncated at"
-                " policy.max_total_sequence_length: what follows in them is not trained on"
+                " policy.max_total_sequence_length: their further tokens are not trained on"
             )
 
     def summary(self) -> str:
-        """Return the report on one line, without zeros except for the images of a vision model."""
+        """Return the report as one line. Numbers that are 0 are omitted, except for the images of a vision model."""
         tokens = counted(self.num_tokens, "token")
         if self.words.trained_tokens is not None:
             tokens += f" ({self.num_trained_tokens:,} {self.words.trained_tokens})"
@@ -134,12 +135,13 @@ def _first(place: str | None) -> str:
 
 @dataclass(frozen=True)
 class ItemKind(Generic[Parsed, Item]):
-    """Treatment of one kind of item.
+    """How one kind of item is tokenized, measured and reported.
 
     Attributes:
-        tokenize: Returns an item, or the problem, for each parsed line.
-        size_of: Returns the size of an item, and whether it is dropped.
-        why_none_is_left: Makes the error text from the number of dropped items, such as "3 prompts".
+        tokenize: Function that returns, for each parsed line, an item or the problem.
+        size_of: Function that returns the size of an item, and whether the item is dropped.
+        why_none_is_left: Function from the number of dropped items, such as "3 prompts", to the error text if no item
+            is left.
     """
 
     words: ReportWords
@@ -151,10 +153,10 @@ class ItemKind(Generic[Parsed, Item]):
 def read_items(
     source: LineSource[Parsed], kind: ItemKind[Parsed, Item], on_bad_line: OnBadLine, progress: Progress | None = None
 ) -> tuple[list[Item], DataReport]:
-    """Read and tokenize a data set.
+    """Read and tokenize a data set. Return the kept items, and the report.
 
     Args:
-        on_bad_line: `stop` looks for further bad lines and raises; `skip` counts them.
+        on_bad_line: `stop` raises a `DataError` that lists all bad lines. `skip` counts bad lines in the report.
     """
     kept: list[Item] = []
     sizes: list[ItemSize] = []
@@ -163,7 +165,7 @@ def read_items(
     num_read = 0
     while lines := list(islice(source.lines, LINES_AT_ONCE)):
         results: Iterable[Item | BadLine]
-        if bad.count and on_bad_line == "stop":  # only look for further bad lines
+        if bad.count and on_bad_line == "stop":  # the error lists further bad lines, so good lines are not tokenized
             results = [line for line in lines if isinstance(line, BadLine)]
         else:
             results = _tokenized(lines, kind.tokenize)
@@ -207,7 +209,8 @@ def read_items(
 
 
 def counted_notes(items: Iterable[tuple[str, Sequence[str]]]) -> tuple[CountedNote, ...]:
-    """Count each note, in order of first appearance."""
+    """Return the notes with their numbers, in the order in which they first appear. `items` are sample ids with their
+    notes."""
     places: dict[str, list[str]] = {}
     for place, notes in items:
         for note in notes:
@@ -216,7 +219,7 @@ def counted_notes(items: Iterable[tuple[str, Sequence[str]]]) -> tuple[CountedNo
 
 
 class _BadLines:
-    """Counts bad lines and keeps the first 20 causes: reasons that differ in more than numbers."""
+    """Counts bad lines, and keeps the first 20 causes. Reasons that only differ in numbers are the same cause."""
 
     def __init__(self, name: str) -> None:
         self.count = 0
@@ -236,12 +239,12 @@ class _BadLines:
         """Return the lines of the error for `data.on_bad_line: stop`."""
         more = self.count - sum(cause.count for cause in self._of_cause.values())
         last = [f"{self._name}: and {counted(more, 'more bad line')}"] if more else []
-        return [*self.shown(), *last, f"{self._name}: data.on_bad_line=skip leaves such lines out and counts them"]
+        return [*self.shown(), *last, f"{self._name}: data.on_bad_line=skip skips such lines and counts them"]
 
 
 @dataclass
 class _Cause:
-    """Bad lines of one cause: the first, their number, and the positions of the next few."""
+    """Bad lines of one cause: the first line, their number, and the positions of the next few lines."""
 
     line: BadLine
     count: int = 0
@@ -263,6 +266,6 @@ class _Cause:
 def _tokenized(
     lines: Sequence[Parsed | BadLine], tokenize: Callable[[Sequence[Parsed]], Sequence[Item | BadLine]]
 ) -> Iterator[Item | BadLine]:
-    """Yield the lines in order, with the good ones tokenized in one call."""
+    """Yield the lines in order. The good lines are tokenized in one call."""
     items = iter(tokenize([line for line in lines if not isinstance(line, BadLine)]))
     return (line if isinstance(line, BadLine) else next(items) for line in lines)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Encoding of many texts in few calls, where a bad text does not fail the others."""
+"""Encoding of many texts in few calls. A text that cannot be encoded does not affect the others."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
@@ -9,18 +9,21 @@ Item = TypeVar("Item")
 Encoding = TypeVar("Encoding")
 
 CHARACTERS_PER_TOKEN = 64
-"""Upper bound of characters per token. Apart from blank space, published tokenizers have 3 to 5."""
+"""Upper bound of the number of characters per token. Apart from blank space, published tokenizers have 3 to 5 on
+average."""
 CHARACTERS_AT_ONCE = 1_000_000
-"""Most characters of one call. The tokenizers library takes up to 300 bytes per token until the call ends."""
+"""Maximum number of characters in one call. The tokenizers library uses up to 300 bytes per token until the call
+ends."""
 
 
 def most_characters(max_tokens: int) -> int:
-    """Return the number of characters of a text to tokenize. Tokenization costs 200 bytes per character."""
+    """Return the number of characters of a text that are tokenized if `max_tokens` are needed. Tokenization uses 200
+    bytes per character."""
     return CHARACTERS_PER_TOKEN * (max_tokens + 1)
 
 
 def num_characters(value: object) -> int:
-    """Count the characters of all texts in a JSON value, including keys. Works at any depth of nesting."""
+    """Return the number of characters of all texts in a JSON value, including keys, at any depth."""
     found, left = 0, [value]
     while left:
         match left.pop():
@@ -39,7 +42,8 @@ def encode_each(
     items: Sequence[Item],
     num_characters: Callable[[Item], int],
 ) -> list[Encoding | str]:
-    """Encode items in few calls, or one by one if a call fails. Return the encoding or the problem of each item."""
+    """Encode items in few calls, and the items of a call that fails one by one. Return the encoding or the problem of
+    each item."""
     return [result for batch in _batches(items, num_characters) for result in _encode_batch(encode, batch)]
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Reading and decoding of images within limits of folder, size, number of pixels and kind."""
+"""Reading and decoding of images, with limits on folder, file size, number of pixels and kind of file."""
 
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 LARGEST_IMAGE_BYTES = 32 << 20
-"""Largest size of one encoded image."""
+"""Maximum size of an encoded image."""
 _KINDS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 _MANY_BITS = ("I", "F")
 _DIGEST_BYTES = 16
@@ -24,7 +24,8 @@ _DIGEST_BYTES = 16
 
 @dataclass(frozen=True)
 class StoredImage:
-    """An image that was read and decoded once. Its size is in pixels, after the rotation in its metadata."""
+    """An image that has been read and decoded once. Height and width are in pixels, after the rotation that its
+    metadata demands."""
 
     reference: ImageReference
     digest: bytes
@@ -34,19 +35,19 @@ class StoredImage:
 
 @dataclass(frozen=True)
 class ImageReader:
-    """Reader of a data set's images. Their paths are relative to `folder`, and may not leave it."""
+    """Reads a data set's images. Paths of images are relative to `folder`, and may not leave it."""
 
     folder: Path | None
     max_pixels: int
 
     def check(self, reference: ImageReference) -> StoredImage:
-        """Read and decode an image, and keep only its digest and size."""
+        """Read and decode an image as a check. Return only its digest and size."""
         content = self._content(reference)
         image = self._decoded(content, reference.name)
         return StoredImage(reference, _digest(content), image.height, image.width)
 
     def decode(self, stored: StoredImage) -> "Image":
-        """Return the image in RGB."""
+        """Return the decoded image in RGB."""
         content = self._content(stored.reference)
         if _digest(content) != stored.digest:
             raise RecordError(f"{stored.reference.name}: {stored.reference.path} has changed since the data was read")
@@ -77,7 +78,7 @@ class ImageReader:
                 raise RecordError(f"{reference.name}: {path} {what}")
             with path.open("rb") as file:
                 return file.read(LARGEST_IMAGE_BYTES + 1)
-        except (OSError, RuntimeError) as error:  # RuntimeError: a link to itself
+        except (OSError, RuntimeError) as error:  # RuntimeError is raised for a link to itself
             raise RecordError(f"{reference.name}: {reference.path} cannot be read: {one_line(error)}") from None
 
     def _decoded(self, content: bytes, name: str) -> "Image":
@@ -97,7 +98,8 @@ class ImageReader:
             raise RecordError(f"{name} is a broken image: {one_line(error)}") from None
 
     def _require_usable(self, image: "Image", name: str) -> None:
-        """Reject an image by its header, before it is decoded."""
+        """Raise `RecordError` if the header of an image shows that it cannot be used. The image is not decoded for
+        this."""
         if image.width * image.height > self.max_pixels:
             raise RecordError(
                 f"{name} has {image.height} x {image.width} pixels, expected at most {self.max_pixels:,} in all "
@@ -115,7 +117,8 @@ def _digest(content: bytes) -> bytes:
 
 
 def image_folder(data_path: str | None, image_root: str | None) -> Path | None:
-    """Return the root of images' paths: `data.image_root`, or the data's folder. None for data of a hub."""
+    """Return the folder to which paths of images are relative: `data.image_root`, or the data's folder. None for data
+    on the hub."""
     if image_root is not None:
         return Path(image_root)
     if data_path is None:

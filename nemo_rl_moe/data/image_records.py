@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Images in records: in the parts of a message or next to the messages, and their positions in a conversation.
+"""Images in records, either in the parts of a message or next to the messages, and their positions in a conversation.
 
-A record references its images. `image_files` reads them.
+Parsing a record gives references to its images. `image_files` reads the images.
 """
 
 import base64
@@ -19,11 +19,11 @@ from nemo_rl_moe.errors import DataError, counted
 
 IMAGE_PART = "image"
 IMAGE_PARTS = (IMAGE_PART, "image_url")
-"""Types of a part that is an image."""
+"""Values of `type` of a part that is an image."""
 IMAGE_MARK = "<image>"
 """Text at the position of an image in records with images next to the messages, as in LLaMA-Factory."""
 USUAL_KEYS = ("images", "image")
-"""Usual keys of images next to the messages. The second is LLaVA's."""
+"""Usual keys of images next to the messages. LLaVA uses `image`."""
 _VALUE_KEYS = ("image", "image_url", "url", "path", "bytes")
 _FORMS = "expected a path, a data URL, or an object with bytes or path"
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
@@ -35,9 +35,9 @@ class ImageReference:
     """Reference to an image in a record.
 
     Attributes:
-        path: None if the record contains the image itself.
+        path: Path of the image. None if the record contains the image itself.
         content: The encoded image. None if it is read from `path`.
-        name: Position in the record, such as `images[0]`, for error messages. Equality ignores it.
+        name: Position of the image in the record, such as `images[0]`, for error messages. Equality ignores the name.
     """
 
     path: str | None
@@ -45,12 +45,13 @@ class ImageReference:
     name: str = field(compare=False)
 
     def identity(self) -> str:
-        """Return the text that identifies the image: the path, or a digest of the content."""
+        """Return a text that identifies the image: the path, or a digest of the content."""
         return f"path {self.path}" if self.content is None else blake2b(self.content, digest_size=16).hexdigest()
 
 
 def parse_image(value: object, name: str) -> ImageReference:
-    """Parse an image: a path, a data URL, `{"bytes": ..., "path": ...}` as `datasets` stores it, or `{"url": ...}`."""
+    """Parse an image, which is a path, a data URL, `{"bytes": ..., "path": ...}` as stored by `datasets`, or `{"url":
+    ...}`."""
     if isinstance(value, bytes):
         return ImageReference(None, value, name)
     if isinstance(value, str):
@@ -86,7 +87,7 @@ def _parse_text(text: str, name: str) -> ImageReference:
 
 
 def parse_image_part(part: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Parse a part of type image. Its image is None if it comes from the record's list of images."""
+    """Parse a part of type image. Return the part. Its image is None if the record's list of images has it."""
     given = [key for key in _VALUE_KEYS if part.get(key) is not None]
     if not given:
         return {"type": IMAGE_PART, IMAGE_PART: None}
@@ -106,7 +107,8 @@ def parse_images(value: object, name: str) -> list[ImageReference]:
 
 
 def image_columns(names: Sequence[str], key: str | None) -> list[str]:
-    """Return a table's columns of images: the run's key, or the usual keys if the table lacks it."""
+    """Return the columns of a table that hold images: the column `key` or, if the table lacks it, the usual keys. None
+    as `key`: no column."""
     wanted = [] if key is None else [key] if key in names else USUAL_KEYS
     return [name for name in wanted if name in names]
 
@@ -114,9 +116,9 @@ def image_columns(names: Sequence[str], key: str | None) -> list[str]:
 def require_image_key(
     messages: Sequence[dict[str, Any]], record: Mapping[str, Any], key: str | None, sample_id: str
 ) -> None:
-    """Refuse to read `<image>` as text if the record has images under a usual key that is not the run's.
+    """Raise `DataError` if texts contain `<image>` and the record has images under another usual key than `key`.
 
-    If the run's key is None, such images are ignored on purpose.
+    If `key` is None, such images are ignored on purpose.
     """
     if key is None or not any(_images_in(_with_parts_for_marks(message)) for message in messages):
         return
@@ -138,11 +140,11 @@ def _has_images(value: object, name: str) -> bool:
 def place_images(
     messages: Sequence[dict[str, Any]], images: Sequence[ImageReference], key: str | None
 ) -> list[dict[str, Any]]:
-    """Insert the record's images into its messages.
+    """Return the messages with the record's images inserted.
 
-    They fill, in order, the parts of type image that lack one. Without such parts they replace each `<image>` in texts
-    other than the assistant's. Without these they precede the text of the first user turn. More or fewer positions than
-    images raise `RecordError`.
+    Images fill, in order, the parts of type image that have no image. If there are no such parts, images replace each
+    `<image>` in texts other than the assistant's. If there is no `<image>` either, images precede the text of the first
+    user turn. Raises `RecordError` if the number of positions differs from the number of images.
     """
     parts = [part for message in messages for part in _images_in(message)]
     open_parts = sum(part[IMAGE_PART] is None for part in parts)
@@ -169,7 +171,7 @@ def place_images(
 
 
 def take_images(messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], tuple[ImageReference, ...]]:
-    """Return messages for chat templates, with `{"type": "image"}` for each image, and the images in order."""
+    """Return messages for chat templates, in which each image is `{"type": "image"}`, and the images in order."""
     found = tuple(part[IMAGE_PART] for message in messages for part in _images_in(message))
     if not found:
         return list(messages), ()
@@ -182,7 +184,7 @@ def take_images(messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]
 
 
 def without_content(value: Any) -> Any:
-    """Return a record's value without encoded images. Paths stay."""
+    """Return a value of a record without encoded images. Paths of images stay."""
     if isinstance(value, Mapping):
         return {key: without_content(item) for key, item in value.items() if not isinstance(item, bytes)}
     if is_list(value):

@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Image tokens: one per image in the rendered text, and in the sample as many as the model needs.
+"""Image tokens: the rendered text has one per image, and the sample as many as the model needs.
 
-A sample keeps references to its images, because their pixels would fill gigabytes. Images are decoded once as a check,
-and again for each batch.
+A sample keeps references to its images, because the pixels of all images would fill gigabytes. Images are decoded once
+as a check, and again for each batch.
 """
 
 import warnings
@@ -36,10 +36,10 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class SampleImages:
-    """Images of one tokenized sample of a vision-language model. Empty for a sample of text.
+    """Images of one tokenized sample, for a vision-language model. Empty for a sample without images.
 
     Attributes:
-        runs: Index of the first image token, and number of image tokens, of each image.
+        runs: For each image, the index of its first image token and the number of its image tokens.
     """
 
     tokens: "ImageTokenizer"
@@ -49,7 +49,7 @@ class SampleImages:
 
     @property
     def end(self) -> int:
-        """Index after the last image token, or 0 without images."""
+        """Index after the last image token. 0 without images."""
         return sum(self.runs[-1]) if self.runs else 0
 
     def is_image(self, num_tokens: int) -> Bool[np.ndarray, " tokens"]:
@@ -63,9 +63,10 @@ class SampleImages:
 
 
 def batch_inputs(samples: Sequence[tuple[SampleImages | None, int]]) -> list[dict[str, ModelInput]]:
-    """Return `models.images.image_inputs` of each sample, given its images and number of tokens.
+    """Return the model's inputs besides tokens (`models.images.image_inputs`) for each sample, given its images and
+    number of tokens.
 
-    Each image is decoded once. Samples of a text model have no images (None) and no inputs.
+    Each image is decoded once. Samples of a text-only model have None as images, and no inputs.
     """
     first_of = {image.digest: (sample, image) for sample, _ in samples if sample is not None for image in sample.images}
     decoded = _in_threads(lambda pair: pair[0].tokens.model_images(pair[1]), first_of.values())
@@ -85,13 +86,14 @@ def batch_inputs(samples: Sequence[tuple[SampleImages | None, int]]) -> list[dic
 
 
 def num_images_of(images: SampleImages | None) -> int | None:
-    """Return the number of a sample's images, or None if the model takes text alone."""
+    """Return the number of a sample's images, or None if the model is text-only."""
     return None if images is None else len(images.images)
 
 
 @dataclass(frozen=True)
 class Expanded:
-    """Token ids of a sample, and the number of tokens for each token of its text: 1 except for image tokens."""
+    """Token ids of a sample, and for each token of its text the number of tokens that replace it: 1 except for image
+    tokens."""
 
     input_ids: Int[np.ndarray, " tokens"]
     repeats: Int[np.ndarray, " text_tokens"]
@@ -100,11 +102,11 @@ class Expanded:
 
 @dataclass(frozen=True)
 class ImageTokenizer:
-    """Turns a data set's images into tokens and pixels.
+    """Turns a data set's images into image tokens and pixels.
 
     Attributes:
         token: Text of the image token.
-        before, behind: Tokens before and after an image's tokens, which the chat template does not write.
+        before, behind: Tokens to put before and after an image's tokens, if the chat template does not write them.
     """
 
     rule: ImageRule
@@ -119,7 +121,8 @@ class ImageTokenizer:
     def check(
         self, records: Sequence[Example | PromptRecord], rendered: Sequence[Rendered | str]
     ) -> list[tuple[Rendered, tuple[StoredImage, ...]] | str]:
-        """Decode the images of rendered records. Return each rendering with its images, or the record's problem."""
+        """Decode the images of rendered records as a check. Return each rendering with its images, or the problem with
+        the record."""
         references = [
             reference
             for record, text in zip(records, rendered, strict=True)
@@ -148,7 +151,7 @@ class ImageTokenizer:
         return stored
 
     def _problem(self, record: Example | PromptRecord, rendered: Rendered) -> str | None:
-        """Return why image tokens and the record's images may not match, or None."""
+        """Return the reason why image tokens and the record's images may not match, or None if they do."""
         if self.token in rendered.text and any(self.token in text for text in _texts(record.messages)):
             return f"a text spells {self.token}, which stands for an image; a part of type image shows one"
         if (shown := rendered.text.count(self.token)) != len(record.images):
@@ -161,11 +164,11 @@ class ImageTokenizer:
     def expand(
         self, input_ids: Int[np.ndarray, " text_tokens"], images: Sequence[StoredImage], max_length: int, sample_id: str
     ) -> Expanded | str:
-        """Repeat image tokens as the model needs, or return the problem.
+        """Return the token ids with image tokens repeated as the model needs, or return the problem.
 
         Args:
             input_ids: Tokens of a checked record's text, with one image token per image. If there are more than
-                `max_length`, the text may be cut, and its last images missing.
+                `max_length` tokens, the text may have been cut, so that its last images are missing.
         """
         places = np.flatnonzero(input_ids == self.rule.token_id)
         if len(places) > len(images) or (len(places) < len(images) and len(input_ids) <= max_length):
@@ -183,18 +186,18 @@ class ImageTokenizer:
             first += len(self.before)
             runs.append((first, count))
             expanded[first + count : first + count + len(self.behind)] = self.behind
-        # Images in the part that was cut off get positions that truncation removes.
+        # Images in the part that was cut off get positions beyond the maximum length, so that truncation removes them.
         runs += [(len(expanded) + max_length, int(count)) for count in counts[len(places) :]]
         return Expanded(expanded, repeats, SampleImages(self, tuple(images), tuple(runs), sample_id))
 
 
 @dataclass(frozen=True)
 class RecordImages:
-    """Treatment of a data set's images.
+    """How a data set's images are read and tokenized.
 
     Attributes:
-        key: Key of a record's images next to its messages. None if these are not read.
-        tokens: Turns images into tokens. None if the model takes text alone.
+        key: Key of a record's images next to its messages. None: such images are not read.
+        tokens: Turns images into tokens. None if the model is text-only.
     """
 
     key: str | None = None
@@ -209,7 +212,7 @@ class RecordImages:
             if record.images:
                 raise DataError(
                     f"{record.sample_id}: {record.images[0].name} is an image, and the model (policy.model_name) takes "
-                    "text alone; data.image_key=null leaves images beside the messages unread"
+                    "text alone; data.image_key=null ignores images next to the messages"
                 )
         return [text if isinstance(text, str) else (text, ()) for text in rendered]
 
@@ -218,7 +221,7 @@ NO_IMAGES = RecordImages()
 
 
 def image_tokenizer(rule: ImageRule, tokenizer: "PreTrainedTokenizerBase", reader: ImageReader) -> ImageTokenizer:
-    """Make the tokenizer of a data set's images for a model."""
+    """Return the object that tokenizes a data set's images for a model."""
     token = tokenizer.convert_ids_to_tokens(rule.token_id)
     if not isinstance(token, str) or tokenizer.encode(token, add_special_tokens=False) != [rule.token_id]:
         raise DataError(
@@ -227,7 +230,7 @@ def image_tokenizer(rule: ImageRule, tokenizer: "PreTrainedTokenizerBase", reade
         )
     if not isinstance(rule.sizes, TileSizes):
         return ImageTokenizer(rule, reader, token)
-    # InternVL's template writes the image token alone. Its processor puts these two around it.
+    # InternVL's template only writes the image token. Its processor puts these two tokens around it.
     ends = []
     for name, usual in (("start_image_token", "<img>"), ("end_image_token", "</img>")):
         text = getattr(tokenizer, name, None) or usual
@@ -239,7 +242,8 @@ def image_tokenizer(rule: ImageRule, tokenizer: "PreTrainedTokenizerBase", reade
 
 
 def _in_threads(work: Callable[[Given], Found], items: Iterable[Given]) -> list[Found | str]:
-    """Return results or the text of a `RecordError`, in order. Threads help because decoders release the GIL."""
+    """Return, for each item in order, the result of `work` or the text of its `RecordError`. Threads help, because
+    decoders release the GIL."""
 
     def attempt(item: Given) -> Found | str:
         try:
@@ -251,7 +255,7 @@ def _in_threads(work: Callable[[Given], Found], items: Iterable[Given]) -> list[
     if not items:
         return []
     with warnings.catch_warnings(), ThreadPoolExecutor(_THREADS) as pool:
-        warnings.simplefilter("ignore")  # about odd metadata, and about sizes, which have our limit
+        warnings.simplefilter("ignore")  # about odd metadata, and about sizes, which are limited here
         return list(pool.map(attempt, items))
 
 

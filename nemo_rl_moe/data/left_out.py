@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Errors and notes about parts of a conversation that a chat template drops."""
+"""Errors and notes about parts of a conversation that a chat template does not show."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -10,11 +10,11 @@ from nemo_rl_moe.data.thinking import THINK_END, THINK_START
 from nemo_rl_moe.data.turn_spans import RenderError, Span
 
 RenderVariant = Callable[[Sequence[Message]], str]
-"""Renders a variant of the conversation in the same way as the conversation itself."""
+"""A function that renders a variant of the conversation in the same way as the conversation itself."""
 
 THINKING_KEYS = ("reasoning_content", "thinking", "reasoning")
-"""Keys of a turn's thinking. Data and templates differ in which one they use."""
-# Notes, printed after "with".
+"""Keys under which a turn has its thinking. Data and templates use different ones."""
+# Notes on an example, which messages print after the word "with".
 EARLIER_THINKING = "thinking of earlier turns that the chat template leaves out"
 EMPTY_THINKING = "an empty <think> block that is trained on"
 TEXT_BESIDE_CALLS = "text of a turn beside its tool calls that the chat template leaves out"
@@ -29,12 +29,12 @@ _STAND_IN = "something else"
 
 
 def read_keys(template: str) -> tuple[str, ...]:
-    """Return the keys of thinking that a template reads."""
+    """Return those `THINKING_KEYS` that a chat template reads."""
     return tuple(key for key in THINKING_KEYS if re.search(rf"(?:\.|['\"]){key}\b", template))
 
 
 def with_thinking_named(message: Message, read: Sequence[str]) -> Message:
-    """Move a turn's thinking to the key that the template reads, if `read` contains only one key."""
+    """Return a turn with its thinking under the key that the template reads, if `read` contains exactly one key."""
     given = [key for key in THINKING_KEYS if message.get(key)]
     if message["role"] != "assistant" or len(given) != 1 or len(read) != 1 or given == list(read):
         return message
@@ -42,7 +42,7 @@ def with_thinking_named(message: Message, read: Sequence[str]) -> Message:
 
 
 def with_thinking_apart(message: Message, key: str) -> Message:
-    """Move the think block that opens a turn's content to a key."""
+    """Return a turn in which the think block at the beginning of the content is moved to `key`."""
     block = _BLOCK_AT_START.match(message["content"] or "") if message["role"] == "assistant" else None
     if block is None or any(message.get(name) for name in THINKING_KEYS):
         return message
@@ -50,8 +50,8 @@ def with_thinking_apart(message: Message, key: str) -> Message:
 
 
 def require_all_shown(messages: Sequence[Message], text: str, render: RenderVariant) -> None:
-    """Reject a conversation if its text lacks a system turn, a tool's result or a call, or the last turn's thinking or
-    its text next to calls.
+    """Raise `RenderError` if the text of a conversation lacks a system turn, a tool's result, a call, or the last
+    turn's thinking or text next to calls.
 
     Many templates drop thinking and text next to calls of earlier turns on purpose, at inference as in training:
     `left_out_notes` reports these.
@@ -62,7 +62,7 @@ def require_all_shown(messages: Sequence[Message], text: str, render: RenderVari
             if len(calls) > 1 and render(with_changes(messages, index, tool_calls=calls[:-1])) == text:
                 raise RenderError(f"turn {index} calls {len(calls)} tools, and the chat template shows fewer calls")
             continue
-        # Replaced instead of removed, because other turns may contain the same words.
+        # Compared with a rendering of another content, because other turns may contain the same words.
         other = with_changes(messages, index, content=_STAND_IN)
         if not _is_shown(content_text(message["content"]), text, other, messages, render):
             raise RenderError(
@@ -85,23 +85,25 @@ def require_all_shown(messages: Sequence[Message], text: str, render: RenderVari
 def _is_shown(
     part: str, text: str, other: Sequence[Message], messages: Sequence[Message], render: RenderVariant
 ) -> bool:
-    """Return whether a text shows a part. `other` is the conversation with a stand-in for the part."""
+    """Return whether a conversation's text shows a part of it. `other` is the conversation with a stand-in for the
+    part."""
     part = part.strip()
     if not part or part == _STAND_IN:
         return True
-    # A long part that no other turn quotes needs no second rendering.
+    # A long part in the text that no other turn quotes is shown. This saves a second rendering.
     if len(part) >= _SURELY_ITS_OWN and part in text and str(messages).count(repr(part)[1:-1]) == 1:
         return True
     try:
         return render(other) != text
-    except RenderError:  # the template refuses the other conversation
+    except RenderError:  # the template refuses `other`
         return True
 
 
 def left_out_notes(
     messages: Sequence[Message], text: str, spans: Sequence[Span], render: RenderVariant
 ) -> tuple[str, ...]:
-    """Return notes on dropped parts of earlier turns, and on empty think blocks that are trained on."""
+    """Return notes on parts of earlier turns that the text does not show, and on empty think blocks that are trained
+    on."""
     earlier = [place for place in range(len(messages) - 1) if messages[place]["role"] == "assistant"]
     found = [EARLIER_THINKING] if any(_lacks_thinking(messages, place, text, render) for place in earlier) else []
     if any(_lacks_text_beside_calls(messages, place, text, render) for place in earlier):
@@ -112,7 +114,8 @@ def left_out_notes(
 
 
 def _start_of_thinking(text: str, first: int) -> int:
-    """Return the start of a turn, including a think block that the generation prompt opens right before it."""
+    """Return the start of a turn. A think block that the generation prompt opens right before it belongs to the
+    turn."""
     before = text[:first].rstrip()
     return len(before) - len(THINK_START) if before.endswith(THINK_START) else first
 
@@ -121,7 +124,7 @@ def _lacks_text_beside_calls(messages: Sequence[Message], index: int, text: str,
     turn = messages[index]
     if not turn.get("tool_calls"):
         return False
-    # The text after a think block, because templates may drop the block on purpose.
+    # Only the text after a think block counts, because templates may drop the block on purpose.
     block, found, said = (turn["content"] or "").rpartition(THINK_END)
     other = with_changes(messages, index, content=f"{block}{found}{_STAND_IN}")
     return not _is_shown(said, text, other, messages, render)
@@ -133,7 +136,7 @@ def _lacks_thinking(messages: Sequence[Message], index: int, text: str, render: 
     before, found, answer = content.rpartition(THINK_END)
     opened, mark, thinking = before.rpartition(THINK_START)
     given = {key: turn[key] for key in THINKING_KEYS if isinstance(turn.get(key), str)}
-    # Replaced instead of removed, because templates trim the text after a block.
+    # The thinking is replaced, not removed, because templates trim the text after a block.
     replaced = f"{opened}{mark}{_STAND_IN}{found}{answer}" if found else content
     other = with_changes(messages, index, **dict.fromkeys(given, _STAND_IN), content=replaced)
     return any(not _is_shown(part, text, other, messages, render) for part in (thinking, *given.values()))

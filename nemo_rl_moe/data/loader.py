@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Padded batches of tokenized examples, and their order over epochs."""
+"""Padded batches of tokenized examples, and the order of examples over epochs."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, overload
@@ -16,7 +16,7 @@ from nemo_rl_moe.errors import DataError
 
 
 def collate(examples: Sequence[TokenizedExample], pad_token_id: int) -> TokenBatch:
-    """Pad examples on the right to the longest one."""
+    """Return a batch of examples, padded on the right to the length of the longest one."""
     lengths = torch.tensor([len(example) for example in examples], dtype=torch.long)
     shape = (len(examples), int(lengths.max()))
     input_ids = torch.full(shape, pad_token_id, dtype=torch.long)
@@ -30,14 +30,16 @@ def collate(examples: Sequence[TokenizedExample], pad_token_id: int) -> TokenBat
 
 
 def token_ids_and_images(examples: Iterable[TokenizedExample]) -> Iterator[NDArray[Any]]:
-    """Yield the token ids of each example, followed by the digests of its images. They identify a data set."""
+    """Yield, for each example, its token ids followed by the digests of its images. These numbers identify a data
+    set."""
     for example in examples:
         digests = example.images.digests() if example.images is not None else ()
         yield np.concatenate([example.input_ids, np.frombuffer(b"".join(digests), dtype=np.int32)])
 
 
 class TokenStore(Sequence[TokenizedExample]):
-    """Sequence of tokenized examples in three flat arrays: 5 bytes per token. Images are kept as references."""
+    """Sequence of tokenized examples, stored in three flat arrays with 5 bytes per token. Images are stored as
+    references."""
 
     def __init__(self, examples: Sequence[TokenizedExample]):
         self._starts: NDArray[np.int64] = np.cumsum([0, *(len(example) for example in examples)], dtype=np.int64)
@@ -59,7 +61,7 @@ class TokenStore(Sequence[TokenizedExample]):
     def __getitem__(self, index: int | slice) -> TokenizedExample | list[TokenizedExample]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        position = range(len(self))[index]  # takes negative indices, and raises IndexError past the end
+        position = range(len(self))[index]  # accepts negative indices, and raises IndexError past the end
         piece = slice(self._starts[position], self._starts[position + 1])
         return TokenizedExample(
             self._input_ids[piece],
@@ -72,14 +74,14 @@ class TokenStore(Sequence[TokenizedExample]):
 
 
 MakeBatch = Callable[[Sequence[Any], int], TokenBatch]
-"""Makes a batch from examples and the padding token."""
+"""A function that makes a batch from examples and the id of the padding token."""
 
 
 class GlobalBatchLoader:
     """Iterates over the global batches of each epoch.
 
-    The order depends on the seed and the epoch alone. An epoch skips the examples that do not fill a last batch, so
-    that every optimizer step sees the same number of sequences. With shuffling it skips others each time.
+    The order only depends on the seed and the epoch. An epoch skips the last examples if they do not fill a batch, so
+    that every optimizer step has the same number of sequences. With shuffling, each epoch skips different examples.
     """
 
     def __init__(
@@ -108,13 +110,13 @@ class GlobalBatchLoader:
         return len(self._dataset) // self._global_batch_size
 
     def epoch(self, epoch_index: int, first_batch: int = 0) -> Iterator[TokenBatch]:
-        """Yield the batches of one epoch from `first_batch`. Both are counted from 0."""
+        """Yield the batches of an epoch, beginning with `first_batch`. Epochs and batches are counted from 0."""
         first = epoch_index * len(self)
         for chosen in self.indices(range(first + first_batch, first + len(self))):
             yield self._make_batch([self._dataset[index] for index in chosen], self._pad_token_id)
 
     def indices(self, batch_numbers: range) -> Iterator[list[int]]:
-        """Yield the indices of the examples of batches, which are counted from 0 over all epochs."""
+        """Yield the indices of the examples of each batch. Batches are counted from 0 over all epochs."""
         for epoch_index in range(batch_numbers.start // len(self), -(-batch_numbers.stop // len(self))):
             order = epoch_order(len(self._dataset), self._seed, epoch_index, shuffle=self._shuffle)
             first = max(batch_numbers.start - epoch_index * len(self), 0)
@@ -124,7 +126,7 @@ class GlobalBatchLoader:
 
 
 def epoch_order(size: int, seed: int, epoch_index: int, *, shuffle: bool) -> Sequence[int]:
-    """Return the order of the items of one epoch, which depends only on the arguments."""
+    """Return the indices of the items in the order of one epoch. The order only depends on the arguments."""
     if not shuffle:
         return range(size)
     order: list[int] = np.random.default_rng([seed, epoch_index]).permutation(size).tolist()
@@ -138,6 +140,6 @@ def sequential_batches(
     max_batches: int | None = None,
     make_batch: MakeBatch = collate,
 ) -> Iterator[TokenBatch]:
-    """Iterate over examples in order, for validation. The last batch may be smaller."""
+    """Yield batches of examples in order, for validation. The last batch may be smaller."""
     for start in range(0, len(dataset), batch_size)[:max_batches]:
         yield make_batch(dataset[start : start + batch_size], pad_token_id)

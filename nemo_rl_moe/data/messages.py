@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Messages of a conversation: roles, content as a text or in parts, tool calls and their results.
+"""Parsing of a conversation's messages: roles, content as a text or in parts, tool calls and their results.
 
-The content of a parsed message is one text, or with images a list of parts of type text and image.
+The content of a parsed message is one text or, if it has images, a list of parts of type text and image.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 SYSTEM_ROLES = ("system", "developer")
 TEXT_PART = "text"
 CALL, RESULT = "function_call", "function"
-"""OpenAI's old form: key of a turn's call, and role of its result."""
+"""Key of a turn's call, and role of its result, in OpenAI's old form of tool calls."""
 SPEAKERS = {
     "human": "user",
     "user": "user",
@@ -38,7 +38,7 @@ SPEAKERS = {
     "observation": "tool",
     "function_response": "tool",
 }
-"""Role by the value of `from` in a ShareGPT message, `{"from": ..., "value": ...}`."""
+"""Value of `from` in a ShareGPT message, `{"from": ..., "value": ...}` -> role."""
 _CONTENT_FORM = "expected a string, or a list of parts of type text or image"
 
 Message = dict[str, Any]
@@ -46,7 +46,7 @@ Content = str | list[dict[str, Any]]
 
 
 def parse_turns(value: object, name: str, role: str) -> list[Message]:
-    """Parse a text, which becomes a turn of this role, or a list of messages."""
+    """Parse a text or a list of messages into messages. A text becomes one message with this role."""
     if isinstance(value, str):
         if not value:
             raise RecordError(f"{name} is empty")
@@ -58,7 +58,7 @@ def parse_turns(value: object, name: str, role: str) -> list[Message]:
 
 
 def parse_messages(value: object, name: str) -> list[Message]:
-    """Parse a list of messages. Parts of a content are joined, and arguments of tool calls become objects."""
+    """Parse a list of messages. Texts of a content are joined, and arguments of tool calls become objects."""
     if not is_list(value):
         raise RecordError(f"{name} is {kind_of(value)}, expected a list of objects with role and content")
     if not value:
@@ -67,7 +67,7 @@ def parse_messages(value: object, name: str) -> list[Message]:
 
 
 def text_of(messages: Sequence[Message]) -> str:
-    """Join the texts of messages by blank lines. Turns with only tool calls or images have none."""
+    """Return the texts of messages, joined by blank lines. Messages without text are skipped."""
     texts = [content_text(message["content"]) for message in messages]
     return "\n\n".join(text for text in texts if text)
 
@@ -80,14 +80,14 @@ def content_text(content: Content | None) -> str:
 
 
 def with_text_around(content: Content, before: str, behind: str) -> Content:
-    """Put a content between two texts."""
+    """Return a content with a text before and a text after it."""
     if isinstance(content, str):
         return f"{before}{content}{behind}"
     return _joined([_text_part(before), *content, _text_part(behind)])
 
 
 def with_changes(messages: Sequence[Message], index: int, **changes: Any) -> list[Message]:
-    """Return the messages with changed keys in one of them."""
+    """Return the messages with the values of some keys changed in the message at `index`."""
     return [*messages[:index], {**messages[index], **changes}, *messages[index + 1 :]]
 
 
@@ -109,7 +109,7 @@ def _message(value: object, name: str) -> Message:
     calls = _tool_calls(message.pop("tool_calls", []), f"{name}.tool_calls")
     if calls and role != "assistant":
         raise RecordError(
-            f"{name}.tool_calls stand in a turn of role {role}, expected assistant: the model calls tools"
+            f"{name}.tool_calls: in a turn of role {role}, expected assistant, since only the model calls tools"
         )
     if "content" in message:
         message["content"] = _content(message["content"], f"{name}.{said}", role)
@@ -124,7 +124,8 @@ def _message(value: object, name: str) -> Message:
 
 
 def _from_sharegpt(message: Message, name: str) -> Message:
-    """Convert to a message with role and content, or with `tool_calls` for a call. Other keys stay."""
+    """Convert a ShareGPT message to a message with role and content or, for a call, with `tool_calls`. Other keys
+    stay."""
     message = dict(message)
     speaker = message.pop("from")
     if not isinstance(speaker, str):
@@ -144,13 +145,13 @@ def _from_sharegpt(message: Message, name: str) -> Message:
 
 
 def _from_functions(message: Message, name: str) -> Message:
-    """Convert OpenAI's old form of a call or a result to `tool_calls` and role `tool`."""
+    """Convert a call in OpenAI's old form to `tool_calls`, and the role of a result to `tool`."""
     if message.get("role") == RESULT:
         message = {**message, "role": "tool"}
     if CALL not in message or not isinstance(message.get("role"), str):
         return message
     call, others = message[CALL], {key: value for key, value in message.items() if key != CALL}
-    if not call:  # a table's empty cell
+    if not call:  # an empty cell of a table
         return others
     if message.get("tool_calls"):
         raise RecordError(f"{name} has both {CALL} and tool_calls, expected one of the two")
@@ -188,7 +189,7 @@ def _text_part(text: str) -> dict[str, Any]:
 
 
 def _joined(parts: Sequence[dict[str, Any]]) -> Content:
-    """Join neighbouring texts and drop empty ones. Return one text if there is no image."""
+    """Return parts with neighbouring texts joined and empty texts dropped, or one text if there is no image."""
     joined: list[dict[str, Any]] = []
     for part in parts:
         if part["type"] == TEXT_PART and joined and joined[-1]["type"] == TEXT_PART:
@@ -199,7 +200,7 @@ def _joined(parts: Sequence[dict[str, Any]]) -> Content:
 
 
 def _tool_calls(given: object, name: str) -> list[dict[str, Any]]:
-    """Parse calls, as a list or its JSON. An empty text means no calls."""
+    """Parse calls, given as a list or as its JSON. An empty text means no calls."""
     value = decoded_json(given, name) if given != "" else []
     if value is None:
         return []
@@ -210,7 +211,7 @@ def _tool_calls(given: object, name: str) -> list[dict[str, Any]]:
 
 def _tool_call(call: object, name: str) -> dict[str, Any]:
     if isinstance(call, Mapping) and "function" not in call and "name" in call and "arguments" in call:
-        # Many data sets lack the wrapper with type and function.
+        # In many data sets, calls have no `function` around name and arguments.
         more = {key: value for key, value in call.items() if key not in ("name", "arguments")}
         call = {**more, "function": {"name": call["name"], "arguments": call["arguments"]}}
     function = call.get("function") if isinstance(call, Mapping) else None

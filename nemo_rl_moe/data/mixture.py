@@ -12,14 +12,14 @@ from nemo_rl_moe.errors import DataError, counted
 
 
 class MixtureLoader:
-    """Yields the prompts of each step from several environments, in proportion to their weights.
+    """Yields the prompts of each step, taken from several environments in proportion to their weights.
 
-    Each environment has its own order of prompts, which continues over the steps. When all of its prompts were used, it
-    begins again in another order, so an environment with few prompts repeats them more often.
+    Each environment has its own order of prompts, which continues over the steps. When all its prompts have been used,
+    they are used again in another order, so an environment with few prompts repeats them more often.
 
-    The environment of the next prompt depends on the weights alone: it is always the environment that lacks most of its
-    share so far. Shares of a step are the rounded weights, and later steps make up for the rounding. The order depends
-    on the arguments alone, so that a run can resume.
+    The environment of the next prompt only depends on the weights: it is the environment whose number of prompts is
+    furthest below its share. In a step, an environment has its share of the prompts up to rounding, and later steps
+    compensate the rounding. The order only depends on the arguments, so that a run can resume.
     """
 
     def __init__(
@@ -42,16 +42,17 @@ class MixtureLoader:
         self._given_before = [dict.fromkeys(datasets, 0)]
 
     def __len__(self) -> int:
-        """Return the number of steps of one epoch, which all prompts together fill."""
+        """Return the number of steps of one epoch: the number of prompts of all environments, divided by the prompts of
+        a step."""
         return self._num_steps
 
     def epoch(self, epoch_index: int) -> Iterator[list[Prompt]]:
-        """Yield the prompts of each step of one epoch, counted from 0."""
+        """Yield the prompts of each step of an epoch. Epochs are counted from 0."""
         size, order_of = self._num_prompts_per_step, self._orders()
         while len(self._given_before) <= epoch_index:
             given = dict(self._given_before[-1])
             for _ in islice(environments_by_weight(self._weights, given), len(self) * size):
-                pass  # only `given` is needed
+                pass  # only to update `given`
             self._given_before.append(given)
         given = dict(self._given_before[epoch_index])
         for _ in range(len(self)):
@@ -62,7 +63,8 @@ class MixtureLoader:
             yield chosen
 
     def _orders(self) -> Callable[[str, int], Sequence[int]]:
-        """Make a function that returns the order of an environment's prompts in each pass over them."""
+        """Return a function from an environment and the number of a pass over its prompts to their order in that
+        pass."""
         latest: dict[str, tuple[int, Sequence[int]]] = {}
 
         def order_of(name: str, number: int) -> Sequence[int]:
@@ -76,13 +78,13 @@ class MixtureLoader:
 
 
 def environments_by_weight(weights: Mapping[str, float], given: dict[str, int]) -> Iterator[str]:
-    """Yield forever the environment of the next prompt: the first that lacks most of its share.
+    """Yield the environment of the next prompt, without end: the first environment that is furthest below its share.
 
-    `given`, the number of prompts used per environment, is updated.
+    `given` (environment -> number of prompts used) is updated.
     """
     total = sum(weights.values())
     while True:
-        number = sum(given.values()) + 1  # shares come from this number, so that no rounding errors add up
+        number = sum(given.values()) + 1  # shares are computed from this number, so that rounding errors do not add up
         lacking = {name: weight / total * number - given[name] for name, weight in weights.items()}
         name = max(lacking, key=lacking.__getitem__)
         given[name] += 1
@@ -90,7 +92,8 @@ def environments_by_weight(weights: Mapping[str, float], given: dict[str, int]) 
 
 
 def interleaved(datasets: Mapping[str, Sequence[Prompt]]) -> list[Prompt]:
-    """Return the prompts of all environments, spread evenly: any beginning has their proportions."""
+    """Return the prompts of all environments, evenly mixed: the first prompts, however many, have the proportions of
+    all."""
     keyed = [
         ((index + 0.5) / len(dataset), number, prompt)
         for number, dataset in enumerate(datasets.values())

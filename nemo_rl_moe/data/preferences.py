@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Preference data: records of a prompt with a better and a worse response, their tokenization, and batches."""
+"""Preference data, a prompt with a better and a worse response: parsing, tokenization and batches."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -64,13 +64,14 @@ def parse_preference(
 ) -> PreferenceRecord:
     """Parse one decoded record.
 
-    `prompt`, `chosen` and `rejected` are each a text or a list of messages. A prompt that both responses repeat counts
-    once. Without `prompt`, the prompt is the messages that both begin with. The three may have other usual keys
-    (`record_forms.py`). `tools` and `chat_template_kwargs` are for the chat template. Further keys are ignored.
+    `prompt`, `chosen` and `rejected` are each a text or a list of messages. If both responses repeat the prompt, it
+    counts once. Without `prompt`, the prompt is the messages with which both responses begin. Other usual keys are
+    accepted too (`record_forms.py`). `tools` and `chat_template_kwargs` are passed to the chat template. Further keys
+    are ignored.
 
     Args:
-        image_key: Key of the prompt's images next to the messages. None if these are not read.
-        form: Form of the earlier lines, which this one must have.
+        image_key: Key of the prompt's images next to the messages. None: such images are not read.
+        form: Keys of the earlier lines, which this line must have too.
     """
     if not isinstance(record, Mapping):
         raise RecordError(f"the line is {kind_of(record)}, expected an object with prompt, chosen and rejected")
@@ -98,9 +99,9 @@ def parse_preference(
             "the line has no prompt, and chosen and rejected do not begin with the same messages; data.prompt_key names"
             " another"
         )
-    if _are_same(shared[-len(prompt) :], prompt):  # responses that repeat the prompt, perhaps after a system turn
+    if _are_same(shared[-len(prompt) :], prompt):  # both responses repeat the prompt, perhaps after a system turn
         prompt = shared
-    if len(prompt) > 1 and _are_same(prompt[-1:], chosen):  # the prompt's messages end in the better response
+    if len(prompt) > 1 and _are_same(prompt[-1:], chosen):  # the prompt's messages end with the better response
         prompt = prompt[:-1]
     if _are_same(chosen[: len(prompt)], prompt) and _are_same(rejected[: len(prompt)], prompt):
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
@@ -117,7 +118,7 @@ def parse_preference(
             raise RecordError(f"{name} has no assistant turn: there is no response")
         _require_in_turn(prompt, formed.name("prompt"), response, formed.name(name))
         both = (plain[0], plain_response) if plain else None
-        # Images next to the messages belong into the prompt, whatever the responses contain.
+        # Images next to the messages belong to the prompt.
         shown, images = with_images(prompt, record, image_key, sample_id)
         answer, later = with_images(response, {}, image_key, sample_id)
         unmarked, context = take_training_marks([*shown, *answer], f"prompt and {name}")
@@ -131,21 +132,21 @@ def parse_preference(
         example("rejected", rejected, plain[2] if plain else ""),
     )
     if form is not None:
-        # Sorted because the better response may be either one if a number compares them.
+        # Sorted, because if a number compares the responses, either of them may be the better one.
         responses = " and ".join(sorted(map(formed.name, RESPONSES)))
         form.require_same({"data.chosen_key and data.rejected_key": responses}, sample_id)
     return pair
 
 
 def pair_parser(image_key: str | None, keys: Keys) -> Callable[[object, str], PreferenceRecord]:
-    """Make the function that parses the records of one data set, which must have one form."""
+    """Return a function that parses the records of one data set. All records must have the same keys."""
     return partial(parse_preference, image_key=image_key, keys=keys, form=FormOfLines())
 
 
 def preference_columns(
     path: str, names: Sequence[str], image_key: str | None = None, keys: Keys = NO_KEYS
 ) -> list[str]:
-    """Choose the columns of a table to read."""
+    """Return the columns of a table to read."""
     named = columns_of(path, names, {f"data.{own}_key": key for own, key in keys.items()})
     if not named and not any(name in names for name in RESPONSE_KEYS):
         raise DataError(f"{path}: has no chosen and rejected; its columns: {names_in(names)}; {_OTHER_KEYS}")
@@ -154,7 +155,7 @@ def preference_columns(
 
 
 def _shared(chosen: Sequence[Message], rejected: Sequence[Message]) -> list[Message]:
-    """Return the messages that both begin with, without the last turn of either."""
+    """Return the messages with which both lists begin, without the last message of either."""
     shared = 0
     while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
         shared += 1
@@ -162,7 +163,7 @@ def _shared(chosen: Sequence[Message], rejected: Sequence[Message]) -> list[Mess
 
 
 def _are_same(messages: Sequence[Message], others: Sequence[Message]) -> bool:
-    """Return whether messages differ at most in blank space around their texts."""
+    """Return whether messages are the same apart from blank space around their texts."""
     return [_bare(message) for message in messages] == [_bare(message) for message in others]
 
 
@@ -172,7 +173,7 @@ def _bare(message: Message) -> Message:
 
 
 def _require_in_turn(prompt: Sequence[Message], prompt_name: str, response: Sequence[Message], name: str) -> None:
-    """Refuse a response that begins another conversation, or continues with the prompt's last role."""
+    """Raise `RecordError` if a response begins with a system turn, or with the role with which the prompt ends."""
     last, first = prompt[-1]["role"], response[0]["role"]
     if first in SYSTEM_ROLES or (last == first and first in ("user", "assistant")):
         raise RecordError(
@@ -182,7 +183,7 @@ def _require_in_turn(prompt: Sequence[Message], prompt_name: str, response: Sequ
 
 
 REFERENCE_SUMS = "reference_sums"
-"""Batch column: the reference model's log-probability of each sequence's response, in nats."""
+"""Name of the batch column with the reference model's log-probability of each sequence's response, in nats."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,8 @@ class PreferencePair:
     """Two responses to one prompt, tokenized.
 
     Attributes:
-        reference_sums: Log-probability of each response under the reference model, in nats, if it is known.
+        reference_sums: Log-probability of the chosen and the rejected response under the reference model, in nats.
+            None: not computed.
     """
 
     chosen: TokenizedExample
@@ -205,7 +207,8 @@ WORDS_WITH_IMAGES = replace(WORDS, dropped="no two different responses, or not a
 
 
 class PreferenceDataset(Sequence[PreferencePair]):
-    """Sequence of pairs in few flat arrays. `examples` are the chosen and rejected sequence of each pair in turn."""
+    """Sequence of pairs, stored in few flat arrays. `examples` alternates between the chosen and the rejected sequence
+    of each pair."""
 
     def __init__(
         self,
@@ -235,7 +238,7 @@ class PreferenceDataset(Sequence[PreferencePair]):
         return replace(pair, reference_sums=(chosen, rejected))
 
     def with_reference_sums(self, sums: Float[np.ndarray, "pairs 2"]) -> "PreferenceDataset":
-        """Return the pairs with the log-probabilities of their responses under the reference model."""
+        """Return the pairs with these log-probabilities of their responses under the reference model."""
         return PreferenceDataset(self._examples, self.report, sums)
 
 
@@ -250,11 +253,11 @@ def load_preferences(
     speech: Speech | None = None,
     keys: Keys = NO_KEYS,
 ) -> PreferenceDataset:
-    """Read and tokenize pairs of responses.
+    """Read, tokenize and return pairs of responses.
 
     Args:
         path: A file of text, or a data set that `datasets` can load.
-        max_length: Tokens to keep of each sequence, prompt and response together.
+        max_length: Maximum number of tokens of each sequence, prompt and response together.
         speech: See `batch_tokenizer`.
     """
     tokenize = batch_tokenizer(tokenizer, max_length, run_wide, images, speech)
@@ -269,8 +272,8 @@ def load_preferences(
         lambda records: _tokenized_pairs(records, tokenize),
         _size_of,
         lambda dropped: (
-            f"of {dropped} no two different responses{' with all images' if images.tokens is not None else ''} stand "
-            f"within policy.max_total_sequence_length={max_length} tokens"
+            f"of {dropped} no two different responses{' with all images' if images.tokens is not None else ''} fit into"
+            f" policy.max_total_sequence_length={max_length} tokens"
         ),
     )
     pairs, report = read_items(source, kind, on_bad_line)
@@ -278,7 +281,7 @@ def load_preferences(
 
 
 def collate_pairs(pairs: Sequence[PreferencePair], pad_token_id: int) -> TokenBatch:
-    """Collate pairs, padded to the longest sequence. Each chosen sequence precedes its rejected one."""
+    """Return a batch of pairs, padded to the longest sequence. Each chosen sequence precedes its rejected sequence."""
     batch = collate([example for pair in pairs for example in (pair.chosen, pair.rejected)], pad_token_id)
     sums = [pair.reference_sums for pair in pairs if pair.reference_sums is not None]
     values = torch.tensor(sums, dtype=torch.float64).flatten()
@@ -295,7 +298,7 @@ def _tokenized_pairs(records: Sequence[PreferenceRecord], tokenize: BatchTokeniz
 
 
 def _size_of(pair: _TokenizedPair) -> ItemSize:
-    """Return the size of both sequences. A pair is dropped if truncation leaves no two different responses."""
+    """Return the size of both sequences together. A pair is dropped if truncation leaves no two different responses."""
     chosen, rejected = pair
     trained = [sequence.num_trained_tokens() for sequence in pair]
     is_dropped = (

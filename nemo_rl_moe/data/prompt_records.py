@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Parsing of prompt data: question, answer, and the errors in them."""
+"""Parsing of prompt data: question and answer, with errors about them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ from nemo_rl_moe.data.records import with_images
 from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs, parse_template_inputs
 
 ANSWERED = ("user", "tool")
-"""Roles of the last turn of a prompt."""
+"""Roles that the last turn of a prompt may have."""
 _WHOLE_FLOATS = 2**53
 CHOICES = "choices"
-"""Key of the texts of a question's choices, as in MMLU."""
+"""Key of the list of a question's choices, as in MMLU."""
 ROW = "row"
-"""Key of the item in a record from a library's own data. The item's number there is its `example_id`."""
+"""Key of the library's item in a record from a library's own data. The item's number is its `example_id`."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class PromptRecord:
     """A prompt before tokenization.
 
     Attributes:
-        is_text: The prompt is a text instead of messages.
-        record: The decoded record with `question` and `answer`, without encoded images.
+        is_text: Whether the prompt was a text instead of messages.
+        record: The decoded record with `question` and `answer` added, without encoded images.
     """
 
     sample_id: str
@@ -50,26 +50,26 @@ class PromptRecord:
 
 
 def apply_template(messages: Sequence[Message], template: str | None) -> tuple[Message, ...]:
-    """Insert the last user turn's text at the template's `{prompt}`, if there is a template."""
+    """Return messages with the last user turn's text inserted at the template's `{prompt}`, if there is a template."""
     asked = [index for index, message in enumerate(messages) if message["role"] == "user"]
     if template is None or not asked:
         return tuple(messages)
     last = messages[asked[-1]]
     before, found, behind = template.partition("{prompt}")
-    # A template may repeat the text, but images appear once.
+    # A template may have `{prompt}` several times, but images are inserted once.
     behind = behind.replace("{prompt}", content_text(last["content"]))
     wrapped = {**last, "content": with_text_around(last["content"], before, behind) if found else template}
     return (*messages[: asked[-1]], wrapped, *messages[asked[-1] + 1 :])
 
 
 def prompt_parser(data: PromptDataConfig, env: EnvironmentConfig | None) -> Callable[[object, str], PromptRecord]:
-    """Make the function that checks records.
+    """Return a function that parses and checks records.
 
-    Reward functions get the data's record with `answer` from `data.answer_key` and, unless present, `question`, the
-    prompt's text. In answers, numbers become text, a list of one becomes its member, and an index of `choices` becomes
-    the letter. `math` and `reasoning_gym` need an answer, and `reasoning_gym` also `metadata`. A custom function gets
-    the answer unchanged, or None if it is missing. Images appear as paths. Without `env` nothing scores responses, and
-    no answer is needed.
+    Reward functions get the data's record with `answer` from `data.answer_key` and, if it is missing, `question` (the
+    prompt's text). If rewards need an answer, a number becomes a text, a list with one member becomes the member, and
+    an index in `choices` becomes a letter. `reasoning_gym` also needs `metadata`. A custom function gets the answer
+    unchanged, or None if it is missing. Images are given as paths. Without `env`, responses are not scored, and no
+    answer is needed.
     """
 
     needs_answer = env is not None and env.needs_answers
@@ -97,7 +97,7 @@ def prompt_parser(data: PromptDataConfig, env: EnvironmentConfig | None) -> Call
             raise RecordError(
                 f"metadata is {kind_of(record['metadata'])}, expected an object"
                 if "metadata" in record
-                else "the line has no metadata, which holds what the reasoning_gym task needs to score an answer"
+                else "the line has no metadata, which the reasoning_gym task needs to score an answer"
             )
         asked = apply_template(messages, data.prompt_template)
         return PromptRecord(sample_id, asked, isinstance(prompt, str), complete, parse_template_inputs(record), images)
@@ -108,7 +108,7 @@ def prompt_parser(data: PromptDataConfig, env: EnvironmentConfig | None) -> Call
 def prompt_columns(
     data: PromptDataConfig, env: EnvironmentConfig | None
 ) -> Callable[[str, Sequence[str]], Sequence[str]]:
-    """Make the function that checks a table's columns, all of which are read."""
+    """Return a function that checks a table's columns. All columns are read."""
     keys = {"data.prompt_key": data.prompt_key}
     if env is not None and env.needs_answers:
         keys["data.answer_key"] = data.answer_key
@@ -140,7 +140,7 @@ def _answer(record: Mapping[str, Any], key: str, *, needs_answer: bool) -> Any:
 
 
 def _chosen_letter(record: Mapping[str, Any], answer: float) -> str | None:
-    """Return the letter of a choice if the answer is an index in the list `choices`, as in MMLU."""
+    """Return the letter of a choice if the answer is an index in the list `choices`, as in MMLU, else None."""
     choices, index = record.get(CHOICES), answer if isinstance(answer, int) else -1
     if not is_list(choices) or not all(isinstance(choice, str) for choice in choices):
         return None
@@ -148,7 +148,7 @@ def _chosen_letter(record: Mapping[str, Any], answer: float) -> str | None:
 
 
 def _written_out(number: float) -> str:
-    """Write a JSON number with digits alone, because math rewards cannot read 1e-07."""
+    """Return a JSON number written with digits only, because math rewards cannot read 1e-07."""
     # Columns with missing values contain integers as 72.0.
     is_whole = float(number).is_integer() and abs(number) < _WHOLE_FLOATS
     return str(int(number)) if is_whole else format(Decimal(str(number)), "f")

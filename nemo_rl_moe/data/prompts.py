@@ -41,10 +41,10 @@ class Prompt:
     Attributes:
         sample_id: `file:line`, `dataset[split]:row`, or `task[seed 0]:item`.
         text: The prompt without the chat template's additions.
-        record: The data's record, always with `question` and `answer`.
-        images: None if the model takes text alone.
-        environment: Name in `env.mixture`, or empty if the run has one environment.
-        read: Digest of `what_is_read` of the record.
+        record: The data's record. It always has `question` and `answer`.
+        images: None if the model is text-only.
+        environment: Name in `env.mixture`. Empty without a mixture.
+        read: Digest of the part of the record that code may read (`what_is_read`).
     """
 
     sample_id: str
@@ -59,12 +59,13 @@ class Prompt:
     read: bytes = b""
 
     def identity(self) -> tuple[object, ...]:
-        """Return a value that is equal for equal prompts: for the model, and for code that reads the record."""
+        """Return a value that is equal for prompts that are equal to the model and to code that reads the record."""
         return self.token_ids, self.images.digests() if self.images is not None else (), self.read
 
 
 def prompt_inputs(prompts: Sequence[Prompt]) -> list[dict[str, ModelInput]]:
-    """Return the model's inputs besides tokens, empty for a text model. Each image is decoded once."""
+    """Return the model's inputs besides tokens for each prompt. They are empty for a text-only model. Each image is
+    decoded once."""
     return batch_inputs([(prompt.images, len(prompt.token_ids)) for prompt in prompts])
 
 
@@ -99,21 +100,21 @@ def load_prompts(
     response_key: str | None = None,
     own: LineSource[PromptRecord] | None = None,
 ) -> PromptDataset:
-    """Read one set of prompts, or sample it from the environment's task, and tokenize it.
+    """Read one set of prompts, or sample it from the environment's task. Tokenize and return it.
 
-    A prompt that repeats with the same answer is dropped and counted when read, and replaced by a sample with another
-    seed when sampled. Sets with different seeds share no seed of an item, but may share a question by chance, in
-    particular if the task has few: see `without_training_prompts`.
+    Repeated prompts with the same answer are dropped and counted. If prompts are sampled, a repeated one is replaced by
+    a sample with another seed. Two sets with different seeds share no seed of an item, but may share a question by
+    chance, in particular if the task has few questions (see `without_training_prompts`).
 
     Args:
-        max_prompt_length: In tokens. Longer prompts are dropped and counted.
-        env: Source of sampled prompts, and of the requirements on records. None if nothing scores responses: then
-            repeated prompts stay, and records need no answer.
-        images: None if the model takes text alone.
-        environment: Name in `env.mixture`, or empty if the run has one environment.
-        shared: Finds the records of this environment if several share the data.
-        response_key: Key of the response in each record, if records have one.
-        own: The environment's own prompts, if it has some.
+        max_prompt_length: Maximum number of tokens. Longer prompts are dropped and counted.
+        env: The environment, whose task samples prompts and whose reward determines what records must have. None:
+            responses are not scored, repeated prompts stay, and records need no answer.
+        images: None if the model is text-only.
+        environment: Name in `env.mixture`. Empty without a mixture.
+        shared: Finds the records of this environment if environments share the data. None: they do not.
+        response_key: Key of the response in each record. None: records have no response.
+        own: The environment's own prompts. None: the environment has no prompts.
     """
     num_resampled = 0
     if own is not None:
@@ -156,10 +157,10 @@ def load_prompts(
 
 
 class PromptLoader:
-    """Yields the prompts of each step, in a new order each epoch.
+    """Yields the prompts of each step. With shuffling, each epoch has a new order.
 
-    The order depends on the seed and the epoch alone. An epoch skips the prompts that do not fill a last step. With
-    shuffling it skips others each time.
+    The order only depends on the seed and the epoch. An epoch skips the last prompts if they do not fill a step. With
+    shuffling, each epoch skips different prompts.
     """
 
     def __init__(self, dataset: Sequence[Prompt], num_prompts_per_step: int, seed: int, shuffle: bool):
@@ -178,7 +179,7 @@ class PromptLoader:
         return len(self._dataset) // self._num_prompts_per_step
 
     def epoch(self, epoch_index: int) -> Iterator[list[Prompt]]:
-        """Yield the prompts of each step of one epoch, counted from 0."""
+        """Yield the prompts of each step of an epoch. Epochs are counted from 0."""
         order = epoch_order(len(self._dataset), self._seed, epoch_index, shuffle=self._shuffle)
         for step in range(len(self)):
             chosen = order[step * self._num_prompts_per_step :][: self._num_prompts_per_step]
@@ -209,7 +210,7 @@ def _sampled(
     task = env.reward if env is not None else None
     if not isinstance(task, ReasoningGymConfig) or source.num_items is None:
         raise ConfigurationError(
-            "data: a path of null draws prompts from a task of env.reward.kind reasoning_gym, and needs num_items"
+            "data: a path of null samples prompts from a task of env.reward.kind reasoning_gym, and needs num_items"
         )
     sampled = draw_items(task, source.num_items, source.seed)
     name = f"{task.task}[seed {source.seed}]"
@@ -290,9 +291,9 @@ def _finish(
 
 
 def without_training_prompts(held_out: PromptDataset, training: Iterable[Prompt]) -> PromptDataset:
-    """Drop held-out prompts that equal a training prompt, and count them in the report.
+    """Return the held-out prompts without those that equal a training prompt. The report counts them.
 
-    Answers are not compared: the model has been trained on the same question.
+    Answers are not compared, since the model has been trained on the question.
     """
     wanted = {prompt.identity() for prompt in held_out}
     shared = {identity: prompt.sample_id for prompt in training if (identity := prompt.identity()) in wanted}

@@ -1,8 +1,10 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion of published record forms to ours: messages, prompt and completion, or prompt, chosen and rejected.
+"""Conversion of published forms of records to this package's form: messages, prompt and completion, or prompt, chosen
+and rejected.
 
-A record is read if only one key can be meant. Otherwise a `RecordError` names the settings that choose one.
+If several keys of a record may be meant, a `RecordError` names the settings that choose one of them. "Our" keys are
+this package's keys.
 """
 
 import re
@@ -25,7 +27,8 @@ PAIRS = (
 )
 """Keys of the better and the worse response."""
 COMPARED = (("response1", "response2"), ("response_1", "response_2"))
-"""Keys of two responses that a number compares (HelpSteer). Below 0 the first is better, above 0 the second."""
+"""Keys of two responses that a number compares (HelpSteer). If the number is below 0, the first response is better, if
+it is above 0, the second."""
 COMPARISONS = ("overall_preference", "preference_strength")
 CONTEXT, HISTORY, REJECTED_MESSAGES = "context", "history", "rejected_messages"
 SAMPLE_KEYS = (*WHOLE, *PROMPTS, *COMPLETIONS)
@@ -33,60 +36,61 @@ RESPONSE_KEYS = tuple(dict.fromkeys((*(name for pair in (*PAIRS, *COMPARED) for 
 PAIR_KEYS = (*RESPONSE_KEYS, *COMPARISONS, *PROMPTS, CONTEXT, *WHOLE)
 MORE_KEYS = (SYSTEM, SYSTEM_PROMPT, HISTORY, CONTEXT)
 
-# Conversations as one text, as in hh-rlhf.
+# Conversations that are one text, as in hh-rlhf.
 _SPEAKER = re.compile(r"\n\n(Human|Assistant):")
 _FIRST_SPEAKER, _ANSWER = re.compile(r"\s*Human:"), "\n\nAssistant:"
 _ROLES = {"Human": "user", "Assistant": "assistant"}
 
 Keys = Mapping[str, str]
-"""Keys that the configuration names, by our key: `{"prompt": "question"}` for `data.prompt_key: question`."""
+"""Our key -> key that the configuration names for it, such as `{"prompt": "question"}` for `data.prompt_key:
+question`."""
 NO_KEYS: Keys = {}
 
 
 @dataclass(frozen=True)
 class OwnForm:
-    """A record with our keys, and the keys of the data by ours, for errors."""
+    """A record with our keys. `names` maps our keys to the data's keys, for error messages."""
 
     record: Mapping[str, Any]
     names: Mapping[str, str] = field(default_factory=dict)
 
     def keys(self) -> list[str]:
-        """Return the record's keys without ours."""
+        """Return the keys of the data's record, for error messages."""
         return [key for key in self.record if key not in self.names]
 
     def name(self, own: str) -> str:
-        """Return the data's name of our key."""
+        """Return the data's key for our key `own`."""
         return self.names.get(own, own)
 
 
 @dataclass
 class FormOfLines:
-    """The keys of a prompt and its responses, which must be the same in all lines of a data set.
+    """The keys of prompt and responses in the first line of a data set. All other lines must have the same keys.
 
-    If a line lacks a key, another usual key of the same part often has another meaning, such as `answer` instead of
-    `completion`.
+    If a line lacks a key, another usual key that it has, such as `answer` instead of `completion`, often has another
+    meaning.
     """
 
     _first: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     def require_same(self, names: Mapping[str, str], place: str) -> None:
-        """Keep the keys of the first line, and raise `RecordError` if a later line has others.
+        """Store the keys of the first line, and raise `RecordError` if a later line has other keys.
 
         Args:
-            names: Key of the data by the setting that may name it.
+            names: Setting that may name a key -> the key in this line, such as `{"data.prompt_key": "question"}`.
             place: Sample id of the line.
         """
         for setting, name in names.items():
             first, first_place = self._first.setdefault(setting, (name, place))
             if name != first:
                 raise RecordError(
-                    f"the line has {name} where {first_place} has {first}: expected one form in all lines; or set"
+                    f"the line has {name} where {first_place} has {first}: expected the same keys in all lines; or set"
                     f" {setting}"
                 )
 
 
 def own_sample(record: Mapping[str, Any], keys: Keys) -> OwnForm:
-    """Convert a record for supervised fine-tuning to our form. A record of unknown form stays as it is."""
+    """Convert a record for supervised fine-tuning to our form. A record of an unknown form is not changed."""
     if "messages" in keys:
         whole = _named_value(record, "messages", keys)
         others = {name: None for name in SAMPLE_KEYS if name in record}
@@ -99,7 +103,7 @@ def own_sample(record: Mapping[str, Any], keys: Keys) -> OwnForm:
 
 
 def own_pair(record: Mapping[str, Any], keys: Keys) -> OwnForm:
-    """Convert a record with two responses to our form. A record of unknown form stays as it is."""
+    """Convert a record with two responses to our form. A record of an unknown form is not changed."""
     names = _names_of_responses(record, keys)
     if names is None:
         return _chosen_messages(record)
@@ -117,7 +121,8 @@ def own_pair(record: Mapping[str, Any], keys: Keys) -> OwnForm:
 
 
 def turns_of(value: Any) -> Any:
-    """Convert one message, or a text as in hh-rlhf, to messages. Other values stay."""
+    """Convert one message, or a conversation as one text as in hh-rlhf, to a list of messages. Other values are
+    returned unchanged."""
     if isinstance(value, Mapping):
         return [value]
     if not is_text_of_turns(value):
@@ -128,12 +133,13 @@ def turns_of(value: Any) -> Any:
 
 
 def is_text_of_turns(value: Any) -> bool:
-    """Return whether a value is a conversation as one text, as in hh-rlhf, with or without its response."""
+    """Return whether a value is a conversation as one text, as in hh-rlhf. The last response may be missing."""
     return isinstance(value, str) and _FIRST_SPEAKER.match(value) is not None and _ANSWER in value
 
 
 def turns_of_prompt(value: Any, name: str) -> Any:
-    """Convert a prompt that is a text as in hh-rlhf to messages. Other values stay."""
+    """Convert a prompt that is a conversation as one text, as in hh-rlhf, to messages. Other values are returned
+    unchanged."""
     if not is_text_of_turns(value):
         return value
     *turns, last = turns_of(value)
@@ -147,7 +153,7 @@ def turns_of_prompt(value: Any, name: str) -> Any:
 
 
 def turns_before(formed: OwnForm, keys: Keys) -> list[dict[str, Any]]:
-    """Return the system turn and the turns of `history`, which precede a record's messages."""
+    """Return the messages that precede a record's prompt or messages: its system turn, and the turns of `history`."""
     system = _system_of(formed.record, keys)
     found = [] if system is None else [{"role": "system", "content": system}]
     history = formed.record.get(HISTORY)
@@ -197,14 +203,15 @@ def _named_value(record: Mapping[str, Any], own: str, keys: Keys) -> Any:
 
 
 def _name_of(record: Mapping[str, Any], own: str, usual: Sequence[str], keys: Keys) -> str | None:
-    """Return the key of a part: the configuration's, ours, or the only usual key in the record."""
+    """Return the data's key for our key `own`: the configuration's key, our key, or the only usual key in the record.
+    None if the record has none."""
     if own in keys:
         return keys[own]
     found = [name for name in usual if record.get(name) is not None]
     if own in found:
         return own
     if "instruction" in found and "input" in found:
-        found.remove("input")  # Alpaca's input belongs to the instruction
+        found.remove("input")  # in Alpaca's form, `input` belongs to the instruction
     if len(found) > 1:
         raise RecordError(
             f"the line has {' and '.join(found)}, each of which may be the {own}: set data.{own}_key to one of them"
@@ -213,7 +220,7 @@ def _name_of(record: Mapping[str, Any], own: str, usual: Sequence[str], keys: Ke
 
 
 def _with_values(record: Mapping[str, Any], names: Mapping[str, str], keys: Keys) -> OwnForm:
-    """Return the record with the named values under our keys."""
+    """Return the record with the values of the data's keys in `names` under our keys."""
     values = {own: _named_value(record, own, keys) if own in keys else record.get(name) for own, name in names.items()}
     other = {own: name for own, name in names.items() if name != own}
     if not other and not keys:
@@ -224,7 +231,8 @@ def _with_values(record: Mapping[str, Any], names: Mapping[str, str], keys: Keys
 
 
 def _whole_prompt(record: Mapping[str, Any], prompt: Any, name: str, keys: Keys) -> Any:
-    """Return a prompt with Alpaca's `input` and Dolly's `context` after the instruction, or `context` before it."""
+    """Return a prompt with further text of the record: `input` (Alpaca) or `context` (Dolly) after an instruction, or
+    `context` before another prompt."""
     if name not in PROMPTS:
         return prompt
     beside = ("input", CONTEXT) if name == "instruction" else (CONTEXT,)
@@ -238,7 +246,7 @@ def _whole_prompt(record: Mapping[str, Any], prompt: Any, name: str, keys: Keys)
 
 
 def _names_of_responses(record: Mapping[str, Any], keys: Keys) -> dict[str, str] | None:
-    """Return the keys of the better and the worse response, or None if the record lacks such a pair."""
+    """Return the data's keys for `chosen` and `rejected`, or None if the record has no known pair of responses."""
     if "chosen" in keys or "rejected" in keys:
         return {own: keys.get(own, own) for own in ("chosen", "rejected")}
     complete = [pair for pair in (*PAIRS, *COMPARED) if all(record.get(name) is not None for name in pair)]
@@ -246,7 +254,7 @@ def _names_of_responses(record: Mapping[str, Any], keys: Keys) -> dict[str, str]
         return None
     if len(complete) > 1 and complete[0] != PAIRS[0]:
         found = " and ".join(", ".join(pair) for pair in complete)
-        raise RecordError(f"the line has {found}: set data.chosen_key and data.rejected_key to those that are meant")
+        raise RecordError(f"the line has {found}: set data.chosen_key and data.rejected_key to one pair of them")
     chosen, rejected = complete[0]
     if complete[0] in COMPARED and _is_second_better(record, complete[0]):
         chosen, rejected = rejected, chosen
@@ -269,7 +277,8 @@ def _is_second_better(record: Mapping[str, Any], pair: tuple[str, str]) -> bool:
 
 
 def _chosen_messages(record: Mapping[str, Any]) -> OwnForm:
-    """Convert a record whose messages end in the better response, with the worse one under another key (ms-swift)."""
+    """Convert a record whose messages end with the better response and that has the worse response under another key
+    (ms-swift)."""
     chosen = record.get("messages")
     if not is_list(chosen) or not chosen:
         return OwnForm(record)

@@ -1,6 +1,7 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Values in records: look-up by key, JSON in strings, and names of types. Unusable values raise `RecordError`."""
+"""Values in records: look-up by key, JSON in strings, and names of types. Values that cannot be used raise
+`RecordError`."""
 
 import json
 from collections import Counter
@@ -14,11 +15,11 @@ MOST_NAMES = 20
 
 
 class RecordError(ValueError):
-    """A record cannot be used. The message is the reason, without the record's file and line."""
+    """A record cannot be used. The message gives the reason, without the record's file and line."""
 
 
 def json_object(value: object, name: str) -> dict[str, Any]:
-    """Return an object, or decode it from JSON in a string. An empty string is the empty object."""
+    """Return an object, which may be given as JSON in a string. An empty string means an empty object."""
     decoded = decoded_json(value, name) if value != "" else {}
     if not isinstance(decoded, Mapping):
         found = "JSON of " if isinstance(value, str) else ""
@@ -27,16 +28,17 @@ def json_object(value: object, name: str) -> dict[str, Any]:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make an object of JSON's pairs, for `object_pairs_hook`. A repeated key is an error, because readers differ."""
+    """Return an object from JSON's pairs, for `object_pairs_hook`. A repeated key raises `RecordError`, since JSON
+    libraries read it in different ways."""
     found = dict(pairs)
     if len(found) < len(pairs):
         ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
-        raise RecordError(f"the key {shortened(twice)!r} stands twice in an object, expected once")
+        raise RecordError(f"the key {shortened(twice)!r} occurs twice in an object, expected once")
     return found
 
 
 def decoded_json(value: object, name: str) -> Any:
-    """Decode the JSON of a string. Other values stay."""
+    """Return the decoded JSON of a string. Other values are returned unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -51,11 +53,12 @@ def decoded_json(value: object, name: str) -> Any:
 
 
 def value_at(record: Mapping[str, Any], key: str, setting: str) -> Any:
-    """Return the value under a key. Dots reach into objects and lists, unless the record has the key with its dots.
+    """Return the value of a key. Dots in the key reach into objects and lists, unless the record has a key with these
+    dots.
 
     Args:
-        key: Such as `reward_model.ground_truth`, or `answers.text.0` for the first member of a list.
-        setting: The setting that names the key, for messages.
+        key: A key such as `reward_model.ground_truth`, or `answers.text.0` for the first member of a list.
+        setting: The setting that names the key, for error messages.
     """
     if key in record:
         return record[key]
@@ -78,7 +81,7 @@ def value_at(record: Mapping[str, Any], key: str, setting: str) -> Any:
 
 
 def columns_of(path: str, names: Sequence[str], keys: Mapping[str, str]) -> list[str]:
-    """Return the columns that contain `keys`, which are keyed by the setting that names them."""
+    """Return the table's columns that contain `keys`. `keys` maps the setting that names a key to the key."""
     columns = {setting: key if key in names else key.partition(".")[0] for setting, key in keys.items()}
     for setting, column in columns.items():
         if column not in names:
@@ -90,9 +93,9 @@ def columns_of(path: str, names: Sequence[str], keys: Mapping[str, str]) -> list
 
 
 def without_nulls(value: Any) -> Any:
-    """Drop nulls from objects at any depth, because tables fill missing keys with them.
+    """Return a value without the nulls in its objects, at any depth. Tables fill missing keys with nulls.
 
-    Strings of JSON and nulls in lists stay.
+    JSON in strings is not changed, and nulls in lists stay.
     """
     if isinstance(value, Mapping):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
@@ -100,7 +103,8 @@ def without_nulls(value: Any) -> Any:
 
 
 def require_encodable(text: str, name: str) -> None:
-    """Raise `RecordError` for half of a surrogate pair, which is valid in JSON and which no tokenizer can encode."""
+    """Raise `RecordError` if a text has half of a surrogate pair. It is valid in JSON, but no tokenizer can encode
+    it."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -115,14 +119,14 @@ def is_list(value: object) -> TypeGuard[Sequence[Any]]:
 
 
 def names_in(names: Iterable[str]) -> str:
-    """List the first 20 keys of a record or columns of a table, for a message."""
+    """Return the first 20 keys of a record, or columns of a table, as a text for messages."""
     found = [shortened(str(name)) for name in names]
     more = f" and {len(found) - MOST_NAMES} more" if len(found) > MOST_NAMES else ""
     return f"{', '.join(found[:MOST_NAMES])}{more}" if found else "none"
 
 
 def kind_of(value: object) -> str:
-    """Return JSON's name of a value's type, with its article."""
+    """Return JSON's name for the type of a value, with its article."""
     if value is None:
         return "null"
     if isinstance(value, bool):

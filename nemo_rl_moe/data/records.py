@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Parsing of conversations: messages, ShareGPT's conversations, or prompt and completion, and the errors in them."""
+"""Parsing of conversations: messages, ShareGPT's conversations, or prompt and completion, with errors about them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,10 +32,10 @@ class Example:
     """One conversation.
 
     Attributes:
-        messages: Each has `role`, `content` (a text, or parts of type text and image), and further keys.
-        first_trained_message: Earlier assistant turns are context.
-        plain: Prompt and completion if both are strings.
-        marked_context: Assistant turns that the record marks as context.
+        messages: Messages with `role`, `content` (a text, or parts of type text and image), and further keys.
+        first_trained_message: Index of the first message to train on. Earlier assistant turns are context.
+        plain: Prompt and completion if both are strings, else None.
+        marked_context: Indices of assistant turns that the record marks as context.
     """
 
     sample_id: str
@@ -58,7 +58,7 @@ class Example:
 
 @dataclass(frozen=True)
 class BadLine:
-    """A line that cannot be used, with the reason."""
+    """A line of the data that cannot be used, with the reason."""
 
     sample_id: str
     reason: str
@@ -77,14 +77,15 @@ def parse_record(
 ) -> Example:
     """Parse one decoded record of a conversation.
 
-    `messages` wins over `conversations`, the form of ShareGPT. With either, a `completion` is an error, because it is
-    ambiguous, and a `prompt` is ignored, because published data sets have one. A text under `system` or `system_prompt`
-    is the system turn of a prompt, and of messages without one. Prompt and completion may have other usual keys
-    (`record_forms.py`). `tools` and `chat_template_kwargs` are for the chat template. Other keys are ignored.
+    If a record has both `messages` and `conversations` (ShareGPT), `messages` is read. Next to either, `completion` is
+    an error, because it is ambiguous, and `prompt` is ignored, because published data sets have it. A text under
+    `system` or `system_prompt` becomes the system turn, if messages have none. Other usual keys of prompt and
+    completion are accepted too (`record_forms.py`). `tools` and `chat_template_kwargs` are passed to the chat template.
+    Other keys are ignored.
 
     Args:
-        image_key: Key of images next to the messages. None if these are not read.
-        form: Form of the earlier lines, which a prompt with its completion must have.
+        image_key: Key of images next to the messages. None: such images are not read.
+        form: Keys of prompt and completion in the earlier lines. This line must have the same keys.
     """
     if not isinstance(record, Mapping):
         raise RecordError(f"the line is {kind_of(record)}, expected an object with messages, or prompt and completion")
@@ -125,7 +126,8 @@ def with_images(
 
 
 def behind(before: Sequence[Message], messages: Sequence[Message]) -> list[Message]:
-    """Return messages after the turns of `turns_before`. A system turn of the messages stays the only one."""
+    """Return messages with the turns of `turns_before` before them. If the messages have a system turn, it stays the
+    only one."""
     if messages[0]["role"] not in SYSTEM_ROLES:
         return [*before, *messages]
     return [messages[0], *(turn for turn in before if turn["role"] not in SYSTEM_ROLES), *messages[1:]]
@@ -159,7 +161,7 @@ def _prompt_and_completion(formed: OwnForm, sample_id: str, image_key: str | Non
 
 
 def trained_example(example: Example) -> Example:
-    """Return the example, or raise `RecordError` if marks leave nothing of it to train on."""
+    """Return the example, or raise `RecordError` if all its assistant turns are marked as context."""
     if not example.trained_messages:
         raise RecordError(f"every turn of the assistant is marked as context ({', '.join(MARKS)}): nothing to train on")
     return example

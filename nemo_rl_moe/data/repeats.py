@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Equality of prompts: for the model, and for code and libraries that read a record."""
+"""Removal of repeated prompts, which are equal to the model and to code and libraries that read a record."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from hashlib import blake2b
@@ -17,10 +17,10 @@ _NUMBERS_OF_ITEMS = ("example_id", "source_index")
 
 
 class RepeatFilter:
-    """Drops repeated prompts, because published data sets contain some problems a hundred times.
+    """Drops repeated prompts. Some published data sets contain a problem a hundred times.
 
-    Two prompts are equal if the model sees the same tokens, code and libraries read the same record, and the response
-    is compared with the same answer (and the response under `response_key`, if records have one).
+    Two prompts are equal if the model sees the same tokens, code and libraries read the same record, and responses are
+    compared with the same answer. If records have a response under `response_key`, it must be the same too.
     """
 
     def __init__(self, env: EnvironmentConfig, response_key: str | None = None):
@@ -31,7 +31,7 @@ class RepeatFilter:
         self._seen: dict[bytes, str] = {}
 
     def first_of_each(self, lines: Iterable[PromptRecord | BadLine]) -> Iterator[PromptRecord | BadLine]:
-        """Yield the lines in order without repeated prompts. Bad lines pass."""
+        """Yield the lines in order, without repeated prompts. Bad lines are yielded too."""
         for line in lines:
             if isinstance(line, BadLine) or (equal := self._seen_as(line)) is None:
                 yield line
@@ -56,9 +56,9 @@ class RepeatFilter:
 
 
 def what_is_read(prompt: PromptRecord, env: EnvironmentConfig) -> object:
-    """Return the record if code or a library may read any part of it, else None.
+    """Return a prompt's record if code or a library may read any part of it, else None.
 
-    The item numbers of a library's own data are dropped.
+    Item numbers in a library's own data are omitted.
     """
     if not env.reads_whole_records:
         return None
@@ -71,9 +71,9 @@ def _without_numbers(item: object) -> object:
 
 
 def digest_of(value: object) -> bytes:
-    """Return a digest of a value that ignores the order of keys.
+    """Return a digest of a value. The digest does not depend on the order of keys.
 
-    The values of a million prompts would fill the memory.
+    Digests are kept instead of values, since the values of a million prompts would fill the memory.
     """
     # `repr` escapes lone surrogates, which a JSON file may contain and UTF-8 cannot encode.
     return blake2b(repr(_in_order(value)).encode(), digest_size=_DIGEST_BYTES).digest()

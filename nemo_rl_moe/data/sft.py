@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Conversations for supervised fine-tuning, tokenized."""
+"""Reading and tokenization of conversations for supervised fine-tuning."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -41,7 +41,7 @@ def load_sft_dataset(
     speech: Speech | None = None,
     keys: Keys = NO_KEYS,
 ) -> TokenizedDataset:
-    """Read and tokenize conversations for supervised fine-tuning.
+    """Read, tokenize and return conversations for supervised fine-tuning.
 
     Args:
         path: A file of text, or a data set that `datasets` can load.

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Records of several environments in one data set, where each record names its environment."""
+"""Records of several environments in one data set. Each record names its environment."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,9 +16,10 @@ KEY, MIXTURE_KEY = "data.environment_key", "env.mixture"
 
 @dataclass
 class SharedRecords:
-    """Records of several environments in one data set, which is read once for each of them.
+    """Finds each environment's records in a data set that several environments share. The data set is read once for
+    each environment.
 
-    `key` is the key of the environment's name in a record, `names` are the environments of the run.
+    `key` is the key of a record that holds the name of its environment, and `names` are the run's environments.
     """
 
     key: str
@@ -27,16 +28,18 @@ class SharedRecords:
     _reported: set[str] = field(default_factory=set)
 
     def lack(self, name: str) -> bool:
-        """Return whether the data have no record of an environment, and no bad line that may be one."""
+        """Return whether the data has no record of the environment `name`, and no bad line that may be such a
+        record."""
         return name not in self._found and not self._reported
 
     def parser(
         self, name: str, parse: Callable[[object, str], PromptRecord]
     ) -> Callable[[object, str], PromptRecord | None]:
-        """Make a function that parses the records of one environment, and returns None for records of others.
+        """Return a function that parses the records of the environment `name`. It returns None for records of other
+        environments.
 
-        It raises `DataError` for an environment that the run does not have. Otherwise a typo in a name would silently
-        drop all of its prompts.
+        The function raises `DataError` for an environment that the run does not have. Otherwise a typo in a name would
+        silently drop the environment's prompts.
         """
 
         def parse_own(record: object, sample_id: str) -> PromptRecord | None:
@@ -55,7 +58,7 @@ class SharedRecords:
         return parse_own
 
     def own(self, lines: Iterator[PromptRecord | BadLine | None]) -> Iterator[PromptRecord | BadLine]:
-        """Yield the records of one environment, and bad lines that were not reported for an earlier environment."""
+        """Yield the records of one environment, and the bad lines that were not yielded for an earlier environment."""
         for line in lines:
             if isinstance(line, BadLine):
                 if line.sample_id not in self._reported:

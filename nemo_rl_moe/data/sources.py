@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sources of records: files of text, and tables that the `datasets` library reads, with a time limit on reading.
 
-The library also finds files of text in folders and on the hub. It does not read them, because it guesses types of their
-values.
+The library also finds files of text in folders and on the hub. This package reads these files itself, because the
+library guesses the types of their values.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,7 +42,8 @@ _BUILDER_OF_SUFFIX = {".parquet": "parquet", ".arrow": "arrow"}
 
 
 def load_table(path: str, split: str) -> "Dataset":
-    """Load the rows of one split of a data set on the hub, a folder (also of `save_to_disk`), or a data file."""
+    """Load one split of a data set, which is a name on the hub, a folder (also one of `save_to_disk`), or a data file.
+    Return its rows as a table."""
     from datasets import Dataset
 
     table = _load(path, split)
@@ -74,7 +75,7 @@ def _load(path: str, split: str) -> Any:
             builder = _BUILDER_OF_SUFFIX.get(local.suffix)
             if builder is None:
                 allowed = ", ".join((*KIND_OF_SUFFIX, *_BUILDER_OF_SUFFIX))
-                raise DataError(f"{path}: a file that ends in {local.suffix or 'no suffix'}, expected one of {allowed}")
+                raise DataError(f"{path}: got the suffix {local.suffix or '(none)'}, expected one of {allowed}")
             loaded = load_dataset(builder, data_files=path)
         else:
             with nullcontext() if local.is_dir() else hub_or_cache_alone():
@@ -82,8 +83,8 @@ def _load(path: str, split: str) -> Any:
     table = _of_split(loaded, path, split) if isinstance(loaded, DatasetDict) else loaded
     if not local.exists() and table.info.builder_name in KIND_OF_SUFFIX.values():
         raise DataError(
-            f"{path}: the hub cannot be reached, and the cache of `datasets` holds values whose types it guessed from "
-            f"{table.info.builder_name} files, not those of the files; start once with the hub, or name the files"
+            f"{path}: the hub cannot be reached, and the cache of `datasets` has values whose types were guessed from"
+            f" {table.info.builder_name} files; start once while the hub can be reached, or set the path to the files"
         )
     return table
 
@@ -101,7 +102,7 @@ def _is_saved(folder: Path) -> bool:
 
 @contextmanager
 def _load_errors(path: str) -> Iterator[None]:
-    """Turn any error of the library into a `DataError` of one line."""
+    """In this context, any error of the library becomes a `DataError` of one line."""
     from datasets.exceptions import DatasetGenerationError
 
     try:
@@ -119,7 +120,8 @@ def _load_errors(path: str) -> Iterator[None]:
 
 
 def _text_files(path: str, split: str) -> Sequence[tuple[Path, TextKind]] | None:
-    """Return the files of text of a split in a folder or on the hub, or None if the data has other files."""
+    """Return the files of text of a split in a folder or on the hub, each with its kind, or None if the data has other
+    files."""
     from datasets import DownloadManager, load_dataset_builder
 
     with _load_errors(path):
@@ -137,7 +139,7 @@ def _text_files(path: str, split: str) -> Sequence[tuple[Path, TextKind]] | None
 
 @dataclass(frozen=True)
 class LineSource(Generic[Parsed]):
-    """An opened data set, with its number of good and bad lines. They can be read once."""
+    """An opened data set: the number of its good and bad lines, and the lines, which can be read once."""
 
     name: str
     num_lines: int
@@ -152,7 +154,7 @@ def open_source(path: str, split: str, image_key: str | None = None, keys: Keys 
 
 
 def open_lines(path: str, split: str, parse: Parse[Parsed], choose_columns: ChooseColumns) -> LineSource[Parsed]:
-    """Open a file of text, or a data set that `datasets` can find. A file of text has no split."""
+    """Open a file of text, or a data set that `datasets` can find. `split` is ignored for a file of text."""
     if (kind := KIND_OF_SUFFIX.get(Path(path).suffix)) is not None:
         return LineSource(path, *open_text_file(Path(path), kind, parse, choose_columns))
     name = f"{path}[{split}]"
@@ -169,7 +171,7 @@ TEXT_SUFFIX = ".txt"
 
 
 def open_text(path: str, key: str, parse: Parse[Parsed]) -> LineSource[Parsed]:
-    """Open a plain text file, each line as a record with one key."""
+    """Open a plain text file. Each line is a record with the key `key`."""
     return LineSource(path, count_lines(Path(path)), read_text(Path(path), key, parse))
 
 
@@ -185,7 +187,8 @@ def _example_columns(path: str, names: Sequence[str], image_key: str | None, key
 
 @contextmanager
 def load_limit(limit_s: float, name: str) -> Iterator[None]:
-    """Bound the time of reading a data set inside the context, on the main thread."""
+    """Raise `DataError` if the body of this context, which reads a data set, takes longer than `limit_s` seconds. Only
+    works in the main thread."""
     try:
         with interrupted_after(limit_s):
             yield

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model's stop tokens, generation prompt, think marks and published sampling parameters, read from its files.
 
-Tokenization, generation and scoring all use them from here, so that training and rollouts cannot differ.
+Tokenization, generation and scoring all use this module, so that training and rollouts cannot differ.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,7 +33,7 @@ STOPS_KEY = "policy.generation.stop_token_ids"
 
 @dataclass(frozen=True)
 class Published:
-    """Decoded `generation_config.json` and `config.json` of a model, empty if missing."""
+    """The decoded `generation_config.json` and `config.json` of a model. A missing file is empty."""
 
     generation: Mapping[str, Any]
     config: Mapping[str, Any]
@@ -43,7 +43,7 @@ NOTHING_PUBLISHED = Published({}, {})
 
 
 def load_published(model_name: str) -> Published:
-    """Load the files of a model in a folder or on the hub."""
+    """Load and return both files of a model in a folder or on the hub."""
     generation = load_model_json(model_name, GENERATION_CONFIG_FILE)
     if generation is not None and not isinstance(generation, dict):
         raise ConfigurationError(
@@ -55,7 +55,7 @@ def load_published(model_name: str) -> Published:
 
 @dataclass(frozen=True)
 class StopToken:
-    """A token that ends a response. Its sources are "tokenizer" or names of files."""
+    """A token that ends a response. `sources` are "tokenizer" or the names of files that name the token."""
 
     token_id: int
     text: str
@@ -70,15 +70,15 @@ class Speech:
     """Stop tokens and marks of a model.
 
     Attributes:
-        stop_tokens: Tokens that end a response, without repeats, the tokenizer's first.
-        no_stops: Tokens that a file names as stop tokens but that end no response, with the reason.
-        turn_end: Text of the stop token at which generation ends the assistant's turn. Some templates write it as the
-            mark of the next role. Empty if the template closes turns with none.
-        call_end: The same for a turn with tool calls.
+        stop_tokens: Tokens that end a response, without repeats. The tokenizer's end token comes first.
+        no_stops: Tokens that a file names as stop tokens but that do not end responses, each with the reason.
+        turn_end: Text of the stop token at which generation ends the assistant's turn. In some templates it is the mark
+            of the next role. Empty if the template ends turns without a stop token.
+        call_end: Like `turn_end`, for a turn with tool calls.
         generation_prompt: Text that the template puts before a turn of the model. Empty without a template.
-        thinking: Marks around thinking, if the template has any.
-        sampling: The makers' sampling parameters, which are shown and not applied.
-        templates: Names of the tokenizer's chat templates, if it has several.
+        thinking: Marks around thinking. None: the template has no such marks.
+        sampling: Sampling parameters that the model's makers recommend. They are shown, but not applied.
+        templates: Names of the tokenizer's chat templates. Empty if it has at most one.
     """
 
     stop_tokens: tuple[StopToken, ...]
@@ -99,16 +99,17 @@ class Speech:
         return tuple(token.text for token in self.stop_tokens)
 
     def end_of_response(self, stop_token_ids: Sequence[int]) -> tuple[int, ...]:
-        """Return the token to append to a response that was not sampled, or nothing without stop tokens.
+        """Return the token that must end a response that was not sampled, in a tuple. Empty without stop tokens.
 
         Args:
-            stop_token_ids: The run's stop tokens. The end of the turn is used if it is among them, else the first.
+            stop_token_ids: The run's stop tokens. The token of `turn_end` is returned if it is among them, else the
+                first one.
         """
         own = [token.token_id for token in self.stop_tokens if token.text == self.turn_end]
         return tuple([token_id for token_id in own if token_id in stop_token_ids] or stop_token_ids[:1])[:1]
 
     def warnings(self) -> list[str]:
-        """Warn if a model that is trained on the template's turns cannot learn to stop."""
+        """Return a warning if a model that is trained on the template's turns cannot learn to stop."""
         if self.generation_prompt and not self.turn_end and self.stop_tokens:
             return [
                 "the chat template ends the assistant's turns with none of the stop tokens"
@@ -118,7 +119,7 @@ class Speech:
         return []
 
     def lines(self) -> Iterator[str]:
-        """Yield the lines of a description for users."""
+        """Yield the lines of a description for the user."""
         yield f"stop tokens: {', '.join(map(str, self.stop_tokens)) or 'none'}"
         for token, reason in self.no_stops:
             yield f"no stop token: {token}: {reason} ({STOPS_KEY} names tokens)"
@@ -141,14 +142,14 @@ def describe_speech(
     published: Published = NOTHING_PUBLISHED,
     kwargs: Mapping[str, Any] = MappingProxyType({}),
 ) -> Speech:
-    """Find a model's stop tokens and marks.
+    """Return a model's stop tokens and marks.
 
-    Stop tokens come from the tokenizer, `generation_config.json` and `config.json` (its `text_config` for a vision
-    model) together. Tokens that the template also writes inside a turn are dropped.
+    Stop tokens are those of the tokenizer, of `generation_config.json`, and of `config.json` or its `text_config`.
+    Tokens that the template also writes inside a turn are dropped.
 
     Args:
         published: The model's files.
-        kwargs: The run's names for the chat template, such as `enable_thinking`.
+        kwargs: The run's variables for the chat template, such as `enable_thinking`.
     """
     known, no_stops = _named(tokenizer, published)
     plain, with_calls = _probes(tokenizer, [token.text for token in known], kwargs)
@@ -173,7 +174,8 @@ def describe_speech(
 def _named(
     tokenizer: "PreTrainedTokenizerBase", published: Published
 ) -> tuple[list[StopToken], list[tuple[StopToken, str]]]:
-    """Return the stop tokens of tokenizer and files, and named tokens that cannot be stop tokens, with the reason."""
+    """Return the stop tokens that tokenizer and files name, and the named tokens that cannot be stop tokens, each with
+    the reason."""
     own = tokenizer.eos_token_id
     sources: dict[int, list[str]] = {} if own is None else {own: [_TOKENIZER]}
     text_config = published.config.get(_TEXT_CONFIG)
@@ -192,7 +194,8 @@ def _named(
         if token_id == own or token_id in added:
             stops.append(token)
         else:
-            # A leftover, such as the default of a configuration class. It would end responses within a word.
+            # A leftover, such as a default of a configuration class. As a stop token it would end responses within a
+            # word.
             no_stops.append((token, _PLAIN if text else _UNKNOWN))
     return stops, no_stops
 
@@ -209,7 +212,8 @@ def _ids(value: object, file: str) -> list[int]:
 def _probes(
     tokenizer: "PreTrainedTokenizerBase", stop_texts: Sequence[str], kwargs: Mapping[str, Any]
 ) -> tuple[TemplateRenderer | None, TemplateRenderer | None]:
-    """Return renderers of the chat templates without and with tools, or None without a usable one."""
+    """Return the renderers of the chat templates for conversations without and with tools. Both are None without a
+    usable template."""
     if not tokenizer.chat_template:
         return None, None
     try:
@@ -218,7 +222,7 @@ def _probes(
         ]
         plain, with_calls = (TemplateRenderer(replace(each, names={**each.names, **kwargs})) for each in setups)
         return plain, with_calls
-    except DataError:  # reported when the template is used
+    except DataError:  # the problem is reported when the template is used
         return None, None
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of tables as records: labels become their names, and numbers of low precision their shortest spelling."""
+"""Rows of tables as records. Labels become their names, and numbers of low precision get their shortest spelling."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 def rows_of(table: "Dataset") -> "Iterator[dict[str, Any] | RecordError]":
-    """Yield the rows in order, or the error for a row with values that Python cannot represent."""
+    """Yield the rows in order. For a row with values that Python cannot represent, yield the error."""
     number = 0
     has_images = "Image(" in str(table.features)
     meant = {name: found for name, feature in table.features.items() if (found := _meaning(feature)) is not None}
     while number < len(table):
         try:
             rest = table.select(range(number, len(table)))
-            # `datasets` would decode images of any size. The arrow format keeps them encoded.
+            # Without the arrow format, `datasets` would decode images of any size.
             for row in (one.to_pylist()[0] for one in rest.with_format("arrow")) if has_images else rest:
                 yield {**row, **{name: of_value(row[name]) for name, of_value in meant.items()}}
                 number += 1
@@ -35,13 +35,13 @@ def rows_of(table: "Dataset") -> "Iterator[dict[str, Any] | RecordError]":
 
 
 def _meaning(feature: Any) -> Callable[[Any], Any] | None:
-    """Return a function that converts stored values of a column, or None if they stay as they are."""
+    """Return a function that converts the stored values of a column, or None if the values need no conversion."""
     from datasets import ClassLabel, LargeList, List, Value
 
     if isinstance(feature, ClassLabel):
         return lambda value: feature.int2str(value) if isinstance(value, int) and value >= 0 else None
     if isinstance(feature, Value) and feature.dtype in ("float16", "float32"):
-        # Converted to double, 0.1 would become 0.10000000149011612.
+        # Otherwise 0.1 would become 0.10000000149011612.
         number = np.dtype(feature.dtype).type
         return lambda value: None if value is None else float(str(number(value)))
     if isinstance(feature, List | LargeList):

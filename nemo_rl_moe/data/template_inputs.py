@@ -1,6 +1,7 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs of a chat template besides the messages: `tools` and `chat_template_kwargs` of a record and of the run."""
+"""Inputs of a chat template in addition to the messages: `tools` and `chat_template_kwargs` of a record and of the
+run."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,7 +13,7 @@ from nemo_rl_moe.data.record_values import RecordError, decoded_json, is_list, j
 
 TOOLS, TEMPLATE_KWARGS = "tools", "chat_template_kwargs"
 FUNCTIONS = "functions"
-"""Key of tool definitions in OpenAI's old form, each without `{"type": "function"}` around it."""
+"""Key of tool definitions in OpenAI's old form. The definitions have no `{"type": "function"}` around them."""
 TEMPLATE_COLUMNS = (TOOLS, TEMPLATE_KWARGS, FUNCTIONS)
 
 ToolDefinition = Mapping[str, Any]
@@ -20,12 +21,12 @@ ToolDefinition = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class TemplateInputs:
-    """Tools and further names for a chat template.
+    """Tools and further variables for a chat template.
 
     Attributes:
-        tools: Definitions in the standard form, or None if unspecified.
-        kwargs: Such as `enable_thinking`.
-        tool_names: Names of the run's tools, instead of definitions, or None if unspecified.
+        tools: Definitions in the standard form. None: not given.
+        kwargs: Further variables, such as `enable_thinking`.
+        tool_names: Names of tools of the run, which a record may give instead of definitions. None: not given.
     """
 
     tools: tuple[ToolDefinition, ...] | None = None
@@ -37,7 +38,8 @@ class TemplateInputs:
         return bool(self.tools or self.tool_names)
 
     def or_else(self, run_wide: "TemplateInputs") -> "TemplateInputs":
-        """Merge with the run's inputs: a record's tools replace the run's tools, its kwargs override single ones."""
+        """Return a record's inputs merged with the run's inputs. The record's tools replace the run's tools, and its
+        kwargs override the run's kwargs by name."""
         tools = run_wide.tools if self.tools is None else self.tools
         if self.tool_names is not None:
             tools = _chosen(self.tool_names, run_wide.tools or ())
@@ -48,17 +50,17 @@ NO_INPUTS = TemplateInputs()
 
 
 def run_wide_inputs(tools: Sequence[ToolDefinition], kwargs: Mapping[str, Any]) -> TemplateInputs:
-    """Return the checked inputs of `data.tools` and `data.chat_template_kwargs`."""
+    """Return the run's inputs from `data.tools` and `data.chat_template_kwargs`, which have been checked."""
     return TemplateInputs(tuple(tools) or None, dict(kwargs))
 
 
 def parse_template_inputs(record: Mapping[str, Any]) -> TemplateInputs:
     """Parse `tools` (definitions, or names of the run's tools) and `chat_template_kwargs` of a record.
 
-    Each may be JSON in a string.
+    Each may be given as JSON in a string.
     """
     tools, kwargs = record.get(TOOLS), record.get(TEMPLATE_KWARGS)
-    tools = None if tools == "" else tools  # an empty cell of a table
+    tools = None if tools == "" else tools  # "" is an empty cell of a table
     if tools is None and FUNCTIONS in record:
         tools = _tools_of_functions(record[FUNCTIONS])
     if tools is None and kwargs is None:
@@ -79,7 +81,7 @@ def _chosen(names: Sequence[str], tools: Sequence[ToolDefinition]) -> tuple[Tool
 
 
 def _tools_of_functions(value: object) -> list[ToolDefinition] | None:
-    """Convert OpenAI's old `functions`, or return None if the key has another meaning."""
+    """Return the tools that OpenAI's old `functions` define, or None if the key has another meaning in this record."""
     functions = decoded_json(value, FUNCTIONS) if isinstance(value, str) and value.startswith("[{") else value
     if not is_list(functions) or not functions:
         return None

@@ -1,12 +1,13 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Names that a chat template reads, and the values that it distinguishes."""
+"""Names of the variables that a chat template reads, and the values that it distinguishes."""
 
 from nemo_rl_moe.errors import DataError
 
 
 def names_read(template: str) -> dict[str, tuple[str, ...]]:
-    """Return the sorted names that a template reads, each with the texts that it is compared with."""
+    """Return, in sorted order, name of a variable that a template reads -> texts with which the template compares
+    it."""
     from jinja2 import Environment, meta, nodes
     from jinja2.exceptions import TemplateSyntaxError
     from jinja2.ext import Extension, loopcontrols
@@ -28,7 +29,7 @@ def names_read(template: str) -> dict[str, tuple[str, ...]]:
                 constants = (each for part in comparison.ops for each in part.find_all(nodes.Const))
                 texts = [each.value for each in constants if isinstance(each.value, str)]
                 compared.setdefault(comparison.expr.name, []).extend(texts)
-        # Last, because it folds constants in the tree.
+        # Called last, because it folds constants in the tree.
         names = sorted(meta.find_undeclared_variables(tree))
     except TemplateSyntaxError as error:
         raise DataError(f"the chat template is not valid Jinja: line {error.lineno}: {error.message}") from None

@@ -15,7 +15,7 @@ PROBE_TURNS: tuple[Message, ...] = (
         "role": "assistant",
         "content": "",
         "tool_calls": [
-            # Some templates want ids of nine letters and digits.
+            # Some templates require ids of nine letters and digits.
             {
                 "id": "abcdefghi",
                 "type": "function",
@@ -43,4 +43,5 @@ PROBES: tuple[tuple[Message, ...], ...] = (
     (PROBE_QUESTION, PROBE_CALL, PROBE_RESULT),
     (PROBE_QUESTION, PROBE_CALLS, PROBE_RESULT, PROBE_RESULT, PROBE_ANSWER),
 )
-"""Conversations that distinguish published templates. They are prompts if they end in a question or result."""
+"""Conversations that distinguish published templates. A conversation that ends with a question or a result is a
+prompt."""

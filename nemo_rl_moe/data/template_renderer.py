@@ -1,6 +1,7 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rendering by one chat template: text of conversations and prompts, the form of tool calls, and spans to train on."""
+"""Rendering by one chat template: the text of conversations and prompts, the form of their tool calls, and the spans to
+train on."""
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -49,8 +50,8 @@ class TemplateSetup:
     """A chat template with the special tokens of its tokenizer.
 
     Attributes:
-        names: Special tokens by name, such as `eos_token`, and perhaps the run's names for the template.
-        stop_texts: Tokens that end the model's turns.
+        names: Name -> special token, such as `eos_token`. May also have the run's variables for the template.
+        stop_texts: Texts of the tokens that end the model's turns.
     """
 
     template: str
@@ -61,7 +62,7 @@ class TemplateSetup:
 
 @dataclass(frozen=True)
 class Rendered:
-    """Text of a conversation, with the spans of the pieces to train on."""
+    """The text of a conversation, with the spans of its pieces to train on."""
 
     text: str
     spans: tuple[Span, ...]
@@ -69,7 +70,7 @@ class Rendered:
 
 
 class TemplateRenderer:
-    """Renderer of one chat template, in Jinja's sandbox."""
+    """Renders one chat template, in Jinja's sandbox."""
 
     def __init__(self, setup: TemplateSetup):
         self._setup = setup
@@ -87,13 +88,14 @@ class TemplateRenderer:
         *,
         trained: Collection[int] | None,
     ) -> Rendered:
-        """Render a prompt, or a conversation with the spans to train on.
+        """Render a prompt, or a conversation with its spans to train on.
 
         Args:
-            trained: Assistant turns to train on. None for a prompt, which ends with the generation prompt.
+            trained: Indices of the assistant turns to train on. None for a prompt, which ends with the generation
+                prompt.
 
         Raises:
-            RenderError: The template refuses or drops a part of it, or its turns cannot be separated.
+            RenderError: The template refuses the conversation or drops a part of it, or turns cannot be separated.
         """
         messages = self._with_thinking_named(given)
         tools = list(given_tools) if given_tools else None
@@ -132,7 +134,7 @@ class TemplateRenderer:
             text, spans = close_turns(text, found.spans, stop_texts, lambda: self.end_of_turn(with_calls=has_calls))
             notes += [UNPROMPTED] if found.unprompted else []
         notes += [*left_out_notes(messages, shown, spans, render_variant), *([] if note is None else [note])]
-        # A note only: the author of a template's tags decides on their contents.
+        # Not an error, since the author of the template's tags decides what they contain.
         if self._has_tags and any(leaves_out_end(text, span, self._setup.stop_texts) for span in spans):
             notes.append(UNTRAINED_END)
         return Rendered(text, tuple(spans), tuple(notes))
@@ -143,7 +145,8 @@ class TemplateRenderer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         kwargs: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
-        """Render a prompt with the generation prompt, without a check that the template shows all of it."""
+        """Return the text of a prompt with the generation prompt. Does not check that the template shows all of the
+        prompt."""
         return self._in_best_form(self._with_thinking_named(given), tools or None, kwargs, True)
 
     @property
@@ -151,7 +154,8 @@ class TemplateRenderer:
         return self._setup.template
 
     def renders_as(self, other: "TemplateRenderer") -> bool:
-        """Return whether another template gives the same texts for the probes. `self` may refuse some with calls."""
+        """Return whether another template gives the same texts for all of `PROBES`, except probes with calls that this
+        template refuses."""
         for turns in PROBES:
             try:
                 own = self._probed(turns)
@@ -167,7 +171,8 @@ class TemplateRenderer:
         return True
 
     def end_of_turn(self, *, with_calls: bool) -> str:
-        """Return the stop token at which generation ends a turn, or an empty text if the template writes none."""
+        """Return the stop token at which generation ends a turn, or an empty text if the template writes no stop token
+        there."""
         turn, follower = (PROBE_CALL, PROBE_RESULT) if with_calls else (PROBE_SHORT, PROBE_QUESTION)
         if with_calls not in self._ends:
             try:
@@ -181,7 +186,7 @@ class TemplateRenderer:
         return self._ends[with_calls]
 
     def stops_inside_turns(self) -> frozenset[str]:
-        """Return the stop tokens that the template writes before the last words of a turn of the model."""
+        """Return the stop tokens that the template also writes inside a turn of the model, before its last words."""
         found: set[str] = set()
         for turn in (with_thinking_named(PROBE_REASONED, self._thinking_keys), PROBE_CALL, PROBE_CALLS):
             try:
@@ -193,7 +198,8 @@ class TemplateRenderer:
         return frozenset(found)
 
     def around_thinking(self) -> tuple[str, str]:
-        """Return the texts before and after the thinking of a turn, empty if the template shows no thinking."""
+        """Return the texts before and after a turn's thinking in a rendering. Both are empty if the template shows no
+        thinking."""
         try:
             text = self._probed((PROBE_QUESTION, with_thinking_named(PROBE_REASONED, self._thinking_keys)))
         except RenderError:
@@ -203,7 +209,7 @@ class TemplateRenderer:
 
     @cached_property
     def opening(self) -> str:
-        """The generation prompt that follows a question."""
+        """The generation prompt after a question. Empty if it cannot be found."""
         try:
             prompt, text = (self._render([PROBE_QUESTION], None, {}, is_prompt)[0] for is_prompt in (True, False))
         except RenderError:
@@ -212,7 +218,8 @@ class TemplateRenderer:
 
     @cached_property
     def _opened_behind_the_last(self) -> str:
-        """The header of a further turn if the template always writes one after the last turn."""
+        """The header of a next turn, if the template always writes such a header after the last turn, else an empty
+        text."""
         stops = self._setup.stop_texts
         try:
             own = self._probed((PROBE_QUESTION, PROBE_SHORT)).rpartition(PROBE_VALUE)[2]
@@ -226,14 +233,14 @@ class TemplateRenderer:
     def _needs_no_tools(
         self, messages: Sequence[Message], kwargs: Mapping[str, Any], text: str, *, is_prompt: bool
     ) -> bool:
-        """Return whether a text is the same without definitions of tools."""
+        """Return whether a conversation's text is the same without definitions of tools."""
         try:
             return self._render(messages, None, kwargs, is_prompt)[0] == text
-        except RenderError:  # a template that needs tools
+        except RenderError:  # the template needs tools
             return False
 
     def _with_thinking_named(self, messages: Sequence[Message]) -> list[Message]:
-        """Move the thinking of messages to the key that the template reads."""
+        """Return messages with their thinking under the key that the template reads."""
         named = [with_thinking_named(message, self._thinking_keys) for message in messages]
         if not self._shows_blocks_as_they_are:
             return named
@@ -241,16 +248,17 @@ class TemplateRenderer:
 
     @cached_property
     def _shows_texts(self) -> bool:
-        """Whether a question's text is shown. Some templates only take lists of parts."""
+        """Whether the template shows a content that is a text. Some templates only accept lists of parts."""
         question = {**PROBE_QUESTION, "content": PROBE_VALUE}
         try:
             return PROBE_VALUE in self._render([question], None, {}, True)[0]
-        except RenderError:  # the template may refuse this conversation alone
+        except RenderError:  # the template may refuse only this conversation
             return True
 
     @cached_property
     def _shows_blocks_as_they_are(self) -> bool:
-        """Whether the template reads thinking from a key, and treats a think block in a content as answer."""
+        """Whether the template reads thinking from a key, and treats a think block in a content as a part of the
+        answer."""
         if not self._thinking_keys:
             return False
         try:
@@ -262,13 +270,14 @@ class TemplateRenderer:
             return False
         before, found, _ = shown.partition(PROBE_THOUGHT["content"])
         own, is_shown, _ = named.partition(PROBE_REASON)
-        # The content follows the template's own block, or the template has other marks for thinking.
+        # The content comes after a think block of the template, or the template has other marks for thinking.
         return bool(found) and (
             before.rstrip().endswith("</think>") or bool(is_shown and not own.rstrip().endswith("<think>"))
         )
 
     def _probed(self, turns: Sequence[Message], follower: Message = PROBE_SHORT) -> str:
-        """Render turns, with a tool if they or the turn that will follow them call one."""
+        """Return the text of turns. The definition of a tool is added if they, or the turn that will follow them, call
+        a tool."""
         is_prompt = turns[-1]["role"] != "assistant"
         tools = [PROBE_TOOL] if any("tool_calls" in turn for turn in (*turns, follower)) else None
         return self._in_best_form(turns, tools, {}, is_prompt)
@@ -289,9 +298,10 @@ class TemplateRenderer:
     def _form_of(
         self, messages: Sequence[Message], render: Callable[[Sequence[Message]], str]
     ) -> tuple[ToolCallForm, str | None]:
-        """Find the form of a conversation's tool calls, and a note on the parts that the template drops."""
-        # If the probe's call is complete, all calls are. Otherwise each conversation is checked, because the template
-        # may be made for one tool.
+        """Return the form in which the template shows a conversation's tool calls best, and a note on the parts of
+        calls that it drops."""
+        # If the template shows the probe's call completely, it shows all calls. Otherwise each conversation is checked,
+        # because the template may be made for one tool.
         if not any(message.get("tool_calls") for message in messages):
             return FORMS[0], None
         if self._complete_forms is None:
@@ -306,7 +316,7 @@ class TemplateRenderer:
             text, note = render(form.of_all(PROBE_TURNS)), note_on_calls(PROBE_TURNS, form, render)
         except RenderError:
             return False
-        # "None" would be the content null as Python writes it.
+        # "None" is how Python would write a content that is null.
         return note is None and all(part in text for part in PROBED) and "None" not in text
 
     def _render(

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records in files of text: JSON lines, JSON, CSV and plain lines, without guesses about types.
 
-Table libraries give types to columns: they turn a cell "007" into 7, 1 in a column with 0.5 into 1.0, and a text into a
-date.
+Table libraries guess the types of columns. They turn a cell "007" into 7, 1 in a column with 0.5 into 1.0, and some
+texts into dates.
 """
 
 import csv
@@ -21,9 +21,9 @@ from nemo_rl_moe.errors import DataError, counted, json_problem
 
 Parsed = TypeVar("Parsed")
 Parse = Callable[[object, str], Parsed]
-"""Parses a decoded record, given its `file:line`. Raises `RecordError`."""
+"""A function that parses a decoded record, given its `file:line`. Raises `RecordError`."""
 ChooseColumns = Callable[[str, Sequence[str]], Sequence[str]]
-"""Returns the columns to read, given the path and the columns of a table. Raises `DataError`."""
+"""A function that returns the columns to read, given the path and the columns of a table. Raises `DataError`."""
 
 JSONL = ".jsonl"
 TextKind = Literal["json", "csv"]
@@ -36,7 +36,7 @@ _SPACE = " \t\r\n"
 
 
 def count_lines(path: Path) -> int:
-    """Count the lines of a file. The last one may lack its newline."""
+    """Return the number of lines of a file. The last line may lack its newline."""
     count, last = 0, b"\n"
     with _read_errors(path), path.open("rb") as file:
         while block := file.read(_BLOCK_BYTES):
@@ -53,17 +53,18 @@ def _read_errors(path: Path) -> Iterator[None]:
 
 
 def read_jsonl(path: Path, parse: Parse[Parsed]) -> Iterator[Parsed | BadLine]:
-    """Yield the record of each line, or a `BadLine`."""
+    """Yield the parsed record of each line, or a `BadLine`."""
     return _read_lines(path, _decode, parse)
 
 
 def read_text(path: Path, key: str, parse: Parse[Parsed]) -> Iterator[Parsed | BadLine]:
-    """Read a plain text file, each line as a record with one key."""
+    """Yield the parsed record of each line of a plain text file, or a `BadLine`. Each line is a record with the key
+    `key`."""
     return _read_lines(path, lambda text: {key: text}, parse)
 
 
 def _read_lines(path: Path, decode: Callable[[str], object], parse: Parse[Parsed]) -> Iterator[Parsed | BadLine]:
-    # In bytes, lines end at the newline alone. JSON allows Unicode's other separators inside a string.
+    # Read as bytes, so that only a newline ends a line. JSON allows Unicode's other line separators inside strings.
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             yield _parsed(lambda: decode(_text(line, is_first=number == 1)), parse, f"{path}:{number}")  # noqa: B023
@@ -72,7 +73,8 @@ def _read_lines(path: Path, decode: Callable[[str], object], parse: Parse[Parsed
 def open_text_file(
     path: Path, kind: TextKind, parse: Parse[Parsed], choose_columns: ChooseColumns
 ) -> tuple[int, Iterator[Parsed | BadLine]]:
-    """Return the number of lines, records or rows of a file, and its records. JSON may be lines or a list."""
+    """Return the number of records in a file (lines, members of a list or rows), and an iterator over them. JSON may be
+    lines or a list."""
     if kind == "json" and not _is_list(path):
         return count_lines(path), read_jsonl(path, parse)
     found = _read_list(path, parse) if kind == "json" else _read_csv(path, parse, choose_columns)
@@ -80,7 +82,7 @@ def open_text_file(
 
 
 def _is_list(path: Path) -> bool:
-    """Return whether a file begins as a list and is no `.jsonl` file, where a line may be a list."""
+    """Return whether a file is one JSON list. A `.jsonl` file never is, since its first line may be a list."""
     with _read_errors(path), path.open("rb") as file:
         first = file.read(_BLOCK_BYTES)
     return path.suffix != JSONL and first.removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"[")
@@ -92,7 +94,8 @@ def _read_list(path: Path, parse: Parse[Parsed]) -> list[Parsed | BadLine]:
 
 
 def _read_csv(path: Path, parse: Parse[Parsed], choose_columns: ChooseColumns) -> list[Parsed | BadLine]:
-    """Read a table with a header. Each row becomes a record of unchanged texts, with the number of its first line."""
+    """Read a table with a header. Each row becomes a record of unchanged texts. Its sample id has the number of its
+    first line."""
     csv.field_size_limit(_LONGEST_CELL)
     rows = csv.reader(io.StringIO(_whole_text(path), newline=""), strict=True)
     header = _header(rows, path)
@@ -140,7 +143,7 @@ def _record_of(header: Sequence[str], row: Sequence[str], wanted: set[str]) -> d
 
 
 def _members(text: str, path: Path) -> Iterator[object]:
-    """Yield each member of a list, or the `RecordError` of a member with a repeated key."""
+    """Yield each member of a JSON list. For a member with a repeated key, yield the `RecordError`."""
     careful, plain = json.JSONDecoder(object_pairs_hook=unique_keys), json.JSONDecoder()
     position = _after_space(text, text.index("[") + 1)
     is_first = True
@@ -191,7 +194,8 @@ def _whole_text(path: Path) -> str:
 
 
 def _text(line: bytes, *, is_first: bool) -> str:
-    """Return the text of a line without its newline, so that errors in a cut line have the right column."""
+    """Return the text of a line without its newline, so that the error about an incomplete line has the right
+    column."""
     if is_first:
         line = line.removeprefix(_BYTE_ORDER_MARK)
     if not line.strip():
@@ -203,7 +207,7 @@ def _text(line: bytes, *, is_first: bool) -> str:
 
 
 def bad_byte(error: UnicodeDecodeError) -> str:
-    """Describe the first byte that is no UTF-8, with its position counted from 1."""
+    """Return a description of the first byte that is not UTF-8, with its position counted from 1."""
     return f"byte 0x{error.object[error.start]:02x} at byte {error.start + 1}"
 
 

@@ -5,16 +5,16 @@
 from dataclasses import dataclass, replace
 
 THINK_START, THINK_END = "<think>", "</think>"
-"""Marks of most models, and of data. Tool calls are read only outside of them."""
+"""Marks that most models and data use. Tool calls are only read outside of these marks."""
 
 
 @dataclass(frozen=True)
 class Thinking:
-    """Marks around thinking.
+    """Marks around a model's thinking: `start` and `end`.
 
     Attributes:
         before_answer: Text between thinking and answer.
-        is_opened: The generation prompt ends with the opening mark, so that a response begins within thinking.
+        is_opened: Whether the generation prompt ends with `start`, so that a response begins within thinking.
     """
 
     start: str
@@ -38,13 +38,14 @@ _MARKS = (
 
 
 def find_thinking(before: str, behind: str, generation_prompt: str, template: str) -> Thinking | None:
-    """Find the marks that a chat template writes around thinking.
+    """Return the marks that a chat template writes around thinking, or None if it writes none of the known marks.
 
     Args:
-        before: Text before the thinking of a turn in a rendering, empty if the template shows no thinking.
-        behind: Text after it.
+        before: Text before a turn's thinking in a rendering. Empty if the template shows no thinking.
+        behind: Text after a turn's thinking in the same rendering.
         generation_prompt: Text that the template puts before a turn of the model.
-        template: A template that drops thinking may still look for its end, as DeepSeek's do.
+        template: The template's text. A template that drops thinking may still search for its end mark, as DeepSeek's
+            do.
     """
     opening = generation_prompt.rstrip()
     for marks in _MARKS:

@@ -22,10 +22,10 @@ _FILES = (_FAST_FILE, "tokenizer.model", "tokenizer_config.json", "vocab.*", "te
 
 
 def load_tokenizer(name: str, chat_template: str | None = None) -> "PreTrainedTokenizerBase":
-    """Load `policy.tokenizer.name`, with the tokens of its `tokenizer.json`.
+    """Load and return the tokenizer `name`, which makes the same tokens as its `tokenizer.json`.
 
-    transformers rebuilds some tokenizer classes from the vocabulary. If that gives other tokens than the file, the file
-    is read directly.
+    transformers rebuilds some tokenizer classes from the vocabulary. If the rebuilt tokenizer makes other tokens than
+    the file, the file is read directly.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -57,7 +57,8 @@ _PROBE = "Hello world,  2+2=4\n\tif x: 'n\u00e9' \u4e2d\u6587 "
 
 
 def _makes_tokens_of_file(tokenizer: "PreTrainedTokenizerBase", name: str) -> bool:
-    """Return whether a loaded tokenizer splits a text as its `tokenizer.json` does. True without such a file."""
+    """Return whether a loaded tokenizer makes the same tokens as its `tokenizer.json`. True if there is no such
+    file."""
     from tokenizers import Tokenizer
     from transformers.utils.hub import cached_file
 
@@ -70,13 +71,13 @@ def _makes_tokens_of_file(tokenizer: "PreTrainedTokenizerBase", name: str) -> bo
     try:
         expected = published.encode(_PROBE, add_special_tokens=False).ids
         return list(tokenizer(_PROBE, add_special_tokens=False)["input_ids"]) == expected
-    except Exception:  # a vocabulary that lacks a character
+    except Exception:  # the vocabulary lacks a character
         return True
 
 
 @contextmanager
 def _nothing_printed() -> Iterator[None]:
-    """Discard standard output, because the tokenizers library prints unknown keys of a file."""
+    """Discard standard output in this context, because the tokenizers library prints unknown keys of a file."""
     sys.stdout.flush()
     kept = os.dup(1)
     try:
@@ -89,7 +90,8 @@ def _nothing_printed() -> Iterator[None]:
 
 
 def pad_token_id(tokenizer: "PreTrainedTokenizerBase") -> int:
-    """Return the padding token, else the end token, which works because padding is masked everywhere."""
+    """Return the id of the padding token or, if there is none, of the end token. Any token works, because padding is
+    masked everywhere."""
     found = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     if not isinstance(found, int):
         raise DataError("the tokenizer has neither a padding token nor an end token")
@@ -97,7 +99,8 @@ def pad_token_id(tokenizer: "PreTrainedTokenizerBase") -> int:
 
 
 def vocabulary_problem(ours: "PreTrainedTokenizerBase", theirs: "PreTrainedTokenizerBase") -> str | None:
-    """Describe the first token of `ours` that has another id in `theirs`, if there is one."""
+    """Return a description of the first token of `ours` that has another id in `theirs`, or None if all ids are the
+    same."""
     known = theirs.get_vocab()
     for token, token_id in sorted(ours.get_vocab().items(), key=lambda entry: entry[1]):
         other = known.get(token)

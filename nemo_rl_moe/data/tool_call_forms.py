@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Forms of tool calls that chat templates read, and checks of the parts of calls that a template shows."""
+"""Forms of tool calls that chat templates accept, and checks whether a template shows all parts of calls."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -24,11 +24,11 @@ _Call = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class ToolCallForm:
-    """Form of a turn that only calls tools.
+    """Form in which a template accepts turns with tool calls.
 
     Attributes:
-        content: Content of the turn: templates want the empty text or null.
-        arguments_as_text: Arguments are JSON in a string instead of an object.
+        content: Content of a turn without text: an empty text or null, depending on the template.
+        arguments_as_text: Whether arguments are JSON in a string instead of an object.
     """
 
     content: str | None
@@ -52,7 +52,8 @@ FORMS = tuple(ToolCallForm(content, as_text) for as_text in (False, True) for co
 
 
 def best_form(messages: Sequence[Message], render: RenderVariant) -> tuple[ToolCallForm, str | None]:
-    """Return the form of a conversation's calls that a template shows best, and a note on missing parts."""
+    """Return the form in which a template shows a conversation's calls best, and a note on parts that it does not
+    show."""
     found: tuple[ToolCallForm, str | None] | None = None
     problem: RenderError | None = None
     for form in FORMS:
@@ -70,10 +71,10 @@ def best_form(messages: Sequence[Message], render: RenderVariant) -> tuple[ToolC
 
 
 def note_on_calls(messages: Sequence[Message], form: ToolCallForm, render: RenderVariant) -> str | None:
-    """Return a note on the parts of calls that a template drops in this form, or None if it drops none.
+    """Return a note on the parts of calls that a template drops if they have this form, or None if it drops nothing.
 
     Raises:
-        RenderError: A call leaves no trace, or arguments are written as a Python object, or the template refuses the
+        RenderError: The template does not show a turn's calls, writes arguments as a Python object, or refuses the
             conversation.
     """
     text = render(form.of_all(messages))
@@ -84,7 +85,7 @@ def note_on_calls(messages: Sequence[Message], form: ToolCallForm, render: Rende
             def is_same(others: Sequence[_Call], place: int = index) -> bool:
                 try:
                     return render(form.of_all(with_changes(messages, place, tool_calls=others))) == text
-                except RenderError:  # the template refuses the variant
+                except RenderError:  # the template refuses this variant
                     return False
 
             written = [str(call["function"]["arguments"]) for call in calls if call["function"]["arguments"]]

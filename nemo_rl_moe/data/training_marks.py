@@ -1,6 +1,7 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Marks of turns that are context: `weight` (OpenAI), `loss` (ms-swift), `train` and `training` (axolotl)."""
+"""Marks by which data excludes turns from training: `weight` (OpenAI), `loss` (ms-swift), `train` and `training`
+(axolotl)."""
 
 from collections.abc import Sequence
 
@@ -9,11 +10,11 @@ from nemo_rl_moe.data.record_values import RecordError
 
 MARKS = ("weight", "loss", "train", "training")
 REFUSED_MARKS = ("train_detail", "training_detail", "loss_scale", "loss_mask", "loss_weight", "trainable")
-"""Marks of parts of a turn, or of shares of its loss."""
+"""Marks for parts of a turn or for shares of its loss. They are not supported."""
 
 
 def take_training_marks(messages: Sequence[Message], name: str) -> tuple[list[Message], frozenset[int]]:
-    """Remove the marks from messages, so that no chat template sees them.
+    """Return messages without the marks, so that no chat template sees them, and the turns that are marked as context.
 
     Returns:
         The messages, and the indices of the assistant's turns that are context.
@@ -27,7 +28,7 @@ def take_training_marks(messages: Sequence[Message], name: str) -> tuple[list[Me
 
 
 def _mark_of(message: Message, name: str) -> bool | None:
-    """Return whether marks train on a message, or None without marks."""
+    """Return whether a message is trained on according to its marks, or None if it has no marks."""
     for key in REFUSED_MARKS:
         if key in message:
             raise RecordError(
@@ -38,14 +39,16 @@ def _mark_of(message: Message, name: str) -> bool | None:
     for key in MARKS:
         if (value := message.get(key)) is None:
             continue
-        # JSON's 0, 1, 0.0, 1.0, false and true.
+        # Allowed are JSON's 0, 1, 0.0, 1.0, false and true.
         if not isinstance(value, int | float) or value not in (0, 1):
             raise RecordError(
                 f"{name}.{key} is {str(value)[:100]!r}, expected 0 or false (context), 1 or true (trained on)"
             )
         said[key] = bool(value)
     if len(set(said.values())) > 1:
-        raise RecordError(f"{name} is trained on and is not: {', '.join(f'{key} {message[key]}' for key in said)}")
+        raise RecordError(
+            f"{name} has marks that contradict each other: {', '.join(f'{key} {message[key]}' for key in said)}"
+        )
     if message["role"] != "assistant" and any(said.values()):
         raise RecordError(
             f"{name}.{next(iter(said))} marks a turn of role {message['role']}, expected assistant: the model learns"

@@ -1,24 +1,26 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Ends of turns: the token at which generation stops is trained on, even if it is the mark of the next role.
+"""Ends of turns. The token at which generation stops is trained on, even if it is the mark of the next role.
 
-GLM's template closes no turn. The mark of the next role follows, and generation stops at that mark.
+GLM's template, for example, writes no token at the end of a turn. Generation stops at the mark of the next role, which
+follows.
 """
 
 from collections.abc import Callable, Collection, Sequence
 
 from nemo_rl_moe.data.turn_spans import Span, first_token
 
-UNTRAINED_END = "a turn whose stop token stands outside the {% generation %} tags of the chat template"
-"""Note on an example, printed after "with"."""
+UNTRAINED_END = "a turn whose stop token is outside of the {% generation %} tags of the chat template"
+"""Note on an example, which messages print after the word "with"."""
 
 
 def end_of(own: str, followed: str, stop_texts: Collection[str]) -> str:
-    """Return the stop token at which generation ends a turn: the first in the turn, else the next after it, else "".
+    """Return the stop token at which generation ends a turn: the first one in the turn or else the first one after it.
+    Empty if there is none.
 
     Args:
-        own: Text that the template puts after the content of a turn that is the last.
-        followed: The same if another turn follows.
+        own: Text that the template puts after the content of a turn if the turn is the last.
+        followed: Text that it puts there if another turn follows.
     """
     found = [(own.index(stop), -len(stop), stop) for stop in stop_texts if stop and stop in own]
     if found:
@@ -27,7 +29,7 @@ def end_of(own: str, followed: str, stop_texts: Collection[str]) -> str:
 
 
 def leaves_out_end(text: str, span: Span, stop_texts: Collection[str]) -> bool:
-    """Return whether a span has no stop token at its end and one follows it."""
+    """Return whether a span does not end with a stop token, and a stop token follows it."""
     first, end = span
     return not _last_token(text[first:end], stop_texts) and bool(first_token(text[end:].lstrip(), stop_texts))
 
@@ -35,16 +37,17 @@ def leaves_out_end(text: str, span: Span, stop_texts: Collection[str]) -> bool:
 def close_turns(
     text: str, spans: Sequence[Span], stop_texts: Collection[str], end_of_last: Callable[[], str]
 ) -> tuple[str, list[Span]]:
-    """Make the span of each turn end with the stop token that ends it or follows it.
+    """Move the end of each turn's span, so that the span ends with the stop token that ends or follows the turn.
 
-    Blank space and further stop tokens after that token belong to no turn, because generation has stopped.
+    Blank space and further stop tokens after that token belong to no turn, because generation has stopped there.
 
     Args:
-        spans: The turns to train on, as the template closes them. The last one may reach beyond the text.
+        spans: Spans of the turns to train on, up to the end that the template writes. The last span may reach beyond
+            the text.
         end_of_last: Returns the token that would follow the last turn of the conversation, or an empty text.
 
     Returns:
-        The text, with that token after a last turn that lacks it, and the spans.
+        The text and the new spans. If the last turn lacks its stop token, the token is appended to the text.
     """
     closed: list[Span] = []
     for first, end in spans:
@@ -58,7 +61,8 @@ def close_turns(
 
 
 def _first_end(text: str, first: int, end: int, stop_texts: Collection[str]) -> int:
-    """Return the end of a turn at the first of the stop tokens that close it."""
+    """Return the end of a turn's span after the first of the stop tokens at its end, so that further ones are
+    excluded."""
     end = min(end, len(text))
     own = text[first:end]
     while stop := _last_token(own, stop_texts):
@@ -69,6 +73,6 @@ def _first_end(text: str, first: int, end: int, stop_texts: Collection[str]) -> 
 
 
 def _last_token(text: str, stop_texts: Collection[str]) -> str:
-    """Return the longest stop token before the blank space at the end of a text, or an empty text."""
+    """Return the longest stop token with which a text ends, apart from blank space, or an empty text."""
     stripped = text.rstrip()
     return max((stop for stop in stop_texts if stripped.endswith(stop)), key=len, default="")

@@ -1,8 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Glue of a chat template: the text that it puts after the content of a turn, found in a conversation of one question.
+"""Glue of a chat template: the text that it writes after the content of a turn. It is found in a conversation of one
+question.
 
-A stand-in replaces the turn, in the forms that a turn of the model may have.
+In this conversation, a stand-in replaces the turn. It has one of the forms that a turn of the model may have.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,18 +18,18 @@ from nemo_rl_moe.data.template_inputs import TemplateInputs
 from nemo_rl_moe.data.turn_spans import RenderError, Span
 
 StandIn = Callable[[str], Message]
-"""Makes a turn of the model that contains a text."""
+"""A function that returns a turn of the model that contains a text."""
 THOUGHT_MARK = "thought-pv31"
 Render = Callable[[Sequence[Message], TemplateInputs], str]
-"""Renders messages with the generation prompt. Raises `Refusal`."""
+"""A function that renders messages with the generation prompt. Raises `Refusal`."""
 _MARKS = ("stand-in-qx7", "another-zk94")
 CONTENT_MARK = "content-hj58"
 _QUESTION: Message = {"role": "user", "content": "q"}
-_CALL_ID = "abcdefghi"  # some templates want ids of nine letters and digits
+_CALL_ID = "abcdefghi"  # some templates require ids of nine letters and digits
 
 
 class NoExtension(ValueError):
-    """No tokens are known that continue a conversation without changing it. The message is the reason."""
+    """A conversation cannot be continued by appending tokens. The message gives the reason."""
 
 
 class Refusal(NoExtension):
@@ -36,21 +37,21 @@ class Refusal(NoExtension):
 
 
 class OtherEnd(NoExtension):
-    """The template ends a turn with another token than the model if a turn follows."""
+    """If another turn follows, the template ends a turn with another token than the model does."""
 
 
 class Rewritten(NoExtension):
-    """The chat template renders the conversation so far in another way once messages follow."""
+    """If messages follow, the chat template renders the conversation before them in another way."""
 
 
 @dataclass(frozen=True)
 class Glue:
-    """Text after the content of a turn.
+    """The text after the content of a turn, with the messages that follow it.
 
     Attributes:
         text: End token of the turn, glue, messages and the next generation prompt.
-        end: Id of the end token.
-        plain: Pieces of the text in which control tokens are plain text.
+        end: Id of the turn's end token.
+        plain: Spans of the text in which control tokens are plain text.
     """
 
     text: str
@@ -59,7 +60,7 @@ class Glue:
 
 
 class GlueFinder:
-    """Finds glue. Checks that depend on the template and the roles of messages alone are done once."""
+    """Finds glue. Checks that only depend on the template and the roles of messages are made once."""
 
     def __init__(self, render: Render, controls: ControlTokens | None):
         self._render, self._controls = render, controls
@@ -68,14 +69,14 @@ class GlueFinder:
     def find(
         self, form: int, stand_in: StandIn, new: Sequence[Message], inputs: TemplateInputs, ends: Mapping[str, int]
     ) -> Glue:
-        """Return the text after a turn's content if these messages follow.
+        """Return the glue after a turn's content if the messages `new` follow.
 
         Args:
             form: Index of the stand-in in `stand_ins`.
-            ends: Tokens that end the model's turns, by their texts.
+            ends: Text -> id of the tokens that end the model's turns.
 
         Raises:
-            NoExtension: The text depends on the turn's content, has no end token, or lacks a message.
+            NoExtension: The text after the content depends on the content, has no end token, or lacks a message.
         """
 
         def behind(messages: Sequence[Message], mark: str = _MARKS[0]) -> str:
@@ -88,7 +89,7 @@ class GlueFinder:
         tail = behind(new)
         if key not in self._ends:
             if behind(new, _MARKS[1]) != tail:
-                raise NoExtension("what the chat template puts behind a turn depends on the turn's text")
+                raise NoExtension("the text that the chat template writes after a turn depends on the turn's text")
             self._ends[key] = _end_of_turn(behind, new, ends)
         return self._glue(behind, new, tail, self._ends[key], ends)
 
@@ -99,11 +100,11 @@ class GlueFinder:
         start: str,
         ends: Mapping[str, int],
     ) -> Glue:
-        """Return the text after a turn that the template shows exactly as it was sampled.
+        """Return the glue after a turn that the template shows exactly as it was sampled.
 
         Args:
-            shown: Renders the conversation with messages after the turn.
-            start: The rendering up to the end of the turn's content.
+            shown: Function that renders the conversation with messages after the turn.
+            start: Rendering of the conversation up to the end of the turn's content.
         """
 
         def behind(messages: Sequence[Message]) -> str:
@@ -112,11 +113,12 @@ class GlueFinder:
         tail = behind(new)
         glue = self._glue(behind, new, tail, _end_of_turn(behind, new, ends), ends)
         if tail.removesuffix(glue.text).strip():
-            raise NoExtension("the chat template writes more behind the text of a turn than the model did")
+            raise NoExtension("the chat template writes more text at the end of a turn than the model did")
         return glue
 
     def header(self, new: Sequence[Message], inputs: TemplateInputs) -> str:
-        """Return the text between the generation prompt and the content of a turn that messages follow."""
+        """Return the text that the template writes between the generation prompt and the content of a turn, if messages
+        follow the turn."""
         text = self._render([_QUESTION, {"role": "assistant", "content": _MARKS[0]}, *new], inputs)
         prompted, head = self._render([_QUESTION], inputs), text.partition(_MARKS[0])[0]
         return head[len(prompted) :] if head.startswith(prompted) else ""
@@ -140,7 +142,7 @@ class GlueFinder:
 
 
 def marked_and_shown(render: Callable[[Sequence[Message]], str], new: Sequence[Message]) -> str:
-    """Render messages with marks as contents, and check that all marks are shown."""
+    """Return the rendering of messages whose contents are replaced by marks, and check that it shows all marks."""
     marked = [{**message, "content": f"{CONTENT_MARK}-{index}-"} for index, message in enumerate(new)]
     text = render(marked)
     for index, message in enumerate(marked):
@@ -153,7 +155,8 @@ def marked_and_shown(render: Callable[[Sequence[Message]], str], new: Sequence[M
 
 
 def _end_of_turn(behind: Callable[[Sequence[Message]], str], new: Sequence[Message], ends: Mapping[str, int]) -> int:
-    """Return the token that ends a turn before these messages, and check that the template shows all of them."""
+    """Return the token that ends a turn if the messages `new` follow it, and check that the template shows these
+    messages."""
     before = marked_and_shown(behind, new).partition(CONTENT_MARK)[0]
     places = [(before.index(text), -len(text), token_id) for text, token_id in ends.items() if text and text in before]
     if not places:
@@ -165,9 +168,11 @@ def _end_of_turn(behind: Callable[[Sequence[Message]], str], new: Sequence[Messa
 
 
 def stand_ins(new: Sequence[Message]) -> Iterator[StandIn]:
-    """Yield the forms that the sampled turn may have: calls if results answer it, a text, and calls with thinking.
+    """Yield stand-ins of the forms that the sampled turn may have: calls if results answer it, a text, and calls with
+    thinking.
 
-    If the generation prompt opens a think block, some templates show that block only in turns with thinking.
+    The last form is for templates whose generation prompt opens a think block, but that show the block only in turns
+    with thinking.
     """
     results = [message for message in new if message["role"] == "tool"]
     # Some templates show only one call per turn.
@@ -180,7 +185,7 @@ def stand_ins(new: Sequence[Message]) -> Iterator[StandIn]:
 
 
 def _calls(results: Sequence[Message], mark: str) -> Message:
-    """Return a turn with a call for each result, with the mark in the arguments of the last call."""
+    """Return a turn with a call for each result. The arguments of the last call contain the mark."""
     calls = [
         {
             "id": result.get("tool_call_id", _CALL_ID),
@@ -200,7 +205,8 @@ def _thought_and_calls(results: Sequence[Message], mark: str) -> Message:
 
 
 def with_calls(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """Replace assistant turns before results by turns with calls, because some templates require calls there."""
+    """Return messages in which turns with calls replace the assistant turns before results, because some templates
+    require calls there."""
     found = list(messages)
     for index, message in enumerate(messages):
         following = takewhile(lambda later: later["role"] == "tool", messages[index + 1 :])
@@ -210,20 +216,20 @@ def with_calls(messages: Sequence[Message]) -> tuple[Message, ...]:
 
 
 def require_unchanged(text: str, prompted: str, said: str, shown: str | None) -> None:
-    """Check that the template does not change the conversation so far and the sampled turn once messages follow.
+    """Check that the template does not change the conversation so far, or the sampled turn, when messages follow.
 
     Args:
         text: Rendering of all messages.
         prompted: Rendering of the conversation up to the turn, with the generation prompt.
-        said: Text of the turn.
-        shown: Rendering with the turn, or None if the template refuses it.
+        said: Text of the sampled turn.
+        shown: Rendering of all messages with the sampled text as turn, or None if the template refuses it.
 
     Raises:
         Rewritten: A part has changed or is missing.
     """
     if not text.startswith(prompted):
-        raise Rewritten("the chat template renders what stands before the turn in another way once it follows")
-    # Blanks may differ because templates trim texts.
+        raise Rewritten("the chat template renders the turns before this one in another way when it follows")
+    # Blank space may differ, because templates trim texts.
     if shown is not None and _without_blanks(said) not in _without_blanks(shown[len(prompted) :]):
         raise Rewritten("the chat template leaves out a part of the turn, such as thinking, once others follow")
 

@@ -1,14 +1,16 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Exact spans of assistant turns in the text of a chat template that does not mark them, or an error.
+"""Exact spans of assistant turns in the text of a chat template that does not mark them. If they cannot be found, an
+error is raised.
 
 A turn starts after the generation prompt, as at inference, and ends with its end token. Both positions are found by
-comparing renderings. Some templates render the beginning of a conversation in another way once more turns follow: they
+comparing renderings. Some templates render the beginning of a conversation in another way when more turns follow: they
 drop the thinking of earlier turns, open a think block in the generation prompt, or end earlier turns with another
-token. Then stand-ins for texts show the origin of each piece of the text.
+token. For these templates, texts of turns are replaced by stand-ins, whose positions show which turn each piece of the
+text comes from.
 
-A generation prompt may open a think block that the template drops from the turn, or writes empty or closed. The marks
-of that block are the template's, so the turn starts after them.
+A generation prompt may open a think block that the template omits in the turn, or writes empty or closed. The template
+writes the marks of such a block, so the turn starts after them.
 """
 
 import json
@@ -22,28 +24,29 @@ from nemo_rl_moe.data.messages import Message, with_changes
 
 Result = TypeVar("Result")
 Span = tuple[int, int]
-"""Start and end in characters."""
+"""Start and end of a piece of text, in characters."""
 RenderMessages = Callable[[Sequence[Message], bool], str]
-"""Renders messages. The flag adds the generation prompt at the end."""
+"""A function that renders messages, with the generation prompt at the end if the second argument is true."""
 UNPROMPTED = "a turn after another text than the generation prompt, such as without the think block that it opens"
-"""Note on an example, printed after "with"."""
+"""Note on an example, which messages print after the word "with"."""
 
 _STAND_IN = "\u27e6this turn\u27e7"
 _STAND_IN_BEFORE = "\u27e6the turn before\u27e7"
 _STAND_IN_AFTER = "\u27e6the turn after\u27e7"
-_MOST_NAMES = 4  # arguments of a call that are tried one by one
+_MOST_NAMES = 4  # number of arguments of a call that are tried one by one
 _BLOCK = r"(?:\s|</?think>|<\|(?:START|END)_THINKING\|>)*"
 _OPENING_MARKS = ("<think>", "<|START_THINKING|>")
 _BLOCK_AT_START, _BLOCK_AT_END = re.compile(_BLOCK), re.compile(rf"{_BLOCK}\Z")
 
 
 class RenderError(ValueError):
-    """A conversation cannot be rendered. The message is the reason, without the conversation's file and line."""
+    """A conversation cannot be rendered. The message gives the reason, without the conversation's file and line."""
 
 
 @dataclass(frozen=True)
 class TurnSpans:
-    """Spans of assistant turns, and whether one of them follows another text than the generation prompt."""
+    """Spans of assistant turns. `unprompted`: whether another text than the generation prompt precedes one of the
+    turns."""
 
     spans: list[Span]
     unprompted: bool
@@ -57,7 +60,8 @@ def turn_spans(
     special_tokens: Collection[str],
     opening: str = "",
 ) -> TurnSpans:
-    """Find the spans of the assistant turns with these indices, given the generation prompt after a question.
+    """Return the spans of the assistant turns with the indices `trained` in `text`, the rendering of `messages`.
+    `opening` is the generation prompt that follows a question.
 
     Raises:
         RenderError: The tokens of a turn cannot be separated from the rest.
@@ -75,7 +79,8 @@ def turn_spans(
 
 
 def trained_spans(spans: list[Span], messages: Sequence[Message], trained: Collection[int]) -> list[Span]:
-    """Drop the pieces of context turns from the pieces that a template marks, one per assistant turn."""
+    """Return the spans of turns to train on, out of `spans`, in which a template has marked one piece per assistant
+    turn."""
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if len(trained) == len(turns):
         return spans
@@ -88,7 +93,8 @@ def trained_spans(spans: list[Span], messages: Sequence[Message], trained: Colle
 
 
 def _with_stand_ins(turn: Message, stand_in: str) -> list[Message]:
-    """Return variants of a turn, with a stand-in for its text or a part of its last call. A template may hide some."""
+    """Return variants of a turn, in which a stand-in replaces its text or a part of its last call. A template may not
+    show some of them."""
     text: Message = {**turn, "content": stand_in}
     if not turn.get("tool_calls"):
         return [text]
@@ -120,13 +126,15 @@ class _Turn:
         self._stand_ins = _with_stand_ins(messages[index], _STAND_IN)
 
     def start(self) -> tuple[int, bool]:
-        """Return the first character after the generation prompt, and whether all of that prompt precedes it."""
+        """Return the start of the turn, the first character after the generation prompt, and whether the complete
+        generation prompt precedes it."""
         prompt = self._render(self._before, True) if self._before else ""
         if self._before and self._text.startswith(prompt):
             return len(prompt), True
         if not self._before:
-            raise self._unstable("nothing stands before it that it could answer")
-        # A turn of text opens as any other and has no parts of the turn. Some templates refuse it before a result.
+            raise self._unstable("there is no message before it")
+        # A turn of text begins as any other turn and has no other parts. Some templates refuse such a turn before a
+        # result.
         turns = ({"role": "assistant", "content": _STAND_IN}, *self._stand_ins)
         return _first_result(
             partial(self._start_by, before, turn)
@@ -136,17 +144,17 @@ class _Turn:
 
     def _start_by(self, before: Message, stand_in: Message) -> tuple[int, bool]:
         context = [*self._before[:-1], before]
-        # The text between the two stand-ins in the conversation, and the same in the prompt.
+        # between: text between both stand-ins in the conversation. prompted: text after the first one in the prompt.
         whole = self._render([*context, stand_in, *self._after], False)
         between, found, _ = self._behind(_STAND_IN_BEFORE, whole).partition(_STAND_IN)
         prompted = _spaced_as(between, self._behind(_STAND_IN_BEFORE, self._render(context, True)))
-        # The same with the true text before the turn.
+        # head: the text before the turn, with the real text of the turn before it.
         head, found_too, _ = self._render([*self._before, stand_in, *self._after], False).partition(_STAND_IN)
         if found and found_too and head.endswith(between):
             if between.startswith(prompted):
-                opened = len(prompted)  # the model writes any text that the template adds after the prompt
+                opened = len(prompted)  # the model writes the text that the template adds after the prompt
             elif prompted.startswith(between):
-                opened = len(between)  # the generation prompt opens a think block that the turn lacks
+                opened = len(between)  # the prompt opens a think block that the turn lacks
             elif (closed := _without_thinking(between, prompted, self._special_tokens)) is not None:
                 opened = closed
             else:
@@ -156,10 +164,10 @@ class _Turn:
                 raise self._unstable("it thinks, and the generation prompt closes the think block")
             if self._text.startswith(head[:start]):
                 return start, between.startswith(prompted)
-        raise self._unstable("what stands before it is rendered in another way once it follows")
+        raise self._unstable("the messages before it are rendered in another way when it follows")
 
     def end(self, start: int) -> int:
-        """Return the end of the turn, including its end token."""
+        """Return the end of the turn after its end token."""
         text = self._text
         if not self._after:
             return len(text)
@@ -169,10 +177,11 @@ class _Turn:
         return _first_result(partial(self._end_by, stand_in, start) for stand_in in self._stand_ins)
 
     def require_own_text_alone(self, start: int, end: int, opening: str) -> None:
-        """Reject a turn that contains a header, because the previous turn is the assistant's too."""
+        """Raise `RenderError` if the turn contains a role header, as it may if the previous turn is the assistant's
+        too."""
         header = first_token(opening.strip(), self._special_tokens) or opening.strip()
         if header and self._before[-1]["role"] == "assistant" and header in self._text[start:end]:
-            raise self._unstable(f"{header!r} stands between it and the turn of the assistant before it")
+            raise self._unstable(f"{header!r} is written between it and the assistant's turn before it")
 
     def _end_by(self, stand_in: Message, start: int) -> int:
         text = self._text
@@ -182,23 +191,23 @@ class _Turn:
         if tail.startswith(ending):
             rest = tail[len(ending) :]
         elif token and token == first_token(tail, self._special_tokens):
-            rest = tail[len(token) :]  # as the last turn it has another token after its end token
+            rest = tail[len(token) :]  # as the last turn, it has other text after its end token
         elif token == ending.strip() and first_token(tail, self._special_tokens):
-            rest = tail  # its end token is not the model's, so only its text is trained on
+            rest = tail  # the model does not write its end token, so only its text is trained on
         else:
-            raise self._unstable("it is rendered in another way once further turns follow")
+            raise self._unstable("it is rendered in another way when further turns follow")
         end = len(text) - len(rest)
         if not text.endswith(rest) or end < start:
-            raise self._unstable("it is rendered in another way once further turns follow")
+            raise self._unstable("it is rendered in another way when further turns follow")
         changed = with_changes(self._messages, self._index + 1, content=_STAND_IN_AFTER)
         if not self._render(changed, False).startswith(text[:end]):
-            raise self._unstable("a part of it stands behind what follows")
+            raise self._unstable("a part of it is written after the next turn")
         return end
 
     def _behind(self, stand_in: str, text: str) -> str:
         _, found, behind = text.partition(stand_in)
         if not found or stand_in in behind:
-            raise self._unstable("its text or the text before it does not stand there once")
+            raise self._unstable("its text or the text before it does not appear exactly once")
         return behind
 
     def _unstable(self, what: str) -> RenderError:
@@ -209,7 +218,7 @@ class _Turn:
 
 
 def _first_result(attempts: Iterable[Callable[[], Result]]) -> Result:
-    """Return the result of the first attempt that works, or raise the first error."""
+    """Return the result of the first attempt that raises no `RenderError`, or raise the error of the first attempt."""
     problem: RenderError | None = None
     for attempt in attempts:
         try:
@@ -221,7 +230,7 @@ def _first_result(attempts: Iterable[Callable[[], Result]]) -> Result:
 
 
 def _spaced_as(between: str, prompted: str) -> str:
-    """Return the generation prompt with the blank space of the conversation before its header.
+    """Return the generation prompt, with the blank space before its header that the conversation has there.
 
     Some templates put a newline after an assistant turn only if another turn follows.
     """
@@ -238,12 +247,13 @@ def common_start(text: str, other: str) -> str:
 
 
 def first_token(text: str, tokens: Collection[str]) -> str:
-    """Return the longest token that a text begins with, or an empty text without one."""
+    """Return the longest token with which a text begins, or an empty text."""
     return max((token for token in tokens if text.startswith(token)), key=len, default="")
 
 
 def _without_thinking(between: str, prompted: str, special_tokens: Collection[str]) -> int | None:
-    """Return the start of a turn without thinking in `between`, if that and the prompt differ only in a think block."""
+    """Return the start of a turn without thinking in `between`, if `between` and the prompt differ only in a think
+    block, else None."""
     # between: Text before the content of the turn.
     # prompted: The generation prompt at the same position.
     header = prompted[: _block_at_end(prompted).start()]
@@ -252,7 +262,7 @@ def _without_thinking(between: str, prompted: str, special_tokens: Collection[st
     block = _BLOCK_AT_START.match(between, len(header))
     assert block is not None, "the pattern matches an empty text too"
     rest = between[block.end() :]
-    # The model does not think after a block that the prompt closes.
+    # After a block that the prompt closes, the model does not think.
     is_opened = block[0].rstrip().endswith(_OPENING_MARKS) and _is_closed(prompted)
     return None if is_opened or (rest and not first_token(rest, special_tokens)) else block.end()
 
@@ -270,7 +280,8 @@ def _block_at_end(text: str) -> re.Match[str]:
 
 
 def _role_header(text: str, opening: str, special_tokens: Collection[str]) -> int:
-    """Return the length of the generation prompt's beginning in a text if it begins with a special token."""
-    # A template may drop that part from the prompt after a tool's result, and yet write it in the conversation.
+    """Return the length of the longest beginning of the generation prompt with which a text begins. 0 if this beginning
+    has no special token at its start."""
+    # A template may omit this beginning in the prompt after a tool's result, but write it in the conversation.
     same = common_start(text, opening)
     return len(same) if first_token(same, special_tokens) else 0

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts of an environment of the verifiers library."""
+"""Prompts from the data of an environment of the verifiers library."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -48,7 +48,8 @@ def _record(row: Mapping[str, Any], tools: Any, sample_id: str) -> PromptRecord:
 
 
 def _inputs(row: Mapping[str, Any], tools: Any) -> TemplateInputs:
-    """Return the row's definitions of tools, or the environment's."""
+    """Return the definitions of tools as inputs of the chat template: the row's definitions or else the
+    environment's."""
     info = row.get("info")
     info = decoded_json(info, "info") if isinstance(info, str) and info else info
     own = info.get("tool_defs") if isinstance(info, Mapping) else None

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Check that all parts that a configuration names exist: files, folders, models, libraries and the user's code."""
+"""Checks that everything that a configuration names exists: files, folders, models, libraries and the user's code."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -12,9 +12,9 @@ from nemo_rl_moe.runs.loggers.factory import find_custom_backends
 
 
 def missing_parts(config: MasterConfig) -> list[str]:
-    """Return a line for each problem that would keep a run from starting before its model and data are read.
+    """Return a line for each problem with which a run would end before it reads its model and data.
 
-    Models and data on the hub are not requested.
+    The hub is not asked for models and data.
     """
     problems = path_problems(config, is_whole=True)
     for check in _checks_of_code(config):

@@ -43,13 +43,14 @@ if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-# Only its settings that fit every model are used: one worker on the host, no layout, Megatron-Core's modules.
+# Used only for its settings that fit every model: one worker on the host, no parallelism, Megatron-Core's modules.
 _BASE_CONFIG = "sft_tiny_moe.yaml"
 _FORMAT_OF_TYPE = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
-"""Number formats by the type's name in safetensors files."""
+"""Name of a type in safetensors files -> number format."""
 
 MOST_TIMES = 4
-"""The sizes in `config.json` may give this many times the stored numbers. Missing tensors are then reported by name."""
+"""By the sizes in `config.json`, a model may have up to this many times the stored numbers. Its missing tensors are
+then reported by name."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +58,10 @@ class Conversion:
     """A conversion of one folder into another.
 
     Attributes:
-        target: Folder of the output, which must be empty or not exist.
-        dtype: Number format of the weights. None: the input's.
-        adapter: Folder of an adapter of the input. None: no adapter.
-        experts: Form of an adapter's experts in the output. None: fused.
+        target: Folder of the output. It must be empty or not exist.
+        dtype: Number format of the output's weights. None: the input's format.
+        adapter: Folder of an adapter for the input. None: no adapter.
+        experts: How the output stores an adapter's experts. None: fused.
     """
 
     source_format: WeightsFormat
@@ -83,13 +84,13 @@ class _Model:
 def convert(conversion: Conversion) -> None:
     """Read the input into a model on the host and write the output, completely or not at all."""
     _check_folders(conversion)
-    # Before torch looks for an accelerator, whose memory a conversion does not need.
+    # Set before torch looks for an accelerator, because a conversion needs none.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     console = ConsoleLogger(total_steps=0, live="auto")
     try:
         _convert(conversion, console)
     except UserError as error:
-        # The checks use the names of a run's configuration.
+        # The checks name keys of a run's configuration.
         raise ConfigurationError([_as_options(line) for line in error.problems]) from error
 
 
@@ -99,7 +100,8 @@ def _as_options(line: str) -> str:
 
 @contextmanager
 def _reported_of(option: str, folder: Path, consequence: str = "") -> Iterator[None]:
-    """Turn errors of the operating system, such as a full disk, into problems with an option's folder."""
+    """In this context, errors of the operating system, such as a full disk, become `ConfigurationError`s about an
+    option's folder."""
     try:
         yield
     except OSError as error:
@@ -119,9 +121,9 @@ def _check_folders(conversion: Conversion) -> None:
             f"--from: got {conversion.source_format}, but {source} holds {what}{_hint(source, found)}"
         )
     if conversion.adapter is None and conversion.target_format == "adapter":
-        raise ConfigurationError("--to: got adapter, expected hf or megatron without --adapter")
+        raise ConfigurationError("--to adapter needs --adapter DIR; without --adapter, --to is hf or megatron")
     if conversion.experts is not None and conversion.target_format != "adapter":
-        raise ConfigurationError(f"--experts: got {conversion.experts}, expected none without --to adapter")
+        raise ConfigurationError(f"--experts: got {conversion.experts}, but only --to adapter uses --experts")
     if conversion.adapter is not None and not conversion.adapter.is_dir():
         raise ConfigurationError(f"--adapter: got {str(conversion.adapter)!r}, which is no folder")
     require_free(target)
@@ -130,7 +132,7 @@ def _check_folders(conversion: Conversion) -> None:
 
 
 def _hint(source: Path, found: WeightsFormat) -> str:
-    """Return the probable intention in words, or an empty text."""
+    """Return the end of an error line that suggests the right option, or an empty text."""
     if found == "megatron":
         return "; did you mean --from megatron?"
     if holds_megatron_weights(source.parent) and source.name == MEGATRON_WEIGHTS_FOLDER:
@@ -160,7 +162,7 @@ def _convert(conversion: Conversion, console: ConsoleLogger) -> None:
     config = build_transformer_config(policy, hf_config)
     if held is not None:
         _check_size(held, whole_model_parameters(config, hf_config))
-    # All weights are read. Sampling random ones first would take longer than that.
+    # Random weights are not needed, since all weights are read. Sampling them would take longer than reading.
     config.perform_initialization = False
     announce_moe(console, effective_moe_configuration(config), setting_sources(policy, hf_config, config_json, config))
     with _process_group_of_one(policy):
@@ -226,7 +228,7 @@ def _write_adapter(model: _Model, lora: LoraConfig, staging: Path, base: Path, f
 
 
 def _check_size(held: SafetensorsFolder, num_parameters: int) -> None:
-    """Refuse a model many times as large as its files before memory is allocated for it."""
+    """Refuse a model that is much larger than its files, before memory is allocated for it."""
     num_stored = sum(math.prod(tensor.shape) for tensor in held.tensors.values())
     if num_parameters > MOST_TIMES * num_stored:
         raise ConfigurationError(
@@ -237,7 +239,7 @@ def _check_size(held: SafetensorsFolder, num_parameters: int) -> None:
 
 @contextmanager
 def _staged(target: Path) -> Iterator[Path]:
-    """Yield the folder in which the output is assembled (see `staged`). Errors name the output."""
+    """Yield the folder in which the output is assembled (see `staged`). Errors in this context name the output."""
     with staged(target) as staging:
         try:
             yield staging
@@ -253,7 +255,8 @@ def _next_step(target_format: TargetFormat, target: Path, *, has_vision: bool) -
 
 
 def _dtype_of(config_json: Mapping[str, Any], held: SafetensorsFolder | None, console: ConsoleLogger) -> NumberFormat:
-    """Return the number format of the input's files, regardless of `config.json`, so that nothing is rounded."""
+    """Return the number format of most weights in the input's files, regardless of `config.json`, so that they are not
+    rounded."""
     stated = config_json.get("dtype", config_json.get("torch_dtype"))
     if held is None:
         return _writable(stated or "float32", "config.json: dtype")
@@ -263,16 +266,19 @@ def _dtype_of(config_json: Mapping[str, Any], held: SafetensorsFolder | None, co
     sizes: Counter[str] = Counter()
     for name, number_format in formats.items():
         sizes[number_format] += math.prod(held.tensors[name].shape)
-    # If no tensor has a type that can be read, reading reports it.
+    # If no tensor has a readable type, reading the weights reports it.
     chosen = _writable(sizes.most_common(1)[0][0] if sizes else "float32", "most weights")
     if stated is not None and stated != chosen:
-        console.message(f"config.json says {stated}, and the weights are {chosen}: written as they are; see --dtype")
+        console.message(
+            f"config.json has {stated}, but most weights are {chosen}: the output is {chosen}; --dtype selects another"
+            " format"
+        )
     others = [name for name, number_format in formats.items() if number_format != chosen]
     if others and chosen != "float32":
         console.message(
             f"{len(others)} of {len(held.tensors)} tensors are not {chosen} but, for instance, "
-            f"{formats[others[0]]} ({others[0]}): those that the model computes in {chosen} are rounded to "
-            "it; --dtype float32 rounds nothing"
+            f"{formats[others[0]]} ({others[0]}): tensors that the model computes in {chosen} are rounded to it;"
+            " --dtype float32 rounds nothing"
         )
     return chosen
 
@@ -282,13 +288,13 @@ def _writable(found: Any, what: str) -> NumberFormat:
         if found == number_format:
             return number_format
     raise ConfigurationError(
-        f"--input: {what}: got {shown(found)}, which is not written here; choose with --dtype: "
+        f"--input: {what}: got {shown(found)}, which is not written here; select a format with --dtype: "
         f"{' or '.join(NUMBER_FORMATS)}"
     )
 
 
 def _policy(source: Path, dtype: NumberFormat) -> PolicyConfig:
-    """Return the policy of one worker with the model's own settings."""
+    """Return a `policy` section for one worker, in which all router settings are the model's own."""
     overrides = [
         "policy.init=pretrained",
         f"policy.precision={dtype}",
@@ -306,7 +312,7 @@ def _policy(source: Path, dtype: NumberFormat) -> PolicyConfig:
 def _process_group_of_one(policy: PolicyConfig) -> Iterator[None]:
     from nemo_rl_moe.models.megatron.model.parallel_state import destroy_parallel_state, initialize_parallel_state
 
-    # No other process joins, so any free port works.
+    # No other process joins the group, so any free port works.
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     initialize_parallel_state(policy.megatron_cfg, rank=0, world_size=1, local_rank=0, seed=0)
     try:
@@ -330,7 +336,7 @@ def _write_megatron(
     from nemo_rl_moe.models.megatron.checkpoint.contents import sharded_model
     from nemo_rl_moe.models.megatron.checkpoint.save import start_write
 
-    del progress  # Megatron-Core's writer reports none
+    del progress  # Megatron-Core's writer reports no progress
     weights = staging / MEGATRON_WEIGHTS_FOLDER
     weights.mkdir(parents=True)
     write_model_files(files, staging)

@@ -32,7 +32,7 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
+    """Add the command's options to the parser."""
     parser.add_argument(
         "--from", dest="source_format", choices=WEIGHTS_FORMATS, required=True, help="format of the input"
     )
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--input", metavar="DIR", required=True, help="the model's folder")
     parser.add_argument("--output", metavar="DIR", required=True, help="a new folder, or an empty one")
-    parser.add_argument("--dtype", choices=NUMBER_FORMATS, help="number format of the weights (default: the input's)")
+    parser.add_argument("--dtype", choices=NUMBER_FORMATS, help="number format of the output (default: the input's)")
     parser.add_argument(
         "--adapter",
         metavar="DIR",
@@ -50,12 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--experts",
         choices=("per_expert", "fused"),
-        help="form of the experts' factors with --to adapter (default: fused, as transformers 5 holds them)",
+        help="with --to adapter: a tensor for each expert, or one for all of a layer (default: fused)",
     )
 
 
 def run(options: argparse.Namespace) -> None:
-    """Run the command."""
+    """Run the command with the parsed options."""
     from nemo_rl_moe.launch.convert import Conversion, convert
 
     convert(

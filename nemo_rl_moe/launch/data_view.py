@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The training data of a run in the terminal: tokens as text, with marks on trained and truncated ones."""
+"""Shows the training data of a run in the terminal: its tokens as text, with marks at trained and truncated tokens."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MOST_CUT_TOKENS = 200
-"""Number of tokens after the truncation that are shown."""
+"""Maximum number of truncated tokens that are shown."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of tokens."""
+    """A kind of tokens, and how it is shown: `style` in colour, `marks` before and after it without colour."""
 
     name: str
     style: str
@@ -57,8 +57,8 @@ class ShownSequence:
     """One sequence to show.
 
     Attributes:
-        example: Its tokens, including those beyond `max_length`.
-        max_length: Tokens before truncation.
+        example: The tokens, including tokens beyond `max_length`.
+        max_length: Number of tokens that are kept. Later tokens are truncated.
     """
 
     example: TokenizedExample
@@ -70,14 +70,14 @@ class ShownSequence:
         return [CUT if i >= self.max_length else TRAINED if mask[i] else CONTEXT for i in range(len(mask))]
 
     def image_numbers(self) -> list[int | None]:
-        """Return the number of the image that each token belongs to, None for text."""
+        """Return, for each token, the number of the image to which it belongs, or None for text."""
         numbers: list[int | None] = [None] * len(self.example)
         for number, (first, count) in enumerate(self.example.images.runs if self.example.images is not None else ()):
             numbers[first : first + count] = [number] * count
         return numbers
 
     def images(self) -> list[str]:
-        """Return a description of each image: its size in the file, height first, and its tokens."""
+        """Return a description of each image: height and width in the file, and its number of tokens."""
         images = self.example.images
         if images is None:
             return []
@@ -87,7 +87,7 @@ class ShownSequence:
         ]
 
     def title(self) -> str:
-        """Return the source and numbers of tokens of the sample."""
+        """Return a title with the source of the sample and its numbers of kept, trained and truncated tokens."""
         kinds = self.kinds()
         num_truncated, more = kinds.count(CUT), "more than " if self.example.truncated else ""
         parts = [counted(len(kinds) - num_truncated, "token")]
@@ -100,10 +100,10 @@ class ShownSequence:
 
 @dataclass(frozen=True)
 class DataView:
-    """The samples to show, and statistics of all samples.
+    """The samples to show, and the lengths of all samples.
 
     Attributes:
-        lengths: Tokens of every sequence of the data, as a run would train on it.
+        lengths: Number of tokens of every sequence of the data, as a run would train on it.
     """
 
     sequences: Sequence[ShownSequence]
@@ -112,7 +112,8 @@ class DataView:
 
 
 def show_data(config: MasterConfig, number: int, stream: TextIO | None = None) -> None:
-    """Read the training data, and print the first samples and statistics of all of them. Starts no worker.
+    """Read the training data, and print its first `number` samples and the length of the longest sequence. Starts no
+    worker.
 
     Args:
         stream: Destination. None: standard output.
@@ -142,13 +143,13 @@ def show_data(config: MasterConfig, number: int, stream: TextIO | None = None) -
 
 def _image_rule(config: MasterConfig) -> ImageRule | None:
     name = config.policy.model_name
-    # A run reports other problems of the model.
+    # Other problems of the model are only reported when a run starts.
     return load_image_rule(name, load_hf_config(name)) if "vision_config" in load_config_json(name) else None
 
 
 @dataclass(frozen=True)
 class _DataReader:
-    """Reader of an algorithm's training data, which shows `number` samples."""
+    """Reads an algorithm's training data, and keeps `number` samples to show."""
 
     tokenizer: "PreTrainedTokenizerBase"
     logger: ConsoleLogger
@@ -164,7 +165,10 @@ class _DataReader:
         if isinstance(config, GRPOMasterConfig):
             return self._prompts(config)
         name = algorithm_of(config).name
-        raise ConfigurationError(f"data: got the algorithm {name}, expected one with the data of sft, dpo or grpo")
+        raise ConfigurationError(
+            f"algorithm: got {name}, whose data cannot be shown; expected an algorithm with the data of sft, dpo or"
+            " grpo"
+        )
 
     def _conversations(self, config: SFTMasterConfig) -> DataView:
         source = config.data.train
@@ -212,7 +216,7 @@ class _DataReader:
         examples: Sequence[TokenizedExample],
         originals: Iterator[Example],
     ) -> list[ShownSequence]:
-        """Return the examples with the tokens after the truncation, for which the data is read again."""
+        """Return the examples with some of their truncated tokens. To get these tokens, the data is read again."""
         max_length, data = config.policy.max_total_sequence_length, config.data
         cut = {example.sample_id for example in examples if example.truncated}
         run_wide = run_wide_inputs(data.tools, data.chat_template_kwargs)
@@ -234,7 +238,7 @@ class _DataReader:
 
 
 def sequence_text(sequence: ShownSequence, decode: Callable[[Sequence[int]], str], in_colour: bool) -> Text:
-    """Return a sequence as text, with its kinds of tokens marked by colours or signs."""
+    """Return a sequence as text, in which the kinds of tokens are marked by colours or brackets."""
     ids = sequence.example.input_ids.tolist()
     text, place, reported = Text(), 0, ""
     shown = sequence.images()
@@ -244,7 +248,7 @@ def sequence_text(sequence: ShownSequence, decode: Callable[[Sequence[int]], str
             text.append_text(_piece(shown[image], kind, in_colour))
             reported = decode(ids[:place])
             continue
-        # Some tokenizers drop a leading space, so take the text that these tokens add to the text so far.
+        # Some tokenizers drop a leading space, so the text of a run of tokens is what it adds to the text before.
         so_far = decode(ids[:place])
         gained = so_far[len(reported) :] if so_far.startswith(reported) else decode(ids[first:place])
         text.append_text(_piece(gained, kind, in_colour))
@@ -255,7 +259,7 @@ def sequence_text(sequence: ShownSequence, decode: Callable[[Sequence[int]], str
 
 
 def _piece(text: str, kind: Kind, in_colour: bool) -> Text:
-    """Return a text from outside, with its control characters escaped."""
+    """Return a text of the data, marked as its kind, with control characters escaped."""
     shown = printable(text)
     if in_colour:
         return Text(shown, style=kind.style)

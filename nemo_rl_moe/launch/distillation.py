@@ -43,11 +43,11 @@ def run_distillation(config: DistillationMasterConfig, run: TrainingRun) -> None
 
 @dataclass(frozen=True)
 class PreparedTeachers(PreparedRoles):
-    """Teachers of a run, checked before any worker starts.
+    """The teachers of a run. They are checked before any worker starts.
 
     Attributes:
-        models: The teachers, by name.
-        by_sample: Teacher of each sample whose record names one.
+        models: Name -> teacher.
+        by_sample: Sample id -> name of its teacher, for samples whose record names a teacher.
     """
 
     config: DistillationMasterConfig
@@ -77,7 +77,7 @@ class PreparedTeachers(PreparedRoles):
 def prepare_teachers(
     config: DistillationMasterConfig, run: TrainingRun, policy: PreparedModel
 ) -> Mapping[str, PreparedModel]:
-    """Fetch and check the teachers' models without starting workers."""
+    """Fetch and check the teachers' models without starting workers. Return them by name."""
     k, size = config.distillation.topk_logits_k, policy.hf_config.vocab_size
     if k is not None and k > size:
         raise ConfigurationError(f"distillation.topk_logits_k: got {k}, expected at most the policy's {size} tokens")
@@ -88,7 +88,7 @@ def prepare_teachers(
 
 
 def teachers_of_records(config: DistillationMasterConfig, prepared: PreparedRollouts) -> dict[str, str]:
-    """Return the teacher of each sample whose record names one, or nothing without `teacher_key`."""
+    """Sample id -> name of its teacher, for samples whose record names a teacher. Empty if `teacher_key` is null."""
     key, names = config.distillation.teacher_key, list(config.distillation.teachers)
     if key is None:
         return {}
@@ -109,7 +109,8 @@ def teachers_of_records(config: DistillationMasterConfig, prepared: PreparedRoll
 
 
 def router_shape(model: PreparedModel) -> tuple[int, int, int] | None:
-    """Return the number of MoE layers, of experts, and of experts for each token, or None without MoE layers."""
+    """Return the numbers of MoE layers, of experts in a layer, and of experts for each token, or None without MoE
+    layers."""
     from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config
 
     config = build_transformer_config(model.policy, model.hf_config)
@@ -123,7 +124,8 @@ def make_teacher_routes(
     teachers: Teachers,
     comparable: Mapping[str, "ModelWorkers"],
 ) -> list[RunObserver]:
-    """Return the comparison of routes of policy and teachers, if routes are captured and a teacher is comparable."""
+    """Return the observer that compares the routes of policy and teachers. Empty if no routes are captured or no
+    teacher is comparable."""
     megatron = config.policy.megatron_cfg
     captures = megatron.capture_routing or megatron.routing_replay != "none"
     if not captures or not comparable or policy.moe_configuration.get("moe_router_fusion"):

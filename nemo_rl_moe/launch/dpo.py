@@ -1,6 +1,7 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Entry point of direct preference optimization: pairs in batches, the reference's log-probabilities, the loop."""
+"""Entry point of direct preference optimization: makes batches of pairs, computes the reference's log-probabilities,
+then runs the loop."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Pairs:
-    """Preference pairs of a run, and their batches.
+    """The preference pairs of a run, and functions that make batches of them.
 
     Attributes:
         validation: The held-out pairs. None: no validation.
@@ -38,7 +39,7 @@ class Pairs:
     validation: PreferenceDataset | None
 
     def loader(self) -> GlobalBatchLoader:
-        """Return the training batches."""
+        """Return the loader of training batches."""
         config, size = self.config, self.config.policy.train_global_batch_size
         return GlobalBatchLoader(
             self.training, size, self.pad_token_id, config.dpo.seed, config.data.shuffle, collate_pairs
@@ -54,10 +55,10 @@ class Pairs:
         )
 
     def measured(self, policy: "MegatronPolicy", steps: range, console: ConsoleLogger) -> "Pairs":
-        """Return the pairs with the reference model's log-probabilities of all pairs that will be used.
+        """Return the pairs with the reference model's log-probabilities added to all pairs that the run will use.
 
         Args:
-            policy: Must have the weights that the run began with.
+            policy: The policy. It must still have the weights with which the run began.
             steps: The remaining steps.
         """
 
@@ -88,14 +89,14 @@ def run_dpo(config: DPOMasterConfig, run: TrainingRun) -> None:
     pairs = Pairs(config, pad_token_id(tokenizer), training, held_out)
     fingerprints = {
         TRAINING_DATA: samples_fingerprint(config.data.train.path, _token_ids(training)),
-        MODEL: model_fingerprint(config.policy.model_name),  # the reference, in the steps or before them
+        MODEL: model_fingerprint(config.policy.model_name),  # these weights are the reference model
     }
     run.begin(num_training_steps(config.dpo, len(pairs.loader())), fingerprints, len(training))
     if run.is_complete:
         return
     policy = run.start_policy()
     if config.dpo.reference_logprobs == "precompute":
-        # The policy is the reference until a checkpoint is loaded, also after a restart.
+        # Until a checkpoint is loaded, the policy has the reference's weights, also after a restart.
         pairs = pairs.measured(policy, run.remaining_steps, run.console)
     run.restore()
     recorder = run.open()

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Start of Ray, and of imports in workers, in the background while a run reads its data."""
+"""Starts Ray and imports modules in workers, in the background while a run reads its data."""
 
 import os
 import threading
@@ -20,9 +20,10 @@ ROUTE_BYTES_OF_A_TOKEN = 1024
 
 
 def stored_bytes(config: MasterConfig) -> int:
-    """Return the most bytes of routed experts that a run keeps in Ray's object store at the same time.
+    """Return the maximum number of bytes of routed experts that a run keeps in Ray's object store at the same time.
 
-    The model is not read yet. Asynchronous rollouts keep the responses of several steps.
+    It is an estimate from above, as the model is not read yet. Asynchronous rollouts keep the responses of several
+    steps.
     """
     if not isinstance(config, GRPOMasterConfig) or not config.policy.generation.engine.captures_routes(config):
         return 0
@@ -36,7 +37,7 @@ def stored_bytes(config: MasterConfig) -> int:
 class EarlyCluster:
     """The cluster of a run. A local Ray starts at once, in a thread.
 
-    The system ends Ray's servers with the thread that has started them, so the thread lives until `close`.
+    The operating system ends Ray's servers when the thread that started them ends, so the thread lives until `close`.
     """
 
     def __init__(self, config: MasterConfig):
@@ -49,7 +50,7 @@ class EarlyCluster:
             self._thread.start()
 
     def get(self) -> RayCluster:
-        """Return the cluster when it has started."""
+        """Wait until the cluster has started, and return it."""
         if self._thread is None and not self._cluster.done():
             self._cluster.set_result(self._start())
         return self._cluster.result()
@@ -60,7 +61,7 @@ class EarlyCluster:
         return self._thread is not None and not self._cluster.done()
 
     def close(self) -> None:
-        """Stop Ray, or detach from a cluster that existed before."""
+        """Stop Ray. If the cluster existed before, only disconnect from it."""
         if self._thread is None and not self._cluster.done():
             return
         if self._cluster.exception() is None:
@@ -79,9 +80,9 @@ class EarlyCluster:
             self._cluster.set_exception(error)
             return
         is_on_cpus = self._config.cluster.gpus_per_node == 0
-        # The user's variables may change the behaviour of libraries when they are loaded.
+        # Not with the user's variables, since they may have to be set before libraries are loaded.
         if ray.is_initialized() and is_on_cpus and not self._config.policy.megatron_cfg.env_vars:
-            with suppress(Exception):  # the group then starts its processes
+            with suppress(Exception):  # without them, the worker group starts its processes itself
                 _start_workers(cluster)
         self._cluster.set_result(cluster)
         self._closing.wait()
@@ -90,7 +91,7 @@ class EarlyCluster:
 def _start_workers(cluster: RayCluster) -> None:
     """Start the processes of the first group of workers, and let them import their modules."""
     threads = str(threads_per_worker(usable_cores(), cluster.config.workers_per_node, cluster.num_threads))
-    # Numeric libraries read these when they are loaded. Workers get the same values.
+    # Numeric libraries read these variables when they are loaded. Workers get the same values later.
     environment = {
         THREADS: threads,
         "MKL_NUM_THREADS": threads,

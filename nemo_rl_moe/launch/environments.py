@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Environments of a run: checked before any worker starts, then started, each with separate workers."""
+"""Environments of a run. They are checked before any worker starts, and then started, each with separate workers."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 
 def check_environments(config: GRPOMasterConfig) -> None:
-    """Try the reward function and the driver of each environment. Reads no model."""
+    """Check the reward function and the driver of each environment, and raise one `ConfigurationError` with all
+    problems. Reads no model."""
     problems: list[str] = []
     for name, env in config.env.environments.items():
         for check in (_check_reward, lambda env: kind_of(env.driver).check()):
@@ -50,7 +51,7 @@ def _check_reward(env: EnvironmentConfig) -> None:
 def prepare_environments(
     config: GRPOMasterConfig, tokenizer: "PreTrainedTokenizerBase", sampling: SamplingParameters
 ) -> dict[str, StartDriver]:
-    """Check the driver of each environment with the tokenizer, and return the functions that start them, by name."""
+    """Check the driver of each environment with the tokenizer. Return name -> function that starts the driver."""
     found = {}
     for name, env in config.env.environments.items():
         with problems_of_environment(name):
@@ -59,9 +60,10 @@ def prepare_environments(
 
 
 def start_environment(setup: DriverSetup, run: ModelRun, start_driver: StartDriver, notices: Notices) -> RunEnvironment:
-    """Start the workers of an environment's rewards, tools and agents for the rest of the run."""
+    """Start the workers of an environment's rewards, tools and agents for the rest of the run, and return the
+    environment."""
     env, name = setup.env, setup.name
-    driver = start_driver(run, _with_name(name, notices.warn))  # first, as its process starts in the background
+    driver = start_driver(run, _with_name(name, notices.warn))  # first, because its process starts in the background
     reward: BatchReward = NoReward()
     if isinstance(env.reward, RewardModelAloneConfig):
         reward = LeftToTheModel()
@@ -94,7 +96,7 @@ def wait_for_environments(environments: Mapping[str, RunEnvironment], console: C
 
 
 def described(env: EnvironmentConfig, name: str = "") -> str:
-    """Return the user's code in an environment for messages, or else the environment's name."""
+    """Return the name of an environment for messages: its user code or, without such code, its name."""
     named = None if env.driver.named is None else f"env.driver: {env.driver.named}"
     own = [text for text in (named, env.reward and env.reward.code) if text]
     return " with ".join(own) or f"the environment {name}".strip()
@@ -106,7 +108,7 @@ def _with_name(name: str, say: Callable[[str], None]) -> Callable[[str], None]:
 
 @contextmanager
 def problems_of_environment(name: str) -> Iterator[None]:
-    """Name the keys of one of several environments in problems found within the context."""
+    """In this context, errors about `env` get the keys of the environment `name`, if there are several environments."""
     try:
         yield
     except ConfigurationError as error:
@@ -124,7 +126,7 @@ def problems_of_environment(name: str) -> Iterator[None]:
 def running_reward_workers(
     reward: WorkerRewardConfig, env: EnvironmentConfig, console: ConsoleLogger
 ) -> Iterator[RewardWorkers]:
-    """Run the reward workers of an environment within the context."""
+    """Run the reward workers of an environment within this context, and yield them."""
     with console.phase(f"starting the reward workers ({reward.kind})"):
         workers = RewardWorkers(reward, env)
     try:

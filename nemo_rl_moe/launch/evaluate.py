@@ -1,6 +1,7 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Validation of a model without training: scored responses to held-out prompts, and estimates with standard errors."""
+"""Validation of a model without training: scores responses to held-out prompts, and estimates means with standard
+errors."""
 
 import json
 from collections.abc import Mapping
@@ -27,12 +28,13 @@ from nemo_rl_moe.runs.loggers.console import ConsoleLogger
 
 RESULTS_FILE = "results.json"
 OUTPUT_NAME = "eval"
-"""Default name of an output folder in `logger.log_dir`, without its number."""
+"""Default name of an output folder in `logger.log_dir`. A number follows it."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Result of an evaluation, with the metrics of a run's validation and the trajectories by group."""
+    """Result of an evaluation. It has the same metrics as a run's validation, and the trajectories in order of their
+    groups."""
 
     summary: EvaluationSummary
     metrics: Mapping[str, float]
@@ -43,8 +45,8 @@ def evaluate(config: GRPOMasterConfig, output: Path | None, threshold: float | N
     """Evaluate the model of a GRPO configuration, print the result, and write it to a folder.
 
     Args:
-        output: Folder of the output. None: the next free one in `logger.log_dir`.
-        threshold: Lowest reward of a response that passes. None: the environment decides.
+        output: Folder of the output. None: the next free `eval_NNN` in `logger.log_dir`.
+        threshold: A response passes if its reward is at least this. None: the environment decides.
     """
     console = ConsoleLogger(total_steps=0, live=config.logger.console.live)
     with ModelRun(config, console) as run:
@@ -58,7 +60,7 @@ def evaluate(config: GRPOMasterConfig, output: Path | None, threshold: float | N
 
 
 def run_evaluation(config: GRPOMasterConfig, run: ModelRun, threshold: float | None) -> Evaluation:
-    """Let the model answer and the environment score."""
+    """Generate responses to the held-out prompts, let the environment score them, and return the result."""
     prepared = prepare_rollouts(config, run)
     policy = run.start_policy()
     announce_moe(run.console, policy.moe_configuration, policy.moe_configuration_sources)
@@ -70,7 +72,7 @@ def run_evaluation(config: GRPOMasterConfig, run: ModelRun, threshold: float | N
         f"generating {counted(number, 'response')} to {counted(len(prompts), 'prompt')}"
     ) as progress:
         answer_in_chunks(config, runner.engine)
-        # The number of turns of other drivers is unknown.
+        # With other drivers, the number of responses is unknown.
         is_known = all(env.driver.named is None for env in config.env.environments.values())
         failures = failure_rule(config)
         validate = Validator(
@@ -117,9 +119,9 @@ def _adapter_of(config: GRPOMasterConfig) -> str | None:
 
 
 def pass_rule(threshold: float | None) -> str:
-    """Return the rule for a passed response in words."""
+    """Return the rule by which a response passes, in words."""
     if threshold is None:
-        return "a response passes where the reward function calls it right"
+        return "a response passes if the reward function counts it as right"
     return f"a response passes with a reward of at least {threshold:g}"
 
 
@@ -142,7 +144,7 @@ def _write(
 def results_of(config: GRPOMasterConfig, evaluation: Evaluation, threshold: float | None) -> dict[str, Any]:
     """Return the content of `results.json`."""
     source, loop = config.data.validation, config.grpo
-    assert source is not None  # the command checks it
+    assert source is not None  # the command has checked this
     summary = evaluation.summary
     return {
         "model": config.policy.model_name,

@@ -20,13 +20,13 @@ Takes the configuration of a GRPO run and does what a validation of that run doe
 (data.validation, grpo.max_val_samples), reward function (env), engine (policy.generation) and random numbers
 (grpo.seed). Nothing is trained. It also reads
 
-  grpo.val_num_generations   responses to each prompt; with n of them pass@k is reported for 1, 2, 4, ... and n
-  grpo.val_temperature       0: greedy, with one response
+  grpo.val_num_generations   number n of responses to each prompt; pass@k is reported for k = 1, 2, 4, ... and n
+  grpo.val_temperature       sampling temperature; 0: greedy, with one response
   policy.model_name          a model's folder, a checkpoint of a run, or a hub's name
 
-A response passes if the reward function calls it right (for a plain number: 1 or more), or, with --threshold R, if its
-reward is at least R. pass@k is the unbiased estimate of Chen et al., arXiv:2107.03374, eq. 1. ± is the standard error
-over prompts.
+A response passes if the reward function counts it as right (for a plain number: 1 or more), or, with --threshold R, if
+its reward is at least R. pass@k is the unbiased estimate of Chen et al., arXiv:2107.03374, eq. 1. ± is the standard
+error over prompts.
 
 Writes results.json, samples.jsonl (prompt, response, reward) and the configuration, completely or not at all, to
 --output, or to the next free LOG_DIR/eval_001, eval_002, ... with logger.log_dir for LOG_DIR.
@@ -41,7 +41,7 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
+    """Add the command's options to the parser."""
     parser.add_argument(
         "--config", metavar="FILE", help="a YAML file of GRPO, or the name of a shipped one such as grpo_tiny_moe.yaml"
     )
@@ -50,19 +50,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--threshold",
         type=_finite,
         metavar="R",
-        help="lowest reward of a response that passes (default: the reward function decides)",
+        help="a response passes if its reward is at least R (default: the reward function decides)",
     )
 
 
 def load(options: argparse.Namespace, overrides: Sequence[str]) -> GRPOMasterConfig:
-    """Load the configuration, and check that it can be evaluated and written."""
+    """Load and return the configuration, and check that it can be evaluated and that the output can be written."""
     if options.config is None:
         raise ConfigurationError(f"evaluate: --config FILE is missing{WHERE_THE_SHIPPED_ARE_LISTED}")
     config = load_any_config(options.config, overrides)
     if not isinstance(config, GRPOMasterConfig):
         raise ConfigurationError(
-            f"evaluate: {options.config} is for the algorithm {algorithm_of(config).name}, expected one of grpo, which"
-            " has prompts to answer and an environment to score"
+            f"evaluate: {options.config} is for the algorithm {algorithm_of(config).name}, expected a configuration of"
+            " grpo, which has prompts and an environment that scores"
         )
     if config.data.validation is None:
         raise ConfigurationError(
@@ -74,7 +74,7 @@ def load(options: argparse.Namespace, overrides: Sequence[str]) -> GRPOMasterCon
 
 
 def run(options: argparse.Namespace, config: GRPOMasterConfig) -> None:
-    """Run the command with the configuration that `load` returned."""
+    """Run the command with the configuration that `load` has returned."""
     from nemo_rl_moe.launch.evaluate import evaluate
 
     evaluate(config, Path(options.output) if options.output is not None else None, options.threshold)

@@ -42,10 +42,11 @@ def generate(config: GRPOMasterConfig, output: Path | None, *, with_logprobs: bo
     Args:
         config: A checked configuration. `grpo.val_num_generations`, `grpo.val_temperature` and `grpo.seed` set the
             number of responses to each prompt, and their sampling.
-        output: A new file. None: standard output, in the order of the prompts, as soon as responses are ready.
-        with_logprobs: Write tokens and log-probabilities too.
+        output: A new file. None: standard output, to which responses are written in the order of the prompts as soon as
+            they are ready.
+        with_logprobs: Whether to write tokens and log-probabilities too.
     """
-    # Standard output only gets responses.
+    # Standard output only gets responses, so messages go to standard error.
     console = ConsoleLogger(total_steps=0, live=config.logger.console.live, stream=sys.stderr)
     with ModelRun(_with_positions_of_the_model(config), console) as run:
         lines = (json.dumps(record, ensure_ascii=False) for record in _records(run, with_logprobs))
@@ -59,7 +60,7 @@ def generate(config: GRPOMasterConfig, output: Path | None, *, with_logprobs: bo
 
 
 def _with_positions_of_the_model(config: GRPOMasterConfig) -> GRPOMasterConfig:
-    """Return the configuration with sequences no longer than the model allows."""
+    """Return the configuration with `max_total_sequence_length` lowered to the model's limit."""
     policy = config.policy
     limit = sequence_limit(load_config_json(policy.model_name))
     if limit is None or limit.tokens >= policy.max_total_sequence_length:
@@ -89,9 +90,9 @@ def _records(run: ModelRun, with_logprobs: bool) -> Iterator[dict[str, Any]]:
     if num_dropped := sum(dataset.report.num_dropped for dataset in datasets.values()):
         longest = config.policy.max_total_sequence_length - generation.max_new_tokens
         raise DataError(
-            f"data.train.path: {num_dropped} of the prompts are longer than {longest} tokens, which is"
-            f" what the {config.policy.max_total_sequence_length} of a sequence leave beside"
-            f" policy.generation.max_new_tokens {generation.max_new_tokens}"
+            f"data.train.path: {num_dropped} of the prompts are longer than {longest} tokens: a sequence has"
+            f" {config.policy.max_total_sequence_length} tokens, less policy.generation.max_new_tokens"
+            f" {generation.max_new_tokens}"
         )
     policy = run.start_policy()
     engine = start_engine(config, run, policy, model)
@@ -117,10 +118,10 @@ def _records(run: ModelRun, with_logprobs: bool) -> Iterator[dict[str, Any]]:
 
 
 class OneResponse:
-    """An environment of one response, without a score."""
+    """An environment that makes one response and does not score it."""
 
     async def rollout(self, session: Session) -> Trajectory:
-        """Make one trajectory."""
+        """Generate one response, and return it as a trajectory."""
         await session.generate()
         return session.finish(Score(0.0, is_correct=False))
 
@@ -128,7 +129,7 @@ class OneResponse:
 def runner_of(
     config: GRPOMasterConfig, run: ModelRun, engine: GenerationEngine, model: PreparedModel, names: Iterable[str]
 ) -> RolloutRunner:
-    """Return a runner of single responses for the environments `names`."""
+    """Return a runner that generates single responses, for the environments `names`."""
     environment = RunEnvironment(OneResponse(), NoReward())
     return RolloutRunner(
         engine,
@@ -150,15 +151,16 @@ def responses(
     at_a_time: int | None = None,
     note: Callable[[GeneratedSequence], object] = lambda sequence: None,
 ) -> Iterator[tuple[Prompt, int, Trajectory]]:
-    """Generate responses and yield them in the order of the prompts, as soon as all earlier ones are ready.
+    """Generate responses, and yield each when it and all responses to earlier prompts are ready.
 
     Args:
-        prompts: At least one.
-        at_a_time: Most prompts that are answered at the same time, with their images. None: all.
-        note: Called with each response.
+        prompts: One or more prompts.
+        at_a_time: Maximum number of prompts that are answered at the same time, since their images take memory. None:
+            all.
+        note: Function that is called with each response.
 
     Yields:
-        The prompt, the number of its response, and the response.
+        The prompt, the number of the response among the prompt's responses, and the response.
 
     Raises:
         GenerationError: A response failed.
@@ -179,7 +181,7 @@ def responses(
 
 
 def record_of(prompt: Prompt, sample: int, trajectory: Trajectory, with_logprobs: bool) -> dict[str, Any]:
-    """Return the record of a response in the output."""
+    """Return a response as a record of the output."""
     (sequence,) = trajectory.sequences
     token_ids = sequence.token_ids[sequence.loss_mask].tolist()
     record = {

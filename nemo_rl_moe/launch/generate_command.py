@@ -42,7 +42,7 @@ examples:
 
 @dataclass(frozen=True)
 class _Option:
-    """An option that sets a key. With `is_text`, its value is not read as YAML."""
+    """An option that sets a key of the configuration. With `is_text`, its value is a text and not YAML."""
 
     key: str
     metavar: str
@@ -62,21 +62,21 @@ OPTIONS = {
         "policy.generation.backend", "NAME", f"{', '.join(BUILT_IN)}, or an engine of your own (default: megatron)"
     ),
     "--max-new-tokens": _Option(
-        "policy.generation.max_new_tokens", "N", "most tokens of a response, its end token included (default: 256)"
+        "policy.generation.max_new_tokens", "N", "maximum length of a response in tokens, with its end (default: 256)"
     ),
-    "--temperature": _Option("grpo.val_temperature", "T", "divides the logits; 0: greedy (default: 1.0)"),
+    "--temperature": _Option("grpo.val_temperature", "T", "divisor of the logits; 0: greedy (default: 1.0)"),
     "--top-k": _Option("policy.generation.top_k", "N", "sample from the N most likely tokens (default: all)"),
     "--top-p": _Option(
         "policy.generation.top_p", "P", "sample from the fewest tokens whose probabilities add up to P (default: 1.0)"
     ),
-    "--samples": _Option("grpo.val_num_generations", "N", "responses to each prompt (default: 1)"),
+    "--samples": _Option("grpo.val_num_generations", "N", "number of responses to each prompt (default: 1)"),
     "--seed": _Option("grpo.seed", "N", "the same seed gives the same responses (default: 42)"),
 }
 _REQUIRED = ("--model", "--prompts")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's options."""
+    """Add the command's options to the parser."""
     for name, option in OPTIONS.items():
         parser.add_argument(name, metavar=option.metavar, help=option.text, required=name in _REQUIRED)
     parser.add_argument("--logprobs", action="store_true", help="write the tokens and their log-probabilities too")
@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def load(options: argparse.Namespace, overrides: Sequence[str]) -> GRPOMasterConfig:
-    """Load the configuration, and check that the output can be written."""
+    """Load and return the configuration, and check that the output can be written."""
     with reported_by_option(options):
         # Overrides come last, as on the command line of a run.
         config = load_grpo_config(BASE_CONFIG, [*overrides_of(options), *overrides])
@@ -99,7 +99,7 @@ def overrides_of(options: argparse.Namespace) -> list[str]:
 
 
 def run(options: argparse.Namespace, config: GRPOMasterConfig) -> None:
-    """Run the command with the configuration that `load` returned."""
+    """Run the command with the configuration that `load` has returned."""
     from nemo_rl_moe.launch.generate import generate
 
     with reported_by_option(options):
@@ -108,17 +108,17 @@ def run(options: argparse.Namespace, config: GRPOMasterConfig) -> None:
 
 @contextmanager
 def reported_by_option(options: argparse.Namespace) -> Iterator[None]:
-    """Replace keys in errors by the given options that set them."""
+    """In this context, errors name an option in place of the key that the option sets, if the user gave the option."""
     try:
         yield
     except (ConfigurationError, DataError) as error:
         error.problems = _renamed(error.problems, options)
-        raise  # the same error, which may have been printed
+        raise  # the same object, because it may have been printed already
 
 
 def _renamed(problems: list[str], options: argparse.Namespace) -> list[str]:
     for name in _given(options):
-        # Only the full key, not a longer one that begins or ends with it.
+        # Replaces only the full key, not a longer key that begins or ends with it.
         key = re.compile(rf"(?<![\w.]){re.escape(OPTIONS[name].key)}(?![\w.]*\w)")
         problems = [key.sub(name, problem) for problem in problems]
     return problems
@@ -131,6 +131,6 @@ def _given(options: argparse.Namespace) -> dict[str, str]:
 
 def _check_output(path: Path) -> None:
     if path.exists() or path.is_symlink():
-        raise ConfigurationError(f"--output: {path} is there already; name a file that is not")
+        raise ConfigurationError(f"--output: {path} exists already; name a new file")
     if not path.absolute().parent.is_dir():
         raise ConfigurationError(f"--output: got {path}, and there is no folder {path.parent}")

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Entry point of GRPO: prompts, environment, generation, then the loop."""
+"""Entry point of GRPO: prepares prompts, environments and generation, then runs the loop."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -63,18 +63,19 @@ if TYPE_CHECKING:
 
 
 _SAMPLED = "drawn"
-"""Name of sampled prompts in the fingerprints of checkpoints, also of older releases."""
+"""Stands for the path of sampled prompts in fingerprints. Must not change, since checkpoints of older releases have
+it."""
 
 
 @dataclass(frozen=True)
 class PreparedRollouts:
-    """Parts of rollouts, checked before any worker starts: prompts, environments, engine, sampling.
+    """The parts of rollouts that are checked before any worker starts: prompts, environments, engine, sampling.
 
     Attributes:
-        environments: Environments by name. The only one of a run has the name ''.
-        training: The prompts to train on, by environment.
+        environments: Name -> function that starts the environment's driver. Without a mixture, the only name is ''.
+        training: Name of an environment -> its prompts to train on.
         held_out: The prompts to validate with. Empty: no validation.
-        reward_model: Scores trajectories in addition to the environment. None: there is no reward model.
+        reward_model: Model that scores trajectories in addition to the environment. None: no reward model.
     """
 
     model: PreparedModel
@@ -85,7 +86,7 @@ class PreparedRollouts:
     reward_model: PreparedModel | None = None
 
     def loader(self, config: GRPOMasterConfig) -> PromptRounds:
-        """Return the prompts to train on in the order of the steps."""
+        """Return the loader of the training prompts, which yields the prompts of each step."""
         size, seed, shuffle = config.grpo.num_prompts_per_step, config.grpo.seed, config.data.shuffle
         if not config.env.mixture:
             return PromptLoader(self.training[THE_ONLY_ONE], size, seed, shuffle)
@@ -93,22 +94,22 @@ class PreparedRollouts:
         return MixtureLoader(self.training, weights, size, seed, shuffle=shuffle)
 
     def fingerprints(self, config: GRPOMasterConfig) -> dict[str, str]:
-        """Return the fingerprint of the prompts."""
+        """Return the fingerprint of the training prompts, by the name of this input."""
         paths = dict.fromkeys(config.data.of(name).train.path or _SAMPLED for name in self.training)
         all_prompts = chain.from_iterable(self.training.values())
         return {TRAINING_DATA: samples_fingerprint(", ".join(paths), _token_ids_and_images(all_prompts))}
 
 
 class PreparedRoles:
-    """Models other than the policy, checked before any worker starts. This base class has none."""
+    """Models other than the policy. They are checked before any worker starts. This base class has no models."""
 
     def start(self, policy: "MegatronPolicy") -> tuple[RoleModels, Sequence[RunObserver]]:
-        """Start the models. Return their part in a step, and their observers."""
+        """Start the models. Return the models as a step uses them, and their observers."""
         return NO_ROLES, ()
 
     def own_source(self, runner: RolloutRunner, loader: PromptRounds, batches_taken: int) -> RolloutSource | None:
-        """Return the source of responses that the policy does not sample, which continues after `batches_taken` rounds,
-        or None."""
+        """Return the source of given responses, or None if the policy samples the responses. The source continues after
+        `batches_taken` rounds of prompts."""
         return None
 
 
@@ -122,7 +123,7 @@ def run_grpo(
     prepared = prepare_rollouts(config, run)
     roles = prepare_roles(prepared)
     loader = prepared.loader(config)
-    # Environments of a mixture have no common epoch.
+    # The environments of a mixture have no common epoch.
     num_prompts = None if config.env.mixture else sum(map(len, prepared.training.values()))
     run.begin(num_training_steps(config.grpo, len(loader)), prepared.fingerprints(config), num_prompts)
     if run.is_complete:
@@ -161,7 +162,7 @@ def start_source(
     prepared: PreparedRollouts,
     recorder: StepRecorder,
 ) -> RolloutSource:
-    """Start the source of a run's trajectories, for the rest of the run."""
+    """Start the source of a run's trajectories for the rest of the run, and return it."""
     loader, sampling = prepared.loader(config), prepared.sampling
     resume = run.saved.resume
     folder, with_optimizer = (None, True) if resume is None else (resume.folder, resume.state.with_optimizer)
@@ -172,8 +173,8 @@ def start_source(
 
 
 def prepare_rollouts(config: GRPOMasterConfig, run: ModelRun) -> PreparedRollouts:
-    """Check environment, engine and model, and read the prompts, without starting workers."""
-    check_environments(config)  # to report their problems before a worker starts
+    """Check environments, engine and model, and read the prompts, without starting workers. Return all of these."""
+    check_environments(config)  # first, to report problems before a worker starts
     check_estimator(config)
     check_objective(config.loss_fn)
     engine = config.policy.generation.engine
@@ -198,9 +199,10 @@ def prepare_rollouts(config: GRPOMasterConfig, run: ModelRun) -> PreparedRollout
 def start_engine(
     config: GRPOMasterConfig, run: ModelRun, policy: "MegatronPolicy", model: PreparedModel
 ) -> GenerationEngine:
-    """Start the generation engine for the rest of the run. One that keeps a copy has no weights yet.
+    """Start the generation engine for the rest of the run, and return it. An engine that keeps a copy has no weights
+    yet.
 
-    An engine needs its full share of a GPU to start, so the policy makes room before. The engine then sleeps until it
+    An engine needs its full share of a GPU to start, so the policy frees memory before. The engine then sleeps until it
     gets weights.
     """
     policy.prepare_for_generation(PhaseClock())
@@ -216,7 +218,7 @@ def start_engine(
 def make_run_observers(
     config: GRPOMasterConfig, policy: "MegatronPolicy", engine: GenerationEngine, model: PreparedModel, run: TrainingRun
 ) -> list[RunObserver]:
-    """Return the observers of a configuration, in the order in which they see a step."""
+    """Return the observers of the steps, in the order in which they are called."""
     megatron = config.policy.megatron_cfg
     stops = megatron.routing_replay != "none" and megatron.routing_replay_on_anomaly == "stop"
     check = make_refit_check(config, policy, engine, model.hf_config, run.console)
@@ -228,7 +230,7 @@ def make_run_observers(
 def make_routing_measurements(
     config: GRPOMasterConfig, policy: "MegatronPolicy", engine: GenerationEngine, run: TrainingRun
 ) -> RoutingMeasurements | None:
-    """Return the measurements of a configuration, or None without a capture of the routers' choices."""
+    """Return the routing measurements, or None if the routers' choices are not captured."""
     megatron, moe = config.policy.megatron_cfg, policy.moe_configuration
     has_capture = megatron.capture_routing or megatron.routing_replay != "none"
     if not has_capture or not moe or moe.get("moe_router_fusion"):
@@ -260,7 +262,8 @@ def make_routing_measurements(
 def start_rollouts(
     config: GRPOMasterConfig, run: ModelRun, policy: "MegatronPolicy", prepared: PreparedRollouts
 ) -> RolloutRunner:
-    """Start the workers of rewards, tools and reward model, and the generation engine, for the rest of the run."""
+    """Start the workers of rewards, tools and reward model, and the generation engine, for the rest of the run. Return
+    the runner that uses them."""
     tokenizer = prepared.model.tokenizer
     notices = Notices(run.console.message, run.console.warn)
     environments = {
@@ -284,14 +287,15 @@ def start_rollouts(
 
 
 def announce_named_stops(generation: GenerationConfig, tokenizer: Any, console: ConsoleLogger) -> None:
-    """Show the stop tokens of the configuration if they replace the model's."""
+    """Show the stop tokens of the configuration if they replace the model's stop tokens."""
     if (named := generation.stop_token_ids) is not None:
         shown = ", ".join(f"{tokenizer.decode([token])!r} {token}" for token in named)
         console.message(f"{STOPS_KEY}: {shown or 'none: the length ends a response'}, in place of the model's")
 
 
 def scored_thinking(config: GRPOMasterConfig, speech: Speech) -> Iterator[str]:
-    """Yield a line for each environment that compares responses, including the model's thinking, with an answer."""
+    """Yield a warning for each environment that compares full responses, including the model's thinking, with an
+    answer."""
     if speech.thinking is None:
         return
     mark = speech.thinking.before_answer
@@ -300,19 +304,19 @@ def scored_thinking(config: GRPOMasterConfig, speech: Speech) -> Iterator[str]:
             key = f"{environment_key(name)}.reward"
             yield (
                 f"{key}.answer_after: null, and the chat template knows thinking: {key}.kind exact compares whole"
-                f" responses with the answer; {key}.answer_after={mark} compares the text behind it"
+                f" responses with the answer; {key}.answer_after={mark} compares only the text after it"
             )
 
 
 def sampling_parameters(generation: GenerationConfig, speech: Speech, vocabulary_size: int) -> SamplingParameters:
-    """Return the sampling parameters of training responses. `speech` has the stop tokens if the user names none."""
+    """Return the sampling parameters for training. The stop tokens come from `speech` if the configuration has none."""
     stop_token_ids: Sequence[int] | None = generation.stop_token_ids
     if stop_token_ids is None:
         stop_token_ids = speech.stop_token_ids
         if not stop_token_ids:
             raise ConfigurationError(
                 f"{STOPS_KEY}: null means the end tokens that the tokenizer, generation_config.json and config.json"
-                " name; they name none, so name token ids ([]: the length alone ends a response)"
+                " name; these files name none; expected a list of token ids ([]: only the length ends a response)"
             )
     if never_sampled := [token for token in stop_token_ids if token >= vocabulary_size]:
         whose = "null, the model's end token " if generation.stop_token_ids is None else ""
@@ -339,7 +343,7 @@ def _token_ids_and_images(prompts: Iterable[Prompt]) -> Iterator[Any]:
 
 @contextmanager
 def running_engine(setup: EngineSetup, console: ConsoleLogger) -> Iterator[GenerationEngine]:
-    """Run the generation engine within the context."""
+    """Run the generation engine within this context, and yield it."""
     with console.phase(f"starting the generation engine ({setup.config.policy.generation.backend})"):
         engine = make_engine(setup)
     try:

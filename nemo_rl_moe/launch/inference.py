@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Weights and progress of a started generation engine that answers without training."""
+"""Weights and progress of a generation engine in commands that do not train."""
 
 from typing import TYPE_CHECKING
 
@@ -23,10 +23,10 @@ _ROUNDS_OF_A_CHUNK = 4
 def give_weights(
     config: GRPOMasterConfig, run: ModelRun, policy: "MegatronPolicy", engine: GenerationEngine, model: PreparedModel
 ) -> None:
-    """Send the workers' weights to an engine with a copy, and check that they have arrived.
+    """Send the workers' weights to an engine that keeps a copy, and check that they have arrived.
 
     Raises:
-        WeightSyncError: They have not.
+        WeightSyncError: The weights have not arrived.
     """
     if engine.shares_weights:
         return
@@ -36,10 +36,10 @@ def give_weights(
 
 
 def answer_in_chunks(config: GRPOMasterConfig, engine: GenerationEngine) -> int | None:
-    """Limit the requests that the trainer's engine answers at the same time, so that progress can be shown.
+    """Limit the number of requests that the trainer's engine answers at the same time, so that progress can be shown.
 
     Returns:
-        Requests of a chunk, or None for an engine that reports each response as it finishes.
+        The number of requests in a chunk, or None for an engine that reports each response as it finishes.
     """
     if not isinstance(engine, LockstepEngine):
         return None

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Output folders of commands, which appear completely or not at all, and never replace anything."""
+"""Output folders of commands. They appear completely or not at all, and never replace anything."""
 
 import shutil
 import tempfile
@@ -13,16 +13,16 @@ from nemo_rl_moe.errors import ConfigurationError
 
 
 def is_free(target: Path) -> bool:
-    """Return whether nothing exists there, or only an empty folder, such as `mktemp -d` makes."""
+    """Return whether `target` does not exist or is an empty folder, as made by `mktemp -d`."""
     if target.is_symlink() or not target.is_dir():
         return not target.exists() and not target.is_symlink()
     return next(target.iterdir(), None) is None
 
 
 def require_free(target: Path) -> None:
-    """Check that an output folder is new or empty."""
+    """Check that an output folder does not exist or is empty. Raises `ConfigurationError` if not."""
     if not is_free(target):
-        raise ConfigurationError(f"--output: {target} is there already; name a folder that is not")
+        raise ConfigurationError(f"--output: {target} exists already; name a new or an empty folder")
 
 
 def next_free(parent: Path, name: str) -> Path:
@@ -35,9 +35,9 @@ def next_free(parent: Path, name: str) -> Path:
 
 @contextmanager
 def staged(target: Path) -> Iterator[Path]:
-    """Yield the folder in which the output is assembled. It gets its name when it is complete.
+    """Yield a temporary folder in which the output is assembled. When it is complete, it is renamed to `target`.
 
-    Nothing remains after a full disk or an interrupt.
+    After a full disk or an interrupt, nothing of it remains.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     own = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Layout, parameters and memory of a run, calculated without starting it."""
+"""Layout, parameters and memory of a run, calculated without starting the run."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -42,12 +42,13 @@ from nemo_rl_moe.runs.loggers.console import ConsoleLogger
 _FULLEST = "at the fullest moment, at least"
 _TOWER, _IN_THE_OPTIMIZER, _HOST = "+ of the vision tower", "+ in the optimizer", "in the host's memory: "
 _ONLY_WHERE_THERE_ARE_ANY = (_TOWER, _IN_THE_OPTIMIZER, _HOST)
-"""Prefixes of labels of rows that are omitted if all their values are 0."""
+"""A row is omitted if its label begins with one of these and all its values are 0."""
 _NOT_COUNTED = "not counted: the rest of the activations, buffers of kernels, what the allocator cannot use"
 
 
 def print_plan(config: MasterConfig, target: Target | None = None) -> None:
-    """Print the plan of a run for machines like this one or `target`. Of its models, only `config.json` is read."""
+    """Print the plan of a run, for machines like this one or for `target`. Of the models, only `config.json` is
+    read."""
     if problems := [*model_folder_exists(config), *role_model_folders_exist(config)]:
         raise ConfigurationError(problems)
     hf_config, config_json = load_hf_config(config.policy.model_name), load_config_json(config.policy.model_name)
@@ -76,7 +77,7 @@ def print_plan(config: MasterConfig, target: Target | None = None) -> None:
 
 
 def layout_lines(config: MasterConfig, transformer: TransformerConfig) -> list[str]:
-    """Return the lines on the workers of the run and on the part of the model that each holds."""
+    """Return lines on the run's workers, and on the part of the model that each worker holds."""
     megatron, cluster = config.policy.megatron_cfg, config.cluster
     kind = "GPUs" if cluster.gpus_per_node else "CPU workers"
     nodes = "1 node" if cluster.num_nodes == 1 else f"{cluster.num_nodes} nodes"
@@ -108,7 +109,7 @@ def layout_lines(config: MasterConfig, transformer: TransformerConfig) -> list[s
 
 
 def parameter_lines(config: MasterConfig, transformer: TransformerConfig, hf_config: Any) -> list[str]:
-    """Return the lines on the parameters of the model and of each kind of worker."""
+    """Return lines on the number of parameters of the model and of each kind of worker."""
     rows = [
         ("whole model", _billions(whole_model_parameters(transformer, hf_config))),
         ("active for each token", _billions(active_parameters(transformer, hf_config))),
@@ -127,7 +128,7 @@ def parameter_lines(config: MasterConfig, transformer: TransformerConfig, hf_con
 
 
 def memory_lines(config: MasterConfig, transformer: TransformerConfig, hf_config: Any) -> list[str]:
-    """Return the table of the memory of each worker, with a column for each pipeline stage."""
+    """Return a table of the memory of a worker, with a column for each pipeline stage."""
     stages = range(transformer.pipeline_model_parallel_size)
     workers = [worker_memory(config, transformer, hf_config, stage) for stage in stages]
     rows = _memory_rows(config, workers, microbatch_patches(config, hf_config))
@@ -169,7 +170,7 @@ def _memory_rows(config: MasterConfig, workers: Sequence[WorkerMemory], patches:
         rows.append((cache, [worker.key_value_cache for worker in workers]))
     if config.cluster.gpus_per_node == 0:
         rows.append((_FULLEST, [worker.peak_at_least for worker in workers]))
-    elif not has_engine_beside(config):  # otherwise it depends on the card
+    elif not has_engine_beside(config):  # with such an engine, the memory depends on the GPU's size
         rows.append(("+ CUDA's context and NCCL, an estimate", [PROCESS_BYTES for _ in workers]))
         rows.append((_FULLEST, [fullest(moments(worker, None)).total for worker in workers]))
     rows.append((f"{_HOST}optimizer", [worker.optimizer.on_the_host for worker in workers]))

@@ -33,7 +33,8 @@ _GPU_SIZES_GB = (80, 141)
 
 
 def engine_size(config: MasterConfig) -> EngineSize | None:
-    """Return the size of engines with a copy of the weights, or None if there are none or it is unknown."""
+    """Return the size of engines with a copy of the weights, or None if there are no such engines or their size is
+    unknown."""
     if not isinstance(config, GRPOMasterConfig):
         return None
     size = config.policy.generation.engine.size
@@ -48,7 +49,8 @@ def has_engine_beside(config: MasterConfig) -> bool:
 def moment_lines(
     config: MasterConfig, transformer: TransformerConfig, hf_config: Any, target: Target | None = None
 ) -> list[str]:
-    """Return lines on the memory of the fullest GPU at each moment of a run, with its parts."""
+    """Return lines on the memory that trainer, engine and processes use on the fullest GPU, at each moment of a
+    step."""
     size = _GPU_SIZES_GB[0] if target is None else target.card.memory_gb
     found = moments_of_the_fullest(config, transformer, hf_config, size * UNITS["GB"])
     heads = ["trainer", "engine", "processes", "sum"]
@@ -57,14 +59,15 @@ def moment_lines(
     marks = ["", *("  <- the peak" if moment is most else "" for moment in found)]
     lines = [line + mark for line, mark in zip(table(heads, rows, "GB"), marks, strict=True)]
     estimates = (
-        f"  estimates: CUDA's context and NCCL, {PROCESS_BYTES / UNITS['GB']:g} GB a process; what an engine keeps"
-        f" besides while it sleeps, {KEPT_BYTES / UNITS['GB']:g} GB"
+        f"  estimates: CUDA's context and NCCL, {PROCESS_BYTES / UNITS['GB']:g} GB a process; other memory that an"
+        f" engine keeps while it sleeps, {KEPT_BYTES / UNITS['GB']:g} GB"
     )
     return [f"Memory of a GPU with {size} GB at each moment, at least, in GB:", *lines, estimates]
 
 
 def fit_line(config: MasterConfig, transformer: TransformerConfig, hf_config: Any, target: Target) -> str:
-    """Return the line on whether the fullest moment fits the target's memory, and the rest."""
+    """Return the line that states whether the run fits the target's GPUs at its fullest moment, and how much memory
+    remains."""
     memory = target.card.memory_gb * UNITS["GB"]
     moment = fullest(moments_of_the_fullest(config, transformer, hf_config, memory))
     of_it = f"the {target.card.memory_gb} GB of each {target.card.name}"
@@ -79,7 +82,7 @@ def fit_line(config: MasterConfig, transformer: TransformerConfig, hf_config: An
 def moments_of_the_fullest(
     config: MasterConfig, transformer: TransformerConfig, hf_config: Any, memory: int
 ) -> list[Entry]:
-    """Return the moments of the pipeline stage with the fullest GPUs, for cards with `memory` bytes."""
+    """Return the moments of the pipeline stage whose GPUs are the fullest, for GPUs with `memory` bytes."""
     size = engine_size(config)
     engine = None if size is None else _engine_share(config, transformer, hf_config, int(size.largest_share * memory))
     by_stage = [moments(worker, engine) for worker in _workers(config, transformer, hf_config)]
@@ -89,11 +92,12 @@ def moments_of_the_fullest(
 def _engine_share(
     config: MasterConfig, transformer: TransformerConfig, hf_config: Any, share: int
 ) -> EngineShare | None:
-    """Return an engine's rank on a GPU of the trainer, or None if engines do not share its GPUs."""
+    """Return the memory of an engine's rank on a GPU of the trainer, or None if engines do not use the trainer's GPUs.
+    `share` is the number of bytes that the rank may use."""
     size = engine_size(config)
     if size is None or not engines_share_gpus(config):
         return None
-    assert isinstance(config, GRPOMasterConfig)  # others have no engines
+    assert isinstance(config, GRPOMasterConfig)  # other configurations have no engines
     memory = engine_memory(size, transformer, hf_config)
     return EngineShare(memory, share, refit_bytes(config, transformer, memory))
 
@@ -113,11 +117,12 @@ def _engines_lack_room(config: MasterConfig, transformer: TransformerConfig, hf_
 def engine_lines(
     config: MasterConfig, transformer: TransformerConfig, hf_config: Any, target: Target | None = None
 ) -> list[str]:
-    """Return lines on the engines: number, memory, and other users of their GPUs. Empty if their size is unknown."""
+    """Return lines on the engines: their number and memory, and the memory of the trainer on their GPUs. Empty if the
+    engines' size is unknown."""
     size = engine_size(config)
     if size is None:
         return []
-    assert isinstance(config, GRPOMasterConfig)  # others have no engines
+    assert isinstance(config, GRPOMasterConfig)  # other configurations have no engines
     engine, longest = config.policy.generation.engine, config.policy.max_total_sequence_length
     section = f"policy.generation.{engine.name}"
     memory = engine_memory(size, transformer, hf_config)
@@ -158,17 +163,17 @@ def _device_rows(
     longest: int,
     target: Target | None,
 ) -> list[tuple[str, str]]:
-    """Return rows on a GPU of an engine, in GB. `beside` is its rank if it shares the GPU with the trainer's ranks
-    `workers`."""
+    """Return rows on the memory of an engine's GPU, in GB. `beside` is the engine's rank if it uses GPUs of the
+    trainer's ranks `workers`."""
     rows = []
     least = memory.fits_from(0, utilization)
     if workers and beside is not None:
         least = max(smallest_device(worker, beside, utilization) for worker in workers)
         held = max(worker.while_generating for worker in workers)
         rows += [
-            ("beside it while it generates: held by the trainer, in GB", f"{held / UNITS['GB']:.2f}"),
-            ("kept while it sleeps, an estimate, in GB", f"{(PROCESS_BYTES + KEPT_BYTES) / UNITS['GB']:.2f}"),
-            ("GPUs on which both fit, from so many GB on", f"{least / 1e9:.0f}" if math.isfinite(least) else "none"),
+            ("held by the trainer while the engine generates, in GB", f"{held / UNITS['GB']:.2f}"),
+            ("kept while the engine sleeps, an estimate, in GB", f"{(PROCESS_BYTES + KEPT_BYTES) / UNITS['GB']:.2f}"),
+            ("smallest GPU on which both fit, in GB", f"{least / 1e9:.0f}" if math.isfinite(least) else "none"),
         ]
     for size in _GPU_SIZES_GB if target is None else (target.card.memory_gb,):
         cache = memory.cache(size * UNITS["GB"], utilization)
@@ -180,7 +185,8 @@ def _device_rows(
 
 
 def table(heads: Sequence[str], rows: Sequence[tuple[str, Sequence[int]]], unit: str) -> list[str]:
-    """Return a line of heads, and a line with the label and the bytes of each row in GB or MB."""
+    """Return a table as lines: the heads of the columns, then the label and values of each row. Values are bytes, shown
+    in `unit`."""
     cells = [heads, *([f"{value / UNITS[unit]:.2f}" for value in values] for _, values in rows)]
     label_width = max(len(label) for label, _ in rows)
     width = max(len(cell) for row in cells for cell in row)
@@ -191,6 +197,6 @@ def table(heads: Sequence[str], rows: Sequence[tuple[str, Sequence[int]]], unit:
 
 
 def aligned(rows: Sequence[tuple[str, str]]) -> list[str]:
-    """Return rows of a label and a value below each other."""
+    """Return a line for each row of label and value, with the values aligned."""
     width = max(len(label) for label, _ in rows)
     return [f"  {label:<{width}}  {value}" for label, value in rows]

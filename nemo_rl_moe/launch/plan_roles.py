@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Lines of a plan on the models other than the policy, each in separate workers."""
+"""Lines of a plan on roles, the models other than the policy in separate workers."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class RoleMemory:
     """Bytes that each worker of a role always holds, calculated for the fullest pipeline stage.
 
     Attributes:
-        gradients: 0 if the role does not train, like `optimizer`.
+        gradients: Like `optimizer`, 0 if the role does not train.
         process: An estimate for CUDA's context and NCCL, 0 on CPUs.
     """
 
@@ -39,7 +39,7 @@ class RoleMemory:
 
 
 def role_memories(config: MasterConfig) -> dict[str, RoleMemory]:
-    """Return the memory of each role."""
+    """Role -> memory of each of its workers."""
     return {name: _role_memory(config, name, role) for name, role in roles_of(config).items()}
 
 
@@ -65,7 +65,7 @@ def _role_memory(config: MasterConfig, name: str, role: RoleModelConfig) -> Role
 
 
 def role_lines(memories: dict[str, RoleMemory], target: Target | None) -> Iterator[str]:
-    """Yield a table of the roles, and whether each fits the target's cards."""
+    """Yield the lines of a table of the roles, and lines that state whether each role fits the target's GPUs."""
     if not memories:
         return
     found = memories.values()

@@ -27,7 +27,7 @@ def run_ppo(config: PPOMasterConfig, run: TrainingRun) -> None:
 
 @dataclass(frozen=True)
 class PreparedCritic(PreparedRoles):
-    """Critic of a run, checked before any worker starts."""
+    """The critic of a run. It is checked before any worker starts."""
 
     config: PPOMasterConfig
     run: TrainingRun

@@ -31,7 +31,7 @@ def read_training_prompts(
     image_rule: ImageRule | None,
     is_scored: bool = True,
 ) -> dict[str, PromptDataset]:
-    """Read or sample the prompts to train on, by environment. See `read_prompts`."""
+    """Read or sample the prompts to train on. Return name of an environment -> its prompts. See `read_prompts`."""
     found = {}
     shared = _shared_records(config)
     for name in config.env.environments:
@@ -65,7 +65,7 @@ def read_held_out_prompts(
     *,
     image_rule: ImageRule | None,
 ) -> Sequence[Prompt]:
-    """Read or sample the held-out prompts of all environments. Empty: no validation."""
+    """Read or sample the held-out prompts, and return the prompts of all environments. Empty without validation."""
     found: dict[str, PromptDataset] = {}
     shared, lacking = _shared_records(config), list[str]()
     for name in config.env.environments:
@@ -89,12 +89,13 @@ def read_held_out_prompts(
         path = "" if config.data.validation is None else config.data.validation.path
         raise DataError(f"data.validation.path: {path} has no record of {', '.join(lacking)}")
     if lacking:
-        console.warn(f"data.validation.path: no record is of {', '.join(lacking)}, which is not validated")
+        console.warn(f"data.validation.path: no record of {', '.join(lacking)}, so that it is not validated")
     return found[THE_ONLY_ONE] if THE_ONLY_ONE in found else interleaved(found)
 
 
 def _shared_records(config: GRPOMasterConfig) -> SharedRecords | None:
-    """Return the finder of each environment's records in shared data, or None if data is not shared."""
+    """Return the object that finds each environment's records in shared data, or None if each environment has its own
+    data."""
     if not config.env.mixture or config.data.environments:
         return None
     return SharedRecords(config.data.environment_key, tuple(config.env.mixture))
@@ -112,13 +113,14 @@ def read_prompts(
     environment: str = THE_ONLY_ONE,
     shared: SharedRecords | None = None,
 ) -> PromptDataset:
-    """Read or sample one set of prompts, without the training prompts, tokenise it, and report skipped prompts.
+    """Read or sample one set of prompts, remove the prompts `training` from it, tokenise it, and report skipped
+    prompts.
 
     Args:
         image_rule: Rule by which the model reads images. None: a text-only model.
-        is_scored: False: prompts need no answer, and repeated ones are kept.
-        environment: Name of their environment.
-        shared: Finds the records of this environment in shared data. None: data is not shared.
+        is_scored: Whether responses are scored. If not, prompts need no answer, and repeated prompts are kept.
+        environment: Name of the prompts' environment.
+        shared: Object that finds the environment's records in shared data. None: the environment has its own data.
     """
     longest = config.policy.max_total_sequence_length - config.policy.generation.max_new_tokens
     settings = config.env.environments[environment]
@@ -139,9 +141,9 @@ def read_prompts(
 
 
 def is_same_file(training: PromptSourceConfig, validation: PromptSourceConfig) -> bool:
-    """Return whether validation uses the training prompts on purpose, to see whether a run memorises them.
+    """Return whether validation uses the training prompts on purpose, as a test of whether a run can memorise them.
 
-    Other held-out prompts that are also training prompts are skipped, since they are an accident.
+    In other cases, held-out prompts that are also training prompts are an accident, and are skipped.
     """
     path = training.path
     if path is None or path != validation.path:

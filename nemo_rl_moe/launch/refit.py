@@ -1,6 +1,7 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The refit check of a run: the scored sequences, the repetition of a refit, and the explanation of a failure."""
+"""The refit check of a run: the sequences whose scores are compared, how a refit is repeated, and how a failure is
+explained."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -29,13 +30,14 @@ if TYPE_CHECKING:
     from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 
 PROBE_OF_TEXT = 16
-"""Length of the sequences without images that distinguish tower and decoder, in tokens."""
+"""Number of tokens of sequences without images. They show whether the vision tower or the decoder has wrong weights."""
 
 
 def make_refit_check(
     config: GRPOMasterConfig, policy: "MegatronPolicy", engine: GenerationEngine, hf_config: Any, console: ConsoleLogger
 ) -> RefitCheck | None:
-    """Return the check of an engine's weights, or None if it is off or the engine shares the trainer's weights."""
+    """Return the check of an engine's weights, or None if the check is off or the engine shares the trainer's
+    weights."""
     generation = config.policy.generation
     chosen = generation.refit_check
     if engine.shares_weights or not chosen.enabled:
@@ -51,9 +53,9 @@ def make_refit_check(
     in_float32 = {config.policy.precision, engines_format} == {"float32"}
 
     def explain(copy: int) -> str:
-        if not engine.gives_module_outputs or config.cluster.num_nodes > 1:  # other machines have folders of their own
+        if not engine.gives_module_outputs or config.cluster.num_nodes > 1:  # others cannot read its folders
             return ""
-        if inputs and not in_float32:  # rounding hides the difference
+        if inputs and not in_float32:  # rounding would hide the difference
             return ""
         try:
             if inputs:
@@ -66,8 +68,11 @@ def make_refit_check(
                     in_float32=in_float32,
                     topk=getattr(hf_config, "num_experts_per_tok", None),
                 )
-        except Exception as error:  # the user should see the check's own error
-            return f"Which module differs cannot be said: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        except Exception as error:  # the user must still see the check's own error
+            return (
+                f"The module that differs could not be found: {type(error).__name__}:"
+                f" {' '.join(str(error).split())[:300]}"
+            )
 
     return RefitCheck(
         sequences,
@@ -90,11 +95,12 @@ def make_refit_check(
 def image_probe(
     sequence: Sequence[int], hf_config: Any, longest: int, seed: int
 ) -> tuple[Sequence[int], dict[str, ModelInput]]:
-    """Return a sequence of the check with an image of noise, so that tower and projector are checked.
+    """Return a sequence with an image of noise inserted, and the image as model input, so that vision tower and
+    projector are checked too.
 
     Args:
-        hf_config: The model's configuration. For a text-only model, the sequence is not changed.
-        longest: Length at which the sequence is cut, in tokens.
+        hf_config: The model's configuration. For a text-only model, the sequence is returned unchanged.
+        longest: Maximum number of tokens. A longer sequence is cut.
     """
     vision = family_of(hf_config).vision
     if vision is None:
@@ -105,7 +111,7 @@ def image_probe(
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     count = vision.num_image_tokens(hf_config, height, width)
     ids = [*sequence[:1], *[hf_config.image_token_id] * count, *sequence[1:]][:longest]
-    if len(ids) < count + 2:  # no prompt with an image fits either
+    if len(ids) < count + 2:  # the image does not fit, and it would fit into no prompt either
         return sequence, image_inputs([], np.zeros(len(sequence), dtype=np.bool_))
     positions = np.arange(len(ids))
     return ids, image_inputs([ModelImage(pixels)], (positions > 0) & (positions <= count))
@@ -114,7 +120,8 @@ def image_probe(
 def explain_by_text(
     policy: "MegatronPolicy", engine: GenerationEngine, copy: int, temperature: float, count: int, hf_config: Any
 ) -> str:
-    """Return the part of a vision-language model whose weights differ, by sequences without images."""
+    """Return a sentence on the part of a vision-language model whose weights differ, which sequences without images
+    show."""
     sequences = probe_sequences(count, PROBE_OF_TEXT, hf_config.vocab_size)
     none = image_inputs([], np.zeros(PROBE_OF_TEXT, dtype=np.bool_))
     expected = start_scores(policy, sequences, model_inputs=[none] * count)()
@@ -130,13 +137,14 @@ def start_scores(
     *,
     model_inputs: Sequence[Mapping[str, ModelInput]] = (),
 ) -> Callable[[], Scores]:
-    """Start to score sequences of equal length with the trainer. No score is returned for the first token."""
+    """Start to compute log-probabilities of sequences of equal length with the trainer. Return a function that waits
+    for them. The first token of a sequence has no score."""
     logprobs = policy.start_logprobs(batch_of(sequences, model_inputs), by_one_copy=True)
     return lambda: [row[1:].numpy() for row in logprobs()]
 
 
 def batch_of(sequences: Sequence[Sequence[int]], model_inputs: Sequence[Mapping[str, ModelInput]] = ()) -> TokenBatch:
-    """Return sequences of equal length as a batch of the trainer, with their images."""
+    """Return sequences of equal length as a batch for the trainer, with their images."""
     input_ids = torch.tensor(sequences)
     batch = TokenBatch(
         input_ids=input_ids,

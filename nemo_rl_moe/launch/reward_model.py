@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The reward model of a run: checked before any worker starts, then started in separate workers."""
+"""The reward model of a run. It is checked before any worker starts, and then started in separate workers."""
 
 from functools import partial
 
@@ -19,7 +19,8 @@ _CLASSIFIER = "ForSequenceClassification"
 
 
 def prepare_reward_model(config: GRPOMasterConfig, run: ModelRun, policy: PreparedModel) -> PreparedModel | None:
-    """Fetch and check the reward model, and warn if its chat template differs. None: the run has no reward model."""
+    """Fetch and check the reward model, and warn if its chat template differs from the policy's. Return None if the run
+    has no reward model."""
     if config.reward_model is None:
         return None
     name = config.reward_model.model_name
@@ -32,20 +33,20 @@ def prepare_reward_model(config: GRPOMasterConfig, run: ModelRun, policy: Prepar
         raise ConfigurationError(f"{_KEY}: got {name}, {found}, expected a {_CLASSIFIER} with one label")
     theirs = tokenizer_of_role(_KEY, name, config, policy).chat_template
     settings = config.policy.tokenizer
-    ours = load_tokenizer(settings.name, settings.chat_template).chat_template  # without this package's corrections
+    ours = load_tokenizer(settings.name, settings.chat_template).chat_template  # not corrected by this package
     if ours is not None and theirs is not None and ours != theirs:
         run.console.warn(
-            f"{_KEY}: {name} has a chat template of its own: it scores conversations as that of {settings.name} renders"
-            " them; to take another: policy.tokenizer.chat_template"
+            f"{_KEY}: {name} has another chat template than {settings.name}, whose template renders the conversations"
+            " that it scores; policy.tokenizer.chat_template sets another one"
         )
     return model
 
 
 def start_reward_model(config: GRPOMasterConfig, run: ModelRun, model: PreparedModel | None) -> RewardModel | None:
-    """Start the workers of the reward model, until the run ends."""
+    """Start the workers of the reward model for the rest of the run. Return None if the run has no reward model."""
     if config.reward_model is None or model is None:
         return None
-    from nemo_rl_moe.models.policy.model_workers import ModelWorkers  # with Megatron-Core, which takes seconds
+    from nemo_rl_moe.models.policy.model_workers import ModelWorkers  # imports Megatron-Core, which takes seconds
 
     workers = start_role(run, REWARD_MODEL_ROLE, model, partial(ModelWorkers, heads=(Head.VALUE,)))
     return RewardModel(workers, config.reward_model.weight, model.hf_config.pad_token_id)

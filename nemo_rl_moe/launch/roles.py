@@ -1,6 +1,7 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Models other than the policy: checked before any worker starts, then each started in separate workers."""
+"""Roles: models other than the policy. They are checked before any worker starts, and then started, each in separate
+workers."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,12 +26,12 @@ Workers = TypeVar("Workers", bound="ModelWorkers")
 
 
 def prepare_role(config: MasterConfig, role: str, policy: PreparedModel, console: ConsoleLogger) -> PreparedModel:
-    """Fetch and check the model of a role."""
+    """Fetch, check and return the model of a role."""
     settings = roles_of(config)[role].as_policy(config.policy)
     try:
         model = prepare_model(settings, console, role)
     except ConfigurationError as error:
-        # Its weights are never random.
+        # A role's weights are never random, so this hint is removed.
         problems = [problem.removesuffix(f"; {RANDOM_HINT}") for problem in error.problems]
         raise ConfigurationError(role_problems(config, role, problems)) from error
     key = f"{key_of_role(config, role)}.model_name"
@@ -51,7 +52,7 @@ def prepare_role(config: MasterConfig, role: str, policy: PreparedModel, console
 def tokenizer_of_role(
     key: str, model_name: str, config: MasterConfig, policy: PreparedModel
 ) -> "PreTrainedTokenizerBase":
-    """Load the tokenizer of a role's model, and check that it gives the policy's tokens the same ids."""
+    """Load and return the tokenizer of a role's model, and check that it gives the policy's tokens the same ids."""
     try:
         tokenizer = load_tokenizer(model_name)
     except ConfigurationError as error:
@@ -66,8 +67,8 @@ def tokenizer_of_role(
 
 
 def start_role(run: ModelRun, role: str, model: PreparedModel, start: Callable[..., Workers]) -> Workers:
-    """Start the workers of a role after the policy's, until the run ends. `start` is their class, or makes them like
-    it."""
+    """Start the workers of a role for the rest of the run, after the policy's workers. `start` is the class of the
+    workers, or a function with the same arguments."""
     place = run.start_places(role)
     if model.source.hub is not None and not place.is_local:
         fetch_on_machines(place, model.source.hub)

@@ -1,6 +1,7 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Start of rollouts: the order of groups, the source of a run's steps, and the state that a resumed run begins with."""
+"""Start of rollouts: the order of groups, the source of a run's groups, and the state with which a resumed run
+begins."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,30 +36,30 @@ from nemo_rl_moe.runs.folder.lines import LineFile, rewind_lines
 from nemo_rl_moe.runs.folder.time_line import TimeLine
 
 SCHEDULE_FILE = "schedule.jsonl"
-"""File in the run's folder with the groups that each step was trained on."""
+"""File in the run's folder that lists the groups on which each step trained."""
 
 
 @dataclass(frozen=True)
 class RolloutPlan:
-    """Order of the groups of a run, checked before any worker starts.
+    """The order of a run's groups. It is checked before any worker starts.
 
     Attributes:
-        policy: Selects the groups of a step.
-        schedule: Steps of an earlier run, which are repeated. None: no schedule.
+        policy: Chooses the groups of a step.
+        schedule: Steps of an earlier run, whose groups this run repeats. None: no schedule.
     """
 
     policy: StalenessPolicy
     schedule: list[ScheduledStep] | None
 
     def feed(self, config: GRPOMasterConfig, loader: PromptRounds) -> TicketSource:
-        """Return the tickets of the prompts of all epochs, or of the schedule."""
+        """Return the source of prompts: of all epochs or, with a schedule, of its steps."""
         if self.schedule is None:
             return feed_of_epochs(loader, config.grpo.max_num_epochs, config.grpo.num_prompts_per_step)
         with _schedule_named():
             return ReplayedFeed(self.schedule, prompts_of_epochs(loader, config.grpo.max_num_epochs))
 
     def check(self, config: GRPOMasterConfig, loader: PromptRounds, step: int) -> None:
-        """Check that a schedule has the run's prompts and its next step."""
+        """Check that the schedule, if there is one, has the run's prompts and the step after `step`."""
         if self.schedule is not None:
             feed = self.feed(config, loader)
             with _schedule_named():
@@ -66,7 +67,7 @@ class RolloutPlan:
 
 
 def plan_rollouts(config: GRPOMasterConfig) -> RolloutPlan:
-    """Return the order of a run's groups. A synchronous run has no staleness."""
+    """Return the order of a run's groups. In a synchronous run no group is stale."""
     rollouts = config.grpo.rollouts
     if not rollouts.is_asynchronous:
         bounds = Bounds(config.grpo.num_prompts_per_step, updates_per_step=config.updates_per_step)
@@ -91,7 +92,7 @@ def plan_rollouts(config: GRPOMasterConfig) -> RolloutPlan:
 
 @contextmanager
 def _schedule_named() -> Iterator[None]:
-    """Name the key of the schedule in errors about it."""
+    """In this context, errors about the schedule begin with its key."""
     try:
         yield
     except DataError as error:
@@ -111,16 +112,17 @@ def running_source(
     message: Callable[[str], None],
     record: Callable[[TimeLine], None] = lambda time_line: None,
 ) -> Iterator[SampledGroups]:
-    """Run the source of a run's groups within the context. The end of the runner cancels it.
+    """Run the source of a run's groups within this context, and yield it. When the runner ends, it cancels the source's
+    groups.
 
     Args:
-        folder: The run's folder, which gets the schedule of an asynchronous run.
-        state: State of the resumed run.
-        warn: Receives a line on each prompt that is given up, and on a schedule that cannot be written.
-        message: Receives a line when the schedule can be written again.
+        folder: The run's folder. An asynchronous run writes its schedule there.
+        state: State from which the source continues.
+        warn: Called with a line on each prompt that is given up, and on a schedule that cannot be written.
+        message: Called with a line when the schedule can be written again.
 
     Raises:
-        CheckpointError: The prompts differ from those of the state.
+        CheckpointError: The prompts differ from the prompts in `state`.
     """
     schedule: LineFile | None = None
     if config.grpo.rollouts.is_asynchronous:
@@ -150,7 +152,7 @@ def running_source(
 
 
 def runs_ahead(config: GRPOMasterConfig) -> bool:
-    """Return whether groups are generated during training, which the trainer's own engine cannot."""
+    """Return whether groups are generated during training. The trainer's own engine cannot do that."""
     return config.grpo.rollouts.is_asynchronous and not config.policy.generation.engine.shares_weights
 
 
@@ -162,15 +164,17 @@ def state_at(
     *,
     with_optimizer: bool = True,
 ) -> QueueState:
-    """Return the state to resume from: the queue of the checkpoint, or the prompts of the steps so far.
+    """Return the state from which rollouts continue: the checkpoint's queue or, without a queue, the number of prompts
+    that were used.
 
     Args:
-        checkpoint: Folder of the checkpoint. None: the run begins.
-        with_optimizer: Whether the checkpoint has the optimizer's state, which counts its steps. Otherwise they begin
-            at 0 again, so that the age of the queue's tokens is unknown and they are sampled again.
+        checkpoint: Folder of the checkpoint. None: the run starts from the beginning.
+        with_optimizer: Whether the checkpoint has the optimizer's state, which contains the number of its steps.
+            Without it, steps are counted from 0 again, the age of the queue's tokens is unknown, and they are sampled
+            again.
 
     Raises:
-        CheckpointError: The queue is damaged, or belongs to other prompts.
+        CheckpointError: The checkpoint's queue is damaged, or belongs to other prompts.
     """
     version = loop.step * config.updates_per_step
     if checkpoint is not None:
@@ -183,7 +187,8 @@ def state_at(
 
 
 def _can_be_trained_on(config: GRPOMasterConfig, group: Group) -> bool:
-    """Return whether this run can train on a group of the checkpoint, which had perhaps other settings."""
+    """Return whether this run can train on a group of the checkpoint. The checkpoint may have been saved with other
+    settings."""
     sequences = sequences_of(group)
     return (
         len(group) == config.grpo.num_generations_per_prompt

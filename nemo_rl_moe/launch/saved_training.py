@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Saved state of a training run: the checkpoint to resume from, its checkpoints, and its final weights."""
+"""Saved state of a training run: the checkpoint from which it resumes, its own checkpoints, and its final weights."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -39,20 +39,20 @@ if TYPE_CHECKING:
     from nemo_rl_moe.models.policy.lm_policy import TrainableModel
 
 FINAL_RUN_FILE = "training_run.json"
-"""File next to the final weights that identifies their training."""
+"""File next to the final weights that identifies the run that trained them."""
 
 
 class SavedTraining:
-    """Saved state of one run: the checkpoint that it resumes from, and its own checkpoints.
+    """Saved state of one run: the checkpoint from which it resumes, and its own checkpoints.
 
     Args:
-        launch: Identity of the run, and the number of its restart.
-        opened: Closes everything that is opened here when the run ends.
+        launch: Identity of the run, and the number of the restart.
+        opened: Stack that closes everything that this object opens, when the run ends.
 
     Attributes:
-        resume: The checkpoint that the run resumes from. None: it starts at the beginning.
-        models: The trained models, by role.
-        num_steps: Steps of the complete run, known after `begin`.
+        resume: The checkpoint from which the run resumes. None: the run starts from the beginning.
+        models: Role -> trained model.
+        num_steps: Number of steps of the complete run, known after `begin`.
     """
 
     def __init__(self, config: MasterConfig, launch: RunLaunch, console: ConsoleLogger, opened: ExitStack):
@@ -64,7 +64,7 @@ class SavedTraining:
         self._store: CheckpointStore | None = None
 
     def claim(self) -> None:
-        """Find the checkpoint to resume from, and lock the folder of checkpoints if it is known."""
+        """Find the checkpoint from which to resume, and lock the folder of checkpoints if it is known already."""
         run_id, restart_number = self._launch.run_id, self._launch.restart_number
         self.resume = find_resume_point(self._config, run_id, restart_number, self._console.warn)
         self._store = _known_store(self._config, self.resume, self._console)
@@ -73,15 +73,15 @@ class SavedTraining:
             self._store.sweep()
 
     def begin(self, num_steps: int, fingerprints: Mapping[str, str]) -> None:
-        """Report the step from which the run continues, and the inputs that have changed since.
+        """Report the step from which a resumed run continues, and the inputs that have changed since it was saved.
 
         Args:
-            num_steps: Steps of the complete run.
-            fingerprints: Texts by the name of an input, which change with the input if a resumed run relies on it.
-                Fingerprints of models are added.
+            num_steps: Number of steps of the complete run.
+            fingerprints: Name of an input -> a text that changes with the input, for inputs on which a resumed run
+                relies. Fingerprints of models are added.
 
         Raises:
-            CheckpointError: The checkpoint's adapters belong to another base.
+            CheckpointError: The checkpoint's adapters belong to another base model.
         """
         fingerprints = {**fingerprints, **model_fingerprints(self._config)}
         self.num_steps, self._fingerprints = num_steps, fingerprints
@@ -113,17 +113,17 @@ class SavedTraining:
             return False
         expected = self.origin_of_weights(self.resume.step)
         if self.resume.step >= self.num_steps and isinstance(written, dict):
-            expected["num_steps"] = written.get("num_steps")  # a lower number of steps needs no more training
+            expected["num_steps"] = written.get("num_steps")  # a lower number of steps needs no further training
         return bool(written == expected)
 
     def restore(self) -> None:
-        """Load the checkpoint into the trained models. The reference model keeps the initial weights of the run.
+        """Load the checkpoint into the trained models. The reference model keeps the run's initial weights.
 
-        If its files are damaged, the newest older checkpoint of the run is loaded.
+        If the checkpoint is damaged, load the newest checkpoint before it that is not.
 
         Raises:
-            CheckpointError: All checkpoints are damaged, or one holds anything but tensors or belongs to another
-                model.
+            CheckpointError: All checkpoints are damaged, or a checkpoint belongs to another model or holds something
+                other than tensors.
         """
         damaged: list[Path] = []
         while self.resume is not None:
@@ -138,7 +138,7 @@ class SavedTraining:
                 self.resume = self._before_damage(damaged, error)
 
     def _before_damage(self, damaged: Sequence[Path], error: DamagedCheckpointError) -> ResumePoint:
-        """Return the newest checkpoint of the same training that has not been found damaged."""
+        """Return the newest checkpoint of the same training that is not among the damaged ones."""
         older = older_resume_point(self._config, damaged, self._console.warn)
         if older is None:
             raise error
@@ -148,7 +148,8 @@ class SavedTraining:
         return older
 
     def open_checkpointer(self, loggers: FanOutLogger, folder: Path) -> Checkpointer:
-        """Return the writer of checkpoints during the loop. A resumed run continues the loggers."""
+        """Return the object that writes checkpoints during the loop. Checkpoints store the loggers' ids, so that a
+        resumed run continues their records."""
         store, config = self._store, self._config
         loop_config: Any = config  # every algorithm has data
         if store is None:
@@ -170,9 +171,9 @@ class SavedTraining:
         return checkpointer
 
     def save_final_weights(self, run_folder: Path, num_steps: int) -> Path:
-        """Write the weights of all trained models, and return the folder of the policy's.
+        """Write the final weights of all trained models, and return the folder of the policy's weights.
 
-        The policy's are last, since they mark the run as complete.
+        The policy's weights are written last, since they mark the run as complete.
         """
         checkpoint_dir = self.checkpoint_dir(run_folder)
         weights = final_weights_folder(checkpoint_dir, POLICY_ROLE)
@@ -189,8 +190,8 @@ class SavedTraining:
         return weights
 
     def _sign(self, weights: Path, step: int) -> None:
-        """Write the run id and step next to the final weights."""
-        # The disk may get full, or the folder be removed, after the weights have been written.
+        """Write the id of the run and the step next to the final weights."""
+        # Even after the weights have been written, the disk may be full or the folder removed.
         try:
             (weights / FINAL_RUN_FILE).write_text(f"{json.dumps(self.origin_of_weights(step))}\n", encoding="utf-8")
             add_to_inventory(weights, FINAL_RUN_FILE)
@@ -198,11 +199,12 @@ class SavedTraining:
             raise CheckpointError(f"{weights}: cannot be written: {one_line(error)}") from None
 
     def origin_of_weights(self, step: int) -> dict[str, Any]:
-        """Return the origin of the final weights, as the same folder may hold weights of another training."""
+        """Return what identifies the training of the final weights, since the same folder may hold weights of another
+        training."""
         return {"first_run_id": self._first_run_id, "step": step, "num_steps": self.num_steps}
 
     def checkpoint_dir(self, run_folder: Path) -> Path:
-        """Return the folder of checkpoints, which may be in the run's folder."""
+        """Return the folder of checkpoints. It may be in the run's folder."""
         return self._store.folder if self._store is not None else checkpoint_dir_of(self._config, run_folder)
 
     @property
@@ -235,7 +237,8 @@ class SavedTraining:
 
 
 def _known_store(config: MasterConfig, resume: ResumePoint | None, console: ConsoleLogger) -> CheckpointStore | None:
-    """Return the folder of checkpoints, or None if they are off or in the run's folder, which does not exist yet."""
+    """Return the folder of checkpoints, or None if checkpoints are off or go to the run's folder, which does not exist
+    yet."""
     if not config.checkpointing.enabled:
         return None
     known = resume.folder.parent if resume is not None else config.checkpointing.checkpoint_dir

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Setup of a run before its loop: checks of the model, the start of Ray and workers, and the effective settings."""
+"""Setup of a run before its loop: checks the model, starts Ray and workers, and shows the effective settings."""
 
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -61,10 +61,10 @@ class PreparedModel:
     """The model of a run as the driver knows it.
 
     Attributes:
-        files: Files next to exported weights, file name to content.
-        policy: The section of its settings, of the policy or of another role.
-        speech: Its chat format, by its files.
-        image_rule: Rule by which it reads images. None: a text-only model.
+        files: Name of a file next to exported weights -> its content.
+        policy: The model's settings as a `policy` section, also for a role.
+        speech: The model's chat format, from the model's files.
+        image_rule: Rule by which the model reads images. None: a text-only model.
     """
 
     source: ModelSource
@@ -82,10 +82,12 @@ def prepare_model(
     role: str | None = None,
     template_kwargs: Mapping[str, Any] = MappingProxyType({}),
 ) -> PreparedModel:
-    """Fetch and check the model, to report its problems before Ray starts, and load the tokenizer.
+    """Fetch and check the model, so that its problems are reported before Ray starts. Load the tokenizer, and return
+    both.
 
     Args:
-        role: Role of a model other than the policy. Its router settings are its own and need no warning.
+        role: Role of the model. None: the policy. Only the policy gets warnings about router settings, since roles use
+            their own.
         template_kwargs: The run's variables for the chat template.
     """
     source, folder = _fetched(policy, console)
@@ -98,7 +100,7 @@ def prepare_model(
         base = None if policy.init == "random" else folder
         if policy.lora is not None and (problems := adapter_problems(policy.lora, base)):
             raise ConfigurationError(problems)
-        # Imported here: Megatron-Core takes seconds to import, which the phase reports.
+        # Imported here, so that the phase reports the seconds that importing Megatron-Core takes.
         from nemo_rl_moe.models.megatron.model.router_settings import exported_config
         from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config
 
@@ -109,7 +111,7 @@ def prepare_model(
             console.warn(line)
     tokenizer = load_tokenizer(policy.tokenizer.name, policy.tokenizer.chat_template)
     files = collect_model_files(exported.content, hf_config, folder, tokenizer)
-    use_corrected_template(tokenizer, policy.tokenizer, console)  # after the export, which keeps the model's template
+    use_corrected_template(tokenizer, policy.tokenizer, console)  # `files` keep the model's template
     speech = describe_speech(tokenizer, load_published(str(folder)), template_kwargs)
     if role is None:
         announce_speech(speech, tokenizer, console)
@@ -117,7 +119,7 @@ def prepare_model(
 
 
 def announce_speech(speech: Speech, tokenizer: "PreTrainedTokenizerBase", console: ConsoleLogger) -> None:
-    """Show the model's chat format and format of calls."""
+    """Show the model's chat format and its format of tool calls."""
     for line in (*speech.lines(), calls_line(tokenizer)):
         if line is not None:
             console.message(line)
@@ -128,7 +130,7 @@ def announce_speech(speech: Speech, tokenizer: "PreTrainedTokenizerBase", consol
 def use_corrected_template(
     tokenizer: "PreTrainedTokenizerBase", settings: TokenizerConfig, console: ConsoleLogger
 ) -> None:
-    """Use this package's chat template if the tokenizer's loses parts of a conversation, and report it."""
+    """Replace the tokenizer's chat template by this package's if it loses parts of conversations, and report it."""
     if settings.chat_template is None and (line := correct_template(tokenizer, settings.corrected_template)):
         console.message(line)
 
@@ -136,7 +138,7 @@ def use_corrected_template(
 def model_warnings(
     policy: PolicyConfig, hf_config: Any, config_json: Mapping[str, Any], transformer: "TransformerConfig"
 ) -> list[str]:
-    """Return the warnings about the model's settings before a run, a line each."""
+    """Return a line for each warning about the model's settings."""
     from nemo_rl_moe.models.megatron.model.router_settings import (
         SIZES_OF_THE_MODEL,
         exported_config,
@@ -183,7 +185,7 @@ def read_samples(
     image_rule: ImageRule | None,
     speech: Speech,
 ) -> Samples:
-    """Read and tokenise one set of samples, and report truncated, dropped and skipped ones.
+    """Read, tokenise and return one set of samples, and report truncated, dropped and skipped samples.
 
     Args:
         load: `load_sft_dataset` or `load_preferences`.
@@ -211,7 +213,7 @@ def read_samples(
 def images_of_data(
     data: DataConfig, path: str | None, tokenizer: Any, image_rule: ImageRule | None
 ) -> ImageTokenizer | None:
-    """Return the treatment of a data set's images, or None for a text-only model."""
+    """Return the object that tokenises a data set's images, or None for a text-only model."""
     if image_rule is None:
         return None
     reader = ImageReader(image_folder(path, data.image_root), data.max_image_pixels)
@@ -219,15 +221,15 @@ def images_of_data(
 
 
 def fetch_on_machines(cluster: RayCluster, model: HubModel) -> None:
-    """Fetch a model of the hub on every machine of the run, unless the cache (HF_HOME) is shared."""
+    """Fetch a model from the hub on every machine of the run that does not find it in its cache (HF_HOME)."""
     if problems := [problem for problem in cluster.call_on_each_machine(fetching_problem, model) if problem]:
         raise ConfigurationError(list(dict.fromkeys(problems)))
 
 
 class ModelRun:
-    """A command that runs a model and does not train it: `prepare_model`, then `start_policy`.
+    """A command that runs a model without training it. The command calls `prepare_model`, then `start_policy`.
 
-    Everything that these and `use` open is closed in reverse order when the run, a context manager, is left.
+    The run is a context manager. At its end, everything that these methods and `use` opened is closed in reverse order.
     """
 
     def __init__(self, config: MasterConfig, console: ConsoleLogger):
@@ -246,47 +248,49 @@ class ModelRun:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if isinstance(error, UserError) and self._early_cluster is not None and self._early_cluster.is_starting:
-            report_problems(error)  # at once, as Ray cannot be stopped before it has started
+            report_problems(error)  # now, because Ray cannot be stopped before it has started
         self._opened.__exit__(kind, error, traceback)
 
     def use(self, context: AbstractContextManager[Opened]) -> Opened:
-        """Open something for the rest of the run."""
+        """Enter a context for the rest of the run, and return its value."""
         return self._opened.enter_context(context)
 
     def prepare_model(self) -> PreparedModel:
-        """Fetch and check the model, load the tokenizer, and let Ray start."""
+        """Fetch and check the model, load the tokenizer, and return both. Begin to start Ray in the background."""
         kwargs = self.config.data.chat_template_kwargs
         self._model = prepare_model(self.config.policy, self.console, template_kwargs=kwargs)
-        # Starts while data is read. Not earlier, so that problems of a model are reported without waiting for Ray.
+        # Ray starts while data is read. It does not start earlier, so that problems of a model are reported without
+        # waiting for it.
         self._early_cluster = EarlyCluster(self.config)
         self._opened.callback(self._early_cluster.close)
         return self._model
 
     def stop_reason(self) -> str | None:
-        """Return a request to stop that waits for a good moment. Without training, requests do not wait."""
+        """Return a request to stop that has to wait for the end of a step, or None. Without training, requests never
+        wait."""
         return None
 
     @property
     def cluster(self) -> RayCluster:
-        """Ray, which `start_policy` starts."""
+        """The Ray cluster, known after `start_policy`."""
         assert self._cluster is not None
         return self._cluster
 
     def start_policy(self) -> "MegatronPolicy":
-        """Start Ray and the workers, for forward passes only."""
+        """Start Ray and the policy's workers, for forward passes only. Return the policy."""
         return self._start_workers(seed=0, num_steps=None, keep_reference=False)
 
     def start_places(self, role: str) -> RayCluster:
-        """Reserve the machines of a role, until the run ends."""
+        """Reserve the machines of a role for the rest of the run, and return them as a cluster."""
         place = RayCluster(self.config.cluster.place_of(role), beside=self.cluster)
         self._opened.callback(place.shutdown)
         return place
 
     def _start_workers(self, *, seed: int, num_steps: int | None, keep_reference: bool) -> "MegatronPolicy":
-        from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy  # with Megatron-Core, which takes seconds
+        from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy  # imports Megatron-Core, which takes seconds
 
         model = self._model
-        assert model is not None  # prepare_model comes first
+        assert model is not None  # `prepare_model` has been called
         assert self._early_cluster is not None
         with self.console.phase("starting Ray"):
             self._cluster = self._early_cluster.get()
@@ -310,7 +314,7 @@ class ModelRun:
 
 
 def announce_moe(console: ConsoleLogger, moe_configuration: Mapping[str, Any], sources: Mapping[str, str]) -> None:
-    """Show the effective router settings with their sources. A default is not shown if its feature is off."""
+    """Show the effective router settings with their sources. Defaults of a feature that is off are not shown."""
     if not moe_configuration:
         console.message("the model has no MoE layers: there is nothing to track")
         return
@@ -330,7 +334,7 @@ def announce_moe(console: ConsoleLogger, moe_configuration: Mapping[str, Any], s
 
 
 def _has_effect(name: str, moe_configuration: Mapping[str, Any]) -> bool:
-    """Return False for defaults of a feature that is off."""
+    """Return whether a default has an effect. It has none if its feature is off."""
     if name.startswith(("moe_deepep_", "moe_flex_", "moe_hybridep_", "moe_ncclep_")):
         return bool(moe_configuration.get("moe_token_dispatcher_type") == "flex")
     if name == "moe_router_bias_update_rate":
@@ -339,7 +343,7 @@ def _has_effect(name: str, moe_configuration: Mapping[str, Any]) -> bool:
 
 
 def _short(value: Any) -> Any:
-    """Return a long list as its runs of equal entries: `3 x 0, 58 x 1`."""
+    """Return a value, but a long list as its runs of equal entries, such as `3 x 0, 58 x 1`."""
     if not isinstance(value, list) or len(value) <= _LONGEST_LIST_SHOWN:
         return value
     return ", ".join(f"{len(list(run))} x {entry}" for entry, run in itertools.groupby(value))
@@ -354,7 +358,7 @@ def summarise(
     *,
     loggers: Collection[str],
 ) -> str:
-    """Return a few lines on the results, problems with rewards, and files of the run."""
+    """Return a text of a few lines on the run's results, problems with rewards (`scoring`), and files."""
     lines = [f"\n{summary.num_steps} steps done."]
     for name in ("loss", "accuracy"):
         if f"val/{name}" in summary.last_validation:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Entry point of supervised fine-tuning: conversations in batches, then the loop."""
+"""Entry point of supervised fine-tuning: reads conversations, makes batches, then runs the loop."""
 
 from collections.abc import Iterator
 

@@ -1,6 +1,7 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Start of a run: in the process of the command, or under a supervisor that restarts it. Imports no torch."""
+"""Start of a run: in the process of the command, or under a supervisor that restarts it. This module imports no
+torch."""
 
 import os
 import sys
@@ -28,9 +29,9 @@ class RunLaunch:
     """One launch of a run: the first one, or a restart after a failure.
 
     Attributes:
-        run_id: Identifies the user's command. Restarts keep it.
+        run_id: Identifies the user's command. Restarts have the same id.
         restart_number: 0 for the first launch, then 1, 2, ...
-        started: Start of the command on the machine's monotonic clock, in seconds. None: now.
+        started: Time at which the command started, on the machine's monotonic clock, in seconds. None: now.
     """
 
     run_id: str
@@ -42,7 +43,7 @@ def train(config: MasterConfig, overrides: Sequence[str], *, owns_process: bool)
     """Run a configuration's algorithm from start to end, and return the exit code.
 
     Args:
-        owns_process: True if this process runs nothing else.
+        owns_process: Whether this process runs nothing else.
     """
     launch = RunLaunch(uuid.uuid4().hex, started=time.monotonic())
     if owns_process and config.cluster.max_restarts:
@@ -54,7 +55,7 @@ def train(config: MasterConfig, overrides: Sequence[str], *, owns_process: bool)
         with StopSignals() as stop_signals:
             launch_run(config, launch, stop_signals)
     except Exception as error:
-        # Errors without an exit code, which are bugs, end with the same one.
+        # Errors without an exit code are bugs, and end with the exit code of a failed run.
         if getattr(error, "exit_code", EXIT_RUN_FAILED) == EXIT_RUN_FAILED and (hint := _resume_hint(config, launch)):
             error.add_note(hint)
         raise
@@ -62,7 +63,8 @@ def train(config: MasterConfig, overrides: Sequence[str], *, owns_process: bool)
 
 
 def train_supervised(launch: RunLaunch) -> int:
-    """Run the configuration that a supervisor sends. After a failure, the supervisor prints how to resume."""
+    """Run the configuration that the supervisor writes to standard input, and return the exit code. After a failure,
+    the supervisor prints how to resume."""
     config = load_dumped(sys.stdin.read())
     watch_this_process()
     with StopSignals() as stop_signals:
@@ -87,8 +89,9 @@ def launch_run(config: MasterConfig, launch: RunLaunch, stop_signals: StopSignal
 
 
 def entry_point_of(algorithm: Algorithm) -> Callable[[Any, "TrainingRun"], None]:
-    """Return the function that runs an algorithm, built in or named by its record."""
-    # Imported here, as torch takes seconds, and a supervisor does not need it.
+    """Return the function that runs an algorithm: a built-in function, or the function that the algorithm's record
+    names."""
+    # Imported here, because torch takes seconds, and a supervisor does not need it.
     from nemo_rl_moe.launch.distillation import run_distillation
     from nemo_rl_moe.launch.dpo import run_dpo
     from nemo_rl_moe.launch.grpo import run_grpo
@@ -106,22 +109,22 @@ def entry_point_of(algorithm: Algorithm) -> Callable[[Any, "TrainingRun"], None]
 
 
 def take_process(overrides: Sequence[str], report_end: Callable[[], None] = lambda: None) -> None:
-    """Prepare this process for a run: with a watcher, and without secrets on its command line.
+    """Prepare this process for a run: start its watcher, and mask secrets on its command line.
 
     Args:
-        report_end: Prints how to resume after a failure that this process cannot report.
+        report_end: Called by the watcher to print how to resume, if this process ended without reporting its failure.
     """
     os.environ["PYTHONPATH"] = _search_path()
-    _hide_secrets(overrides)  # before the watcher is forked, which has the same command line
+    _hide_secrets(overrides)  # before the watcher is forked, because it has the same command line
     watch_this_process(report_end)
 
 
 def _hide_secrets(overrides: Sequence[str]) -> None:
-    """Mask the secrets on this process's command line, which other users, W&B and Ray's dashboard can see."""
+    """Mask secrets on this process's command line. Other users, W&B and Ray's dashboard can see the command line."""
     shown = {text: masked_assignment(text) for text in overrides}
     words = [shown.get(word, word) for word in sys.argv]
     if words != sys.argv:
-        # If the title also overwrites the environment, a run's processes are not found by their mark.
+        # A title that overwrites the environment would hide the variable by which a run's processes are found.
         os.environ.setdefault("SPT_NOENV", "1")
         from ray._raylet import setproctitle  # type: ignore[attr-defined]
 
@@ -130,9 +133,9 @@ def _hide_secrets(overrides: Sequence[str]) -> None:
 
 
 def _supervise(config: MasterConfig, launch: RunLaunch) -> int:
-    """Run the configuration in a separate process, again after failures, and return the last exit code."""
+    """Run the configuration in a separate process, restart it after failures, and return the last exit code."""
     os.environ["PYTHONPATH"] = _search_path()
-    # -P: search modules in the folders of this process, which need not include the working folder.
+    # -P: modules are searched in the same folders as in this process. The working folder is not added.
     words = [sys.executable, "-P", "-m", "nemo_rl_moe.cli", "run", "--run-id", launch.run_id]
     return supervise(
         Supervision(
@@ -145,7 +148,7 @@ def _supervise(config: MasterConfig, launch: RunLaunch) -> int:
 
 
 def _search_path() -> str:
-    """Return the folders of this process's modules, for Ray's workers."""
+    """Return the folders in which this process searches modules, for Ray's workers."""
     return os.pathsep.join(filter(None, [sys.path[0], os.environ.get("PYTHONPATH")]))
 
 
@@ -155,7 +158,7 @@ def _print_resume_hint(config: MasterConfig, launch: RunLaunch) -> None:
 
 
 def _resume_hint(config: MasterConfig, launch: RunLaunch) -> str | None:
-    """Return how to resume a run that has failed, or None without a checkpoint."""
+    """Return a line on how to resume a run that has failed, or None without a checkpoint."""
     try:
         point = find_resume_point(config, launch.run_id, 1, lambda problem: None)
     except (UserError, OSError):

@@ -1,6 +1,7 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The supervisor of a run with `cluster.max_restarts`: restarts its process after failures, and passes on signals."""
+"""The supervisor of a run with `cluster.max_restarts`: it restarts the run's process after failures, and forwards
+signals to it."""
 
 import os
 import signal
@@ -27,7 +28,7 @@ from nemo_rl_moe.errors import EXIT_RUN_FAILED, exit_code_of_signal, printable
 LONGEST_WAIT_S = 30.0
 POLL_S = 1.0
 CLEARING_LIMIT_S = LOGGERS_GRACE_S + ENDING_LIMIT_S + 15.0
-"""Seconds to wait for the watcher of a failed run, which ends its remaining processes."""
+"""Seconds to wait until the watcher of a failed run has ended the run's remaining processes."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +36,10 @@ class Supervision:
     """A run under supervision.
 
     Attributes:
-        command: Returns the command of the run's process, given the number of restarts so far.
+        command: Function from the number of restarts so far to the command line of the run's process.
         stdin: Standard input of the process: the resolved configuration, which may contain secrets.
-        resume_hint: Returns a line on how to resume a failed run, or None without a checkpoint.
-        restart_wait_s: Seconds before the first restart, doubled for each later one.
+        resume_hint: Function that returns a line on how to resume a failed run, or None without a checkpoint.
+        restart_wait_s: Seconds to wait before the first restart. Doubled for each further restart.
     """
 
     command: Callable[[int], Sequence[str]]
@@ -49,16 +50,17 @@ class Supervision:
 
 
 def supervise(supervision: Supervision) -> int:
-    """Run a process to its end, and again after each failure while restarts remain.
+    """Run a process to its end, and restart it after each failure while restarts remain.
 
-    Return the exit code of the process, 1 if it was killed, or 128 plus the signal's number if it was stopped.
+    Return the exit code of the last process, 1 if the process was killed, or 128 plus the signal's number if the user
+    stopped it.
     """
     adopt_orphans()
     awaited = stop_signals()
-    # Blocked from here on and polled, so that none is lost between two polls.
+    # Signals are blocked from here on and polled, so that none is lost between two polls.
     former_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*awaited, signal.SIGCHLD})
     try:
-        with tempfile.TemporaryFile("w+", encoding="utf-8") as stdin:  # has no name, so that nothing of it remains
+        with tempfile.TemporaryFile("w+", encoding="utf-8") as stdin:  # without a name: no secrets remain
             stdin.write(supervision.stdin)
             stdin.flush()
             return _Supervisor(supervision, awaited, stdin).run()
@@ -67,7 +69,7 @@ def supervise(supervision: Supervision) -> int:
 
 
 class _Supervisor:
-    """Starter of the run's process, again after failures."""
+    """Starts the run's process, waits for it, and restarts it after failures."""
 
     def __init__(self, supervision: Supervision, stop_signals: set[signal.Signals], stdin: IO[str]):
         self._supervision = supervision
@@ -76,7 +78,7 @@ class _Supervisor:
         self._request: signal.Signals | None = None
 
     def run(self) -> int:
-        """Return the exit code of the run."""
+        """Run and restart the process, and return the exit code of the run."""
         most = self._supervision.max_restarts
         restarts = 0
         while True:
@@ -105,27 +107,27 @@ class _Supervisor:
             signal_when_parent_ends(signal.SIGKILL)
             if os.getppid() != supervisor:
                 os._exit(EXIT_RUN_FAILED)
-            # Background jobs of a shell ignore SIGINT, and their child processes inherit that.
+            # Background jobs of a shell ignore SIGINT, and their child processes inherit this.
             for number in STOP_SIGNALS:
                 signal.signal(number, signal.SIG_DFL)
-            # The run unblocks them when it has its handlers.
+            # The run unblocks these signals when its handlers are installed.
             signal.pthread_sigmask(signal.SIG_SETMASK, STOP_SIGNALS)
 
         self._stdin.seek(0)
         process = subprocess.Popen(
             list(self._supervision.command(restart_number)),
             stdin=self._stdin,
-            start_new_session=True,  # the terminal's signals are passed on instead
+            start_new_session=True,  # so it gets the terminal's signals only from this process
             preexec_fn=prepare,
         )
-        process.returncode = 0  # `_collect` waits for the exit code, so Popen must not
+        process.returncode = 0  # so that Popen does not wait for the exit code, as `_collect` does
         return process.pid
 
     def _wait_for(self, process: int) -> int:
         while (exit_code := _collect(process)) is None:
             received = signal.sigtimedwait({*self._stop_signals, signal.SIGCHLD}, POLL_S)
             if received is not None and received.si_signo in self._stop_signals:
-                # The run has no terminal, so it gets SIGTERM when the terminal is closed.
+                # The run has no terminal, so when the terminal is closed it gets SIGTERM.
                 is_closed = received.si_signo == signal.SIGHUP
                 self._request = signal.SIGTERM if is_closed else signal.Signals(received.si_signo)
                 os.kill(process, self._request)
@@ -133,15 +135,17 @@ class _Supervisor:
 
 
 def _collect(process: int) -> int | None:
-    """Return the exit code of the run's process, negative if a signal killed it, or None while it runs."""
-    while True:  # ended children stay as zombies until they are collected
+    """Return the exit code of the run's process, or None while the process runs. The code is negative if a signal
+    killed the process."""
+    while True:  # other children that have ended are collected too, since they stay zombies otherwise
         ended, status = os.waitpid(-1, os.WNOHANG)
         if ended in (0, process):
             return os.waitstatus_to_exitcode(status) if ended else None
 
 
 def _wait_until_cleared() -> None:
-    """Wait until the watcher of the ended process has ended the run's orphans, which are children of this process."""
+    """Wait until the watcher of the ended process has ended the run's orphans. The orphans are children of this
+    process."""
     deadline = time.monotonic() + CLEARING_LIMIT_S
     with suppress(ChildProcessError):
         while time.monotonic() < deadline:

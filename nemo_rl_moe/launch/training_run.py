@@ -1,6 +1,7 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A training run around its loop: model, workers, resume point, run folder, loggers, checkpoints, final weights."""
+"""Everything of a training run except its loop: model, workers, resume point, run folder, loggers, checkpoints, final
+weights."""
 
 import json
 from collections.abc import Collection, Mapping
@@ -49,24 +50,24 @@ if TYPE_CHECKING:
 
 DIVERGED_SAMPLES_FILE = "diverged_samples.json"
 _NOTHING_SAVED = -1
-"""A step before the first one, for a restart of a run that has saved nothing."""
+"""Number of a step before the first step, for a restart of a run that has saved nothing."""
 
 
 class TrainingRun(ModelRun):
-    """One run of any algorithm, around its loop.
+    """One run of any algorithm, without the algorithm's loop.
 
-    An algorithm's entry point calls `prepare_model`, `begin` after it has read the data, `start_policy`, `restore`,
-    `open`, which returns the recorder for the loop, and after the loop `end` with its summary. Everything that these
-    and `use` open is closed in reverse order when the run, a context manager, is left.
+    An algorithm's entry point calls `prepare_model`, reads the data, and calls `begin`, `start_policy`, `restore` and
+    `open`. `open` returns the recorder for the loop. After the loop it calls `end` with the loop's summary. The run is
+    a context manager. At its end, everything that these methods and `use` opened is closed in reverse order.
 
-    Entering it finds the checkpoint to resume from, before a model or data is read, and locks the run's checkpoints. It
-    raises a CheckpointError if the run cannot continue from the checkpoint.
+    Entering the context finds the checkpoint from which the run resumes, before a model or data is read, and locks the
+    run's checkpoints. It raises a CheckpointError if the run cannot continue from the checkpoint.
 
     Args:
-        stop_signals: Requests to stop. After `open`, the first one ends the loop only after its step.
+        stop_signals: Requests to stop. After `open`, the first request only ends the loop at the end of a step.
 
     Attributes:
-        saved: The checkpoint that the run resumes from, and its own checkpoints.
+        saved: The checkpoint from which the run resumes, and the run's own checkpoints.
     """
 
     def __init__(self, config: MasterConfig, launch: RunLaunch, stop_signals: StopSignals):
@@ -99,28 +100,29 @@ class TrainingRun(ModelRun):
             self.console.message(self._ending)
 
     def stop_reason(self) -> str | None:
-        """Return the request to stop after the present step, or None."""
+        """Return the request to stop after the current step, or None."""
         return self._stop_signals.reason()
 
     def prepare_role(self, role: str) -> PreparedModel:
-        """Fetch and check the model of another role, after `prepare_model`."""
+        """Fetch, check and return the model of a role. `prepare_model` must have been called."""
         assert self._model is not None
         return prepare_role(self.config, role, self._model, self.console)
 
     def start_role(self, role: str, model: PreparedModel) -> "ModelWorkers":
-        """Start the workers of another role, after the policy's."""
-        from nemo_rl_moe.models.policy.model_workers import ModelWorkers  # with Megatron-Core, which takes seconds
+        """Start the workers of a role, and return them. The policy's workers must have been started."""
+        from nemo_rl_moe.models.policy.model_workers import ModelWorkers  # imports Megatron-Core, which takes seconds
 
         return start_role(self, role, model, ModelWorkers)
 
     def start_trainable_role(
         self, role: str, model: PreparedModel, heads: Collection[Head] = (Head.LOGPROBS,)
     ) -> "TrainableModel":
-        """Start the workers of another role that trains, after the policy's and before `restore`.
+        """Start the workers of a role that trains, and return its model. Call this after `start_policy` and before
+        `restore`.
 
-        It trains in every step of the run, and is saved and resumed with it.
+        The model trains in every step of the run. It is saved with the run's checkpoints and resumed from them.
         """
-        from nemo_rl_moe.models.policy.lm_policy import TrainableModel  # with Megatron-Core, which takes seconds
+        from nemo_rl_moe.models.policy.lm_policy import TrainableModel  # imports Megatron-Core, which takes seconds
 
         make = partial(
             TrainableModel,
@@ -137,9 +139,10 @@ class TrainingRun(ModelRun):
         """Report the first step of the run, and notices about its settings. Writes no files.
 
         Args:
-            fingerprints: Texts by the name of an input, which change with the input if a resumed run relies on it.
-            num_samples: Samples of an epoch, of which each step takes a complete batch. None: an epoch skips no
-                samples.
+            fingerprints: Name of an input -> a text that changes with the input, for inputs on which a resumed run
+                relies.
+            num_samples: Number of samples in an epoch that is divided into complete batches, so that some samples may
+                be skipped. None: no sample is skipped.
         """
         self.saved.begin(num_steps, fingerprints)
         if not self.is_complete:
@@ -150,7 +153,7 @@ class TrainingRun(ModelRun):
 
     @property
     def num_steps(self) -> int:
-        """Steps of the complete run, known after `begin`."""
+        """Number of steps of the complete run, known after `begin`."""
         return self.saved.num_steps
 
     @property
@@ -160,11 +163,11 @@ class TrainingRun(ModelRun):
 
     @property
     def remaining_steps(self) -> range:
-        """Steps from the number of done steps to that of the complete run."""
+        """The steps that are left: from the number of steps done to the number of steps of the complete run."""
         return range(self.saved.resume.step if self.saved.resume is not None else 0, self.num_steps)
 
     def start_policy(self) -> "MegatronPolicy":
-        """Start Ray and the workers of the policy."""
+        """Start Ray and the workers of the policy, and return the policy."""
         policy = self._start_workers(
             seed=self.algorithm.loop_of(self.config).seed,
             num_steps=self.algorithm.num_policy_updates(self.config, self.num_steps),
@@ -178,13 +181,13 @@ class TrainingRun(ModelRun):
         self.saved.restore()
 
     def open(self) -> StepRecorder:
-        """Open the run's folder, its loggers and its checkpoints, show the effective settings, and return the loop's
-        recorder.
+        """Open the run's folder, loggers and checkpoints, show the effective settings, and return the recorder for the
+        loop.
 
-        A resumed run continues in its folder, without the records of later steps.
+        A resumed run continues in its folder. Records of steps after the checkpoint are removed.
         """
         policy, config = self._policy, self.config
-        assert policy is not None  # start_policy comes first
+        assert policy is not None  # `start_policy` has been called
         self._folder, resume = self._run_folder()
         resolved = dump_resolved(config)
         resumed_at = None if resume is None or resume.step == _NOTHING_SAVED else resume.step
@@ -204,13 +207,14 @@ class TrainingRun(ModelRun):
         return self._folder
 
     def end(self, summary: RunSummary) -> None:
-        """Write the final weights of a complete run, and prepare the report that follows when everything is closed."""
+        """Write the final weights if the run is complete, and prepare the summary that is printed when everything is
+        closed."""
         assert self._folder is not None
         folder, saves = self._folder, self.config.checkpointing.enabled
         scoring = scoring_lines(folder)
         if summary.stopped_for is not None:
             if summary.num_steps == 0:
-                self._stop_signals.end_now()  # nothing to keep, as before the loop
+                self._stop_signals.end_now()  # there is nothing to keep, so the run ends as before the loop
             checkpoint_dir = self.saved.checkpoint_dir(folder) if saves else None
             self._ending = "\n".join([self._stopped(summary, checkpoint_dir), *scoring])
             return
@@ -225,7 +229,7 @@ class TrainingRun(ModelRun):
             if resume.run_folder is not None:
                 rewind_run_folder(resume.run_folder, resume.step)
                 return resume.run_folder, LoggerResume(resume.step, resume.state.logger_run_ids)
-            # Its folder is gone or another's. An earlier launch of this run may have made a new one.
+            # The folder is missing or belongs to another run. An earlier launch of this run may have made a new folder.
             if (earlier := find_run_folder(log_dir, run_id)) is not None:
                 rewind_run_folder(earlier, resume.step)
                 return earlier, LoggerResume(resume.step, {})
@@ -237,7 +241,7 @@ class TrainingRun(ModelRun):
 
     def _recorder(self, loggers: FanOutLogger, folder: Path) -> StepRecorder:
         settings = self.config.checkpointing
-        # Entered first, so that it is left last: a request to stop must not cut off the last writes after the loop.
+        # Entered first, so that it is left last: a request to stop must not interrupt the last writes after the loop.
         self.use(self._stop_signals.graceful())
         sinks = self._record_sinks(loggers, folder)
         checkpointer = self.saved.open_checkpointer(loggers, folder) if settings.enabled else None
@@ -290,7 +294,8 @@ class TrainingRun(ModelRun):
 
 
 def _all_samples(error: TrainingDivergedError, run_folder: Path) -> str:
-    """Write the samples of the step to a file, and return a line with its path."""
+    """Write the ids of the step's samples to a file, and return a line with its path, or an empty text if that
+    fails."""
     path = run_folder / DIVERGED_SAMPLES_FILE
     try:
         path.write_text(json.dumps({"sample_ids": error.sample_ids}, indent=1) + "\n", encoding="utf-8")

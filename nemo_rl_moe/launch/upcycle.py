@@ -1,6 +1,7 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The command `nemo-rl-moe upcycle`: makes a model with experts of a dense model, and compares their logits."""
+"""The command `nemo-rl-moe upcycle`: turns a dense model into a Mixture-of-Experts model, and compares the logits of
+both."""
 
 import os
 from collections.abc import Mapping
@@ -35,13 +36,13 @@ _OF_16_BITS = ("BF16", "F16")
 
 @dataclass(frozen=True)
 class UpcyclingRequest:
-    """Folders and shape of an upcycling.
+    """What to upcycle: the folders, and the shape of the experts.
 
     Attributes:
-        target: Folder of the output, which must be empty or not exist.
-        seed: Seed of the routers.
-        is_checked: Whether the logits of both models are compared. None: if the new one takes at most half of the free
-            memory in float32.
+        target: Folder of the output. It must be empty or not exist.
+        seed: Seed of the routers' random weights.
+        is_checked: Whether to compare the logits of both models. None: compare them if the new model in float32 takes
+            at most half of the free memory.
     """
 
     source: Path
@@ -58,7 +59,7 @@ class LogitsDifference:
     Attributes:
         largest: Largest absolute difference of two logits.
         scale: Largest absolute logit of the first model.
-        num_same: Positions, of `num_tokens`, at which both models rank the same token first.
+        num_same: Number of positions, among `num_tokens`, at which both models rank the same token first.
     """
 
     largest: float
@@ -75,12 +76,12 @@ class LogitsDifference:
 
 def upcycle(request: UpcyclingRequest) -> None:
     """Write the model with experts, completely or not at all, and print the difference of its logits."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks for an accelerator
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # set before torch looks for an accelerator
     console = ConsoleLogger(total_steps=0, live="auto")
     try:
         _upcycle(request, console)
     except UserError as error:
-        # The checks use the names of a run's configuration.
+        # The checks name keys of a run's configuration.
         raise ConfigurationError([line.replace("policy.model_name:", "--model:") for line in error.problems]) from error
 
 
@@ -110,13 +111,13 @@ def _upcycle(request: UpcyclingRequest, console: ConsoleLogger) -> None:
     console.message(
         f"{target}: {upcycling.num_parameters:,} parameters, of which a token uses {upcycling.num_active_parameters:,}"
     )
-    # In bfloat16, copies tie, and a token would use slices of two.
+    # In bfloat16, the scores of two copies can tie, and a token would use a slice of each.
     routers = " policy.megatron_cfg.moe_router_dtype=fp32" if request.shape.granularity > 1 else ""
     console.message(f"to train it: policy.model_name={target} policy.init=pretrained{routers}")
 
 
 def _warnings(shape: ExpertShape, held: SafetensorsFolder, files: Mapping[str, bytes]) -> list[str]:
-    """Return lines on rounded weights, omitted tensors, and code that is not copied."""
+    """Return warnings about rounded weights, omitted tensors, and code that is not copied."""
     lines = []
     if shape.rounds_weights and any(tensor.dtype in _OF_16_BITS for tensor in held.tensors.values()):
         lines.append(
@@ -131,7 +132,8 @@ def _warnings(shape: ExpertShape, held: SafetensorsFolder, files: Mapping[str, b
 
 
 def _is_checked(request: UpcyclingRequest, upcycling: Upcycling, console: ConsoleLogger) -> bool:
-    """Return whether the logits are compared. Without a decision of the user, print a line if there is no memory."""
+    """Return whether to compare the logits. If the user has not decided and memory is short, print why they are not
+    compared."""
     if request.is_checked is not None:
         return request.is_checked
     needed, free = 4 * upcycling.num_parameters, psutil.virtual_memory().available
@@ -145,11 +147,12 @@ def _is_checked(request: UpcyclingRequest, upcycling: Upcycling, console: Consol
 
 
 def _checked_config(request: UpcyclingRequest) -> Mapping[str, Any]:
-    """Return the dense model's `config.json`, after the checks that need nothing else."""
+    """Return the dense model's `config.json`, after the checks that need no other file."""
     source, target = request.source, request.target
     if not source.is_dir():
         raise ConfigurationError(
-            f"--model: got {str(source)!r}, which is no folder; of a model of the hub, name its folder in the cache"
+            f"--model: got {str(source)!r}, which is no folder; for a model of the hub, give its folder in the hub's"
+            " cache"
         )
     require_free(target)
     if target.resolve().is_relative_to(source.resolve()):
@@ -166,7 +169,7 @@ def _checked_config(request: UpcyclingRequest) -> Mapping[str, Any]:
 
 
 def compare_logits(dense: Path, moe: Path) -> LogitsDifference:
-    """Compute the logits of random tokens with transformers, one model after the other."""
+    """Compute the logits of the same random tokens with both models in transformers, and return their difference."""
     expected, found = _logits(dense), _logits(moe)
     if not (expected.isfinite().all() and found.isfinite().all()):
         raise ConfigurationError(f"--model: {dense}: its logits are NaN or infinite in float32; nothing is written")
@@ -183,7 +186,7 @@ def _logits(folder: Path) -> Float[Tensor, "tokens vocabulary"]:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    # Grouped matrix products need widths that are multiples of 16 bytes.
+    # "eager", because grouped matrix products need widths that are multiples of 16 bytes.
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, local_files_only=True, experts_implementation="eager"
     )

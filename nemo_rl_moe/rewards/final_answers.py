@@ -11,24 +11,24 @@ from nemo_rl_moe.rewards.interface import ScoringItem
 # Separates the derivation from the answer in GSM8K.
 _WORKED = re.compile(r"^[ \t]*####(?!#)", re.MULTILINE)
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[\\{}]|[{}]")
-# Text between boxes that form one answer.
+# Text between two boxes that form one answer.
 _BETWEEN = re.compile(r"[\s,;$]*(?:and|or)?[\s,;$]*")
 _LONGEST_BETWEEN = 40
 _STYLE = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}]*)\}")
 _CHOICE = re.compile(r"\(?([A-J])[).:]?")
-# A letter before the choice's text, as in `(A) 12`.
+# The letter of a choice before its text, as in `(A) 12`.
 _LABEL = re.compile(r"(?:\(([A-J])\)|([A-J])[).:])[\s~\\]*(?![\s~\\,;/&]|(?:and|or)\b)(?!.*\([A-J]\))", re.DOTALL)
 _STATED = re.compile(r"\banswer\s*(?:is|:)[:*_($\s]*(?:(?:choice|option)[:*_($\s]*)?([A-J])\b", re.IGNORECASE)
 _ANOTHER = re.compile(
     r"[).:*_$\s]*(?:[,;/&]|\b(?:and|or)\b)[*_($\s]*(?:(?:and|or)\b[*_($\s]*)?(?:[A-HJ]|I(?! [a-z]))\b(?!'| is\b)"
 )
 SEVERAL = "several"
-"""Result for a response that states several choices."""
+"""Result of `stated_choice` for a response that states several choices."""
 _SAID = re.compile(r"\banswer\s*(?:is|:)[:*_\s]*(\S.*)", re.IGNORECASE)
 _WORDS = re.compile(r"[^\W\d_]+(?: [^\W\d_]+)*")
 _PRODUCT = re.compile(r"[b-df-hj-np-tv-z]{2,3}|inf|infinity|.*\b(?:and|or)\b.*")
 _SHOWN_WORDS = re.compile(r"(\$|\\boxed\s*\{)\s*([^\W\d_]{2,}(?: [^\W\d_]+)*)\s*(?=[$}])")
-# 1e3, and 1e-3 or 2.5e-3, but not 2e-3, which may be twice e minus 3.
+# 1e3, 1e-3 and 2.5e-3 are numbers, but 2e-3 may mean twice e minus 3.
 _POWER = re.compile(r"(?<![\w.])(?:\d+(?:\.\d+)?[eE]\+?|(?:1|\d+\.\d+)[eE]-)\d{1,2}(?![\w.]\w|\w)")
 _MIXED = re.compile(
     r"(?:^|(?<=[{$(=:])|(?<=\bis))(\s*-?)(\d{1,15})\s+(\d{1,15})\s*/\s*([1-9]\d{0,14})\s*(?=\.?\s*$|[}$),\\])"
@@ -39,7 +39,8 @@ _STOP = re.compile(r"(?<=\d)\.(?=\s*(?:[}$]|$))")
 def gold_answer(item: ScoringItem) -> str:
     r"""Return the record's final answer: after its last `####` at the start of a line, or in its last `\boxed{...}`.
 
-    Without either it is the entire answer. If there are several boxes, the last counts, as in a response.
+    Without either, the final answer is the entire answer. If there are several boxes, the last one counts, as in a
+    response.
 
     Raises:
         ValueError: The record has no answer.
@@ -52,7 +53,8 @@ def gold_answer(item: ScoringItem) -> str:
 
 
 def choice_in(text: str) -> str | None:
-    r"""Return the letter, A to J, if a text is only that of a choice: `B`, `(B)`, `B.` or `\text{B}`."""
+    r"""Return the letter of a choice, A to J, if a text only consists of it: `B`, `(B)`, `B.` or `\text{B}`, else
+    None."""
     found = _CHOICE.fullmatch(_plain(text).strip(" \n$*"))
     return found[1] if found else None
 
@@ -60,16 +62,16 @@ def choice_in(text: str) -> str | None:
 def stated_choice(response: str) -> str | None:
     r"""Return the letter of the choice that a response states, or None.
 
-    The last box counts if it contains the letter, alone or before the choice's text, such as `\textbf{(B)}\ 12`.
-    Without a box a response states `B` if it is only `B`, or if `B` follows its last "answer is" or "answer:". If other
-    letters follow that one, the result is `SEVERAL`.
+    If a response has boxes, the last box must contain the letter, alone or before the choice's text, such as
+    `\textbf{(B)}\ 12`. Without a box, a response states `B` if it only consists of `B`, or if `B` follows its last
+    "answer is" or "answer:". If further letters follow this letter, the result is `SEVERAL`.
     """
     if closed_boxes(response):
         boxed = _plain(last_box(response) or "").strip(" \n$*~\\")
         label = _LABEL.match(boxed)
         return choice_in(boxed) or (label[1] or label[2] if label else None)
     shown = _plain(response)
-    # The words may have any case, the letter only upper case: "the answer is a cat" states no choice.
+    # The words may have any case, but the letter must be upper case: "the answer is a cat" states no choice.
     stated = [found for found in _STATED.finditer(shown) if found[1].isupper()]
     if not stated:
         return choice_in(response)
@@ -79,8 +81,8 @@ def stated_choice(response: str) -> str | None:
 def are_words(answer: str) -> bool:
     r"""Return whether an answer consists of words, such as `DACB` or `\text{no solution}`.
 
-    math-verify would take bare words for products of letters, so that `DACB` equals `ABCD`. Two or three lower-case
-    consonants, such as `xy`, are a product, and `and` or `or` joins several answers.
+    math-verify would read bare words as products of letters, so that `DACB` would equal `ABCD`. But two or three
+    lower-case consonants, such as `xy`, are a product, and `and` or `or` joins several answers.
     """
     words = " ".join(_bare(answer).split())
     return _WORDS.fullmatch(words) is not None and max(map(len, words.split())) > 1 and not _PRODUCT.fullmatch(words)
@@ -89,8 +91,8 @@ def are_words(answer: str) -> bool:
 def states_the_words(response: str, gold: str) -> bool:
     r"""Return whether a response's last box contains the words of the gold answer, with or without `\text{}`.
 
-    The case of words is ignored. A response without a box states them if it consists of them, or if they follow its
-    last "answer is" or "answer:" on the line.
+    The case of words is ignored. A response without a box states the words if it consists of them, or if they are the
+    rest of the line after its last "answer is" or "answer:".
     """
     boxed = last_box(response)
     if not are_words(gold):
@@ -104,30 +106,31 @@ def states_the_words(response: str, gold: str) -> bool:
 
 
 def with_words_marked(text: str) -> str:
-    r"""Wrap bare words in boxes and between dollars in `\text{...}`, so that they are no products of letters."""
+    r"""Return a text in which bare words in boxes and between dollars are wrapped in `\text{...}`, so that they are not
+    read as products of letters."""
     return _SHOWN_WORDS.sub(r"\1\\text{\2}", text)
 
 
 def with_numbers_written_out(text: str) -> str:
-    """Replace `1e3` by `1000`, the mixed number `3 1/2` by `7/2`, and `5.` at an end by `5`."""
+    """Return a text with `1e3` replaced by `1000`, the mixed number `3 1/2` by `7/2`, and `5.` at the end by `5`."""
     plain = _POWER.sub(lambda found: format(Decimal(found[0]), "f"), _STOP.sub("", text))
     return _MIXED.sub(lambda found: f"{found[1]}{int(found[2]) * int(found[4]) + int(found[3])}/{found[4]}", plain)
 
 
 def _bare(text: str) -> str:
-    """Remove LaTeX's marks of plain text, and the marks of mathematics and full stops around a text."""
+    """Return a text without LaTeX's marks of plain text, and without dollars, asterisks and full stops around it."""
     return _plain(text.strip(" \n$*.")).strip(" \n$*.")
 
 
 def _plain(text: str) -> str:
-    r"""Remove LaTeX's marks of plain text, such as `\text{...}`."""
+    r"""Return a text without LaTeX's marks of plain text, such as `\text{...}`."""
     return _STYLE.sub(r"\1", text)
 
 
 def from_last_boxes(response: str) -> str:
-    r"""Return a response from its last answer in boxes, or all of it if it has no earlier box.
+    r"""Return a response from its last answer in boxes on, or the entire response if no box precedes that answer.
 
-    math-verify would compare the set of all boxes, including boxes that a later one corrects.
+    math-verify would compare the set of all boxes, including boxes that a later box corrects.
     """
     boxes = closed_boxes(response)
     last = _last_answer(response, boxes)
@@ -135,13 +138,13 @@ def from_last_boxes(response: str) -> str:
 
 
 def last_box(text: str) -> str | None:
-    """Return the content of the last answer in boxes, or None if it does not have exactly one box."""
+    """Return the content of the last answer in boxes, or None if this answer does not consist of exactly one box."""
     last = _last_answer(text, closed_boxes(text))
     return text[text.index("{", last[0][0]) + 1 : last[0][1] - 1] if len(last) == 1 else None
 
 
 def _last_answer(text: str, boxes: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
-    """Return the last box, with the boxes before it that belong to the same answer."""
+    """Return the positions of the last box and of the boxes before it that belong to the same answer."""
     first = len(boxes) - 1
     while first > 0:
         end, start = boxes[first - 1][1], boxes[first][0]
@@ -152,7 +155,7 @@ def _last_answer(text: str, boxes: Sequence[tuple[int, int]]) -> Sequence[tuple[
 
 
 def closed_boxes(text: str) -> list[tuple[int, int]]:
-    """Return start and end of each closed box that is not inside another one."""
+    """Return start and end of each closed box that is not inside of another closed box."""
     found: list[tuple[int, int]] = []
     opened: list[int | None] = []
     for brace in _BRACES.finditer(text):

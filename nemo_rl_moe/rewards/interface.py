@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Interface of scoring: items, scores, faults."""
+"""Interface of scoring: items to score, scores, and faults."""
 
 import math
 from collections import Counter
@@ -17,10 +17,10 @@ class ScoringItem:
     """One response to be scored.
 
     Attributes:
-        prompt: As text, without the chat template's additions.
-        is_truncated: The response was truncated at the length limit.
+        prompt: The prompt as text, without the chat template's additions.
+        is_truncated: Whether the response was truncated at the length limit.
         record: The data's record of the prompt (`answer`, `metadata`, ...).
-        environment: Name in `env.mixture`, or empty if the run has one environment.
+        environment: Name in `env.mixture`. Empty without a mixture.
     """
 
     sample_id: str
@@ -32,7 +32,7 @@ class ScoringItem:
 
 
 class Fault(Enum):
-    """Reason for a missing score."""
+    """Reason why a response has no score."""
 
     ERROR = "error"
     TIMEOUT = "timeout"
@@ -41,13 +41,13 @@ class Fault(Enum):
 
 @dataclass(frozen=True)
 class Score:
-    """Score of a response.
+    """The score of a response.
 
     Attributes:
-        reward: At most `LARGEST_REWARD` in size, and 0 if scoring failed. `checked_score` sets it to the weighted sum
-            of named rewards.
-        fault: Reason for a missing score, or None.
-        rewards: Several rewards by name, or empty if the reward function returns one number.
+        reward: The reward, from -`LARGEST_REWARD` to `LARGEST_REWARD`. 0 if scoring failed. If there are named rewards,
+            `checked_score` sets it to their weighted sum.
+        fault: Reason why scoring failed. None: it did not.
+        rewards: Name -> reward. Empty if the reward function returns one number.
     """
 
     reward: float
@@ -58,12 +58,13 @@ class Score:
 
     @classmethod
     def named(cls, rewards: Mapping[str, float], *, is_correct: bool) -> "Score":
-        """Make a score of several rewards by name, which `env.reward_weights` weighs."""
+        """Return a score with several named rewards. `env.reward_weights` has their weights."""
         return cls(0.0, is_correct, rewards=rewards)
 
 
 LARGEST_REWARD = 1e6
-"""Largest size of a reward. Beyond it, the float32 of advantages and losses has too few digits for differences."""
+"""Maximum size of a reward. With larger rewards, differences of advantages and losses would be too small for
+float32."""
 
 
 REWARD_KEY = "env.reward"
@@ -71,14 +72,15 @@ WEIGHTS_KEY = "env.reward_weights"
 
 
 def checked_score(score: Score, weights: Mapping[str, float] | None = None) -> Score:
-    """Set the reward to the weighted sum of named rewards, and check it. Return reward 0 with the fault if it is wrong.
+    """Return a score with the weighted sum of its named rewards as reward. If a reward is invalid, return reward 0 with
+    the fault.
 
-    A fault is a reward that is NaN, infinite or too large, a name without a weight, or a weight without its reward. The
-    driver calls this, because a reward function may change the code of its own process.
+    A reward is invalid if it is NaN, infinite or too large, if its name has no weight, or if a weight has no reward.
+    The driver calls this, because a reward function may change the code of the process that runs it.
 
     Args:
-        score: Result of the reward function. A checked score stays as it is.
-        weights: Weight of each named reward, or None if the reward function returns one number.
+        score: Result of the reward function. A score that has been checked already is returned unchanged.
+        weights: Name of a reward -> weight. None: the reward function returns one number.
     """
     if score.fault is None and (weights is not None or score.rewards):
         if weights is None or set(score.rewards) != set(weights):
@@ -96,7 +98,7 @@ def _out_of_range(what: str, reward: float) -> str:
 
 
 def _misnamed(rewards: Mapping[str, float], weights: Mapping[str, float] | None) -> str:
-    """Describe the first difference between the names of rewards and of weights."""
+    """Return a description of the first difference between the names of rewards and of weights."""
     if weights is None:
         return f"rewards by name ({', '.join(map(str, rewards))}) need {WEIGHTS_KEY}, which is null"
     if not rewards:
@@ -114,7 +116,7 @@ def _failed(problem: str) -> Score:
 
 
 def with_turn_rewards(score: Score, rewards: Sequence[float]) -> Score:
-    """Add the rewards of turns to a checked score, or return a fault if the sum is too large."""
+    """Return a checked score with the rewards of turns added, or with a fault if the sum is too large."""
     if score.fault is not None or not rewards:
         return score
     total = score.reward + math.fsum(rewards)
@@ -124,15 +126,15 @@ def with_turn_rewards(score: Score, rewards: Sequence[float]) -> Score:
 
 
 class RewardFunction(Protocol):
-    """Function that scores a response. It is made once in each reward worker, and may keep state there."""
+    """A function that scores a response. It is made once in each reward worker, and may keep state there."""
 
     def score(self, item: ScoringItem) -> Score:
-        """Score a response. If this raises, the sample has a fault instead of a score."""
+        """Return the score of a response. If this raises, the response has a fault instead of a score."""
         ...
 
 
 class BatchReward(Protocol):
-    """Reward function of many responses at once. Faults are reported and never raised."""
+    """A reward function for many responses at once. It returns faults and never raises them."""
 
     def score(self, items: Sequence[ScoringItem]) -> list[Score]:
         """Return the score of each response, in order."""
@@ -140,7 +142,8 @@ class BatchReward(Protocol):
 
 
 class NoReward:
-    """Reward function of a run whose environment scores its trajectories. It fails every response."""
+    """Reward function for an environment whose driver scores its trajectories. It returns a fault for every
+    response."""
 
     def score(self, items: Sequence[ScoringItem]) -> list[Score]:
         return [_failed(f"{REWARD_KEY}: null scores nothing; the driver of a trajectory gives its score")] * len(items)
@@ -151,7 +154,8 @@ METRIC_NAMES = {Fault.ERROR: "env/num_errors", Fault.TIMEOUT: "env/num_timeouts"
 
 
 def fault_metrics(faults: Sequence[Fault | None]) -> dict[str, float]:
-    """Count responses without a score: `env/num_errors`, `env/num_timeouts`, `env/num_died`, `env/failed_share`."""
+    """Return metrics of responses without a score: `env/num_errors`, `env/num_timeouts`, `env/num_died`,
+    `env/failed_share`."""
     counts = Counter(faults)
     share = (len(faults) - counts[None]) / max(len(faults), 1)
     return {name: float(counts[fault]) for fault, name in METRIC_NAMES.items()} | {FAILED_SHARE: share}

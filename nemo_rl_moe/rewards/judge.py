@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A judge as reward function: a model at an OpenAI-compatible endpoint marks each response."""
+"""A judge as reward function: a model at an OpenAI-compatible endpoint gives each response a mark."""
 
 import hashlib
 import json
@@ -24,7 +24,7 @@ from nemo_rl_moe.rewards.interface import Score, ScoringItem
 KEY = "env.reward"
 _NUMBER = r"-?(?:\d+(?:\.\d+)?|\.\d+)"
 _MARK = re.compile(rf"({_NUMBER})(?:[\s*_]*(?:/|\b(?:out\s+)?of\b)[\s*_]*({_NUMBER}))?")
-"""A number, and the full marks in `8/10` or `8 out of 10`."""
+"""A number and, in `8/10` or `8 out of 10`, the full marks."""
 _PLACES = re.compile(r"\{(prompt|response|answer)\}")
 _WORTH_ANOTHER_ATTEMPT = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 8.0
@@ -37,10 +37,11 @@ class JudgeError(Exception):
 
 
 class Judge:
-    """Reward by a judge's mark: the last number of its reply, divided by `full_marks`. A response with 1 is right.
+    """Reward function whose reward is the judge's mark, the last number of its reply, divided by `full_marks`. A
+    response is right if its reward is 1.
 
-    A reply may end with `8/10` or `8 out of 10` if 10 is `full_marks`. Out of another number it is no mark.
-    `env.reward.timeout_s` limits all attempts for a response together, including the waits between them.
+    A reply may end with `8/10` or `8 out of 10` if `full_marks` is 10. With another number than `full_marks` there, the
+    reply has no mark. `env.reward.timeout_s` limits all attempts for a response together, with the pauses between them.
     """
 
     def __init__(self, config: JudgeConfig):
@@ -64,7 +65,7 @@ class Judge:
         self._opener = build_opener(_NoRedirect())
 
     def score(self, item: ScoringItem) -> Score:
-        """Score a response. Raises JudgeError if no attempt gave a mark."""
+        """Return the score of a response. Raises JudgeError if no attempt gives a mark."""
         places = {"prompt": item.prompt, "response": item.response, "answer": str(item.record.get("answer", ""))}
         text = _PLACES.sub(lambda place: places[place[1]], self._template)
         body = json.dumps({**self._request, "messages": [{"role": "user", "content": text}]}, sort_keys=True)
@@ -128,7 +129,7 @@ class Judge:
         return reply if isinstance(reply, str) else None
 
     def _keep(self, body: str, reply: str) -> None:
-        """Write a reply into the cache, atomically, because several processes may write the same reply."""
+        """Write a reply to the cache. The write is atomic, because several processes may write the same reply."""
         if self._cache is None:
             return
         place = self._place_of(self._cache, body)
@@ -143,13 +144,13 @@ class Judge:
         return folder / digest[:2] / f"{digest}.json"
 
     def _without_key(self, text: str) -> str:
-        """Mask the key in a text of the endpoint, because some endpoints repeat it."""
+        """Return a text of the endpoint with the key masked, because some endpoints repeat the key."""
         key = os.environ.get(self._key_env, "") if self._key_env is not None else ""
         return text.replace(key, MASK) if key else text
 
 
 class _NoRedirect(HTTPRedirectHandler):
-    """Refuses redirects, which would carry the key to another host."""
+    """Refuses redirects, because they would send the key to another host."""
 
     def redirect_request(
         self, req: Request, fp: IO[bytes], code: int, msg: str, headers: HTTPMessage, newurl: str
@@ -169,7 +170,7 @@ def _folder_for_replies(name: str) -> Path:
 
 
 def _beginning(error: HTTPError) -> str:
-    """Return the first characters of an endpoint's error text, on one line."""
+    """Return the first characters of an endpoint's error text, as one line."""
     try:
         said = error.read(_LARGEST_REPLY).decode("utf-8", "replace")
     except (OSError, HTTPException):

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Mathematical answers, compared for equality by the math-verify library."""
+"""Comparison of mathematical answers by the math-verify library."""
 
 import logging
 import re
@@ -20,18 +20,20 @@ from nemo_rl_moe.rewards.final_answers import (
 )
 from nemo_rl_moe.rewards.interface import Score, ScoringItem
 
-# Marks by which the library finds mathematics. Answers of data sets often lack them, such as \frac{1}{2}. There an
-# escaped dollar is money, and \\[2pt] a line of a matrix.
+# Marks by which the library finds mathematics. Answers of data sets, such as \frac{1}{2}, often lack them. In such an
+# answer, an escaped dollar means money, and \\[2pt] ends a line of a matrix.
 _LATEX_MARK = re.compile(r"(?:^|[^\\])(?:\\\\)*(?:\$|\\\(|\\\[)|\\boxed")
 ANSWERS_KEPT = 1024
 
 
 class MathReward:
-    r"""Comparison of the last answer in a response, such as `\boxed{\frac{1}{2}}`, `$0.5$` or `1/2`, with the record's.
+    r"""Compares the last answer in a response, such as `\boxed{\frac{1}{2}}`, `$0.5$` or `1/2`, with the record's
+    answer.
 
-    The reward is 1 for the same value and 0 otherwise. A response without mathematics is wrong. Of several boxes the
-    last counts, together with boxes that only a comma, "and" or "or" separates from it. If the answer is the letter of
-    a choice, "The answer is B." counts too. Words are compared as texts without their case.
+    The reward is 1 for the same value and 0 otherwise. A response without mathematics is wrong. If a response has
+    several boxes, the last one counts, together with boxes that only a comma, "and" or "or" separates from it. If the
+    record's answer is the letter of a choice, "The answer is B." is accepted too. Words are compared as texts, ignoring
+    case.
     """
 
     def __init__(self) -> None:
@@ -41,13 +43,15 @@ class MathReward:
             raise ConfigurationError(
                 f"env.reward.kind: math cannot be imported ({error}); pip install math-verify"
             ) from error
-        # Its time limits are off, because they use the alarm that ours needs. It would warn about that.
+        # The library's time limits are off, because they use the alarm that this package needs. It would warn about
+        # this.
         logging.getLogger("math_verify").setLevel(logging.ERROR)
         self._library = math_verify
         self._parse_answer = lru_cache(maxsize=ANSWERS_KEPT)(self._parse_answer_anew)
 
     def score(self, item: ScoringItem) -> Score:
-        """Score a response. Raises ValueError if the record's answer is null or no mathematics."""
+        """Return the score of a response. Raises ValueError if the record's answer is null or cannot be read as
+        mathematics."""
         gold = gold_answer(item)
         if (choice := choice_in(gold)) is not None and (stated := stated_choice(item.response)) is not None:
             return Score(float(choice == stated), choice == stated)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards of an environment with a reward model."""
+"""Rewards of an environment whose only reward is that of the reward model."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,8 @@ from nemo_rl_moe.rewards.interface import Score, ScoringItem
 
 
 class LeftToTheModel:
-    """Reward 0 for each response, to which the reward model's score is added later. No response counts as right."""
+    """Reward function that returns 0 for each response. The reward model's score is added later. No response counts as
+    right."""
 
     def score(self, items: Sequence[ScoringItem]) -> list[Score]:
         return [Score(0.0, is_correct=False) for _ in items]

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Tasks of the reasoning-gym library: scores by their verifiers, and sampled prompts."""
+"""Tasks of the reasoning-gym library: scoring by their verifiers, and sampling of prompts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -14,18 +14,18 @@ from nemo_rl_moe.rewards.interface import Score, ScoringItem
 FULL_SCORE = 1.0
 
 SEED_STRIDE = 10_000_000
-"""Distance between the seeds of two sets. The library samples item i of a set from the set's seed + i, so that sets
-with neighbouring seeds would have nearly the same items."""
+"""Factor on the seeds of sets. The library samples item i of a set with the set's seed + i, so that sets with
+neighbouring seeds would have nearly the same items."""
 DRAWS_PER_ITEM = 4
 SPARE_DRAWS = 100
 FROM_DATA_SECTION = {"seed": "data.*.seed", "size": "data.*.num_items"}
 
 
 class ReasoningGymReward:
-    """Score of the task's verifier.
+    """Reward function that uses the task's verifier.
 
-    The record needs the task's `answer` and `metadata`. A verifier may give a partial score, such as for a text that
-    merely contains the answer. Only a full score is right.
+    The record needs the task's `answer` and `metadata`. A verifier may give a partial score, for example for a text
+    that only contains the answer. A response is right only with the full score.
     """
 
     def __init__(self, config: ReasoningGymConfig):
@@ -48,8 +48,8 @@ class SampledItems:
     """Sampled items of a task.
 
     Attributes:
-        items: Items with different questions, each with its number in the order of sampling.
-        num_repeated: Items dropped because their question was a repetition.
+        items: Items with different questions. Each has its number in the order of sampling.
+        num_repeated: Number of items that were dropped because their question had been sampled before.
     """
 
     items: tuple[tuple[int, Mapping[str, Any]], ...]
@@ -57,9 +57,10 @@ class SampledItems:
 
 
 def draw_items(config: ReasoningGymConfig, num_items: int, seed: int) -> SampledItems:
-    """Sample items with different questions, fewer than `num_items` if the task runs out of new questions.
+    """Sample and return items with different questions. There are fewer than `num_items` if the task runs out of new
+    questions.
 
-    Items of different seeds differ, except by chance.
+    Items of different seeds are different, except by chance.
     """
     most = DRAWS_PER_ITEM * num_items + SPARE_DRAWS
     task = make_task(config, seed=SEED_STRIDE * seed, size=most)
@@ -82,7 +83,7 @@ def draw_items(config: ReasoningGymConfig, num_items: int, seed: int) -> Sampled
 
 
 def make_task(config: ReasoningGymConfig, seed: int = 0, size: int = 1) -> Any:
-    """Make a data set of the library."""
+    """Return a task of the library as a data set of `size` items."""
     try:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
@@ -98,7 +99,9 @@ def make_task(config: ReasoningGymConfig, seed: int = 0, size: int = 1) -> Any:
     try:
         return reasoning_gym.create_dataset(config.task, **config.parameters, seed=seed, size=size)
     except Exception as error:  # assertions and any other errors of a task
-        raise ConfigurationError(f"env.reward.parameters: {config.task} refuses them: {one_line(error)}") from error
+        raise ConfigurationError(
+            f"env.reward.parameters: {config.task} refuses these values: {one_line(error)}"
+        ) from error
 
 
 def _parameter_problems(config: ReasoningGymConfig, known: list[str]) -> list[str]:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Construction of reward functions, and the part of a response that they score."""
+"""Construction of reward functions, and selection of the part of a response that they score."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,13 +26,13 @@ from nemo_rl_moe.rewards.user_callable import CallableReward
 
 
 class AnswerReward:
-    """Passes only the answer of a response to a reward function.
+    """Reward function that passes only the answer in a response to another reward function.
 
     Args:
         answer_after: See `answer_in`.
-        score_truncated: Score responses that were truncated at the length limit. Otherwise they are wrong, with reward
-            0.
-        reward_names: Names of the function's rewards, if it returns several.
+        score_truncated: Whether to score responses that were truncated at the length limit. If not, they are wrong and
+            get reward 0.
+        reward_names: Names of the rewards if the function returns several. Empty: it returns one number.
     """
 
     def __init__(
@@ -54,12 +54,13 @@ class AnswerReward:
 
 
 def answer_in(response: str, answer_after: str | None) -> str:
-    """Return the text after the last `answer_after`, or the entire response if that is missing or None."""
+    """Return the text after the last `answer_after` in a response, or the entire response if `answer_after` does not
+    occur or is None."""
     return response if answer_after is None else response.rpartition(answer_after)[2]
 
 
 def make_reward_function(reward: WorkerRewardConfig, env: EnvironmentConfig) -> RewardFunction:
-    """Make the reward function of a checked configuration."""
+    """Return the reward function of a checked configuration."""
     names = tuple(env.reward_weights or ()) if reward.may_name_rewards else ()
     return AnswerReward(_made(reward), reward.answer_after, env.score_truncated, names)
 
@@ -87,8 +88,8 @@ def _custom(config: CustomRewardConfig) -> RewardFunction:
         f"env.reward.parameters ({', '.join(names)})"
         if names
         else (
-            "no argument; env.reward.parameters names its arguments, and a function that scores is env.reward.kind"
-            " callable"
+            "no argument; env.reward.parameters names its arguments, and for a function that scores, set"
+            " env.reward.kind=callable"
         )
     )
     key = "env.reward.factory"
@@ -104,6 +105,7 @@ def _custom(config: CustomRewardConfig) -> RewardFunction:
     if not callable(getattr(reward_function, "score", None)):
         raise ConfigurationError(
             f"{key}: {config.factory} makes {described(reward_function)}, expected a reward function with a method"
-            " score, which takes a ScoringItem and returns a Score; a function that scores is env.reward.kind callable"
+            " score, which takes a ScoringItem and returns a Score; for a function that scores, set"
+            " env.reward.kind=callable"
         )
     return reward_function

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A Python function of the user as reward function."""
+"""A reward function that calls a Python function of the user."""
 
 import math
 from collections.abc import Mapping
@@ -20,19 +20,20 @@ FULL_REWARD = 1.0
 
 
 class CallableReward:
-    """Score of a user's function of a `ScoringItem`.
+    """Reward function that calls the user's function with a `ScoringItem`.
 
-    The function returns a number, or a dict of several rewards by name. The response is right if this number, or the
-    first of the rewards, is at least 1. Or the function returns a pair of either and a bool for right or wrong. The
-    score must depend on the item alone, because the worker and the order of responses are undefined.
+    The user's function returns a number, or a dict (name -> reward). The response is right if the number, or the first
+    reward of the dict, is at least 1. The function may also return a pair of a number or dict and a bool, which is true
+    if the response is right. The score must only depend on the item, because the worker and the order of responses are
+    undefined.
     """
 
     def __init__(self, config: CallableConfig):
         self._function = import_function(KEY, config.function, "one ScoringItem")
         if isclass(self._function):
             raise ConfigurationError(
-                f"{KEY}: {config.function} is a class, expected a function; env.reward.kind custom makes a"
-                " reward function of it, its factory"
+                f"{KEY}: {config.function} is a class, expected a function; for a class, set env.reward.kind=custom and"
+                " env.reward.factory"
             )
 
     def score(self, item: ScoringItem) -> Score:
@@ -40,11 +41,11 @@ class CallableReward:
 
 
 def as_score(key: str, result: object) -> Score:
-    """Convert the result of a user's function to a score.
+    """Return the result of a user's function as a score.
 
     Args:
         key: Key of the function in the configuration, for the error message.
-        result: A number, or a dict of numbers by name, or a pair of either and a bool.
+        result: A number, a dict (name -> number), or a pair of a number or dict and a bool.
 
     Raises:
         TypeError: The result is something else.
@@ -70,7 +71,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _as_float(value: Any) -> float:
-    """Convert a number to float. A number that is too large becomes infinite, which `checked_score` refuses."""
+    """Return a number as float. A number that is too large becomes infinite, which `checked_score` refuses."""
     try:
         return float(value)
     except OverflowError:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Environments of the verifiers library, and their data."""
+"""Loading of environments of the verifiers library, and of their data."""
 
 import importlib.metadata
 import json
@@ -22,11 +22,11 @@ from nemo_rl_moe.errors import ConfigurationError
 _KEY = "env.driver.id"
 _INSTALL = "pip install 'nemo-rl-moe[verifiers]'"
 _OWN_LEVEL = "VF_LOG_LEVEL"
-"""Variable of the library's log level."""
+"""Environment variable that sets the library's log level."""
 
 
 def load_verifiers(driver: VerifiersConfig) -> Any:
-    """Load an environment of the library, cached by name and arguments."""
+    """Load and return an environment of the library. Environments are cached by name and arguments."""
     return _loaded(driver.id, json.dumps(driver.arguments, sort_keys=True, default=str))
 
 
@@ -60,12 +60,12 @@ def _loaded(name: str, text: str) -> Any:
 
 
 def verifiers_rows(driver: VerifiersConfig, *, trains: bool, num_items: int | None, seed: int) -> list[Any]:
-    """Return rows of the environment's data, each with `prompt`.
+    """Return rows of the environment's data. Each row has `prompt`.
 
     Args:
-        trains: Return the rows to train on instead of the rows to evaluate with.
-        num_items: Largest number of rows, or None for all.
-        seed: Seed of their order.
+        trains: Whether to return the rows to train on. If not, the rows to evaluate with are returned.
+        num_items: Maximum number of rows. None: all.
+        seed: Seed of the order of the rows.
     """
     environment = load_verifiers(driver)
     get = environment.get_dataset if trains else environment.get_eval_dataset
@@ -90,7 +90,8 @@ def _library() -> Any:
     except (AttributeError, ImportError) as error:
         raise ConfigurationError(
             f"env.driver.kind: verifiers {importlib.metadata.version('verifiers')} has no load_environment ({error}),"
-            f" expected a release from 0.2 up to below 0.4; {_INSTALL}; tasksets of later ones are of kind verifiers_v1"
+            f" expected a release from 0.2 up to below 0.4; {_INSTALL}; for later releases, set"
+            " env.driver.kind=verifiers_v1"
         ) from error
     if _OWN_LEVEL not in os.environ:
         logging.getLogger("verifiers").setLevel(logging.CRITICAL)  # this package reports and counts failed rollouts
@@ -98,10 +99,10 @@ def _library() -> Any:
 
 
 def unknown(name: str, mark: str) -> str:
-    """Return the error for an environment that does not exist.
+    """Return the error line about an environment that does not exist.
 
     Args:
-        mark: Word in each module with an environment.
+        mark: Word that each module with an environment contains.
     """
     local = {path.stem for path in Path.cwd().glob("*.py") if mark in path.read_text(errors="replace")}
     known = sorted(_installed() | local)
@@ -112,7 +113,7 @@ def unknown(name: str, mark: str) -> str:
 
 
 def _installed() -> set[str]:
-    """Return the installed packages that need the library."""
+    """Return the names of installed packages that require the library."""
     return {
         distribution.metadata["Name"]
         for distribution in importlib.metadata.distributions()
@@ -122,12 +123,12 @@ def _installed() -> set[str]:
 
 
 def module_of(name: str) -> str:
-    """Return the module of an environment."""
+    """Return the name of the module of an environment."""
     return name.replace("-", "_").split("/")[-1]
 
 
 def search_working_folder() -> None:
-    """Add the working folder to the module path, which lacks it if pip has installed the command."""
+    """Add the working folder to the module path. If pip has installed the command, the path does not contain it."""
     working_folder = str(Path.cwd())
     if working_folder not in sys.path and "" not in sys.path:
         sys.path.append(working_folder)
@@ -135,7 +136,8 @@ def search_working_folder() -> None:
 
 @contextmanager
 def _signals_kept() -> Iterator[None]:
-    """Keep the run's signal handlers, because the library's environments install handlers that end the process."""
+    """Restore the run's signal handlers at the end of this context, because the library's environments install handlers
+    that end the process."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
@@ -146,7 +148,7 @@ def _signals_kept() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress the library's logs, which only repeat raised errors."""
+    """Suppress the library's logs in this context, since they only repeat raised errors."""
     logger = logging.getLogger("verifiers")
     level = logger.level
     if _OWN_LEVEL not in os.environ:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The reward worker: a process that scores its share of a batch, with a time limit per response."""
+"""The reward worker: a process that scores its share of a batch. Each response has a time limit."""
 
 import faulthandler
 from collections.abc import Sequence
@@ -13,27 +13,27 @@ from nemo_rl_moe.rewards.interface import Fault, RewardFunction, Score, ScoringI
 from nemo_rl_moe.rewards.registry import make_reward_function
 
 INTERRUPTION_S = 1.0
-"""Seconds between the alarm and the end of the process if a reward function has not stopped."""
+"""Number of seconds after the alarm at which the process is ended if the reward function has not stopped."""
 _STDERR = 2
 
 
 class RewardWorker:  # pragma: no cover  (runs in other processes)
-    """A reward function, with the loop over responses."""
+    """A reward function with the loop over responses."""
 
     def __init__(self, rank: int, world_size: int, *, reward: WorkerRewardConfig, env: EnvironmentConfig):
         self._reward_function = make_reward_function(reward, env)
         self._timeout_s = reward.timeout_s
 
     def score(self, items: Sequence[ScoringItem]) -> list[Score]:
-        """Score each response, in order.
+        """Return the score of each response, in order.
 
-        Code that no alarm interrupts, such as a loop in C or a library that uses the alarm itself, ends this process,
-        and the driver replaces it. Its traceback is in Ray's log of the worker.
+        If the alarm cannot interrupt the code, such as a loop in C or a library that uses the alarm itself, this
+        process is ended, and the driver replaces it. The traceback is in Ray's log of the worker.
         """
         scores = []
         try:
             for item in items:
-                # A thread of faulthandler ends the process, without the interpreter.
+                # A thread of faulthandler ends the process even if the interpreter is blocked.
                 faulthandler.dump_traceback_later(self._timeout_s + INTERRUPTION_S, exit=True, file=_STDERR)
                 scores.append(score_within(self._timeout_s, self._reward_function, item))
         finally:
@@ -42,10 +42,10 @@ class RewardWorker:  # pragma: no cover  (runs in other processes)
 
 
 def score_within(limit_s: float, reward_function: RewardFunction, item: ScoringItem) -> Score:
-    """Score a response, or return reward 0 with the fault if it fails. Only works on a process's main thread.
+    """Return the score of a response, or reward 0 with the fault if scoring fails. Only works in the main thread.
 
     Args:
-        limit_s: Seconds that the reward function may take. Code that never returns to the interpreter is not
+        limit_s: Maximum number of seconds of the reward function. Code that never returns to the interpreter is not
             interrupted.
     """
     try:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Pool of reward workers, which are replaced if they die."""
+"""Pool of reward workers. Workers that die are replaced."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -19,13 +19,14 @@ Indices = tuple[int, ...]
 
 
 class RewardWorkers:
-    """Context manager of processes that score responses. Ray must be running.
+    """Context manager that starts processes to score responses. Ray must be running.
 
-    A batch is one call to each worker, which reports responses that raise or exceed their time limit. If a response
-    ends its worker (a segmentation fault, `os._exit`, memory) or blocks it outside of the interpreter, the worker is
-    replaced, and its responses are scored again one by one, each at most twice.
+    For a batch, each worker is called once with its share. It returns a fault for a response whose scoring raises or
+    exceeds the time limit. If a response ends its worker (by a segmentation fault, `os._exit` or lack of memory) or
+    blocks it outside of the interpreter, the worker is replaced, and the responses of its share are scored again one by
+    one, each at most twice.
 
-    Scores do not depend on the distribution of responses over workers, unless the reward function keeps state.
+    Scores do not depend on which worker scores a response, unless the reward function keeps state.
     """
 
     def __init__(self, reward: WorkerRewardConfig, env: EnvironmentConfig):
@@ -39,7 +40,8 @@ class RewardWorkers:
         self.shutdown()
 
     def score(self, items: Sequence[ScoringItem]) -> list[Score]:
-        """Score each response, in order. A failure gives reward 0 with the fault. Several threads may call this."""
+        """Return the score of each response, in order. If scoring fails, the score is 0 with the fault. Several threads
+        may call this."""
         try:
             return self._score(items)
         except CancelledError:
@@ -49,7 +51,7 @@ class RewardWorkers:
             raise
 
     def shutdown(self) -> None:
-        """Stop all workers, including calls of other threads. Does nothing the second time."""
+        """Stop all workers, including calls of other threads. A second call has no effect."""
         self._pool.shutdown()
 
     def _score(self, items: Sequence[ScoringItem]) -> list[Score]:
@@ -85,6 +87,7 @@ class RewardWorkers:
 
 
 def _shares(num_items: int, num_workers: int) -> list[Indices]:
-    """Divide the responses equally. Neighbours, such as the responses to one prompt, go to different workers."""
+    """Return the indices of the responses in each worker's share. Shares are equal, and neighbours, such as the
+    responses to one prompt, go to different workers."""
     shares = (tuple(range(worker, num_items, num_workers)) for worker in range(num_workers))
     return [share for share in shares if share]

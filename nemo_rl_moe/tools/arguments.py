@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters of tools, and the check of a model's arguments."""
+"""Parameters of tools, and checks of the arguments that a model gives."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from nemo_rl_moe.config.suggestions import did_you_mean, nearest, shortened
 
 
 class ArgumentError(ValueError):
-    """A tool cannot be called with these arguments. The message is for the model."""
+    """A tool cannot be called with the model's arguments. The message is written for the model."""
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,9 @@ class Parameter:
     """A parameter of a tool.
 
     Attributes:
-        kind: Name of its JSON type, such as `integer`.
-        type: Validator of its annotation, which also converts if nothing is lost, such as "3" to 3.
-        default: As JSON. None if the parameter is required.
+        kind: Name of the parameter's JSON type, such as `integer`.
+        type: Validator of the parameter's annotation. It also converts a value if nothing is lost, such as "3" to 3.
+        default: Default value as JSON. None if the parameter is required.
     """
 
     name: str
@@ -38,7 +38,8 @@ class Parameter:
 
 
 def checked_arguments(arguments: Mapping[str, object], parameters: Sequence[Parameter], usage: str) -> dict[str, Any]:
-    """Check named arguments, and convert them to the types of the parameters. Messages quote the tool's `usage`.
+    """Check named arguments, and return them converted to the types of the parameters. Error messages quote the tool's
+    `usage`.
 
     Raises:
         ArgumentError: An argument is missing, unknown or of another type.
@@ -64,7 +65,7 @@ _ANY = "any value"
 def kind_in_words(schema: object) -> str:
     """Return the type of a JSON schema in words, such as `array of integer or null`.
 
-    Schemas come from untrusted servers. Anything else than an object, such as the valid schema `true`, is any value.
+    Schemas come from untrusted servers. A schema that is no object, such as the valid schema `true`, gives `any value`.
     """
     if not isinstance(schema, Mapping):
         return _ANY

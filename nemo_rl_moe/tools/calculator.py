@@ -9,9 +9,9 @@ from fractions import Fraction
 
 MOST_CHARACTERS = 1_000
 MOST_DIGITS = 300
-"""Digits of a numerator or denominator."""
+"""Maximum number of digits of a numerator or denominator."""
 SIGNIFICANT_DIGITS = 12
-"""Digits of a result that is no integer."""
+"""Number of digits of a result that is not an integer."""
 
 _BINARY: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction | int]] = {
     ast.Add: operator.add,
@@ -26,7 +26,7 @@ _EXPECTED = "expected numbers with + - * / // % ** and parentheses, such as (12 
 
 
 class _ExpressionError(ValueError):
-    """An expression without a value. The message is for the model."""
+    """An expression that has no value. The message is written for the model."""
 
 
 def calculator(expression: str) -> str:
@@ -72,7 +72,7 @@ def _value(node: ast.expr, expression: str) -> Fraction:
 
 
 def _number(rounded: int | float, text: str) -> Fraction:
-    """Return a number with its exact decimal value: 0.1 is a tenth."""
+    """Return a number of the expression with its exact decimal value: 0.1 is a tenth."""
     if isinstance(rounded, float) and not (rounded == 0 or 1e-300 < rounded < 1e300):
         raise _ExpressionError(f"the number {text} is out of range")
     if rounded == 0:

@@ -1,12 +1,12 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Script that becomes a Python program which can only write to its folder, without network, with limits.
+"""Script that turns into a Python program. The program can only write to its folder, has no network, and has limits.
 
     python confined_process.py CPU_SECONDS MEGABYTES PROGRAM.py
 
-The program is the only file of its folder, which is replaced by a folder in memory. With `unconfined` after these
-arguments only processor time, memory and file sizes are limited. The script imports nothing of this package, so that it
-starts fast.
+The program must be the only file in its folder. A folder in memory replaces this folder. With `unconfined` after these
+arguments, only processor time, memory and file sizes are limited. The script imports nothing of this package, so that
+it starts fast.
 """
 
 import ctypes
@@ -21,16 +21,16 @@ import sys
 from pathlib import Path
 
 NEW_NAMESPACES = 0x10000000 | 0x20000000 | 0x40000000 | 0x00020000 | 0x08000000
-"""CLONE_NEWUSER, which the others need. CLONE_NEWPID: child processes end with the program. CLONE_NEWNET: no network.
-CLONE_NEWNS: its own view of the files. CLONE_NEWIPC: no shared memory of others."""
+"""CLONE_NEWUSER: needed for the other flags. CLONE_NEWPID: child processes end with the program. CLONE_NEWNET: no
+network. CLONE_NEWNS: separate mounts. CLONE_NEWIPC: no access to the shared memory of other processes."""
 MOST_FILE_BYTES = 1 << 20
 MOST_FOLDER_BYTES = 32 << 20
 MOST_FILES = 4096
 MOST_OPEN_FILES = 256
 MOST_TASKS = 64
-"""Processes and threads."""
+"""Maximum number of processes and threads."""
 OLDEST_KERNEL = (5, 14)
-"""The first release that counts the processes of a user namespace separately."""
+"""The first Linux release that counts the processes of a user namespace separately."""
 UNCONFINED = "unconfined"
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _NOBODY, _OWN_ID = 65534, 1000
@@ -50,12 +50,13 @@ _ALLOW, _FAIL, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 
 
 def run_confined(cpu_seconds: int, megabytes: int, program: str, *, unconfined: bool) -> None:
-    """Set limits, give up network and files, and become the program in a grandchild. The parents wait for its end."""
+    """Set limits, give up network and files, and start the program in a grandchild process. The parent processes wait
+    for its end."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # the parent may be killed while the program runs
     if not unconfined:
         _enter_namespaces(libc, program)
-    # The first child is process 1 of the new namespace. When it ends, the kernel kills all others there.
+    # The first child is process 1 of the new namespace. When it ends, the kernel kills all other processes there.
     for _ in range(2):
         if child := os.fork():
             _, status = os.waitpid(child, 0)
@@ -80,11 +81,12 @@ def _enter_namespaces(libc: ctypes.CDLL, program: str) -> None:
     if tuple(map(int, platform.release().split(".")[:2])) < OLDEST_KERNEL:
         raise OSError(errno.ENOSYS, "Linux is older than 5.14: the number of processes cannot be limited")
     if os.getuid() == 0:
-        # The number of root's processes has no limit. The program can read root's files, without its other rights.
+        # Root's number of processes cannot be limited. After this, the program can read root's files, but has none of
+        # root's other rights.
         os.setresuid(_NOBODY, 0, 0)
     user, group = os.geteuid(), os.getegid()
     _require(libc.unshare(NEW_NAMESPACES), "cannot give up the network")
-    # Files in memory need an owner in the namespace. It is not root there, so that the program has no rights.
+    # Files in memory need an owner in the namespace. The owner is not root, so that the program has no special rights.
     for name, line in (
         ("setgroups", "deny"),
         ("uid_map", f"{_OWN_ID} {user} 1"),
@@ -98,7 +100,8 @@ def _enter_namespaces(libc: ctypes.CDLL, program: str) -> None:
 
 
 def _hide_files(libc: ctypes.CDLL, program: str) -> None:
-    """Make all files read-only except for the program's folder in memory, and hide devices except for harmless ones."""
+    """Make all files read-only except for the program's folder in memory, and hide all devices except for
+    `_DEVICES`."""
     path = Path(program)
     folder, own_devices, text = path.parent, path.parent / "dev", path.read_bytes()
     # struct mount_attr: flags to set, flags to clear, propagation, user namespace.
@@ -118,11 +121,11 @@ def _hide_files(libc: ctypes.CDLL, program: str) -> None:
     _mount(libc, None, own_devices, None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY, "cannot hide devices")
     _mount(libc, own_devices, Path("/dev"), None, _MS_MOVE, "cannot hide devices")
     own_devices.rmdir()
-    os.chdir(folder)  # the former one is hidden
+    os.chdir(folder)  # the former folder is hidden
 
 
 def _refuse_sockets_of_the_machine(libc: ctypes.CDLL) -> None:
-    """Refuse sockets of other families than IP, and memory that no limit counts."""
+    """Refuse sockets other than IP sockets and stream pairs, and kinds of memory that no limit counts."""
     # Servers of the machine listen at sockets in the file system. Datagrams reach them even from a socket pair, so only
     # pairs of streams are allowed.
     machine = platform.machine()

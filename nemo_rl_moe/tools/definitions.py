@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Tools of a run: typed Python functions, and their definitions for chat templates."""
+"""Tools of a run: typed Python functions with their definitions for chat templates."""
 
 import inspect
 import json
@@ -29,10 +29,10 @@ class Tool:
 
     Attributes:
         name: Name of the function, which the model calls.
-        function: Called with named arguments from the model and from the run.
-        definition: In the standard form, for the chat template.
-        parameters: The model's parameters, in order.
-        settings: The run's values of keyword-only parameters, which the model does not see.
+        function: The function. It is called with named arguments, which come from the model and from `settings`.
+        definition: Definition in the standard form, for the chat template.
+        parameters: Parameters that the model sees, in order.
+        settings: Name of a keyword-only parameter, which the model does not see -> the run's value.
     """
 
     name: str
@@ -48,17 +48,20 @@ class Tool:
 
 
 Tools = Mapping[str, Tool]
-"""Tools of a run by name. A name that the model writes is only looked up here."""
+"""Name -> tool of a run. A name that the model writes is only looked up here."""
 
 
 def load_tools(references: Sequence[str], settings: Mapping[str, Mapping[str, object]]) -> Tools:
-    """Import tools by name or as `package.module:function`, with the values of their keyword-only parameters."""
+    """Import and return tools. A reference is the name of a built-in tool or `package.module:function`. `settings`:
+    name of a tool -> values of its keyword-only parameters."""
     tools: dict[str, Tool] = {}
     for reference in references:
         function = _imported(reference, settings)
         name = _name(reference, function)
         if name in tools:
-            raise ConfigurationError(f"{TOOLS_KEY}: got {reference!r}, expected one tool of the name {name}")
+            raise ConfigurationError(
+                f"{TOOLS_KEY}: got {reference!r}, but another tool has the name {name}; expected different names"
+            )
         tools[name] = _tool(reference, name, function, settings.get(name, {}))
     for name in settings:
         if name not in tools:
@@ -68,12 +71,12 @@ def load_tools(references: Sequence[str], settings: Mapping[str, Mapping[str, ob
 
 
 def with_servers(tools: Tools, found: Sequence[tuple[McpTool, Callable[..., object]]]) -> Tools:
-    """Add the tools of servers, each with the function that calls it."""
+    """Return the tools with the tools of servers added. `found` has each tool with the function that calls it."""
     all_tools = dict(tools)
     for tool, function in found:
         if tool.name in all_tools:
             raise ConfigurationError(
-                f"{SERVERS_KEY}.{tool.server}: there is another tool of the name {tool.name!r}, expected one of each"
+                f"{SERVERS_KEY}.{tool.server}: another tool has the name {tool.name!r}; expected different names"
             )
         all_tools[tool.name] = Tool(tool.name, function, tool.definition, tool.parameters, {})
     return all_tools
@@ -105,7 +108,8 @@ def _tool(reference: str, name: str, function: Callable[..., object], settings: 
     for parameter in signature.parameters.values():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise ConfigurationError(
-                f"{TOOLS_KEY}: {reference}{signature}: {parameter} has no name for the model, expected named parameters"
+                f"{TOOLS_KEY}: {reference}{signature}: {parameter} cannot be passed by name; expected no *args,"
+                " **kwargs or positional-only parameters"
             )
         if parameter.kind == parameter.KEYWORD_ONLY:
             hidden[parameter.name] = parameter
@@ -135,13 +139,13 @@ def _require_types_of_json(reference: str, shown: Sequence[inspect.Parameter], h
     for parameter in shown:
         if (foreign := _foreign_type(hints.get(parameter.name, Any))) is not None:
             raise ConfigurationError(
-                f"{TOOLS_KEY}: {reference}: {parameter.name} is of type {inspect.formatannotation(foreign)}, which"
-                f" cannot be told to a model; expected types among {_TYPES}"
+                f"{TOOLS_KEY}: {reference}: {parameter.name} is of type {inspect.formatannotation(foreign)}, which JSON"
+                f" does not have; expected types among {_TYPES}"
             )
 
 
 def _foreign_type(hint: Any) -> Any:
-    """Return a type in an annotation that JSON does not have, if there is one."""
+    """Return a type in an annotation that JSON does not have, or None if JSON has all types in it."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin is None:
         return None if hint in _PLAIN_TYPES else hint
@@ -168,7 +172,7 @@ def _hints(reference: str, function: Callable[..., object]) -> dict[str, Any]:
 def _definition(
     reference: str, function: Callable[..., object], shown: Sequence[inspect.Parameter], hints: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Make the definition of a function with the parameters that the model sees."""
+    """Return the definition of a function for the chat template, with the parameters that the model sees."""
     from transformers.utils import chat_template_utils as transformers_tools
 
     def view() -> None: ...

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Detection of a chat template's format of calls, by rendering a known call and parsing it."""
+"""Detection of a chat template's format of tool calls: a known call is rendered, and parsed in each format."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ _EXPECTED = f"one of {', '.join(TOOL_FORMATS)}, {PREFIX} and the name of a parse
 _NO_TEMPLATE = "env.driver: the tokenizer has no chat template that could show them; set policy.tokenizer.chat_template"
 _QUESTION: Message = {"role": "user", "content": "a"}
 _RESULT = "result-qx7"
-_CALL_ID = "abcdefghi"  # some templates want ids of nine letters and digits
+_CALL_ID = "abcdefghi"  # some templates require ids of nine letters and digits
 _KNOWN = ToolCall("probe_tool", {"text": "two words", "count": 3})
 _PROPERTIES = {"text": {"type": "string", "description": "a"}, "count": {"type": "integer", "description": "b"}}
 _DEFINITION: Mapping[str, Any] = {
@@ -41,7 +41,8 @@ _DEFINITION: Mapping[str, Any] = {
 
 
 def format_of(tokenizer: "PreTrainedTokenizerBase", name: str | None, run_wide: TemplateInputs) -> ToolFormat:
-    """Return the format in which a model writes calls, by name or from the chat template."""
+    """Return the format in which a model writes calls: the format `name` or, if it is None, the format of the chat
+    template."""
     named = None if name is None or name.startswith(PREFIX) else _named(name)
     if not tokenizer.chat_template:
         raise ConfigurationError(_NO_TEMPLATE)
@@ -64,7 +65,7 @@ def format_of(tokenizer: "PreTrainedTokenizerBase", name: str | None, run_wide: 
 
 
 def require_definitions(tokenizer: "PreTrainedTokenizerBase", run_wide: TemplateInputs) -> None:
-    """Check that the chat template shows the model the definitions of its tools."""
+    """Check that the chat template renders the definitions of tools. Raises `ConfigurationError` if not."""
     if not tokenizer.chat_template:
         raise ConfigurationError(_NO_TEMPLATE)
     render = text_renderer_for(tokenizer, TemplateInputs(kwargs=run_wide.kwargs))
@@ -81,7 +82,7 @@ def require_definitions(tokenizer: "PreTrainedTokenizerBase", run_wide: Template
 
 
 def calls_line(tokenizer: "PreTrainedTokenizerBase") -> str | None:
-    """Describe a model's format of tool calls for users, or return None if its template shows no tools."""
+    """Return a line for the user on a model's format of tool calls, or None if its template shows no tools."""
     try:
         require_definitions(tokenizer, NO_INPUTS)
     except (ConfigurationError, DataError):
@@ -96,7 +97,7 @@ def calls_line(tokenizer: "PreTrainedTokenizerBase") -> str | None:
 def require_continuable(
     continuation: Continuation, tool_format: ToolFormat, encode: Callable[[str], Sequence[int]], stops: Sequence[int]
 ) -> None:
-    """Check that results can follow a turn of calls, perhaps only in a fresh rendering."""
+    """Check that results can follow a turn with calls, at least if the conversation is rendered anew."""
     written = list(encode(tool_format.example))
     ends = [[]] if written[-1] in stops else [[stop] for stop in stops] or [[]]
     problem: NoExtension | None = None
@@ -138,7 +139,8 @@ def _named(name: str) -> ToolFormat:
 
 
 def _has_its_marks(rendered: str, tool_format: ToolFormat) -> bool:
-    """Check the marks around calls, because a format may also read calls within another format's marks."""
+    """Return whether a rendering has the format's mark around calls. Parsing is not enough, because a format may also
+    read calls within another format's marks."""
     mark = tool_format.mark
     return mark in rendered if len(mark) > 1 else rendered.lstrip().startswith(mark)
 
@@ -157,7 +159,7 @@ def _rendered_call(render: TextRenderer) -> str:
         raise ConfigurationError(
             f"env.driver: the chat template shows no calls or no results of tools: {error}"
         ) from error
-    # The turn may lack a think block that the generation prompt opens.
+    # The generation prompt may open a think block that the turn lacks.
     if prompt.rstrip().removesuffix(THINK_END).rstrip().endswith(THINK_START):
         prompt = prompt.rpartition(THINK_START)[0]
     return whole.removeprefix(common_start(prompt, whole)).partition(_RESULT)[0]

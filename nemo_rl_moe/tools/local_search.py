@@ -1,10 +1,10 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A tool that searches a local corpus: full text in a file of SQLite's FTS5, ranked by BM25.
+"""A tool that searches a local corpus, a file for SQLite's full-text search (FTS5), and ranks passages by BM25.
 
     python -m nemo_rl_moe.tools.local_search articles.jsonl articles.sqlite
 
-makes the file from lines such as `{"title": "Nile", "text": "The Nile is a river in Africa."}`.
+makes this file from lines such as `{"title": "Nile", "text": "The Nile is a river in Africa."}`.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from nemo_rl_moe.data.text_files import read_jsonl
 from nemo_rl_moe.errors import EXIT_BAD_INPUT, DataError, UserError
 
 MOST_WORDS = 50
-"""Words of a query that are used."""
+"""Maximum number of words of a query that are used."""
 MOST_RESULTS = 10
 PASSAGE_CHARACTERS = 600
 _TABLE = "passages"
@@ -50,10 +50,10 @@ def search(query: str, num_results: int = 3, *, corpus: PathText) -> str:
 
 
 def make_corpus(articles: Path, corpus: Path) -> int:
-    """Make the file that `search` reads, and return the number of its passages.
+    """Write the file that `search` reads, and return the number of its passages.
 
     Args:
-        articles: JSONL with the keys `text` and, if there are titles, `title`.
+        articles: JSONL file with the keys `text` and, if articles have titles, `title`.
     """
     staging = corpus.with_name(f".{corpus.name}.incomplete")
     staging.unlink(missing_ok=True)

@@ -1,6 +1,7 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A server of the Model Context Protocol as a child process, over its standard input and output."""
+"""A server of the Model Context Protocol, which runs as a child process and communicates over its standard input and
+output."""
 
 import asyncio
 import os
@@ -18,21 +19,21 @@ Result = TypeVar("Result")
 _ENDS_WITH_ITS_PARENT = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9, 0, 0, 0); os.execvp(sys.argv[1], sys.argv[1:])"
 )
-"""Program that becomes the server. The kernel kills it together with the thread that started it."""
+"""Program that turns into the server. The kernel kills the server when the thread that started it ends."""
 _STOP_S = 10.0
 _MOST_PAGES = 100
 _LAST_BYTES, _MOST_CHARACTERS = 1 << 16, 300
-"""Parts of a server's standard error that are read and quoted."""
+"""Number of last bytes of a server's standard error that are read, and maximum number of characters that are quoted."""
 
 
 class McpToolError(Exception):
-    """A tool of a server reports that it has failed."""
+    """A server's tool has reported that it failed."""
 
 
 class McpServer:
-    """A server that starts at its first use, and is replaced after a call that did not return.
+    """A server that is started at its first use, and restarted after a call that did not return.
 
-    A thread communicates with it, so that the caller can be interrupted.
+    A thread communicates with the server, so that the caller can be interrupted.
     """
 
     def __init__(self, config: McpServerConfig):
@@ -45,16 +46,16 @@ class McpServer:
         self._closing = asyncio.Event()
 
     def start(self) -> None:
-        """Start the server unless it runs, without waiting."""
+        """Begin to start the server unless it runs. Does not wait."""
         if self._session is None:
             self._session, self._closing = Future(), asyncio.Event()
             asyncio.run_coroutine_threadsafe(self._serve(self._session, self._closing), self._loop)
 
     def stop(self, timeout_s: float = 0.0) -> None:
-        """Stop the server. A later call starts it again, unless this one has ended the thread.
+        """Stop the server. A later call of a tool starts it again, unless the thread has been ended.
 
         Args:
-            timeout_s: If positive, end the thread too, and wait at most these seconds.
+            timeout_s: If positive, end the thread too, and wait for this at most this number of seconds.
         """
         self._session = None
         self._loop.call_soon_threadsafe(self._closing.set)
@@ -63,15 +64,15 @@ class McpServer:
             self._thread.join(timeout_s)
 
     def tools(self, timeout_s: float) -> list[Any]:
-        """Return the library's descriptions of the tools.
+        """Return the mcp library's descriptions of the server's tools.
 
         Raises:
-            TimeoutError: The server does not answer in time.
+            TimeoutError: The server does not answer within `timeout_s` seconds.
         """
         return self._wait_for(_all_tools(self._ready(timeout_s)), timeout_s)
 
     def call(self, name: str, arguments: Mapping[str, object]) -> str:
-        """Call a tool, and return its result as a text. An interruption of the caller restarts the server.
+        """Call a tool, and return its result as a text. If the caller is interrupted, the server is restarted.
 
         Raises:
             McpToolError: The tool reports that it has failed.
@@ -90,7 +91,7 @@ class McpServer:
 
     def last_words(self) -> str:
         """Return the last line of the server's standard error, or an empty text."""
-        # The file may have gigabytes in one line.
+        # Only the end is read, because the file may have gigabytes in one line.
         size = os.fstat(self._errors.fileno()).st_size
         end = os.pread(self._errors.fileno(), _LAST_BYTES, max(0, size - _LAST_BYTES)).decode("utf-8", "replace")
         lines = [line for line in end.splitlines() if line.strip()]
@@ -103,7 +104,7 @@ class McpServer:
         try:
             return starting.result(timeout_s)
         except Exception:
-            if starting.done():  # the start has failed. After a timeout the server continues to start.
+            if starting.done():  # The start has failed. After a timeout, the server continues to start.
                 self._session = None
             raise
 
@@ -118,7 +119,7 @@ class McpServer:
         parameters = StdioServerParameters(
             command=sys.executable,
             args=["-c", _ENDS_WITH_ITS_PARENT, config.command, *config.args],
-            # The run's mark, by which child processes of servers are found and ended.
+            # Passes on the variable by which the run finds and ends the child processes of servers.
             env={**config.env, **{name: os.environ[name] for name in (OWNER,) if name in os.environ}} or None,
         )
         try:
@@ -151,5 +152,5 @@ async def _all_tools(session: Any) -> list[Any]:
 
 
 def _as_text(part: Any) -> str:
-    """Return the text of a part of a result, or its type if it is no text."""
+    """Return the text of a part of a result, or its type if the part is not a text."""
     return str(part.text) if part.type == "text" else f"[{part.type}]"

@@ -21,7 +21,7 @@ from nemo_rl_moe.tools.mcp_server import McpServer
 
 SERVERS_KEY = "env.driver.mcp_servers"
 START_S = 60.0
-"""Seconds in which a server must start, and again in which it must list its tools."""
+"""Maximum number of seconds until a server has started, and until it has listed its tools."""
 STOP_S = 15.0
 Servers = Mapping[str, McpServerConfig]
 _TYPES: dict[str, Any] = {
@@ -39,8 +39,9 @@ class McpTool:
     """A tool of a server.
 
     Attributes:
-        definition: In the standard form, for the chat template.
-        parameters: Only the outer types are checked here. The server checks members of lists and objects.
+        definition: Definition in the standard form, for the chat template.
+        parameters: Parameters of the tool. Only their outer types are checked here. The server checks members of lists
+            and objects.
     """
 
     server: str
@@ -50,7 +51,7 @@ class McpTool:
 
 
 def describe_servers(servers: Servers) -> list[McpTool]:
-    """Start servers, ask each for its tools, and stop them. Results are cached."""
+    """Return the tools of servers. For this, servers are started and stopped again. Results are cached."""
     return list(_described(json.dumps({name: server.model_dump() for name, server in servers.items()})))
 
 
@@ -67,7 +68,7 @@ def _described(text: str) -> tuple[McpTool, ...]:
 
 
 def tools_of(name: str, server: McpServer) -> list[McpTool]:
-    """Return the tools of a server."""
+    """Return the tools of the server `name`. Raises `ConfigurationError` if it does not start or has no tools."""
     key = f"{SERVERS_KEY}.{name}"
     try:
         tools = server.tools(START_S)
@@ -81,7 +82,7 @@ def tools_of(name: str, server: McpServer) -> list[McpTool]:
 
 
 def running(servers: Servers) -> dict[str, McpServer]:
-    """Start servers, without waiting."""
+    """Begin to start servers, and return them by name. Does not wait."""
     found = {name: McpServer(config) for name, config in servers.items()}
     for server in found.values():
         server.start()
@@ -89,7 +90,7 @@ def running(servers: Servers) -> dict[str, McpServer]:
 
 
 def function_of(server: McpServer, tool: McpTool) -> Callable[..., str]:
-    """Make a function of named arguments that calls a tool."""
+    """Return a function of named arguments that calls a tool."""
     return lambda **arguments: server.call(tool.name, arguments)
 
 
@@ -147,7 +148,7 @@ def _type_of(schema: object) -> Any:
 
 
 def _root(error: BaseException) -> str:
-    """Return the first error of a group, in one line."""
+    """Return an error as one line. Of a group of errors, return the first."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return one_line(error)
@@ -155,4 +156,4 @@ def _root(error: BaseException) -> str:
 
 def _said(server: McpServer) -> str:
     words = server.last_words()
-    return f"; it said last: {words}" if words else ""
+    return f"; its last line of output: {words}" if words else ""

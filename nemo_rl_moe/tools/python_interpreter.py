@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A tool that runs Python code in a separate process: without network, with limits, and with one writable folder.
+"""A tool that runs Python code in a separate process without network, with limits, and with one writable folder.
 
 The code can read all files that the user of the run can read. On machines with secrets, run everything in a container.
 """
@@ -22,7 +22,7 @@ from pydantic import Field
 from nemo_rl_moe.tools import confined_process
 
 MOST_BYTES = 20_000
-"""Most bytes of output."""
+"""Maximum number of bytes of output."""
 _OUTPUT_GRACE_S = 5.0
 _START_S = 60.0
 
@@ -82,7 +82,8 @@ def python(code: str, *, timeout_s: Timeout = 5.0, memory_mb: Megabytes = 512, a
 
 
 def problem_with_isolation(settings: Mapping[str, object]) -> str:
-    """Return why programs cannot be confined on this machine, or an empty text if they can or need not be."""
+    """Return why programs cannot be confined on this machine, or an empty text if they can or if `settings` allows
+    unconfined programs."""
     return "" if settings.get(ALLOW_UNCONFINED) is True else _problem_with_isolation()
 
 
@@ -93,11 +94,11 @@ def _problem_with_isolation() -> str:
         return ""
     lines = [line for line in answer.splitlines() if line and not line.startswith("error: ")]
     reason = lines[-1] if lines else "programs cannot be confined here"
-    return f"{reason}; env.driver.parameters.python.{ALLOW_UNCONFINED}: true runs them all the same"
+    return f"{reason}; env.driver.parameters.python.{ALLOW_UNCONFINED}: true runs programs without confinement"
 
 
 class _Output:
-    """First bytes of a process's output. The rest is read and dropped."""
+    """Collects the first bytes of a process's output. Further output is read and dropped."""
 
     def __init__(self, stream: IO[bytes]):
         self._stream, self._kept, self._is_cut = stream, b"", False
@@ -105,7 +106,7 @@ class _Output:
         self._thread.start()
 
     def text(self) -> str:
-        """Return the output after the process has ended."""
+        """Return the collected output. Call this after the process has ended."""
         self._thread.join(_OUTPUT_GRACE_S)
         text = self._kept.decode("utf-8", "replace")
         return f"{text}\n[output cut at {MOST_BYTES:,} bytes]" if self._is_cut else text

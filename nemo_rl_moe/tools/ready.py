@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Tools of the package, by their names in a configuration."""
+"""Built-in tools, by their names in a configuration."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,7 +12,8 @@ from nemo_rl_moe.tools.python_interpreter import problem_with_isolation, python
 
 @dataclass(frozen=True)
 class ReadyTool:
-    """A tool of the package. With the values of its keyword-only parameters, `problem` returns why it cannot run."""
+    """A built-in tool. `problem` is a function from the values of its keyword-only parameters to the reason why it
+    cannot run, or to an empty text."""
 
     function: Callable[..., object]
     problem: Callable[[Mapping[str, object]], str] = lambda _: ""

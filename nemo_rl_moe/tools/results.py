@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Results of calls, as texts for the model."""
+"""Results of tool calls, as texts for the model."""
 
 import json
 from dataclasses import dataclass, field
@@ -10,13 +10,13 @@ from nemo_rl_moe.rewards.interface import Fault
 
 @dataclass(frozen=True)
 class ToolResult:
-    """Answer to a call.
+    """The answer to a call.
 
     Attributes:
-        text: For the model.
-        fault: Reason for a missing result, or None.
-        is_cut: The text was too long, and ends with a note on that.
-        seconds: Duration of the call.
+        text: Text for the model: the result, or an error.
+        fault: Reason why there is no result. None: there is one.
+        is_cut: Whether the result was too long. The text then ends with a note on this.
+        seconds: Duration of the call, in seconds.
     """
 
     text: str
@@ -26,7 +26,7 @@ class ToolResult:
 
 
 def error_text(problem: str) -> str:
-    """Return the answer to a call that has no result."""
+    """Return the text for the model about a call that has no result."""
     return as_text(f"error: {problem}")  # the problem may quote characters that have no tokens
 
 
@@ -34,7 +34,7 @@ def as_text(value: object) -> str:
     """Return a tool's result if it is a text, else its JSON.
 
     Raises:
-        TypeError: JSON cannot write it.
+        TypeError: JSON cannot represent the result.
     """
     try:
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=_as_words)
@@ -44,15 +44,16 @@ def as_text(value: object) -> str:
 
 
 def _as_words(value: object) -> str:
-    """Return the text of a value that JSON lacks, such as a date."""
+    """Return a text for a value that JSON does not have, such as a date."""
     text = str(value)
-    if f"{id(value):#x}" in text:  # a memory address, which differs from run to run
+    if f"{id(value):#x}" in text:  # the text has a memory address, which differs in each run
         raise TypeError(f"there is a value of type {type(value).__name__}")
     return text
 
 
 def cut(text: str, most_characters: int) -> tuple[str, bool]:
-    """Return the beginning of a text with a note on the missing part, and whether the text was cut."""
+    """Return a text, and whether it was cut. Of a text with more than `most_characters`, return the beginning and a
+    note on the missing part."""
     if len(text) <= most_characters:
         return text, False
     return f"{text[:most_characters]}\n[cut: the first {most_characters:,} of {len(text):,} characters]", True

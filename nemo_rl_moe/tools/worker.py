@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The process that runs tools: without the secrets of the run's environment, within limits of time and memory."""
+"""The process that runs tools, without the secrets in the run's environment, and with limits on time and memory."""
 
 import faulthandler
 import time
@@ -15,7 +15,7 @@ from nemo_rl_moe.tools.mcp_tools import Servers, function_of, running, tools_of
 from nemo_rl_moe.tools.results import ToolResult, as_text, cut, error_text
 
 INTERRUPTION_S = 1.0
-"""Seconds between the alarm and the end of the process if a tool has not stopped."""
+"""Number of seconds after the alarm at which the process is ended if the tool has not stopped."""
 _STDERR = 2
 
 
@@ -23,9 +23,9 @@ class ToolWorker:  # pragma: no cover  (runs in other processes)
     """The tools of a run, in a process that runs one call at a time.
 
     Args:
-        servers: MCP servers, which run as children of this process.
-        memory_mb: Megabytes that the process may allocate after its start.
-        most_characters: Longest result.
+        servers: MCP servers. They run as child processes of this process.
+        memory_mb: Maximum number of megabytes that the process may allocate after its start.
+        most_characters: Maximum number of characters of a result.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class ToolWorker:  # pragma: no cover  (runs in other processes)
         tools = load_tools(references, settings)
         self._most_characters = most_characters
         limit_memory(memory_mb)
-        self._servers = running(servers)  # each inherits a limit of the same size
+        self._servers = running(servers)  # each server inherits a memory limit of the same size
         self._tools = with_servers(
             tools,
             [
@@ -54,13 +54,14 @@ class ToolWorker:  # pragma: no cover  (runs in other processes)
         )
 
     def call(self, name: str, arguments: Mapping[str, object], limit_s: float) -> ToolResult:
-        """Call a tool.
+        """Call a tool, and return its result or error.
 
-        Code that no alarm interrupts, such as a loop in C, ends this process, and the driver replaces it.
+        If the alarm cannot interrupt the tool's code, such as a loop in C, this process is ended, and the driver
+        replaces it.
         """
         tool = self._tools[name]
         try:
-            # A thread of faulthandler ends the process, without the interpreter.
+            # A thread of faulthandler ends the process even if the interpreter is blocked.
             faulthandler.dump_traceback_later(limit_s + INTERRUPTION_S, exit=True, file=_STDERR)
             return call_within(
                 limit_s, lambda: as_text(tool.function(**arguments, **tool.settings)), self._most_characters
@@ -70,10 +71,10 @@ class ToolWorker:  # pragma: no cover  (runs in other processes)
 
 
 def call_within(limit_s: float, call: Callable[[], str], most_characters: int) -> ToolResult:
-    """Return the result of a call or its error. Only works on a process's main thread.
+    """Return the result of a call, or its error. Only works in the main thread.
 
     Args:
-        limit_s: Seconds that it may take. Code that never returns to the interpreter is not interrupted.
+        limit_s: Maximum number of seconds of the call. Code that never returns to the interpreter is not interrupted.
     """
     started_at = time.monotonic()
     try:

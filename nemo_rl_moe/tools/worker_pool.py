@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The driver's side of the processes that run tools."""
+"""The pool of processes that run tools, as the driver sees it."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -17,14 +17,14 @@ _LONGEST_REASON = 200
 
 
 class ToolWorkers:
-    """Context manager of processes that run tools, each one call at a time. Ray must be running.
+    """Context manager that starts processes for tools. Each process runs one call at a time. Ray must be running.
 
-    If a tool hangs or ends its process, only that call has no result, and the process is replaced.
+    If a tool hangs or ends its process, only this call has no result, and the process is replaced.
 
     Args:
-        settings: Values of the tools' keyword-only parameters.
+        settings: Name of a tool -> values of its keyword-only parameters.
         servers: MCP servers. Each process starts all of them.
-        num_workers: Number of calls that run at the same time. Others wait.
+        num_workers: Number of processes, so of calls that run at the same time. Other calls wait.
     """
 
     def __init__(
@@ -54,11 +54,11 @@ class ToolWorkers:
         self.shutdown()
 
     async def call(self, name: str, arguments: Mapping[str, object], limit_s: float) -> ToolResult:
-        """Call a tool, once a worker is free.
+        """Call a tool when a process is free, and return its result or error.
 
         Args:
-            arguments: Result of `checked_arguments`.
-            limit_s: Seconds that the tool may take, without the wait for a worker.
+            arguments: Arguments that `checked_arguments` has returned.
+            limit_s: Maximum number of seconds of the call, not counting the time until a process is free.
         """
         asked = self._pool.submit(limit_s + INTERRUPTION_S, ToolWorker.call, name, arguments, limit_s)
         found = await asyncio.wrap_future(asked)
@@ -70,5 +70,5 @@ class ToolWorkers:
         return ToolResult(reason, Fault.DIED, seconds=found.seconds)
 
     def shutdown(self) -> None:
-        """Stop all workers and their calls. Does nothing the second time."""
+        """Stop all processes and their calls. A second call has no effect."""
         self._pool.shutdown()

@@ -125,7 +125,7 @@ def test_names_formats_and_leftovers_are_taken_as_they_are(model: Path, tmp_path
     assert (done.returncode, done.stderr) == (0, "")
     assert_same_tensors(tmp_path / "out", model)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"
-    assert "config.json says bfloat16, and the weights are float32" in done.stdout
+    assert "config.json has bfloat16, but most weights are float32" in done.stdout
     assert "the tokenizer needs code of its own (tokenization_moonshot.py), which is not copied" in done.stdout
     assert (tmp_path / "out" / "tiktoken.model").is_file()
     assert not (tmp_path / "out" / "tokenization_moonshot.py").exists()
@@ -215,7 +215,7 @@ def test_wrong_folders_are_reported(model: Path, megatron_model: Path, tmp_path:
         return line
 
     there = refused(model, megatron_model, "hf", "megatron")
-    assert there == f"error: --output: {megatron_model} is there already; name a folder that is not"
+    assert there == f"error: --output: {megatron_model} exists already; name a new or an empty folder"
     assert "did you mean --from megatron?" in refused(megatron_model, tmp_path / "out", "hf", "hf")
     assert "did you mean --from hf?" in refused(model, tmp_path / "out", "megatron", "hf")
     inner = refused(megatron_model / "policy", tmp_path / "out", "megatron", "hf")

@@ -175,7 +175,7 @@ def test_a_template_of_ours_in_place_of_a_published_one(tmp_path: Path, shown: C
     (tmp_path / "train.jsonl").write_text(json.dumps({"messages": turns}))
     reported, *_, text = shown(f"policy.tokenizer.name={tmp_path / 'tokenizer'}").splitlines()
     assert reported.startswith(
-        "chat template: that of Mistral loses the system turn; ours, mistral.jinja, takes its place "
+        "chat template: that of Mistral loses the system turn; mistral.jinja of this package replaces it "
     )
     assert text == "u[/INST][[ a</s>]]"
 

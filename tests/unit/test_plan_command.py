@@ -105,10 +105,10 @@ def test_engines_of_vllm_on_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     # 48 layers x 1 head x 128 x keys and values x 2 bytes x 4096 tokens.
     assert rows["key-value cache of a sequence, 4096 tokens"] == "0.10"
     held = rows["held all the time"]
-    assert rows["beside it while it generates: held by the trainer, in GB"] == held == "43.56"
-    assert rows["kept while it sleeps, an estimate, in GB"] == "3.00"
+    assert rows["held by the trainer while the engine generates, in GB"] == held == "43.56"
+    assert rows["kept while the engine sleeps, an estimate, in GB"] == "3.00"
     # Two processes have a context and NCCL each.
-    assert rows["GPUs on which both fit, from so many GB on"] == f"{(43.56 + 0.32 + 3) / 0.65:.0f}"
+    assert rows["smallest GPU on which both fit, in GB"] == f"{(43.56 + 0.32 + 3) / 0.65:.0f}"
     # Trainer, engine, processes, and their sum: 0.35 x 80 is the engine's share, 15.29 + 1.5 its weights and the rest.
     assert rows["when a checkpoint is loaded"].split() == ["43.56", "0.00", "1.50", "45.06"]
     assert rows["when engines start"].split() == ["43.56", "28.00", "3.00", "74.56"]
@@ -130,7 +130,7 @@ def test_an_engine_that_finds_no_room_is_reported(capsys: pytest.CaptureFixture[
     _, printed, _ = plan(capsys, "grpo_qwen3_30b_a3b_vllm.yaml", QWEN3_30B_A3B, f"{key}.gpu_memory_utilization=0.5")
     assert values(printed)["GPUs with 80 GB: key-value cache, in GB"] == "they do not fit"
     _, printed, _ = plan(capsys, "grpo_qwen3_30b_a3b_vllm.yaml", QWEN3_30B_A3B, f"{key}.gpu_memory_utilization=1")
-    assert values(printed)["GPUs on which both fit, from so many GB on"] == "none"
+    assert values(printed)["smallest GPU on which both fit, in GB"] == "none"
 
 
 def test_engine_of_vllm_on_cpus(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,7 +339,7 @@ def test_an_engine_beside_the_trainer_counts(capsys: pytest.CaptureFixture[str])
     assert f"  8xH100: fits, with 3% of the 80 GB of each H100 to spare: 77.65 GB {again}\n" in printed
     assert values(printed)["when engines start"].split() == ["10.33", "64.00", "3.00", "77.33"]
     assert values(printed)["when a checkpoint is loaded"].split()[-1] == "52.69"
-    assert values(printed)["beside it while it generates: held by the trainer, in GB"] == "10.33"
+    assert values(printed)["held by the trainer while the engine generates, in GB"] == "10.33"
     _, printed, _ = plan(capsys, *settings, *chosen, "policy.offload_optimizer_for_generation=false")
     assert f"  8xH100: does not fit: 118.51 GB {again} are more than the 80 GB" in printed
     assert values(printed)["when engines start"].split() == ["51.19", "64.00", "3.00", "118.19"]

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The driver for programs that ask the model as clients of a server."""
+"""The driver for agents: programs that ask the model through an endpoint."""
 
 from typing import ClassVar, Literal
 
@@ -12,29 +12,29 @@ class AgentLimitsConfig(StrictModel):
     """Limits of agents. The time limit of a trajectory is `env.rollout_timeout_s`."""
 
     num_workers: Processes
-    """Processes of agents on the driver's machine. Trajectories wait for a free one."""
+    """Number of processes for agents, on the machine of the run's driver. A trajectory waits for a free process."""
     memory_mb: PositiveInt
-    """Megabytes that an agent's process, and each process that it starts, may use."""
+    """Maximum memory in megabytes of an agent's process, and of each process that it starts."""
 
 
 class AgentProgramLimitsConfig(AgentLimitsConfig):
     """Limits of agents that are the user's programs."""
 
     agents_per_worker: PositiveInt
-    """Agents that a process runs at the same time. More than 1 needs an `async def`. A blocking agent delays the
-    others."""
+    """Number of agents that a process runs at the same time. More than 1 needs an `async def`. An agent that blocks
+    delays the others of its process."""
 
 
 class EndpointDriverConfig(DriverConfig):
     """A driver whose processes ask the model through an OpenAI-compatible endpoint."""
 
     format: Text | None
-    """Format in which the model writes calls of the tools that requests define. The names are the same as with the kind
-    `tools`. null: the format of the chat template."""
+    """Format in which the model calls the tools that the agent's requests define. The formats are the same as with the
+    driver kind `tools`. null: the format of the chat template."""
     limits: AgentLimitsConfig
     """Limits of agents."""
     max_turns: PositiveInt
-    """Most responses of a trajectory. Further requests are refused."""
+    """Maximum number of responses in a trajectory. Further requests are refused."""
 
     has_own_tools: ClassVar[bool] = True
 
@@ -43,10 +43,10 @@ class AgentConfig(EndpointDriverConfig):
     """A program that asks the model through an OpenAI-compatible endpoint."""
 
     kind: Literal["agent"]
-    """This kind."""
+    """Name of this kind of driver."""
     program: Text | list[PathText]
-    """A text: `package.module:function`, which takes an `AgentTask` and returns a reward, or None if `env.reward`
-    scores the last response. A list: a program and its arguments."""
+    """A text is `package.module:function`. The function takes an `AgentTask` and returns a reward, or None if
+    `env.reward` scores the last response. A list is a program and its arguments."""
     limits: AgentProgramLimitsConfig
     """Limits of agents."""
 

@@ -10,26 +10,27 @@ from nemo_rl_moe.config.schema_grpo import PromptDataConfig
 
 
 class DriverConfig(StrictModel):
-    """Driver of trajectories: how the model's responses and the messages between them follow each other."""
+    """Driver of trajectories. It decides how the model's responses and the messages between them follow each other."""
 
     kind: str
     """Name of the kind."""
 
     scoring: ClassVar[Literal["by_reward", "by_either", "by_driver"]] = "by_reward"
-    """Source of a trajectory's reward: `env.reward`, the driver, or either of the two if the user's code decides."""
+    """Source of a trajectory's reward: `env.reward`, the driver, or whichever of the two the user's code chooses."""
     has_own_prompts: ClassVar[bool] = False
-    """The prompts are the environment's data."""
+    """Whether the prompts are the environment's own data."""
     has_own_tools: ClassVar[bool] = False
-    """The driver defines the tools that the chat template shows, so `data.tools` must be empty."""
+    """Whether the driver defines the tools that the chat template shows. If so, `data.tools` must be empty."""
 
     @property
     def named(self) -> str | None:
-        """Return the code, program or library that drives, or None if the run itself does."""
+        """Return the name of the code, program or library that drives trajectories, or None if the run itself drives
+        them."""
         return None
 
     def problems(self, key: str, data_key: str, data: PromptDataConfig) -> Iterator[str]:
-        """Yield a line for each setting that this driver excludes. `key` is this section, and `data_key` that of its
-        prompts."""
+        """Yield an error line for each setting that this driver excludes. `key` is the key of this section, and
+        `data_key` the key of the section with its prompts."""
         if self.has_own_tools and data.tools:
             yield (
                 f"data.tools: got {len(data.tools)}, expected [] with {key}.kind {self.kind}, which has tools of its"

@@ -9,12 +9,12 @@ from nemo_rl_moe.config.schema_base import Text
 
 
 class FunctionConfig(DriverConfig):
-    """The user's coroutine function, over one or several turns."""
+    """A coroutine function of the user, which drives a trajectory over one or several turns."""
 
     kind: Literal["function"]
-    """This kind."""
+    """Name of this kind of driver."""
     function: Text
-    """`package.module:function` of a coroutine that takes a `Session` and returns its `Trajectory`."""
+    """`package.module:function`, a coroutine function that takes a `Session` and returns its `Trajectory`."""
 
     scoring = "by_either"
 

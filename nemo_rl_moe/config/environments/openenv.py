@@ -12,25 +12,25 @@ class OpenEnvConfig(DriverConfig):
     """Servers of an OpenEnv environment, which answer responses and give their rewards."""
 
     kind: Literal["openenv"]
-    """This kind."""
+    """Name of this kind of driver."""
     server: Text
-    """`package.module:app`, an app made by `openenv.core.create_app`, which the run serves on the loopback interface,
-    or the address of a running server, such as `http://localhost:8000`."""
+    """`package.module:app` or the address of a running server, such as `http://localhost:8000`. The app is made by
+    `openenv.core.create_app`, and the run serves it on the loopback interface."""
     num_servers: Processes
-    """Processes that serve an app. An address counts as one server."""
+    """Number of processes that serve an app. An address counts as one server."""
     sessions_per_server: PositiveInt
-    """Episodes that a server runs at the same time, its `max_concurrent_envs`. Other trajectories wait."""
+    """Number of episodes that a server runs at the same time, as its `max_concurrent_envs`. Other trajectories wait."""
     action_key: Text
-    """Field of an action that takes the model's response."""
+    """Field of the environment's action into which the model's response is put."""
     observation_key: Text
-    """Field of an observation that the model reads."""
+    """Field of the environment's observation that the model reads."""
     step_timeout_s: Seconds
     """Time limit of one answer of a server, in seconds. The trajectory fails if it is exceeded."""
     answer_after: Text | None
     """Text before the action in a response, such as `</think>`. The server gets the text after its last occurrence, or
     the full response if it does not occur. null: the full response."""
     max_turns: PositiveInt
-    """Most responses of a trajectory."""
+    """Maximum number of responses in a trajectory."""
 
     scoring = "by_driver"
 

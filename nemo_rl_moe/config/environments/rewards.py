@@ -18,29 +18,29 @@ from nemo_rl_moe.config.schema_base import (
 
 
 class RewardConfig(StrictModel):
-    """Scoring of responses."""
+    """How responses are scored."""
 
     kind: str
     """Name of the kind."""
 
     needs_answer: ClassVar[bool] = True
-    """A response is compared with the answer of its record."""
+    """Whether a response is compared with the answer of its record."""
     reads_whole_records: ClassVar[bool] = False
-    """The scorer may read any key of a record."""
+    """Whether the scorer may read any key of a record."""
     may_name_rewards: ClassVar[bool] = False
-    """A response may get several rewards by name."""
+    """Whether a response may get several named rewards."""
 
     @property
     def code(self) -> str | None:
-        """Return key and value of the user's code that scores, or None for a built-in kind."""
+        """Return `key: reference` of the user's code that scores, or None for a built-in kind."""
         return None
 
 
 class RewardModelAloneConfig(RewardConfig):
-    """Only the model of the section `reward_model`."""
+    """The reward is only the score of the model in the section `reward_model`."""
 
     kind: Literal["reward_model"]
-    """This kind."""
+    """Name of this kind of reward."""
     needs_answer: ClassVar[bool] = False
 
 
@@ -48,7 +48,7 @@ class WorkerRewardConfig(RewardConfig):
     """Scoring by a function of one response, in worker processes."""
 
     num_workers: Processes
-    """Processes that score."""
+    """Number of processes that score."""
     timeout_s: Seconds
     """Time limit of one response, in seconds. Scoring fails if it is exceeded."""
     answer_after: Text | None
@@ -60,37 +60,37 @@ class MathConfig(WorkerRewardConfig):
     """Comparison with the record's answer by math-verify."""
 
     kind: Literal["math"]
-    """This kind."""
+    """Name of this kind of reward."""
 
 
 class ExactConfig(WorkerRewardConfig):
     """Equality with the text of the record's answer."""
 
     kind: Literal["exact"]
-    """This kind."""
+    """Name of this kind of reward."""
 
 
 class ReasoningGymConfig(WorkerRewardConfig):
     """The verifier of a task of reasoning-gym. The task can also generate the prompts."""
 
     kind: Literal["reasoning_gym"]
-    """This kind."""
+    """Name of this kind of reward."""
     task: Text
     """Name of the task, such as basic_arithmetic."""
     parameters: dict[str, Any]
-    """Parameters of the task. Missing ones have the task's defaults. {}: none."""
+    """Parameters of the task. Missing parameters have the task's defaults. {}: all have defaults."""
     partial_credit: bool
-    """true: the reward is the verifier's score. false: the reward is 1 for a score of 1, and 0 otherwise."""
+    """true: the reward is the verifier's score. false: the reward is 1 if the score is 1, and 0 otherwise."""
 
 
 class CallableConfig(WorkerRewardConfig):
     """A Python function of the user."""
 
     kind: Literal["callable"]
-    """This kind."""
+    """Name of this kind of reward."""
     function: Text
-    """`package.module:function`. It takes a `ScoringItem` and returns a reward, or a pair of a reward and a bool for a
-    correct response. With `env.reward_weights` it returns a dict of rewards."""
+    """`package.module:function`. The function takes a `ScoringItem` and returns a reward, or a pair of a reward and a
+    bool (whether the response is correct). With `env.reward_weights` it returns a dict: name -> reward."""
 
     needs_answer: ClassVar[bool] = False
     reads_whole_records: ClassVar[bool] = True
@@ -102,12 +102,12 @@ class CallableConfig(WorkerRewardConfig):
 
 
 class CustomRewardConfig(WorkerRewardConfig):
-    """The user's object with a method `score`, made once in each worker."""
+    """An object of the user with a method `score`. Each worker makes it once."""
 
     kind: Literal["custom"]
-    """This kind."""
+    """Name of this kind of reward."""
     factory: CustomCode
-    """`package.module:name`, a class or a function that makes the object."""
+    """`package.module:name` of a class or function that makes the object."""
     parameters: dict[str, Any]
     """Keyword arguments of the factory. {}: none."""
 
@@ -124,25 +124,28 @@ class JudgeConfig(WorkerRewardConfig):
     """A model that marks each response through an OpenAI-compatible endpoint."""
 
     kind: Literal["judge"]
-    """This kind."""
+    """Name of this kind of reward."""
     url: Text
     """Address of the endpoint, such as `http://judge:8000/v1`."""
     model: Text
     """Name of the judge's model."""
     template: Text
-    """The request, with the fields `{prompt}`, `{response}` and `{answer}` (of the record)."""
+    """Text of the request to the judge. The fields `{prompt}`, `{response}` and `{answer}` (of the record) are filled
+    in."""
     full_marks: Annotated[float, Field(gt=0, le=1_000_000)]
     """Mark of a perfect response. The reward is the mark divided by this."""
     max_tokens: PositiveInt
-    """Most tokens of a reply."""
+    """Maximum number of tokens in the judge's reply."""
     request_timeout_s: Seconds
-    """One attempt ends after this many seconds without a received byte."""
+    """A request fails if no byte arrives for this many seconds."""
     attempts: PositiveInt
-    """Most requests for one response, if the endpoint is busy, breaks off, or replies without a mark."""
+    """Maximum number of requests for one response. A request is repeated if the endpoint is busy, breaks off, or
+    replies without a mark."""
     api_key_env: Text | None
-    """Environment variable that holds the key. The key is only sent in the request's header. null: no key."""
+    """Name of the environment variable that holds the API key. The key is only sent in the request's header. null: no
+    key."""
     cache_folder: PathText | None
-    """Folder that caches replies by a digest of the request. null: no cache."""
+    """Folder for the judge's replies. A request that was answered before is read from there. null: no cache."""
 
     needs_answer: ClassVar[bool] = False
     reads_whole_records: ClassVar[bool] = True

@@ -11,4 +11,4 @@ class SingleTurnConfig(DriverConfig):
     """One response to the prompt."""
 
     kind: Literal["single_turn"]
-    """This kind."""
+    """Name of this kind of driver."""

@@ -16,41 +16,42 @@ class ToolLimitsConfig(StrictModel):
     """Limits of calls of tools."""
 
     num_workers: Processes
-    """Processes that run tools, each one call at a time."""
+    """Number of processes that run tools. Each runs one call at a time."""
     call_timeout_s: Seconds
     """Time limit of a call, in seconds. If it is exceeded, the model reads an error instead of the result."""
     turn_timeout_s: Seconds
     """Time limit of all calls of one turn, in seconds. Later calls of the turn are not made."""
     max_result_characters: PositiveInt
-    """Longest result, in characters. A longer one is cut and ends with a note for the model."""
+    """Maximum length of a result, in characters. A longer result is cut and ends with a note for the model."""
     memory_mb: PositiveInt
-    """Megabytes that the tools of a process may use."""
+    """Maximum memory of the tools in a process, in megabytes."""
 
 
 class McpServerConfig(StrictModel):
-    """A server of the Model Context Protocol, which uses its standard input and output."""
+    """A server of the Model Context Protocol, which communicates over its standard input and output."""
 
     command: PathText
     """The program: a name on the path, or a file."""
     args: list[str] = Field(default_factory=list)
     """Arguments of the program."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Environment variables of the server, in addition to PATH, HOME and the like. It gets no others of the run."""
+    """Environment variables of the server, in addition to PATH, HOME and the like. The server gets no other variables
+    of the run."""
 
 
 class ToolsConfig(DriverConfig):
     """A conversation in which the model calls tools, until it answers without a call."""
 
     kind: Literal["tools"]
-    """This kind."""
+    """Name of this kind of driver."""
     tools: list[Text]
-    """Tools that the model may call: `package.module:function`, typed and with a docstring, or calculator, python,
-    search. []: only the tools of `mcp_servers`."""
+    """Tools that the model may call: calculator, python, search, or `package.module:function` of a function with typed
+    parameters and a docstring. []: only the tools of `mcp_servers`."""
     mcp_servers: dict[Text, McpServerConfig]
-    """MCP servers by names of your choice, whose tools the model may also call. Each tool process starts them. {}:
+    """Name of your choice -> MCP server whose tools the model may also call. Each tool process starts all servers. {}:
     none."""
     parameters: dict[str, dict[str, Any]]
-    """Values of keyword-only parameters by the name of the tool. The model does not see them. {}: none."""
+    """Name of a tool -> values of its keyword-only parameters. The model does not see these parameters. {}: none."""
     format: Text | None
     """Format in which the model writes calls: hermes, qwen3_coder, glm45, kimi_k2, minimax_m2, deepseek_v3,
     deepseek_v31, deepseek_v32, mistral, mistral_args, llama3_json, function_calls, olmo3, harmony, `vllm:NAME` for a
@@ -58,10 +59,10 @@ class ToolsConfig(DriverConfig):
     limits: ToolLimitsConfig
     """Limits of calls."""
     max_turns: PositiveInt
-    """Most responses of a trajectory. Calls in the last one are not made."""
+    """Maximum number of responses in a trajectory. Calls in the last response are not made."""
     call_cost: Annotated[float, Field(ge=0, le=1_000)]
-    """Cost of each call, subtracted from the reward of its trajectory, so that the model learns when not to call.
-    `accuracy` does not change. Must be 0 with `env.reward_weights`."""
+    """Cost of each call, which is subtracted from the reward of its trajectory, so that the model learns when not to
+    call. The metric `accuracy` does not change. Must be 0 with `env.reward_weights`."""
 
     has_own_tools: ClassVar[bool] = True
 

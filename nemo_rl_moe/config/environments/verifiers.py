@@ -12,11 +12,11 @@ class VerifiersConfig(DriverConfig):
     """An environment of the verifiers library, with its prompts, tools and rubric."""
 
     kind: Literal["verifiers"]
-    """This kind."""
+    """Name of this kind of driver."""
     id: Text
     """Name of the environment, such as gsm8k."""
     arguments: dict[str, Any]
-    """Arguments of its `load_environment`. {}: none."""
+    """Arguments of the environment's `load_environment`. {}: none."""
 
     scoring = "by_driver"
     has_own_prompts: ClassVar[bool] = True

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The driver that is a taskset of `verifiers.v1`, which an agent of that library plays."""
+"""The driver that is a taskset of `verifiers.v1`. An agent of that library plays its tasks."""
 
 from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
@@ -22,21 +22,21 @@ _OF_THE_RUN = {
         "sampling": "policy.generation",
     },
 }
-"""Keys of the library's sections that the run sets, and the source of their values."""
+"""Section -> keys of the library that the run sets -> the source of their values."""
 
 
 class VerifiersV1Config(EndpointDriverConfig):
     """A taskset of the verifiers library from 0.4 on (`verifiers.v1`), with its prompts, tools and rewards."""
 
     kind: Literal["verifiers_v1"]
-    """This kind."""
+    """Name of this kind of driver."""
     id: Text
     """Name of the taskset, such as gsm8k-v1."""
     taskset: dict[str, Any]
     """Settings of the taskset, `env.taskset` of the library. {}: its defaults."""
     validation: dict[str, Any] | PositiveInt | None = Field(union_mode="left_to_right")
     """Tasks to validate with. A mapping has the settings that differ from `taskset`, such as `{split: test}`. A number
-    holds out that number of tasks at the end of the taskset. null: none. `data.validation` must then be null."""
+    holds out that many tasks at the end of the taskset. null: no validation, and `data.validation` must be null too."""
     agent: dict[str, Any]
     """Settings of the agent that plays, `env.agent` of the library, such as `harness` and `runtime`. Without a harness,
     the taskset's harness is used, or else the library's chat program (`null`)."""
@@ -49,7 +49,8 @@ class VerifiersV1Config(EndpointDriverConfig):
         return f"verifiers {self.id}"
 
     def problems(self, key: str, data_key: str, data: PromptDataConfig) -> Iterator[str]:
-        """Yield also a line for each setting that the run makes, and for missing tasks to validate with."""
+        """Yield also an error line for each setting that the run itself sets, and one if the tasks to validate with are
+        missing."""
         yield from super().problems(key, data_key, data)
         for section, elsewhere in _OF_THE_RUN.items():
             given = getattr(self, section)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The driver of agents: checks before any worker starts, then the endpoint and the agents' processes."""
+"""The driver of agents: its checks before any worker starts, its endpoint, and the agents' processes."""
 
 import inspect
 import shutil
@@ -23,11 +23,11 @@ from nemo_rl_moe.tools.detection import format_of
 from nemo_rl_moe.tools.formats.interface import ToolFormat
 
 LOG_SUFFIX = ".agents.log"
-"""Suffix of the log file, which has the name of the folder of the runs and lies next to it."""
+"""Suffix of the agents' log file. The file lies next to `logger.log_dir` and has its name with this suffix."""
 
 
 def check_agent(driver: AgentConfig) -> None:
-    """Check that the function or the program of an agent exists."""
+    """Check that an agent's function or program exists. Raises `ConfigurationError` if not."""
     if isinstance(driver.program, str):
         function = import_function_of_task(AGENT_KEY, driver.program)
         if driver.limits.agents_per_worker > 1 and not inspect.iscoroutinefunction(function):
@@ -47,7 +47,7 @@ def _one_at_a_time(driver: AgentConfig, kind: str) -> ConfigurationError:
 
 
 def prepare_agent(driver: AgentConfig, setup: DriverSetup) -> StartDriver:
-    """Check the agent of an environment."""
+    """Check the agent of an environment, and return the function that starts its driver."""
     check_agent(driver)
     reference = driver.program if isinstance(driver.program, str) else None
     command = () if isinstance(driver.program, str) else tuple(driver.program)
@@ -56,7 +56,8 @@ def prepare_agent(driver: AgentConfig, setup: DriverSetup) -> StartDriver:
 
 
 def prepare_program(driver: EndpointDriverConfig, setup: DriverSetup, program: Program) -> StartDriver:
-    """Check that a program can use the endpoint with the run's tokenizer."""
+    """Check that a program can use the endpoint with the run's tokenizer, and return the function that starts the
+    driver."""
     if not setup.tokenizer.chat_template:
         raise ConfigurationError(
             f"env.driver.kind: {driver.kind} sends messages, for which the tokenizer has no chat template; set"
@@ -85,11 +86,12 @@ def running_agents(
     reward_weights: Mapping[str, float] | None,
     log: Path,
 ) -> Iterator[Environment]:
-    """Run the endpoint and the processes of agents within the context, in the process of their environment.
+    """Run the endpoint and the agents' processes within this context, and yield the environment. Called in the
+    environment's process.
 
     Args:
-        tool_format: Format in which the model writes calls. None: requests must have no tools.
-        log: File for the output of agents.
+        tool_format: Format in which the model writes tool calls. None: requests must have no tools.
+        log: File to which the agents' output is written.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     rules = make_rules()

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""All kinds of drivers, by the types of their configurations."""
+"""All kinds of drivers, found by the type of their configuration."""
 
 from functools import partial
 from typing import assert_never
@@ -28,7 +28,7 @@ from nemo_rl_moe.tools.definitions import load_tools
 
 
 def kind_of(driver: Driver) -> DriverKind:
-    """Return the functions by which a run uses a driver."""
+    """Return the functions with which a run checks and starts a driver."""
     match driver:
         case SingleTurnConfig():
             return DriverKind(lambda setup: lambda run, warn: SingleTurn())

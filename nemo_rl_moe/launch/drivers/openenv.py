@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The driver that is an environment of OpenEnv: the check of the library, and the servers."""
+"""The driver that is an environment of OpenEnv: checks the library, and starts the servers."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -17,22 +17,22 @@ from nemo_rl_moe.rollouts.rollout_function import RolloutFunction
 
 
 def check_openenv(driver: OpenEnvConfig) -> None:
-    """Check that the library is installed."""
+    """Check that the library is installed. Raises `ConfigurationError` if not."""
     if importlib.util.find_spec("openenv") is None:
         raise ConfigurationError("env.driver.kind: openenv cannot be imported; pip install 'nemo-rl-moe[openenv]'")
 
 
 def prepare_openenv(driver: OpenEnvConfig, setup: DriverSetup) -> StartDriver:
-    """Return the function that starts the servers. They are not checked before."""
+    """Return the function that starts the driver with its servers. The servers are not checked before."""
     start = partial(running_servers, driver, score_truncated=setup.env.score_truncated)
     return in_separate_process(setup, f"env.driver: {driver.named}", start)
 
 
 @contextmanager
 def running_servers(driver: OpenEnvConfig, *, score_truncated: bool) -> Iterator[Environment]:
-    """Run the servers of an app within the context, in the process of their environment.
+    """Run the servers of an app within this context, and yield the environment. Called in the environment's process.
 
-    An address needs no servers.
+    If the configuration has the address of a running server, no servers are started.
     """
     app = driver.app
     servers = [] if app is None else [OpenEnvServer(app) for _ in range(driver.num_servers)]

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs for the preparation of drivers, and parts that several kinds share."""
+"""Inputs with which drivers are prepared, and functions that several kinds share."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -34,18 +34,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 StartDriver = Callable[[ModelRun, Callable[[str], None]], Environment]
-"""Starts the workers of a driver for the rest of a run. The second argument receives warnings."""
+"""A function that starts a driver with its workers for the rest of a run. The second argument is called with
+warnings."""
 StartInProcess = Callable[[], AbstractContextManager[Environment]]
-"""Starts an environment of user code in a separate process. It must be picklable."""
+"""A function that starts an environment of user code in a separate process. It must be picklable."""
 
 
 @dataclass(frozen=True)
 class DriverSetup:
-    """Inputs for the preparation of the driver of one environment.
+    """Inputs with which the driver of one environment is prepared.
 
     Attributes:
-        name: Name of the environment in `env.mixture`. Empty for the only one of a run.
-        sampling: Sampling parameters of training responses.
+        name: Name of the environment in `env.mixture`. Empty without a mixture.
+        sampling: Sampling parameters for training.
     """
 
     config: GRPOMasterConfig
@@ -59,11 +60,11 @@ class DriverSetup:
 
     @property
     def run_wide(self) -> TemplateInputs:
-        """Inputs of the chat template that all prompts share, without tools."""
+        """Inputs of the chat template that are the same for all prompts, without tools."""
         return run_wide_inputs([], self.config.data.chat_template_kwargs)
 
     def continuation(self) -> Continuation:
-        """Return the renderer of messages that are appended to a conversation."""
+        """Return the object that renders messages appended to a conversation."""
         data = data_with_tools(self.config, self.name)
         return Continuation(
             self.tokenizer,
@@ -73,10 +74,10 @@ class DriverSetup:
         )
 
     def tool_format(self, named: str | None) -> ToolFormat:
-        """Return the format of calls, and check that the chat template shows definitions and results of tools.
+        """Return the format of tool calls, and check that the chat template renders definitions and results of tools.
 
         Args:
-            named: Name in the configuration. None: the format of the chat template.
+            named: Name of the format in the configuration. None: the format of the chat template.
         """
         found = format_of(self.tokenizer, named, self.run_wide)
         require_definitions(self.tokenizer, self.run_wide)
@@ -87,12 +88,12 @@ class DriverSetup:
 
 @dataclass(frozen=True)
 class DriverKind:
-    """The functions by which a run uses a driver. Errors are `ConfigurationError`s.
+    """The functions with which a run uses a driver. Their errors are `ConfigurationError`s.
 
     Attributes:
-        prepare: Checks the driver with the tokenizer of the run, and returns the function that starts it.
-        check: Checks that its code, its program or its library exists. Reads no model.
-        prompts: Returns the environment's prompts. None: it has none.
+        prepare: Checks the driver with the run's tokenizer, and returns the function that starts the driver.
+        check: Checks that the driver's code, program or library exists. Reads no model.
+        prompts: Returns the environment's own prompts. None: the environment has no prompts.
     """
 
     prepare: Callable[[DriverSetup], StartDriver]
@@ -101,7 +102,8 @@ class DriverKind:
 
 
 def in_separate_process(setup: DriverSetup, name: str, start: StartInProcess) -> StartDriver:
-    """Return the start of an environment whose trajectories are driven by code of the user or of a library.
+    """Return the function that starts a driver whose code belongs to the user or to a library, in a separate process if
+    `grpo.rollouts.process` is true.
 
     Args:
         name: Name of the code in messages.
@@ -130,7 +132,7 @@ def in_separate_process(setup: DriverSetup, name: str, start: StartInProcess) ->
 def running_in_process(
     settings: ProcessSettings, name: str, show: Callable[[str], None], warn: Callable[[str], None]
 ) -> Iterator[RemoteEnvironment]:
-    """Begin to start the process of an environment, which ends with the context."""
+    """Begin to start the process of an environment, and yield the environment. The process ends with this context."""
     environment = RemoteEnvironment(settings, name, show, warn)
     try:
         yield environment
@@ -139,7 +141,7 @@ def running_in_process(
 
 
 def data_with_tools(config: GRPOMasterConfig, name: str = THE_ONLY_ONE) -> PromptDataConfig:
-    """Return the `data` section of an environment, with the definitions of its tools."""
+    """Return the `data` section of an environment with the definitions of its tools added."""
     driver, data = config.env.environments[name].driver, config.data.of(name)
     if not isinstance(driver, ToolsConfig):
         return data
@@ -147,7 +149,7 @@ def data_with_tools(config: GRPOMasterConfig, name: str = THE_ONLY_ONE) -> Promp
 
 
 def described_tools(driver: ToolsConfig) -> Tools:
-    """Return the tools of a run for the run's process, which cannot call tools of servers."""
+    """Return the tools of an environment for the driver of the run. Tools of MCP servers cannot be called there."""
 
     def elsewhere(**arguments: object) -> object:
         raise NotImplementedError("tools of servers are called in the tool workers")

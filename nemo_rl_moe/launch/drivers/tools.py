@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The driver of conversations with tools, which run in worker processes."""
+"""The driver of conversations with tools. The tools run in worker processes."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from nemo_rl_moe.tools.worker_pool import ToolWorkers
 
 
 def prepare_tools(driver: ToolsConfig, setup: DriverSetup) -> StartDriver:
-    """Check the tools of an environment."""
+    """Check the tools of an environment, and return the function that starts its driver."""
     tools, tool_format = described_tools(driver), setup.tool_format(driver.format)
 
     def start(run: ModelRun, warn: Callable[[str], None]) -> Environment:
@@ -27,7 +27,7 @@ def prepare_tools(driver: ToolsConfig, setup: DriverSetup) -> StartDriver:
 
 @contextmanager
 def running_tool_workers(driver: ToolsConfig, console: ConsoleLogger) -> Iterator[ToolWorkers]:
-    """Run the tool workers within the context."""
+    """Run the tool workers within this context, and yield them."""
     limits = driver.limits
     with console.phase(f"starting the tool workers ({', '.join(driver.tool_names)})"):
         workers = ToolWorkers(

@@ -16,12 +16,12 @@ from nemo_rl_moe.tools.formats.interface import ToolFormat
 
 
 def prepare_verifiers(driver: VerifiersConfig, setup: DriverSetup) -> StartDriver:
-    """Load an environment of the library to check it."""
+    """Load an environment of the library to check it, and return the function that starts its driver."""
     environment = load_verifiers(driver)
     tool_format = None
     try:
         tool_format = setup.tool_format(None)
-    except ConfigurationError:  # tools of single rows of its data are then not shown by the template
+    except ConfigurationError:  # tools of single rows of its data are then not rendered
         if environment.tool_defs:
             raise
     start = partial(start_verifiers, driver, tool_format, score_truncated=setup.env.score_truncated)
@@ -31,6 +31,6 @@ def prepare_verifiers(driver: VerifiersConfig, setup: DriverSetup) -> StartDrive
 def start_verifiers(
     driver: VerifiersConfig, tool_format: ToolFormat | None, *, score_truncated: bool
 ) -> AbstractContextManager[Environment]:
-    """Load the environment in its process."""
+    """Load the library's environment in the environment's process, and return it."""
     rollout = VerifiersRollout(load_verifiers(driver), tool_format, score_truncated=score_truncated)
     return nullcontext(RolloutFunction(rollout, str(driver.named)))

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The driver that is a taskset of `verifiers.v1`: a program of agents whose episodes use the run's endpoint."""
+"""The driver that is a taskset of `verifiers.v1`: an agents' program whose episodes use the run's endpoint."""
 
 from functools import partial
 
@@ -11,7 +11,7 @@ from nemo_rl_moe.rollouts.libraries.verifiers_v1 import TasksetProgram, check_ta
 
 
 def verifiers_v1(driver: VerifiersV1Config) -> DriverKind:
-    """Return the functions by which a run uses a taskset."""
+    """Return the functions with which a run checks and starts a taskset."""
     return DriverKind(
         prepare=lambda setup: prepare_program(driver, setup, TasksetProgram(driver, setup.env.score_truncated)),
         check=partial(check_taskset, driver),

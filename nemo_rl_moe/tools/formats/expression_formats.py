@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Formats whose calls are expressions: `tool(argument="value")`."""
+"""Formats whose calls are expressions, such as `tool(argument="value")`."""
 
 import ast
 import json
@@ -19,7 +19,7 @@ _PART = re.compile(r"\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'|[()\[\]{},\"']", re.
 
 
 def _one_a_line(text: str, place: int, schemas: Schemas) -> tuple[list[ParsedCall], int]:
-    """Read calls up to the closing mark, at least one."""
+    """Read calls up to the closing mark. At least one call must be there."""
     calls: list[ParsedCall] = []
     while not calls or not text.startswith(_CLOSING, after_blanks(text, place)):
         name = _NAME.match(text, place)
@@ -43,7 +43,7 @@ def _arguments(text: str, place: int) -> tuple[dict[str, object], int]:
 
 
 def _end_of_value(text: str, place: int) -> int:
-    """Return the position of the comma or the bracket after a value."""
+    """Return the position of the comma or the closing parenthesis after the value that begins at `place`."""
     depth = 0
     for part in _PART.finditer(text, place):
         if part[0] in ('"', "'"):
@@ -55,7 +55,7 @@ def _end_of_value(text: str, place: int) -> int:
 
 
 def _value(text: str) -> object:
-    """Decode JSON, or convert a Python literal to a JSON value."""
+    """Return the value of a JSON text or a Python literal, as a JSON value."""
     try:
         value, end = read_json(text, 0)
     except CallProblem:

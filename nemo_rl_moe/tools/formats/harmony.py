@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Format of gpt-oss: a message with a function as the recipient in its header."""
+"""Format of gpt-oss. A call is a message whose header names a function as the recipient."""
 
 import re
 
@@ -8,7 +8,7 @@ from nemo_rl_moe.tools.formats.interface import MalformedCall, ParsedCall, Schem
 from nemo_rl_moe.tools.formats.scanning import CallProblem, arguments_of, read_json
 
 _MESSAGE, _FUNCTIONS = "<|message|>", "functions."
-_RECIPIENT = re.compile(r"\bto=(?!assistant\b)([^\s<]+)")  # results go to the assistant
+_RECIPIENT = re.compile(r"\bto=(?!assistant\b)([^\s<]+)")  # not the assistant, to which results are addressed
 _END = re.compile(r"<\|(?:end|call|return|start)\|>")
 
 

@@ -11,12 +11,12 @@ from nemo_rl_moe.data.thinking import THINK_END
 
 _MARK = re.compile(r"<[^<>]*>|\[[A-Z_]+\]")
 Schemas = Mapping[str, Mapping[str, Any]]
-"""JSON schemas by the names of tool and parameter. Formats without types need them."""
+"""Name of a tool -> name of a parameter -> its JSON schema. Formats whose arguments have no types need schemas."""
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call as the model wrote it. Tool and arguments are not checked yet."""
+    """A call as the model wrote it. Its name and arguments have not been checked."""
 
     name: str
     arguments: Mapping[str, object]
@@ -24,7 +24,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class MalformedCall:
-    """A call that cannot be read, with the problem in words for the model."""
+    """A call that cannot be read. `problem` is written for the model."""
 
     problem: str
 
@@ -35,10 +35,10 @@ Parse = Callable[[str, Schemas], list[ParsedCall]]
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """Format of calls.
+    """A format in which models write calls.
 
     Attributes:
-        parse: Returns the calls in the text of a turn, in order. Never raises.
+        parse: Function that returns the calls in the text of a turn, in order. It never raises.
         example: A call of `tool` in this format, for answers to malformed calls.
     """
 
@@ -47,7 +47,7 @@ class ToolFormat:
 
     @property
     def mark(self) -> str:
-        """The mark that opens calls, which is the beginning of the example."""
+        """The mark with which calls begin. It is the beginning of the example."""
         found = _MARK.match(self.example)
         return self.example[0] if found is None else found[0]
 
@@ -56,7 +56,7 @@ class ToolFormat:
 
         Args:
             text: The turn without its end token.
-            begins_in_thinking: The prompt has opened a think block.
+            begins_in_thinking: Whether the prompt has opened a think block.
         """
         if begins_in_thinking:
             text = text.partition(THINK_END)[2]

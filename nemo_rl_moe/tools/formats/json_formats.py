@@ -59,7 +59,8 @@ def _each(values: Sequence[object]) -> list[ParsedCall]:
 
 
 def _named(pattern: re.Pattern[str], expected: str, end_mark: str = "") -> Read:
-    """Make a function that reads the name that a pattern finds, the arguments after it, and the mark after these."""
+    """Return a function that reads a call: the name that `pattern` finds, the arguments after the name, and `end_mark`
+    after the arguments."""
 
     def read(text: str, place: int, schemas: Schemas) -> tuple[list[ParsedCall], int]:
         found = pattern.match(text, place)
@@ -72,7 +73,8 @@ def _named(pattern: re.Pattern[str], expected: str, end_mark: str = "") -> Read:
 
 
 def _bare(text: str, place: int, schemas: Schemas) -> tuple[list[ParsedCall], int]:
-    """Read the object whose brace precedes `place`. Without name and parameters it is part of an answer."""
+    """Read the JSON object that begins at `place - 1`. It is a call if it has a name and parameters, else a part of the
+    answer."""
     begin = place - 1
     try:
         value, end = read_json(text, begin)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Formats by name. They are the names of vLLM's parsers, if it has one for the format."""
+"""Formats by name. If vLLM has a parser for a format, the format has the parser's name."""
 
 from nemo_rl_moe.tools.formats.expression_formats import OLMO3
 from nemo_rl_moe.tools.formats.harmony import HARMONY

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Search for calls between marks, outside of think blocks, and JSON within a text."""
+"""Search for calls between marks and outside of think blocks, and reading of JSON within a text."""
 
 import json
 import math
@@ -15,7 +15,7 @@ from nemo_rl_moe.tools.formats.interface import MalformedCall, Parse, ParsedCall
 
 
 class CallProblem(ValueError):
-    """A call cannot be read. The message is for the model.
+    """A call cannot be read. The message is written for the model.
 
     Args:
         read_up_to: Position at which the search for the next call continues.
@@ -27,19 +27,20 @@ class CallProblem(ValueError):
 
 
 MOST_MALFORMED = 20
-"""Malformed calls after which the rest of a turn is ignored. A model that repeats itself writes thousands."""
+"""Number of malformed calls after which the rest of a turn is ignored. A model that repeats itself writes thousands of
+them."""
 Read = Callable[[str, int, Schemas], tuple[list[ParsedCall], int]]
-"""Reads calls from the position after an opening mark. Returns them and the position after them, or raises
-`CallProblem`."""
+"""A function that reads calls, given the text, the position after an opening mark, and the schemas. It returns the
+calls and the position after them, or raises `CallProblem`."""
 
 
 def between_marks(opening: str | re.Pattern[str], closing: str, read: Read, *, may_stay_open: bool = False) -> Parse:
-    """Make the parser of calls between two marks.
+    """Return a parser for calls between two marks.
 
     Args:
-        opening: A mark, or the pattern of one.
-        closing: May be empty.
-        may_stay_open: The closing mark is optional at the end of a turn.
+        opening: The opening mark, or a pattern of it.
+        closing: The closing mark. Empty: there is none.
+        may_stay_open: Whether the closing mark may be missing at the end of a turn.
     """
     mark = re.escape(opening) if isinstance(opening, str) else opening.pattern
     next_opening = re.compile(f"(?P<think>{THINK_START})|{mark}")
@@ -48,7 +49,7 @@ def between_marks(opening: str | re.Pattern[str], closing: str, read: Read, *, m
     def parse(text: str, schemas: Schemas) -> list[ParsedCall]:
         calls: list[ParsedCall] = []
         place, num_malformed = 0, 0
-        # Each malformed call may cost a search up to the end of the text.
+        # Limited, because each malformed call may need a search up to the end of the text.
         while num_malformed < MOST_MALFORMED and (found := next_opening.search(text, place)) is not None:
             if found["think"]:
                 end = text.find(THINK_END, found.end())
@@ -69,14 +70,14 @@ def between_marks(opening: str | re.Pattern[str], closing: str, read: Read, *, m
 
 
 def after_blanks(text: str, place: int) -> int:
-    """Return the position of the next character that is no blank, or the end of the text."""
+    """Return the position of the first character from `place` on that is not blank, or the end of the text."""
     while place < len(text) and text[place].isspace():
         place += 1
     return place
 
 
 def behind(text: str, place: int, mark: str) -> int:
-    """Return the position after a mark, which only blanks may precede.
+    """Return the position after `mark`. Only blanks may be between `place` and the mark.
 
     Raises:
         CallProblem: The mark is missing.
@@ -89,7 +90,8 @@ def behind(text: str, place: int, mark: str) -> int:
 
 
 def read_json(text: str, place: int) -> tuple[Any, int]:
-    """Read JSON, and return it with the position after it."""
+    """Read the JSON value at `place`, and return it with the position after it. Raises `CallProblem` if it is
+    invalid."""
     place = after_blanks(text, place)
     try:
         return _DECODER.raw_decode(text, place)
@@ -103,7 +105,7 @@ def read_json(text: str, place: int) -> tuple[Any, int]:
 
 
 def call_of(value: object) -> ToolCall:
-    """Parse an object of name and arguments."""
+    """Return the call that an object with name and arguments describes. Raises `CallProblem` for other values."""
     if not isinstance(value, Mapping):
         raise CallProblem("expected an object with name and arguments")
     name = value.get("name")
@@ -113,10 +115,10 @@ def call_of(value: object) -> ToolCall:
 
 
 def arguments_of(value: object) -> Mapping[str, object]:
-    """Return arguments, which some models write as JSON in a string.
+    """Return the arguments of a call. Some models write them as JSON in a string.
 
     Raises:
-        CallProblem: They are no object.
+        CallProblem: The arguments are not an object.
     """
     if isinstance(value, str):
         value, _ = read_json(value, 0)
@@ -133,5 +135,5 @@ def _finite(digits: str) -> float:
     return float(digits) if math.isfinite(float(digits)) else _refuse(digits)
 
 
-# Not strict, because models write line breaks into texts.
+# Not strict, because models write line breaks into strings.
 _DECODER = json.JSONDecoder(parse_constant=_refuse, parse_float=_finite, strict=False)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Formats with unquoted arguments in tags."""
+"""Formats whose arguments are unquoted texts in tags."""
 
 import re
 from dataclasses import dataclass
@@ -18,17 +18,18 @@ _NEXT_OR_END = re.compile("<arg_key>|</arg_value>")
 
 @dataclass(frozen=True)
 class _Tags:
-    """Tags of functions and their parameters.
+    """Tags of a format for functions and their parameters.
 
-    A parameter or a function without a closing tag ends at the next tag.
+    If a parameter or a function has no closing tag, it ends at the next tag.
 
     Attributes:
-        call: Optional tags around functions.
-        function: Beginning of a function's tag, up to its name.
-        function_name: The name, and the rest of the tag.
-        parameter: Beginning of a parameter's tag.
-        parameter_name: All of the tag, with the group `name`, and `is_text` if tags have this attribute.
-        has_line_breaks: Line breaks separate values from their tags.
+        call: Opening and closing tag around functions. They are optional.
+        function: Beginning of a function's tag, before its name.
+        function_name: Pattern of the name and the rest of the tag.
+        parameter: Beginning of a parameter's tag, before its name.
+        parameter_name: Pattern of the complete tag, with a group `name`, and a group `is_text` if tags have such an
+            attribute.
+        has_line_breaks: Whether line breaks separate values from their tags.
     """
 
     call: tuple[str, str]
@@ -56,7 +57,7 @@ class _Tags:
         return [ToolCall(name, arguments)], self._behind(text, place)
 
     def _value(self, text: str, place: int) -> tuple[str, int]:
-        """Return the text of a parameter, and the position after it."""
+        """Return the text of a parameter's value, and the position after its closing tag."""
         following = text.find(self.parameter, place)
         limit = len(text) if following == -1 else following
         end = text.find(self.parameter_end, place, limit)
@@ -80,7 +81,8 @@ class _Tags:
 
 
 def _meaning(text: str, schemas: Schemas, name: str, parameter: str, *, is_text: bool = True) -> object:
-    """Convert a text to the type of a tool's parameter. `is_text` decides if its schema has no type."""
+    """Return a text converted to the type of a tool's parameter. If its schema has no type, the text stays a text if
+    `is_text`, else it is read as JSON."""
     kinds = kinds_of(schemas.get(name, {}).get(parameter))
     if kinds or is_text:
         return typed_value(text, kinds)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion of unquoted arguments to the types of the schema."""
+"""Conversion of unquoted arguments to the types in a tool's schema."""
 
 import math
 from collections.abc import Mapping
@@ -14,10 +14,10 @@ _DEFINITIONS = ("$defs", "definitions")
 
 
 def properties_of(parameters: object) -> dict[str, Any]:
-    """Return the schemas of parameters by name, each with the shared definitions for its references.
+    """Return name of a parameter -> its schema, with the shared definitions to which it may refer.
 
     Args:
-        parameters: The JSON schema of all parameters. It may be any value, because agents send it.
+        parameters: The JSON schema of all parameters. It may be any value, because agents send it unchecked.
     """
     properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
     if not isinstance(parameters, Mapping) or not isinstance(properties, Mapping):
@@ -29,7 +29,7 @@ def properties_of(parameters: object) -> dict[str, Any]:
 
 
 def kinds_of(schema: object) -> set[str]:
-    """Return JSON's names of the types that a schema allows, empty if it has no type."""
+    """Return JSON's names of the types that a schema allows. Empty if the schema states no type."""
     shared = {key: schema[key] for key in _DEFINITIONS if key in schema} if isinstance(schema, Mapping) else {}
     return _kinds(schema, shared, ())
 
@@ -55,7 +55,7 @@ def _kinds(schema: object, shared: Mapping[str, object], seen: tuple[str, ...]) 
 
 
 def _named(reference: str, shared: Mapping[str, object]) -> object:
-    """Return the schema of a reference such as `#/$defs/Point`, or None if it is missing."""
+    """Return the schema to which a reference such as `#/$defs/Point` refers, or None if it is missing."""
     root, _, path = reference.partition("/")
     key, _, name = path.partition("/")
     definitions = shared.get(key) if root == "#" else None
@@ -77,14 +77,14 @@ def _kind_of(value: object) -> str:
 
 
 def typed_value(text: str, kinds: set[str]) -> object:
-    """Convert a text to one of a parameter's types (`kinds_of`), or return the text.
+    """Return a text converted to one of a parameter's types (`kinds_of`), or the text if no type fits.
 
-    The order is vLLM's: null, integer, number, boolean, object or array, text.
+    Types are tried in vLLM's order: null, integer, number, boolean, object or array, text.
     """
     if not kinds:
         return text
     word = text.strip()
-    if "null" in kinds and (word.lower() == "null" or word == "None"):  # Qwen3-Coder's template writes the latter
+    if "null" in kinds and (word.lower() == "null" or word == "None"):  # Qwen3-Coder's template writes None
         return None
     if kinds & {"integer", "number"} and (number := _number(word, whole="number" not in kinds)) is not None:
         return number
@@ -105,7 +105,7 @@ def typed_value(text: str, kinds: set[str]) -> object:
 
 
 def _number(word: str, *, whole: bool) -> int | float | None:
-    """Return the value of a number, or None if JSON has no such number."""
+    """Return the value of a number, or None if the word is no number of JSON. If `whole`, only integers are numbers."""
     try:
         return int(word)
     except ValueError:

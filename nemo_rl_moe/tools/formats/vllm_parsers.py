@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Formats of vLLM's parsers: `vllm:NAME`, if vLLM is installed."""
+"""Formats that vLLM's parsers read, `vllm:NAME`, if vLLM is installed."""
 
 import logging
 import os
@@ -22,7 +22,8 @@ _THOUGHT = re.compile(rf"\s*{THINK_START}(?s:.*?)(?:{THINK_END}|\Z)")
 
 
 def vllm_format(key: str, name: str, tokenizer: "PreTrainedTokenizerBase", example: str) -> ToolFormat:
-    """Return the format of one of vLLM's parsers, by a name such as `vllm:hermes` under a key of the configuration."""
+    """Return the format that a parser of vLLM reads. `name` is a name such as `vllm:hermes`, the value of the
+    configuration's `key`."""
     if find_spec("vllm") is None:
         raise ConfigurationError(
             f"{key}: {name} needs vLLM, which is not installed; install it with make vllm (on GPUs make gpu), or name a"
@@ -35,7 +36,7 @@ def vllm_format(key: str, name: str, tokenizer: "PreTrainedTokenizerBase", examp
     except ImportError as error:
         raise ConfigurationError(f"{key}: {name}: vLLM's parsers cannot be imported: {one_line(error)}") from error
     for package in ("vllm.tool_parsers", "vllm.parser"):
-        logging.getLogger(package).setLevel(logging.CRITICAL + 1)  # they log each text without a call
+        logging.getLogger(package).setLevel(logging.CRITICAL + 1)  # vLLM's parsers log each text without a call
     parser_name, known = name.removeprefix(PREFIX), ToolParserManager.list_registered()
     if parser_name not in known:
         hint = did_you_mean(nearest(parser_name, known))
@@ -44,7 +45,7 @@ def vllm_format(key: str, name: str, tokenizer: "PreTrainedTokenizerBase", examp
         parser = ToolParserManager.get_tool_parser(parser_name)
     except ImportError as error:
         raise ConfigurationError(f"{key}: {name}: the parser cannot be imported: {one_line(error)}") from error
-    # Cached, because a parser looks up its marks in the vocabulary, which the tokenizer would rebuild each time.
+    # A cached tokenizer, because a parser looks up its marks in the vocabulary, which would be rebuilt each time.
     parse = _Parser(parser, get_cached_tokenizer(tokenizer))
     try:
         parse.new(())
@@ -56,7 +57,7 @@ def vllm_format(key: str, name: str, tokenizer: "PreTrainedTokenizerBase", examp
 
 
 class _Parser:
-    """A parser of vLLM as a function of text and schemas. Each text gets a new instance, as requests do in vLLM."""
+    """A parser of vLLM as a function of text and schemas. A new instance parses each text, as for requests in vLLM."""
 
     def __init__(self, parser: Any, tokenizer: Any):
         self._parser, self._tokenizer = parser, tokenizer

@@ -27,7 +27,7 @@ class Refusal:
 _LAG = "grpo.rollouts.max_staleness"
 _OF_ONE_VERSION = (
     "policy.megatron_cfg.routing_replay: got old_policy, expected none or rollout with grpo.rollouts.max_staleness {}:"
-    " the routes of a pass before the update are of other weights than those that sampled the tokens"
+    " old_policy replays routes of the weights before the update, but older weights sampled the tokens"
 )
 _SHARED_WEIGHTS = (
     _LAG + ": got {}, expected 0 with policy.generation.backend megatron, which generates with the weights that are"
@@ -53,13 +53,14 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         {"replay": "old_policy", "updates": "one"},
-        "policy.megatron_cfg.routing_replay: got old_policy, expected none or rollout with one update a step: only"
-        " later updates could replay what the first one chose (smaller policy.train_global_batch_size for several)",
+        "policy.megatron_cfg.routing_replay: got old_policy, expected none or rollout if a step is one update: only"
+        " later updates could replay the routes of the first one (a smaller policy.train_global_batch_size gives"
+        " several)",
     ),
     # A teacher's log-probabilities are over all tokens.
     Refusal(
         {"algorithm": "distillation", "sampling_mask": "replay"},
-        "policy.generation.top_k: got 64, expected null with teachers, whose distribution is that of logits",
+        "policy.generation.top_k: got 64, expected null with teachers, whose distribution is that of unchanged logits",
     ),
 )
 

@@ -26,7 +26,7 @@ GIVEN = (
     "grpo.adv_estimator.normalize_rewards=false",
     "policy.megatron_cfg.capture_routing=false",
 )
-NOBODY = f"with {KEY}.responses given, which nobody samples"
+NOBODY = f"with {KEY}.responses given, which are not sampled"
 
 BROKEN = [
     (
@@ -91,7 +91,7 @@ BROKEN = [
     (
         ("policy.generation.top_p=0.9",),
         "policy_is_sampled_as_it_is",
-        "policy.generation.top_p: got 0.9, expected 1 with teachers, whose distribution is that of logits",
+        "policy.generation.top_p: got 0.9, expected 1 with teachers, whose distribution is that of unchanged logits",
     ),
     (
         (f"{KEY}.cross_entropy_weight=0.5",),

@@ -62,8 +62,8 @@ BROKEN = [
     (
         ("loss_fn.sampling_mask=replay", "policy.generation.top_p=0.9"),
         "replayed_mask_is_bounded_and_returned",
-        "loss_fn.sampling_mask: got replay, expected none with policy.generation.top_k null, or such a number of tokens"
-        " to keep at most as 128: top_p alone may keep the whole vocabulary, whose ids would travel with each token",
+        "loss_fn.sampling_mask: got replay, expected none with policy.generation.top_k null, or a maximum such as 128:"
+        " top_p alone may keep the whole vocabulary, whose ids would be sent with each token",
     ),
     (
         ("loss_fn.sampling_mask=replay", "policy.generation.top_k=20", *ON_GPUS),
@@ -118,8 +118,8 @@ BROKEN = [
     (
         (*AHEAD, f"{LAG}=2", "grpo.num_prompts_per_step=32", f"{REPLAY}=old_policy"),
         "replayed_routes_are_of_one_version",
-        f"{REPLAY}: got old_policy, expected none or rollout with {LAG} 2: the routes of a pass before the update are"
-        " of other weights than those that sampled the tokens",
+        f"{REPLAY}: got old_policy, expected none or rollout with {LAG} 2: old_policy replays routes of the weights"
+        " before the update, but older weights sampled the tokens",
     ),
     (
         (f"{ROLLOUTS}.replay_schedule=schedule.jsonl",),
@@ -225,7 +225,7 @@ BROKEN = [
     (
         (*ON_GPUS, f"{WAY}=cuda_ipc", "+cluster.roles.generation={gpus_per_node: 2}"),
         "weights_can_travel",
-        f"{WAY}: got cuda_ipc, expected nccl, gloo or files: engines do not lie on the trainer's GPUs",
+        f"{WAY}: got cuda_ipc, expected nccl, gloo or files: the engines do not use the trainer's GPUs",
     ),
     (
         ("grpo.num_prompts_per_step=15",),
@@ -322,19 +322,20 @@ BROKEN = [
     (
         (f"{REPLAY}=rollout", "policy.megatron_cfg.moe_router_fusion=true"),
         "replay_has_routes",
-        f"policy.megatron_cfg.moe_router_fusion: got true, expected false with {REPLAY} rollout: a fused router takes"
-        " its own experts without a word",
+        f"policy.megatron_cfg.moe_router_fusion: got true, expected false with {REPLAY} rollout: a fused router ignores"
+        " the replayed experts",
     ),
     (
         (f"{REPLAY}=rollout", "policy.megatron_cfg.moe_enable_routing_replay=true"),
         "replay_has_routes",
-        f"policy.megatron_cfg.moe_enable_routing_replay: got true, expected false with {REPLAY} rollout: both replay",
+        f"policy.megatron_cfg.moe_enable_routing_replay: got true, expected false with {REPLAY} rollout: both would"
+        " replay routes",
     ),
     (
         (f"{REPLAY}=old_policy",),
         "replay_has_routes",
-        f"{REPLAY}: got old_policy, expected none or rollout with one update a step: only later updates could replay"
-        " what the first one chose (smaller policy.train_global_batch_size for several)",
+        f"{REPLAY}: got old_policy, expected none or rollout if a step is one update: only later updates could replay"
+        " the routes of the first one (a smaller policy.train_global_batch_size gives several)",
     ),
     (
         ("loss_fn.objective=cispo", "loss_fn.ratio_clip_c=3.0"),
@@ -483,18 +484,18 @@ BROKEN = [
     (
         (*NO_TASK, "data.train.path=null", "data.train.num_items=5"),
         "prompts_have_a_source",
-        "data.train.path: null draws prompts from a reasoning_gym task, but env.reward is of kind math; name a file"
+        "data.train.path: null samples prompts from a reasoning_gym task, but env.reward is of kind math; name a file"
         " or a dataset",
     ),
     (
         ("data.validation.path=null",),
         "prompts_have_a_source",
-        "data.validation.num_items: null, expected how many prompts to draw, as data.validation.path is null",
+        "data.validation.num_items: got null, expected a number of prompts to sample, as data.validation.path is null",
     ),
     (
         (*SAMPLED, "data.train.seed=1"),
         "sampled_prompts_are_held_out",
-        "data.validation.seed: got 1, which is data.train.seed: validation would draw the training prompts; expected"
+        "data.validation.seed: got 1, which is data.train.seed: validation would sample the training prompts; expected"
         " another seed",
     ),
     (
@@ -584,13 +585,13 @@ BROKEN = [
     (
         (*BY_MODEL, *REWARD_MODEL, "reward_model.weight=0.0"),
         "environment_has_its_reward_model",
-        "reward_model.weight: got 0, expected another with env.reward.kind reward_model, where nothing else gives a"
-        " reward",
+        "reward_model.weight: got 0, expected another number with env.reward.kind reward_model, since nothing"
+        " else gives a reward",
     ),
     (
         (*REWARD_MODEL, *CALLABLE, f"{WEIGHTS}={{accuracy: 1.0, reward_model: 0.5}}"),
         "reward_model_has_its_name",
-        f"{WEIGHTS}.reward_model: expected another name: that of the reward model's score has its weight in"
+        f"{WEIGHTS}.reward_model: expected another name: this is the name of the reward model's score, whose weight is"
         " reward_model.weight",
     ),
     (

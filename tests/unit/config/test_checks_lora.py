@@ -59,7 +59,7 @@ def test_a_broken_rule_is_one_line(problems_of: Problems, overrides: tuple[str, 
 
 def test_rollouts_know_the_adapters(grpo_problems_of: Problems) -> None:
     assert grpo_problems_of("policy.generation.lora_refit=adapter") == [
-        "policy.generation.lora_refit: got adapter, expected merged without policy.lora"
+        "policy.generation.lora_refit: got adapter, expected merged because policy.lora is null"
     ]
     assert grpo_problems_of(lora(), "policy.generation.lora_refit=adapter") == [
         "policy.generation.lora_refit: got adapter, expected merged with policy.generation.backend megatron; engines"
@@ -72,8 +72,8 @@ def test_rollouts_know_the_adapters(grpo_problems_of: Problems) -> None:
     assert line in grpo_problems_of(lora(), "policy.generation.lora_refit=adapter", *over_device)
     assert line not in grpo_problems_of(lora(), *over_device)
     assert grpo_problems_of(lora(dropout=0.1)) == [
-        "policy.lora.dropout: got 0.1, expected 0.0 with rollouts, which are sampled without: the ratio of"
-        " probabilities would measure it"
+        "policy.lora.dropout: got 0.1, expected 0.0: rollouts are sampled without dropout, so that the ratio of"
+        " probabilities would contain its effect"
     ]
 
 

@@ -36,7 +36,7 @@ GPUS = ("cluster.gpus_per_node=8", "policy.train_global_batch_size=512")
         ),
         (
             (f"{O}.exp_avg_dtype=bfloat16",),
-            f"{O}.exp_avg_dtype: got bfloat16, expected float32 without {O}.use_precision_aware_optimizer=true",
+            f"{O}.exp_avg_dtype: got bfloat16, expected float32 unless {O}.use_precision_aware_optimizer=true",
         ),
         (
             (AWARE, OFFLOAD, BFLOAT16, SHARDED, f"{O}.exp_avg_sq_dtype=bfloat16"),
@@ -49,7 +49,7 @@ GPUS = ("cluster.gpus_per_node=8", "policy.train_global_batch_size=512")
         ),
         (
             (f"{O}.overlap_cpu_optimizer_d2h_h2d=true",),
-            f"{O}.overlap_cpu_optimizer_d2h_h2d: got true, expected false without {O}.optimizer_cpu_offload true",
+            f"{O}.overlap_cpu_optimizer_d2h_h2d: got true, expected false unless {O}.optimizer_cpu_offload=true",
         ),
         (
             (f"{DDP}.overlap_param_gather=true", f"{DDP}.overlap_grad_reduce=true"),

@@ -12,12 +12,12 @@ WHY = "the algorithm compares a token's probability in several passes, and"
 COMPARING = ("grpo_tiny_moe.yaml", "ppo_tiny_moe.yaml", "distillation_tiny_moe.yaml", "dpo_tiny_moe.yaml")
 NOISE = {
     f"{M}.moe_input_jitter_eps=0.1": f"{M}.moe_input_jitter_eps: got 0.1, expected null: {WHY} noise at the router"
-    " changes it from pass to pass; SFT takes it",
+    " changes it from pass to pass; only SFT accepts this setting",
     f"{M}.moe_expert_capacity_factor=1.5": f"{M}.moe_expert_capacity_factor: got 1.5, expected null: {WHY} dropped"
-    " assignments change it with the other sequences of a microbatch; SFT takes it",
+    " assignments change it with the other sequences of a microbatch; only SFT accepts this setting",
     f"{M}.moe_router_load_balancing_type=sinkhorn": f"{M}.moe_router_load_balancing_type: got sinkhorn, expected"
-    f" aux_loss, seq_aux_loss, global_aux_loss or none: {WHY} sinkhorn routes in training by another rule than"
-    " elsewhere; SFT takes it",
+    f" aux_loss, seq_aux_loss, global_aux_loss or none: {WHY} sinkhorn uses another routing rule in training than in"
+    " other passes; only SFT accepts this setting",
 }
 
 
@@ -52,5 +52,5 @@ def test_a_list_holds_losses_alone() -> None:
     )
     assert problems == [
         f"{M}.moe_router_load_balancing_type: got sinkhorn in a list, expected aux_loss, seq_aux_loss and"
-        " global_aux_loss there; sinkhorn stands alone"
+        " global_aux_loss there; sinkhorn must be the only type"
     ]

@@ -122,7 +122,7 @@ def test_a_written_mixture_loads_to_the_same(tmp_path: Path) -> None:
         ),
         (
             (*TWO, "+data.environments={math: {}, code: {train: {path: null, num_items: 3}}}"),
-            "data.environments.code.train.path: null draws prompts from a reasoning_gym task, but"
+            "data.environments.code.train.path: null samples prompts from a reasoning_gym task, but"
             " env.mixture.code.reward is of kind exact; name a file or a dataset",
         ),
         (

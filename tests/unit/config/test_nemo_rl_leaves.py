@@ -200,7 +200,7 @@ def test_squad_is_read_as_theirs_in_sft(tmp_path: Path) -> None:
     path.write_text(yaml.safe_dump(tree))
     translation = translate(path)
     assert problems_of_translation(translation) == []
-    assert not [line for line in translation.without if "training data hold" in line]
+    assert not [line for line in translation.without if "training data are used" in line]
     keys = {name: translation.values[f"data.{name}_key"] for name in ("prompt", "completion", "system")}
     record = {"id": "1", "title": "t", "context": "x is 2.", "question": "x+2=", "answers": {"text": ["4", "four"]}}
     turns = [(turn["role"], turn["content"]) for turn in parse_record(record, "f:1", keys=keys).messages]
@@ -240,7 +240,7 @@ def test_other_keys_of_the_held_out_records_are_reported(tmp_path: Path) -> None
     held_out = {**samples, "chosen_key": "best"}
     translation = translate(write(tmp_path, COMMON, DPO, data__train=samples, data__validation=held_out))
     assert translation.values["data.chosen_key"] == "win"
-    assert "data.validation.chosen_key: best: that of the training data holds" in translation.without
+    assert "data.validation.chosen_key: best: the key of the training data is used" in translation.without
 
 
 def test_ranked_records_and_default_prompts_are_named(tmp_path: Path) -> None:

@@ -239,8 +239,8 @@ def test_gradients_of_many_microbatches_in_bfloat16_are_reported() -> None:
 )
 def test_sampling_from_a_part_of_the_vocabulary_is_reported(overrides: tuple[str, ...], reported: str) -> None:
     (line,) = lines("grpo", *overrides)
-    assert line.startswith(f"{reported}responses are sampled from the tokens that are kept")
-    assert "by 1 / train/sampling_kept_mass, which no ratio, mismatch metric or importance weight sees" in line
+    assert line.startswith(f"{reported}responses are sampled from the kept tokens")
+    assert "by the factor 1 / train/sampling_kept_mass, and no ratio, mismatch metric or importance weight" in line
     assert lines("grpo", "policy.generation.top_k=20", "loss_fn.sampling_mask=replay") == []
     assert lines("grpo") == lines("sft") == []
 

@@ -123,7 +123,7 @@ def test_keys_that_a_mapping_has_not_are_unknown(override: str, problem: str) ->
 def test_a_value_that_is_not_there_is_no_null(value: str) -> None:
     _, problems = apply_overrides({"grpo": {"max_num_steps": 3}}, [f"grpo.max_num_steps={value}"], lambda *_: [])
     assert problems == [
-        "grpo.max_num_steps: got nothing behind the =, as of a variable that is not set; null is written out"
+        "grpo.max_num_steps: nothing follows the = (is a shell variable not set?); expected a value, or null"
     ]
 
 

@@ -60,7 +60,7 @@ def test_what_was_printed_does_not_start(capsys: pytest.CaptureFixture[str], tmp
     assert main(["config", "--config", str(printed)]) == 2
     reported = capsys.readouterr().err
     for key in (f"{VARIABLES}.HF_TOKEN", "logger.mlflow.tracking_uri"):
-        assert f"error: {key}: got ***, which stands in the place of a secret" in reported
+        assert f"error: {key}: got ***, which replaced a secret" in reported
     assert main(["config", "--config", str(printed), *OVERRIDES]) == 0
 
 
@@ -184,5 +184,5 @@ def test_a_translation_from_nemo_rl_copies_none(tmp_path: Path, capsys: pytest.C
     assert main(["config", "--from-nemo-rl", str(path)]) == 2
     reported = capsys.readouterr()
     assert leaked(reported.out + reported.err) == []
-    assert f"{VARIABLES}.HF_TOKEN: got ***, which stands in the place of a secret" in reported.err
+    assert f"{VARIABLES}.HF_TOKEN: got ***, which replaced a secret" in reported.err
     assert "NCCL_DEBUG: INFO" in reported.out

@@ -121,9 +121,9 @@ def test_template_that_is_not_stable_is_an_error(byte_tokenizer):
         "'<|end|>\\n<|start|>model\\n', and the generation prompt with '<|end|>\\n<|start|>assistant\\n'; "
         "set policy.tokenizer.chat_template to a template with {% generation %} tags"
     ]
-    with pytest.raises(DataError, match=r"turn 2 .* its text or the text before it does not stand there once"):
+    with pytest.raises(DataError, match=r"turn 2 .* its text or the text before it does not appear exactly once"):
         tokenized({"messages": TURNS}, byte_tokenizer(SHOWS_THE_ANSWER_BEFORE))
-    with pytest.raises(DataError, match=r"turn 2 .* rendered in another way once further turns follow"):
+    with pytest.raises(DataError, match=r"turn 2 .* rendered in another way when further turns follow"):
         tokenized({"messages": TURNS}, byte_tokenizer(ENDING_THAT_COUNTS))
 
 

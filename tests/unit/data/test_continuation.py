@@ -21,7 +21,7 @@ from tests.support.chat_templates import (
 from tests.support.conversations import ALL, TOOL, Conversation, Family, Message
 from tests.support.quick_list import some_of
 
-STANDS_BEFORE = "the chat template renders what stands before the turn in another way once it follows"
+STANDS_BEFORE = "the chat template renders the turns before this one in another way when it follows"
 OTHER_END = "the chat template ends a turn that another follows with no token that ends the model's own"
 REFUSED = {
     **{
@@ -218,7 +218,7 @@ TWICE = NEWLINE_BETWEEN_TURNS.replace("m.content + '<|end|>'", "m.content + m.co
 @pytest.mark.parametrize(
     ("template", "new", "problem"),
     [
-        (DEPENDS, USER, "what the chat template puts behind a turn depends on the turn's text"),
+        (DEPENDS, USER, "the text that the chat template writes after a turn depends on the turn's text"),
         (TWICE, USER, "the chat template does not show the text of a turn once"),
         (
             WITHOUT_DEVELOPERS,

@@ -278,8 +278,8 @@ def test_a_published_template_is_recognised(name: str) -> None:
     tokenizer = tokenizer_of(name)
     line = correct_template(tokenizer, "auto")
     assert line == (
-        f"chat template: that of {OURS[name].family} loses {OURS[name].loses}; ours, {OURS[name].file}, takes its "
-        "place (policy.tokenizer.corrected_template=never: the model's own)"
+        f"chat template: that of {OURS[name].family} loses {OURS[name].loses}; {OURS[name].file} of this"
+        " package replaces it (policy.tokenizer.corrected_template=never keeps the model's)"
     )
     assert tokenizer.chat_template == OURS[name].text()
 

@@ -75,7 +75,7 @@ def test_a_file_of_another_kind(tmp_path):
     with pytest.raises(DataError) as error:
         open_source(str(tmp_path / "a.txt"), "train")
     assert error.value.problems == [
-        f"{tmp_path}/a.txt: a file that ends in .txt, expected one of .jsonl, .json, .csv, .parquet, .arrow"
+        f"{tmp_path}/a.txt: got the suffix .txt, expected one of .jsonl, .json, .csv, .parquet, .arrow"
     ]
 
 

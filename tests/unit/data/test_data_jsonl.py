@@ -43,11 +43,11 @@ def test_line_numbers_start_at_one_and_name_the_file(tmp_path):
         (b"[" * 200_000, "not valid JSON: nested too deeply"),
         (
             b'{"prompt": "a", "completion": "b", "prompt": "c"}',
-            "the key 'prompt' stands twice in an object, expected once",
+            "the key 'prompt' occurs twice in an object, expected once",
         ),
         (
             b'{"messages": [{"role": "user", "content": "a", "role": "assistant"}]}',
-            "the key 'role' stands twice in an object, expected once",
+            "the key 'role' occurs twice in an object, expected once",
         ),
         (b"null", "the line is null, expected an object with messages, or prompt and completion"),
     ],

@@ -157,7 +157,7 @@ def test_a_call_without_a_trace_is_one_error(byte_tokenizer, write_jsonl):
         f"{path}:1: a turn calls tools, and the chat template shows no tool calls; set policy.tokenizer.chat_template "
         "to a template that does (and 29 more bad lines like it: 2, 3, 4, 5, 6, ...)"
     )
-    assert last.endswith("data.on_bad_line=skip leaves such lines out and counts them")
+    assert last.endswith("data.on_bad_line=skip skips such lines and counts them")
 
 
 def test_prompts_are_counted(byte_tokenizer, write_jsonl):

@@ -114,7 +114,7 @@ def test_stop_lists_bad_lines_and_nothing_left_says_why(write_jsonl, demo_tokeni
     with pytest.raises(DataError) as error:
         load_preferences(path, "train", demo_tokenizer, 2, on_bad_line="skip")
     assert error.value.problems[-1] == (
-        f"{path}: of 1 pair no two different responses stand within policy.max_total_sequence_length=2 tokens"
+        f"{path}: of 1 pair no two different responses fit into policy.max_total_sequence_length=2 tokens"
     )
 
 

@@ -161,7 +161,7 @@ def test_hub_rows(tmp_path, demo_tokenizer, monkeypatch):
         (
             {"prompt": "1=", "answer": "1"},
             "reasoning_gym",
-            "the line has no metadata, which holds what the reasoning_gym",
+            "the line has no metadata, which the reasoning_gym",
         ),
         ({"prompt": "1=", "answer": "1", "metadata": 3}, "reasoning_gym", "metadata is a number, expected an object"),
         ({"prompt": "\u00e9", "answer": "1"}, "math", "the tokenizer cannot encode the text"),
@@ -180,7 +180,7 @@ def test_bad_lines(write_jsonl, demo_tokenizer, record, env, reason):
     assert len(found) == 3
     assert found[0].startswith(f"{path}:2: {reason}")
     assert found[1].startswith(f"{path}:4: not valid JSON")
-    assert found[2] == f"{path}: data.on_bad_line=skip leaves such lines out and counts them"
+    assert found[2] == f"{path}: data.on_bad_line=skip skips such lines and counts them"
     report = load(demo_tokenizer, path, env, on_bad_line="skip").report
     assert (report.num_kept, report.num_bad_lines) == (2, 2)
     assert report.summary() == f"{path}: 2 prompts, 8 tokens, 2 bad lines left out, the first: {report.bad_lines[0]}"

@@ -299,15 +299,17 @@ def test_earlier_turns_of_a_pair() -> None:
     [
         (
             [{"prompt": "1+1=", "completion": "2", "answer": "two"}, {"prompt": "2+2=", "answer": "4"}],
-            "the line has answer where {}:1 has completion: expected one form in all lines; or set data.completion_key",
+            "the line has answer where {}:1 has completion: expected the same keys in all lines; or set"
+            " data.completion_key",
         ),
         (
             [{"prompt": "1+1=", "completion": "2"}, {"prompt": "2+2=", "completion": None, "answer": "4"}],
-            "the line has answer where {}:1 has completion: expected one form in all lines; or set data.completion_key",
+            "the line has answer where {}:1 has completion: expected the same keys in all lines; or set"
+            " data.completion_key",
         ),
         (
             [{"prompt": "1+1=", "completion": "2"}, {"question": "2+2=", "completion": "4"}],
-            "the line has question where {}:1 has prompt: expected one form in all lines; or set data.prompt_key",
+            "the line has question where {}:1 has prompt: expected the same keys in all lines; or set data.prompt_key",
         ),
     ],
 )
@@ -365,7 +367,7 @@ def test_several_turns_of_hh_rlhf() -> None:
             {"prompt": "q", "response": "c", "chosen_response": "a", "rejected_response": "b"},
             {},
             "the line has chosen_response, rejected_response and response, rejected_response: set data.chosen_key and"
-            " data.rejected_key to those that are meant",
+            " data.rejected_key to one pair of them",
         ),
         (
             {"prompt": "q", "better": "a", "worse": "b"},

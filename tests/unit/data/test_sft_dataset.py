@@ -59,7 +59,7 @@ def test_stop_lists_every_bad_line(write_jsonl, demo_tokenizer):
     assert error.value.problems == [
         f"{path}:1: the tokenizer cannot encode the text: WordLevel error: Missing [UNK] token from the vocabulary",
         f"{path}:4: prompt is a number, expected a string or a list of messages",
-        f"{path}: data.on_bad_line=skip leaves such lines out and counts them",
+        f"{path}: data.on_bad_line=skip skips such lines and counts them",
     ]
 
 
@@ -83,7 +83,7 @@ def test_one_cause_is_one_problem(write_jsonl, demo_tokenizer):
     assert error.value.problems == [
         f"{path}:1: messages[1] has no role (and 6 more bad lines like it: 3, 4, 5, 6, 7, ...)",
         f"{path}:2: prompt is a number, expected a string or a list of messages",
-        f"{path}: data.on_bad_line=skip leaves such lines out and counts them",
+        f"{path}: data.on_bad_line=skip skips such lines and counts them",
     ]
     report = load_sft_dataset(path, "train", demo_tokenizer, 64, on_bad_line="skip").report
     assert report.bad_lines == tuple(error.value.problems[:2])
@@ -111,7 +111,7 @@ def test_most_of_them_truncated_is_a_warning(write_jsonl, demo_tokenizer):
     assert list(load_sft_dataset(path, "train", demo_tokenizer, 64).report.warnings()) == []
     (line,) = load_sft_dataset(path, "train", demo_tokenizer, 5).report.warnings()
     assert line == (
-        f"{path}: all 4 examples are truncated at policy.max_total_sequence_length: what follows in them is not"
+        f"{path}: all 4 examples are truncated at policy.max_total_sequence_length: their further tokens are not"
         " trained on"
     )
 

@@ -126,7 +126,7 @@ def test_records_of_a_list_that_cannot_be_used(tmp_path: Path) -> None:
     found = values(path)
     assert (found[0], str(found[1]), found[2]) == (
         1,
-        f"{path}:2: the key 'answer' stands twice in an object, expected once",
+        f"{path}:2: the key 'answer' occurs twice in an object, expected once",
         3,
     )
     for content, problem in (
@@ -205,5 +205,5 @@ def test_a_table_of_the_cache_whose_types_were_guessed_is_refused(monkeypatch: p
     table.info.builder_name = "csv"
     monkeypatch.setattr("datasets.load_dataset", lambda path: DatasetDict({"train": table}))
     monkeypatch.setattr("nemo_rl_moe.data.sources.hub_text_files", lambda name: None)
-    with pytest.raises(DataError, match="holds values whose types it guessed from csv files"):
+    with pytest.raises(DataError, match="has values whose types were guessed from csv files"):
         read("some/set")

@@ -120,7 +120,7 @@ def test_no_calls_are_none():
         ),
         (
             {"messages": [USER, calling(tool_calls=[call_with('{"a": 1, "a": 2}')])]},
-            "messages[1].tool_calls[0].function.arguments is a string of JSON: the key 'a' stands twice in an object",
+            "messages[1].tool_calls[0].function.arguments is a string of JSON: the key 'a' occurs twice in an object",
         ),
         (
             {"messages": [USER, calling(tool_calls=[CALL, call_with("[1]")])]},
@@ -149,7 +149,7 @@ def test_no_calls_are_none():
         ),
         (
             {"messages": [{**USER, "tool_calls": [CALL]}, ANSWER]},
-            "messages[0].tool_calls stand in a turn of role user, expected assistant: the model calls tools",
+            "messages[0].tool_calls: in a turn of role user, expected assistant, since only the model calls tools",
         ),
         (
             {"messages": [{**USER, "content": [{"type": "video", "video": "v.mp4"}]}, ANSWER]},

@@ -82,7 +82,10 @@ def test_marks_in_a_preference() -> None:
             {"messages": turns(loss="false")},
             "messages[1].loss is 'false', expected 0 or false (context), 1 or true (trained on)",
         ),
-        ({"messages": turns(weight=0, loss=True)}, "messages[1] is trained on and is not: weight 0, loss True"),
+        (
+            {"messages": turns(weight=0, loss=True)},
+            "messages[1] has marks that contradict each other: weight 0, loss True",
+        ),
         (
             {"messages": turns(train_detail=[{"begin_offset": 0, "end_offset": 1, "train": False}])},
             "messages[1] has 'train_detail', which is not read, expected weight, loss, train, training: a turn is"

@@ -29,11 +29,11 @@ def test_any_folder_s_name_is_taken_as_it_is(name: str) -> None:
     ("tensors", "stated", "expected", "reported"),
     [
         ({"a": torch.ones(4)}, {"dtype": "float32"}, "float32", ()),
-        ({"a": torch.ones(4)}, {"dtype": "bfloat16"}, "float32", ("says bfloat16, and the weights are float32",)),
-        ({"a": torch.ones(4)}, {"torch_dtype": "float16"}, "float32", ("says float16, and the weights are float32",)),
+        ({"a": torch.ones(4)}, {"dtype": "bfloat16"}, "float32", ("has bfloat16, but most weights are float32",)),
+        ({"a": torch.ones(4)}, {"torch_dtype": "float16"}, "float32", ("has float16, but most weights are float32",)),
         ({"a": HALF}, {}, "bfloat16", ()),
         ({"a": HALF, "bias": torch.ones(1)}, {"dtype": "bfloat16"}, "bfloat16", ("1 of 2", "float32 (bias)", "rounds")),
-        ({"a": HALF, "b": torch.ones(9)}, {"dtype": "bfloat16"}, "float32", ("the weights are float32",)),
+        ({"a": HALF, "b": torch.ones(9)}, {"dtype": "bfloat16"}, "float32", ("most weights are float32",)),
         ({"a": torch.ones(4, dtype=torch.int8)}, {}, "float32", ()),
     ],
 )
@@ -55,7 +55,7 @@ def test_number_format_is_that_of_the_files(
 
 def test_number_format_that_is_not_written_is_refused(tmp_path: Path) -> None:
     save_file({"a": HALF.half()}, tmp_path / "model.safetensors")
-    with pytest.raises(ConfigurationError, match="most weights: got float16, which is not written here; choose with"):
+    with pytest.raises(ConfigurationError, match="most weights: got float16, which is not written here; select a"):
         _dtype_of({"dtype": "bfloat16"}, SafetensorsFolder(tmp_path), CONSOLE)
     with pytest.raises(ConfigurationError, match=r"config\.json: dtype: got float8, which is not"):
         _dtype_of({"dtype": "float8"}, None, CONSOLE)
@@ -104,7 +104,7 @@ def test_output_that_holds_anything_or_is_no_folder_of_its_own_is_refused(tmp_pa
     (tmp_path / "link").symlink_to(tmp_path / "empty")
     (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
     for name in ("full", "file", "link", "nowhere"):
-        with pytest.raises(ConfigurationError, match="is there already; name a folder that is not"):
+        with pytest.raises(ConfigurationError, match="exists already; name a new or an empty folder"):
             convert(Conversion("hf", "megatron", tmp_path / "model", tmp_path / name, None))
 
 

@@ -51,7 +51,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[GRPOMasterC
         (["--backend", "vlm"], "--backend: got 'vlm'"),
         (["--prompts", "promts.txt"], "--prompts: promts.txt not found"),
         (["--model", "./nothing"], "--model: nothing not found"),
-        (["--output", "prompts.txt"], "--output: prompts.txt is there already; name a file that is not"),
+        (["--output", "prompts.txt"], "--output: prompts.txt exists already; name a new file"),
         (
             ["--output", "no/such/folder/file"],
             "--output: got no/such/folder/file, and there is no folder no/such/folder",
@@ -80,7 +80,7 @@ def test_nearest_file_and_engine_are_named(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["--output", "data"], "--output: data is there already; name a folder that is not"),
+        (["--output", "data"], "--output: data exists already; name a new or an empty folder"),
         (["data.validation=null"], "data.validation: got null, expected the prompts to evaluate with"),
         (["grpo.val_temperature=0"], "grpo.val_num_generations: got 4, expected 1 with grpo.val_temperature 0"),
         (["grpo.val_num_generation=8"], "grpo.val_num_generation: unknown key; did you mean grpo.val_num_generations?"),
@@ -102,7 +102,7 @@ def test_evaluate_wants_prompts_and_a_reward_function(capsys: pytest.CaptureFixt
     assert "--config FILE is missing (nemo-rl-moe config --help lists" in capsys.readouterr().err
     data = [f"data.{name}.path=prompts.txt" for name in ("train", "validation")]
     assert cli.main(["evaluate", "--config", "sft_tiny_moe.yaml", f"policy.model_name={MODEL}", *data]) == 2
-    assert "is for the algorithm sft, expected one of grpo" in capsys.readouterr().err
+    assert "is for the algorithm sft, expected a configuration of grpo" in capsys.readouterr().err
 
 
 def test_threshold_is_a_number(capsys: pytest.CaptureFixture[str]) -> None:

@@ -138,5 +138,5 @@ def test_whole_responses_of_a_model_that_thinks_are_named(name: str, answer_afte
     plain = describe_speech(make_byte_tokenizer("{{ messages[-1].content }}"))
     lines = list(scored_thinking(config, thinks))
     assert [line.startswith("env.reward.answer_after: null, and") for line in lines] == [True] * warns
-    assert all(line.endswith("env.reward.answer_after=</think> compares the text behind it") for line in lines)
+    assert all(line.endswith("env.reward.answer_after=</think> compares only the text after it") for line in lines)
     assert list(scored_thinking(config, plain)) == []

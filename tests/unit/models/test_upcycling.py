@@ -251,7 +251,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str, tuple[str, ...]]] = {
     "no config.json": (lambda f: (f / "config.json").unlink(), "4 2 1", ("--model: the folder", "holds no config")),
     "no folder": (lambda f: shutil.rmtree(f), "4 2 1", ("which is no folder",)),
     "Megatron-Core's weights": (lambda f: (f / "policy").mkdir(), "4 2 1", ("nemo-rl-moe convert --from megatron",)),
-    "output is there": (lambda f: (f.parent / "moe" / "x").mkdir(parents=True), "4 2 1", ("is there already",)),
+    "output is there": (lambda f: (f.parent / "moe" / "x").mkdir(parents=True), "4 2 1", ("exists already",)),
     "a missing tensor": (_tensors(lambda t: t.pop(UP)), "4 2 1", (f"tensors missing: {UP}",)),
     "a strange tensor": (_tensors(lambda t: t.update(score=t[UP].clone())), "4 2 1", ("has no place for: score",)),
     "another shape": (_tensors(lambda t: t.update({UP: t[UP].T.contiguous()})), "4 2 1", ("another shape", UP)),

@@ -89,9 +89,9 @@ def test_a_task_with_fewer_questions_than_asked_for_ends():
         (task(seed=3), "env.reward.parameters.seed: is set by data.*.seed; leave it out here"),
         (
             task(min_terms=0),
-            "env.reward.parameters: basic_arithmetic refuses them: AssertionError: min_terms must be positive",
+            "env.reward.parameters: basic_arithmetic refuses these values: AssertionError: min_terms must be positive",
         ),
-        (task(min_terms="two"), "env.reward.parameters: basic_arithmetic refuses them: TypeError: "),
+        (task(min_terms="two"), "env.reward.parameters: basic_arithmetic refuses these values: TypeError: "),
     ],
 )
 def test_what_is_refused(config, problem):

@@ -67,8 +67,8 @@ def test_weights_by_name_are_those_of_a_rollout_where_the_environment_gives_one_
         (
             "custom",
             {"factory": f"{NAME}:Digits"},
-            f"{SIGNATURE} cannot be called with no argument; env.reward.parameters names its arguments, and a function"
-            " that scores is env.reward.kind callable: missing",
+            f"{SIGNATURE} cannot be called with no argument; env.reward.parameters names its arguments, and for a"
+            " function that scores, set env.reward.kind=callable: missing",
         ),
         (
             "custom",

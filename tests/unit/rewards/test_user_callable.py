@@ -109,10 +109,13 @@ def test_objects_and_members_that_can_be_called(module, item_of):
         ("my_rewards:scor", "my_rewards:scor: my_rewards has no scor; did you mean score?"),
         (
             "my_rewards:Near",
-            "my_rewards:Near is a class, expected a function; env.reward.kind custom makes a",
+            "my_rewards:Near is a class, expected a function; for a class, set env.reward.kind=custom",
         ),
         ("my_rewards:NUMBER", "my_rewards:NUMBER is 3 (int), expected a function"),
-        ("my_rewards:later", "my_rewards:later is a coroutine or a generator, expected a function that returns"),
+        (
+            "my_rewards:later",
+            "my_rewards:later is a coroutine or generator function, expected a plain function that returns its result",
+        ),
         ("my_rewards:two", "my_rewards:two(item, other) cannot be called with one ScoringItem: missing a required"),
         ("no_such:score", "no_such:score: there is no module no_such, neither installed nor in the working folder"),
         ("my_rewards.deep:score", "my_rewards.deep:score: there is no module my_rewards.deep, neither installed nor"),

@@ -198,7 +198,8 @@ def test_an_end_token_that_the_template_replaces() -> None:
             ASKED,
             ["<|channel|>commentary to=functions.add<|message|>{}<|call|>", "<|channel|>final<|message|>b<|return|>"],
             [{**RESULT, "name": "add"}, USER],
-            "; it cannot be rendered afresh either: the chat template takes a turn of calls in a form of its own alone",
+            "; it cannot be rendered afresh either: the chat template accepts turns with calls only as structured"
+            " fields",
         ),
         (
             GPT_OSS,
@@ -206,7 +207,7 @@ def test_an_end_token_that_the_template_replaces() -> None:
             ["no header<|return|>"],
             [USER],
             "; it cannot be rendered afresh either: the chat template writes '<|channel|>final<|message|>' before a"
-            " text, which the turn has not",
+            " text, and the turn does not have it",
         ),
     ],
 )

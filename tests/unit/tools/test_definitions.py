@@ -74,11 +74,14 @@ def test_types_and_docstring_make_the_definition() -> None:
         (f"{HERE}:without_docstring", "without_docstring because it has no docstring"),
         (f"{HERE}:without_type", "Argument a is missing a type hint in function without_type; expected a docstring"),
         (f"{HERE}:without_description", "no description for the argument 'a'"),
-        (f"{HERE}:with_set", "with_set: a is of type set[int], which cannot be told to a model; expected types among"),
-        (f"{HERE}:with_class", "with_class: a is of type pathlib.Path, which cannot be told to a model; expected"),
+        (f"{HERE}:with_set", "with_set: a is of type set[int], which JSON does not have; expected types among"),
+        (f"{HERE}:with_class", "with_class: a is of type pathlib.Path, which JSON does not have; expected"),
         (f"{HERE}:with_unknown_type", "its types cannot be read: NameError: name 'Missing' is not defined"),
-        (f"{HERE}:with_rest", "*a: int has no name for the model, expected named parameters"),
-        (f"{HERE}:add", f"got '{HERE}:add', expected one tool of the name add"),
+        (
+            f"{HERE}:with_rest",
+            "*a: int cannot be passed by name; expected no *args, **kwargs or positional-only parameters",
+        ),
+        (f"{HERE}:add", f"got '{HERE}:add', but another tool has the name add; expected different names"),
     ],
 )
 def test_a_function_that_cannot_be_told_to_a_model_is_refused_in_one_line(reference: str, message: str) -> None:

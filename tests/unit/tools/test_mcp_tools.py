@@ -87,9 +87,7 @@ def test_definitions_are_those_of_the_server() -> None:
 def test_two_tools_of_one_name_are_refused() -> None:
     pytest.importorskip("mcp", reason="without mcp: make test-libraries")
     found = mcp_tools.describe_servers({"words": config(), "more": config()})
-    with pytest.raises(
-        ConfigurationError, match=r"env.driver.mcp_servers.more: there is another tool of the name 'look_up'"
-    ):
+    with pytest.raises(ConfigurationError, match=r"env.driver.mcp_servers.more: another tool has the name 'look_up'"):
         with_servers({}, [(tool, print) for tool in found])
 
 
@@ -145,7 +143,7 @@ def test_a_server_ends_with_the_process_that_started_it() -> None:
     [
         (
             config("--fail"),
-            r"env.driver.mcp_servers.words: the server does not start: .*; it said last: words: no dictionary",
+            r"env.driver.mcp_servers.words: the server does not start: .*; its last line of output: words: no",
         ),
         (config("--mute"), r"env.driver.mcp_servers.words: the server gave no answer within 2 s"),
         (config("--empty"), r"env.driver.mcp_servers.words: the server has no tools"),
