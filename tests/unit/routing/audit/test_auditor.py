@@ -137,7 +137,7 @@ def _last_token_credited(columns: dict[str, np.ndarray]) -> None:
         (_late, "routes are one token late"),
         (_of_the_layer_before, "layer 3 carries layer 2's routes"),
         (_never_written, "hold expert 0 alone, in layers 5"),
-        (_out_of_range, "name experts that there are not, in all layers"),
+        (_out_of_range, "name experts that do not exist, in all layers"),
         (_last_token_credited, "belong to padding or to the last token"),
     ],
 )
@@ -159,7 +159,7 @@ def test_logprobs_that_are_no_numbers_are_named_and_in_no_gap(tmp_path: Path, na
     found = audited(tmp_path, sequences)
     assert found.report is not None
     (anomaly,) = (each for each in found.report.anomalies if each.kind == "logprobs")
-    assert f" {name} of trained tokens are no numbers or infinite" in anomaly.text
+    assert f" {name} of trained tokens are NaN or infinite" in anomaly.text
     gaps = {key: value for key, value in found.metrics.items() if key.startswith("moe/routing_split/")}
     assert gaps
     assert all(np.isfinite(value) for value in gaps.values())
