@@ -73,7 +73,7 @@ def named_too(
 def num_in_common(
     some: Int[Tensor, "topk *layers tokens"], others: Int[Tensor, "topk *layers tokens"]
 ) -> Int[Tensor, "*layers tokens"]:
-    """Return the number of experts that two rows share. Usable rows are the same set if they share all `topk` experts."""
+    """Return the number of experts that two rows share. Usable rows are the same set if they share all `topk`."""
     return named_too(some, others).sum(0, dtype=torch.uint8)
 
 
@@ -226,7 +226,7 @@ def margins(
     topk: int,
     highest: tuple[Float[Tensor, "tokens topk"], Int[Tensor, "tokens topk"]] | None = None,
 ) -> Float[Tensor, " tokens"]:
-    """Return the score of the last chosen expert minus the best score of an unchosen one, infinite if all are chosen."""
+    """Return the score of the last chosen expert minus the best unchosen score, infinite if all are chosen."""
     scores = scores.float()
     if highest is not None:  # cheaper than another top-k
         values, experts = highest

@@ -136,7 +136,7 @@ class RouteRecorder(ForwardWatcher):
 
 
 def _seen_by_themselves(masks: Any, shape: tuple[int, int], num_cached: int) -> Bool[Tensor, "batch tokens"]:
-    """Return the tokens of a causal pass that attend to themselves by 4-dimensional masks. Without masks, all tokens."""
+    """Return the tokens of a causal pass that attend to themselves by 4-dimensional masks. All without masks."""
     # A cache of fixed size gets such masks, prepared before the model is entered. No token attends to padding. Some
     # kernels cannot process a row that attends to nothing. The masks then let such a row attend to every key, even to
     # later ones, to which no real token attends.
