@@ -129,7 +129,7 @@ class PolicyGradientLoss:
 def _valid(
     values: Float[Tensor, "sequences targets"], mask: Bool[Tensor, "sequences targets"]
 ) -> Float[Tensor, "sequences targets"]:
-    """Return values with 0 where masked, also in the gradient. Multiplication by 0 would not remove NaN and infinity."""
+    """Return values with 0 where masked, also in the gradient. Multiplication by 0 would not remove NaN."""
     return values.where(mask, 0.0)
 
 

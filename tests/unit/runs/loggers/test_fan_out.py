@@ -67,7 +67,7 @@ def test_steps_are_on_the_disk_when_every_file_has_them(tmp_path: Path) -> None:
     ("broken_in", "text"),
     [
         ("log_config", "logger broken failed to store the configuration and is left out"),
-        ("log_step", "logger broken failed at step 1 and is left out from here on: OSError: disk is full"),
+        ("log_step", "logger broken failed at step 1 and is not used from here on: OSError: disk is full"),
         ("close", "logger broken failed to close and is left out"),
     ],
 )
