@@ -166,8 +166,8 @@ class Validator:
 def pass_at_k(correct: Int[Tensor, " prompts"], num_generations: int, k: int) -> Float[Tensor, " prompts"]:
     """Return an unbiased estimate of the probability that one of `k` responses is correct (arXiv:2107.03374, eq. 1).
 
-    Of all choices of `k` among a prompt's `n` responses, it is the share with a correct response: `1 - C(n-c, k) / C(n,
-    k)`.
+    It is the share with a correct response of all choices of `k` among a prompt's `n` responses:
+    `1 - C(n-c, k) / C(n, k)`.
 
     Args:
         correct: Number of correct responses to each prompt, `c`.

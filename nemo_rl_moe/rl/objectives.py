@@ -89,8 +89,8 @@ def surrogate_bounds(advantages: Float[Tensor, "sequences targets"], config: Pol
     """Return the effective bounds of the clipped surrogate, which depend on the sign of the advantage.
 
     PPO's `min(ratio * A, clip(ratio) * A)` (arXiv:1707.06347, eq. 7) only clips a ratio that has moved in the direction
-    of the advantage. So there is only an upper bound for `A > 0`, and a lower bound for `A < 0`. Dual clip's `max(...,
-    c * A)` for `A < 0` (arXiv:1912.09729) adds the upper bound `c`. With `A = 0` nothing is clipped.
+    of the advantage. So there is only an upper bound for `A > 0`, and a lower bound for `A < 0`. Dual clip's
+    `max(..., c * A)` for `A < 0` (arXiv:1912.09729) adds the upper bound `c`. With `A = 0` nothing is clipped.
     """
     both = both_bounds(advantages, config)
     upper_if_negative = float("inf") if config.ratio_clip_c is None else config.ratio_clip_c

@@ -47,7 +47,7 @@ class DistillationLoss:
     batches.
 
     Attributes:
-        has_candidates: Whether the teacher gives log-probabilities of candidates. Otherwise it gives those of sampled
+        has_candidates: Whether the teacher gives log-probabilities of candidates. Otherwise it gives them for sampled
             tokens.
         policy_gradient: Loss of the rewards, if there are rewards. Its metrics are computed even with weight 0.
     """

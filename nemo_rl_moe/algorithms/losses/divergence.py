@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Estimates of the policy's divergence from a reference model, from sampled tokens, for the loss or the reward.
 
-The policy has sampled a token `x`, and `d = log reference - log policy` of this token. Estimates of `KL(policy ||
-reference)` are `k1 = -d` and `k3 = exp(d) - 1 - d`, which are unbiased, and `k2 = d^2 / 2` (J. Schulman, "Approximating
-KL Divergence", 2020).
+The policy has sampled a token `x`, and `d = log reference - log policy` of this token. Estimates of
+`KL(policy || reference)` are `k1 = -d` and `k3 = exp(d) - 1 - d`, which are unbiased, and `k2 = d^2 / 2` (J. Schulman,
+"Approximating KL Divergence", 2020).
 
 An estimate depends on the policy's weights through its value, and through which tokens are sampled:
 

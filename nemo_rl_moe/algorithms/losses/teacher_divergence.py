@@ -8,7 +8,7 @@ divergence is a lower bound of the divergence over the full vocabulary, and is e
 candidates were renormalised instead, distributions with one candidate would always agree, and the probability of other
 tokens would never count.
 
-The divergence at a position is a function of the previous tokens. So it is a term of the loss and differentiated there.
+The divergence at a position is a function of the previous tokens. So it is a term of the loss, and is differentiated.
 In the advantage of the token that is sampled at the position, it would be a baseline, whose expected gradient is 0.
 """
 
@@ -24,11 +24,9 @@ from nemo_rl_moe.algorithms.losses.divergence import kl_estimate
 KlType = Literal["forward", "reverse", "mixed", "jensen_shannon"]
 
 LOWEST_TAIL = 1e-6
-"""Smallest probability of a tail. If it is lower, `1 - sum` in float32 and its gradient are only rounding.
-"""
+"""Smallest probability of a tail. A lower `1 - sum` in float32 is only rounding, and so is its logarithm's gradient."""
 LOWEST_TEACHER_LOGPROB = -80.0
-"""Lower bound of a teacher's log-probabilities. It keeps the divergence finite for tokens that it rules out.
-"""
+"""Lower bound of a teacher's log-probabilities. It keeps the divergence finite for tokens that it rules out."""
 
 
 def with_tail(logprobs: Float[Tensor, "*tokens k"]) -> Float[Tensor, "*tokens outcomes"]:

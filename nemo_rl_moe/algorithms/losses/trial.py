@@ -19,7 +19,7 @@ _SHAPE = (2, 3)
 
 
 def check_losses(algorithm: Algorithm, config: MasterConfig) -> None:
-    """Call each loss function of a custom algorithm once, with two sequences of three tokens. Raise a problem."""
+    """Check each loss function of a custom algorithm by one call, with two sequences of three tokens."""
     if algorithm.reference is None:
         return
     key = f"{ALGORITHM_KEY}: {algorithm.reference}"

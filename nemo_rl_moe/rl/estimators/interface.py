@@ -60,8 +60,8 @@ class Estimator:
 
     Attributes:
         name: Name in `grpo.adv_estimator.name`.
-        function: Function that returns an advantage for each response, or for each token `[groups, generations,
-            tokens]`.
+        function: Function that returns an advantage for each response, or for each of its tokens,
+            `[groups, generations, tokens]`.
         baseline: Responses with which a response is compared: its group, all of the step, or none.
         reads: Keys in `SWITCHES` that the estimator reads.
         reads_named_rewards: Whether the estimator reads the named rewards instead of their sum.

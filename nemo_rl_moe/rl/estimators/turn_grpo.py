@@ -20,15 +20,15 @@ def turn_advantages(inputs: EstimatorInputs, *, divides: bool) -> Float[Tensor, 
     The return of turn k of response i is `G[i, k] = r[i, k] + r[i, k + 1] + ... + R[i]`: the rewards of this turn and
     of later turns, and the part of the response's reward that belongs to no turn. It is the undiscounted return of
     Sutton and Barto (2018, eq. 3.7) with a turn as a step. Returns are compared like rewards in GRPO (arXiv:2402.03300,
-    section 4.1.2), among the responses of the group that have at least k turns: `A[i, k] = (G[i, k] - mean_j G[j, k]) /
-    std_j G[j, k]`.
+    section 4.1.2), among the responses of the group that have a turn k:
+    `A[i, k] = (G[i, k] - mean_j G[j, k]) / std_j G[j, k]`.
 
     GTPO (Ding et al. 2025, arXiv:2511.14846) also uses normalised returns of turns as advantages, but with a discount.
     Here the discount is 1. GRPO with process supervision (arXiv:2402.03300, section 4.1.3) normalises rewards before
     adding them.
 
     If no other response of the group has a turn k, turn k gets the advantage of the turn before, whose return includes
-    the return of turn k. With a single turn, the advantages equal those with the estimator `grpo`.
+    the return of turn k. With a single turn, the advantages are the same as with the estimator `grpo`.
     """
     import torch
 

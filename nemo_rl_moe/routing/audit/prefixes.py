@@ -18,8 +18,7 @@ from nemo_rl_moe.shapes import Bool, Int
 
 _MOST_TOKENS, _MOST_KEYS, _MOST_FRESH = 64, 4096, 8192
 _LEAST_MOVED, _LEAST_RATIO = 30, 4
-"""Least number of rows that training changed, and its least ratio to the rows in which both sides differed before.
-"""
+"""Least number of rows that training changed, and its least ratio to the rows in which both sides differed before."""
 
 
 @dataclass(frozen=True)

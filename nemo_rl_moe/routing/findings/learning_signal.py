@@ -19,8 +19,7 @@ METRICS = (
 )
 """Keys that `LearningSignal` reads."""
 MOST_UNSCORED = 0.5
-"""Largest share of a step's responses that may get reward 0 without being scored.
-"""
+"""Largest share of a step's responses that may get reward 0 without being scored."""
 
 
 class LearningSignal:

@@ -70,8 +70,7 @@ MOST_ROUNDED_SCALE = 1.5
 """Largest scale of that gradient in bfloat16. There, transformers' rounding changes it by up to a fifth."""
 _MOST_LAYERS_NAMED = 8
 _SUDDEN_OVERLOAD = 0.25
-"""Least rise of the overload factor above its usual level that is reported soon, if the factor exceeds its limit.
-"""
+"""Least rise of the overload factor above its usual level that is reported soon, if the factor exceeds its limit."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +176,7 @@ class FindingTracker:
     def observe_anomalies(self, step: int, anomalies: Sequence[RoutingAnomaly]) -> list[Finding]:
         """Add the anomalies of a step's captured routes, and return the findings that begin with this step.
 
-        Call it before `observe`, since anomalies are known before the step's metrics.
+        It may be called before `observe`, since anomalies are known before the step's metrics.
         """
         found = []
         for kind, layer, text in wrong_routes(anomalies):

@@ -29,8 +29,7 @@ from nemo_rl_moe.shapes import Bool, Float
 _SUM_OF_WEIGHTS = 1e-2
 """Largest deviation from 1 of the sum of a token's expert weights. The rounding of bfloat16 is smaller."""
 _MOST_WAITING = 8
-"""Largest number of passes that wait for their backward pass. Passes that never get one are thus dropped.
-"""
+"""Largest number of passes that wait for their backward pass. Passes that never get one are thus dropped."""
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,7 @@ from nemo_rl_moe.shapes import Int
 
 STEPS_OF_A_FILE = 100
 MAX_DELAY_S = 5.0
-"""Steps wait in memory until the last file has this age in seconds. A killed process loses waiting steps.
-"""
+"""Steps wait in memory until the last file has this age in seconds. A killed process loses waiting steps."""
 _MOST_STEPS_KEPT = 1000
 _MOST_ROWS = 20_000_000  # 100 steps of a model with 200 layers of 1,000 experts
 _UNREADABLE = (OSError, ValueError, pa.ArrowException)

@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 MOST_DOUBLINGS = 2
 """The colour scale covers 1/2^2 to 2^2 times the fair share."""
 ANCHORS = ((33, 102, 172), (146, 197, 222), (247, 247, 247), (244, 165, 130), (178, 24, 43))
-"""Colours of the scale (RGB, 0 to 255), from the lowest to the highest load, also for colour-blind readers.
-"""
+"""Colours of the scale (RGB, 0 to 255), from the lowest to the highest load, also for colour-blind readers."""
 
 HEATMAP_KEY = "plots/expert_load"
 SORTED_LOAD_KEY = "plots/expert_load_sorted"

@@ -71,7 +71,7 @@ def build_loggers(
             # Loggers open one after the other, since packages may fail if several threads import them at once.
             isolated[-1].wait_until_open()
         except BaseException:
-            # After an interrupt, no thread must keep the process alive.
+            # After an interrupt, threads must not keep the process alive.
             for logger in isolated:
                 logger.let_go()
             raise

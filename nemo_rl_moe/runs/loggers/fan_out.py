@@ -122,7 +122,7 @@ class FanOutLogger:
             for logger in isolated:
                 logger.wait_until_closed(deadline)
         finally:
-            # Also after an interrupt, no logger must keep the process alive.
+            # Loggers must not keep the process alive, even after an interrupt.
             for logger in isolated:
                 logger.let_go()
             self._for_each("failed to close", lambda direct: direct.close(outcome))
