@@ -22,7 +22,7 @@ def shape_rewards(
     overlong_buffer_length`, up to the full penalty at `max_new_tokens`.
 
     Args:
-        response_lengths: Generated tokens of each response, including its end token.
+        response_lengths: Number of generated tokens of each response, including its end token.
 
     Returns:
         New rewards of the same dtype, unchanged if the penalty is not enabled.
@@ -37,7 +37,7 @@ def shape_rewards(
 def compute_advantages(
     estimator: Estimator, inputs: EstimatorInputs
 ) -> Float[Tensor, "groups generations"] | Float[Tensor, "groups generations tokens"]:
-    """Compute advantages in the rewards' dtype, with 0 for responses that do not take part.
+    """Return advantages in the rewards' dtype. They are 0 for responses that do not take part.
 
     Raises:
         ValueError: There is no response to compare with.
@@ -50,10 +50,10 @@ def compute_advantages(
 def clip_advantages(
     advantages: Float[Tensor, "groups ..."], low: float | None, high: float | None
 ) -> Float[Tensor, "groups ..."]:
-    """Clamp advantages to bounds, of which either may be None. NaN stays NaN."""
+    """Return advantages clamped to the bounds. A bound may be None. NaN stays NaN."""
     return advantages if low is None and high is None else advantages.clamp(low, high)
 
 
 def frac_zero_std_groups(rewards: Float[Tensor, "groups generations"]) -> float:
-    """Return the share of groups whose rewards are all equal, which teach nothing."""
+    """Return the share of groups whose rewards are all equal. Such groups teach nothing."""
     return float((~informative_groups(rewards)).double().mean())

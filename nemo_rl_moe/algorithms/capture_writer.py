@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Writing of a run's measured sequences as a capture folder for `nemo-rl-moe audit`."""
+"""Writes a run's measured sequences as a capture folder for `nemo-rl-moe audit`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class MeasuredPass:
 
     Attributes:
         logprobs: Log-probability of each token given the previous ones.
-        routes: Experts that its routers took, if they are needed.
+        routes: Experts that the routers of the pass took, if they are needed.
     """
 
     logprobs: PerToken
@@ -55,7 +55,7 @@ class CaptureWriter:
 
     Args:
         warn: Called once if writing fails. The run continues without its capture.
-        is_exact: Engine and trainer compute in float32, and the passes have the weights of the rollout.
+        is_exact: Whether engine and trainer compute in float32, and the passes have the weights of the rollout.
     """
 
     def __init__(
@@ -87,11 +87,11 @@ class CaptureWriter:
         Args:
             step: Counted from 1.
             sample: The sequences, with the rollout's routes if there are any.
-            rows: Rows of the sample.
-            own: Pass with the routers' choice.
+            rows: Trajectory and sequence of each row of the sample.
+            own: Pass in which the routers choose the experts.
             replayed: Log-probabilities with the experts of the rollout.
-            repeated: Pass like `own` over the first sequences, with another composition of the batches.
-            expert_biases: Biases before the last update and now, if it updated them.
+            repeated: Pass like `own` over the first sequences, but with another composition of the batches.
+            expert_biases: Expert biases before the last update, and now. None if updates do not change them.
         """
         if self._failed:
             return

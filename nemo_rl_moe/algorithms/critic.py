@@ -35,27 +35,28 @@ class Critic:
     model: "TrainableModel"
 
     def trains_policy(self, step: int) -> bool:
-        """Return whether the policy trains in a step, counted from 1, or only the critic."""
+        """Return whether the policy trains in a step (counted from 1). Otherwise only the critic trains."""
         return step > self.config.ppo.policy_training_start_step
 
     def with_advantages(
         self, groups: RolloutGroups, batch: TokenBatch, clock: PhaseClock
     ) -> tuple[TokenBatch, dict[str, float]]:
-        """Compute values, returns and advantages.
+        """Return the batch with values, returns and advantages, and their metrics.
 
         Args:
             groups: Trajectories of the batch.
-            batch: Has the log-probabilities of policy and reference model if the divergence is in the reward.
+            batch: Batch of the trajectories, with log-probabilities of policy and reference model if the divergence is
+                in the reward.
 
         Returns:
-            The batch with the columns `advantages`, `returns` and `previous_values`, and for its trained tokens
+            The batch with the columns `advantages`, `returns` and `previous_values`, and metrics of its trained tokens:
             `critic/{values,returns}/{mean,min,max}`, and `critic/explained_variance` if returns differ.
         """
         config, trajectories = self.config, groups.trained
         with clock.phase("values"):
             values = self.model.values(_of_critic(batch))
         inputs = estimator_inputs(config, trajectories, shaped_rewards(config, groups))
-        # In order of time: alternating conversations have their tokens in another order.
+        # Returns need the order of time. In alternating conversations, tokens are stored in another order.
         turns, all_masks = inputs.token_turns.flatten(0, 1), tokens_of_trajectories(batch.token_mask, trajectories)
         order = order_in_time(turns, all_masks)
         values, mask, divergence = (
@@ -111,7 +112,7 @@ class Critic:
         return with_prefix("critic", metrics)
 
     def _divergence(self, batch: TokenBatch) -> Float[Tensor, "sequences tokens"]:
-        """Return the penalty of each token's divergence from the reference model in the reward, 0 without one."""
+        """Return each token's penalty in the reward for divergence from the reference model, or 0 without one."""
         loss = self.config.loss_fn
         if not loss.use_kl_in_reward:
             return torch.zeros(batch.input_ids.shape, dtype=torch.float64)
@@ -121,7 +122,7 @@ class Critic:
 
 
 def _of_critic(batch: TokenBatch) -> TokenBatch:
-    """Return the batch without columns of the policy alone: its experts, and the tokens that it sampled from."""
+    """Return the batch without the columns that only the policy needs (replayed experts, sampling mask)."""
     return batch.without_stored(ROUTED_EXPERTS).without_stored(KEPT_TOKENS)
 
 

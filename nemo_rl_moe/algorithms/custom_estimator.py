@@ -20,7 +20,7 @@ _TRIED_TOKENS = 3
 
 
 def find_estimator(name: str) -> Estimator:
-    """Return the configured estimator: one of the registry, or a custom function, which is imported at its first call.
+    """Return the configured estimator: a registered one, or a custom function that is imported at its first call.
 
     A custom function is assumed to compare the responses of a group.
     """
@@ -37,7 +37,7 @@ def _advantages_in_run(
 def custom_advantages(
     name: str, inputs: EstimatorInputs
 ) -> Float[Tensor, "groups generations"] | Float[Tensor, "groups generations tokens"]:
-    """Compute advantages with the custom function `name` (`package.module:function`).
+    """Return the advantages that the custom function `name` (`package.module:function`) computes.
 
     A response that does not take part gets the mean reward of its group.
     """
@@ -57,7 +57,9 @@ def custom_advantages(
 
 
 def with_group_means(inputs: EstimatorInputs) -> EstimatorInputs:
-    """Replace rewards that do not count by the mean of their group, or of the step for groups without others."""
+    """Return inputs in which a reward that does not count is its group's mean, or the step's mean in groups without
+    one.
+    """
     present = inputs.takes_part
     if bool(present.all()):
         return inputs
@@ -75,7 +77,7 @@ def _with_means(
 
 
 def check_estimator(config: GRPOMasterConfig) -> None:
-    """Try a custom estimator on rewards of 0 and 1, before anything starts.
+    """Call a custom estimator once with rewards of 0 and 1, before anything starts.
 
     All rewards of the first group are 1, because estimators often divide by 0 in groups without a spread.
     """

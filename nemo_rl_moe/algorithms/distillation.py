@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Distillation: teachers score the policy's responses, and the loss brings the policy closer to them.
 
-It is a step of GRPO whose batch also has the teachers' log-probabilities, and whose loss includes a divergence from
-them (GKD, arXiv:2306.13649; MiniLLM, arXiv:2306.08543).
+It is a step of GRPO. Its batch also has the teachers' log-probabilities, and its loss includes the divergence from the
+teachers (GKD, arXiv:2306.13649; MiniLLM, arXiv:2306.08543).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -41,8 +41,8 @@ class Teachers:
     """Teachers of a run.
 
     Attributes:
-        vocabulary_size: Number of the policy's tokens.
-        by_sample: Name of each sample's teacher, if records name it.
+        vocabulary_size: Number of tokens in the policy's vocabulary.
+        by_sample: Sample id -> name of its teacher, if records name it.
     """
 
     config: DistillationMasterConfig
@@ -51,7 +51,7 @@ class Teachers:
     by_sample: Mapping[str, str] = field(default_factory=dict)
 
     def loss(self, policy_gradient: PolicyGradientLoss) -> LossFunction:
-        """Return the loss of a step, given the loss of the rewards for responses that the policy samples."""
+        """Return the loss of a step. It includes the loss of the rewards, `policy_gradient`, if the policy samples."""
         settings = self.config.distillation
         is_given = settings.responses == "given"
         return DistillationLoss(
@@ -75,18 +75,18 @@ class Teachers:
     def with_scores(
         self, policy: "MegatronPolicy", batch: TokenBatch, trajectories: Sequence[Trajectory], clock: PhaseClock
     ) -> tuple[TokenBatch, dict[str, float]]:
-        """Let each trajectory's teacher score it.
+        """Return the batch with the scores of each trajectory's teacher.
 
         Args:
-            policy: Chooses the candidates if they are the policy's.
+            policy: Policy, which chooses the candidates if `distillation.topk_ids` is not `teacher`.
             batch: Batch of the trajectories.
             trajectories: Trained trajectories.
-            clock: Gets the phases `candidates` and `teachers`.
+            clock: Clock on which the phases `candidates` and `teachers` are timed.
 
         Returns:
-            The batch with the columns of `DistillationLoss`, and the metrics `distillation/share_with_teacher` of the
-            trained tokens, and `distillation/bytes_to_teachers` and `distillation/bytes_from_teachers` for the ids and
-            log-probabilities between driver and teachers.
+            The batch with the columns of `DistillationLoss`, and the metrics `distillation/share_with_teacher` (share
+            of the trained tokens), `distillation/bytes_to_teachers` and `distillation/bytes_from_teachers` (ids and
+            log-probabilities that are sent between driver and teachers).
         """
         rows = self.rows_of(trajectories)
         counts = torch.zeros_like(batch.token_mask)
@@ -104,26 +104,26 @@ class Teachers:
         scored = scored.with_columns(**shares)
         settings = self.config.distillation
         if not settings.policy_gradient_weight and not settings.cross_entropy_weight:
-            # Without a teacher nothing trains: an update of such tokens alone would move the weights by Adam's
-            # momentum.
+            # Tokens without a teacher do not train. An update with only such tokens would still move the weights, by
+            # Adam's momentum.
             scored = replace(scored, token_mask=counts)
         return scored, metrics
 
     def _check_numbers(self, scored: TokenBatch, rows: Mapping[str, Sequence[int]]) -> None:
-        """Refuse a teacher without a finite score for any response. A few missing scores only cost an update."""
+        """Raise an error if a teacher gives no response only finite scores. A few wrong scores only cost an update."""
         is_wrong = ~scored.columns[TEACHER_LOGPROBS].values.isfinite()
         is_wrong = is_wrong.flatten(2).any(-1) if is_wrong.ndim > 2 else is_wrong
         for name, chosen in rows.items():
             of_rows = (is_wrong[list(chosen)] & scored.token_mask[list(chosen)]).any(-1)
             if of_rows.all():
                 raise ConfigurationError(
-                    f"distillation.teachers.{name}: {self.config.distillation.teachers[name].model_name} gives each of"
+                    f"distillation.teachers.{name}: {self.config.distillation.teachers[name].model_name} gives all of"
                     f" the step's {counted(len(chosen), 'response')} log-probabilities that are NaN or infinite,"
                     f" expected numbers: look at its weights, and at policy.precision {self.config.policy.precision}"
                 )
 
     def rows_of(self, trajectories: Sequence[Trajectory]) -> dict[str, list[int]]:
-        """Return the rows of the batch that each teacher scores, for teachers with rows."""
+        """Return teacher -> rows of the batch that it scores, for teachers with rows."""
         rows: dict[str, list[int]] = {}
         for trajectory, own in zip(trajectories, rows_of(trajectories), strict=True):
             teacher = self.teacher_of(trajectory)
@@ -134,7 +134,7 @@ class Teachers:
     def _scored(
         self, policy: "MegatronPolicy", batch: TokenBatch, rows: Mapping[str, Sequence[int]], clock: PhaseClock
     ) -> tuple[TokenBatch, int, int]:
-        """Return the batch with the teachers' log-probabilities, and the bytes to and from the teachers."""
+        """Return the batch with the teachers' log-probabilities, and the numbers of bytes to and from the teachers."""
         settings = self.config.distillation
         k = settings.topk_logits_k
         asked = batch.without_stored(ROUTED_EXPERTS)  # the teachers' routers choose
@@ -153,7 +153,7 @@ class Teachers:
             num_to, num_from = 0, _num_bytes([*ids, *found])
         else:
             policy.prepare_for_logprobs(clock)
-            # Under replay the candidates come from the policy with the replayed experts, which is the trained one.
+            # Under replay, the policy is trained with the replayed experts. So they also choose the candidates.
             replays = self.config.policy.megatron_cfg.routing_replay == "rollout"
             with clock.phase("candidates"):
                 own = policy.start_top_candidates(batch if replays else asked, k, self.vocabulary_size)()
@@ -182,7 +182,9 @@ def _in_batch(
     found: Sequence[Shaped[Tensor, "rows tokens ..."]],
     *of_token: int,
 ) -> Shaped[Tensor, "batch sequence ..."]:
-    """Return the teachers' values, of shape `of_token` per token, at their rows of the batch, and 0 elsewhere."""
+    """Return values of the batch's shape, with `of_token` as the shape of one token: the teachers' values in their
+    rows, and 0 elsewhere.
+    """
     dtype = found[0].dtype if found else torch.float32  # a step may have no response with a teacher
     values = torch.zeros((*batch.input_ids.shape, *of_token), dtype=dtype)
     for chosen, of_rows in zip(rows.values(), found, strict=True):

@@ -26,10 +26,12 @@ MeasureLogprobs = Callable[[TokenBatch], Float[Tensor, "batch sequence"]]
 
 
 def add_reference_sums(policy: "MegatronPolicy", batch: TokenBatch, clock: PhaseClock) -> TokenBatch:
-    """Return the batch with its reference sums, measured with the reference weights that the policy keeps.
+    """Return the batch with the column `reference_sums`: the reference model's log-probability of each response.
+
+    The policy keeps the reference weights, which measure them.
 
     Args:
-        clock: Gets the phase `reference_logprobs`.
+        clock: Clock on which the phase `reference_logprobs` is timed.
     """
     with clock.phase("reference_logprobs"):
         sums = _sums(policy.reference_logprobs, batch)
@@ -42,11 +44,12 @@ def precompute_reference_sums(
     batches: Sequence[Sequence[int]],
     pad_token_id: int,
 ) -> PreferenceDataset:
-    """Return the data set with the reference sums of some of its pairs, and NaN for the others.
+    """Return the data set with the reference sums of the pairs in `batches`, and NaN for its other pairs.
 
     Args:
-        logprobs: Measures a batch with the model at the start of the run, before any training or checkpoint.
-        batches: Indices of the pairs to measure, by batch.
+        logprobs: Function that measures a batch with the model from the start of the run, before any training or
+            checkpoint.
+        batches: Indices of the pairs in each batch to measure.
     """
     sums = np.full((len(dataset), 2), np.nan)
     for chosen in batches:
@@ -58,11 +61,11 @@ def precompute_reference_sums(
 def batches_to_measure(loader: GlobalBatchLoader, steps: range) -> list[list[int]]:
     """Return the indices of the pairs in some steps, in batches that do not depend on the first step.
 
-    A batch has the pairs that a training batch is the first to use. So a resumed run measures the remaining pairs in
-    the same batches, and gets bitwise equal numbers.
+    Each batch has the pairs that one training batch uses for the first time. So a resumed run measures the remaining
+    pairs in the same batches, and gets bitwise equal numbers.
 
     Args:
-        steps: From the number of completed steps to the last one.
+        steps: Range from the number of completed steps to the number of all steps.
     """
     needed = {index for chosen in loader.indices(steps) for index in chosen}
     seen: set[int] = set()
@@ -76,7 +79,7 @@ def batches_to_measure(loader: GlobalBatchLoader, steps: range) -> list[list[int
 
 
 def num_pairs(batch: TokenBatch) -> int:
-    """Return the number of pairs of a batch, its weight in a mean over pairs."""
+    """Return the number of pairs of a batch. It is the weight of the batch in a mean over pairs."""
     return len(batch) // 2
 
 
@@ -95,9 +98,9 @@ def train_dpo(
     """Train to the last configured step, or until the recorder ends the run.
 
     Args:
-        policy: Trained model, which keeps a reference with `reference_logprobs: in_step`.
-        batches: Batches of pairs, which have reference sums with `reference_logprobs: precompute`.
-        validation_batches: Makes one pass over the held-out pairs, in the same form.
+        policy: Trained model. It keeps the reference weights if `reference_logprobs` is `in_step`.
+        batches: Batches of pairs. They have reference sums if `reference_logprobs` is `precompute`.
+        validation_batches: Function that yields batches of all held-out pairs once, in the same form as `batches`.
     """
     in_step = config.reference_logprobs == "in_step"
     training = SupervisedTraining(

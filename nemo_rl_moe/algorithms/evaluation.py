@@ -17,10 +17,10 @@ from nemo_rl_moe.rollouts.trajectory import Trajectory, group_correctness, group
 
 @dataclass(frozen=True)
 class Estimate:
-    """Estimate of a mean over all prompts of the same kind.
+    """Estimate of the mean over all prompts of this kind, from a sample of prompts.
 
     Attributes:
-        standard_error: Standard deviation of the mean. None with one prompt, which shows no variation.
+        standard_error: Standard deviation of the mean. None with one prompt, since it shows no variation.
     """
 
     mean: float
@@ -37,7 +37,7 @@ class EvaluationSummary:
 
     Attributes:
         reward: Mean reward of a response, if any could be scored.
-        pass_at_k: Probability that one of `k` responses passes, by `k`. For `k` = 1 it is the accuracy.
+        pass_at_k: `k` -> probability that at least one of `k` responses passes. For `k` = 1 it is the accuracy.
     """
 
     reward: Estimate | None
@@ -48,7 +48,7 @@ class EvaluationSummary:
 def estimate(of_prompts: Float[Tensor, " prompts"]) -> Estimate:
     """Return the mean over prompts, and its standard error.
 
-    Prompts are independent samples. Responses to one prompt are similar, and count as one observation, their mean. The
+    Prompts are independent samples. Responses to one prompt are similar. So their mean counts as one observation. The
     error is `s / sqrt(n)` with the sample standard deviation `s` of `n` prompts (the clustered standard error of
     Miller, https://arxiv.org/abs/2411.00640, for clusters of equal size).
     """
@@ -61,7 +61,7 @@ def estimate(of_prompts: Float[Tensor, " prompts"]) -> Estimate:
 def passes(
     trajectories: Sequence[Trajectory], num_generations: int, threshold: float | None
 ) -> Bool[Tensor, "prompts generations"]:
-    """Return which responses pass. Responses that the environment failed to score do not.
+    """Return which responses pass. Responses that the environment failed to score do not pass.
 
     Args:
         trajectories: Group after group.
@@ -80,7 +80,8 @@ def summarise_evaluation(
 
     Args:
         trajectories: Group after group.
-        num_generations: Responses to each prompt, `n`. pass@k is reported for 1, the powers of two up to `n`, and `n`.
+        num_generations: Number of responses to each prompt, `n`. pass@k is reported for 1, the powers of two up to `n`,
+            and `n`.
         threshold: Least reward of a passing response. None uses the environment's judgement.
     """
     passed = passes(trajectories, num_generations, threshold)

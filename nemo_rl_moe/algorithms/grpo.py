@@ -45,9 +45,9 @@ class Rollouts:
     """Parts of a run that produce trajectories.
 
     Attributes:
-        engine: Gets the policy's weights before it generates.
-        validate: Validates the policy on held-out prompts, if there are any.
-        pad_token_id: Fills a batch after the end of each sequence.
+        engine: Engine that gets the policy's weights before it generates.
+        validate: Validator of the policy on held-out prompts, if there are any.
+        pad_token_id: Token that fills a batch after the end of each sequence.
     """
 
     engine: GenerationEngine
@@ -122,7 +122,7 @@ def train_grpo(
 
 
 def record_first_validation(validate: Validator, recorder: StepRecorder) -> bool:
-    """Validate before the first step. Return False if a request to stop interrupted it and the run ends."""
+    """Validate before the first step. Return False if a request to stop interrupted it, so that the run ends."""
     validation, responses = validated(validate)
     if validation:
         recorder.record_start(validation, responses, failures_of(responses))
@@ -132,7 +132,7 @@ def record_first_validation(validate: Validator, recorder: StepRecorder) -> bool
 
 
 def validated(validate: Validator) -> tuple[dict[str, float], dict[str, list[Trajectory]]]:
-    """Return the metrics and trajectories (`val`) of a validation, or nothing if a request to stop interrupted it."""
+    """Return the metrics of a validation, and `val` -> its trajectories. Empty if a request to stop interrupted it."""
     try:
         metrics = validate()
     except RolloutsGivenUpError:
@@ -155,16 +155,17 @@ def update_engine(
     source: RolloutSource | None = None,
     step: int = 0,
 ) -> dict[str, float]:
-    """Refit an engine that keeps a copy of the weights. An engine that shares them is always current.
+    """Refit an engine that keeps a copy of the weights, and return metrics. An engine that shares the weights is
+    current.
 
-    The policy first makes room for generation, and a source that generates in the background pauses.
+    First, the policy makes room for generation, and a source that generates in the background pauses.
 
     Args:
         source: Source that uses the engine, if any.
         step: Number of completed steps.
 
     Returns:
-        Metrics of the refit, `refit/...`, and of its observers. Empty without a refit.
+        Metrics of the refit, `refit/...`, and metrics of the observers. Empty without a refit.
 
     Raises:
         WeightSyncError: The weights did not arrive, or a check shows that the engine does not compute with them.

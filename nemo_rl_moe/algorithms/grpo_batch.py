@@ -60,7 +60,8 @@ def shaped_rewards(config: GRPOMasterConfig, groups: RolloutGroups) -> Float[Ten
 def failure_rule(config: GRPOMasterConfig) -> FailureRule:
     """Return the treatment of responses that the environment failed to score.
 
-    A response needs another one in its group or step if the estimator compares it with these.
+    If the estimator compares responses in their group or in the step, a response takes part only if there is another
+    one.
     """
     baseline = find_estimator(config.grpo.adv_estimator.name).baseline
     compares_groups = baseline == "group" and config.grpo.num_generations_per_prompt > 1
@@ -70,7 +71,7 @@ def failure_rule(config: GRPOMasterConfig) -> FailureRule:
 
 
 def dynamic_sampling(config: GRPOMasterConfig) -> DynamicSampling | None:
-    """Return the replacement of groups that teach the run's estimator nothing, if it is on."""
+    """Return the rule that replaces groups that teach the run's estimator nothing, or None without dynamic sampling."""
     if not config.grpo.use_dynamic_sampling:
         return None
     return DynamicSampling(lambda group: bool(informative_groups(config, group).all()), config.grpo.most_groups)
@@ -87,7 +88,7 @@ def informative_groups(config: GRPOMasterConfig, trajectories: Sequence[Trajecto
 def estimator_inputs(
     config: GRPOMasterConfig, trajectories: Sequence[Trajectory], rewards: Float[Tensor, "groups generations"]
 ) -> EstimatorInputs:
-    """Collect the estimator's inputs for trajectories, group after group, with these rewards."""
+    """Return the estimator's inputs for trajectories, ordered by group, and their rewards."""
     size = config.grpo.num_generations_per_prompt
     failures = failure_rule(config)
     weights = config.named_reward_weights
@@ -124,7 +125,7 @@ def _named_rewards(
 def advantages_of(
     config: GRPOMasterConfig, groups: RolloutGroups, rewards: Float[Tensor, "groups generations"]
 ) -> Float[Tensor, "groups generations ..."]:
-    """Compute advantages from these rewards, within the configured bounds."""
+    """Return the advantages from these rewards, within the configured bounds."""
     estimator = find_estimator(config.grpo.adv_estimator.name)
     advantages = compute_advantages(estimator, estimator_inputs(config, groups.trained, rewards))
     bounded = clip_advantages(advantages, config.grpo.advantage_clip_low, config.grpo.advantage_clip_high)
@@ -132,7 +133,7 @@ def advantages_of(
 
 
 def advantages_of_groups(config: GRPOMasterConfig, groups: RolloutGroups) -> Float[Tensor, "groups generations ..."]:
-    """Compute the advantages of the trained groups from their shaped rewards."""
+    """Return the advantages of the trained groups from their shaped rewards."""
     return advantages_of(config, groups, shaped_rewards(config, groups))
 
 
@@ -140,7 +141,7 @@ def make_batch(config: GRPOMasterConfig, groups: RolloutGroups, pad_token_id: in
     """Return the trained groups with their advantages, and with the lags of tokens if any is above 0.
 
     Args:
-        weight_version: Number of optimizer steps of the trained weights.
+        weight_version: Number of optimizer steps that the trained weights have taken.
     """
     batch = training_batch(
         groups.trained,
@@ -158,20 +159,21 @@ def make_batch(config: GRPOMasterConfig, groups: RolloutGroups, pad_token_id: in
 def take_divergence_from_rewards(
     config: GRPOMasterConfig, groups: RolloutGroups, batch: TokenBatch
 ) -> tuple[TokenBatch, dict[str, float]]:
-    """Return the advantages from rewards minus the weighted divergence, if `use_kl_in_reward`.
+    """Return the batch with advantages from rewards minus the weighted divergence, if `use_kl_in_reward` is true.
 
     Args:
         batch: Batch of the groups, with the log-probabilities of the policy and of the reference model.
 
     Returns:
-        The batch with these advantages, and the metric `kl_penalty`, the mean estimate over sampled tokens.
+        The batch with these advantages, and the metric `kl_penalty`: the mean estimate of the divergence over sampled
+        tokens.
     """
     loss = config.loss_fn
     if not loss.use_kl_in_reward:
         return batch, {}
     logprobs, reference = (batch.columns[name].values for name in ("prev_logprobs", "reference_logprobs"))
-    # For all responses and sequences, even if overlong filtering drops them from the loss: others are compared with
-    # them.
+    # For all responses and sequences, even if overlong filtering drops them from the loss, since other responses are
+    # compared with them.
     sampled = sampled_tokens(groups.trained)
     of_sequences = divergence_of_responses(logprobs, reference, sampled, loss)
     rewards = shaped_rewards(config, groups)
@@ -206,10 +208,10 @@ def add_logprobs(
 def old_logprobs(
     config: GRPOMasterConfig, policy: "MegatronPolicy", batch: TokenBatch
 ) -> tuple[Float[Tensor, "batch sequence"], TokenBatch]:
-    """Return the log-probabilities before the first update, and the batch with the capture to replay."""
+    """Return the log-probabilities before the first update, and the batch with the routes to replay, if any."""
     replay = config.policy.megatron_cfg.routing_replay
     if replay == "rollout":
-        # Under replay the old policy has the replayed experts too. Otherwise no ratio would begin at 1.
+        # Under replay, the old policy also takes the replayed experts. Otherwise no ratio would begin at 1.
         return policy.logprobs(batch), batch
     without_capture = batch.without_stored(ROUTED_EXPERTS)
     if replay == "none":
@@ -221,16 +223,17 @@ def old_logprobs(
 def prev_is_current(config: GRPOMasterConfig) -> bool:
     """Return whether the training pass gives the log-probabilities before the update, so that no other pass is needed.
 
-    It does if a step is one update, however old the weights are that sampled the tokens.
+    It does if a step is one update. The age of the weights that sampled the tokens does not matter.
     """
     return config.updates_per_step == 1 and config.loss_fn.force_on_policy_ratio != "never"
 
 
 def make_loss(config: GRPOMasterConfig, *, is_on_policy: bool) -> PolicyGradientLoss:
-    """Return the loss of a step. Without a correction, the ratio of old tokens is to their sampling probabilities.
+    """Return the loss of a step. Without a correction, the ratio of older tokens is relative to their sampling
+    probability.
 
     Args:
-        is_on_policy: The trained weights sampled every token of the step.
+        is_on_policy: Whether the trained weights sampled every token of the step.
     """
     is_uncorrected = not is_on_policy and config.loss_fn.importance_sampling_correction == "none"
     return PolicyGradientLoss(

@@ -30,16 +30,17 @@ from nemo_rl_moe.rollouts.trajectory import (
 
 
 def group_metrics(groups: RolloutGroups, failures: FailureRule) -> dict[str, float]:
-    """Return the metrics of the trajectories of one step, or nothing if none was generated.
+    """Return the metrics of the trajectories of one step. Empty if no trajectory was generated.
 
-    All generated trajectories count, so that dynamic sampling does not hide the policy's performance, with the
-    environment's unshaped rewards:
+    All generated trajectories count, so that dynamic sampling does not hide the policy's performance. Rewards are the
+    environment's unshaped rewards.
 
     - `reward`, `reward_std`, `accuracy`, `mean_gen_tokens_per_sample`, `max_gen_tokens_per_sample`, `truncation_rate`
     - `truncation_rate_unscored`, if an environment does not score truncated responses
-    - `env/num_*` and `env/failed_share`: failed responses
-    - `frac_zero_std_groups`: of groups with trainable responses
-    - `env/num_groups_left_out`: groups of the step without trainable responses, because the environment failed
+    - `env/num_*` and `env/failed_share`: numbers and share of failed responses
+    - `frac_zero_std_groups`: share of groups with equal rewards, among groups with trainable responses
+    - `env/num_groups_left_out`: number of groups of the step without trainable responses, because the environment
+      failed
     - if dynamic sampling has replaced groups: `dynamic_sampling/num_gen_batches`, generated over trained groups,
       `dynamic_sampling/num_filled_groups`, and `filtered_reward`, the mean reward of trained trajectories
     - `env/NAME/...`: the metrics of each of several environments, with `share`, its share of the step's responses
@@ -75,7 +76,7 @@ def environment_metrics(groups: RolloutGroups, failures: FailureRule) -> dict[st
 
 
 def of_environment(name: str, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics with their names for one environment, or nothing for the only environment of a run."""
+    """Return metrics of one environment as `env/NAME/...`. Empty without a name, as in a run with one environment."""
     if not name:
         return {}
     return with_prefix(f"env/{name}", {key.removeprefix("env/"): value for key, value in metrics.items()})
@@ -95,7 +96,7 @@ def _metrics_of(groups: RolloutGroups, failures: FailureRule) -> dict[str, float
 
 
 def advantage_metrics(batch: TokenBatch, takes_part: Bool[Tensor, "groups generations"]) -> dict[str, float]:
-    """Return `advantages/{mean,min,max}` of trajectories that take part, or of trained tokens, if there are any."""
+    """Return `advantages/{mean,min,max}` over trajectories that take part, or over trained tokens."""
     advantages = batch.columns["advantages"].values.double()
     if advantages.ndim > 1:
         advantages = advantages[batch.token_mask]
@@ -111,13 +112,13 @@ def advantage_metrics(batch: TokenBatch, takes_part: Bool[Tensor, "groups genera
 
 
 class Validator:
-    """Validation of a policy, always with the same prompts and random numbers.
+    """Validates a policy, always with the same prompts and random numbers.
 
     Args:
-        sampling: Sampling of training responses. Validation has a different temperature.
-        failures: Treatment of responses that the environment failed to score. They are not correct, and their rewards
-            count as in training.
-        report_progress: Receives the number of sequences so far.
+        sampling: Sampling parameters of training responses. Validation changes the temperature.
+        failures: Treatment of responses that the environment failed to score. Such responses are not correct, and their
+            rewards count as in training.
+        report_progress: Function that receives the number of sequences so far.
     """
 
     def __init__(
@@ -141,9 +142,9 @@ class Validator:
         """Validate.
 
         Returns:
-            `val/accuracy` (with several responses per prompt their mean, which is pass@1), `val/pass_at_{k}`, other
-            metrics of responses under `val/`, the metrics of each of several environments under `val/env/NAME/`, and
-            `timing/validation/...`.
+            `val/accuracy` (a mean over all responses, so pass@1 with several responses per prompt), `val/pass_at_{k}`,
+            other metrics of responses under `val/`, metrics per environment under `val/env/NAME/` if there are several,
+            and `timing/validation/...`.
         """
         clock = PhaseClock()
         with clock.phase("validation"):
@@ -163,17 +164,18 @@ class Validator:
 
 
 def pass_at_k(correct: Int[Tensor, " prompts"], num_generations: int, k: int) -> Float[Tensor, " prompts"]:
-    """Estimate, without bias, the probability that one of `k` responses is correct (arXiv:2107.03374, eq. 1).
+    """Return an unbiased estimate of the probability that one of `k` responses is correct (arXiv:2107.03374, eq. 1).
 
-    It is the share of choices of `k` of a prompt's `n` responses with a correct one: `1 - C(n-c, k) / C(n, k)`.
+    It is the share with a correct response of all choices of `k` among a prompt's `n` responses:
+    `1 - C(n-c, k) / C(n, k)`.
 
     Args:
-        correct: Correct responses of each prompt, `c`.
-        num_generations: Responses to each prompt, `n`.
-        k: From 1 to `n`.
+        correct: Number of correct responses to each prompt, `c`.
+        num_generations: Number of responses to each prompt, `n`.
+        k: Number of responses, from 1 to `n`.
 
     Returns:
-        One float64 per prompt.
+        The estimate for each prompt, float64.
 
     Raises:
         ValueError: `k` is not in 1 to `n`.
@@ -189,7 +191,7 @@ def pass_at_k(correct: Int[Tensor, " prompts"], num_generations: int, k: int) ->
 def pass_at_k_metrics(is_correct: Bool[Tensor, "prompts generations"]) -> dict[str, float]:
     """Return the mean of `pass_at_k` over the prompts, as `pass_at_{k}` (MLflow allows no `@` in a name).
 
-    There is one for each of `values_of_k`. With one generation there is none, as pass@1 is the accuracy.
+    There is one metric for each of `values_of_k`, and none with one generation, since pass@1 is the accuracy.
     """
     num_generations = is_correct.shape[1]
     correct = is_correct.sum(dim=1)
@@ -197,6 +199,6 @@ def pass_at_k_metrics(is_correct: Bool[Tensor, "prompts generations"]) -> dict[s
 
 
 def values_of_k(num_generations: int) -> list[int]:
-    """Return the powers of two from 2 to the number of generations, and that number. Empty for one generation."""
+    """Return the powers of two from 2 to `num_generations`, and `num_generations` itself. Empty for one generation."""
     powers_of_two = {2**exponent for exponent in range(1, num_generations.bit_length())}
     return sorted(powers_of_two | {num_generations} - {1})

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metrics of a step by the lag of its tokens: mismatch, clipping and effective sample size.
 
-The mismatch of tokens without lag is that of two engines. The additional mismatch of older tokens is staleness:
-estimates of the divergence add up if the engines' difference does not depend on how the weights have moved.
+Tokens without lag show the mismatch of engine and trainer. The additional mismatch of older tokens is staleness. The
+two divergences add up if the difference of engine and trainer does not depend on how the weights have moved.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,20 +27,20 @@ PerClass = Float[np.ndarray, " classes"]
 
 @dataclass(frozen=True)
 class LagSums:
-    """Sums over the trained tokens of a step, for each class of lag, float64."""
+    """Sums over the trained tokens of a step, by class of lag, float64."""
 
     of: Mapping[LagSum, PerClass]
 
     @classmethod
     def from_series(cls, series: Mapping[str, MetricSeries]) -> "LagSums | None":
-        """Add up the loss's sums of all microbatches and ranks. None if the step has no lags."""
+        """Return the loss's sums over all microbatches and ranks. None if the step has no lags."""
         if sum_key(LAG_CLASSES[0], LagSum.TOKENS) not in series:
             return None
         return cls({each: np.array([series[sum_key(name, each)].reduce() for name in LAG_CLASSES]) for each in LagSum})
 
     @property
     def total(self) -> "LagSums":
-        """Sums over all classes, as one class."""
+        """Sums over the tokens of all classes, in arrays with one class."""
         return LagSums({each: values.sum(keepdims=True) for each, values in self.of.items()})
 
     def mean(self, quantity: LagSum) -> PerClass:
@@ -50,16 +50,16 @@ class LagSums:
 
     @property
     def effective_samples(self) -> PerClass:
-        """`(sum w)^2 / (n sum w^2)` of the importance ratios `w`, 1 if they are equal."""
+        """`(sum w)^2 / (n sum w^2)` of the importance ratios `w` of each class. It is 1 if all are equal."""
         return self.mean(LagSum.WEIGHT) ** 2 / self.mean(LagSum.SQUARED_WEIGHT)
 
 
 def staleness_part(divergence: PerClass, of_engines: float) -> PerClass:
-    """Return the divergence of each class minus the engines' divergence, NaN for tokens without lag.
+    """Return the divergence of each class minus the divergence of engine and trainer. NaN for tokens without lag.
 
     Args:
-        divergence: Mean estimate of each class.
-        of_engines: Estimate of tokens without lag, in this step or an earlier one. NaN if there were none.
+        divergence: Mean estimate of the divergence in each class.
+        of_engines: Mean estimate for tokens without lag, in this step or an earlier one. NaN without such tokens.
     """
     part = divergence - of_engines
     part[0] = nan
@@ -70,7 +70,8 @@ def lag_table(sums: LagSums, of_engines: float, live_agreement: PerClass) -> Lag
     """Return the statistics of each class.
 
     - `num_valid_tokens`
-    - `sampling_logp_difference`, `gen_kl_error`, `clip_fraction` (both bounds): like the loss's metrics of these names
+    - `sampling_logp_difference`, `gen_kl_error`, `clip_fraction` (both bounds): like the metrics of the loss with these
+      names
     - `kl_staleness`: `staleness_part` of `gen_kl_error`
     - `effective_samples`: of the importance ratios before any correction
     - `live_agreement`: share of the rows of the rollout's capture whose experts the routers would choose, NaN without
@@ -91,7 +92,7 @@ def lag_table(sums: LagSums, of_engines: float, live_agreement: PerClass) -> Lag
 
 
 def metrics_of_table(table: LagTable) -> dict[str, float]:
-    """Return `by_lag/{class}/{name}` of the classes that have tokens. Metrics of routing have other names."""
+    """Return `by_lag/{class}/{name}` of the classes with tokens. Routing has other metrics for `live_agreement`."""
     return {
         f"by_lag/{lag_class}/{name}": float(values[number])
         for number, lag_class in enumerate(LAG_CLASSES)
@@ -101,7 +102,7 @@ def metrics_of_table(table: LagTable) -> dict[str, float]:
 
 
 def metrics_of_all(sums: LagSums) -> dict[str, float]:
-    """Return `by_lag/mean_lag` and `by_lag/effective_samples` of all tokens, if there are any."""
+    """Return `by_lag/mean_lag` and `by_lag/effective_samples` over all tokens. Empty without tokens."""
     if not sums.of[LagSum.TOKENS].any():
         return {}
     total = sums.total
@@ -112,10 +113,10 @@ def metrics_of_all(sums: LagSums) -> dict[str, float]:
 
 
 class LagMetrics(RunObserver):
-    """Metrics and table of each step that trains on older tokens.
+    """Observer that reports metrics and a table for each step that trains on older tokens.
 
     Args:
-        record_artifact: Receives name and content of the step's table.
+        record_artifact: Function that receives name and content of the step's table.
     """
 
     def __init__(self, record_artifact: Callable[[str, LagTable], None]):

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Trajectories of a step for the logs, with the reason if one is not trained on."""
+"""Trajectories of a step for the logs. A trajectory that is not trained on has the reason."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,7 +16,7 @@ TRUNCATED = "truncated (grpo.overlong_filtering)"
 
 
 def logged_samples(config: GRPOMasterConfig, groups: RolloutGroups) -> list[Trajectory]:
-    """Return the trajectories of the batch, followed by failed ones of groups that are not in it."""
+    """Return the trajectories of the batch, followed by failed trajectories of groups that are not in the batch."""
     rule = failure_rule(config)
     causes = _causes(rule, groups.trained, groups.num_generations, filters_overlong=config.grpo.overlong_filtering)
     samples = [
@@ -32,7 +32,7 @@ def logged_samples(config: GRPOMasterConfig, groups: RolloutGroups) -> list[Traj
 def _causes(
     rule: FailureRule, trajectories: Sequence[Trajectory], num_generations: int, *, filters_overlong: bool
 ) -> list[str]:
-    """Return the reason why each trajectory is not trained on, empty if it is."""
+    """Return the reason why each trajectory is not trained on. The text is empty for a trained trajectory."""
     is_scored = scored_responses(trajectories, num_generations)
     takes_part = rule.taking_part(trajectories, num_generations).reshape(-1).tolist()
     num_scored = is_scored.sum(dim=1).tolist()
@@ -44,7 +44,7 @@ def _causes(
         elif found.fault is not None:
             causes.append(f"{found.fault.value}: {found.fault_message} {treatment}")
         elif of_group < rule.fewest_of_group:
-            causes.append(f"of its group {of_group} of {num_generations} could be scored {treatment}")
+            causes.append(f"only {of_group} of {num_generations} responses of its group could be scored {treatment}")
         else:
             causes.append(f"too few responses of the step could be scored {treatment}")
     return causes

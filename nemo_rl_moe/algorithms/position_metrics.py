@@ -9,7 +9,7 @@ from nemo_rl_moe.models.interfaces import TrainResult
 
 
 class PositionMetrics(RunObserver):
-    """Metrics `by_position/{quarter}/sampling_logp_difference` of each step, for quarters with tokens."""
+    """Observer that reports `by_position/{quarter}/sampling_logp_difference` of each step, for quarters with tokens."""
 
     def after_update(self, result: TrainResult, clock: PhaseClock) -> dict[str, float]:
         series = result.microbatch_metrics

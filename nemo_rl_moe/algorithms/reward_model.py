@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Reward model: a sequence classifier whose score of a trajectory is added to its reward."""
+"""Reward model: a sequence classifier. Its score of a trajectory is added to the trajectory's reward."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -24,9 +24,9 @@ class RewardModel:
     """Reward model of a run.
 
     Attributes:
-        weight: Weight of its score.
-        pad_token_id: Token of padding. Transformers' classifiers, and so their training, take the score at the last
-            other token. Without it the score is taken at the last token.
+        weight: Factor of the score in the reward.
+        pad_token_id: Token of padding. Transformers' classifiers take the score at the last token that is not padding,
+            and are trained so. If it is None, the score is taken at the last token.
     """
 
     model: "ModelWorkers"
@@ -35,10 +35,11 @@ class RewardModel:
     _one_at_a_time: Lock = field(default_factory=Lock, repr=False, compare=False)
 
     def add_rewards(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """Return trajectories with the weighted score in the reward, and the score as the reward `reward_model`.
+        """Return trajectories with the weighted score added to the reward, and the score as the named reward
+        `reward_model`.
 
-        The score is that of the sequence with the last response. Trajectories that their environment failed to score
-        stay unchanged. A score that is NaN or too large is a fault. Several threads may call it.
+        The sequence with the last response is scored. Trajectories that their environment failed to score stay
+        unchanged. A score that is NaN or too large is a fault of its trajectory. Several threads may call this method.
         """
         scored = [trajectory for trajectory in trajectories if trajectory.fault is None]
         if not scored:
@@ -52,7 +53,7 @@ class RewardModel:
         ]
 
     def batch_of(self, trajectories: Sequence[Trajectory]) -> TokenBatch:
-        """Return the sequences of the last responses, each up to the token at which its score is taken."""
+        """Return a batch of the sequences with the last responses, each up to the token at which its score is taken."""
         sequences = [trajectory.last_sequence for trajectory in trajectories]
         shape = (len(sequences), max(map(len, sequences)))
         input_ids = torch.zeros(shape, dtype=torch.long)

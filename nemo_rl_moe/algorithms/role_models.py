@@ -22,8 +22,9 @@ class RoleModels:
     """Models other than the policy that take part in a step.
 
     Attributes:
-        critic: Computes the advantages instead of the estimator, and trains on their returns before the policy.
-        teachers: Score responses for a loss that learns from them.
+        critic: Model that computes the advantages instead of the estimator, and trains on the returns before the policy
+            does.
+        teachers: Models that score responses for a loss of distillation.
     """
 
     critic: Critic | None = None
@@ -32,7 +33,7 @@ class RoleModels:
     def before_update(
         self, policy: "MegatronPolicy", groups: RolloutGroups, batch: TokenBatch, clock: PhaseClock
     ) -> tuple[TokenBatch, dict[str, float]]:
-        """Add the models' results to a batch, and train the critic. Return the batch and metrics."""
+        """Return the batch with the models' results, and metrics, after training the critic."""
         metrics: dict[str, float] = {}
         if self.critic is not None:
             batch, found = self.critic.with_advantages(groups, batch, clock)

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measurements of routing on a sample of a step's sequences, by further log-probability passes.
 
-They show how much of the mismatch between rollout and training is routing, how far a router disagrees with itself if
-only the composition of batches changes, and how far routing has moved. The policy is not changed.
+They show how much of the mismatch between rollout and training comes from routing, how far a router disagrees with
+itself if only the composition of batches changes, and how far routing has moved. The policy is not changed.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ MOST_SCORED_TOKENS, MOST_SCORED_SEQUENCES = 2048, 8
 
 @dataclass(frozen=True)
 class _Measured:
-    """Results of the passes before the updates of a step, to compare later passes with.
+    """Results of the passes before the updates of a step. Later passes are compared with them.
 
     Attributes:
         capture: Experts of the rollout, if there are any.
@@ -54,14 +54,16 @@ class _Measured:
 
 
 class RoutingMeasurements(RunObserver):
-    """Measurements of one run in some of its steps.
+    """Observer that measures routing in some steps of a run.
 
     Args:
-        seed: Chooses the sequences to measure, together with the step.
-        updates_per_step: With several, the policy is also measured at the end of a step.
-        replays: Training replays the experts of the rollout, so its loss uses those log-probabilities.
-        has_reference: The policy keeps a reference model.
-        capture: Writes the measured sequences.
+        seed: Seed that, together with the step, chooses the sequences to measure.
+        updates_per_step: Number of updates per step. If it is above 1, the policy is also measured at the end of a
+            step.
+        replays: Whether training replays the experts of the rollout, so that the loss uses log-probabilities with these
+            experts.
+        has_reference: Whether the policy keeps a reference model.
+        capture: Writer of the measured sequences, if they are saved.
     """
 
     def __init__(
@@ -95,7 +97,7 @@ class RoutingMeasurements(RunObserver):
         Args:
             batch: The step's batch, with the rollouts' capture if there is one.
             trajectories: Trajectories of the batch, needed if a capture is saved.
-            clock: Gets the phase `routing_measurements`.
+            clock: Clock on which the phase `routing_measurements` is timed.
 
         Returns:
             `moe/routing_split/...`, `moe/routing_noise/...` and, with a reference model, `moe/routing_drift/...`.
@@ -138,8 +140,8 @@ class RoutingMeasurements(RunObserver):
     def after_refit(self, clock: PhaseClock) -> dict[str, float]:
         """Measure the engine's noise floor, if the step is measured and the engine scores tokens.
 
-        The same sequences are scored together and one at a time, with the newly arrived weights: an engine that sleeps
-        while training runs has no others.
+        The same sequences are scored together and one at a time, with the new weights, since an engine that sleeps
+        while training runs has no other weights.
 
         Returns:
             `moe/routing_noise/{mean_abs,max_abs,kl}_engine`.
@@ -168,8 +170,8 @@ class RoutingMeasurements(RunObserver):
 
     def _scored(self, sample: TokenBatch) -> list[int]:
         """Return the rows of sequences for the engine's noise floor, the shortest first."""
-        # An engine computes the logits of all scored tokens, which takes gigabytes for thousands of tokens. It also
-        # samples one more token, for which the longest sequences have no room.
+        # An engine computes the logits of all scored tokens. For thousands of tokens this takes gigabytes. It also
+        # samples one more token, and the longest sequences have no room for it.
         order = sample.lengths.argsort().tolist()
         lengths = sample.lengths[order]
         fitting = (lengths.cumsum(0) <= MOST_SCORED_TOKENS) & (lengths < self._max_tokens)
@@ -192,7 +194,7 @@ class RoutingMeasurements(RunObserver):
             replayed = _of_targets(of_replay, sample)
             parts = split_gap(generation, replayed, own)
             metrics |= with_prefix("routing_split", split_metrics(parts, self._limits))
-            # The gap in the loss. Under replay it has no routing part.
+            # `in_force` is the gap in the loss. Under replay this gap has no part of routing.
             in_force = gap_metrics(parts["numerics"] if self._replays else parts["total"])
             metrics |= {f"routing_split/{name}_in_force": in_force[name] for name in ("mean_abs", "kl")}
             metrics["routing_split/tokens"] = float(len(own))
@@ -205,7 +207,9 @@ class RoutingMeasurements(RunObserver):
         return metrics
 
     def _noise(self, own: TokenBatch, logprobs: Float[Tensor, "sequences tokens"]) -> dict[str, float]:
-        """Return the trainer's noise floor: the pass of `own` and `logprobs` against one with each sequence alone."""
+        """Return the trainer's noise floor: differences of the pass of `own` and `logprobs` from one with each sequence
+        alone.
+        """
         rows = _noise_rows(own)
         part = own.select(rows)
         again = self._policy.compare_routes(part, one_at_a_time=True)
@@ -216,7 +220,7 @@ class RoutingMeasurements(RunObserver):
 
 
 def sampled_sequences(batch: TokenBatch, share: float, seed: Sequence[int]) -> list[int]:
-    """Return random sequences that together have a share of the trained tokens, in ascending order, at least one.
+    """Return the rows of random sequences, in ascending order, that have at least a share of the trained tokens.
 
     Args:
         share: Share of the trained tokens, above 0 and at most 1.
@@ -230,7 +234,7 @@ def sampled_sequences(batch: TokenBatch, share: float, seed: Sequence[int]) -> l
 
 
 def _noise_rows(sample: TokenBatch) -> list[int]:
-    """Return the sequences of the noise floor, a part of the sample, since a batch for each sequence is slow."""
+    """Return the rows of the noise floor. They are a part of the sample, since a batch for each sequence is slow."""
     return list(range(-(-len(sample) // NOISE_DIVISOR)))
 
 

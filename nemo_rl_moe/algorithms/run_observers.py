@@ -21,7 +21,7 @@ _MOST_SHOWN = 5
 class RunObserver:
     """Observer of each step of a run. A subclass overrides the methods that it needs.
 
-    Methods return metrics of the step without the prefix `train/`, and time slow work as phases of the clock.
+    The methods return metrics of the step without the prefix `train/`. They time slow work as phases of the clock.
     """
 
     def before_update(
@@ -31,29 +31,29 @@ class RunObserver:
 
         Args:
             step: Counted from 1.
-            trajectories: Generated samples of the batch, empty if the batch comes from a data set.
+            trajectories: Trajectories of the batch. Empty if the batch comes from a data set.
         """
         return {}
 
     def after_update(self, result: TrainResult, clock: PhaseClock) -> dict[str, float]:
-        """Observe the trained policy, after the artifacts of the step have been recorded."""
+        """Observe the policy after a step's updates. The artifacts of the step have been recorded before."""
         return {}
 
     def during_refit(self) -> None:
-        """Start work that the policy's ranks do after sending their weights, in each transfer."""
+        """Start work that the policy's ranks do after sending their weights. It is called in each transfer."""
 
     def after_refit(self, clock: PhaseClock) -> dict[str, float]:
-        """Observe the generation engine with its new weights, also before the first step."""
+        """Observe the generation engine with its new weights. This is also called before the first step."""
         return {}
 
 
 def joined(parts: Iterable[dict[str, float]]) -> dict[str, float]:
-    """Return the metrics of several observers, which are called in order."""
+    """Return the metrics of several observers in one dictionary."""
     return {name: value for metrics in parts for name, value in metrics.items()}
 
 
 class CaptureVolume(RunObserver):
-    """Metric `moe/routing/captured_bytes`: size of a batch's routed experts."""
+    """Observer that reports the size of a batch's routed experts, `moe/routing/captured_bytes`."""
 
     def before_update(
         self, step: int, batch: TokenBatch, trajectories: Sequence[Trajectory], clock: PhaseClock
@@ -66,7 +66,7 @@ class RoutingAnomalyWatch(RunObserver):
     """Observer that ends a run if replayed routed experts cannot be right.
 
     Args:
-        stops: Whether it ends the run. If not, only the loggers' alerts report them.
+        stops: Whether an anomaly ends the run. If not, only the loggers' alerts report it.
     """
 
     def __init__(self, *, stops: bool):
@@ -83,7 +83,7 @@ class RoutingAnomalyWatch(RunObserver):
 
 
 class CheckedRefits(RunObserver):
-    """Check of each refit: metrics `refit/logprob_gap`, `refit/checks_failed` and `refit/weights_compared`."""
+    """Observer that checks each refit: `refit/logprob_gap`, `refit/checks_failed` and `refit/weights_compared`."""
 
     def __init__(self, check: RefitCheck, engine: GenerationEngine):
         self._check, self._engine = check, engine
@@ -106,11 +106,11 @@ class CheckedRefits(RunObserver):
 
 
 def checked_refits(check: RefitCheck | None, engine: GenerationEngine) -> list[RunObserver]:
-    """Return the observer that checks the refits of an engine, if there is a check."""
+    """Return a list with the observer that checks the refits of an engine. Empty without a check."""
     return [] if check is None else [CheckedRefits(check, engine)]
 
 
 def captured_bytes(batch: TokenBatch) -> int | None:
-    """Return the size of a batch's routed experts in bytes, if it has any."""
+    """Return the size of a batch's routed experts in bytes, or None without routed experts."""
     capture = batch.stored.get(ROUTED_EXPERTS)
     return None if capture is None else sum(rows.num_bytes for rows in capture.rows if rows is not None)

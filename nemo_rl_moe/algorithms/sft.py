@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def keep_as_it_is(batch: TokenBatch, clock: PhaseClock) -> TokenBatch:
-    """Return the batch unchanged, for algorithms whose batches need nothing more."""
+    """Return the batch unchanged, for algorithms whose loss needs no further columns."""
     return batch
 
 
@@ -36,8 +36,9 @@ class SupervisedTraining:
     """Inputs of a supervised training loop.
 
     Attributes:
-        prepare: Adds further columns for the loss to a batch. Its phases are timed.
-        count_of: Weight of a batch in a validation's means, as its loss counts it.
+        prepare: Function that returns a batch with further columns for the loss. It times its phases on the clock.
+        count_of: Function that returns a batch's weight in the means of a validation, such as its number of tokens or
+            pairs.
     """
 
     schedule: SupervisedLoopConfig
@@ -89,13 +90,13 @@ def run_validation(training: SupervisedTraining) -> dict[str, float]:
             total_count += count
             measured = validation_metrics(training.policy.evaluate(prepared, training.loss_function))
             for name, value in measured.items():
-                if not name.startswith("val/num_"):  # a mean of counts would mean nothing
+                if not name.startswith("val/num_"):  # a mean of counts makes no sense
                     totals[name] = totals.get(name, 0.0) + value * count
     return {name: total / total_count for name, total in totals.items()} | clock.metrics()
 
 
 def _numbered_batches(batches: GlobalBatchLoader, steps_done: int, num_steps: int) -> Iterator[tuple[int, TokenBatch]]:
-    """Yield each further step's number, counted from 1, and its batch."""
+    """Yield the number (counted from 1) and the batch of each remaining step."""
     step = steps_done
     while step < num_steps:
         epoch, first = divmod(step, len(batches))

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of a step for all algorithms: the only module that reduces series and adds prefixes."""
+"""Metrics of a step for all algorithms. Only this module reduces series of metrics and adds prefixes."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -17,7 +17,7 @@ def training_metrics(
     """Return the metrics of one `train` call, as `train/...` keys. A step without an update has only `further`.
 
     Args:
-        further: Measurements of the algorithm and its observers, without the prefix `train/`.
+        further: Metrics of the algorithm and its observers, without the prefix `train/`.
     """
     if not result.num_updates:
         return with_prefix("train", further)
@@ -36,11 +36,11 @@ def training_metrics(
 
 
 def performance_metrics(result: TrainResult, clock: PhaseClock) -> dict[str, float]:
-    """Return the use of the GPUs in a step, as `performance/...` keys with NeMo-RL's names. Empty on CPUs.
+    """Return metrics of the use of GPUs in a step, as `performance/...` keys with NeMo-RL's names. Empty on CPUs.
 
     Args:
         result: Result of the step's `train` call.
-        clock: Phases of the step: `step`, which is all of it, and `train`. Phases that were not timed have no metrics.
+        clock: Clock with the phases `step` (the entire step) and `train`. A phase that was not timed has no metrics.
     """
     use = result.gpu_use
     if use is None:

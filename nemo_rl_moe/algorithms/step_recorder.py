@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""End of a training step for all loops: recording of metrics, start of checkpoints, reasons to stop."""
+"""End of a training step, for all training loops: metrics are recorded, checkpoints begin, the run may stop."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,7 +25,7 @@ class RunSummary:
     """Summary of a run.
 
     Attributes:
-        num_steps: Completed steps.
+        num_steps: Number of completed steps.
         first_validation: Metrics of the first validation, if there was one.
         stopped_for: Reason why the run ended before its last step. None if it is complete.
     """
@@ -38,12 +38,12 @@ class RunSummary:
 
     @classmethod
     def of(cls, state: LoopState, stopped_for: str | None) -> "RunSummary":
-        """Summarise a run from its state."""
+        """Return the summary of a run from its state."""
         return cls(state.step, state.first_validation, state.last_validation, state.last_training, stopped_for)
 
 
 def num_training_steps(config: SupervisedLoopConfig | GRPOConfig, steps_per_epoch: int) -> int:
-    """Return the number of steps of the run: the epochs' steps, or `max_num_steps` if that is less."""
+    """Return the number of steps of the run: the steps of all epochs, but at most `max_num_steps`."""
     steps = config.max_num_epochs * steps_per_epoch
     return steps if config.max_num_steps is None else min(steps, config.max_num_steps)
 
@@ -64,13 +64,14 @@ def nothing_more(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class RecordSinks:
-    """Receivers of a run's records.
+    """Functions and loggers that receive the records of a run.
 
     Attributes:
-        log_artifact: Receives the step, and name and content of each artifact, before the step's record.
-        log_samples: Receives the step, `train` or `val`, and the responses, if there are any.
-        show_samples: Receives the same before the step's record, for loggers that show them in its row.
-        log_failures: Receives the step and failures of its responses or validation, before the step's record.
+        log_artifact: Receives the step, and name and content of each artifact, before the step's metrics are logged.
+        log_samples: Receives the step, `train` or `val`, and the responses, if there are any, after the step's metrics.
+        show_samples: Receives the same before the step's metrics, for loggers that show responses and metrics in one
+            row.
+        log_failures: Receives the step, and failures of its responses or validation, before the step's metrics.
         flush: Writes records that wait to be written together with later steps.
     """
 
@@ -87,10 +88,11 @@ class StepOutcome:
     """Outcome of one step.
 
     Attributes:
-        batches_taken: Batches, or rounds of prompts, taken from the data so far.
-        training: Metrics of the step, `train/...`.
+        batches_taken: Number of batches, or of rounds of prompts, that have been taken from the data so far.
+        training: Metrics of the training step, `train/...`.
         validation: Metrics of the following validation, `val/...` and timing. Empty if none was due.
-        write_more: Writes the other parts of the state into a checkpoint's folder, now or later.
+        write_more: Function that writes the other parts of the state into a checkpoint's folder. It may be called
+            later.
     """
 
     batches_taken: int
@@ -104,15 +106,15 @@ class StepOutcome:
 
 
 class StepRecorder:
-    """Recorder of a run's steps, which writes metrics and checkpoints, and decides whether the run continues.
+    """Recorder of a run's steps. It writes metrics and checkpoints, and decides whether the run continues.
 
     A step is recorded before its checkpoint is published, so a resumed run finds the records of all its steps.
 
     Args:
         checkpoints: Without it, nothing is saved.
-        stop_reason: Returns the reason to end the run after the current step, if there is one.
+        stop_reason: Function that returns the reason to end the run after the current step, or None.
         max_skipped_in_a_row: Number of successive skipped updates that ends the run.
-        start: State at the beginning of the run, or at a checkpoint.
+        start: State at the beginning of the run, or from the checkpoint with which it resumes.
     """
 
     def __init__(
@@ -150,7 +152,7 @@ class StepRecorder:
     def record_artifacts(self, artifacts: StepArtifacts) -> None:
         """Record the artifacts of the current step before anything else, since they may end the run.
 
-        `end_step` does this if the loop has not.
+        `end_step` calls this method if the loop has not called it.
         """
         step = self.state.step + 1
         if self._step_of_artifacts == step:
@@ -160,15 +162,15 @@ class StepRecorder:
             self.record_artifact(name, artifact)
 
     def record_artifact(self, name: str, artifact: Any) -> None:
-        """Record an artifact of the current step from an observer of the loop."""
+        """Record an artifact that an observer of the loop has made in the current step."""
         self._sinks.log_artifact(self.state.step + 1, name, artifact)
 
     def end_step(self, outcome: StepOutcome, clock: PhaseClock, *, is_last: bool) -> bool:
         """Record the step, begin a checkpoint if one is due, and return whether the run continues.
 
         Args:
-            clock: Has the phase `step`, and inside it `train`. Gets the phase `checkpoint`.
-            is_last: The run is complete with this step.
+            clock: Clock with the phase `step`, and inside it `train`. The phase `checkpoint` is timed on it.
+            is_last: Whether the run is complete with this step.
         """
         self.record_artifacts(outcome.result.artifacts)
         self.state = state = self._next_state(outcome)
@@ -190,7 +192,7 @@ class StepRecorder:
         return not is_last and self.stopped_for is None
 
     def give_up_step(self) -> None:
-        """End the run at the last recorded step, if the current one was given up before it changed the weights.
+        """End the run at the last recorded step, because the current step was given up before it changed the weights.
 
         A checkpoint of the last recorded step begins, unless this run has recorded none yet.
         """
@@ -212,7 +214,7 @@ class StepRecorder:
         assert self._checkpoints is not None
         if self._has_diverged:
             return False
-        # While updates are being skipped, the last checkpoint stays the one before them.
+        # While updates are skipped, no checkpoint replaces the last one before them.
         is_due = self._checkpoints.is_due(self.state.step) and self.state.skipped_in_a_row == 0
         return is_due or is_last or self.stopped_for is not None
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Agreement of the routes of policy and teachers, for MoE models with routers of the same shape."""
+"""Agreement between the routes of the policy and of its teachers, for MoE models with routers of the same shape."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 
 class TeacherRoutes(RunObserver):
-    """Measurement of how often a teacher's routers choose other experts than the policy's, on a sample of sequences.
+    """Observer that measures how often a teacher's routers choose other experts than the policy's.
 
-    If the policy approaches its teacher in its routes too, agreement rises from step to step. Experts have no inherent
-    order: models that were trained from different weights agree only by chance.
+    It compares a sample of sequences. If the policy's routes also approach the teacher's, agreement rises from step to
+    step. Experts have no inherent order, so models that were trained from different weights agree only by chance.
 
     Args:
-        config: Steps to measure, and the share of a step.
-        teachers: Teachers with routers of the policy's shape, by name.
-        rows_of: Returns the rows of the batch that each teacher scores.
-        seed: Chooses the sequences to measure, together with the step.
+        config: Settings: which steps are measured, and which share of a step's tokens.
+        teachers: Name -> teacher, for teachers with routers of the policy's shape.
+        rows_of: Function that returns name of a teacher -> rows of the batch that it scores.
+        seed: Seed that, together with the step, chooses the sequences to measure.
     """
 
     def __init__(
@@ -48,8 +48,8 @@ class TeacherRoutes(RunObserver):
         """Compare the routes of the policy before a step's updates, if the step is due.
 
         Returns:
-            `moe/teacher_routes/{rows,tokens}_differing_from_{name}`: shares of rows, a layer's experts of a token, and
-            of tokens, by the name of the teacher.
+            `moe/teacher_routes/{rows,tokens}_differing_from_{name}`: the share of rows (experts of a token in a layer)
+            and the share of tokens that differ from the teacher with this name.
         """
         every = self._config.every_n_steps
         if every is None or step % every != 0:

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configurable parts of a policy-gradient step: advantage estimators, objectives, corrections.
 
-Each is a record in a registry: a pure function of tensors, the settings that it reads, and its rules. Importing a
-registry loads neither torch nor numpy, so that configurations can be checked without them. Modules here use methods of
-tensors, and import torch inside functions that need more.
+Each part is a record in a registry: a pure function of tensors, the settings that the part reads, and its rules.
+Importing a registry loads neither torch nor numpy, so that configurations can be checked without these libraries.
+Modules here use methods of tensors, and import torch inside functions that need more.
 """

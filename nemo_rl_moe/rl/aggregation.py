@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def sequence_mean(
     values: Float[Tensor, "sequences targets"], mask: Bool[Tensor, "sequences targets"]
 ) -> Float[Tensor, "sequences 1"]:
-    """Compute the mean of each sequence over its valid tokens, 0 without valid tokens."""
+    """Return the mean of each sequence over its valid tokens. It is 0 without valid tokens."""
     return values.where(mask, 0.0).sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
 
 
@@ -29,12 +29,12 @@ def global_mean(
     global_sequences: int,
     config: PolicyGradientLossConfig,
 ) -> Float[Tensor, ""]:
-    """Compute this microbatch's share of the mean over the global batch, as configured.
+    """Return this microbatch's share of the mean over the global batch, as configured.
 
-    - `token_level_loss: true`: over all valid tokens (DAPO, arXiv:2503.14476).
-    - `length_normalizer`: over sequences, of each one's sum over its tokens divided by that number (Dr. GRPO,
-      arXiv:2503.20783), so that tokens of long and short responses count alike.
-    - otherwise over sequences, of each one's mean over its tokens (GRPO, arXiv:2402.03300).
+    - `token_level_loss: true`: mean over all valid tokens (DAPO, arXiv:2503.14476).
+    - `length_normalizer`: mean over sequences of each sequence's sum over its tokens, divided by this constant (Dr.
+      GRPO, arXiv:2503.20783), so that tokens of long and short responses count alike.
+    - otherwise: mean over sequences of each sequence's mean over its tokens (GRPO, arXiv:2402.03300).
     """
     if config.token_level_loss:
         return values.where(mask, 0.0).sum() / max(global_valid_tokens, 1)
@@ -44,7 +44,7 @@ def global_mean(
 
 
 def length_normalizer_has_a_sequence_loss(config: GRPOMasterConfig) -> Iterator[str]:
-    """Check that a constant divisor of sequences is not combined with a mean over tokens or ratios of sequences."""
+    """Check that `length_normalizer` is not combined with a mean over tokens or with ratios of sequences."""
     loss = config.loss_fn
     if loss.length_normalizer is None:
         return

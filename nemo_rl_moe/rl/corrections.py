@@ -42,7 +42,7 @@ def truncated(
 def masked(
     ratio: Float[Tensor, "*shape"], bounded: Float[Tensor, "*shape"], config: PolicyGradientLossConfig
 ) -> Float[Tensor, "*shape"]:
-    """Return the ratio within the inclusive bounds, and 0 outside, which drops the token.
+    """Return the ratio if it is within the inclusive bounds. Otherwise return 0, which drops the token.
 
     For single tokens: X. Zhao et al., "Small Leak Can Sink a Great Ship: Boost RL Training on MoE with IcePop", 2025.
     For sequences, by the geometric mean of their ratios: J. Liu, Y. Li et al., "When Speed Kills Stability:
@@ -57,13 +57,13 @@ class Correction:
 
     Attributes:
         name: Name in `loss_fn.importance_sampling_correction`.
-        weights: Computes the weight of each token from its ratio, the ratio that the bounds are compared with, and the
-            section `loss_fn`.
-        effect: What happens to tokens out of bounds, in the name of the metric `importance_weight_{effect}_fraction`.
-            None is a correction without bounds.
-        bounds_geometric_mean: Compare the bounds with the geometric mean of the sequence's ratios, instead of the ratio
-            of `importance_sampling_level`.
-        lower_bound: Value of `importance_sampling_ratio_min: null`. None requires a number there.
+        weights: Function that returns the weight of each token, from its ratio, the ratio that is compared with the
+            bounds, and the section `loss_fn`.
+        effect: What happens to tokens out of bounds. It is a part of the name of the metric
+            `importance_weight_{effect}_fraction`. None means a correction without bounds.
+        bounds_geometric_mean: Whether the bounds are compared with the geometric mean of the sequence's ratios, instead
+            of the ratio of `importance_sampling_level`.
+        lower_bound: Bound if `importance_sampling_ratio_min` is null. If it is None, the setting must be a number.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Correction:
 
     @property
     def reads_level(self) -> bool:
-        """True if `importance_sampling_level` chooses between tokens and sequences."""
+        """Whether `importance_sampling_level` chooses between ratios of tokens and of sequences."""
         return self.effect is not None and not self.bounds_geometric_mean
 
 
@@ -95,13 +95,13 @@ CORRECTIONS: dict[str, Correction] = {
 def bounds_old_tokens(config: PolicyGradientLossConfig) -> bool:
     """Return whether the correction bounds the weight of tokens that older weights sampled.
 
-    An objective's clip does so only if its ratio is to the weights that sampled them.
+    The clip of an objective does so only if its ratio is relative to the weights that sampled the tokens.
     """
     return CORRECTIONS[config.importance_sampling_correction].effect is not None
 
 
 def importance_bounds_are_in_order(config: GRPOMasterConfig) -> Iterator[str]:
-    """Check that the bounds are in order, and that the lower one is given if it has no default."""
+    """Check that the bounds are in order, and that the lower bound is given if it has no default."""
     loss = config.loss_fn
     correction = CORRECTIONS[loss.importance_sampling_correction]
     lower, upper = loss.importance_sampling_lower_bound, loss.importance_sampling_ratio_max
@@ -119,7 +119,7 @@ def importance_bounds_are_in_order(config: GRPOMasterConfig) -> Iterator[str]:
 
 
 def importance_of_sequences_is_read(config: GRPOMasterConfig) -> Iterator[str]:
-    """Check that a correction reads the importance-sampling ratios of sequences."""
+    """Check that the correction uses ratios of sequences if these are configured."""
     loss = config.loss_fn
     name = loss.importance_sampling_correction
     if loss.importance_sampling_level == "sequence" and not CORRECTIONS[name].reads_level:

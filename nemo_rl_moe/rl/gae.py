@@ -11,16 +11,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 VARIANCE_FLOOR = 1e-8
-"""Added to a variance before dividing by its root."""
+"""Added to a variance before division by its square root."""
 
 
 def order_in_time(
     token_turns: Int[Tensor, "trajectories tokens"], mask: Bool[Tensor, "trajectories tokens"]
 ) -> Int[Tensor, "trajectories longest"]:
-    """Return the positions of the trained tokens in the order in which they were sampled, aligned at the end.
+    """Return the positions of trained tokens in the order in which they were sampled, aligned at the end.
 
     Alternating conversations are concatenated, so a later position may be earlier in time. If a trajectory has fewer
-    trained tokens than another one, positions of other tokens come first.
+    than `longest` trained tokens, its row begins with positions of untrained tokens.
 
     Args:
         token_turns: Index in time of the turn of each sampled token.
@@ -37,15 +37,16 @@ def token_rewards(
     token_turns: Int[Tensor, "trajectories tokens"],
     mask: Bool[Tensor, "trajectories tokens"],
 ) -> Float[Tensor, "trajectories tokens"]:
-    """Assign the reward of each turn to its last trained token, and the rest of the reward to the last token of all.
+    """Return rewards of tokens: a turn's reward at its last trained token, and the rest of the reward at the last
+    token.
 
     The reward of a turn without trained tokens goes to the turn before, if there is one. Tokens are in the order in
     which they were sampled.
 
     Args:
         rewards: Reward of each trajectory, including the rewards of its turns.
-        turn_rewards: Rewards of turns, 0 after the last one.
-        token_turns: Turn of each sampled token, from 0.
+        turn_rewards: Rewards of turns. 0 after the last turn.
+        token_turns: Index of the turn of each sampled token, from 0.
         mask: True at trained tokens.
     """
     import torch
@@ -54,7 +55,7 @@ def token_rewards(
     positions = torch.arange(1, mask.shape[1] + 1)
 
     def place(values: Float[Tensor, " trajectories"], where: Bool[Tensor, "trajectories tokens"]) -> None:
-        last = (where * positions).amax(dim=1)  # 0 is no token
+        last = (where * positions).amax(dim=1)  # 0 means no token
         found.scatter_add_(1, (last - 1).clamp(min=0)[:, None], values.where(last > 0, 0.0)[:, None])
 
     for turn in range(turn_rewards.shape[1]):
@@ -71,10 +72,10 @@ def generalized_advantages(
     discount: float,
     decay: float,
 ) -> Float[Tensor, "trajectories tokens"]:
-    """Compute `A_t = d_t + discount * decay * A_t+1` with `d_t = r_t + discount * V_t+1 - V_t` (eq. 16).
+    """Return `A_t = d_t + discount * decay * A_t+1` with `d_t = r_t + discount * V_t+1 - V_t` (eq. 16).
 
-    A step is a trained token, and `t + 1` is the next sampled one: tokens of the environment between them are not
-    discounted. The value after the last one is 0, even for truncated trajectories.
+    A time step `t` is a trained token, and `t + 1` is the next trained token. Tokens of the environment between both
+    cause no discount. The value after the last token is 0, even for truncated trajectories.
 
     Args:
         rewards: `r`, at each token.
@@ -104,9 +105,9 @@ def generalized_advantages(
 def whitened(
     advantages: Float[Tensor, "trajectories tokens"], mask: Bool[Tensor, "trajectories tokens"]
 ) -> Float[Tensor, "trajectories tokens"]:
-    """Subtract the mean over the tokens of a step, and divide by their sample standard deviation. 0 where masked.
+    """Return advantages minus their mean over the tokens of a step, over their sample standard deviation.
 
-    A single token is only centred.
+    They are 0 where masked. A single token is only centred.
     """
     import torch
 
@@ -120,7 +121,7 @@ def whitened(
 
 
 def explained_variance(values: Float[Tensor, " tokens"], returns: Float[Tensor, " tokens"]) -> float:
-    """Compute `1 - Var(returns - values) / Var(returns)`: 1 is perfect, and a constant explains 0.
+    """Return `1 - Var(returns - values) / Var(returns)`: 1 for perfect values, 0 for constant values.
 
     NaN if all returns are equal, as there is nothing to explain.
     """

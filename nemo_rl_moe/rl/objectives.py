@@ -1,6 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Objectives of the policy-gradient loss: the loss of each token, before weights, averaging and penalties."""
+"""Objectives of the policy-gradient loss. An objective is the loss of each token before weights, averaging and
+penalties.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 class RatioBounds:
     """Bounds of the probability ratio in an objective.
 
-    The objective replaces a ratio below `lower` or above `upper` by the bound, and its gradient by 0.
+    The objective replaces a ratio below `lower` or above `upper` by this bound, and its gradient by 0.
     """
 
     lower: Float[Tensor, "sequences targets"]
@@ -43,13 +45,14 @@ class ObjectiveInputs:
 
     Attributes:
         logprobs: Log-probability of each sampled token under the trained policy, in nats. Carries the graph.
-        prev_logprobs: Under the policy before the step. If each step is one update and no pass computes them, they
-            equal `logprobs` without the graph.
-        generation_logprobs: By the engine that sampled the tokens.
-        reference_logprobs: Under the reference model, if there is one.
+        prev_logprobs: Log-probabilities under the policy before the step. If a step is one update and no pass computes
+            them, they equal `logprobs` without the graph.
+        generation_logprobs: Log-probabilities by the engine that sampled the tokens.
+        reference_logprobs: Log-probabilities under the reference model, if there is one.
         ratio: `exp(logprobs - prev_logprobs)`, per sequence with `sequence_level_importance_ratios`. Carries the graph.
         weights: Importance-sampling weights, 1 without a correction.
-        advantages: Of each token. All tokens of a response have the same unless the estimator distinguishes them.
+        advantages: Advantage of each token. All tokens of a response have the same, unless the estimator distinguishes
+            them.
         mask: True at tokens that count.
         global_valid_tokens: Number of tokens that count in the global batch, over all ranks.
         global_sequences: Number of sequences with such a token in the global batch.
@@ -75,7 +78,7 @@ def no_bounds(advantages: Float[Tensor, "sequences targets"], config: PolicyGrad
 
 
 def both_bounds(advantages: Float[Tensor, "sequences targets"], config: PolicyGradientLossConfig) -> RatioBounds:
-    """Return `1 - ratio_clip_min` and `1 + ratio_clip_max` for every token, for any advantage."""
+    """Return the bounds `1 - ratio_clip_min` and `1 + ratio_clip_max` for every token, whatever its advantage."""
     return RatioBounds(
         advantages.new_full(advantages.shape, 1 - config.ratio_clip_min),
         advantages.new_full(advantages.shape, 1 + config.ratio_clip_max),
@@ -83,11 +86,11 @@ def both_bounds(advantages: Float[Tensor, "sequences targets"], config: PolicyGr
 
 
 def surrogate_bounds(advantages: Float[Tensor, "sequences targets"], config: PolicyGradientLossConfig) -> RatioBounds:
-    """Compute the effective bounds of the clipped surrogate, given the sign of the advantage.
+    """Return the effective bounds of the clipped surrogate, which depend on the sign of the advantage.
 
     PPO's `min(ratio * A, clip(ratio) * A)` (arXiv:1707.06347, eq. 7) only clips a ratio that has moved in the direction
-    of the advantage: from above for `A > 0`, from below for `A < 0`. Dual clip's `max(..., c * A)` for `A < 0`
-    (arXiv:1912.09729) is an upper bound of `c`. With `A = 0` nothing is clipped.
+    of the advantage. So there is only an upper bound for `A > 0`, and a lower bound for `A < 0`. Dual clip's
+    `max(..., c * A)` for `A < 0` (arXiv:1912.09729) adds the upper bound `c`. With `A = 0` nothing is clipped.
     """
     both = both_bounds(advantages, config)
     upper_if_negative = float("inf") if config.ratio_clip_c is None else config.ratio_clip_c
@@ -98,12 +101,12 @@ def surrogate_bounds(advantages: Float[Tensor, "sequences targets"], config: Pol
 
 
 def clipped(inputs: ObjectiveInputs) -> Float[Tensor, "sequences targets"]:
-    """Compute `-clip(ratio) * A` (PPO, arXiv:1707.06347, eq. 7). A clipped token has no gradient."""
+    """Return `-clip(ratio) * A` (PPO, arXiv:1707.06347, eq. 7). A clipped token has no gradient."""
     return -surrogate_bounds(inputs.advantages, inputs.config).clip(inputs.ratio) * inputs.advantages
 
 
 def cispo(inputs: ObjectiveInputs) -> Float[Tensor, "sequences targets"]:
-    """Compute `-clip(ratio) * A * logprob`, where the clipped ratio is a constant (MiniMax-M1, arXiv:2506.13585).
+    """Return `-clip(ratio) * A * logprob`. The clipped ratio has no gradient (CISPO of MiniMax-M1, arXiv:2506.13585).
 
     Every token keeps its gradient. There is no dual clip.
     """
@@ -112,9 +115,9 @@ def cispo(inputs: ObjectiveInputs) -> Float[Tensor, "sequences targets"]:
 
 
 def reinforce(inputs: ObjectiveInputs) -> Float[Tensor, "sequences targets"]:
-    """Compute `-A * logprob`, without a ratio (REINFORCE, Williams 1992).
+    """Return `-A * logprob`, without a ratio (REINFORCE, Williams 1992).
 
-    If a step is one update, its gradient equals that of the other objectives.
+    If a step is one update, the gradient equals that of the other objectives.
     """
     return -inputs.advantages * inputs.logprobs
 
@@ -125,9 +128,9 @@ class Objective:
 
     Attributes:
         name: Name in `loss_fn.objective`.
-        function: Computes the loss of each token.
-        bounds: Computes the bounds of the ratio, for the metrics of clipping.
-        unread: Keys in `SWITCHES` that it does not read, each with the reason for the error.
+        function: Function that returns the loss of each token.
+        bounds: Function that returns the bounds of the ratio, for the metrics of clipping.
+        unread: Key in `SWITCHES` that the objective does not read -> reason in the error message.
     """
 
     name: str
@@ -137,7 +140,7 @@ class Objective:
 
 
 SWITCHES: Mapping[str, bool | None] = {"ratio_clip_c": None, "sequence_level_importance_ratios": False}
-"""Keys of `loss_fn` that only some objectives read, with their value for the others."""
+"""Key of `loss_fn` that only some objectives read -> its value with other objectives."""
 
 OBJECTIVES: dict[str, Objective] = {
     objective.name: objective

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Router replay: a router takes the captured experts of a token, with the scores that it gives them itself.
+"""Router replay: a router takes the captured experts of a token, weighted by its own scores.
 
 R3 (https://arxiv.org/abs/2510.11370) replays the experts of the rollout in training. R2 replays the experts of the old
 policy in the later updates of a step. The probabilities are the router's, so its gradient is exact for these experts.
@@ -20,7 +20,7 @@ UNKNOWN = -1
 """Fills each row without captured routes."""
 
 ComputeTopk = Callable[..., tuple[Tensor, Tensor]]
-"""Scores, topk, groups and groups of each token, to values and experts, `[tokens, topk]` both."""
+"""(scores, topk, number of groups, groups of each token) -> (values, experts), both `[tokens, topk]`."""
 
 
 class Choice(Protocol):
@@ -35,7 +35,7 @@ class Choice(Protocol):
 
 @runtime_checkable
 class ChoiceWithMargins(Choice, Protocol):
-    """Choice that is not simply the highest scores, and computes its margins."""
+    """Choice by a rule other than the highest scores. It computes its margins itself."""
 
     def margins(
         self, scores: Float[Tensor, "tokens experts"], topk: int, num_groups: int, group_topk: int
@@ -54,12 +54,12 @@ def plane_type(num_experts: int) -> torch.dtype:
 
 
 def in_planes(routes: Int[Tensor, "tokens *layers topk"], num_experts: int) -> Int[Tensor, "topk *layers tokens"]:
-    """Return the routers' choices with the tokens innermost, so that compared values are contiguous."""
+    """Return routes with the tokens as the last dimension, so that compared values are contiguous."""
     return routes.to(plane_type(num_experts)).permute(*reversed(range(routes.ndim))).contiguous()
 
 
 def all_of(planes: Bool[Tensor, "topk *layers tokens"]) -> Bool[Tensor, "*layers tokens"]:
-    """Compute `planes.all(0)`, in half the time on a CPU."""
+    """Return `planes.all(0)`, in half the time on a CPU."""
     return planes.view(torch.uint8).amin(0).view(torch.bool)
 
 
@@ -73,7 +73,7 @@ def named_too(
 def num_in_common(
     some: Int[Tensor, "topk *layers tokens"], others: Int[Tensor, "topk *layers tokens"]
 ) -> Int[Tensor, "*layers tokens"]:
-    """Count the experts that two rows share. Usable rows are the same set if it is all of them."""
+    """Return the number of experts that two rows share. Usable rows are the same set if they share all `topk`."""
     return named_too(some, others).sum(0, dtype=torch.uint8)
 
 
@@ -102,28 +102,28 @@ class ReplayRoutes(NamedTuple):
 
     @classmethod
     def of(cls, routes: Int[Tensor, "tokens *layers topk"], num_experts: int) -> "ReplayRoutes":
-        """Build the routes of one or several layers. Rows without routes are `UNKNOWN`."""
+        """Return the routes of one or several layers. Rows without routes are `UNKNOWN`."""
         wide = routes.permute(*reversed(range(routes.ndim))).contiguous()
         is_expert = wide.clamp(0, num_experts - 1) == wide
         unknown, in_range = all_of(wide == UNKNOWN), all_of(is_expert)
         planes = wide.where(is_expert, UNKNOWN).to(plane_type(num_experts))
-        # Every expert equals itself. Up to 16 in a row, 8 bits count the pairs without overflow.
+        # Every expert equals itself. 8 bits count the equal pairs of up to 16 experts without overflow.
         counter = torch.uint8 if len(planes) <= 16 else torch.int32
         num_pairs = (planes[:, None] == planes).view(torch.uint8).sum((0, 1), dtype=counter)
         usable = in_range & (num_pairs == len(planes))
         return cls(planes, unknown, in_range, usable, usable.view(torch.uint8) * len(planes))
 
     def by_layer(self) -> list[LayerRoutes]:
-        """Split the routes of several layers."""
+        """Return the routes of each layer."""
         experts = self.planes.permute(1, 2, 0).to(torch.long, memory_format=torch.contiguous_format)
         parts = zip(self.planes.unbind(1), self.num_usable.unbind(), experts.unbind(), strict=True)
         return [LayerRoutes(*of_layer) for of_layer in parts]
 
 
 def replayed(live: Int[Tensor, "tokens topk"], routes: LayerRoutes) -> Int[Tensor, "tokens topk"]:
-    """Return the experts that a router takes: the captured ones in usable rows, otherwise its choice.
+    """Return the experts that a router takes: the captured experts in usable rows, otherwise its choice.
 
-    If both are the same set, the router's order is kept: replaying its own choice changes no bit.
+    If both are the same set, the router's order is kept, so that replaying its own choice changes no bit.
     """
     chosen = live.T.to(routes.planes.dtype, memory_format=torch.contiguous_format)
     keeps = num_in_common(routes.planes, chosen) >= routes.num_usable
@@ -133,7 +133,7 @@ def replayed(live: Int[Tensor, "tokens topk"], routes: LayerRoutes) -> Int[Tenso
 def or_tied(
     live: Int[Tensor, "tokens topk"], scores: Float[Tensor, "tokens experts"], captured: LayerRoutes
 ) -> Int[Tensor, "tokens topk"]:
-    """Return a router's choice, or the captured row if equal scores make it as good."""
+    """Return a router's choice, or the captured row if its scores tie with the choice."""
     named = captured.experts.clamp(0, scores.shape[1] - 1)
     last = scores.gather(1, live).amin(1, keepdim=True)
     is_as_good = (scores.gather(1, named) >= last).all(1) & (captured.num_usable > 0)
@@ -149,18 +149,19 @@ class RoutedTokens(NamedTuple):
 
 
 class RouterHook:
-    """Hook in a router's `router_replay` slot, which records the router's choices and replays captured routes.
+    """Hook in a router's `router_replay` slot. It records the router's choices and replays captured routes.
 
-    It serves every score function, expert bias and groups of experts, because Megatron-Core asks the slot only for the
-    top experts. A fused router does not use the slot.
+    It serves every score function, expert bias and groups of experts, because Megatron-Core calls the slot only for the
+    choice of the top experts. A fused router does not use the slot.
 
     Args:
-        inner: Previous occupant of the slot, which chooses instead of plain top-k.
-        counts_replayed: Count the replayed experts as load, instead of the router's choice.
+        inner: Previous object in the slot. It chooses instead of plain top-k.
+        counts_replayed: Whether the replayed experts count as load, instead of the router's choice.
 
     Attributes:
-        counted: Experts that count as load. None is the plain top-k of the scores.
-        compared: Capture that recorded choices are compared with. Among equal scores, its experts are recorded.
+        counted: Experts that count as load. None means the plain top-k of the scores.
+        compared: Capture with which recorded choices are compared. Among experts with equal scores, the captured ones
+            are recorded.
     """
 
     def __init__(self, inner: Choice | None = None, *, counts_replayed: bool = False):
@@ -194,7 +195,7 @@ class RouterHook:
             values = scores.gather(1, taken)
             self.counted = taken if self.counts_replayed else live
         if self.shows:
-            # A choice within groups, or of another occupant, need not have the highest scores.
+            # A choice within groups, or by `inner`, need not have the highest scores.
             is_plain, margin = self._inner is None and not group_topk, None
             if self.shows_margin:
                 margin = self._margins(scores.detach(), topk, num_groups, group_topk, (chosen.detach(), live))
@@ -225,7 +226,7 @@ def margins(
     topk: int,
     highest: tuple[Float[Tensor, "tokens topk"], Int[Tensor, "tokens topk"]] | None = None,
 ) -> Float[Tensor, " tokens"]:
-    """Return the score of the last chosen expert minus the score of the best other one, infinite without others."""
+    """Return the score of the last chosen expert minus the best unchosen score, infinite if all are chosen."""
     scores = scores.float()
     if highest is not None:  # cheaper than another top-k
         values, experts = highest
@@ -241,8 +242,8 @@ def group_limited_margins(
 ) -> Float[Tensor, " tokens"]:
     """Return the margins of a choice from the best groups alone.
 
-    It is the smaller of two margins: of the experts within the usable groups, and of the last usable group over the
-    best other group.
+    A margin is the smaller of two: that of the experts within the usable groups, and that of the last usable group over
+    the best other group.
     """
     of_usable, of_groups = limited_to_groups(scores, num_groups, group_topk, best_of_group)
     return torch.minimum(margins(of_usable, topk), of_groups)

@@ -19,7 +19,7 @@ from nemo_rl_moe.shapes import Bool, Int
 
 
 class RouterKind(Enum):
-    """Library of a router, and for transformers the form of its output."""
+    """Library of a router. For transformers, also the form of its output."""
 
     MEGATRON = "megatron"
     TRANSFORMERS = "transformers"
@@ -49,7 +49,7 @@ class RouterLayer:
 
 
 def router_kind(module: nn.Module) -> RouterKind | None:
-    """Return the library of a router, recognised by the names of its class and base classes. None is another module."""
+    """Return the library of a router, recognised by the names of its class and base classes. None for other modules."""
     names = {cls.__name__.lower() for cls in type(module).__mro__}
     if "topkrouter" in names and hasattr(module, "layer_number"):
         return RouterKind.MEGATRON
@@ -92,7 +92,7 @@ def routed_experts(
     """Return each token's experts from a router's output, as a map or indices, without slots that only fill capacity.
 
     Raises:
-        TypeError: The output contains neither.
+        TypeError: The output contains neither a map nor indices.
     """
     tensors = [output for output in outputs if isinstance(output, Tensor)] if isinstance(outputs, tuple | list) else []
     if layer.kind is RouterKind.MEGATRON:

@@ -374,7 +374,7 @@ def test_markup_from_a_run_is_shown_and_not_run(runs: dict[str, Path], browser: 
     page.locator("summary", has_text="settings").click()
     assert page.locator("td", has_text=f"{HOSTILE}.key").first.is_visible()
     assert page.locator("p.notes", has_text="is NaN or infinite at step").first.is_visible()
-    assert "updates have been left out since step" in page.locator("[data-run]").first.inner_text()
+    assert "updates have been skipped since step" in page.locator("[data-run]").first.inner_text()
     page.mouse.move(400, 1000)
     page.wait_for_timeout(300)
     assert page.locator("img, b, iframe, object, embed").count() == 0

@@ -170,7 +170,7 @@ def test_fits_itself_to_the_terminal(tmp_path: Path) -> None:
             terminal.resize(width, height)
             rows = terminal.wait_for(has("no findings"))
             assert max(map(len, rows)) <= width
-            assert any(row.startswith("each cell: the farthest from 1 of ") for row in rows)
+            assert any(row.startswith("each cell: the value farthest from 1 of ") for row in rows)
         assert terminal.end(signal.SIGTERM) == 128 + signal.SIGTERM
         assert OWN_SCREEN_LEFT in terminal.output
 

@@ -81,7 +81,7 @@ def conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("turn_ends", "the last token of 8 of 8 turns carries filler routes", 1),
         ("lost_path", "8 of 8 sequences of 2 turns have no routes", 1),
-        ("stale_prefixes", "the engine's routes of beginnings have stood still", 2),
+        ("stale_prefixes", "the engine's routes of prefixes have stood still", 2),
     ],
 )
 def test_a_planted_fault_of_an_engine_is_found_in_files(

@@ -137,4 +137,4 @@ def test_a_page_of_the_report_says_what_a_sudden_finding_needs() -> None:
     script = (REPOSITORY_ROOT / "nemo_rl_moe/runs/report/page/tables.js").read_text()
     program = f"{script}\nconsole.log(thresholdText({thresholds}));"
     done = subprocess.run([node, "-e", program], capture_output=True, text=True, timeout=120, check=True)
-    assert "experts dead for 20 steps in a row (2 where it comes at once), " in done.stdout
+    assert "experts dead for 20 steps in a row (2 if this happens suddenly), " in done.stdout

@@ -19,7 +19,7 @@ KEY = "loss_fn.objective"
 
 @cache
 def find_objective(name: str) -> Objective:
-    """Return the configured objective: one of the registry, or a custom function, whose bounds are unknown."""
+    """Return the configured objective: a registered one, or a custom function without known bounds."""
     if not is_custom(name):
         return OBJECTIVES[name]
     return Objective(name, partial(_loss_in_run, name, import_function(KEY, name, "the ObjectiveInputs")))
@@ -46,7 +46,7 @@ def _custom_loss(
 
 
 def check_objective(config: PolicyGradientLossConfig) -> None:
-    """Try a custom objective on three tokens of two sequences, before anything starts."""
+    """Call a custom objective once with two sequences of three tokens, before anything starts."""
     if not is_custom(config.objective):
         return
     inputs = _tried_inputs(config)
@@ -70,7 +70,7 @@ def check_objective(config: PolicyGradientLossConfig) -> None:
     (gradient,) = torch.autograd.grad(loss[mask].sum(), logprobs, allow_unused=True)
     if not loss[mask].isfinite().all() or gradient is None or not gradient[mask].isfinite().all():
         raise ConfigurationError(
-            f"{KEY}: {config.objective} returned, on three tokens, a loss or a gradient of it that is NaN or infinite"
+            f"{KEY}: {config.objective} returned, on three tokens, a loss whose value or gradient is NaN or infinite"
         )
 
 

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loss of distillation: divergence from a teacher, policy gradient and cross-entropy, each with a separate denominator.
 
-Each component is a mean over the tokens that it applies to, so other tokens in the batch do not change it: responses
-without a teacher do not dilute the divergence of the others.
+Each component is a mean over the tokens to which it applies, so other tokens in the batch do not change it. For
+example, responses without a teacher do not dilute the divergence.
 """
 
 from dataclasses import dataclass
@@ -26,29 +26,30 @@ TEACHER_LOGPROBS = "teacher_logprobs"
 TEACHER_SHARE = "teacher_share"
 """Column per token: 1 over the number of tokens with a teacher in the global batch, and 0 at other tokens."""
 TEACHER_PART = "teacher_part"
-"""Column per sequence: its global batch's part of the step's tokens with a teacher."""
+"""Column per sequence: of the step's tokens with a teacher, the share in the sequence's global batch."""
 
 
 @dataclass(frozen=True)
 class DistillationLoss:
-    """Weighted sum of three means over the global batch, without components of weight 0.
+    """Weighted sum of three means over the global batch. Components with weight 0 are omitted.
 
-    - divergence: over the tokens that have a teacher, of `candidate_divergence` or, without candidates, of
-      `sampled_divergence`
-    - policy gradient: as `policy_gradient` averages it
-    - cross-entropy: over the trained tokens, of the negative log-likelihood
+    - divergence: mean of `candidate_divergence` or, without candidates, of `sampled_divergence`, over the tokens that
+      have a teacher
+    - policy gradient: mean as in `policy_gradient`
+    - cross-entropy: mean of the negative log-likelihood over the trained tokens
 
     Columns of the batch: `teacher_logprobs`, `teacher_share`, `teacher_part`, the columns of the policy gradient, and
     `generation_logprobs` for a divergence without candidates.
 
-    Metrics are such means in nats before weighting: `teacher_kl` (estimated from sampled tokens without candidates),
+    Metrics are these means before weighting, in nats: `teacher_kl` (estimated from sampled tokens without candidates),
     `cross_entropy`, `policy_candidate_mass` and `teacher_candidate_mass` (a model's probability of the candidates), and
     the metrics of the policy gradient. Metrics of the teacher are means over the tokens of the step, across its global
     batches.
 
     Attributes:
-        has_candidates: The teacher gives log-probabilities of candidates, otherwise of the sampled tokens.
-        policy_gradient: Loss of the rewards, if there are any. Its metrics are computed even with weight 0.
+        has_candidates: Whether the teacher gives log-probabilities of candidates. Otherwise it gives them for sampled
+            tokens.
+        policy_gradient: Loss of the rewards, if there are rewards. Its metrics are computed even with weight 0.
     """
 
     kl_type: KlType
@@ -66,7 +67,7 @@ class DistillationLoss:
 
     @property
     def reduction(self) -> Reduction:
-        """Kind of mean of the policy gradient. Without one it is over trained tokens."""
+        """Kind of mean: that of the policy gradient, or over trained tokens without a policy gradient."""
         return Reduction.SHARE if self.policy_gradient is None else self.policy_gradient.reduction
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
@@ -120,8 +121,8 @@ class DistillationLoss:
         sampled: Float[Tensor, "sequences targets"],
         mask: Bool[Tensor, "sequences targets"],
     ) -> Float[Tensor, "sequences targets"]:
-        """Return the weights of sampled tokens: the policy's probability over the sampling probability."""
-        # The correction of the policy gradient bounds them. Without one they are unbounded.
+        """Return the weight of each sampled token: the policy's probability over the sampling probability."""
+        # The policy gradient's correction bounds the weights. Without a correction they are unbounded.
         config = None if self.policy_gradient is None else self.policy_gradient.config
         if config is None or (correction := CORRECTIONS[config.importance_sampling_correction]).effect is None:
             return importance_ratio(policy, sampled)
@@ -132,8 +133,8 @@ def shares_of_means(counts: Bool[Tensor, "batch sequence"], first_rows: list[int
     """Return the columns `teacher_share` and `teacher_part` of a step.
 
     Args:
-        counts: Tokens with a teacher. The first token of a sequence never counts, as nothing predicts it.
-        first_rows: First sequence of each global batch.
+        counts: Mask of the tokens with a teacher. The first token of a sequence never counts, as nothing predicts it.
+        first_rows: Row of the first sequence of each global batch.
     """
     counts = counts.clone()
     counts[:, 0] = False

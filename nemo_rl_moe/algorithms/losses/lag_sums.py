@@ -45,13 +45,13 @@ def lag_sums(
     *,
     is_bounded: bool,
 ) -> Metrics:
-    """Compute the sums of each class, the largest lag, and the largest unbounded lag, if the batch has lags.
+    """Return the sums of each class, the largest lag, and the largest unbounded lag. Empty if the batch has no lags.
 
     Args:
-        prev: Log-probabilities of the policy before the step, finite where masked.
-        generation: Log-probabilities by the engine that sampled the tokens, finite where masked.
-        is_clipped: The objective replaces the ratio by a bound.
-        is_bounded: The loss bounds the weight of tokens that older weights sampled.
+        prev: Log-probabilities of the policy before the step. Masked ones must be finite.
+        generation: Log-probabilities by the engine that sampled the tokens. Masked ones must be finite.
+        is_clipped: Whether the objective replaces a token's ratio by a bound.
+        is_bounded: Whether the loss bounds the weight of tokens that older weights sampled.
     """
     if TOKEN_LAG not in inputs.columns:
         return {}

@@ -34,28 +34,30 @@ class PolicyGradientLoss:
             - entropy_bonus * mean(entropy)
         )
 
-    The weight is the importance-sampling correction. It applies to the divergence too, which is also an expectation
-    over the training policy's tokens, while generation sampled them. Tokens that the correction drops are dropped from
-    both terms, but still count in the divisors. The entropy is that of the policy's full distribution at each valid
-    token, and needs no weight.
+    The weight is the importance-sampling correction. It also applies to the divergence: both terms are expectations
+    over tokens of the training policy, but the generation engine sampled the tokens. Tokens that the correction drops
+    are dropped from both terms, but still count in the divisors. The entropy is that of the policy's full distribution
+    at each valid token. It needs no weight.
 
-    Columns of the batch, which may hold anything where masked, even NaN and infinities:
+    Columns of the batch. Masked values may be anything, even NaN and infinity.
 
-    - `advantages`, per sequence or per token. The others have rows and columns like `logprobs`.
-    - `generation_logprobs`: of the policy, computed by the engine that sampled the tokens
-    - `prev_logprobs`: of the policy before the step, computed by training. Not read with `prev_is_current`.
-    - `reference_logprobs`: of the reference model, only with a penalty above 0 that is not in the reward
+    - `advantages`: per sequence or per token. The other columns have the shape of `logprobs`.
+    - `generation_logprobs`: log-probabilities of the policy, computed by the engine that sampled the tokens
+    - `prev_logprobs`: log-probabilities of the policy before the step, computed by training. Not read with
+      `prev_is_current`.
+    - `reference_logprobs`: log-probabilities of the reference model, only with a penalty above 0 that is not in the
+      reward
 
     Metrics are in `policy_metrics.py`, `position_sums` and, for a batch with the column `token_lag`, `lag_sums`.
-    Further ones are `num_valid_tokens`, `kl_penalty` (the mean KL in the loss, before its coefficient), and with a
-    bonus `entropy` (its mean, in nats).
+    Further metrics are `num_valid_tokens`, `kl_penalty` (the mean KL in the loss, before its coefficient), and with an
+    entropy bonus `entropy` (the mean entropy, in nats).
 
     Attributes:
         config: The section `loss_fn`.
-        prev_is_current: The training pass is also that of the policy before the step, as the step is one update. The
-            ratio to it is 1, and its gradient that of the log-probability.
-        ratio_to_generation: Older weights sampled the tokens, and the ratio is to the engine's log-probabilities
-            instead of `prev_logprobs`.
+        prev_is_current: Whether the training pass also gives the log-probabilities before the step, since the step is
+            one update. Then the ratio is 1, and its gradient is that of the log-probability.
+        ratio_to_generation: Whether the ratio is relative to the engine's log-probabilities instead of `prev_logprobs`,
+            because older weights sampled the tokens.
     """
 
     config: PolicyGradientLossConfig
@@ -127,7 +129,7 @@ class PolicyGradientLoss:
 def _valid(
     values: Float[Tensor, "sequences targets"], mask: Bool[Tensor, "sequences targets"]
 ) -> Float[Tensor, "sequences targets"]:
-    """Replace masked values by 0, also in the gradient, before arithmetic: NaN and infinity times 0 are NaN."""
+    """Return values with 0 where masked, also in the gradient. Multiplication by 0 would not remove NaN."""
     return values.where(mask, 0.0)
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of a policy-gradient loss: change of the policy, mismatch of generation and training, the correction."""
+"""Metrics of a policy-gradient loss: change of the policy, mismatch of generation and training, and correction."""
 
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
@@ -25,18 +25,18 @@ Quantity = TypeVar("Quantity")
 def ratio_metrics(
     ratio: Float[Tensor, "sequences targets"], bounds: RatioBounds, both: RatioBounds, inputs: LossInputs
 ) -> Metrics:
-    """Compute metrics of the probability ratio, which is the policy's change since the beginning of the step.
+    """Return metrics of the probability ratio. It shows how the policy has changed since the beginning of the step.
 
     - `probs_ratio`: its mean, and `probs_ratio_{min,max}`
     - `probs_ratio_clamped`: mean of the ratio clamped to both bounds, for any advantage
     - `clip_fraction_low`, `clip_fraction_high`: share of the tokens whose ratio the objective replaces by its lower or
-      upper bound. For the clipped surrogate these depend on the advantage's sign, and the upper one may be that of dual
-      clip.
+      upper bound. For the clipped surrogate these depend on the advantage's sign, and the upper bound may be that of
+      dual clip.
 
     Args:
         ratio: Ratio in the objective, detached.
         bounds: Bounds of the ratio in the objective.
-        both: Bounds for any advantage.
+        both: Both bounds of the ratio, whatever the advantage.
     """
     mask = inputs.token_mask
     return {
@@ -55,13 +55,13 @@ def mismatch_metrics(
     generation: Float[Tensor, "sequences targets"],
     inputs: LossInputs,
 ) -> Metrics:
-    """Compute metrics of the mismatch of generation and training, and the policy's entropy.
+    """Return metrics of the mismatch of generation and training, and the policy's entropy.
 
     They do not depend on the correction:
 
     - `token_mult_prob_error`: mean of `exp(|log training - log generation|)`, ideally 1
     - `gen_kl_error`: k3 estimate of `KL(generation || training)` in nats, ideally 0
-    - `policy_kl_error`: the same of `KL(training || generation)`, from the same tokens
+    - `policy_kl_error`: k3 estimate of `KL(training || generation)`, from the same tokens
     - `js_divergence_error`: mean of `js_divergence_estimate`
     - `sampling_importance_ratio`: mean of training over generation probability, per token, before any correction, and
       `sampling_importance_ratio_{min,max}`
@@ -95,11 +95,11 @@ def correction_metrics(
     config: PolicyGradientLossConfig,
     inputs: LossInputs,
 ) -> Metrics:
-    """Compute metrics of the importance-sampling correction, if there is one.
+    """Return metrics of the importance-sampling correction. Empty without one.
 
-    - `importance_weight`: its mean
+    - `importance_weight`: mean weight of a token
     - `importance_weight_truncated_fraction` or, if it drops tokens, `importance_weight_dropped_fraction`: share of the
-      tokens whose ratio, or whose sequence's, was out of bounds
+      tokens whose ratio, or the ratio of whose sequence, was out of bounds
     """
     effect = CORRECTIONS[config.importance_sampling_correction].effect
     if effect is None:
@@ -116,7 +116,7 @@ def class_sums(
     of_tokens: Mapping[Quantity, Shaped[Tensor, "sequences targets"]],
     key: Callable[[str, Quantity], str],
 ) -> Metrics:
-    """Sum each quantity over the tokens of each class, in float64. Tokens of class -1 do not count."""
+    """Return the sum of each quantity over the tokens of each class, in float64. Tokens of class -1 do not count."""
     values = torch.stack([each.detach().double() for each in of_tokens.values()])
     metrics: Metrics = {}
     for number, name in enumerate(names):

@@ -32,7 +32,7 @@ def sum_key(quarter: str, quantity: PositionSum) -> str:
 
 
 def quarters_of(mask: Bool[Tensor, "sequences targets"]) -> Int[Tensor, "sequences targets"]:
-    """Return the quarter of the sequence's trained tokens for each of them, -1 for other tokens.
+    """Return for each trained token its quarter of the sequence's trained tokens, and -1 for other tokens.
 
     A token after `i` of `n` trained tokens is in quarter `floor(4 i / n)`.
     """
@@ -46,11 +46,11 @@ def position_sums(
     generation: Float[Tensor, "sequences targets"],
     mask: Bool[Tensor, "sequences targets"],
 ) -> Metrics:
-    """Compute the sums of each quarter.
+    """Return the sums of each quarter.
 
     Args:
-        prev: Log-probabilities of the policy before the step, finite where masked.
-        generation: Log-probabilities by the engine that sampled the tokens, finite where masked.
+        prev: Log-probabilities of the policy before the step. Masked ones must be finite.
+        generation: Log-probabilities by the engine that sampled the tokens. Masked ones must be finite.
     """
     difference = (prev - generation).abs()
     of_tokens = {PositionSum.TOKENS: torch.ones_like(difference), PositionSum.DIFFERENCE: difference}

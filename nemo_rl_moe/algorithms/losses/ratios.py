@@ -18,13 +18,14 @@ def probability_ratio(
     *,
     of_sequences: bool,
 ) -> Float[Tensor, "sequences targets"]:
-    """Compute the ratio of each token's probability under the trained policy to that before the step.
+    """Return the ratio of each token's probability under the trained policy to its probability before the step.
 
     Args:
-        logprobs: Of the trained policy, finite where masked.
-        prev_logprobs: Of the policy before the step, finite where masked.
-        of_sequences: Give all tokens of a sequence `y` the ratio `(pi(y) / pi_prev(y)) ** (1 / |y|)`, the exponential
-            of its mean log-ratio (GSPO, arXiv:2507.18071, eq. 7), whose gradient reaches every token of it.
+        logprobs: Log-probabilities of the trained policy. Masked ones must be finite.
+        prev_logprobs: Log-probabilities of the policy before the step. Masked ones must be finite.
+        of_sequences: Whether all tokens of a sequence `y` get the ratio `(pi(y) / pi_prev(y)) ** (1 / |y|)`, the
+            exponential of the mean log-ratio (GSPO, arXiv:2507.18071, eq. 7). Its gradient reaches every token of the
+            sequence.
     """
     log_ratio = logprobs - prev_logprobs
     if of_sequences:
@@ -35,7 +36,7 @@ def probability_ratio(
 def importance_ratio(
     prev_logprobs: Float[Tensor, "*shape"], generation_logprobs: Float[Tensor, "*shape"]
 ) -> Float[Tensor, "*shape"]:
-    """Compute the ratio of each token's probability in training to that in generation, without gradient."""
+    """Return the ratio of each token's probability in training to its probability in generation, without gradient."""
     return bounded_exp((prev_logprobs - generation_logprobs).detach())
 
 
@@ -46,12 +47,12 @@ def sequence_importance_ratio(
     *,
     geometric: bool,
 ) -> Float[Tensor, "sequences targets"]:
-    """Compute the ratio of each sequence's probability in training to that in generation, without gradient.
+    """Return the ratio of each sequence's probability in training to its probability in generation, without gradient.
 
     Args:
-        prev_logprobs: In training before the step, finite where masked.
-        generation_logprobs: In generation, finite where masked.
-        geometric: Return its `1 / |y|`-th power, the geometric mean of its tokens' ratios.
+        prev_logprobs: Log-probabilities in training before the step. Masked ones must be finite.
+        generation_logprobs: Log-probabilities in generation. Masked ones must be finite.
+        geometric: Whether to return the ratio's `1 / |y|`-th power, the geometric mean of the tokens' ratios.
 
     Returns:
         The sequence's ratio at each of its tokens.
@@ -67,7 +68,7 @@ def importance_ratios(
     mask: Bool[Tensor, "sequences targets"],
     config: PolicyGradientLossConfig,
 ) -> tuple[Float[Tensor, "sequences targets"], Float[Tensor, "sequences targets"]]:
-    """Compute two ratios for the configured correction: the weight of a token, and the ratio to compare with bounds."""
+    """Return two ratios for the configured correction: a token's weight, and the ratio that the bounds apply to."""
     if config.importance_sampling_level == "sequence":
         ratio = sequence_importance_ratio(prev, generation, mask, geometric=False)
         return ratio, ratio

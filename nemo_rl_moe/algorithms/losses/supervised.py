@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Losses of given responses: negative log-likelihood (SFT) and preferences (DPO and related losses)."""
+"""Losses for given responses: negative log-likelihood (SFT) and preferences (DPO and related losses)."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -24,7 +24,7 @@ def sft_loss(inputs: LossInputs) -> LossOutputs:
 
     Returns:
         This microbatch's share of the mean, in nats. Metrics: `num_valid_tokens`, and in evaluation `accuracy`, the
-        share of the trained tokens that the model ranks first given the previous ones.
+        share of the trained tokens that the model ranks first given the previous tokens.
     """
     mask = inputs.token_mask
     # A padded position may hold an infinite value, whose product with 0 would be NaN.
@@ -38,19 +38,20 @@ def sft_loss(inputs: LossInputs) -> LossOutputs:
 
 @dataclass(frozen=True)
 class PreferenceLoss:
-    """Loss that prefers chosen to rejected responses, relative to a reference model, optionally with fine-tuning.
+    """Loss that prefers chosen to rejected responses, relative to a reference model, optionally plus a loss of
+    fine-tuning.
 
-    The inputs are pairs of adjacent sequences, the chosen before the rejected one. `y` is a response and `x` its
-    prompt. `log p(y|x)` is the sum over the response's tokens, or, with `preference_average_log_probs` and
+    The inputs are pairs of adjacent sequences: the chosen response, then the rejected one. `y` is a response and `x`
+    its prompt. `log p(y|x)` is the sum over the response's tokens, or, with `preference_average_log_probs` and
     `sft_average_log_probs`, their mean. With `beta = reference_policy_kl_penalty`:
 
         h(y) = log p(y|x) - log p_reference(y|x)
         reward(y) = beta * h(y)                                        (DPO, arXiv:2305.18290, eq. 5, without log Z(x))
         loss = preference_loss_weight * preference_loss + sft_loss_weight * sft_loss
 
-    Both losses are means over the pairs of the global batch. `preference_losses` defines the first, and `sft_loss` is
-    `-log p(chosen|x)`. Values per sequence are computed in float64: sums over long responses are large compared with
-    their differences.
+    Both losses are means over the pairs of the global batch. `preference_losses` defines `preference_loss`, and
+    `sft_loss` is `-log p(chosen|x)`. Values per sequence are computed in float64: sums over long responses are large
+    compared with their differences.
 
     Columns of the batch:
 
@@ -63,7 +64,7 @@ class PreferenceLoss:
     - `rewards_chosen_mean`, `rewards_rejected_mean`: the rewards
     - `reward_margin`: reward of the chosen minus that of the rejected response
     - `logprobs_chosen_mean`, `logprobs_rejected_mean`: sums of the responses' log-probabilities, in nats
-    - `num_valid_pairs`, `num_valid_tokens`: pairs, and response tokens, of the global batch
+    - `num_valid_pairs`, `num_valid_tokens`: numbers of pairs and of response tokens of the global batch
     """
 
     config: PreferenceLossConfig
@@ -112,7 +113,7 @@ def response_sums(
     """Return the log-probability of each response: the sum of its tokens' log-probabilities, in nats, in float64.
 
     Args:
-        logprobs: Log-probability of each token. Masked ones may be anything.
+        logprobs: Log-probability of each token. Masked values may be anything.
         mask: True on the tokens of the response.
     """
     return logprobs.where(mask, 0.0).sum(dim=1, dtype=torch.float64)
@@ -128,13 +129,13 @@ def preference_losses(
     - `sigmoid`: `-(1 - e) log sigmoid(margin) - e log sigmoid(-margin)`. With `e = 0` it is DPO (arXiv:2305.18290, eq.
       7), otherwise conservative DPO (Mitchell 2023, "A note on DPO with noisy preferences & relationship to IPO").
     - `robust`: `(-(1 - e) log sigmoid(margin) + e log sigmoid(-margin)) / (1 - 2 e)`. Its expectation over swapped
-      labels is DPO's loss on the right ones (arXiv:2403.00409).
+      labels is DPO's loss with the right labels (arXiv:2403.00409).
     - `hinge`: `max(0, 1 - margin)` (SLiC, arXiv:2305.10425, with the margin of DPO): no gradient beyond a margin of 1.
     - `ipo`: `(margin / beta - 1 / (2 beta))^2` (IPO, arXiv:2310.12036, eq. 17, whose tau is beta).
-    - `apo_zero`: `1 - sigmoid(chosen) + sigmoid(rejected)` (APO, arXiv:2408.06266, eq. 7), for chosen responses better
-      than the reference's: they become likelier, and rejected ones less likely.
-    - `apo_down`: `sigmoid(chosen) + 1 - sigmoid(margin)` (eq. 8 there), for responses worse than the reference's: both
-      become less likely, the rejected ones more so.
+    - `apo_zero`: `1 - sigmoid(chosen) + sigmoid(rejected)` (APO, arXiv:2408.06266, eq. 7), if chosen responses are
+      better than the reference's. Chosen responses become likelier, and rejected ones less likely.
+    - `apo_down`: `sigmoid(chosen) + 1 - sigmoid(margin)` (eq. 8 there), if responses are worse than the reference's.
+      Both become less likely, rejected ones more so.
 
     Args:
         chosen: Rewards of the chosen responses, including `beta`.

@@ -1,15 +1,15 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Divergences of the policy from a teacher, exact on candidate tokens, or estimated from the sampled one.
+"""Divergences of the policy from a teacher, computed on candidate tokens, or estimated from the sampled token.
 
-Both models give the log-probabilities of `k` candidates at a position. All other tokens together, the tail, are one
-more outcome, which has the remaining mass. So both distributions have `k + 1` outcomes that add up to 1, and their
-divergence is a lower bound of the divergence over the full vocabulary, exact if all tokens are candidates. Renormalised
-on the candidates instead, distributions with one candidate would always agree, and mass on other tokens would never
-count.
+Both models give the log-probabilities of `k` candidates at a position. All other tokens together, the *tail*, are one
+more outcome with the remaining probability. So both distributions have `k + 1` outcomes that add up to 1. Their
+divergence is a lower bound of the divergence over the full vocabulary, and is exact if all tokens are candidates. If
+candidates were renormalised instead, distributions with one candidate would always agree, and the probability of other
+tokens would never count.
 
-The divergence at a position is a function of the previous tokens, so its gradient is that of a term of the loss. In the
-advantage of the token sampled there it would be a baseline, whose expected gradient is 0.
+The divergence at a position is a function of the previous tokens. So it is a term of the loss, and is differentiated.
+In the advantage of the token that is sampled at the position, it would be a baseline, whose expected gradient is 0.
 """
 
 import math
@@ -24,16 +24,16 @@ from nemo_rl_moe.algorithms.losses.divergence import kl_estimate
 KlType = Literal["forward", "reverse", "mixed", "jensen_shannon"]
 
 LOWEST_TAIL = 1e-6
-"""Smallest mass of a tail. Below, `1 - sum` in float32 is rounding, and so is the gradient of its logarithm."""
+"""Smallest probability of a tail. A lower `1 - sum` in float32 is only rounding, and so is its logarithm's gradient."""
 LOWEST_TEACHER_LOGPROB = -80.0
-"""Lower bound of a teacher's log-probabilities, which keeps the divergence finite for tokens that it rules out."""
+"""Lower bound of a teacher's log-probabilities. It keeps the divergence finite for tokens that it rules out."""
 
 
 def with_tail(logprobs: Float[Tensor, "*tokens k"]) -> Float[Tensor, "*tokens outcomes"]:
-    """Append the log-probability of all tokens that are not candidates.
+    """Return the log-probabilities with that of the tail, all tokens that are not candidates, appended.
 
-    Its value is bounded by `LOWEST_TAIL`. Below, its gradient only shrinks: a policy that is sure of its candidates
-    must still learn that the teacher is not.
+    The probability of the tail is at least `LOWEST_TAIL`. If the true probability is lower, the gradient is smaller,
+    but not 0: a policy that is sure of its candidates must still learn that the teacher is not sure.
     """
     mass = -torch.expm1(logprobs.logsumexp(-1, keepdim=True))
     held = mass + (mass.clamp(min=LOWEST_TAIL) - mass).detach()
@@ -46,16 +46,16 @@ def candidate_divergence(
     kind: KlType,
     mixed_kl_weight: float = 0.5,
 ) -> Float[Tensor, "*tokens"]:
-    """Compute the divergence of each position in nats, never below 0, on distinct candidates and their tail.
+    """Return the divergence at each position, in nats, never below 0, over distinct candidates and their tail.
 
     - `forward`: `KL(teacher || policy)`
     - `reverse`: `KL(policy || teacher)`
-    - `mixed`: their mean, with the weight `mixed_kl_weight` on `forward`
-    - `jensen_shannon`: mean of the divergences of both from their mean distribution
+    - `mixed`: weighted mean of both, with the weight `mixed_kl_weight` on `forward`
+    - `jensen_shannon`: mean of the divergences of both models from their mean distribution
 
     Args:
-        logprobs: Of the policy. Only these have a gradient.
-        teacher_logprobs: Of the same candidates.
+        logprobs: Log-probabilities of the policy. Only they have a gradient.
+        teacher_logprobs: Log-probabilities of the teacher, for the same candidates.
     """
     policy = with_tail(logprobs)
     teacher = with_tail(teacher_logprobs.detach()).clamp(min=LOWEST_TEACHER_LOGPROB)
@@ -82,15 +82,15 @@ def sampled_divergence(
     teacher_logprobs: Float[Tensor, "*tokens"],
     weights: Float[Tensor, "*tokens"],
 ) -> tuple[Float[Tensor, "*tokens"], Float[Tensor, "*tokens"]]:
-    """Estimate `KL(policy || teacher)` from one sampled token at each position, in nats.
+    """Return two estimates of `KL(policy || teacher)` from one sampled token at each position, in nats.
 
     Args:
-        logprobs: Of the policy. Only these have a gradient.
-        weights: Policy's probability over the sampling probability, bounded or not, for both results.
+        logprobs: Log-probabilities of the policy. Only they have a gradient.
+        weights: Weights of both results: the policy's probability over the sampling probability, bounded or not.
 
     Returns:
-        Half the square of the difference of log-probabilities, whose expected gradient is the divergence's (see
-        `divergence.py`), and the difference without gradient, whose expectation is the divergence.
+        First, half the square of the difference of log-probabilities. Its expected gradient is the divergence's (see
+        `divergence.py`). Second, the difference without gradient. Its expectation is the divergence.
     """
     teacher = teacher_logprobs.detach().clamp(min=LOWEST_TEACHER_LOGPROB)
     unbiased = weights * kl_estimate(logprobs.detach(), teacher, "k1")

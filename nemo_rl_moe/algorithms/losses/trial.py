@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Trial of a custom algorithm's loss functions, before anything starts."""
+"""Trial call of a custom algorithm's loss functions, before anything starts."""
 
 from collections.abc import Callable, Iterator, Mapping
 
@@ -19,7 +19,7 @@ _SHAPE = (2, 3)
 
 
 def check_losses(algorithm: Algorithm, config: MasterConfig) -> None:
-    """Call each loss function of a custom algorithm's record once, on three tokens of two sequences."""
+    """Check each loss function of a custom algorithm by one call, with two sequences of three tokens."""
     if algorithm.reference is None:
         return
     key = f"{ALGORITHM_KEY}: {algorithm.reference}"

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Loss of a critic: squared error of its values from the returns, with a limited change from the previous values."""
+"""Loss of a critic: squared error of its values relative to the returns, with a limited change from previous values."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -17,22 +17,22 @@ CLIPPED_FRACTION = "clipped_fraction"
 
 @dataclass(frozen=True)
 class ValueLoss:
-    """Half the mean clipped squared error of values from returns, over the trained tokens of the global batch.
+    """Half the mean clipped squared error between values and returns, over the trained tokens of the global batch.
 
-    Columns of the batch, one number per token, anything where masked:
+    Columns of the batch, with one number per token. Masked numbers may be anything.
 
-    - `returns`: return of the state in which the token is chosen
+    - `returns`: return from the state in which the token is chosen
     - `previous_values`: value of that state before the update, only with a clip range
 
     Metrics, which are means over the trained tokens of the global batch unless noted otherwise:
 
     - `value_mean`, `return_mean`
-    - `squared_error`: unclipped
+    - `squared_error`: squared error without clipping
     - `clipped_fraction`: share of the tokens where the clipped error counts, only with a clip range
-    - `num_valid_tokens`: trained tokens of the global batch
+    - `num_valid_tokens`: number of trained tokens of the global batch
 
     Attributes:
-        clip_range: Largest difference from the previous value that counts, if it is limited.
+        clip_range: Largest difference from the previous value that counts. None means no limit.
     """
 
     clip_range: float | None = None
@@ -67,10 +67,10 @@ def clipped_squared_errors(
     previous: Float[Tensor, "sequences targets"],
     clip_range: float | None,
 ) -> Float[Tensor, "sequences targets"]:
-    """Compute `max((v - R)^2, (clip(v, v' - c, v' + c) - R)^2)` of each token.
+    """Return `max((v - R)^2, (clip(v, v' - c, v' + c) - R)^2)` of each token.
 
     A value that has moved further than `c` from the previous value `v'` gets no gradient if it moved towards the
-    return, but does if it moved away. As in the implementation of PPO (arXiv:1707.06347) by its authors.
+    return, but gets one if it moved away. The authors of PPO (arXiv:1707.06347) do the same in their implementation.
 
     Args:
         values: `v`.

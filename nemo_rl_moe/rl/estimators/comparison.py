@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 STANDARD_DEVIATION_FLOOR = 1e-6
 """Added to a standard deviation before dividing by it."""
 EQUAL_REWARDS_TOLERANCE = 1e-6
-"""Rewards are equal if they differ by no more than this, times the largest of them if that is above 1."""
+"""Rewards are equal if they differ by at most this, times the largest magnitude of a reward if that is above 1."""
 
 
 def informative_groups(rewards: Float[Tensor, "groups generations"]) -> Bool[Tensor, " groups"]:
-    """Return which groups have rewards that differ. The others, zero-variance groups, have no advantages.
+    """Return which groups have rewards that differ. The other groups (zero variance) have no advantages.
 
     Sums of the same parts in another order differ in the last digits, so rewards count as equal if the largest and the
     smallest of the group differ by at most `EQUAL_REWARDS_TOLERANCE * max(1, largest magnitude)`.
@@ -38,20 +38,22 @@ def compare_within_groups(
     *,
     divides: bool,
 ) -> Float[Tensor, "groups generations"]:
-    """Compute the difference of each response from the baseline of its group.
+    """Return the difference of each response's reward from the baseline of its group.
 
-    The baseline is the mean reward of the group (GRPO, arXiv:2402.03300) or, leaving one out, the mean of the group's
-    other responses (RLOO, arXiv:2402.14740), which is independent of the response. Leaving one out multiplies the
-    difference by `n / (n - 1)`, with `n` generations per group. A group whose rewards are all equal gets exactly 0
-    instead of amplified rounding errors.
+    The baseline is the mean reward of the group (GRPO, arXiv:2402.03300). With `use_leave_one_out_baseline` it is the
+    mean of the group's other responses (RLOO, arXiv:2402.14740), and so independent of the response. Leaving one out
+    multiplies the difference by `n / (n - 1)`, with `n` generations per group. A group whose rewards are all equal gets
+    exactly 0 instead of amplified rounding errors.
 
     Args:
         rewards: Reward of each response. Not read for responses that do not take part.
-        takes_part: Responses to compare.
-        divides: Divide by the sample standard deviation of the group (ddof 1) plus `STANDARD_DEVIATION_FLOOR`.
+        takes_part: True for responses to compare.
+        divides: Whether to divide by the sample standard deviation of the group (ddof 1) plus
+            `STANDARD_DEVIATION_FLOOR`.
 
     Returns:
-        The differences in float64. Responses that do not take part, or have none to compare with, get 0.
+        The differences in float64. Responses that do not take part, or that have no other response to compare with, get
+        0.
 
     Raises:
         ValueError: A group has a single generation.
@@ -83,9 +85,9 @@ def divide_by_spread_of_step(
     values: Float[Tensor, "groups generations"],
     takes_part: Bool[Tensor, "groups generations"],
 ) -> Float[Tensor, "groups generations"]:
-    """Divide by the sample standard deviation of the values of a step, plus `STANDARD_DEVIATION_FLOOR`.
+    """Return the advantages over the sample standard deviation of a step's values, plus `STANDARD_DEVIATION_FLOOR`.
 
-    Values of responses without another one in their group do not count.
+    Values of responses that are alone in their group do not count.
     """
     compared = takes_part & (takes_part.sum(dim=1) > 1)[:, None]
     return advantages / (values[compared].std() + STANDARD_DEVIATION_FLOOR) if bool(compared.any()) else advantages

@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 
 
 def gdpo_advantages(inputs: EstimatorInputs) -> Float[Tensor, "groups generations"]:
-    """Compute the weighted sum of each reward's advantages, divided by its sample standard deviation over the step.
+    """Return the weighted sum of the advantages of each reward, divided by the sum's standard deviation over the step.
 
-    Its mean need not be subtracted, as it is 0 in every group. Responses with different rewards of the same sum have
-    equal advantages with the estimator `grpo`, but not here. All are 0 if no reward differs in any group.
+    The mean of the sum need not be subtracted, since it is 0 in every group. Responses with different rewards but the
+    same sum of rewards have equal advantages with the estimator `grpo`, but not here. All advantages are 0 if no reward
+    differs in any group.
     """
     import torch
 
@@ -48,7 +49,7 @@ def _weighted(inputs: EstimatorInputs) -> dict[str, Float[Tensor, "groups genera
 
 
 def rewards_are_named(config: GRPOMasterConfig) -> Iterator[str]:
-    """Check that there are named rewards, and nothing that changes only their sum."""
+    """Check that there are named rewards, and that no setting changes only their sum, such as reward shaping."""
     reason = "with grpo.adv_estimator.name gdpo, which compares each named reward apart"
     if all(env.reward_weights is None for env in config.env.environments.values()):
         yield f"env.reward_weights: got null, expected a weight for each reward {reason}"
@@ -57,7 +58,7 @@ def rewards_are_named(config: GRPOMasterConfig) -> Iterator[str]:
         ("loss_fn.use_kl_in_reward", config.loss_fn.use_kl_in_reward),
     ):
         if is_on:
-            yield f"{key}: got true, expected false {reason}: there is no one reward to change"
+            yield f"{key}: got true, expected false {reason}: there is no single reward to change"
 
 
 def rewards_are_shared(config: GRPOMasterConfig) -> Iterator[str]:

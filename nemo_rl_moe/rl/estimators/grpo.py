@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""GRPO: a response compared with the others to the same prompt (DeepSeekMath, arXiv:2402.03300)."""
+"""GRPO: a response is compared with the other responses to its prompt (DeepSeekMath, arXiv:2402.03300)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 
 
 def grpo_advantages(inputs: EstimatorInputs) -> Float[Tensor, "groups generations"]:
-    """Compute the differences from the baseline of the group.
+    """Return the differences of the rewards from the baseline of their group.
 
-    `normalize_rewards` divides by the standard deviation of the group's rewards or, with `normalize_over: batch`, of
-    all rewards of the step (arXiv:2508.08221, sec. 4.1), so that groups whose rewards hardly differ are not amplified.
+    `normalize_rewards` divides by the standard deviation of the group's rewards. With `normalize_over: batch` it
+    divides by that of all rewards of the step (arXiv:2508.08221, sec. 4.1), so that groups whose rewards hardly differ
+    are not amplified.
     """
     config, rewards, takes_part = inputs.config, inputs.rewards, inputs.takes_part
     over_step = config.normalize_over == "batch"

@@ -25,15 +25,16 @@ class EstimatorInputs:
     Attributes:
         rewards: Rewards after shaping and subtraction of a divergence. Failed responses have the value of
             `env.on_failure`.
-        takes_part: True for responses that are compared and trained on. The advantages of the others are not read.
+        takes_part: True for responses that are compared and trained on. Advantages of other responses are not read.
         config: The section `grpo.adv_estimator`.
-        named_rewards: Rewards in `env.reward_weights` before they are added, if it is set.
+        named_rewards: Name -> rewards before they are added, for the names in `env.reward_weights`. Empty if it is not
+            set.
         reward_weights: Weight of each named reward.
         group_ids: Identifier of each group's prompt.
-        num_tokens: Sampled tokens of each response.
+        num_tokens: Number of sampled tokens of each response.
         token_mask: True at the sampled tokens of each response, at the positions of its full sequence.
-        token_turns: Index in time of the turn of each sampled token, from 0, at the same positions, and -1 elsewhere.
-        turn_rewards: Rewards of turns from the environment, which `rewards` include. 0 after the last turn.
+        token_turns: Index of the turn of each sampled token, in order of time from 0, and -1 at other positions.
+        turn_rewards: Rewards of turns from the environment. `rewards` include them. 0 after the last turn.
     """
 
     rewards: Float[Tensor, "groups generations"]
@@ -59,11 +60,13 @@ class Estimator:
 
     Attributes:
         name: Name in `grpo.adv_estimator.name`.
-        function: Computes an advantage for each response, or for each of its tokens, `[groups, generations, tokens]`.
-        baseline: Responses that one is compared with: its group, the step, or none.
-        reads: Keys in `SWITCHES` that it reads.
-        reads_named_rewards: Whether it reads the named rewards instead of their sum.
-        is_informative: Returns which groups are worth training on. Dynamic sampling replaces the others.
+        function: Function that returns an advantage for each response, or for each of its tokens,
+            `[groups, generations, tokens]`.
+        baseline: Responses with which a response is compared: its group, all of the step, or none.
+        reads: Keys in `SWITCHES` that the estimator reads.
+        reads_named_rewards: Whether the estimator reads the named rewards instead of their sum.
+        is_informative: Function that returns which groups are worth training on. Dynamic sampling replaces other
+            groups.
         rules: Checks of a configuration with this estimator. Each yields a line per problem.
     """
 
@@ -77,4 +80,4 @@ class Estimator:
 
 
 SWITCHES: Mapping[str, bool | str] = {"use_leave_one_out_baseline": False, "normalize_over": "group"}
-"""Keys of `grpo.adv_estimator` that only some estimators read, with their value for the others."""
+"""Key of `grpo.adv_estimator` that only some estimators read -> its value with other estimators."""

@@ -22,7 +22,7 @@ def reinforce_advantages(inputs: EstimatorInputs) -> Float[Tensor, "groups gener
 
 
 def rewards_are_not_scaled(config: GRPOMasterConfig) -> Iterator[str]:
-    """Check that the rewards are not to be scaled."""
+    """Check that `normalize_rewards` is off."""
     if config.grpo.adv_estimator.normalize_rewards:
         yield (
             "grpo.adv_estimator.normalize_rewards: got true, expected false with grpo.adv_estimator.name reinforce,"

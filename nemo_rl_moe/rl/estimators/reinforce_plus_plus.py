@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 
 
 def over_step(inputs: EstimatorInputs) -> Float[Tensor, "groups generations"]:
-    """Compute the differences from the mean reward of the step.
+    """Return the differences of the rewards from the mean reward of the step.
 
-    `normalize_rewards` divides by the sample standard deviation of the step's rewards. If they are equal, all are 0.
+    `normalize_rewards` divides by the sample standard deviation of the step's rewards. If all rewards are equal, the
+    advantages are 0.
     """
     rewards, takes_part = inputs.rewards.reshape(1, -1), inputs.takes_part.reshape(1, -1)
     config = inputs.config
@@ -29,10 +30,10 @@ def over_step(inputs: EstimatorInputs) -> Float[Tensor, "groups generations"]:
 
 
 def over_group_and_step(inputs: EstimatorInputs) -> Float[Tensor, "groups generations"]:
-    """Compute the differences from the mean reward of the group.
+    """Return the differences of the rewards from the mean reward of their group.
 
-    `normalize_rewards` divides by the sample standard deviation of all differences of the step. Their mean need not be
-    subtracted, as it is 0 in every group.
+    `normalize_rewards` divides by the sample standard deviation of all differences of the step. The mean of the
+    differences need not be subtracted, since it is 0 in every group.
     """
     advantages = compare_within_groups(inputs.rewards, inputs.takes_part, inputs.config, divides=False)
     if not inputs.config.normalize_rewards:

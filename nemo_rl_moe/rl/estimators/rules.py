@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rules for every estimator, from its record. Rules of a single estimator are in its module."""
+"""Rules that every estimator's record gives. Rules of a single estimator are in its module."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KEY = "grpo.adv_estimator"
 
 
 def responses_have_others_to_be_compared_with(config: GRPOMasterConfig) -> Iterator[str]:
-    """Check that groups of one response have an estimator without groups."""
+    """Check that the estimator needs no groups if each prompt has one response."""
     loop, estimator = config.grpo, ESTIMATORS.get(config.grpo.adv_estimator.name)
     if loop.num_generations_per_prompt > 1:
         return
@@ -31,7 +31,7 @@ def responses_have_others_to_be_compared_with(config: GRPOMasterConfig) -> Itera
     if loop.num_prompts_per_step == 1 and estimator is not None and estimator.baseline == "step":
         yield (
             "grpo.num_prompts_per_step: got 1, expected 2 or more with grpo.num_generations_per_prompt 1: a response"
-            " is compared with the others of its step"
+            " is compared with the other responses of its step"
         )
     if loop.use_dynamic_sampling:
         yield (
@@ -41,7 +41,7 @@ def responses_have_others_to_be_compared_with(config: GRPOMasterConfig) -> Itera
 
 
 def estimator_reads_its_settings(config: GRPOMasterConfig) -> Iterator[str]:
-    """Check that the estimator reads the switches that are on, and apply the estimator's rules."""
+    """Check that the estimator reads the switches that are on, and check the estimator's own rules."""
     chosen = config.grpo.adv_estimator
     estimator = ESTIMATORS.get(chosen.name)
     if estimator is None:  # a custom function may read all of them

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""GRPO with credit by turn: the return from each turn on, compared within the group at the same turn."""
+"""GRPO with credit by turn: the return from each turn on is compared with the group's returns at the same turn."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 
 
 def turn_advantages(inputs: EstimatorInputs, *, divides: bool) -> Float[Tensor, "groups generations turns"]:
-    """Compute the advantage of each turn.
+    """Return the advantage of each turn.
 
     The return of turn k of response i is `G[i, k] = r[i, k] + r[i, k + 1] + ... + R[i]`: the rewards of this turn and
-    later ones, and the part of the response's reward that belongs to no turn. It is the undiscounted return of Sutton
-    and Barto (2018, eq. 3.7) with a turn as a step. Returns are compared like rewards in GRPO (arXiv:2402.03300,
+    of later turns, and the part of the response's reward that belongs to no turn. It is the undiscounted return of
+    Sutton and Barto (2018, eq. 3.7) with a turn as a step. Returns are compared like rewards in GRPO (arXiv:2402.03300,
     section 4.1.2), among the responses of the group that have a turn k:
     `A[i, k] = (G[i, k] - mean_j G[j, k]) / std_j G[j, k]`.
 
-    GTPO (Ding et al. 2025, arXiv:2511.14846) also uses normalised returns of turns as advantages, with a discount,
-    which is 1 here. GRPO with process supervision (arXiv:2402.03300, section 4.1.3) normalises rewards before adding
-    them.
+    GTPO (Ding et al. 2025, arXiv:2511.14846) also uses normalised returns of turns as advantages, but with a discount.
+    Here the discount is 1. GRPO with process supervision (arXiv:2402.03300, section 4.1.3) normalises rewards before
+    adding them.
 
-    A turn that no other response of the group has gets the advantage of the turn before, whose return includes its own.
-    With a single turn, the advantages equal those with the estimator `grpo`.
+    If no other response of the group has a turn k, turn k gets the advantage of the turn before, whose return includes
+    the return of turn k. With a single turn, the advantages are the same as with the estimator `grpo`.
     """
     import torch
 
@@ -45,19 +45,21 @@ def turn_advantages(inputs: EstimatorInputs, *, divides: bool) -> Float[Tensor, 
 
 
 def turn_grpo_advantages(inputs: EstimatorInputs) -> Float[Tensor, "groups generations tokens"]:
-    """Compute the advantage of each token, which is that of its turn, and 0 for tokens that no model sampled."""
+    """Return the advantage of its turn for each token, and 0 for tokens that the model did not sample."""
     of_turns = turn_advantages(inputs, divides=inputs.config.normalize_rewards)
     of_tokens = of_turns.gather(2, inputs.token_turns.clamp(min=0))
     return of_tokens.where(inputs.token_turns >= 0, 0.0)
 
 
 def any_turn_differs(inputs: EstimatorInputs) -> Bool[Tensor, " groups"]:
-    """Return which groups have a turn with an advantage, as equal rewards may be earned in different turns."""
+    """Return which groups have a turn with an advantage. Equal rewards may be earned in different turns."""
     return (turn_advantages(inputs, divides=False) != 0).flatten(1).any(dim=1)
 
 
 def _has_turn(inputs: EstimatorInputs, num_turns: int) -> Bool[Tensor, "groups generations turns"]:
-    """Return which turns each compared response has. A response that failed before its first turn has only that."""
+    """Return which turns each compared response has. A response that failed before its first turn counts as having one
+    turn.
+    """
     import torch
 
     last = inputs.token_turns.amax(dim=2).clamp(min=0)

@@ -16,17 +16,23 @@ from nemo_rl_moe.routing.agreement.statistics import AgreementTotals, agreement_
 from nemo_rl_moe.shapes import Bool
 
 _CLEAR_SHARE, _LEAST_CLEAR_ROWS = 0.25, 200
-"""Clear rows have the widest margins: at least this share of a layer's rows outside the narrowest class."""
+"""Clear rows have the widest margins. They are at least this share of a layer's rows outside the narrowest class, and
+at least this number of rows.
+"""
 _LEAST_DIFFERING, _OF_ALL_ROWS = 0.05, 0.75
-"""If this share of clear rows differs, and this fraction of the share among all rows, margins explain nothing."""
+"""Margins do not explain the differences if at least this share of the clear rows differs, and at least this fraction
+of the differing share of all rows.
+"""
 _TIES_ALONE = 0.5
-"""If the share outside the narrowest class is below this fraction of the share of all rows, ties explain it."""
+"""Near ties explain the differences if the differing share outside the narrowest class is at most this fraction of the
+differing share of all rows.
+"""
 
 
 def unexplained_disagreement(totals: AgreementTotals, layers: Sequence[int]) -> list[RoutingAnomaly]:
     """Report the layers whose captured routes agree with the routers by little more than chance, as one anomaly.
 
-    The agreement of such a layer is below the middle between chance and 1, by 0.1 and by six standard errors.
+    The agreement of such a layer is below the middle between chance and 1 by at least 0.1 and six standard errors.
     """
     kappa = agreement_metrics(totals, tuple(layers), per_layer=False).get("routing/slot_kappa")
     if found := foreign_capture(kappa):
@@ -49,7 +55,7 @@ def unexplained_disagreement(totals: AgreementTotals, layers: Sequence[int]) -> 
 
 
 def _ties_alone(totals: AgreementTotals) -> Bool[np.ndarray, " layers"]:
-    """Return True for layers whose differing rows have the narrowest margins: near ties explain them."""
+    """Return True for layers whose differing rows mostly have the narrowest margins, so that near ties explain them."""
     margins = totals.margins.numpy()
     usable, differing = margins.sum(1).T
     of_others, differing_of_others = margins[:, 1:].sum(1).T
@@ -57,10 +63,10 @@ def _ties_alone(totals: AgreementTotals) -> Bool[np.ndarray, " layers"]:
 
 
 def clear_differences(totals: AgreementTotals, layers: Sequence[int]) -> dict[str, float]:
-    """Return metrics of the layer whose clear choices differ most, or nothing if margins explain the differences.
+    """Return metrics of the layer whose clear rows differ most. Empty if margins explain the differences.
 
-    Clear choices are in the widest classes of margins. If they differ in 5% of their rows or more, and in three
-    quarters of the share among all rows, neither rounding nor a few updates is the cause.
+    Clear rows are in the widest classes of margins. Neither rounding nor a few updates is the cause if at least 5% of
+    the clear rows differ, and at least three quarters of the differing share of all rows.
     """
     margins = totals.margins.numpy()
     found: dict[str, float] = {}

@@ -6,8 +6,8 @@ An engine that reports physical instead of logical ids of an expert-parallel loa
 Weights that were converted with two experts exchanged permute two ids. Every row is well-formed, the loads look alike,
 and no other layer, token or sequence agrees better. But one renumbering of the ids makes the layer agree.
 
-The search is among ids that seldom agree over all rows of the step. Partners are reported if two halves of a sample,
-with different sequences, find the same ones.
+Only ids that seldom agree over all rows of the step are searched. A captured id and a router's id are reported as
+partners if they are paired in both halves of a sample, which have different sequences.
 """
 
 from collections.abc import Iterator, Mapping
@@ -35,9 +35,9 @@ class Renumbering:
     """Permutation of the expert ids of one layer.
 
     Attributes:
-        router_ids: Router's id of each captured id, as far as it differs and is known.
-        before: Share of the captured experts that the router chooses, only of the renumbered ids if `after` is None.
-        after: The same share with renumbered ids. None if the sample has too few rows.
+        router_ids: Captured id -> router's id, for ids that differ and are known.
+        before: Share of the captured experts that the router chooses. If `after` is None, only renumbered ids count.
+        after: The same share after renumbering. None if the sample has too few rows.
     """
 
     router_ids: Mapping[int, int]
@@ -64,7 +64,7 @@ class ExpertCounts:
     agreed: Int[np.ndarray, " experts"]
 
     def seldom_agree(self, topk: int) -> tuple[Int[np.ndarray, " some"], Int[np.ndarray, " others"]]:
-        """Return the captured ids that the router seldom chooses too, and the router's ids that are seldom captured."""
+        """Return captured ids that the router seldom chooses for the same rows, and the reverse for router's ids."""
         rows = max(self.captured.sum() / topk, 1)
         found = []
         for counts, others in ((self.captured, self.live), (self.live, self.captured)):
@@ -75,7 +75,7 @@ class ExpertCounts:
         return found[0], found[1]
 
     def exchanged(self) -> dict[int, int]:
-        """Return two ids that swap, with equal counts, while all others agree. Empty if there are no such ids."""
+        """Return two exchanged ids, each -> the other, with equal counts, if all other ids agree. Otherwise empty."""
         most = np.maximum(self.captured, self.live)
         (found,) = np.nonzero((most >= _LEAST_ROWS) & (self.agreed <= _MOST_AGREED * most))
         others = np.delete(np.stack([self.agreed, self.captured]), found, 1).sum(1)
@@ -121,7 +121,7 @@ def find_renumbering(
 
 @dataclass(frozen=True)
 class _Together:
-    """Numbers of rows of a sample that contain a captured id and an id of the router."""
+    """Number of rows of a sample with each captured id, with each id of the router, and with each pair of both."""
 
     ids: tuple[Int[np.ndarray, " some"], Int[np.ndarray, " others"]]
     both: Float[np.ndarray, "some others"]
@@ -150,9 +150,10 @@ class _Together:
         return cls(parts[0].ids, *(np.sum([getattr(part, name) for part in parts], 0) for name in names))
 
     def partners(self) -> dict[int, int]:
-        """Return the router's id of captured ids that pair with another id, if each is the other's single best partner.
+        """Return captured id -> router's id, for pairs of different ids that are each other's single best partner.
 
-        Pairs are compared by the rows with both over the rows with either: a popular expert co-occurs with every other.
+        The best pair has the most rows with both ids over the rows with either id, since a popular expert co-occurs
+        with every other expert.
         """
         overlap = _overlap(self.both, self.captured[:, None], self.live)
         itself = _overlap(self.itself, self.captured, self.itself_live)
@@ -162,7 +163,7 @@ class _Together:
         return {int(self.ids[0][row]): int(self.ids[1][column]) for row, column in zip(*np.nonzero(only), strict=True)}
 
     def under(self, router_ids: Mapping[int, int]) -> "_Renumbered":
-        """Return the agreement of some captured ids with their partners."""
+        """Return the agreement of the captured ids in `router_ids` with their partners."""
         rows = np.searchsorted(self.ids[0], list(router_ids))
         columns = np.searchsorted(self.ids[1], list(router_ids.values()))
         captured = self.captured[rows]
@@ -172,7 +173,9 @@ class _Together:
 
 
 class _Renumbered(NamedTuple):
-    """Share of some captured ids' rows in which the router chooses their partner, the share by chance, and the rows."""
+    """Share of the rows with some captured ids in which the router chooses their partners, the share by chance, and the
+    number of these rows.
+    """
 
     share: float
     chance: float
@@ -184,7 +187,7 @@ class _Renumbered(NamedTuple):
 
 
 def _overlap(both: np.ndarray, some: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Return the rows with both over the rows with either."""
+    """Return the number of rows with both ids over the number of rows with either id."""
     overlap: np.ndarray = both / np.maximum(some + others - both, 1)
     return overlap
 
@@ -216,7 +219,7 @@ def _explained(router_ids: Mapping[int, int], together: _Together, counts: Exper
 
 
 def _closed(router_ids: Mapping[int, int], counts: ExpertCounts) -> dict[int, int]:
-    """Add the id that closes the only open chain, if its counts fit."""
+    """Return the renumbering with the pair that closes its only open chain, if the counts of this pair fit."""
     (*starts,) = router_ids.keys() - set(router_ids.values())
     (*ends,) = set(router_ids.values()) - router_ids.keys()
     if len(starts) != 1:
@@ -233,7 +236,7 @@ def _agreed_share(router_ids: Mapping[int, int], counts: ExpertCounts) -> float:
 
 
 def _lead(rows: float) -> float:
-    """Return the least difference of shares of `rows` rows that counts: at least six standard errors."""
+    """Return the least significant difference between two shares of `rows` rows: 0.1, and six standard errors."""
     return max(_LEAST_LEAD, _SIGMAS * 0.5 / rows**0.5)
 
 

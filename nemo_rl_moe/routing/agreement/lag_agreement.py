@@ -10,7 +10,7 @@ from nemo_rl_moe.shapes import Bool, Int
 from nemo_rl_moe.token_lag import LAG_CLASSES, lag_classes
 
 LagCounts = Int[Tensor, "classes 2"]
-"""Usable rows of each class of lag, and how many of them have the set of experts that the routers would choose."""
+"""Number of usable rows by class of lag, and number of rows whose captured experts the routers would choose."""
 
 
 class LagAgreement:

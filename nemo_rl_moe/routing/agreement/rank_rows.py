@@ -30,7 +30,7 @@ class RankShare:
 
 
 def rows_by_rank(rows: Int[Tensor, "layers kinds"], data_parallel_rank: int) -> Int[Tensor, "slots kinds"]:
-    """Return a rank's rows in its slot. The sum over all ranks has the rows of each slot."""
+    """Return the sums over a rank's layers in its slot, and 0 in other slots. The sum over all ranks has all slots."""
     slots = rows.new_zeros(SLOTS, rows.shape[1])
     slots[data_parallel_rank % SLOTS] = rows.sum(0)
     return slots
@@ -50,7 +50,7 @@ def rank_anomalies(
 ) -> list[RoutingAnomaly]:
     """Report the rank whose capture disagrees with its routers while the other ranks' captures agree.
 
-    Its agreement is lower by 0.2 and by six standard errors. A token counts once for all layers.
+    Its agreement is lower by at least 0.2 and six standard errors. For these, a token counts once, not per layer.
     """
     rows = by_slot.numpy()
     usable = rows[:, Row.USABLE]
@@ -62,7 +62,7 @@ def rank_anomalies(
         return []
     text = (
         f"{name_of(found.slot)} has routes that are not its tokens': its routers would choose them in"
-        f" {1 - found.share:.3f} of the rows, those of the other ranks in {1 - found.of_others:.3f}"
+        f" {1 - found.share:.3f} of the rows, the other ranks' routers in {1 - found.of_others:.3f}"
     )
     return [RoutingAnomaly("rank", text)]
 
@@ -75,7 +75,7 @@ def rank_name(slot: int, num_ranks: int) -> str:
 
 
 def _furthest(part: Int[np.ndarray, " slots"], whole: Int[np.ndarray, " slots"]) -> RankShare | None:
-    """Return the slot with the highest share, if there are at least two with rows."""
+    """Return the slot with the highest share, if at least two slots have rows."""
     has_rows = np.flatnonzero(whole)
     if len(has_rows) < 2:
         return None

@@ -16,7 +16,7 @@ from nemo_rl_moe.routing.replay import ReplayRoutes, all_of, num_in_common
 from nemo_rl_moe.shapes import Bool, Int
 
 _MOST_LAYERS = 4
-"""Layers of a chunk that are compared. A repeated row is the same in all of them."""
+"""Largest number of layers of a chunk that are compared. A repeated row is the same in all of them."""
 _SIGMAS = 6.0
 
 
@@ -26,9 +26,9 @@ class Repeat(IntEnum):
     CAPTURE = 0
     """The capture repeats the row of the token before in every layer. The routers would choose other experts."""
     ROUTER = 1
-    """The routers would repeat the row of the token before. The capture has another."""
+    """The routers would repeat the row of the token before. The capture has another row."""
     FED = 2
-    """Fed to the model, counted once per chunk of layers."""
+    """The model was fed the token. It counts once per chunk of layers."""
 
 
 class RepeatedRows:
@@ -59,8 +59,8 @@ class RepeatedRows:
 def repeat_anomalies(counts: Int[Tensor, " kinds"]) -> list[RoutingAnomaly]:
     """Report repeated rows, by McNemar's test with six standard deviations.
 
-    If the routes belong to these tokens, both kinds are equally frequent, and their difference has the standard
-    deviation `sqrt(capture + router)`.
+    If the routes belong to these tokens, `CAPTURE` and `ROUTER` are equally frequent. Their difference then has the
+    standard deviation `sqrt(capture + router)`.
     """
     captured, by_router, fed = (int(counts[kind]) for kind in (Repeat.CAPTURE, Repeat.ROUTER, Repeat.FED))
     if captured - by_router <= _SIGMAS * (captured + by_router) ** 0.5:

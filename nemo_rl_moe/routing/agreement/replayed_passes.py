@@ -1,7 +1,7 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Forward passes with their captures, which are joined before they are counted: on small models an operation costs its
-launch rather than its tokens."""
+"""Forward passes with their captures. Passes are joined before they are counted, because on small models an operation
+costs its launch rather than its tokens."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from nemo_rl_moe.routing.replay import ReplayRoutes, RoutedTokens
 from nemo_rl_moe.shapes import Bool, Int
 
 MOST_ENTRIES = 1 << 18
-"""Largest number of captured experts in passes that are joined. A larger pass is counted at once, to hold no memory."""
+"""Largest number of captured experts in joined passes. A larger pass is counted immediately, to hold no memory."""
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class ReplayedPass:
     """Forward pass of some layers over one or several microbatches in a row.
 
     Attributes:
-        distance: Positions from a token to the next one of the same sequence.
-        follows: Tokens with a predecessor at that distance.
+        distance: Number of positions from a token to the next one of the same sequence.
+        follows: Whether each token has a predecessor at that distance.
         lags: Lag of the token that follows each row, if the batch has lags.
     """
 

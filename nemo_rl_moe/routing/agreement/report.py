@@ -28,7 +28,7 @@ class CheckTotals:
 
     Attributes:
         by_slot: Rows of each rank, see `rows_by_rank`.
-        is_exact: Captures and training compute in float32. With the same weights only near ties differ.
+        is_exact: Whether rollout and training compute in float32. With the same weights only near ties then differ.
     """
 
     repeats: Int[Tensor, " kinds"]

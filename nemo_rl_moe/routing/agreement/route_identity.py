@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Identity of captured routes: whether each row belongs to its layer, token and sequence.
 
-Counts cannot show that. So the captured routes of a few sequences are compared with the routers' choices for every
-layer, neighbouring token and other sequence. A wrong partner is reported if it agrees better, and beyond chance.
+Counts cannot show this. So the captured routes of a few sequences are compared with the routers' choices at their own
+position, in every other layer, at the neighbouring tokens, and in the other sequences. Each of these is a *partner* of
+the captured routes. A wrong partner is reported if it agrees better than the right one, and beyond chance.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,7 +37,7 @@ SHIFTS = (-1, 0, 1)
 _LEAST_LEAD, _SIGMAS = 0.1, 6.0
 _MOST_LAYERS = 4
 _OWN = 0.5
-"""A sequence's routes belong to another one if their ownership is below this, minus the lead that counts."""
+"""A sequence's routes are not its own if their `ownership` is below this value minus `least_lead`."""
 
 
 LEAST_KAPPA = 0.5
@@ -65,7 +66,7 @@ class OneHot:
     A row is 0 if no router can choose it: it is unknown, or has an expert twice.
 
     Attributes:
-        has_live: The routers' row is known.
+        has_live: Whether the routers' row is known, `[sequences, tokens, layers]`.
     """
 
     def __init__(self, sample: RouteSample, num_experts: int):
@@ -117,9 +118,9 @@ def _layer_overlap(hot: OneHot) -> Overlap:
 
 
 def shift_overlap(hot: OneHot) -> Overlap:
-    """Return the share of the captured experts that routers would choose `SHIFTS` positions further, per sequence.
+    """Return the share of a sequence's captured experts that routers would choose `SHIFTS` positions further.
 
-    If the captured routes are one token late, the shift -1 wins.
+    A row per sequence, a column per shift. If the captured routes are one token late, the shift -1 wins.
     """
     length, columns = hot.capture.shape[1], []
     for shift in SHIFTS:
@@ -133,7 +134,7 @@ def shift_overlap(hot: OneHot) -> Overlap:
 
 
 def sequence_overlap(hot: OneHot) -> Overlap:
-    """Return the share of sequence `i`'s captured experts that routers would choose at the position in sequence `j`."""
+    """Return the share of sequence `i`'s captured experts that routers would choose at the same position of `j`."""
     number = len(hot.capture)
     matches = hot.capture.reshape(number, -1) @ hot.live.reshape(number, -1).T
     known = hot.num_named.reshape(number, -1) @ hot.has_live.reshape(number, -1).T
@@ -148,9 +149,9 @@ def ownership(hot: OneHot) -> tuple[Float[np.ndarray, " sequences"], Int[np.ndar
     and the number of compared rows.
 
     Routes of another step or response agree a little with every sequence: texts begin alike, and some experts are
-    popular. So only rows count in which the routers choose differently for another sequence at the same position. If
-    the capture has `own` experts of the one choice and `other` of the other, and the choices share `common` experts,
-    the ownership is `sum(own - other) / sum(topk - common)`.
+    popular. So a row counts only if the routers choose differently for another sequence at the same position. The
+    capture has `own` experts of its own sequence's choice and `other` experts of the other sequence's choice, and the
+    two choices share `common` experts. Then the ownership is `sum(own - other) / sum(topk - common)`.
     """
     # Pairs of a sequence and another one, at all positions at once.
     found, common = hot.both.transpose(0, 2, 3, 1, 4) @ hot.live.transpose(1, 2, 3, 0)
@@ -178,8 +179,8 @@ def find_anomalies(
 ) -> list[RoutingAnomaly]:
     """Report captured rows that belong to another layer, token or sequence, or whose ids mean other experts.
 
-    A partner wins if its overlap exceeds the right one's by 0.1 and by 6 standard errors of a share, and is above 0.5
-    beyond chance.
+    A wrong partner wins if its overlap exceeds that of the right partner by at least 0.1 and six standard errors of a
+    share, and is at least 0.5 beyond chance.
     """
     names = list(sequences) or [str(number) for number in range(len(sample.capture))]
     hot = OneHot(sample, num_experts)
@@ -201,7 +202,7 @@ def find_anomalies(
 
 
 def _renumbered(hot: OneHot, counts: Int[np.ndarray, "kinds layers experts"] | None) -> dict[int, Renumbering]:
-    """Return the renumbering of each layer that has one, by the layer's position."""
+    """Return position of the layer -> renumbering, for the layers with a renumbering."""
     if counts is None:
         both = (hot.capture * hot.has_live[..., None], hot.live * (hot.num_named > 0)[..., None])
         counts = np.stack([of.sum((0, 1)) for of in (*both, hot.capture * hot.live)]).round().astype(np.int64)
@@ -269,13 +270,13 @@ def _agreement_of(hot: OneHot, places: Sequence[int]) -> tuple[str, str]:
 
 
 def least_lead(counts: Int[np.ndarray, "*rows"]) -> Float[np.ndarray, "*rows"]:
-    """Return the least difference of shares of `counts` rows that counts: 0.1, and six standard errors."""
+    """Return the least significant difference between shares of `counts` rows: 0.1, and six standard errors."""
     lead: Float[np.ndarray, "*rows"] = np.maximum(_LEAST_LEAD, _SIGMAS * 0.5 / np.sqrt(np.maximum(counts, 1)))
     return lead
 
 
 def foreign_capture(slot_kappa: float | None) -> list[RoutingAnomaly]:
-    """Report a capture of entirely other tokens, such as the step before, by the kappa of all rows."""
+    """Report a capture of different tokens, such as the previous step's, if the kappa over all rows shows it."""
     if slot_kappa is None or slot_kappa >= LEAST_KAPPA:
         return []
     text = f"the routes are not those of these tokens: beyond chance they agree in {slot_kappa:.3f} of the experts"
@@ -285,7 +286,7 @@ def foreign_capture(slot_kappa: float | None) -> list[RoutingAnomaly]:
 def _winners(
     overlap: Overlap, right: Int[np.ndarray, " rows"], counts: Int[np.ndarray, " rows"]
 ) -> list[tuple[int, int]]:
-    """Return the rows in which another partner wins, with this partner."""
+    """Return (row, winning partner) for each row in which a wrong partner wins."""
     share, chance = overlap
     rows = np.arange(len(share))
     # Without known routes no partner wins.

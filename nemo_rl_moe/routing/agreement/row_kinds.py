@@ -20,7 +20,7 @@ class Row(IntEnum):
     ZERO = 3
     """Expert 0 in all slots: memory that was never written."""
     DUPLICATED = 4
-    """Another expert more than once."""
+    """Names an expert more than once, and is not `ZERO`."""
     OUT_OF_RANGE = 5
     """An id of no expert, or unknown ids among others."""
     UNEXPECTED = 6
@@ -30,4 +30,4 @@ class Row(IntEnum):
     LIVE_SAME = 8
     """The router would choose the captured set by itself."""
     LIVE_SLOTS = 9
-    """Not rows, but captured experts that the router would choose, up to `topk` per row."""
+    """Number of captured experts (not rows) that the router would choose, up to `topk` per row."""

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Agreement statistics of captured routes: the kinds of rows, and how far they agree with the routers in training.
 
-A capture contains the experts of each token in each MoE layer that another pass chose, such as the rollout. Everything
-is counted on the device without host synchronisation, in tensors of the same shape on every rank, which one collective
-adds up.
+A capture contains the experts that another pass, such as the rollout, chose for each token in each MoE layer.
+Everything is counted on the device without host synchronisation. The counts have the same shape on every rank, so that
+one collective adds them up.
 """
 
 from bisect import bisect_left
@@ -48,7 +48,7 @@ class AgreementStatistics:
 
     Attributes:
         rows: A row for each MoE layer, a column for each `Row`.
-        margins: Usable rows by class of the router's margin, `[layers, classes, 2]`: all, and the differing ones.
+        margins: Number of usable rows, and of differing rows, by class of the router's margin: `[layers, classes, 2]`.
     """
 
     def __init__(self, num_layers: int, num_experts: int, device: torch.device):
@@ -79,8 +79,8 @@ class AgreementStatistics:
         `in_planes`.
 
         Args:
-            number: Index of the microbatch in the step, the same on all pipeline stages. For several microbatches,
-                their indices with their numbers of tokens.
+            number: Index of the microbatch in the step, the same on all pipeline stages. For several microbatches:
+                index -> number of tokens.
         """
         tokens = {number: len(fed)} if isinstance(number, int) else number
         for each, count in tokens.items():
@@ -103,7 +103,7 @@ class AgreementStatistics:
         places = torch.stack(named).clamp_(0, self._num_experts - 1) + self._places_of_experts[: len(named)]
         self._experts.scatter_add_(0, places.view(-1), torch.stack(counts).view(-1).long())
         of_kinds = torch.stack([kinds[kind].view(torch.uint8) for kind in Row if kind in kinds])
-        # In 32 bits, which takes a twentieth of 64 on a CPU.
+        # A sum in 32 bits takes a twentieth of the time of one in 64 bits on a CPU.
         counted = of_kinds.sum(-1, dtype=torch.int32).long()
         self.rows[:, : len(kinds)].index_add_(0, layers, counted.T)
         return live
@@ -118,13 +118,13 @@ class AgreementStatistics:
         usable: Bool[Tensor, "layers tokens"],
         seen: Sequence[RoutedTokens],
     ) -> dict[Row, Tensor]:
-        """Return the rows, and slots per row, in which routers and capture agree. Count margins and tokens."""
+        """Return the rows, and slots per row, in which routers and capture agree. Count margins, mark tokens."""
         live_same = taken_same = slots == len(live)
         if any(of_layer.taken is not of_layer.live for of_layer in seen):
             taken = in_planes(torch.stack([of_layer.taken for of_layer in seen]).transpose(0, 1), self._num_experts)
             taken_same = (num_in_common(routes.planes, taken) == len(taken)) & usable
         differs = usable & ~live_same
-        # The largest mark of all layers.
+        # A token gets the largest mark of all layers.
         of_layers = torch.add(usable.view(torch.uint8), differs.view(torch.uint8), alpha=_DIFFERS)  # usable: _COMPARED
         for number, marks in zip(tokens, of_layers.amax(0).split(list(tokens.values())), strict=True):
             self.tokens[number] |= marks
@@ -136,7 +136,7 @@ class AgreementStatistics:
     def _classes(
         self, margin: Float[Tensor, "layers tokens"], of_kinds: Bool[Tensor, "2 layers tokens"]
     ) -> Int[Tensor, "classes 2 layers"]:
-        """Return the numbers of tokens by class of margin: above one edge, minus above the next."""
+        """Return the number of tokens by class of margin: above its lower edge minus above its upper edge."""
         above = ((margin > self._edges)[:, None] & of_kinds).sum(-1, dtype=torch.int32)
         everywhere = of_kinds.sum(-1, dtype=torch.int32)[None]
         return torch.cat([everywhere, above, torch.zeros_like(everywhere)]).diff(dim=0).neg_().long()
@@ -146,7 +146,7 @@ class AgreementStatistics:
         if layers is self._last_layers:
             return
         self._last_layers = layers
-        # First by the capture, then by the routers, then by both.
+        # First the counts by the capture, then by the routers, then by both.
         of_kinds = torch.arange(3, device=layers.device)[:, None]
         self._places_of_experts = ((of_kinds * len(self.rows) + layers) * self._num_experts)[:, None, :, None]
 
@@ -178,7 +178,7 @@ class AgreementTotals:
 
     @property
     def of_experts(self) -> Int[np.ndarray, "kinds layers experts"]:
-        """Counts of each expert in the captured routes, by the routers, and by both."""
+        """Number of rows with each expert: in the captured routes, in the routers' choices, and in both."""
         return torch.stack([self.captured_experts, self.live_experts, self.agreed_experts]).numpy()
 
     @property
@@ -219,7 +219,8 @@ def agreement_metrics(totals: AgreementTotals, layers: tuple[int, ...], *, per_l
     - `rows_*_share`: shares of the expected rows
     - `agreement`: share of usable rows whose set of experts the routers took
     - `live_agreement`: the same for the set that they would choose by themselves
-    - `slot_agreement`: share of single experts, and `slot_kappa`: the same beyond chance (Cohen's kappa, `slot_chance`)
+    - `slot_agreement`: share of the captured experts that the routers would choose, and `slot_kappa`: this beyond
+      chance (Cohen's kappa, `slot_chance`)
     - `narrow_margin_share`: share of rows whose margin is at most 0.01
     - `flip_margin_median`: upper bound of the class (`MARGIN_EDGES`) with the median margin of the differing rows
     """
@@ -263,7 +264,7 @@ def agreement_metrics(totals: AgreementTotals, layers: tuple[int, ...], *, per_l
 _WRONG_ROWS = {
     Row.ZERO: "hold expert 0 alone",
     Row.DUPLICATED: "name an expert twice",
-    Row.OUT_OF_RANGE: "name experts that there are not",
+    Row.OUT_OF_RANGE: "name experts that do not exist",
     Row.UNEXPECTED: "belong to padding or to the last token of a sequence",
 }
 

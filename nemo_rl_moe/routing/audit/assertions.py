@@ -29,9 +29,9 @@ def assert_routes_agree(
 
     Args:
         captured: Experts of an engine or a replay, integers `[tokens, layers, topk]`, or `[tokens, topk]` for one
-            layer. An array, a tensor, or a list of one per sequence. -1 is unknown.
+            layer. An array, a tensor, or a list with one of them per sequence. -1 means unknown.
         expected: Experts of a reference, in the same form.
-        least_agreement: Least share of rows with the same set of experts. 1 suits one kernel on the same input. A
+        least_agreement: Least share of rows with the same set of experts. Use 1 for the same kernel and input. A
             reference in another number format flips near ties.
         layers: Indices of the layers in the model, for the messages. Without them layers count from 0.
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""An audited run, and its rollout and training in the form of two runs for the report and its findings."""
+"""An audited run, and its split into two runs, rollout and training, for the report and its findings."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ from nemo_rl_moe.runs.report.run_findings import episodes_of, findings_of
 ROLLOUT, TRAINING = "rollout", "training"
 _OF_CAPTURE, _OF_ROLLOUT_LOAD = ("moe/routing/", "moe/engine/", "moe/expert_bias_"), "rollout_moe/"
 _TAKEN = "moe/routing/agreement"
-"""Not shown: no file has the experts that training took instead of its choice."""
+"""This metric is not shown, since no file has the experts that training took instead of its own choice."""
 
 _WANTED = {
     "rollout_experts": "anything about the rollout's routes; the engine must return routed experts",
@@ -46,7 +46,7 @@ _COMPARISONS = {
         "how far log-probabilities of rollout and training are apart: one of them is missing",
     ),
 }
-"""Comparisons for `--require`: the metric of each, and a line if no step has it."""
+"""Name of a comparison for `--require` -> its metric, and a message if no step has this metric."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class AuditedRun:
 
     @property
     def missing(self) -> list[str]:
-        """Lines with each missing column, what it would show, and how to get it."""
+        """One line per missing column: its name, what it would show, and how to get it."""
         # A noise floor needs only some of the sequences.
         has_noise = any(key.startswith("moe/routing_noise/") for step in self.steps for key in step.metrics)
         reported = self.columns | ({"repeated_experts"} if has_noise else frozenset())
@@ -71,7 +71,7 @@ class AuditedRun:
 
     @property
     def not_checked(self) -> dict[str, str]:
-        """Comparisons that could not be made, by name, each with the open question."""
+        """Name of each comparison that could not be made -> the question that stays open."""
         return {name: text for name, (metric, text) in _COMPARISONS.items() if not self.series(metric)}
 
     def series(self, key: str) -> list[float]:
@@ -91,8 +91,8 @@ class SideFinding:
 
 
 def findings_over_steps(run: AuditedRun) -> list[SideFinding]:
-    """Return the findings that need several steps, as in a live run. Findings of single steps are with the steps."""
-    skipped = {*WRONG_ROUTES.values(), *get_args(IdleKind)}  # of single steps, and of rewards
+    """Return the findings over several steps, as in a live run. Findings of one step are among its anomalies."""
+    skipped = {*WRONG_ROUTES.values(), *get_args(IdleKind)}  # findings of single steps, and of rewards
     return [
         SideFinding(side.label or "", episode.latest)
         for side in sides_of(run)
@@ -102,9 +102,9 @@ def findings_over_steps(run: AuditedRun) -> list[SideFinding]:
 
 
 def sides_of(run: AuditedRun, name: str = "") -> list[RunData]:
-    """Return rollout and training as two runs, without a side that has no data.
+    """Return rollout and training as two runs. A side without data is omitted.
 
-    The rollout has its load and everything about its routes: agreement statistics, agreement of training, wrong routes.
+    The rollout has its load and everything about its routes: their kinds, their agreement with training, wrong routes.
     Training has its load, the mismatch and the noise floor.
     """
     keys = {key for step in run.steps for key in step.metrics}

@@ -66,10 +66,10 @@ def audit_step(
     writers: Sequence[str] = (),
     history: RunHistory | None = None,
 ) -> AuditedStep:
-    """Audit one step, whose sequences come a few at a time.
+    """Return the audit of one step. Each part has a few of its sequences.
 
     Args:
-        writers: Writers of all rows, in order. Without them, rows of different writers are not compared.
+        writers: Names of the processes that wrote the rows. Without them, rows of different writers are not compared.
         history: Earlier steps, to compare this step with. This step is added to it.
     """
     audit = _StepAudit(description, writers, history)
@@ -79,7 +79,7 @@ def audit_step(
 
 
 def names_of_slots(writers: Sequence[str]) -> list[str]:
-    """Return names of the slots of writers for messages. Writers that share a slot are counted together."""
+    """Return the name of each slot for messages. A slot counts one writer, or several if there are many."""
     return [f"the writer {' or '.join(writers[slot::SLOTS])}" for slot in range(min(len(writers), SLOTS))]
 
 
@@ -93,7 +93,7 @@ class _StepAudit:
         device = torch.device("cpu")
         shape = (len(description.layers), description.num_experts)
         self._layers = torch.arange(len(description.layers))
-        # With training, and without: the latter would look like sequences that training routes differently.
+        # Rows with routes of training, and rows without them, which would look as if training routed them differently.
         self._statistics, self._alone = AgreementStatistics(*shape, device), AgreementStatistics(*shape, device)
         self._repeated = AgreementStatistics(*shape, device)
         self._repeats = RepeatedRows(device)
@@ -360,11 +360,11 @@ class _StepAudit:
             return
         for name in ("rollout_logprobs", "training_logprobs"):
             if (values := self._of_all(name)) is not None and (wrong := int((~np.isfinite(values)).sum())):
-                text = f"{wrong:,} of {len(values):,} {name} of trained tokens are no numbers or infinite"
+                text = f"{wrong:,} of {len(values):,} {name} of trained tokens are NaN or infinite"
                 yield RoutingAnomaly("logprobs", text)
 
     def _of_rollout(self) -> Float[np.ndarray, " tokens"] | None:
-        """Return the rollout's log-probabilities, over the full vocabulary if its subset's probability is known."""
+        """Return the rollout's log-probabilities. They are over the full vocabulary if `kept_mass` is known."""
         values, kept = self._of_all("rollout_logprobs"), self._of_all("kept_mass")
         if values is None or kept is None:
             return values

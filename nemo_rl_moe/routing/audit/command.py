@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from nemo_rl_moe.routing.audit.sources import Source
 
 COMPARISONS = ("training", "logprobs")
-"""Keys of `AuditedRun.not_checked`. The command line starts without its module."""
+"""Keys of `AuditedRun.not_checked`, repeated here because the command line starts without its module."""
 SUMMARY = (
     "check the routed experts of an RL run of any framework: statistics, agreement, load balance, mismatch, findings"
 )
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="format of the files: capture, verl, slime (and miles), "
         "nemo-rl, nemo-rl-trace, areal, prime-rl, skyrl, vllm, sglang, transformers; auto, the default, detects it",
     )
-    parser.add_argument("--model", type=Path, metavar="DIR", help="the model's folder or config.json: layers, experts")
+    parser.add_argument("--model", type=Path, metavar="DIR", help="the model's folder or config.json, for its shape")
     parser.add_argument(
         "--training", type=Path, metavar="PATH", help="files with the routes of training for the same tokens"
     )
@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_words(words: Sequence[str]) -> None:
-    """Run `nemo-rl-moe audit` with these arguments, with the errors of `run`."""
+    """Run `nemo-rl-moe audit` with these arguments. It raises the errors of `run`."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     run(parser.parse_args(words))
@@ -170,7 +170,7 @@ def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
     if options.html is not None:
         write_audit_page(found, options.html, [] if comparison is None else distance_lines(comparison))
     required = set(options.require)
-    # Findings that only the other run has are in its lines, and no error.
+    # Findings of the other run alone are printed, but are no error.
     looked_at = found if comparison is None else found[:1]
     problems = [f"{run.path}: {text}" for run in looked_at for text in problems_of(run)]
     problems += [f"{trace.path}: {text}" for trace in traces for text in problems_of_trace(trace)]
@@ -178,7 +178,7 @@ def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
     if problems:
         raise RoutesAuditError(problems)
     unmade = [f"{run.path}: {text}" for run in looked_at for name, text in run.not_checked.items() if name in required]
-    unmade += [f"{trace.path}: a trace holds no routes, --require needs these" for trace in traces if required]
+    unmade += [f"{trace.path}: a trace has no routes, but --require needs routes" for trace in traces if required]
     if unmade:
         raise NotCheckedError([f"--require: NOT CHECKED: {text}" for text in unmade])
 

@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Comparison of two runs, such as with another engine, with a fix, or of another day.
+"""Comparison of two runs, such as runs with different engines, before and after a fix, or of different days.
 
-Metrics are means over the steps, and loads are summed over them. Sequences with the same token ids are compared token
-by token with `audit_step`, where the other run's side takes the role of training.
+Metrics are means over the steps, and loads are sums over the steps. Sequences with the same token ids are compared
+token by token with `audit_step`: one run takes the role of the rollout, the other that of training.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +29,7 @@ from nemo_rl_moe.runs.folder.captured_sequences import (
 )
 
 _MOST_TOKENS = 65536
-"""Tokens of the other run's sequences of a step that are kept in memory."""
+"""Number of tokens of the other run's sequences, per step, that are kept in memory."""
 _OF_SAME = (
     ("rows that agree", "moe/routing/live_agreement"),
     ("single experts that agree", "moe/routing/slot_agreement"),
@@ -57,7 +57,7 @@ class Comparison:
 
     @property
     def problems(self) -> list[str]:
-        """Routes of the same tokens that cannot both be right. Impossible log-probabilities concern a single run."""
+        """A line for each anomaly of sequences of both runs. Impossible log-probabilities concern a single run."""
         return [
             f"against {self.other.path}: step {step.step}: {side}: {anomaly.text}"
             for side, steps in self.same.items()
@@ -72,7 +72,7 @@ def compared(run: AuditedRun, source: Source, other: AuditedRun, other_source: S
     means = {key: (_mean(run.series(key)), _mean(there)) for key in keys if (there := other.series(key))}
     mine, theirs = run.description, other.description
     if (mine.layers, mine.num_experts, mine.topk) != (theirs.layers, theirs.num_experts, theirs.topk):
-        return Comparison(run, other, means, {}, {}, "they are of different models: loads and sequences say nothing")
+        return Comparison(run, other, means, {}, {}, "the models differ: loads and sequences cannot be compared")
     distances = {side: found for side in (ROLLOUT, TRAINING) if (found := _distance(run, other, side)) is not None}
     same: dict[str, list[AuditedStep]] = {ROLLOUT: [], TRAINING: []}
     for step, other_step in _pairs(source, other_source):
@@ -94,7 +94,7 @@ def comparison_lines(comparison: Comparison) -> list[str]:
 
 
 def distance_lines(comparison: Comparison) -> list[str]:
-    """Return the lines on distances of the loads, and on sequences that both runs have."""
+    """Return lines about the distances between the loads, and about the sequences that both runs have."""
     lines = [
         f"distance of the loads beyond chance, {side}: {found.mean:.3g}, highest {found.highest:.3g} in layer"
         f" {found.layer}"
@@ -152,7 +152,7 @@ def _distance(run: AuditedRun, other: AuditedRun, side: str) -> LoadDistance | N
 
 
 def _pairs(source: Source, other: Source) -> Iterator[tuple[int, int]]:
-    """Yield the steps whose sequences may be the same: with the same number, or the only ones."""
+    """Yield (step, other step) whose sequences may be the same: equal step numbers, or the only step of each run."""
     if len(source.read) == len(other.read) == 1:
         yield next(iter(source.read)), next(iter(other.read))
         return
@@ -165,7 +165,7 @@ def _same_sequences(
     read: Callable[[], Iterator[CapturedRows]],
     read_other: Callable[[], Iterator[CapturedRows]],
 ) -> dict[str, CapturedRows]:
-    """Return the sequences that both runs have, for each side, with the other run's side as training."""
+    """Return side -> sequences that both runs have. Their columns of training are the same side of the other run."""
     theirs: dict[bytes, Mapping[str, np.ndarray]] = {}
     tokens = 0
     for _, columns in _sequences(read_other()):

@@ -15,13 +15,13 @@ _MOST_LAYERS = 4
 
 
 class ExactCounts:
-    """Counts of one step, whose rollout and training have the same weights.
+    """Counts of one step in which rollout and training have the same weights.
 
     Attributes:
-        tokens: Trained tokens, and tokens with unequal log-probabilities.
-        sequences: All sequences, and sequences with such tokens.
-        parted: Such sequences by the layer of the first row that differs before the first unequal token. None means
-            that no row differs, so attention, a dense layer or the output layer computes differently.
+        tokens: Number of trained tokens, and number of tokens with unequal log-probabilities.
+        sequences: Number of all sequences, and number of sequences with an unequal token.
+        parted: Layer of the first row that differs before the first unequal token -> number of sequences. The layer is
+            None if no row differs, so that attention, a dense layer or the output layer computes differently.
     """
 
     def __init__(self, layers: Sequence[int]):
@@ -45,7 +45,7 @@ class ExactCounts:
                 self.parted[self._first_layer(rows, first, first + int(places[0]))] += 1
 
     def _first_layer(self, rows: CapturedRows, first: int, token: int) -> int | None:
-        """Return the layer of the first differing row among the rows that a token's log-probability depends on."""
+        """Return the layer of the first row that differs and on which the token's log-probability depends, or None."""
         names = ("rollout_experts", "training_experts")
         if not all(name in rows.columns for name in names):
             return None

@@ -8,11 +8,11 @@ from nemo_rl_moe.shapes import Bool, Float
 
 
 class BiasHistory:
-    """Biases of the steps so far.
+    """Last bias, and layers whose bias has changed in the steps so far.
 
     Args:
-        is_updated: Whether training updates the bias after every step. None is unknown: then only layers that have
-            changed before should change.
+        is_updated: Whether training updates the bias after every step. None means unknown. Then only layers that have
+            changed before are expected to change.
     """
 
     def __init__(self, is_updated: bool | None = None):
@@ -25,11 +25,11 @@ class BiasHistory:
         bias: Float[np.ndarray, "layers experts"] | None,
         before: Float[np.ndarray, "layers experts"] | None = None,
     ) -> dict[str, float]:
-        """Add the next step that has a bias. Return its largest value, and `expert_bias_frozen_layers` if any.
+        """Add the next step with a bias. Return its largest absolute value, and the number of frozen layers, if any.
 
         Args:
-            before: Bias before the last update, which should have changed it. Without it the previous step is used.
-                Several updates may lie between, and an even number of them can restore a bias.
+            before: Bias before the last update, which should have changed it. Without it, the bias of the previous step
+                is used. Several updates may lie between the two, and an even number of updates can restore a bias.
         """
         if bias is None:
             return {}

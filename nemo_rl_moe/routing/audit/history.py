@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""History of an audit: earlier steps, to compare a step with."""
+"""History of an audit: earlier steps with which a step is compared."""
 
 from nemo_rl_moe.routing.audit.expert_bias import BiasHistory
 from nemo_rl_moe.routing.audit.prefixes import PrefixHistory

@@ -3,7 +3,7 @@
 """Positions that the indexer of sparse attention (DeepSeek-V3.2) chose, captured for replay like routes.
 
 A token attends to `k` positions up to its own. In a packed batch, an engine or trainer may count positions from the
-start of the batch instead of the sequence. Then all are too high by the start of the sequence.
+start of the batch instead of the sequence. Then all positions are too high by the start of the sequence.
 """
 
 from enum import IntEnum
@@ -15,7 +15,7 @@ from nemo_rl_moe.runs.folder.captured_sequences import UNKNOWN, CapturedRows
 from nemo_rl_moe.shapes import Int
 
 _LEAST_OVERLAP = 0.8
-"""Least share of positions that rollout and training have in common. Correct ones have more, as only ties differ."""
+"""Least share of positions that rollout and training have in common. Correct positions differ only in ties."""
 
 
 class Indexed(IntEnum):
@@ -25,15 +25,15 @@ class Indexed(IntEnum):
     AHEAD = 1
     """Names a position after its token."""
     SHIFTED = 2
-    """Correct after subtracting the lowest position of its sequence, which is above 0."""
+    """Names a position after its token, unless the sequence's lowest position (above 0) is subtracted."""
     REPEATED = 3
     NEGATIVE = 4
     """Names a negative position other than -1."""
     MISSING = 5
     SHORT = 6
-    """Names fewer positions than precede the token, although there are slots."""
+    """Names fewer positions than the token can attend to, although it has slots for more."""
     COMPARED = 7
-    """Positions of rows that both sides have, and the common ones."""
+    """Number of positions in rows that both sides have. `COMMON` is the number that both sides chose."""
     COMMON = 8
 
 
@@ -83,7 +83,7 @@ class IndexerCounts:
                 self.counts[Indexed.COMMON] += len(np.intersect1d(one[one != UNKNOWN], other[other != UNKNOWN]))
 
     def metrics(self) -> dict[str, float]:
-        """Return the number of rows, the missing share, and the share of common positions, if there are rows."""
+        """Return the number of rows, and the shares of missing rows and of common positions. Empty without rows."""
         rows, compared = self.counts[Indexed.ROWS], self.counts[Indexed.COMPARED]
         if not rows:
             return {}
@@ -98,7 +98,7 @@ class IndexerCounts:
         if ahead := int(counts[Indexed.AHEAD]):
             shifted = int(counts[Indexed.SHIFTED])
             more = (
-                f"; {shifted:,} are right less the first position of their sequence: positions of a packed batch"
+                f"; {shifted:,} are right minus the start of their sequence: they count from the packed batch"
                 if shifted > ahead // 2
                 else ""
             )
@@ -106,7 +106,7 @@ class IndexerCounts:
         for kind, what in (
             (Indexed.REPEATED, "name a position twice"),
             (Indexed.NEGATIVE, "name positions below 0"),
-            (Indexed.SHORT, "name fewer positions than there are"),
+            (Indexed.SHORT, "name fewer positions than their token can attend to"),
         ):
             if counts[kind]:
                 found.append(f"{int(counts[kind]):,} of {rows:,} rows of the indexer {what}")

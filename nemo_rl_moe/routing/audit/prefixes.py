@@ -3,8 +3,8 @@
 """Routes of the same tokens at different steps: how far the weights of engine and trainer have moved.
 
 Routes at a token depend only on the weights and on the tokens up to it. Sequences of different steps share prefixes (a
-chat template, a repeated prompt), so their rows on both sides can be compared with an earlier step's. An engine that
-gets no weights repeats its rows while the trainer's change.
+chat template, a repeated prompt). So the rows of these prefixes, by the engine and by the trainer, can be compared with
+the rows of an earlier step. An engine that gets no weights repeats its rows while the trainer's rows change.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from nemo_rl_moe.shapes import Bool, Int
 
 _MOST_TOKENS, _MOST_KEYS, _MOST_FRESH = 64, 4096, 8192
 _LEAST_MOVED, _LEAST_RATIO = 30, 4
-"""Least number of rows that training changed, and its least ratio to rows that differed between the sides before."""
+"""Least number of rows that training changed, and its least ratio to the rows in which both sides differed before."""
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class PrefixRows:
     """Rows of the prefixes of one step's sequences.
 
     Attributes:
-        places: Index of the row of each prefix, by its token ids.
-        rows: Rows of the rollout and of training, experts in ascending order.
+        places: Token ids of a prefix -> index of its row in `rows`.
+        rows: Rows of the rollout and of training, each with its experts in ascending order.
         versions: Version of the rollout's weights, -1 if unknown.
-        fresh: Rows of responses that both sides have, and how many of them differ.
+        fresh: Number of rows of responses that both sides have, and number of these rows that differ.
     """
 
     places: Mapping[bytes, int]
@@ -39,7 +39,7 @@ class PrefixRows:
 
 
 class PrefixCollector:
-    """Prefixes of the sequences of one step, each once."""
+    """Collects the prefixes of one step's sequences, each once."""
 
     def __init__(self) -> None:
         self._places: dict[bytes, int] = {}
@@ -91,16 +91,16 @@ def _sorted(
 
 
 class PrefixHistory:
-    """Prefixes of earlier steps, the further back the fewer."""
+    """Prefixes of earlier steps. All of the last steps are kept, and fewer of the steps further back."""
 
     def __init__(self) -> None:
         self._earlier: list[tuple[int, PrefixRows]] = []
 
     def compared(self, step: int, now: PrefixRows | None) -> dict[str, float]:
-        """Add the next step, and return how far both sides have moved since an earlier one.
+        """Add the next step, and return how far both sides have moved since an earlier step.
 
-        This is the latest step since which training has moved clearly: in 30 rows, and in four times the rows in which
-        both sides differed then. Empty without such a step.
+        The earlier step is the latest one since which training has moved clearly: in 30 rows, and in four times the
+        number of rows in which both sides differed then. Empty without such a step.
         """
         if now is None:
             return {}

@@ -3,10 +3,10 @@
 """NeMo-RL's traces of router replay (`NRL_R3_TRACE=1`): whether the routes of the rollout reached the routers.
 
 Layout of the main branch of August 2026, `nemo_rl/utils/r3_trace.py`: each process writes
-`r3_trace_{host}_pid{pid}.jsonl` with one event per line, which has digests (SHA-256) of routes and token ids, but no
-routes. The events are the routes that the rollout sent (`rollout_payload_sample`), those that a stage of training
-fetched (`tq_fetch_sample`), the routes assigned to each layer (`router_replay_assignment`), its replay
-(`router_replay_action`), and with `NRL_R3_TRACE_VERIFY_FORWARD=1` the experts that its router took
+`r3_trace_{host}_pid{pid}.jsonl` with one event per line. An event has digests (SHA-256) of routes and token ids, but no
+routes. The events: the rollout sent routes (`rollout_payload_sample`), a stage of training fetched routes
+(`tq_fetch_sample`), a layer was assigned routes (`router_replay_assignment`), a layer replayed its routes
+(`router_replay_action`), and (only with `NRL_R3_TRACE_VERIFY_FORWARD=1`) a router took experts
 (`router_replay_forward_verify`).
 """
 
@@ -22,17 +22,17 @@ from nemo_rl_moe.routing.audit.summary import JSON_LAYOUT
 
 PATTERN = "r3_trace_*.jsonl"
 _STAGES = {"prev_lp": "prev-logprob", "train": "train"}
-"""Stages of training: their names in fetches and in replays."""
+"""Name of a stage of training in fetches -> its name in replays."""
 _MOST_FALLBACK, _MOST_NAMED = 0.001, 8
 Event = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class R3Trace:
-    """Events of a run.
+    """Events of a run, by the name of the event.
 
     Attributes:
-        unread: Lines that are not events, such as an unfinished last one.
+        unread: Files and lines that are not events, such as an unfinished last line.
     """
 
     path: Path
@@ -41,17 +41,17 @@ class R3Trace:
 
 
 def trace_files(path: Path) -> list[Path]:
-    """Return the files of a trace at a path, if any."""
+    """Return the files of the trace at a path. Empty if there is no trace."""
     if path.is_file():
         return [path] if path.match(PATTERN) else []
     return sorted(path.glob(PATTERN)) if path.is_dir() else []
 
 
 def read_trace(path: Path) -> R3Trace:
-    """Read the files of all processes.
+    """Return the trace in the files of all processes.
 
     Raises:
-        DataError: They contain no event.
+        DataError: The files contain no event.
     """
     events: dict[str, list[Event]] = defaultdict(list)
     unread = []
@@ -81,7 +81,7 @@ def lines_of_trace(trace: R3Trace) -> list[str]:
     lines = [f"{trace.path}: trace of NeMo-RL's router replay, {counted(sum(counts.values()), 'event')}"]
     lines += [f"  {name:38}{count:>12,}" for name, count in sorted(counts.items())]
     if not trace.events.get("router_replay_forward_verify"):
-        lines.append("note: what routers took is not traced; NRL_R3_TRACE_VERIFY_FORWARD=1 records it")
+        lines.append("note: the experts that routers took are not traced; NRL_R3_TRACE_VERIFY_FORWARD=1 records them")
     if trace.unread:
         lines.append(f"note: not read: {_named(trace.unread)}")
     lines.append(counted(len(problems_of_trace(trace)), "finding", zero="no"))
@@ -109,7 +109,7 @@ def trace_json(trace: R3Trace) -> dict[str, Any]:
 
 
 def _transport(trace: R3Trace) -> Iterator[str]:
-    """Yield differences between the routes that the rollout sent and the routes that training fetched."""
+    """Yield a line for each difference between the routes that the rollout sent and that training fetched."""
     sent: dict[str, Event] = {}
     for event in trace.events.get("rollout_payload_sample", ()):
         sent.setdefault(str(event.get("key")), event)
@@ -118,7 +118,7 @@ def _transport(trace: R3Trace) -> Iterator[str]:
         fetched.setdefault(str(event.get("stage")), defaultdict(list))[str(event.get("key"))].append(event)
     if not sent:
         if trace.events.get("tq_fetch_sample"):
-            yield "training fetched routes, and the trace has none that a rollout sent"
+            yield "training fetched routes, but the trace has no routes that a rollout sent"
         return
     for stage, by_key in fetched.items():
         for name, what in (("routed_experts", "routes"), ("input_ids", "token ids")):
@@ -149,7 +149,7 @@ def _is_zero(event: Event) -> bool:
 
 
 def _replay(trace: R3Trace) -> Iterator[str]:
-    """Yield stages and layers without replay."""
+    """Yield a line for each stage, and for the layers of a stage, that did not replay routes."""
     given, forward, backward = (defaultdict[str, set[Any]](set) for _ in range(3))
     for event in trace.events.get("router_replay_assignment", ()):
         given[str(event.get("stage"))].add(event.get("layer_number"))

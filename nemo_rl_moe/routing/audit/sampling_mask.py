@@ -3,9 +3,9 @@
 """Rollout log-probabilities that are normalised over a top-p or top-k subset, while training's are not.
 
 If a token's subset has the probability `m`, then `log p_rollout = log p - log m`. So training's log-probability is
-lower by `-log m` at every token, and never by more than `-log p` under top-p. The numerics of two engines differ in
-both directions. And as the rollout samples the tokens, the mean of `p_training / p_rollout` is 1 for any two
-distributions on the same tokens. With a subset it is the mean of `m`.
+lower by `-log m` at every token. Under top-p this is at most `-log top_p`. The numerics of two engines differ in both
+directions. The rollout samples the tokens. So the mean of `p_training / p_rollout` is 1 for any two distributions on
+the same tokens, and with a subset it is the mean of `m`.
 """
 
 import numpy as np
@@ -18,14 +18,14 @@ _FLOOR_QUANTILE = 0.001
 
 
 def subset_metrics(gap: Float[np.ndarray, " tokens"]) -> dict[str, float]:
-    """Return `subset_mass`, the mean probability of the subsets, and `subset_floor`, the lowest, if gaps show subsets.
+    """Return `subset_mass` and `subset_floor`, the mean and lowest probability of the subsets. Empty if there are none.
 
     Args:
         gap: Log-probabilities of training minus those of the rollout, in nats, all finite.
     """
     if len(gap) < _LEAST_TOKENS:
         return {}
-    higher = gap[gap > 0]  # by rounding alone, so it shows how much of the negative gaps is rounding
+    higher = gap[gap > 0]  # only rounding makes a gap positive, so these show its size in negative gaps too
     noise = float(np.sqrt(np.square(higher).mean())) if len(higher) else 0.0
     threshold = max(_LEAST_GAP, _NOISES * noise)
     above, below = int((gap > threshold).sum()), int((gap < -threshold).sum())

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Sources of an audit: a capture folder, or another framework's files, converted in memory one file at a time.
+"""Sources of an audit: a capture folder, or files of another framework, which are converted in memory one at a time.
 
 The routes and log-probabilities of training may be in separate files, which are matched by token ids.
 """
@@ -54,9 +54,10 @@ class Source:
     """Sequences of a run.
 
     Attributes:
-        sequences: The sequences for writing a capture. None if the source is a capture.
+        read: Step -> function that yields its rows.
+        sequences: Step -> function that yields its sequences, to write a capture. None if the source is a capture.
         notices: Assumptions, one per line. Reading steps adds more.
-        unread: Unreadable files with the reasons. Reading steps adds more.
+        unread: Unreadable file -> reason. Reading steps adds more.
     """
 
     description: CaptureDescription
@@ -70,12 +71,12 @@ class Source:
 def open_source(
     path: Path, kind: str, model: RouterShape | None, training: Path | None, chosen: Steps | None
 ) -> Source:
-    """Open a run as a source of sequences.
+    """Return a run as a source of sequences.
 
     Args:
         path: A capture folder, the folder of a run of this project with a capture, or a framework's file or folder.
         kind: One of `FORMATS`.
-        training: Files with the training side of the same sequences.
+        training: Files with the routes and log-probabilities of training for the same sequences.
 
     Raises:
         DataError: There is nothing to read.
@@ -83,9 +84,7 @@ def open_source(
     capture = _capture_folder(path) if kind in (AUTO, CAPTURE) else None
     if capture is not None or kind == CAPTURE:
         if training is not None:
-            raise DataError(
-                f"--training {training}: is for other formats; a capture has columns of its own for training"
-            )
+            raise DataError(f"--training {training}: is for other formats; a capture has its own columns for training")
         return _capture(capture or path, chosen)
     for name, place in (("", path), ("--training ", training)):
         if place is not None and not place.exists():
@@ -112,7 +111,7 @@ def _capture_folder(path: Path) -> Path | None:
 
 
 def _format_hint(path: Path) -> str:
-    """Return a hint at `--format` if a format was given as a path."""
+    """Return a hint at `--format` if the path is the name of a format, otherwise an empty text."""
     return f"; for a format: --format {path}" if str(path) in FORMATS else ""
 
 
@@ -129,7 +128,7 @@ def _capture(folder: Path, chosen: Steps | None) -> Source:
 def _readable(
     description: CaptureDescription, step: int, files: Sequence[Path], unread: dict[Path, str]
 ) -> Iterator[CapturedRows]:
-    """Read the files of a step of a capture, and note the unreadable ones."""
+    """Yield the rows of a step's files in a capture. Unreadable files are added to `unread`."""
     for file in files:
         try:
             yield from read_step(description, step, [file])
@@ -168,9 +167,9 @@ class _Files:
     def __init__(self, path: Path, kind: str, model: RouterShape | None, chosen: Steps | None):
         self.path, self.model = path, model
         self.unread: dict[Path, str] = {}
-        """Unreadable files of a folder, with the reason."""
+        """Unreadable file of a folder -> reason."""
         self.partly: dict[Path, str] = {}
-        """Files of JSON lines with some unreadable lines."""
+        """File of JSON lines with unreadable lines -> message."""
         steps = files_by_step(path)
         if path.is_dir():
             if not steps:
@@ -198,7 +197,7 @@ class _Files:
         return found is not None or kind != AUTO
 
     def read(self, step: int) -> Iterator[list[CapturedSequence]]:
-        """Read the files of a step. Unreadable files of a folder are skipped and noted in `unread`."""
+        """Yield the sequences of each file of a step. Unreadable files of a folder go to `unread`."""
         for file in self.steps[step]:
             if file in self.unread:
                 continue
@@ -271,7 +270,7 @@ class _Converted:
         self.notices: list[str] = []
 
     def description(self) -> CaptureDescription:
-        """Return the layers and experts, from the model's configuration or from all files."""
+        """Return the layers and experts, from the model's configuration, or else from all files."""
         made_by, indexer = self._files.adapter.made_by, self._indexer_shape()
         shape: tuple[int, ...] | None = None
         largest, written = -1, np.zeros(0, dtype=bool)
@@ -282,7 +281,7 @@ class _Converted:
                     if shape is not None and experts.shape[1:] != shape and self._model is None:
                         raise DataError(
                             f"{files.path}: step {step}: got {list(experts.shape[1:])} layers and experts of a token,"
-                            f" elsewhere {list(shape)}; --model DIR says which layers have experts"
+                            f" elsewhere {list(shape)}; add --model DIR, which has the layers with experts"
                         )
                     if shape is None:
                         shape, written = experts.shape[1:], np.zeros(experts.shape[1], dtype=bool)
@@ -292,23 +291,23 @@ class _Converted:
                 if shape and self._model:
                     break
         if shape is None:
-            self.notices.append("no sequence has routed experts: nothing is said about routes")
+            self.notices.append("no sequence has routed experts: routes are not checked")
             return CaptureDescription((), 0, 0, made_by, indexer_shape=indexer)
         if self._model is not None:
             shape_of_model = self._model.moe_layers, self._model.num_experts, self._model.topk
             return CaptureDescription(*shape_of_model, made_by, indexer_shape=indexer)
         self.notices.append(
-            f"num_experts: {largest + 1}, the largest number of an expert and 1; --model DIR says how many"
+            f"num_experts: {largest + 1}, the highest expert id plus 1; --model DIR gives the exact number"
         )
         if not written.all():
             layers = ", ".join(map(str, np.flatnonzero(~written)))
             self.notices.append(
-                f"layers {layers} hold expert 0 alone everywhere: --model DIR says whether they are dense"
+                f"layers {layers} hold expert 0 alone everywhere: --model DIR shows whether they are dense"
             )
         return CaptureDescription(tuple(range(shape[0])), largest + 1, shape[1], made_by, indexer_shape=indexer)
 
     def _indexer_shape(self) -> tuple[int, int]:
-        """Return the layers and positions of the first sequence with an indexer's choice, otherwise (0, 0)."""
+        """Return (number of layers, positions per token) of the first choice of an indexer, otherwise (0, 0)."""
         for step in self._files.steps:
             for part in self._files.read(step):
                 for sequence in part:
@@ -332,7 +331,7 @@ def _experts(parts: Iterator[list[CapturedSequence]]) -> Iterator[np.ndarray]:
 
 
 def _of_moe_layers(values: np.ndarray, model: RouterShape, where: str) -> np.ndarray:
-    """Return the rows of the layers with experts, given rows of these or of all layers."""
+    """Return the rows of the layers with experts, from rows of only these layers or of all layers."""
     if values.ndim == 3 and values.shape[2] != model.topk:
         raise DataError(f"{where}: got {values.shape[2]} experts of a token, expected {model.topk} as --model says")
     if values.shape[1] == len(model.moe_layers):
@@ -346,7 +345,7 @@ def _of_moe_layers(values: np.ndarray, model: RouterShape, where: str) -> np.nda
 
 
 class _Partners:
-    """Training side of a step's sequences, by their token ids."""
+    """Finds the columns of training for a step's sequences, by their token ids. The found sequence is the *partner*."""
 
     def __init__(self, files: _Files | _CapturedRoutes, step: int):
         self._path, self._missing, self._joined = files.path, 0, 0
@@ -359,7 +358,7 @@ class _Partners:
                         self._columns.setdefault(token_key(sequence.columns), []).append(_as_training(sequence))
 
     def joined(self, sequence: CapturedSequence) -> CapturedSequence:
-        """Return the sequence with the columns of its partner. Of several partners each is used once."""
+        """Return the sequence with the columns of its partner. Of several with the same ids, each is used once."""
         if "token_ids" not in sequence.columns:
             raise DataError(f"--training {self._path}: sequence {sequence.name} has no token ids to find it by")
         found = self._columns.get(token_key(sequence.columns))
@@ -368,14 +367,14 @@ class _Partners:
             routes = sequence.columns.get("rollout_experts")
             if routes is None:
                 return sequence
-            # Without this column, the column would count as missing in all other sequences.
+            # If one sequence lacked this column, it would count as missing in all other sequences too.
             unknown = np.full((sequence.num_tokens, *routes.shape[1:]), UNKNOWN, dtype=np.int16)
             return replace(sequence, columns={**sequence.columns, "training_experts": unknown})
         self._joined += 1
         return replace(sequence, columns={**sequence.columns, **(found.pop(0) if len(found) > 1 else found[0])})
 
     def reported(self, step: int) -> str:
-        """Return a notice of missing partners, or an empty text."""
+        """Return a notice about sequences without a partner, or an empty text."""
         if not self._joined:
             raise DataError(f"--training {self._path}: has the token ids of no sequence of step {step}")
         total = self._joined + self._missing
@@ -388,7 +387,7 @@ def token_key(columns: Mapping[str, np.ndarray]) -> bytes:
 
 
 def _as_training(sequence: CapturedSequence) -> Mapping[str, np.ndarray]:
-    """Return the columns of training. Routes that have no side in their format, such as verl's, are training's."""
+    """Return the columns of training. Routes count as training's if their format (such as verl's) names no side."""
     found = {name: sequence.columns[name] for name in _OF_TRAINING if name in sequence.columns}
     if "training_experts" not in found and "rollout_experts" in sequence.columns:
         found["training_experts"] = sequence.columns["rollout_experts"]

@@ -60,9 +60,9 @@ SHOWN = (
         ("share of dead experts", "rollout_moe/dead_expert_frac_mean"),
     )),
 )  # fmt: skip
-"""Titles, each with the labels and keys of its metrics."""
+"""Pairs of a title and its rows. A row is the label of a metric and its key."""
 JSON_LAYOUT: Mapping[str, Any] = {"format": "routing-audit", "version": 1}
-"""Within a version no key is renamed or changes its meaning. New keys may be added."""
+"""Within a version, no key is renamed and none changes its meaning. New keys may be added."""
 _OF_FINDINGS = ("kind", "layer", "first_step", "last_step", "is_over", "text")
 
 
@@ -83,7 +83,7 @@ def lines_of(run: AuditedRun) -> list[str]:
 
 
 def _of_versions(run: AuditedRun) -> list[str]:
-    """Return a line about routes of several versions of the weights over all steps, if there are any."""
+    """Return a line about all steps' responses that several weight versions sampled. Empty if there are none."""
     names = ("rows", "agreement", "agreement_of_own", "agreement_of_newest")
     series = np.array([run.series(f"{PREFIX}{name}") for name in names])
     if not series.size:
@@ -108,7 +108,7 @@ def problems_of(run: AuditedRun) -> list[str]:
 
 
 def _of_steps(run: AuditedRun) -> list[str]:
-    """Return lines about single steps, one per kind and layer: a lasting cause is reported once."""
+    """Return lines about anomalies of steps. An anomaly of the same kind and layer at several steps gets one line."""
     found: dict[tuple[str, int | None], list[tuple[int, str]]] = {}
     for step in run.steps:
         for anomaly in step.anomalies:
@@ -116,7 +116,7 @@ def _of_steps(run: AuditedRun) -> list[str]:
     lines = []
     for of_cause in found.values():
         first, last = of_cause[0][0], of_cause[-1][0]
-        if first == last:  # a step may have several of a kind, such as several sequences
+        if first == last:  # a step may have several anomalies of a kind, such as several sequences
             lines += [f"step {first}: {text}" for _, text in of_cause]
         else:
             number = len({step for step, _ in of_cause})
@@ -145,7 +145,7 @@ def number_text(value: float) -> str:
 
 
 def as_json(run: AuditedRun) -> Mapping[str, Any]:
-    """Convert a run to JSON, in the layout in docs/audit.md."""
+    """Return a run as JSON, in the layout of docs/audit.md."""
     description = run.description
     return {
         **JSON_LAYOUT,

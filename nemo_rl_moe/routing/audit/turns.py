@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routes by turns: parts of a rollout without routes, and the last token of a turn.
 
-The token that ends a turn was sampled, but no pass of that turn had it as an input: its row comes from the request of
-the next turn. If rows are joined turn by turn, a filler remains at its position (NeMo-RL#3485). One path of a rollout,
-such as requests that continue a conversation, may have no routes at all (rllm#756).
+The token that ends a turn was sampled, but no pass of that turn had it as an input. Its row comes from the request of
+the next turn. If rows are joined turn by turn, a filler remains at its position (NeMo-RL#3485). One code path of a
+rollout, such as the requests that continue a conversation, may return no routes at all (rllm#756).
 """
 
 from enum import IntEnum
@@ -19,16 +19,16 @@ from nemo_rl_moe.shapes import Bool, Int
 MOST_TURNS = 4
 """Sequences with this number of turns or more are counted together."""
 _LEAST_SEQUENCES, _FEW, _MANY = 4, 0.5, 0.9
-"""Sequences with a number of turns, and the shares of them with routes that differ."""
+"""Least number of sequences with the same number of turns, and shares with routes that count as few and as many."""
 _LEAST_ENDS, _LEAST_ROWS, _BELONG, _SAMPLED = 4, 24, 0.8, 2048
 
 
 class Place(IntEnum):
-    """Kinds of counts, for tokens at the end of a turn and for other tokens before a trained one."""
+    """Kinds of counts. Each is taken for tokens at the end of a turn, and for other tokens before a trained token."""
 
     TOKENS = 0
     FILLER = 1
-    """The first experts, or expert 0 alone, in every layer, although routers of training choose others."""
+    """Names the first experts, or expert 0 alone, in every layer, although the routers of training choose others."""
     MISSING = 2
     ROWS = 3
     """Rows that both sides have."""
@@ -39,8 +39,8 @@ class TurnCounts:
     """Counts of one step.
 
     Attributes:
-        places: Counts by `Place` of tokens at ends of turns, and of tokens elsewhere.
-        sequences: All sequences, and sequences with routes, by number of turns.
+        places: Counts by `Place`, first of tokens at ends of turns, then of other tokens.
+        sequences: Number of all sequences, and of sequences with routes, by number of turns.
     """
 
     def __init__(self) -> None:

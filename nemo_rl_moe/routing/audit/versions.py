@@ -1,10 +1,11 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Routes of responses that several versions of the weights sampled: each token's own, or the newest for all.
+"""Routes of responses that several weight versions sampled: does a row come from its token's version or the newest one?
 
 A request that a refit interrupts continues with new weights. Some engines return the routes of each pass (miles#2278),
-others the routes of the last prefill over all tokens (verl#6029). Rows of tokens that the newest version of their
-sequence sampled show how far routers of training agree with each version. Rows of older tokens are compared with both.
+others the routes of the last prefill over all tokens (verl#6029). If the newest version of its sequence sampled a
+token, the row shows how far routers of training agree with that version. Rows of older tokens are compared with the
+agreement of both versions.
 """
 
 import numpy as np
@@ -19,7 +20,11 @@ PREFIX = "moe/routing/versions/"
 
 
 class VersionRows:
-    """Usable rows of one step and rows that training would choose, by own and newest version, for sampled tokens."""
+    """Counts of one step: (own version of a token, newest version of its sequence) -> usable rows, and rows that
+    training would choose.
+
+    Only rows before a sampled token count.
+    """
 
     def __init__(self) -> None:
         self._counts: dict[tuple[int, int], Int[np.ndarray, " 2"]] = {}
@@ -32,7 +37,7 @@ class VersionRows:
         trained: Bool[np.ndarray, " tokens"],
         lengths: Int[np.ndarray, " sequences"],
     ) -> None:
-        """Add some concatenated sequences. A row belongs to the version that sampled the next token."""
+        """Add some concatenated sequences. The version of a row is the version that sampled the next token."""
         ends = lengths.cumsum()
         starts = ends - lengths
         newest = np.repeat(np.maximum.reduceat(np.where(trained, versions, UNKNOWN), starts), lengths)
@@ -50,8 +55,8 @@ class VersionRows:
             found += (usable.sum(), same.sum())
 
     def metrics(self) -> dict[str, float]:
-        """Return the agreement of older tokens' rows, and the agreement expected with routes of their own and of the
-        newest version. Empty if the versions do not differ clearly.
+        """Return the agreement of older tokens' rows, the agreement that routes of their own version would have, and
+        the agreement that routes of the newest version would have. Empty if the versions do not differ clearly.
         """
         of_version = {own: counts for (own, last), counts in self._counts.items() if own == last}
         total, expected = np.zeros(2), np.zeros(2)
@@ -65,7 +70,7 @@ class VersionRows:
         if rows < _LEAST_ROWS:
             return {}
         of_own, of_newest = (expected / rows).tolist()
-        # Rows of a token are not independent, so the error is that of a quarter of the rows.
+        # Rows of a token are not independent, so the error is computed for a quarter of the rows.
         error = 2 * (of_newest * (1 - of_newest) / rows + of_own * (1 - of_own) / rows) ** 0.5
         if abs(of_newest - of_own) < max(_LEAST_DIFFERENCE, _SIGMAS * error):
             return {}
@@ -79,7 +84,7 @@ class VersionRows:
 
 
 def version_note(rows: float, agreement: float, of_own: float, of_newest: float) -> str:
-    """Describe in a line which version the routes of older tokens belong to."""
+    """Return a line about which version the routes of older tokens belong to."""
     place = (agreement - of_own) / (of_newest - of_own)
     compared = (
         f"agree with training in {agreement:.3f} of {rows:,.0f} rows, of their own version {of_own:.3f} would, of"

@@ -30,19 +30,19 @@ METRICS = (
 )
 """Keys that `EngineSignal` reads."""
 _STANDS, _RUNS_AHEAD, _DISAGREES = 0.25, 1.5, 0.3
-"""Ratios to the rows that training changed: of rows that the engine changed (at most, and at least), and of rows that
-must differ now in the latter case."""
+"""Ratios to the number of rows that training changed. The engine does not move if it changed at most the first ratio.
+It moves too far if it changed at least the second ratio, and at least the third ratio of rows differs now."""
 _LEAST_STEPS, _LEAST_CYCLE, _LEAST_GROWTH, _LEAST_ORDER, _MOST_AFTER_RESET = 10, 6, 3.0, 0.9, 0.5
 _WINDOW, _VERSION_STEPS = 32, 4
 _LEAST_GAP = 1e-3
-"""Lowest peak of the gap in nats that matters."""
+"""Least peak of the gap, in nats, for a finding."""
 _Tooth = tuple[tuple[int, float], tuple[int, float]]
-"""Step and gap of the first and the last step of a rise before a fall. Two in a row are a saw-tooth. By chance, six
-steps rise with probability 1 in 720, whatever their spread."""
+"""(step, gap) of the first and of the last step of a rise that a fall follows. Two rises in a row are a saw-tooth. By
+chance, six steps rise with probability 1 in 720, whatever their spread."""
 
 
 class EngineSignal:
-    """Streaks of steps in which the engine's weights cannot be those of training, fed step by step."""
+    """Finds streaks of steps, added in order, in which the engine's weights cannot be the weights of training."""
 
     def __init__(self, num_steps: int | None):
         self._num_steps = num_steps
@@ -72,13 +72,13 @@ class EngineSignal:
             return {}
         trainer, engine = metrics[TRAINER_MOVED], metrics[ENGINE_MOVED]
         where = (
-            f"in {metrics[PREFIX_ROWS]:,.0f} rows of beginnings that came at step {metrics[SINCE]:.0f} too, training"
+            f"in {metrics[PREFIX_ROWS]:,.0f} rows of prefixes that also came at step {metrics[SINCE]:.0f}, training"
             f" has changed {trainer:.1%} and the engine {engine:.1%}"
         )
         if engine <= _STANDS * trainer:
             if metrics.get(FRESH_DIFFERING, np.inf) <= metrics[PREFIX_DIFFERING] / 2:
                 text = (
-                    f"the engine's routes of beginnings have stood still since step {{}}, those behind them have not:"
+                    f"the engine's routes of prefixes have stood still since step {{}}, but not the routes after them:"
                     f" {where}; a prefix cache, or a recurrent state, of older weights outlives refits"
                 )
                 return {"stale_prefix_cache": (text, False)}
@@ -153,7 +153,7 @@ def _of_subset(metrics: Mapping[str, float]) -> dict[EngineKind, tuple[str, bool
 
 
 def _rises(values: list[float]) -> bool:
-    """Return True for a level that triples, with nine of ten pairs of steps in that order (Kendall's tau 0.9)."""
+    """Return True if the level triples and rises almost steadily (Kendall's tau of at least 0.9)."""
     found = np.array(values)
     if found.max() < _LEAST_GAP:
         return False

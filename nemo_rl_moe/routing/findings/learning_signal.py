@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of reinforcement learning that teach little: no advantages, or responses that are truncated and not scored."""
+"""Steps of reinforcement learning that teach little: all advantages are 0, or responses are truncated or not scored."""
 
 from collections.abc import Iterator, Mapping
 from typing import Literal
@@ -19,7 +19,7 @@ METRICS = (
 )
 """Keys that `LearningSignal` reads."""
 MOST_UNSCORED = 0.5
-"""Share of a step's responses that may get reward 0 unscored. Above it the reward function sees less than half."""
+"""Largest share of a step's responses that may get reward 0 without being scored."""
 
 
 class LearningSignal:

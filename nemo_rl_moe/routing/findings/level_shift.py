@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Values that leave their usual level from one step to the next, such as an expert that loses all tokens.
 
-A long idle expert takes patience to distinguish from chance. An expert that loses its full share at once does not."""
+Distinguishing an idle expert from chance takes many steps, but few if it suddenly loses its full share."""
 
 from collections import deque
 from math import isfinite
@@ -14,14 +14,14 @@ from nemo_rl_moe.routing.metrics.load_arrays import dead, utilization
 from nemo_rl_moe.shapes import Bool, Int
 
 WINDOW = 20
-"""Steps whose values make the level."""
+"""Number of steps whose values make the level."""
 LEAST_VALUES = 5
 """Least number of values for a level."""
 SIGMAS = 6.0
 
 
 class RunningLevel:
-    """Median and spread of the last values, without values that have left the level.
+    """Level of a metric: median and spread of its last values, without values that have left the level.
 
     A value that stays outside for longer than the window becomes the new level.
     """
@@ -37,10 +37,10 @@ class RunningLevel:
         return median(self._values) if len(self._values) >= LEAST_VALUES else float("nan")
 
     def leaves(self, value: float, *, upwards: bool) -> bool:
-        """Return True for a finite value beyond the median by six spreads and by the least distance, in one direction.
+        """Return True for a finite value beyond the median, in one direction, by six spreads and the least distance.
 
-        The spread is the standard deviation of the level times 1 + 5 / n for its n values, since it is uncertain
-        itself: with five values a change must be twelve standard deviations.
+        The spread is the standard deviation of the level's n values times 1 + 5 / n, since the deviation is uncertain
+        itself. With five values a change must be twelve standard deviations.
         """
         if not isfinite(value):
             return False
@@ -59,11 +59,11 @@ class RunningLevel:
 
 
 LEAST_SHARE = 0.5
-"""Least earlier utilization of an expert. With less, an expert may miss a step or two by chance."""
+"""Least earlier utilization of an expert, relative to a fair share. With less, it may miss some steps by chance."""
 
 
 class SuddenlyIdle:
-    """Experts without any token that had at least half of a fair share before."""
+    """Finds experts that have no token now, but had at least half of a fair share before."""
 
     def __init__(self, shape: tuple[int, ...]):
         self._earlier: deque[np.ndarray] = deque(maxlen=WINDOW)
@@ -79,6 +79,6 @@ class SuddenlyIdle:
         self._earlier.append(utilization(counts))
 
     def for_steps(self, num_steps: int | None) -> Bool[np.ndarray, "layers experts"]:
-        """Return the experts in this condition for at least `num_steps` steps, or none if that is None."""
+        """Return the experts in this condition for at least `num_steps` steps. No expert if `num_steps` is None."""
         chosen: Bool[np.ndarray, "layers experts"] = self.steps >= (np.inf if num_steps is None else max(num_steps, 1))
         return chosen

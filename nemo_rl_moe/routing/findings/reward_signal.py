@@ -10,7 +10,7 @@ from typing import Literal
 RewardKind = Literal["failed_responses", "constant_reward"]
 _TOTAL, _NAMED, _MEAN = "the reward", "train/rewards/", "/mean"
 _ROUNDING = 1e-9
-"""Rewards are equal if they differ by no more than this, times the larger of 1 and the reward."""
+"""Rewards are equal if they differ by at most this, times the larger of 1 and the reward."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ def is_reward_metric(key: str) -> bool:
 
 
 class RewardSignal:
-    """Tracker of failed responses and of rewards that never vary, fed step by step."""
+    """Finds failed responses, and rewards that never vary. Steps are added in order."""
 
     def __init__(self, failed_share: float | None, num_steps: int | None, quiet_steps: int):
         self._failed_share, self._num_steps, self._quiet_steps = failed_share, num_steps, quiet_steps
@@ -82,7 +82,7 @@ class RewardSignal:
 
 
 def _rewards(metrics: Mapping[str, float]) -> Iterator[tuple[str, float, float]]:
-    """Yield name, mean and deviation of the total reward and of each named one."""
+    """Yield (name, mean, standard deviation) of the total reward and of each named reward."""
     if "train/reward" in metrics:
         yield _TOTAL, metrics["train/reward"], metrics.get("train/reward_std", math.nan)
     for key, mean in metrics.items():

@@ -1,8 +1,7 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Signs in a step's metrics that rollout and training route by different rules, or that balancing has stopped.
-
-Such failures leave rows well-formed and the loss finite."""
+"""Signs in a step's metrics that rollout and training route by different rules, or that balancing has stopped. With
+such failures, rows are still well-formed and the loss is still finite."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
@@ -22,14 +21,14 @@ CLEAR_LAYER = "train/moe/routing/clear_rows_differing_layer"
 METRICS = (LIVE_AGREEMENT, FLOAT32_FLIPS, CLEAR_DIFFERING, CLEAR_LAYER, MISSING_SHARE, MISSING_RANK, FROZEN_LAYERS)
 """Keys that `RoutingSignal` reads."""
 LEAST_DROP = 0.02
-"""Drop of live agreement that is reported. Healthy runs drift less from one step to the next."""
+"""Least drop of live agreement that is reported. Healthy runs drift less from one step to the next."""
 MOST_FLOAT32_FLIPS = 2e-4
 """Largest share of rows that may differ between two float32 passes with the same weights. It is below 1e-4 in healthy
 runs, and about 1e-3 with a router that computes in bfloat16."""
 
 
 class RoutingSignal:
-    """Streaks of steps whose routing cannot be right, fed step by step."""
+    """Finds streaks of steps whose routing cannot be right. Steps are added in order."""
 
     def __init__(self, num_steps: int | None, rank_names: Sequence[str] = ()):
         self._num_steps, self._rank_names = num_steps, rank_names
@@ -46,7 +45,7 @@ class RoutingSignal:
                 yield kind, first, texts[kind].format(first)
 
     def _conditions(self, metrics: Mapping[str, float]) -> dict[RoutingKind, str]:
-        """Return the conditions of a step that hold, with their descriptions, in which `{}` is the first step."""
+        """Return condition -> description for the conditions that hold. In a description, `{}` is the first step."""
         found: dict[RoutingKind, str] = {}
         agreement = metrics.get(LIVE_AGREEMENT)
         if agreement is not None:
@@ -61,7 +60,7 @@ class RoutingSignal:
             found["float32_flips"] = (
                 f"rollout and training choose other experts in {flips:.2%} of the rows since step {{}}, though both"
                 " have the same weights in float32, where near ties alone differ: one of them computes in another"
-                " number format (its router, say), or the routes are not those of these tokens"
+                " number format (such as its router), or the routes do not belong to these tokens"
             )
         if CLEAR_DIFFERING in metrics:
             found["clear_choices_differ"] = (
@@ -74,7 +73,7 @@ class RoutingSignal:
             name = self._rank_names[rank] if self._rank_names else f"data-parallel rank {rank}"
             found["missing_rows"] = (
                 f"{name} has lacked {metrics[MISSING_SHARE]:.0%} of the rollout's routes since"
-                " step {}, and the others next to none: they are lost on the way to it"
+                " step {}, and other ranks nearly none: routes are lost on the way to it"
             )
         frozen = metrics.get(FROZEN_LAYERS, 0.0)
         if frozen > 0:
@@ -122,7 +121,7 @@ _MOST_TEXTS = 2
 
 
 def wrong_routes(anomalies: Sequence[RoutingAnomaly]) -> Iterator[tuple[WrongRoutesKind, int | None, str]]:
-    """Yield kind, layer (None is several or all) and description of each kind and layer with an anomaly."""
+    """Yield kind, layer (None for several or all layers) and description, once per kind and layer with an anomaly."""
     found: dict[tuple[WrongRoutesKind, int | None], list[str]] = {}
     for anomaly in anomalies:
         found.setdefault((WRONG_ROUTES[anomaly.kind], anomaly.layer), []).append(anomaly.text)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Signs that training on tokens of older weights goes wrong: their weight is unbounded, or it does not pay."""
+"""Signs that training on tokens of older weights goes wrong: their weight is unbounded, or lag costs too much."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -10,19 +10,19 @@ from nemo_rl_moe.routing.findings.streaks import Streaks
 
 StalenessKind = Literal["unbounded_staleness", "staleness_outweighs_overlap"]
 UNBOUNDED_LAG = "train/by_lag/max_unbounded_lag"
-"""Largest lag of a token in a loss that does not bound the weight of older tokens. Other losses do not report it."""
+"""Metric of losses that do not bound the weight of older tokens: the largest lag of a token."""
 EFFECTIVE_SAMPLES = "train/by_lag/effective_samples"
 STEP_S, WAIT_S = "timing/step/seconds", "timing/generation/seconds"
-"""Length of a step, and the part of it in which training waits for rollouts."""
+"""Seconds of a step, and seconds of it in which training waits for rollouts."""
 TRAINER_IDLE, ENGINES_IDLE = "train/rollouts/idle_share/trainer", "train/rollouts/idle_share/engines"
-"""The latter as a share of the step, and the share in which no engine generates. 0.2.0 and earlier had neither."""
+"""Shares of a step in which training waits for rollouts, and in which no engine generates. Missing up to 0.2.0."""
 METRICS = (UNBOUNDED_LAG, EFFECTIVE_SAMPLES, STEP_S, WAIT_S, TRAINER_IDLE, ENGINES_IDLE)
 """Keys that `StalenessSignal` reads."""
 
 
 @dataclass(frozen=True)
 class OverlapBalance:
-    """Gain of a step by overlap, and its cost by lag.
+    """Speedup of a step by overlapping rollouts with training, and its cost by lag.
 
     Attributes:
         waiting: Share of the time in which training waits for rollouts.
@@ -36,14 +36,14 @@ class OverlapBalance:
 
     @property
     def most_speedup(self) -> float:
-        """Largest possible speedup by overlap: in turn, generation and training would take the sum of their working
-        times. 1 is no overlap.
+        """Largest possible speedup by overlap, since without overlap a step would take the sum of the working times of
+        generation and training. 1 means no overlap.
         """
         return max(1.0, 2 - self.waiting - self.idle)
 
     @property
     def pays(self) -> bool:
-        """False if lag loses more samples than overlap can have gained."""
+        """Whether overlap can have gained as many samples as lag loses."""
         return self.most_speedup * self.effective_samples >= 1
 
 
@@ -56,11 +56,11 @@ def overlap_balance(metrics: Mapping[str, float]) -> OverlapBalance | None:
 
 
 class StalenessSignal:
-    """Streaks of steps that train on older tokens and should not, fed step by step.
+    """Finds streaks of steps that train on older tokens and should not. Steps are added in order.
 
     Args:
-        unbounded_lag: Lag from which a loss without bounds is reported, if at all.
-        num_steps: Successive steps in which lag must cost more than overlap can have gained.
+        unbounded_lag: Least lag with which a loss without bounds is reported. None turns this off.
+        num_steps: Number of successive steps in which lag must cost more than overlap can have gained.
     """
 
     def __init__(self, unbounded_lag: int | None, num_steps: int):
@@ -80,7 +80,7 @@ class StalenessSignal:
             yield (
                 "unbounded_staleness",
                 f"tokens of weights {lag:.0f} optimizer steps old have been trained on since step {{}} by a loss that"
-                " bounds their weight nowhere: a few of them can decide an update; set"
+                " does not bound their weight: a few of them can decide an update; set"
                 " loss_fn.importance_sampling_correction, or allow less lag",
             )
         balance = overlap_balance(metrics)
@@ -88,6 +88,6 @@ class StalenessSignal:
             yield (
                 "staleness_outweighs_overlap",
                 f"older tokens have cost more than overlap can have gained since step {{}}: they count as"
-                f" {balance.effective_samples:.0%} of as many fresh ones, and the run is at most"
-                f" {balance.most_speedup:.2f} times as fast as with rollouts and updates in turn",
+                f" {balance.effective_samples:.0%} of their number of fresh tokens, and the run is at most"
+                f" {balance.most_speedup:.2f} times as fast as with alternating rollouts and updates",
             )

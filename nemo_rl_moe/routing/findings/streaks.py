@@ -13,7 +13,7 @@ class Streaks(Generic[Kind]):
         self._current: dict[Kind, tuple[int, int]] = {}
 
     def extend(self, step: int, kinds: Collection[Kind]) -> Iterator[tuple[Kind, int, int]]:
-        """Extend the streaks of these conditions, end the others, and yield condition, first step and length."""
+        """Extend the streaks of these conditions, and end all other streaks. Yield condition, first step and length."""
         self._current = {kind: streak for kind, streak in self._current.items() if kind in kinds}
         for kind in kinds:
             first, length = self._current.get(kind, (step, 0))

@@ -4,7 +4,7 @@
 
 A finding is an episode. It begins when a condition has held for enough successive steps, and is over at the first step
 at which the condition does not hold. A condition that soon returns continues the same episode. Chance is not a finding:
-a router that sends tokens to random experts in each layer has none.
+there is none for a router that sends tokens to random experts in each layer.
 """
 
 import math
@@ -56,21 +56,21 @@ FindingKind = (
     | EngineKind
 )
 CHANCE = 1e-9
-"""Highest probability of a finding under random routing, in one layer at one step, of which a run has very many."""
+"""Highest probability of a finding under random routing, for one layer at one step. A run has many layers and steps."""
 QUIET_STEPS = 100
-"""Longest interruption within an episode. Without it an intermittent condition would be reported each time."""
+"""Longest interruption of an episode, in steps. Without it an intermittent condition would be reported each time."""
 ROUTER_LOSSES = {"aux": "load balancing loss", "z": "z-loss"}
-"""Names of the losses whose gradients are compared with their equations, by their source in `router_gradient/`."""
+"""Source in `router_gradient/` -> name of a loss whose gradient is compared with its equation."""
 ROUTER_LOSS_METRICS = tuple(
     f"train/moe/router_gradient/{name}_{source}" for source in ROUTER_LOSSES for name in ("error", "scale")
 )
 MOST_GRADIENT_ERROR = 0.05
-"""Largest distance of a router loss's gradient from its equation, relative to its length."""
+"""Largest distance between a router loss's gradient and that of its equation, relative to the gradient's length."""
 MOST_ROUNDED_SCALE = 1.5
-"""Largest scale of that gradient in bfloat16, in which transformers' rounding changes it by up to a fifth."""
+"""Largest scale of that gradient in bfloat16. There, transformers' rounding changes it by up to a fifth."""
 _MOST_LAYERS_NAMED = 8
 _SUDDEN_OVERLOAD = 0.25
-"""Rise of the overload factor above its usual level that is reported soon, if it also exceeds the limit."""
+"""Least rise of the overload factor above its usual level that is reported soon, if the factor exceeds its limit."""
 
 
 @dataclass(frozen=True)
@@ -78,20 +78,20 @@ class Thresholds:
     """Limits beyond which a condition is a finding. None turns that kind of finding off.
 
     Attributes:
-        dead_expert_steps: Successive steps in which an expert gets no token.
+        dead_expert_steps: Number of successive steps in which an expert gets no token.
         excess_cv: Imbalance of a layer beyond sampling noise, `sqrt(cv^2 - cv_null^2)`.
         overload_factor: Work of the busiest expert-parallel rank over the mean rank's, `avg_overload_factor`. It is not
             corrected for chance, since the other ranks wait in any case.
-        sustained_steps: Successive steps in which `excess_cv` or `overload_factor` must be exceeded.
-        idle_steps: Successive steps of reinforcement learning that teach nothing, and first steps of a run in which a
-            reward never varies.
+        sustained_steps: Number of successive steps in which `excess_cv` or `overload_factor` must be exceeded.
+        idle_steps: Number of successive steps of reinforcement learning that teach nothing, and number of first steps
+            of a run in which a reward never varies.
         missing_routes_share: Share of missing rows in a rollout's capture.
-        missing_routes_steps: Successive steps in which `missing_routes_share` must be exceeded.
-        sudden_steps: Successive steps of conditions that appear at once: an expert that had its share is dead, or never
-            had a token while all others of its layer have theirs; the overload factor is far above its usual level; or
-            a condition of `RoutingSignal` or `EngineSignal` holds.
+        missing_routes_steps: Number of successive steps in which `missing_routes_share` must be exceeded.
+        sudden_steps: Number of successive steps of a condition that appears suddenly: an expert that had its share is
+            dead; an expert never had a token while all others of its layer have some; the overload factor is far above
+            its usual level; a condition of `RoutingSignal` or `EngineSignal` holds.
         failed_responses_share: Share of the responses of a step or validation that the environment failed to score.
-        unbounded_lag: Lag in optimizer steps of a token that a loss trains on without a bound on its weight.
+        unbounded_lag: Least lag, in optimizer steps, of a token whose weight the loss does not bound.
     """
 
     dead_expert_steps: int | None
@@ -122,7 +122,7 @@ class Finding:
 
 
 def likewise(others: Sequence[Finding]) -> str:
-    """Return the end of a finding's line that names further layers with the same finding."""
+    """Return the end of a finding's line. It names further layers with the same finding."""
     if not others:
         return ""
     named = [str(finding.layer) for finding in others[:_MOST_LAYERS_NAMED]]
@@ -131,10 +131,10 @@ def likewise(others: Sequence[Finding]) -> str:
 
 
 class FindingTracker:
-    """Tracker of the findings of a run, fed step by step.
+    """Tracker of the findings of a run. Steps are added in order.
 
     Args:
-        topk: Experts of each token. Without it, no imbalance is found.
+        topk: Number of experts of each token. Without it, no imbalance is found.
     """
 
     def __init__(self, thresholds: Thresholds, topk: int | None, rank_names: Sequence[str] = ()):
@@ -167,14 +167,17 @@ class FindingTracker:
         counts: Int[np.ndarray, "layers experts"] | None = None,
         failed: Sequence[FailedResponses] = (),
     ) -> list[Finding]:
-        """Return findings that begin with this step, except findings of its captured routes."""
+        """Add a step, and return the findings that begin with it, except findings of its captured routes."""
         found = list(self._of_step(step, metrics, layers, counts))
         for kind, since, text in self._rewards.observe(step, metrics, failed):
             found.append(Finding(kind, None, since, step, False, text))
         return self._continue({key for key in self._latest if key[0] not in WRONG_ROUTES.values()}, found)
 
     def observe_anomalies(self, step: int, anomalies: Sequence[RoutingAnomaly]) -> list[Finding]:
-        """Return findings that begin with the captured routes of a step, which are known before its metrics."""
+        """Add the anomalies of a step's captured routes, and return the findings that begin with this step.
+
+        It may be called before `observe`, since anomalies are known before the step's metrics.
+        """
         found = []
         for kind, layer, text in wrong_routes(anomalies):
             since = self._since(kind, layer, step)
@@ -182,7 +185,7 @@ class FindingTracker:
         return self._continue({key for key in self._latest if key[0] in WRONG_ROUTES.values()}, found)
 
     def _continue(self, known: Set[tuple[str, int | None]], found: Sequence[Finding]) -> list[Finding]:
-        """Continue and end episodes of the known keys. Return new ones."""
+        """Continue or end the episodes of the known keys. Return the new findings."""
         present = {finding.key: finding for finding in found}
         begun = []
         for key in known - present.keys():
@@ -237,7 +240,7 @@ class FindingTracker:
     def _skipped_updates(self, step: int, metrics: Mapping[str, float]) -> Iterator[Finding]:
         if metrics.get("train/skipped_updates", 0.0) > 0:
             since = self._since("skipped_updates", None, step)
-            text = f"updates have been left out since step {since}: their loss or gradient was NaN or infinite"
+            text = f"updates have been skipped since step {since}: their loss or gradient was NaN or infinite"
             yield Finding("skipped_updates", None, since, step, False, text)
 
     def _wrong_router_losses(self, step: int, metrics: Mapping[str, float]) -> Iterator[Finding]:
@@ -313,7 +316,7 @@ class FindingTracker:
 
 
 def _wrong_gradient(loss: str, scale: float, error: float | None) -> str | None:
-    """Describe how the gradient of a router loss differs from its equation and coefficient, if it does."""
+    """Return how the gradient of a router loss differs from its equation and coefficient, or None if it does not."""
     # Without an error, rounding may be large, and only the scale decides.
     if error is None:
         is_off = not 1 / MOST_ROUNDED_SCALE < scale < MOST_ROUNDED_SCALE
@@ -326,19 +329,19 @@ def _wrong_gradient(loss: str, scale: float, error: float | None) -> str | None:
     if error is None:
         return None
     return (
-        f"the gradient of the {loss} at a router differs from its equation's by {error:.0%} of its length, at the same"
+        f"the gradient of the {loss} at a router differs from its equation by {error:.0%} of its length, at the same"
         " scale: padding counts, or another loss acts on the router"
     )
 
 
 def _is_same_episode(latest: Finding, since: int) -> bool:
-    """Return whether a condition that holds since a step continues a finding."""
-    # Steps until a condition has held long enough to be found are not an interruption.
+    """Return whether a condition that holds since step `since` continues a finding."""
+    # The steps in which a condition holds, but not long enough for a finding, are not an interruption.
     return since - latest.last_step - 1 <= QUIET_STEPS
 
 
 class _Streaks:
-    """Length and first step of the current streak of each of several conditions, such as one in each layer."""
+    """Length and first step of the current streaks of several conditions, such as one condition per layer."""
 
     def __init__(self, num_places: int):
         self.length = np.zeros(num_places, dtype=np.int64)
@@ -351,7 +354,7 @@ class _Streaks:
 
 
 class _IdleExperts:
-    """Successive steps without a token for each expert, and the tokens of a fair share in the same steps."""
+    """Number of successive steps without a token for each expert, and tokens of a fair share in these steps."""
 
     def __init__(self, shape: tuple[int, ...]):
         self.shape = shape
@@ -371,14 +374,14 @@ class _IdleExperts:
 
     def longer_than(self, num_steps: int, share: float = 1.0) -> Bool[np.ndarray, "layers experts"]:
         """Return experts that have been dead for at least `num_steps` steps, and for longer than chance explains."""
-        # By chance an expert misses all of its expected tokens with probability exp(-expected), and some expert of its
-        # layer with at most E times that.
+        # By chance an expert misses all its expected tokens with probability exp(-expected). For any of the E experts
+        # of a layer the probability is at most E times higher.
         beyond_chance = share * self._expected > math.log(max(self.shape[1], 1) / CHANCE)
         chosen: Bool[np.ndarray, "layers experts"] = (self._steps >= max(num_steps, 1)) & beyond_chance
         return chosen
 
     def outliers(self) -> Bool[np.ndarray, "layers experts"]:
-        """Return experts that never had a token, while all others of the layer have half of a fair share."""
+        """Return experts that never had a token, while all others of the layer have at least half of a fair share."""
         has_load = self._total > 0
         lowest = np.where(has_load, utilization(self._total), np.inf).min(1, keepdims=True)
         found: Bool[np.ndarray, "layers experts"] = ~has_load & np.isfinite(lowest) & (lowest >= LEAST_SHARE)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Recording of the routes of forward passes, in training or generation, of any model whose routers are known.
+"""Recording of routes in forward passes of training or generation, for any model with known routers.
 
 A pass that activation checkpointing repeats is recorded once. The model's computation is unchanged.
 """
@@ -30,10 +30,10 @@ class RoutedPass:
 
     Attributes:
         experts: Experts of every row of the routers, int16. Slots of dropped tokens are `UNKNOWN`.
-        margins: Score of the last chosen expert minus the best other one, by layer. None if the router returns no
-            logits, or chooses by scores unknown to `margins_of_call`.
-        shape: Numbers of sequences and of tokens in each, if rows are ordered by sequence. None if that is unknown: a
-            rank of tensor parallelism sees only a part of the rows.
+        margins: Score of the last chosen expert minus the best score of an unchosen expert, by layer. None if the
+            router returns no logits, or chooses by scores unknown to `margins_of_call`.
+        shape: (number of sequences, tokens per sequence), if rows are ordered by sequence. None if the order is
+            unknown: a rank of tensor parallelism sees only a part of the rows.
     """
 
     kind: PassKind
@@ -82,7 +82,7 @@ class RouteRecorder(ForwardWatcher):
         self._num_cached = 0 if cache is None else int(cache.get_seq_length())
 
     def add(self, layer: RouterLayer, router: nn.Module, args: Any, kwargs: Mapping[str, Any], outputs: Any) -> None:
-        """Record one call of a router, unless it is a repetition, or runs without its model."""
+        """Record one call of a router. Repeated calls, and calls outside the model's forward, are ignored."""
         if self.is_recomputed() or self._gradients_at_entry is None:
             return
         if self._kind is None:
@@ -136,10 +136,10 @@ class RouteRecorder(ForwardWatcher):
 
 
 def _seen_by_themselves(masks: Any, shape: tuple[int, int], num_cached: int) -> Bool[Tensor, "batch tokens"]:
-    """Return the tokens of a causal pass that attend to themselves, by 4-dimensional masks. Without masks all do."""
+    """Return the tokens of a causal pass that attend to themselves by 4-dimensional masks. All without masks."""
     # A cache of fixed size gets such masks, prepared before the model is entered. No token attends to padding. Some
-    # kernels cannot process a row that attends to nothing, and open it to every key, including later ones, which no
-    # real token attends to.
+    # kernels cannot process a row that attends to nothing. The masks then let such a row attend to every key, even to
+    # later ones, to which no real token attends.
     kinds = masks.values() if isinstance(masks, Mapping) else [masks]
     found = [mask for mask in kinds if isinstance(mask, Tensor) and mask.ndim == 4]
     num_sequences, num_tokens = shape
@@ -152,12 +152,12 @@ def _seen_by_themselves(masks: Any, shape: tuple[int, int], num_cached: int) -> 
 
 
 def _by_sequence(rows: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Reorder rows from Megatron-Core's order, with the token axis first, to one sequence after the other."""
+    """Return rows in order of their sequences, from Megatron-Core's order with the token axis first."""
     return rows.unflatten(0, shape[::-1]).transpose(0, 1).flatten(0, 1)
 
 
 def as_numbers(routed: Tensor, topk: int) -> Int[Tensor, "tokens topk"]:
-    """Return the ids of each token's experts, given the ids or a map of assignments."""
+    """Return the ids of each token's experts, from these ids or from a boolean map `[tokens, experts]`."""
     if routed.dtype != torch.bool:
         return routed
     chosen, experts = routed.int().topk(topk, dim=-1)

@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Measurement of the coefficient with which transformers' load balancing loss trains, from gradients of router logits.
+"""Measures the effective coefficient of transformers' load balancing loss from gradients of router logits.
 
 If the weights of a token's experts add up to 1, the model's main loss has no gradient at the other experts' logits.
-Only the balancing loss has one there, so it can be compared with its equation in any training loop.
+Only the balancing loss has a gradient there, so it can be compared with its equation in any training loop.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ from nemo_rl_moe.shapes import Bool, Float
 _SUM_OF_WEIGHTS = 1e-2
 """Largest deviation from 1 of the sum of a token's expert weights. The rounding of bfloat16 is smaller."""
 _MOST_WAITING = 8
-"""Passes that wait for their backward pass. Without this limit, passes that never get one would be kept."""
+"""Largest number of passes that wait for their backward pass. Passes that never get one are thus dropped."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,11 @@ class TrainedCoefficient:
     """Result of comparing gradients of router logits with the equation.
 
     Attributes:
-        coefficient: Sum over the passes. It is the coefficient of one optimizer step if each pass has its share of the
-            loss.
-        error: Part of the gradient that neither the balancing loss nor a z-loss explains, relative to its length.
-        is_exact: The logits are in float32. Otherwise transformers rounds the gradient by several percent.
+        coefficient: Sum of the passes' coefficients. It is the coefficient of one optimizer step if each pass is
+            weighted by its share of the loss.
+        error: Length of the part of the gradient that neither the balancing loss nor a z-loss explains, over its
+            length.
+        is_exact: Whether the logits are in float32. Otherwise transformers rounds the gradient by several percent.
     """
 
     coefficient: float
@@ -50,7 +51,7 @@ class TrainedCoefficient:
 
 @dataclass
 class _Pass:
-    """One forward pass: logits `[tokens, experts]` and chosen experts by layer, and the gradients so far."""
+    """One forward pass: logits and chosen experts by layer, each `[tokens, experts]`, and the gradients so far."""
 
     is_token: Float[Tensor, " tokens"] | None
     logits: dict[RouterLayer, Float[Tensor, "tokens experts"]] = field(default_factory=dict)
@@ -60,11 +61,11 @@ class _Pass:
 
 
 class RouterLossGradient(ForwardWatcher):
-    """Reader of the balancing loss's gradient in one model.
+    """Reads the gradient of the balancing loss in one model.
 
-    The equation is transformers' `load_balancing_loss_func`: `E * sum_e F_e P_e`, where `F_e` is the assignments of
-    expert `e` over the tokens, and `P_e` its mean probability, both over all layers. A z-loss of any strength that the
-    user adds is separated from it.
+    The equation is transformers' `load_balancing_loss_func`: `E * sum_e F_e P_e`, where `F_e` is the number of
+    assignments of expert `e` over the number of tokens, and `P_e` its mean probability, both over all layers. The
+    gradient of a z-loss, of any strength, is separated.
 
     Raises:
         ValueError: No router is known.
@@ -79,7 +80,7 @@ class RouterLossGradient(ForwardWatcher):
         watch_model(entry_of(model, routers[0][1]), routers, self)
 
     def take(self) -> TrainedCoefficient | None:
-        """Return the coefficient since the last call, if there were gradients."""
+        """Return the coefficient since the last call, or None without gradients."""
         self._compare_finished()
         found = None
         if self._length > 0:
@@ -95,7 +96,7 @@ class RouterLossGradient(ForwardWatcher):
             self._passes.append(_Pass(None))
 
     def add(self, layer: RouterLayer, router: nn.Module, args: Any, kwargs: Mapping[str, Any], outputs: Any) -> None:
-        """Record one call of a router. Activation checkpointing may run it without gradients first."""
+        """Record one call of a router. Activation checkpointing may first call it without gradients."""
         if layer.kind is not RouterKind.TRANSFORMERS or not router.training or len(outputs) < 2 or not self._passes:
             return
         logits, weights, of_pass = outputs[0], outputs[1], self._passes[-1]
@@ -114,7 +115,7 @@ class RouterLossGradient(ForwardWatcher):
 
     @torch.no_grad()
     def _compare_finished(self) -> None:
-        """Compare and drop the passes whose backward pass has run. The others wait."""
+        """Compare and drop the passes whose backward pass has run. The other passes wait."""
         for of_pass in self._passes:
             if of_pass.gradients:
                 self._compare(of_pass)

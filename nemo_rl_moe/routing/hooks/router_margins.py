@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Margins of the routers of transformers, by the scores with which they choose experts."""
+"""Margins of transformers' routers, in the scores by which a router chooses experts."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,9 @@ from nemo_rl_moe.routing.routers import RouterKind, RouterLayer
 from nemo_rl_moe.shapes import Float, Int
 
 _BIASES = ("e_score_correction_bias", "expert_bias")
-"""Names of a bias on the sigmoid of the logits: an attribute of the router or an argument from the block around it."""
+"""Names of a bias that is added to the sigmoid of the logits. It is an attribute of the router, or an argument that the
+surrounding block passes.
+"""
 
 
 def margins_of_call(
@@ -26,8 +28,9 @@ def margins_of_call(
 ) -> Float[Tensor, " tokens"] | None:
     """Return the margins of a router's call, or None if it returns no logits or chooses all experts.
 
-    They are computed from the softmax of the logits or, with a bias, from their sigmoid plus the bias. In groups they
-    follow `group_limited_margins`. A margin below 0 or NaN shows that the router chose by other scores.
+    Margins are computed from the softmax of the logits or, with a bias, from their sigmoid plus the bias. If the router
+    chooses in groups, they follow `limited_to_groups`. A margin that is NaN or below 0 shows that the router chose by
+    other scores.
 
     Args:
         args: Positional arguments of the call.
@@ -46,7 +49,7 @@ def margins_of_call(
     of_groups = scores.new_full((len(scores),), torch.inf)
     num_groups, group_topk = getattr(router, "num_group", None) or 1, getattr(router, "topk_group", None) or 1
     if num_groups > 1 and getattr(router, "topk_method", "") != "greedy":
-        # A group's score is that of its best expert in DeepSeek-V2, and of its two best in its successors with a bias.
+        # A group's score is its best expert's in DeepSeek-V2. In later models with a bias, it is that of its two best.
         scores, of_groups = limited_to_groups(scores, num_groups, group_topk, 1 if bias is None else 2)
     of_experts = scores.gather(1, experts).amin(-1) - scores.scatter(1, experts, -torch.inf).amax(-1)
     return torch.minimum(of_experts, of_groups)

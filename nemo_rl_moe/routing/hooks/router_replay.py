@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Audit of Megatron-Core's RouterReplay in any training loop: targets, experts taken, and live choices.
+"""Audit of Megatron-Core's RouterReplay in any training loop: target experts, experts that were taken, live choices.
 
     audit = RouterReplayAudit(model_chunks)
     ...                                        # set_replay_data, forward, backward: as the loop does it
@@ -8,7 +8,7 @@
     for anomaly in found.report.anomalies: ...
 
 Every forward pass under REPLAY_FORWARD is audited. A pass that activation checkpointing repeats is compared with the
-first one. The router's live choice costs one more top-k. The model's computation is unchanged.
+original pass. The router's live choice costs one more top-k. The model's computation is unchanged.
 """
 
 from collections import defaultdict, deque
@@ -58,8 +58,9 @@ class RouterReplayAudit:
     """Hooks on the model chunks of one rank, and the counts of one step.
 
     Args:
-        unfed: Function from the named arguments of a chunk's forward to the tokens without routes in the rollout, such
-            as padding and the last one of each sequence. Their targets are ignored. Without it all tokens count.
+        unfed: Function that gets the named arguments of a chunk's forward, and returns a mask of tokens without routes
+            in the rollout, such as padding and the last token of each sequence. Their targets are ignored. Without the
+            function, all tokens count.
 
     Raises:
         ValueError: Routers have no RouterReplay.
@@ -74,7 +75,7 @@ class RouterReplayAudit:
         device = next((parameter.device for parameter in chunks[0].parameters()), torch.device("cpu"))
         self._statistics = AgreementStatistics(len(self._layers), self._num_experts, device)
         self._recomputed = torch.zeros(len(self._layers), 2, dtype=torch.long, device=device)
-        # Keys are pass and sequence. Each chunk fills its layers.
+        # (pass, sequence) -> targets and live choices. Each chunk fills its layers.
         self._sampled: dict[tuple[int, int], np.ndarray] = {}
         self._place = _place()
         # Without sequence parallelism all tensor-parallel ranks see the same tokens.
@@ -88,7 +89,7 @@ class RouterReplayAudit:
     def end_step(self, step: int) -> AuditedStep:
         """Return the audit of the passes since the last step, over all ranks. A collective.
 
-        `metrics` has the keys of `nemo-rl-moe audit`. `rollout_load` counts the targets, `training_load` the live
+        `metrics` has the keys of `nemo-rl-moe audit`. `rollout_load` counts the targets, and `training_load` the live
         choices for the same tokens. Anomalies of all ranks are reported, each kind once per layer.
         """
         totals = self._statistics.reduced(self._place.stages)
@@ -122,7 +123,7 @@ class RouterReplayAudit:
         return audited
 
     def fed_tokens(self, arguments: Mapping[str, Any], num_rows: int) -> Bool[Tensor, " tokens"]:
-        """Return the tokens of a pass that count, in the routers' order."""
+        """Return a mask of the tokens of a pass that count, in the routers' order."""
         if self._unfed is None:
             return torch.ones(num_rows, dtype=torch.bool, device=self._recomputed.device)
         by_column = ~self._unfed(arguments).transpose(0, 1)
@@ -149,7 +150,7 @@ class RouterReplayAudit:
         self._sample(number, layers, torch.stack([targets, live]), fed, num_sequences)
 
     def add_recomputed(self, layer: int, wrong: Int[Tensor, ""], num_rows: int) -> None:
-        """Count the rows of a layer's repeated pass, and the rows that took other experts than the first pass."""
+        """Count the rows of a layer's repeated pass, and its rows that took other experts than the original pass."""
         self._recomputed[self._position[layer], _RECOMPUTED] += num_rows
         self._recomputed[self._position[layer], _RECOMPUTED_WRONG] += wrong
 
@@ -193,7 +194,7 @@ class RouterReplayAudit:
         return found or unexplained_disagreement(totals, self._layers)
 
     def _identity(self, totals: AgreementTotals) -> list[RoutingAnomaly]:
-        """Check this rank's sampled sequences, with the layers of all stages. A collective."""
+        """Return the anomalies of this rank's sampled sequences, with the layers of all stages. A collective."""
         of_stages = [self._sampled]
         if self._place.stages is not None:
             of_stages = [{} for _ in range(dist.get_world_size(self._place.stages))]
@@ -210,7 +211,7 @@ class RouterReplayAudit:
 
 
 class _Seen(NamedTuple):
-    """One router's pass under replay: the current targets, and its choice."""
+    """One router's pass under replay: its targets, and the experts that it chose and took."""
 
     target: Int[Tensor, "tokens topk"]
     routed: RoutedTokens
@@ -259,7 +260,7 @@ class _ChunkWatcher(ForwardWatcher):
             self._arguments, self._seen, self._num_rows, self._num_sequences = arguments, {}, 0, None
 
     def add(self, layer: RouterLayer, router: nn.Module, args: Any, kwargs: Mapping[str, Any], outputs: Any) -> None:
-        """Record the output of a fused router, which chooses without asking its RouterReplay."""
+        """Record the output of a fused router. Such a router chooses without calling its RouterReplay."""
         replay: Any = router.router_replay
         number = int(layer.key)
         if self._num_sequences is None and args and args[0].ndim == 3:  # [tokens, sequences, hidden]
@@ -282,7 +283,7 @@ class _ChunkWatcher(ForwardWatcher):
         super().leave_model()
 
     def _size_of_pass(self) -> tuple[int, int]:
-        """Return the numbers of rows of this rank's routers, and of sequences."""
+        """Return the number of rows of this rank's routers, and the number of sequences."""
         # Stages share the marks of all tokens, including stages without a router.
         tokens = self._arguments.get("input_ids")
         if isinstance(tokens, Tensor):
@@ -348,7 +349,7 @@ def _is_replaying(replay: Any) -> bool:
 
 
 def _decoder_routers(chunk: nn.Module) -> list[tuple[RouterLayer, Any]]:
-    """Return the routers of the decoder's layers, without those for multi-token prediction (MTP)."""
+    """Return (layer, router) for the decoder's layers, without layers for multi-token prediction (MTP)."""
     return [
         (RouterLayer(module.layer_number - 1, RouterKind.MEGATRON, int(module.num_experts), int(module.topk)), module)
         for name, module in chunk.named_modules()
@@ -357,7 +358,7 @@ def _decoder_routers(chunk: nn.Module) -> list[tuple[RouterLayer, Any]]:
 
 
 def _entry(chunk: nn.Module) -> nn.Module:
-    """Return the model inside its wrappers. Its forward has named parameters."""
+    """Return the model inside its wrappers, whose forward has named parameters."""
     while isinstance(inner := getattr(chunk, "module", None), nn.Module):
         chunk = inner
     return chunk
@@ -377,18 +378,18 @@ def _place() -> _Place:
 
 
 def _not_taken(totals: AgreementTotals, layers: Sequence[int]) -> list[RoutingAnomaly]:
-    """Report targets that a router has not taken, since it does not ask for them, like a fused router."""
+    """Report targets that a router has not taken, such as a fused router that does not read them."""
     missed = totals.rows[:, Row.USABLE] - totals.rows[:, Row.TAKEN_SAME]
     compared = int(totals.tokens[0]) > 0
     return [
-        RoutingAnomaly("rows", f"{count:,} rows of targets were set and not taken in layer {layer}", layer)
+        RoutingAnomaly("rows", f"{count:,} rows of targets were set but not taken in layer {layer}", layer)
         for layer, count in zip(layers, missed.tolist(), strict=True)
         if compared and count
     ]
 
 
 def _other_recomputed(recomputed: Int[Tensor, "layers 2"], layers: Sequence[int]) -> list[RoutingAnomaly]:
-    """Report layers whose recomputed pass took other experts, so that its gradient belongs to another function."""
+    """Report layers that took other experts in the recomputed pass: its gradient belongs to another function."""
     return [
         RoutingAnomaly(
             "rows", f"the repeated forward of layer {layer} took other experts in {wrong:,} of {rows:,} rows", layer

@@ -34,7 +34,7 @@ from nemo_rl_moe.routing.replay import UNKNOWN
 from nemo_rl_moe.runs.folder.captured_sequences import CaptureDescription, CapturedSequence, rows_of
 
 _ALONE = f"process-{uuid.uuid4().hex[:12]}"
-"""Writer name of a process without a job."""
+"""Writer name of a process that is not in a job of several processes."""
 
 
 class Routes:
@@ -45,7 +45,7 @@ class Routes:
         self.description: CaptureDescription = capture_description(recorder.layers, "record_routes")
 
     def expert_load(self) -> ExpertLoad:
-        """Return the tokens of each expert in each layer, without padding."""
+        """Return the number of tokens of each expert in each layer, without padding."""
         counts = torch.zeros(len(self.description.layers), self.description.num_experts, dtype=torch.long)
         for routed in self.passes:
             for layer, experts in enumerate(routed.experts.unbind(1)):
@@ -60,13 +60,15 @@ class Routes:
         return sequences_of(self.passes)
 
     def capture(self, rollout: "Routes | None" = None) -> list[CapturedSequence]:
-        """Return the sequences in the form of a capture, with these routes as training."""
+        """Return the sequences as in a capture. These routes count as training, and the routes of `rollout` as
+        rollout.
+        """
         if rollout is None:
             return training_sequences(self.sequences())
         return paired_sequences(rollout.sequences(), self.sequences())
 
     def audit(self, rollout: "Routes", step: int = 0) -> AuditedStep:
-        """Return the audit against a rollout of the same tokens: agreement, load balance of both, and findings."""
+        """Return the audit against a rollout of the same tokens: agreement, load balance of both, findings."""
         return audit_sequences(self.description, step, self.capture(rollout))
 
     def write_capture(self, folder: Path, step: int, rollout: "Routes | None" = None) -> Path | None:
@@ -83,7 +85,7 @@ class Routes:
 
 @contextmanager
 def record_routes(model: nn.Module) -> Iterator[Routes]:
-    """Record the passes of a model inside the context. They are complete at its end.
+    """Record the passes of a model inside the context. The returned routes are complete when it ends.
 
     Raises:
         ValueError: No router is known, or layers have different numbers of experts.
@@ -98,11 +100,12 @@ def record_routes(model: nn.Module) -> Iterator[Routes]:
 
 
 def audit_sequences(description: CaptureDescription, step: int, sequences: Sequence[CapturedSequence]) -> AuditedStep:
-    """Audit sequences in memory.
+    """Return the audit of sequences in memory.
 
-    In a job of several processes each one calls it with its sequences, and gets the audit of all. Counts and loads are
-    added up. Layers, tokens and sequences are compared in a sample from up to 16 processes. A process that alone has
-    lost or wrong routes is named. Counts of log-probabilities and rewards are those of the calling process.
+    In a job of several processes, each process calls it with its sequences, and gets the audit of all. Counts and loads
+    are sums over the processes. Layers, tokens and sequences are compared in a sample from up to 16 processes. If only
+    one process has lost or wrong routes, it is named. Metrics of log-probabilities and rewards are about the calling
+    process.
     """
     ranks = [f"rank-{rank}" for rank in range(dist.get_world_size())] if dist.is_initialized() else []
     if len(ranks) < 2:
@@ -115,6 +118,6 @@ def audit_sequences(description: CaptureDescription, step: int, sequences: Seque
 
 
 def anomalies_of(audited: AuditedStep) -> tuple[RoutingAnomaly, ...]:
-    """Return the anomalies of a step's routes, including a rollout of entirely other tokens or weights."""
+    """Return the anomalies of a step's routes. A rollout of different tokens or weights is one of them."""
     found = () if audited.report is None else audited.report.anomalies
     return found or tuple(foreign_capture(audited.metrics.get("moe/routing/slot_kappa")))

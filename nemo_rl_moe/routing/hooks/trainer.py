@@ -52,8 +52,9 @@ class RoutingCallback(TrainerCallback):
 
     Args:
         thresholds: Limits of findings.
-        max_sequences: Sequences per process and logged step in which generation and training are compared.
-        router_loss_coefficient: Wanted coefficient of the load balancing loss. None is the model's
+        max_sequences: Largest number of sequences, per process and logged step, whose generation and training are
+            compared.
+        router_loss_coefficient: Wanted coefficient of the load balancing loss. None means the model's
             `router_aux_loss_coef`.
     """
 
@@ -79,7 +80,7 @@ class RoutingCallback(TrainerCallback):
         return [] if self._tracker is None else self._tracker.findings
 
     def attach(self, trainer: Any) -> None:
-        """Add the callback to a trainer, before the callbacks that report: they would not see later metrics."""
+        """Add the callback to a trainer, before the callbacks that report metrics, so that they get its metrics."""
         trainer.callback_handler.callbacks.insert(0, self)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **more: Any) -> None:
@@ -119,7 +120,7 @@ class RoutingCallback(TrainerCallback):
         self._rollout, self._compared = [], []
 
     def _wants(self, kind: PassKind) -> bool:
-        """Return True for passes to compare: generation, and training after a generation."""
+        """Return True if a pass is to be compared: generation, and training after a generation."""
         if kind.is_training:
             return self._has_generated and len(self._compared) < self._max_sequences
         self._has_generated |= kind.has_cache
@@ -134,7 +135,7 @@ class RoutingCallback(TrainerCallback):
         self._compared += pairs[: self._max_sequences - len(self._compared)]
 
     def _router_losses(self, model: nn.Module) -> dict[str, float]:
-        """Return how the balancing loss's gradient since the last log agrees with its equation."""
+        """Return metrics of how the balancing loss's gradient since the last log agrees with its equation."""
         found = None if self._losses is None else self._losses.take()
         updates, self._num_updates = max(self._num_updates, 1), 0
         if found is None:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Recording of routed experts: counts on the device without a host synchronisation, and their sum over ranks."""
+"""Counts of routed experts on the device, without a host synchronisation, and their sums over ranks."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -45,7 +45,8 @@ class StepEvent(NamedTuple):
 
 
 class ExpertLoadRecorder:
-    """Counts `c[m,i,e]` of one `train()` call, and the order of its forward and backward passes.
+    """Counts `c[m,i,e]` (microbatch, MoE layer, expert) of one `train()` call, and the order of its forward and
+    backward passes.
 
     Only passes inside `training_forward` count, so recomputed, evaluation, log-prob and generation passes do not.
 
@@ -99,7 +100,7 @@ class ExpertLoadRecorder:
         return self._microbatch is not None
 
     def watch_backward(self, output: Tensor, chunk: int, microbatch: int) -> None:
-        """Note when the backward pass of this forward begins. `output` is the chunk's output."""
+        """Record an event when the backward pass of this forward begins. `output` is the chunk's output."""
         if output.requires_grad:
             output.register_hook(lambda _: self.events.append(StepEvent(BACKWARD, chunk, microbatch)))
 
@@ -109,7 +110,7 @@ class ExpertLoadRecorder:
         routed: Bool[Tensor, "tokens experts"] | Int[Tensor, "tokens topk"],
         padding: Bool[Tensor, "..."] | None,
     ) -> None:
-        """Add one router call inside `training_forward`, otherwise do nothing. Ids are counted at its end."""
+        """Add one router call inside `training_forward`, otherwise do nothing. Ids are counted at the context's end."""
         if self._microbatch is None:
             return
         if routed.dtype == torch.bool:
@@ -125,7 +126,9 @@ class ExpertLoadRecorder:
         calls: Sequence[tuple[int, Tensor, Tensor | None]],
         only: Bool[Tensor, " tokens"] | None,
     ) -> None:
-        """Add router calls, grouped by their tokens: on small models each operation costs its launch."""
+        """Add router calls. Calls with the same tokens are added at once: on small models an operation costs its
+        launch.
+        """
         alike: dict[Any, list[tuple[int, Tensor, Tensor | None]]] = {}
         for call in calls:
             _, routed, padding = call
@@ -153,17 +156,17 @@ def _counted(padding: Bool[Tensor, "..."] | None, only: Bool[Tensor, " tokens"] 
 
 
 def sum_over_ranks(parts: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Return the sums of tensors over all ranks of the job, like `reduce_over_ranks` without maxima."""
+    """Return the sum of each tensor over all ranks of the job, as `reduce_over_ranks` does."""
     return reduce_over_ranks(parts, [], device)[0]
 
 
 def reduce_over_ranks(
     sums: list[Tensor], maxima: list[Tensor], device: torch.device
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return sums and maxima over all ranks, as float64 on the host, with one collective for each kind in use.
+    """Return the sums and the maxima over all ranks, as float64 on the host. Each of the two takes one collective.
 
-    A rank without a part gives zeros of its shape, or values that are no maximum. Counts below 2^53 are exact in
-    float64.
+    A rank that has nothing to add passes zeros of the same shape, or values below any maximum. Counts below 2^53 are
+    exact in float64.
     """
     packed = [
         torch.cat([part.to(device=device, dtype=torch.float64).reshape(-1) for part in parts]) if parts else None

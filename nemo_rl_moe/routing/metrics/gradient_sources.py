@@ -13,7 +13,7 @@ from torch import Tensor
 from nemo_rl_moe.shapes import Float
 
 POLICY, AUXILIARY, Z = "policy", "aux", "z"
-"""Sources: the algorithm's loss, all load balancing losses together, the z-loss."""
+"""Sources of the gradient: the algorithm's loss, all load balancing losses together, the z-loss."""
 
 
 def inner_products(parts: Float[Tensor, "parts layers weights"]) -> Float[Tensor, "layers parts parts"]:
@@ -47,8 +47,8 @@ def agreement_metrics(
     """Return how a router's gradient of one source agrees with the equation of its loss.
 
     `scale_{name}` is `<found, expected> / <expected, expected>`: 0.5 if the loss acts with half its coefficient.
-    `error_{name}` is `|found - expected| / |expected|`, which is also large if padding counts. Empty if the expected
-    gradient is 0 or no longer than `floor`.
+    `error_{name}` is `|found - expected| / |expected|`. It is also large if padding counts. Empty if the length of the
+    expected gradient is at most `floor`.
     """
     length = float(expected.double().square().sum())
     if length <= floor**2:

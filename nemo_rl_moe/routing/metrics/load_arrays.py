@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Evenness of counts, such as utilization and coefficient of variation, in numpy.
 
-The driver, the report and the terminal view use it too, and start without torch.
+It imports no torch, because the driver, the report and the terminal view use it and start without torch.
 """
 
 import math
@@ -16,7 +16,7 @@ from nemo_rl_moe.shapes import Bool, Float, Int, Num
 def utilization(counts: Num[np.ndarray, "*steps layers experts"]) -> Float[np.ndarray, "*steps layers experts"]:
     """Return `E * c / sum c`: 1 is the fair share, 0 is dead. A layer without load has 0.
 
-    Both operations round at most once, so equal loads have equal bits in any layout.
+    The multiplication and the division round at most once each, so equal loads have equal bits in any layout.
     """
     totals = counts.sum(-1)
     shares: Float[np.ndarray, "*steps layers experts"]
@@ -57,9 +57,9 @@ def excess_coefficient_of_variation(
 def load_distance(
     counts: Int[np.ndarray, "*steps layers experts"], others: Int[np.ndarray, "*steps layers experts"], topk: int
 ) -> Float[np.ndarray, "*steps layers"]:
-    """Return the distance of two loads beyond sampling noise, by the difference of their utilizations.
+    """Return the distance between two loads beyond sampling noise, from the differences of their utilizations.
 
-    It is `sqrt(max(0, sum_e (u_e - v_e)^2 / (E - 1) - null_u - null_v))`: the null variances of independent tokens add
+    It is `sqrt(max(0, sum_e (u_e - v_e)^2 / (E - 1) - null_u - null_v))`. The null variances of independent tokens add
     up. A layer without load has the distance 0.
     """
     difference = utilization(counts) - utilization(others)

@@ -8,8 +8,8 @@ Usable in any training loop:
     ...                                        # train
     metrics = compute_brief_metrics(collect_expert_loads(model, dp_group))
 
-Keys have no `moe/` prefix, which `metric_keys.with_moe_prefix` adds. No value is NaN or infinite: layers without load
-take part in every mean, with the values given in `LayerStatistics`.
+`metric_keys.with_moe_prefix` adds the prefix `moe/` to the keys. No value is NaN or infinite. Layers without load take
+part in every mean, with the values given in `LayerStatistics`.
 """
 
 import math
@@ -54,11 +54,11 @@ def compute_brief_metrics(
     """Return the brief load balance metrics, a summary over the model of at most 60 keys.
 
     Args:
-        layer_loads: Loads of each MoE layer by its global index or module name, for which `indices_of_layers` gives the
-            index `i` in the keys. Layers may have different numbers of experts.
+        layer_loads: Global index or module name of each MoE layer -> its load. `indices_of_layers` gives the index `i`
+            of a layer in the keys. Layers may have different numbers of experts.
 
     Returns:
-        Key to value, empty without layers. `cv_null_mean` and `cv_excess_mean` are omitted if some layer's top-k is
+        Key -> value. Empty without layers. `cv_null_mean` and `cv_excess_mean` are omitted if some layer's top-k is
         unknown, and `aux_loss_mean` if no layer has a loss.
 
     Raises:
@@ -82,10 +82,10 @@ def load_balance_metrics(
     top_k_experts: int = 5,
     detailed: bool = False,
 ) -> dict[str, float]:
-    """Return the brief or detailed metrics of a load matrix, whose layers all have the same number of experts.
+    """Return the brief or detailed metrics of a load matrix.
 
     Args:
-        router_topk: Experts of each token. None omits the noise-corrected keys.
+        router_topk: Number of experts of each token. If it is None, the noise-corrected keys are omitted.
         aux_losses: Load balancing loss of each row before its coefficient, None for rows without a loss.
     """
     if not load.layers:

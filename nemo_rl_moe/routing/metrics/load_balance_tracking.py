@@ -26,7 +26,7 @@ from nemo_rl_moe.shapes import Int
 
 
 class ForwardWatcher:
-    """Observe a model's forward pass through hooks on the model and its routers.
+    """Observer of a model's forward passes through hooks on the model and its routers.
 
     It holds no module, so a watched model is freed like any other.
     """
@@ -72,7 +72,7 @@ class ForwardWatcher:
 
 
 class LoadCounter(ForwardWatcher):
-    """Assignment counts of one model in training, in the order of its layers."""
+    """Counter of the assignments of one model in training."""
 
     def __init__(self, layers: Sequence[RouterLayer]):
         super().__init__(layers)
@@ -124,7 +124,7 @@ def _router_hook(watcher: ForwardWatcher, layer: RouterLayer) -> "_Hook":
 
 
 class _Hook:
-    """Hook that loses its watcher if its module is copied or pickled: the copy is another model, not watched."""
+    """Hook that does nothing in a copied or pickled module, since the copy is another model and is not watched."""
 
     def __init__(self, watcher: ForwardWatcher | None = None, function: Callable[..., None] | None = None):
         self._watcher, self._function = watcher, function
@@ -142,14 +142,14 @@ def valid_tokens(attention_mask: Tensor | None, num_tokens: int) -> Tensor | Non
         return None
     if attention_mask.numel() != num_tokens:
         raise ValueError(
-            f"an attention_mask of {list(attention_mask.shape)} cannot say which of a router's {num_tokens} tokens "
+            f"an attention_mask of {list(attention_mask.shape)} cannot mark which of a router's {num_tokens} tokens "
             "are padding: it needs one entry for each"
         )
     return attention_mask.reshape(-1).bool()
 
 
 def entry_of(model: nn.Module, router: nn.Module) -> nn.Module:
-    """Return the innermost module around a router that takes token ids. Some loops call it directly."""
+    """Return the innermost module that contains the router and takes token ids. Some loops call it directly."""
     modules = dict(model.named_modules())
     path = next(name for name, module in modules.items() if module is router)
     while path:
@@ -186,7 +186,7 @@ def known_routers(model: nn.Module) -> list[tuple[RouterLayer, nn.Module]]:
 
 
 def enable_load_balance_tracking(model: nn.Module) -> int:
-    """Start counting the routed experts of a model. Calling it again changes nothing.
+    """Start counting the routed experts of a model. A second call changes nothing.
 
     Args:
         model: The module that the training loop calls, or a wrapper of it. If a model consists of several chunks
@@ -221,7 +221,7 @@ def collect_expert_loads(
     Args:
         model: The argument of `enable_load_balance_tracking`, or a wrapper around it.
         dp_group: Ranks with different tokens of the same layers (data parallel, and sequence or context parallel if
-            used). Counts are summed over it in one collective, which all its ranks must enter.
+            used). Counts are summed over the group in one collective, which all its ranks must enter.
 
     Returns:
         The counts of each MoE layer, in order, on the host (int64). Keys are global layer indices from 0:

@@ -27,7 +27,7 @@ class ExpertLoad:
     Attributes:
         counts: On the host. Each real token counts `k` times.
         image_counts: Counts of image tokens alone, for a model with vision.
-        topk: `k`, if it is known.
+        topk: Number of experts of each token, `k`, if it is known.
     """
 
     layers: tuple[int, ...]
@@ -41,9 +41,9 @@ class LayerLoad(TypedDict):
 
     Attributes:
         expert_load: `[E]`, assignments of each expert.
-        aux_loss: Load balancing loss of the layer before its coefficient, a scalar, if there is one.
-        n_experts: E.
-        topk: Experts of each token, needed for `cv_null_mean` and `cv_excess_mean`.
+        aux_loss: Load balancing loss of the layer before multiplication with its coefficient, a scalar, or None.
+        n_experts: Number of experts, E.
+        topk: Number of experts of each token, needed for `cv_null_mean` and `cv_excess_mean`.
     """
 
     expert_load: Tensor
@@ -60,7 +60,7 @@ _MOST_SORTED = 1024
 def positions_at_ranks(values: Float[Tensor, " n"], ranks: Sequence[int]) -> Int[Tensor, " ranks"]:
     """Return the positions of order statistics: `sorted(range(n), key=lambda i: (values[i], i))[rank]` for each rank.
 
-    The order is total, so that equal values are picked alike in every run.
+    Equal values are ordered by position, so that every run picks the same ones.
     """
     wanted_ranks = torch.tensor(ranks, dtype=torch.long)
     if len(values) <= _MOST_SORTED:
@@ -77,7 +77,7 @@ def positions_at_ranks(values: Float[Tensor, " n"], ranks: Sequence[int]) -> Int
     is_wanted[bucket_of_rank] = True
     candidates = is_wanted.index_select(0, bucket_of_value).nonzero()[:, 0]
     candidates = candidates[values[candidates].argsort(stable=True)]
-    # Ranks among the candidates: minus the values in earlier buckets that are not wanted.
+    # A rank among the candidates does not count the values in earlier unwanted buckets.
     skipped = size_of_bucket.masked_fill(is_wanted, 0).cumsum(0)
     return candidates[wanted_ranks - skipped[bucket_of_rank]]
 
@@ -89,12 +89,12 @@ _SMALLEST = np.finfo(np.float64).tiny
 class LayerStatistics:
     """Load statistics of each layer, in float64 on the host.
 
-    In a layer without tokens, cv, its null and excess, violation, diversity and all utilizations are 0, and the dead
-    fraction is 1. With one expert cv is 0 and diversity 1.
+    In a layer without tokens, the dead fraction is 1 and everything else is 0. In a layer with one expert, cv is 0 and
+    diversity is 1.
 
     Attributes:
-        utilization: Load over fair share, `E * c / sum c`: 1 is fair, 0 is dead. The experts of the first layer, then
-            of the second, and so on.
+        utilization: Load over fair share, `E * c / sum c`: 1 is fair, 0 is dead. First for the experts of the first
+            layer, then of the second, and so on.
         cv: Sample standard deviation (ddof 1) of the loads over their mean.
         cv_null: Root mean square of cv under random routing of the same tokens. None if the top-k is unknown.
         expert_diversity: `exp(entropy) / E`: 1 for uniform loads, 1/E for one expert, 0 for no load.
@@ -141,7 +141,7 @@ def layer_statistics(
 
 
 def joined(parts: Sequence[LayerStatistics], rows: Sequence[int]) -> LayerStatistics:
-    """Join the statistics of several groups of layers, in the order of the model."""
+    """Return the statistics of several groups of layers, in order of the positions of their layers, `rows`."""
     order = sorted(range(len(rows)), key=rows.__getitem__)
     num_experts = [number for part in parts for number in part.num_experts]
     utilization = torch.cat([part.utilization for part in parts]).split(num_experts)

@@ -17,7 +17,7 @@ def outlier_key(layer: int, expert: int) -> str:
 def with_moe_prefix(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics under their logged keys, `moe/{key}`.
 
-    Outlier keys keep their prefix, so that all of them appear in one chart.
+    Keys of single experts keep their prefix `moe_expert_utilization/`, so that all appear in one chart.
     """
     return {key if key.startswith(OUTLIER_PREFIX) else MOE_PREFIX + key: value for key, value in metrics.items()}
 
@@ -37,10 +37,10 @@ def number_in_name(name: str) -> int | None:
 
 
 def indices_of_layers(layers: Iterable[int | str]) -> dict[int | str, int]:
-    """Return the index `i` of each layer in the metrics' keys, in the order of the indices.
+    """Return layer -> its index `i` in the keys of the metrics, in the order of the indices.
 
-    A number is the index. A module name contains it, with dense layers counted. If numbers are missing or repeated, all
-    names get their position in natural order.
+    A layer that is a number is its own index. The index of a module name is the number in the name, which also counts
+    dense layers. If numbers are missing or repeated, all names get their position in natural order.
 
     Raises:
         TypeError: Some layers are numbers and some are names.

@@ -3,9 +3,9 @@
 """Split of the mismatch between rollout and training into the parts of routing, numerics and moved weights.
 
 The gap of a token is its log-probability in training minus its log-probability in the rollout. A pass that replays the
-experts of the rollout lies between the two: it differs from the rollout only by the numerics of two engines, and from
-training only by the experts. If the weights have moved since, a pass with the weights that sampled the token adds a
-further step:
+experts of the rollout lies between both. It differs from the rollout only by the numerics of two engines, and from
+training only by the experts. If the weights have moved since, a replayed pass with the weights that sampled the token
+(`replayed_before`) adds one more part:
 
     own - generation = (own - replayed) + (replayed - replayed_before) + (replayed_before - generation)
       total          =     routing      +          staleness           +          numerics
@@ -41,12 +41,15 @@ def split_gap(
 
     Args:
         generation: Log-probabilities of the engine that sampled the tokens.
-        replayed_before: Of the trainer, with the experts of the rollout and the weights that sampled them.
-        own: Of the trainer, with the experts that its routers choose.
-        replayed: With the experts of the rollout and the weights of `own`, if these are newer.
+        replayed_before: Log-probabilities of the trainer, with the experts of the rollout and the weights that sampled
+            them.
+        own: Log-probabilities of the trainer, with the experts that its routers choose.
+        replayed: Log-probabilities of the trainer, with the experts of the rollout and the weights of `own`, if these
+            weights are newer.
 
     Returns:
-        `total`, `routing`, `numerics`, and `staleness` if the weights have moved. The others sum to `total`.
+        `total`, and its parts `routing`, `numerics`, and `staleness` if the weights have moved. The parts sum to
+        `total`.
     """
     generation, replayed_before, own = (values.astype(np.float64) for values in (generation, replayed_before, own))
     parts = {"total": own - generation, "numerics": replayed_before - generation}
@@ -57,9 +60,9 @@ def split_gap(
 
 
 def gap_metrics(gap: PerToken, limits: RatioLimits | None = None) -> dict[str, float]:
-    """Compute the size of a gap, or of a part of one.
+    """Return metrics of the size of a gap, or of a part of a gap.
 
-    - `mean_abs`, `max_abs`: of its absolute value, nats
+    - `mean_abs`, `max_abs`: mean and maximum of its absolute value, in nats
     - `kl`: mean of `exp(d) - 1 - d`, the k3 estimate of the divergence of two distributions whose log-probabilities
       differ by `d` (http://joschu.net/blog/kl-approx.html), nats
     - `mult_prob_error`: mean of `exp(|d|)`, 1 without a gap
@@ -82,7 +85,7 @@ def gap_metrics(gap: PerToken, limits: RatioLimits | None = None) -> dict[str, f
 
 
 def variance_shares(parts: Mapping[str, PerToken]) -> dict[str, float]:
-    """Return each part's covariance with the total over the total's variance. They sum to 1. Empty without variance."""
+    """Return part -> its covariance with the total over the total's variance. They sum to 1. Empty without variance."""
     centered = parts["total"] - parts["total"].mean()
     variance = float(np.square(centered).sum())
     if variance == 0:
@@ -92,7 +95,7 @@ def variance_shares(parts: Mapping[str, PerToken]) -> dict[str, float]:
 
 
 def split_metrics(parts: Mapping[str, PerToken], limits: RatioLimits | None = None) -> dict[str, float]:
-    """Return the metrics of all parts, `{metric}_{part}`: those in `gap_metrics`, and `variance_share`."""
+    """Return the metrics of `gap_metrics` and `variance_share` for all parts, as `{metric}_{part}`."""
     metrics = {
         f"{name}_{part}": value for part, gap in parts.items() for name, value in gap_metrics(gap, limits).items()
     }

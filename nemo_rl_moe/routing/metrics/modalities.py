@@ -1,10 +1,11 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Image and text tokens at the experts: how far they separate, beyond chance. In numpy alone, also for the report.
+"""Image and text tokens at the experts: how far they separate, beyond chance. It needs only numpy, for the report.
 
 Chance is a permutation: the tokens of a layer keep their experts, and exchange their modality. If a share `s` of `T`
 tokens are image tokens, an expert with `c` tokens then has a hypergeometric number of image tokens, with mean `s c` and
-variance `s (1 - s) c (T - c) / (T - 1)`. It is exact for any top-k, because a token goes to each expert at most once.
+variance `s (1 - s) c (T - c) / (T - 1)`. These are exact for any top-k, because a token goes to each expert at most
+once.
 """
 
 import numpy as np
@@ -27,8 +28,8 @@ def specialization(
     """Return each expert's preference beyond chance: 1 for image tokens only, -1 for text only, NaN for one modality.
 
     It is `sign(q - s) sqrt(max(0, (q - s)^2 - v) / (b^2 - v))`, where `q` is the image share of the expert's tokens,
-    `v` the variance of `q` by chance, and `b` the largest possible difference from `s` on its side (`1 - s` or `s`). It
-    is 0 if `b` is not beyond chance, as for an expert with few tokens.
+    `v` the variance of `q` by chance, and `b` the largest possible difference between `q` and `s` in the same direction
+    (`1 - s` or `s`). The preference is 0 if `b` is not beyond chance, as for an expert with few tokens.
     """
     shares = image_share_of_layers(counts, image_counts)[..., None]
     off_share = _ratio(image_counts, counts) - shares
@@ -46,13 +47,13 @@ def modality_separation(
     image_counts: Int[np.ndarray, "*steps layers experts"],
     topk: int | None,
 ) -> Float[np.ndarray, "*steps layers"]:
-    """Return how far experts separate image and text tokens beyond chance: 0 is not at all, 1 fully, NaN one modality.
+    """Return how far experts separate image and text tokens beyond chance: 0 not at all, 1 fully, NaN for one modality.
 
     Cramer's V of modality and expert, `V^2 = sum_e c_e (q_e - s)^2 / (s (1 - s) sum_e c_e)`, is corrected for its mean
     by chance `V0^2 = (E' - k) / ((T - 1) k)`, where `E'` is the number of experts with tokens: `sqrt(max(0, V^2 - V0^2)
     / (1 - V0^2))`. The correction is that of Bergsma (2013, Journal of the Korean Statistical Society 42) with the mean
-    of the permutation, which holds for any top-k. With equal numbers of both, 0.5 means three tokens of one modality
-    per token of the other at each expert.
+    of the permutation, which holds for any top-k. With equal numbers of image and text tokens, 0.5 means that each
+    expert has three tokens of one modality per token of the other modality.
     """
     shares = image_share_of_layers(counts, image_counts)
     tokens, totals = _num_tokens(counts, topk), counts.sum(-1)
@@ -71,7 +72,7 @@ def modality_overlap(
     """Return the overlap of image and text tokens' experts: 1 for the same load, 0 if disjoint, NaN for one modality.
 
     It is Weitzman's coefficient `sum_e min(i_e / sum i, t_e / sum t)` of the loads `i` of image and `t` of text tokens.
-    Chance leaves it a little below 1.
+    By chance it is a little below 1.
     """
     text_counts = counts - image_counts
     shares = [_ratio(of_kind, of_kind.sum(-1, keepdims=True)) for of_kind in (image_counts, text_counts)]
@@ -81,7 +82,7 @@ def modality_overlap(
 def _num_tokens(
     counts: Int[np.ndarray, "*steps layers experts"], topk: int | None
 ) -> Float[np.ndarray, "*steps layers"]:
-    """Return `T`, or the tokens of the busiest expert if these are more because a capacity dropped assignments."""
+    """Return `T`, or the tokens of the busiest expert if they are more, since a capacity dropped assignments."""
     return np.maximum(counts.sum(-1) / (topk or 1), counts.max(-1, initial=0))
 
 

@@ -40,7 +40,7 @@ class PredictedOverload(NamedTuple):
 
 
 def check_split(num_experts: int, expert_parallel_size: int) -> None:
-    """Raise a ValueError if the size does not divide the experts."""
+    """Raise a ValueError if the size does not divide the number of experts."""
     if expert_parallel_size < 1 or num_experts % expert_parallel_size:
         raise ValueError(f"{num_experts} experts cannot be split evenly over {expert_parallel_size} ranks")
 
@@ -48,7 +48,7 @@ def check_split(num_experts: int, expert_parallel_size: int) -> None:
 def rank_loads(
     counts_DMLE: Num[Tensor, "slices *events experts"], expert_parallel_size: int
 ) -> Num[Tensor, "slices *events ranks"]:
-    """Return the assignments that each rank of a slice computes, summed over its block of experts."""
+    """Return the number of assignments that each rank of a slice computes: the sum over its block of experts."""
     num_experts = counts_DMLE.shape[-1]
     check_split(num_experts, expert_parallel_size)
     return counts_DMLE.unflatten(-1, (expert_parallel_size, num_experts // expert_parallel_size)).sum(-1)
@@ -57,7 +57,7 @@ def rank_loads(
 def overload_factors(
     loads_DMLR: Num[Tensor, "slices *events ranks"], *, of_nothing: float = 1.0
 ) -> Float[Tensor, " slices *events"]:
-    """Return the highest load over the mean load, and `of_nothing` for a slice without tokens.
+    """Return the highest load over the mean load, or `of_nothing` for a slice without tokens.
 
     Counts are integers, so balanced loads and a single rank give exactly 1, and all tokens on one rank exactly R.
     """
@@ -70,7 +70,8 @@ def overload_factors(
 def cumulative_peak_ratios(
     loads_DMLR: Num[Tensor, "slices microbatches layers ranks"], stage: StageEvents
 ) -> Float[Tensor, "slices ranks"]:
-    """Return the peak of the assignments that each rank of a stage holds for backward, over the peak of balanced loads.
+    """Return the peak of the assignments that a rank of a stage holds for backward passes, over the peak of balanced
+    loads.
 
     A microbatch's load is added at its forward and subtracted at its backward. The peak of a rank's running sum is
     divided by the mean rank's peak. 1 without tokens.
@@ -79,7 +80,7 @@ def cumulative_peak_ratios(
     device = loads_DMLR.device
     if not stage.events:
         return torch.ones(slices, ranks, dtype=torch.float64, device=device)
-    # The same schedule as in the step before.
+    # Most steps have the same schedule, so the tensor comes from the cache.
     kinds, chunks, microbatches = numbers_on(device, tuple(map(tuple, stage.events))).unbind(1)
     loads_CDMR = torch.stack(
         [loads_DMLR.index_select(2, numbers_on(device, tuple(layers))).sum(2) for layers in stage.chunk_layers]
@@ -94,7 +95,7 @@ def cumulative_peak_ratios(
 
 @lru_cache(maxsize=64)
 def numbers_on(device: torch.device, numbers: tuple[int, ...] | tuple[tuple[int, ...], ...]) -> Int[Tensor, "*shape"]:
-    """Return numbers that depend only on the layout as a cached tensor on a device. Do not modify it."""
+    """Return numbers as a cached tensor on a device. The caller must not modify it."""
     with torch.inference_mode(False):  # a later caller may need it for a backward pass
         return torch.tensor(numbers, dtype=torch.long, device=device)
 
@@ -103,8 +104,8 @@ def numbers_on(device: torch.device, numbers: tuple[int, ...] | tuple[tuple[int,
 class OverloadSums:
     """Sums of overload factors over some events, for each expert-parallel size and layer.
 
-    An event is a layer in a microbatch of a slice. Ranks can split the events: sums of `factors` and `routed` and
-    maxima of `maxima` over the parts give the values of all events.
+    An event is a layer in a microbatch of a slice. The events can be split over ranks. Then the sums of `factors` and
+    `routed` and the maxima of `maxima` over the ranks are the values of all events.
     """
 
     factors: Float[Tensor, "sizes layers"]
@@ -121,22 +122,22 @@ def overload_sums(
 ) -> OverloadSums:
     """Add up overload factors over some layers and microbatches of all slices, without waiting for the device.
 
-    An expert-parallel size decides which experts share a rank, which the counts answer exactly, and which ranks'
-    tokens meet in one exchange, which they answer in part:
+    An expert-parallel size decides which experts share a rank. The counts answer this exactly. It also decides which
+    ranks exchange their tokens. The counts answer this in part:
 
     - Size R: exactly the measured values.
     - A multiple of R that divides the D*R ranks of the run: exact, as consecutive slices exchange tokens.
-    - Larger than D*R: all slices count as one exchange. A run with as many tokens per rank would be a bit more even.
-    - Smaller than R: a slice counts as one exchange. The maximum is a lower bound, and so is the average for equal
-      groups.
+    - Larger than D*R: all slices count as one exchange. A run with the same number of tokens per rank would be a bit
+      more even.
+    - Smaller than R: a slice counts as one exchange. The maximum is a lower bound. So is the average for equal groups.
     - Any other size: slices are merged until they have at least as many ranks. This is an estimate.
 
     Args:
-        counts_DNE: Counts of the events. Sums over equally large blocks of experts suffice if each size divides the
-            number of blocks.
-        places_N: Distinct numbers `microbatch * layers + layer` of the events. Any larger number is an absent event,
+        counts_DNE: Counts of the events. Instead of experts, they may have equally large blocks of experts, if each
+            size divides the number of blocks.
+        places_N: Distinct numbers `microbatch * layers + layer` of the events. A larger number marks an absent event,
             with counts of 0.
-        grid: Numbers of microbatches and of layers.
+        grid: (number of microbatches, number of layers).
         expert_parallel_sizes: Each must divide the number of experts.
         recorded_expert_parallel_size: R, with which the slices were recorded.
     """
@@ -172,7 +173,7 @@ def overload_metrics(
 
 
 def predictions(sums: OverloadSums) -> list[PredictedOverload]:
-    """Return the mean and maximum over all layers for each size, 1 without tokens."""
+    """Return the mean and maximum over all layers for each size. Both are 1 without tokens."""
     by_size = zip(*torch.stack([sums.factors, sums.routed, sums.maxima]).tolist(), strict=True)
     return [PredictedOverload(_average(fsum(factors), sum(routed)), max(maxima)) for factors, routed, maxima in by_size]
 

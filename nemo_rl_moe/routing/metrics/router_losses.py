@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Router losses: load balancing and z-loss, as sums over tokens or sequences.
 
-Each function returns a sum over a rank's tokens in a microbatch. The loss is the total of all ranks and microbatches,
-divided by the number of tokens or sequences in the global batch. docs/router-losses.md gives the equations.
+Each loss function returns a sum over a rank's tokens in a microbatch. The loss is the total over all ranks and
+microbatches, divided by the number of tokens or sequences in the global batch. docs/router-losses.md gives the
+equations.
 """
 
 import torch
@@ -56,8 +57,8 @@ def balancing_sum(
     Args:
         scores: `p`, from `router_scores`.
         is_token: 1 for tokens, 0 for padding.
-        load: Assignments of each expert among the tokens that are balanced together, from any number of ranks and
-            microbatches. `f` is their share.
+        load: Number of assignments of each expert, over all tokens that are balanced together. They may come from
+            several ranks and microbatches. `f` is an expert's share of the assignments.
     """
     share = load / load.sum().clamp(min=1)
     return (is_token @ scores) @ share * scores.shape[-1]
@@ -85,7 +86,7 @@ def sequence_balancing_sum(
     Args:
         scores: `p`, from `router_scores`.
         sequence: Index of each token's sequence, -1 for padding.
-        load: From `load_of_sequences`, added up over the ranks that share the sequences.
+        load: Sum of `load_of_sequences` over the ranks that share the sequences.
     """
     assignments = load.sum(-1, keepdim=True).clamp(min=1)
     weights = load / assignments * (topk / assignments)  # f_{s,e} over the length of the sequence

@@ -1,10 +1,10 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Experts by advantage: how far experts serve sequences of high or of low advantage, beyond chance.
+"""Experts by advantage: how far experts get tokens of responses with high or with low advantage, beyond chance.
 
-Chance is a permutation of advantages among the responses that were compared. All tokens and sequences of a response
-share one reward, so a response is one observation of any length. Under the permutation, mean and variance of an
-expert's score are known exactly (linear rank statistic: Hajek, Sidak and Sen, Theory of Rank Tests, section 3.3).
+Chance is a permutation of advantages among the responses that were compared with each other. All tokens and sequences
+of a response share one reward, so a response is one observation of any length. Under the permutation, mean and variance
+of an expert's score are known exactly (linear rank statistic: Hajek, Sidak and Sen, Theory of Rank Tests, section 3.3).
 """
 
 from collections.abc import Sequence
@@ -47,9 +47,9 @@ class TrainedResponses(NamedTuple):
     """Sequences or complete responses.
 
     Attributes:
-        counts: Tokens that each layer sends to each expert.
-        advantages: Mean over trained tokens.
-        groups: Group in which advantages were compared.
+        counts: Number of tokens that each layer sends to each expert.
+        advantages: Mean advantage of the trained tokens.
+        groups: Number of the group in which advantages were compared.
     """
 
     counts: Float[Tensor, "responses layers experts"]
@@ -60,21 +60,21 @@ class TrainedResponses(NamedTuple):
 def joined_by_sample(
     sequences: TrainedResponses, num_tokens: Float[Tensor, " sequences"], samples: Int[Tensor, " sequences"]
 ) -> TrainedResponses:
-    """Join the sequences of each sample, which share one reward.
+    """Return one entry per sample. All sequences of a sample share one reward.
 
     Counts add up, and advantages are means over all trained tokens. Counted separately, the sequences of a conversation
     that was restarted would be independent responses with equal advantages.
 
     Args:
-        num_tokens: Trained tokens of each sequence.
-        samples: Sample of each sequence.
+        num_tokens: Number of trained tokens of each sequence.
+        samples: Number of each sequence's sample.
     """
     numbers, places = samples.unique(return_inverse=True)
     if len(numbers) == len(samples):
         return sequences
     first = torch.full(numbers.shape, len(places)).scatter_reduce_(0, places, torch.arange(len(places)), "amin")
     advantages = sequences.advantages.double()
-    # Relative to the first one: a mean of equal numbers can differ in the last bit.
+    # Relative to the sample's first advantage: a mean of equal numbers can differ from them in the last bit.
     off_first = num_tokens * (advantages - advantages[first][places])
     sums = torch.zeros(2, len(numbers), dtype=torch.float64).index_add_(1, places, torch.stack([off_first, num_tokens]))
     counts = sequences.counts.new_zeros(len(numbers), *sequences.counts.shape[1:])
@@ -94,7 +94,8 @@ class CentredAdvantages(NamedTuple):
 def centred(advantages: Float[Tensor, " sequences"], groups: Int[Tensor, " sequences"]) -> CentredAdvantages:
     values, numbers = advantages.double().numpy(), groups.numpy()
     sizes = np.bincount(numbers)
-    # Relative to one of the group first: a mean of equal numbers can differ in the last bit, which would be a spread.
+    # Relative to one value of the group: a mean of equal numbers can differ from them in the last bit, and that would
+    # count as spread.
     one_of_group = np.empty(len(sizes))
     one_of_group[numbers] = values
     off_one = values - one_of_group[numbers]
@@ -106,7 +107,7 @@ def centred(advantages: Float[Tensor, " sequences"], groups: Int[Tensor, " seque
 def sums_of_groups(
     counts: Float[Tensor, "sequences *layers experts"], groups: Int[Tensor, " sequences"]
 ) -> Float[Tensor, "sequences *layers experts"]:
-    """Compute `sum_s n[s,e]` over the group of each sequence."""
+    """Return `sum_s n[s,e]` over the group of each sequence."""
     sums = counts.new_zeros(int(groups.max()) + 1, *counts.shape[1:]).index_add_(0, groups, counts)
     return sums.index_select(0, groups)
 
@@ -129,7 +130,7 @@ def permutation_moments(
     """Return `S[e] = sum_s a_s n[s,e]` minus its mean, and its variance, under permutations within groups.
 
     For a group of `m` sequences, `E = mean(a) * sum_s n` and `Var = sum_s (a_s - mean a)^2 * sum_s (n_s - mean n)^2 /
-    (m - 1)`. Groups add up.
+    (m - 1)`. Both are summed over the groups.
     """
     return advantages.off_mean @ off_mean, advantages.spread @ off_mean.square()
 
@@ -163,8 +164,8 @@ def advantage_metrics(
 ) -> dict[str, float]:
     """Return the metrics of the scores, under `routing_advantage/`. Empty if every score is NaN.
 
-    `excess` is the mean of `z^2 - 1`, which is 0 by chance, and `max_abs_z` the largest absolute score, over all layers
-    and of each layer.
+    `excess` is the mean of `z^2 - 1`, which is 0 by chance. `max_abs_z` is the largest absolute score. Both are taken
+    over all layers, and with `per_layer` also in each layer.
     """
     kind, on_host = "_of_shares" if of_shares else "", scores.cpu().numpy()
     is_known = ~np.isnan(on_host)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Experts by writer of the token: how far a tool's tokens go to other experts than the model's tokens."""
+"""Experts by writer of a token (model or tool): how far a tool's tokens go to other experts than the model's tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from nemo_rl_moe.token_writers import ANSWER, CALL, RESULT
 
 @dataclass(frozen=True)
 class WriterLoad:
-    """Tokens of each expert in a step, by writer (`token_writers.WRITERS`)."""
+    """Number of tokens of each expert in a step, by writer (`token_writers.WRITERS`)."""
 
     layers: tuple[int, ...]
     counts: Int[np.ndarray, "writers layers experts"]
@@ -22,9 +22,9 @@ class WriterLoad:
 def jensen_shannon(
     one: Int[np.ndarray, "layers experts"], other: Int[np.ndarray, "layers experts"]
 ) -> Float[np.ndarray, " layers"]:
-    """Return the Jensen-Shannon divergence of two loads in bits: 0 is the same shares, 1 no expert in common.
+    """Return the Jensen-Shannon divergence of two loads in bits: 0 for the same shares, 1 for no common expert.
 
-    NaN in a layer where one of them has no tokens.
+    NaN in a layer in which one of the loads has no tokens.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         shares = [counts / counts.sum(-1, keepdims=True) for counts in (one, other)]
@@ -35,7 +35,7 @@ def jensen_shannon(
 
 
 def divergences(counts: Int[np.ndarray, "writers layers experts"]) -> dict[str, Float[np.ndarray, " layers"]]:
-    """Return the divergence of results from the model's tokens, and of its calls from its answers, by layer."""
+    """Return the divergence of tool results from the model's tokens, and of its calls from its answers, by layer."""
     return {
         "results_from_own": jensen_shannon(counts[RESULT], counts[CALL] + counts[ANSWER]),
         "calls_from_answers": jensen_shannon(counts[CALL], counts[ANSWER]),

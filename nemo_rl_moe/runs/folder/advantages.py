@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`experts_by_advantage.parquet`: the score of every expert at every step.
 
-Its columns are `step`, `layer`, `expert` and `score`: by how many standard deviations, relative to chance, the expert's
-share of the tokens is larger in responses with a high advantage than in others.
+Its columns are `step`, `layer`, `expert` and `score`. The score is the number of standard deviations, relative to
+chance, by which the expert's share of the tokens is larger in responses with a high advantage than in others.
 """
 
 from dataclasses import dataclass
@@ -42,10 +42,10 @@ class AdvantageWriter(StepTableWriter["AdvantageScores"]):
 
 
 def read_advantages(run_folder: Path, first_step: int = 0) -> AdvantageHistory:
-    """Read the scores that a run has written so far.
+    """Return the scores that a run has written so far.
 
     Raises:
-        FileNotFoundError: There is no such step.
+        FileNotFoundError: There is no step from `first_step` on.
     """
     found = read_steps(TABLE, run_folder, first_step)
     steps, layers, _ = found.axes

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Names of the arrays that a training step produces besides its metrics. Ranks import it, so it must be light."""
+"""Names of the arrays that a training step produces besides its metrics. Ranks import this module: it must be light."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 Artifact = TypeVar("Artifact")
 StepArtifacts = Mapping[str, Any]
-"""Arrays and tables of one step, by `ArtifactKey.name`."""
+"""`ArtifactKey.name` -> array or table of one step."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`by_lag.parquet`: statistics of a step's tokens by their lag.
 
-Its columns are `step`, `lag` (the lowest of its class) and `LAG_STATISTICS`.
+Its columns are `step`, `lag` (the lowest lag of the class) and `LAG_STATISTICS`.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ TABLE = StepTable(FOLDER_NAME, ("step", "lag"), dict.fromkeys(LAG_STATISTICS, pa
 
 @dataclass(frozen=True)
 class LagTable:
-    """`LAG_STATISTICS` of a step's trained tokens, for each of `LAG_CLASSES`. NaN without tokens, or if unknown."""
+    """`LAG_STATISTICS` of a step's trained tokens, for each of `LAG_CLASSES`. NaN if unknown or without tokens."""
 
     of: Mapping[str, Float[np.ndarray, " classes"]]
 

@@ -41,7 +41,7 @@ CAPTURE_FOLDER = "capture"
 CAPTURE_FOLDERS = (CAPTURE_FOLDER, "tape")  # older name last
 _TOKEN_TYPES: Mapping[str, pa.DataType] = {name: pa.from_numpy_dtype(kind) for name, kind in TOKEN_TYPES.items()}
 EXPERT_BIAS = "expert_bias"
-"""Column with the bias of all routers, flattened. One row of a file has it, since it belongs to the step."""
+"""Column with the bias of all routers, flattened. Only one row of a file has it, since it belongs to the step."""
 EXPERT_BIAS_BEFORE = "expert_bias_before"
 """Column with the bias before the last optimizer step that was not skipped."""
 SCHEMA = pa.schema(
@@ -56,7 +56,7 @@ _UNREADABLE = (OSError, ValueError, KeyError, pa.ArrowException)
 
 
 class CaptureFolderWriter:
-    """Writer of one process. Other processes may write into the same folder at the same time.
+    """Writer of a process into a capture folder. Several processes may write into one folder at the same time.
 
     Args:
         name: Name of this writer in findings, such as "rank-3": letters, digits and dashes. Random by default.
@@ -103,12 +103,12 @@ class CaptureFolderWriter:
         expert_bias: Float[np.ndarray, "layers experts"] | None = None,
         expert_bias_before: Float[np.ndarray, "layers experts"] | None = None,
     ) -> Path:
-        """Write sequences of one step to a new file.
+        """Write sequences of one step to a new file, and return its path.
 
         Args:
-            expert_bias: Bias of the training routers at this step. One of the step's files is enough.
-            expert_bias_before: The bias before the last optimizer step that was not skipped (such a step moves it in
-                all layers).
+            expert_bias: Bias of the training routers at this step. It is enough if one of the step's files has it.
+            expert_bias_before: The bias before the last optimizer step that was not skipped. Such a step changes it in
+                all layers.
         """
         records: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
         for sequence in sequences:
@@ -136,7 +136,7 @@ class CaptureFolderWriter:
 
 
 def _moved(staging: Path, path: Path) -> bool:
-    """Return False if the name is taken, by another writer or from before a resume."""
+    """Move a file to its final name. Return False if the name is taken, by another writer or from before a resume."""
     if path.exists():
         return False
     try:
@@ -151,7 +151,7 @@ def _moved(staging: Path, path: Path) -> bool:
 
 
 def read_description(folder: Path) -> CaptureDescription:
-    """Read the description in a capture folder."""
+    """Return the description in a capture folder."""
     path = described_by(folder)
     try:
         found = json.loads(path.read_text())
@@ -176,7 +176,7 @@ def read_description(folder: Path) -> CaptureDescription:
 
 
 def described_by(folder: Path) -> Path:
-    """Return the path of a folder's description, under its older name if only that exists."""
+    """Return the path of a folder's description file. It is the older name if only a file with that name exists."""
     old = folder / _OLD_DESCRIPTION_FILE
     return old if old.is_file() and not (folder / DESCRIPTION_FILE).exists() else folder / DESCRIPTION_FILE
 
@@ -188,7 +188,7 @@ def existing_capture(run_folder: Path) -> Path | None:
 
 
 def steps_of(folder: Path) -> dict[int, list[Path]]:
-    """Return the files of each step, steps ascending."""
+    """Return step -> its files, in ascending order of steps."""
     found = [(int(match.group(1)), path) for path in folder.iterdir() if (match := _FILE_NAME.fullmatch(path.name))]
     return {step: [path for _, path in pairs] for step, pairs in groupby(sorted(found), key=lambda pair: pair[0])}
 
@@ -206,7 +206,7 @@ def writers_of(folder: Path) -> list[str]:
 
 
 def read_step(description: CaptureDescription, step: int, files: Sequence[Path]) -> Iterator[CapturedRows]:
-    """Read the sequences of one step, a few at a time."""
+    """Yield the sequences of one step, a few at a time."""
     for path in files:
         match = _FILE_NAME.fullmatch(path.name)
         writer = match[2] if match else ""
@@ -237,7 +237,7 @@ def _rows(description: CaptureDescription, step: int, batch: pa.RecordBatch, wri
         found = values.flatten().to_numpy(zero_copy_only=False)
         sizes = np.diff(values.offsets.to_numpy())
         width = int(np.prod(row, dtype=np.int64))
-        if is_partial:  # some path of the rollout lost the routes: keep the column, so that the audit finds the gap
+        if is_partial:  # a part of the rollout lost its routes: the column is kept, so that the audit finds the gap
             has = np.repeat(~values.is_null().to_numpy(zero_copy_only=False), lengths * width)
             filled = np.full(len(has), UNKNOWN, dtype=found.dtype)
             if np.count_nonzero(has) == len(found):

@@ -17,8 +17,8 @@ with differently composed batches."""
 INDEXERS = ("rollout_indexer", "training_indexer")
 """`[tokens, indexer layers, k]` int32, -1 if unknown: positions in the sequence that sparse attention chose."""
 LOGPROBS = ("rollout_logprobs", "training_logprobs", "replayed_logprobs", "repeated_logprobs")
-"""Log-probability of each token, nats: by the engine that sampled it, and by the trainer with the experts of its
-routers, with those of the rollout, and in a second pass with differently composed batches."""
+"""Log-probability of each token, nats: by the engine that sampled it, by the trainer with the experts of its routers,
+by the trainer with the rollout's experts, and by the trainer in a second pass with differently composed batches."""
 TOKEN_TYPES: Mapping[str, type[np.generic]] = {
     "token_ids": np.int32,
     "loss_mask": np.bool_,
@@ -30,9 +30,9 @@ TOKEN_TYPES: Mapping[str, type[np.generic]] = {
     "kept_mass": np.float32,
     **dict.fromkeys(INDEXERS, np.int32),
 }
-"""Columns on the token axis. `kept_mass`: probability of the tokens that top-p and top-k leave, over which
-`rollout_logprobs` are normalised. `margins`, `[tokens, layers]`: score of the last expert that a training router chose
-minus the score of the first one that it did not choose."""
+"""Columns on the token axis. `kept_mass`: probability of the tokens that top-p and top-k leave. `rollout_logprobs` are
+normalised over these tokens. `margins`, `[tokens, layers]`: score of the last expert that a training router chose minus
+the best score of an expert that it did not choose."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class CaptureDescription:
 
     Attributes:
         layers: Indices of the MoE layers in the model, ascending.
-        is_exact: Rollout and training had the same weights and computed in float32, so their routes differ only by near
-            ties.
-        is_bitwise: The trainer claims log-probabilities that are bitwise equal to the engine's.
-        bias_is_updated: Training moves the expert bias after every step. None if unknown.
-        indexer_shape: Number of layers with an indexer, and of positions per token in each.
+        is_exact: Whether rollout and training had the same weights and computed in float32, so that their routes differ
+            only in near ties.
+        is_bitwise: Whether the trainer claims log-probabilities that are bitwise equal to the engine's.
+        bias_is_updated: Whether training changes the expert bias after every step. None if unknown.
+        indexer_shape: (number of layers with an indexer, number of positions per token in each layer).
     """
 
     layers: tuple[int, ...]
@@ -59,7 +59,7 @@ class CaptureDescription:
 
     @property
     def row_sizes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape after the token axis, of columns with further axes."""
+        """Column -> its shape after the token axis, for columns with further axes."""
         experts = dict.fromkeys(EXPERTS, (len(self.layers), self.topk))
         return {**experts, **dict.fromkeys(INDEXERS, self.indexer_shape), "margins": (len(self.layers),)}
 
@@ -69,7 +69,7 @@ class CapturedSequence:
     """One sequence to write.
 
     Attributes:
-        columns: Values on the token axis. Experts may lack the last token, which no engine feeds.
+        columns: Name -> values, `[tokens, ...]`. Experts may lack the last token, since no engine is fed it.
     """
 
     name: str
@@ -83,7 +83,7 @@ class CapturedRows:
     """Concatenated sequences of one step.
 
     Attributes:
-        columns: Values of all tokens, `[tokens, ...]`. Only columns that all of these sequences have.
+        columns: Name -> values of all tokens, `[tokens, ...]`, for columns that all of these sequences have.
         rewards: Reward of each sequence. None if one is missing.
         writer: Name of the writer, such as a rank. Empty if unknown.
         expert_bias: Bias of the training routers at this step. None if not stored with these sequences.
@@ -103,7 +103,7 @@ class CapturedRows:
 def checked_column(
     description: CaptureDescription, sequence: CapturedSequence, name: str
 ) -> Shaped[np.ndarray, "tokens ..."] | None:
-    """Return a column, with a row for the last token added if it is missing. None if the sequence lacks the column."""
+    """Return a column, with a row for the last token if that was missing. None if the sequence lacks the column."""
     if name not in sequence.columns:
         return None
     values = np.asarray(sequence.columns[name])
@@ -117,12 +117,12 @@ def checked_column(
 
 
 def rows_of(description: CaptureDescription, step: int, sequences: Sequence[CapturedSequence]) -> CapturedRows:
-    """Return sequences in memory in the form in which `read_step` returns them."""
+    """Return sequences in memory in the form that `read_step` yields."""
     columns = {}
     for name, kind in TOKEN_TYPES.items():
         values = [checked_column(description, sequence, name) for sequence in sequences]
         if name == "rollout_experts" and any(part is not None for part in values):
-            # Some path of the rollout lost the routes: keep the column, so that the audit finds the gap.
+            # A part of the rollout lost its routes: the column is kept, so that the audit finds the gap.
             row = description.row_sizes[name]
             values = [
                 np.full((sequence.num_tokens, *row), UNKNOWN) if part is None else part
@@ -141,7 +141,7 @@ def rows_of(description: CaptureDescription, step: int, sequences: Sequence[Capt
 
 
 def sequences_of(rows: CapturedRows) -> list[CapturedSequence]:
-    """Split rows of a capture into sequences."""
+    """Return the sequences of a capture's rows."""
     ends = np.cumsum(rows.lengths)
     return [
         CapturedSequence(

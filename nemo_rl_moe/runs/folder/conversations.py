@@ -1,11 +1,11 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The conversation of a trajectory in a line of `samples.jsonl`: turns, tool calls and times.
+"""The conversation of a trajectory, as stored in a line of `samples.jsonl`: turns, tool calls and times.
 
 `conversation` is a list of turns. Each has `role`, `text`, `sequence` (null if the model has not read the turn),
 `tokens` (`[first, end)`), `sampled` and `trained`, and optionally `calls` (`id`, `name`, `arguments`, `outcome`),
 `name` and `call_id`. `times` has the `seconds` of the trajectory, and `[start, end]` of each response (`generation`)
-and of each call (`tools`). The rest is waiting.
+and of each call (`tools`). The remaining time is waiting.
 """
 
 import json
@@ -33,7 +33,7 @@ class ToolUse:
     """A call that the model made in a response.
 
     Attributes:
-        call_id: Id that the message with the result has too.
+        call_id: Id of the call. The message with the result has the same id.
         name: Name of the tool, as the model wrote it. Empty if it cannot be parsed.
         arguments: JSON text. Empty if they cannot be parsed.
     """
@@ -57,9 +57,9 @@ class ConversationTurn:
         role: Role of the message, `prompt` for a prompt without messages, or `environment` for other tokens.
         sequence: Index of the sequence with its tokens. None if the model has not read the turn.
         tokens: First token and end (exclusive) in that sequence. Messages that were added together share them.
-        is_sampled: The model wrote it.
-        name: Name of the tool whose result it is.
-        call_id: Id of the call that it answers.
+        is_sampled: Whether the model wrote the turn.
+        name: Name of the tool, if the turn is the result of a call.
+        call_id: Id of the call whose result the turn is.
     """
 
     role: str
@@ -84,7 +84,7 @@ class RolloutTimes:
     Attributes:
         seconds: Duration of the trajectory.
         generation: Span of each response.
-        tools: Span of each call. Start and end are equal if the call was not made.
+        tools: Span of each tool call. Start and end are equal if the call was not made.
     """
 
     seconds: float
@@ -114,33 +114,33 @@ def covered(spans: Sequence[Span]) -> float:
 
 
 def trained(turns: Sequence[ConversationTurn]) -> list[ConversationTurn]:
-    """Mark the turns that the model wrote as trained on."""
+    """Return the turns, with those by the model marked as trained on."""
     return [replace(turn, is_trained=turn.is_sampled) for turn in turns]
 
 
 def says_more(turns: Sequence[ConversationTurn]) -> bool:
-    """Return whether a conversation has more than a prompt and a response, which a sample stores as texts."""
+    """Return whether a conversation has more than one prompt and one response, the texts of which every sample has."""
     return len(turns) > 2 or any(turn.calls for turn in turns)
 
 
 def conversation_json(turns: Sequence[ConversationTurn]) -> list[dict[str, object]]:
-    """Convert turns to JSON."""
+    """Return turns as JSON."""
     return [_turn_json(turn) for turn in turns]
 
 
 def times_json(times: RolloutTimes) -> dict[str, object]:
-    """Convert times to JSON."""
+    """Return times as JSON."""
     spans = {name: [[round(end, 4) for end in span] for span in getattr(times, name)] for name in _KINDS}
     return {"seconds": round(times.seconds, 4), **spans}
 
 
 def conversation_of(value: object) -> list[ConversationTurn]:
-    """Parse turns."""
+    """Return the turns in a JSON value. Raise an error if it is not valid."""
     return [_turn_of(turn) for turn in _as(list, value)]
 
 
 def times_of(value: object) -> RolloutTimes:
-    """Parse times."""
+    """Return the times in a JSON value. Raise an error if it is not valid."""
     found = _as(dict, value)
     generation, tools = (_spans(found.get(name, [])) for name in _KINDS)
     return RolloutTimes(_seconds(found.get("seconds")), generation, tools)
@@ -221,5 +221,5 @@ def _spans(value: object) -> tuple[Span, ...]:
 
 
 def as_arguments(values: Mapping[str, object]) -> str:
-    """Return arguments of a call as JSON. Values that JSON does not know become their `str`."""
+    """Return arguments of a call as JSON. Values of types that JSON lacks become their `str`."""
     return json.dumps(dict(values), ensure_ascii=False, default=str)

@@ -61,12 +61,12 @@ def read_expert_load(run_folder: Path, first_step: int = 0) -> ExpertLoadHistory
     steps, layers, _ = rows.axes
     counts, image_counts = rows.values["count"], rows.values.get(IMAGE_COUNT)
     if image_counts is not None and (image_counts > counts).any():
-        raise DataError(f"{run_folder / FOLDER_NAME}: {IMAGE_COUNT} is above count, of which it is a part")
+        raise DataError(f"{run_folder / FOLDER_NAME}: {IMAGE_COUNT} is above count, although it is a part of it")
     return ExpertLoadHistory(steps, layers, counts, image_counts)
 
 
 class ExpertLoadTail:
-    """Follower of the expert load of a running run."""
+    """Reader of the expert load of a running run, which returns new steps at each call."""
 
     def __init__(self, run_folder: Path):
         self._run_folder = run_folder
@@ -74,9 +74,9 @@ class ExpertLoadTail:
         self.problems: list[str] = []
 
     def read(self, last_step: int) -> ExpertLoadHistory | None:
-        """Read the new steps since the last call, up to `last_step`. None if there are none.
+        """Return the new steps since the last call, up to `last_step`. None without new steps.
 
-        If a file is damaged, `problems` names it, and only `last_step` is read.
+        If a file is damaged, `problems` names the file, and only `last_step` is read.
         """
         try:
             found = self._read(self._next_step, last_step)

@@ -23,7 +23,7 @@ _LONGEST_TEXT = 1000
 
 
 def failures_of(by_split: Mapping[str, Sequence[SavedTrajectory]]) -> list[FailedResponses]:
-    """Count the failures of each split with failures."""
+    """Return the number of failures, and the first cause, for each split with failures."""
     found = []
     for split, trajectories in by_split.items():
         failed = [each for each in trajectories if each.fault is not None]

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Run folders `exp_001`, `exp_002`, ... and the files that identify a run: id, configuration, versions, commit."""
+"""Run folders `exp_001`, `exp_002`, ..., and the files that identify a run: id, configuration, versions, commit."""
 
 import importlib.metadata
 import json
@@ -49,9 +49,10 @@ _PACKAGES = (
 
 
 def create_run_folder(log_dir: str | Path, run_id: str | None = None, algorithm: str | None = None) -> Path:
-    """Make the next free `exp_001`, `exp_002`, ... in a log folder, which is created if needed.
+    """Create and return the next free folder `exp_001`, `exp_002`, ... in a log folder. The log folder is created if
+    needed.
 
-    Two processes that call this at the same moment get two folders.
+    Two processes that call this function at the same moment get different folders.
 
     Args:
         run_id: Id by which `find_run_folder` finds the folder again. Random by default.
@@ -75,7 +76,7 @@ def create_run_folder(log_dir: str | Path, run_id: str | None = None, algorithm:
     except OSError as error:
         raise ConfigurationError(
             f"logger.log_dir: {str(log_dir)!r} cannot hold the run's folder: {error.strerror}; "
-            "it needs to be a folder that you may write to"
+            "expected a folder that you may write to"
         ) from error
 
 
@@ -88,7 +89,7 @@ def newest_run_folders(log_dir: str | Path) -> list[Path]:
 
 
 def find_run_folder(log_dir: str | Path, run_id: str) -> Path | None:
-    """Return the folder of the run with an id, if there is one."""
+    """Return the run folder whose run has this id, or None."""
     return next((folder for folder in newest_run_folders(log_dir) if read_run_id(folder) == run_id), None)
 
 
@@ -99,7 +100,7 @@ def read_run_id(folder: Path) -> str | None:
 
 
 def store_logger_run_ids(folder: Path, run_ids: Mapping[str, str]) -> None:
-    """Store the run's ids at W&B and MLflow, in case it is killed before its first checkpoint stores them.
+    """Store the run's ids at W&B and MLflow, in case the run is killed before its first checkpoint stores these ids.
 
     Raises:
         OSError: The file cannot be written. It keeps its content.
@@ -120,7 +121,7 @@ def write_run_files(
 
     `config.yaml` is the resolved configuration, readable by its owner only. `versions.json` has the versions of Python
     and of the packages, `git.json` the state of the git checkout around the working directory. A resumed run does not
-    change these files. It writes contents that differ to further ones, such as `config_resumed_at_step_40.yaml`.
+    change these files. If a content differs, it is written to a new file, such as `config_resumed_at_step_40.yaml`.
     """
     config = yaml.safe_dump(to_plain(resolved_config), sort_keys=False, allow_unicode=True)
     contents = {"versions": collect_versions(), "git": read_git_state(Path.cwd()), **extra}

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Follower of a file with one record per line, while a run appends to it."""
+"""Reader of a file with one record per line, while a run appends to the file."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -13,16 +13,17 @@ from nemo_rl_moe.errors import DataError
 Record = TypeVar("Record")
 Content = TypeVar("Content")
 NO_RECORD = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError)
-"""Errors of parsing a line that is not a record of its file."""
+"""Errors that parsing raises if a line is not a record of its file."""
 _MOST_REMEMBERED_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
 class NewRecords(Generic[Record]):
-    """Records that were appended since the last look.
+    """Records that were appended since the last call.
 
     Attributes:
-        begins_anew: The file was cut or replaced. These are all of its records, and earlier ones are void.
+        begins_anew: Whether the file was cut or replaced. Then `records` are all of its records, and earlier ones are
+            void.
     """
 
     records: list[Record]
@@ -44,13 +45,13 @@ def by_step(records: Sequence[OfStep[Content]]) -> dict[int, list[Content]]:
 
 
 class LineTail(Generic[Record]):
-    """Follower of a file of lines.
+    """Reader of a growing file of lines, which returns new lines at each call.
 
-    It leaves an incomplete last line for the next call, and notices when a resumed run cuts its file back to the
+    It leaves an incomplete last line for the next call. It notices if a resumed run cuts the file back to the
     checkpoint.
 
     Args:
-        parse: Converts the JSON value of a line, or raises one of `NO_RECORD`.
+        parse: Function that converts the JSON value of a line to a record, or raises one of `NO_RECORD`.
     """
 
     def __init__(self, path: Path, parse: Callable[[Any], Record]):
@@ -59,7 +60,7 @@ class LineTail(Generic[Record]):
         self._last_bytes = b""
 
     def read(self) -> NewRecords[Record]:
-        """Return the lines that were written since the last call."""
+        """Return the records that were written since the last call."""
         try:
             with self._path.open("rb") as file:
                 return self._read(file)

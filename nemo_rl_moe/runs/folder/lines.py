@@ -15,7 +15,7 @@ from typing import Any
 
 
 def to_plain(value: Any) -> Any:
-    """Convert nested values to dicts, lists, strings, numbers, booleans and None. Other objects become their `str`."""
+    """Return nested values as dicts, lists, strings, numbers, booleans and None. Other objects become their `str`."""
     if isinstance(value, Enum):
         return to_plain(value.value)
     if isinstance(value, Mapping):
@@ -42,11 +42,11 @@ def append_whole(file: FileIO, record: bytes) -> None:
 
 
 class LineFile:
-    """Text file of complete lines, which are passed to the operating system at once.
+    """Text file of complete lines. Each line is passed to the operating system immediately.
 
     If the disk is full, up to 64 MiB of lines wait in memory and are written when there is space again. If the file is
-    deleted, even with its folder, it is created again, with a warning. A kill may leave a torn last line, which
-    `rewind_lines` removes before the run resumes.
+    deleted, even with its folder, it is created again, with a warning. If the process is killed, the last line may be
+    incomplete. `rewind_lines` removes it before the run resumes.
     """
 
     def __init__(self, path: Path, warn: Callable[[str], None], message: Callable[[str], None]):
@@ -77,12 +77,12 @@ class LineFile:
             self._message(f"{self._path.name} can be written again")
         if self._was_removed:
             self._was_removed = False
-            self._warn(f"{self._path} was removed; it is begun anew, and lacks the lines before")
+            self._warn(f"{self._path} was removed; it begins anew, without the earlier lines")
 
     def flush_to_disk(self) -> bool:
-        """Write the waiting lines and fsync, from any thread. Returns False on failure.
+        """Write the waiting lines and fsync. Return False on failure. Any thread may call it.
 
-        Otherwise a checkpoint could survive a power failure that loses the metrics of its steps.
+        Without this call, a checkpoint could survive a power failure that loses the metrics of its steps.
         """
         try:
             with self._lock:
@@ -130,7 +130,7 @@ class LineFile:
             self._release()
         if self._file is None:
             if self._was_removed:
-                # Not its parents: if they are missing too, the disk is probably not mounted.
+                # But not its parents: if they are missing too, the disk is probably not mounted.
                 self._path.parent.mkdir(exist_ok=True)
             self._file = FileIO(self._path, "a")
         return self._file
@@ -164,7 +164,7 @@ def rewind_lines(path: Path, step: int) -> None:
 
 
 def _step_of(line: bytes) -> float:
-    """Return the step of a record. Minus infinity for any other line, which is kept."""
+    """Return the step of a record. Minus infinity for other lines, so that they are kept."""
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):

@@ -16,12 +16,12 @@ from nemo_rl_moe.runs.folder.lines import LineFile
 
 RunOutcome = Literal["finished", "failed", "killed"]
 MetricHistory = dict[str, list[tuple[int, float]]]
-"""Metrics of a run: full key to `(step, value)` pairs, steps ascending."""
+"""Metrics of a run: full key -> pairs `(step, value)`, in ascending order of steps."""
 METRICS_FILE_NAME = "metrics.jsonl"
 RENAMED_METRICS = {
     "train/moe/routing/tape_bytes": "train/moe/routing/captured_bytes"  # older name
 }
-"""Keys in files of older runs, and their present names."""
+"""Key in files of older runs -> its present name."""
 LAST_STEP = 10**8 - 1
 _LAST_SECOND = 253_402_300_799  # of the year 9999
 
@@ -34,11 +34,11 @@ class StepRecord:
 
 
 class JsonlLogger:
-    """Append `{"step": 1, "time": 1.7e9, "metrics": {"train/loss": 0.5}}` to `<run folder>/metrics.jsonl`.
+    """Logger that appends `{"step": 1, "time": 1.7e9, "metrics": {"train/loss": 0.5}}` to `<run folder>/metrics.jsonl`.
 
-    Each line is passed to the operating system before `log_step` returns, so a crash of the program loses no step. On
-    a full disk, lines wait in memory (`LineFile`). NaN and infinities, which JSON lacks, become the strings `"NaN"`,
-    `"Infinity"` and `"-Infinity"`, which Python's `float()`, pandas' `to_numeric` and JavaScript's `Number()` read.
+    Each line is passed to the operating system before `log_step` returns, so a crash of the program loses no step. On a
+    full disk, lines wait in memory (`LineFile`). JSON has no NaN and infinities. They become the strings `"NaN"`,
+    `"Infinity"` and `"-Infinity"`, which Python's `float()`, pandas' `to_numeric` and JavaScript's `Number()` can read.
     """
 
     name = "jsonl"
@@ -63,7 +63,7 @@ class JsonlLogger:
 def read_metrics(path: Path) -> list[StepRecord]:
     """Return the records of a `metrics.jsonl`, during the run or afterwards."""
     lines = path.read_bytes().split(b"\n")
-    # After the last line feed there is nothing, or a torn line of a run that writes or was killed: it is skipped.
+    # After the last line feed there may be an incomplete line, of a run that writes or was killed. It is skipped.
     return [parse_record(line, f"{path}:{number}") for number, line in enumerate(lines[:-1], start=1) if line.strip()]
 
 
@@ -77,14 +77,14 @@ def read_history(path: Path) -> MetricHistory:
 
 
 class MetricsTail(LineTail[StepRecord]):
-    """Follower of the `metrics.jsonl` of a running run."""
+    """Reader of the `metrics.jsonl` of a running run."""
 
     def __init__(self, path: Path):
         super().__init__(path, _step_record)
 
 
 def parse_record(line: bytes, place: str) -> StepRecord:
-    """Parse one line of a `metrics.jsonl`."""
+    """Return the record in a line of a `metrics.jsonl`. `place` names the line in errors."""
     try:
         return _step_record(json.loads(line))
     except NO_RECORD as error:
@@ -100,7 +100,7 @@ def _step_record(record: Any) -> StepRecord:
 
 
 def json_number(value: float) -> float | str:
-    """Return a number that JSON can represent. NaN and infinities become strings that `float()` reads."""
+    """Return a number that JSON can represent. NaN and infinities become strings that `float()` can read."""
     number = float(value)
     if math.isfinite(number):
         return number

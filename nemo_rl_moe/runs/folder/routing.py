@@ -5,10 +5,10 @@
 The table has a row per step and layer. Its columns are:
 
 - `expected` to `live_slots`: number of rows of the capture of each kind (`routing/agreement/row_kinds.py`)
-- `slots`: number of experts in usable rows, and `slot_chance`: share of them on which capture and router would agree by
-  the popularity of the experts alone
-- `margin_to_0.001` to `margin_above_1`: usable rows by class of the router margin, and `differing_to_0.001` to
-  `differing_above_1`: those rows on which capture and router differ
+- `slots`: number of experts in usable rows, and `slot_chance`: share of these on which capture and router would agree
+  if only the popularity of experts decided
+- `margin_to_0.001` to `margin_above_1`: number of usable rows by class of the router margin, and `differing_to_0.001`
+  to `differing_above_1`: number of these rows in which capture and router differ
 
 `routing_anomalies.jsonl` has a line per anomaly. A healthy run has no such file.
 """
@@ -57,9 +57,9 @@ class RoutingHistory:
 
     Attributes:
         slot_chance: Share of `slots` on which capture and router agree by chance. NaN without usable rows.
-        margins: Usable rows by class of the router margin: all rows, and the differing ones.
+        margins: Number of usable rows, and of differing rows, by class of the router margin.
         layer_overlap: In a sample of tokens, share of the captured experts of one layer that the routers of another
-            layer would choose. NaN if unknown. None for a run's folder, which does not store it.
+            layer would choose. NaN if unknown. None if read from a run's folder, since it does not store this.
     """
 
     steps: Int[np.ndarray, " steps"]
@@ -99,10 +99,10 @@ class RoutingWriter(StepTableWriter["RoutingReport"]):
 
 
 def read_routing(run_folder: Path, first_step: int = 0) -> RoutingHistory:
-    """Read the statistics of captured routes that a run has written so far.
+    """Return the statistics of captured routes that a run has written so far.
 
     Raises:
-        FileNotFoundError: There is no such step.
+        FileNotFoundError: There is no step from `first_step` on.
     """
     found = read_steps(TABLE, run_folder, first_step)
     steps, layers = found.axes

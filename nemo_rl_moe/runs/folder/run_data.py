@@ -42,10 +42,10 @@ class RunData:
     """Content of a run's folder.
 
     Attributes:
-        metrics: Series by full key.
+        metrics: Full key -> series.
         moe_configuration: Router settings in effect. Empty for a dense model.
         notes: One line for each unreadable file.
-        rank_names: Names of data-parallel ranks, if any.
+        rank_names: Names of data-parallel ranks, if they have names.
     """
 
     folder: Path
@@ -64,18 +64,18 @@ class RunData:
 
     @property
     def name(self) -> str:
-        """Folder and its parent, for example `sft_tiny_moe/exp_001`."""
+        """Names of the folder's parent and of the folder, for example `sft_tiny_moe/exp_001`."""
         resolved = self.folder.resolve()
         return f"{resolved.parent.name}/{resolved.name}"
 
     @property
     def last_step(self) -> int:
-        """Last step of any metric, 0 before the first."""
+        """Last step of any metric. 0 before the first step."""
         return max((int(series.steps[-1]) for series in self.metrics.values()), default=0)
 
     @property
     def algorithm(self) -> str | None:
-        """Name of the algorithm, for example `sft`, which is the first section of a resolved configuration."""
+        """Name of the algorithm, for example `sft`. It is the name of the first section of a resolved configuration."""
         return next((name for name, section in self.config.items() if isinstance(section, dict)), None)
 
     @property
@@ -95,7 +95,7 @@ class RunData:
 
 
 def read_run(folder: Path) -> RunData:
-    """Read a run's folder."""
+    """Return the content of a run's folder."""
     path = folder / METRICS_FILE_NAME
     if not path.is_file():
         what = f"holds no {METRICS_FILE_NAME}" if folder.is_dir() else "is no folder"
@@ -122,14 +122,14 @@ def read_run(folder: Path) -> RunData:
 
 
 def describe_run(folder: Path) -> RunData:
-    """Read the configuration of a run, which is in its folder before the first step."""
+    """Return the run's data with only its configuration, which is in the folder before the first step."""
     notes: list[str] = []
     config, moe = (_mapping(folder / name, notes) for name in (CONFIG_FILE_NAME, EFFECTIVE_MOE_FILE_NAME))
     return RunData(folder, {}, None, config, moe, notes)
 
 
 def number_at(settings: Any, *keys: str) -> float | None:
-    """Return the finite number at nested keys of a file that may have been edited. None if there is none."""
+    """Return the finite number at nested keys of a file that may have been edited, or None."""
     for key in keys:
         settings = settings.get(key) if isinstance(settings, dict) else None
     is_number = isinstance(settings, int | float) and not isinstance(settings, bool)
@@ -137,7 +137,7 @@ def number_at(settings: Any, *keys: str) -> float | None:
 
 
 def _table(read: Callable[[Path], History], folder: Path, notes: list[str]) -> History | None:
-    """Return a table of the run, if it exists. Damage is noted."""
+    """Return a table of the run, or None if it does not exist. Damage is added to `notes`."""
     try:
         return read(folder)
     except FileNotFoundError:
@@ -148,7 +148,7 @@ def _table(read: Callable[[Path], History], folder: Path, notes: list[str]) -> H
 
 
 def _lines(tail: LineTail[Record], path: Path, what: str, notes: list[str]) -> list[Record]:
-    """Return the records of a file, if it exists. Damage is noted."""
+    """Return the records of a file. Empty if it does not exist. Damage is added to `notes`."""
     try:
         found = tail.read()
     except DataError as error:
@@ -160,20 +160,20 @@ def _lines(tail: LineTail[Record], path: Path, what: str, notes: list[str]) -> l
 
 
 def series_of(points: list[tuple[int, float]]) -> Series:
-    """Sort points by step. If a step occurs twice, the last written value counts."""
+    """Return the points as a series in order of steps. If a step occurs twice, the last written value counts."""
     steps, values = zip(*reversed(points), strict=True)
     found, from_the_end = np.unique(np.array(steps, dtype=np.int64), return_index=True)
     return Series(found, np.array(values, dtype=np.float64)[from_the_end])
 
 
 def _mapping(path: Path, notes: list[str]) -> dict[str, Any]:
-    """Return the mapping in a YAML or JSON file, if it exists. Damage is noted."""
+    """Return the mapping in a YAML or JSON file. Empty if it does not exist. Damage is added to `notes`."""
     if not path.is_file():
         return {}
     try:
         text = path.read_text(encoding="utf-8")
         found: Any = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-        if not _has_at_most(found, _MOST_VALUES):  # aliases of aliases
+        if not _has_at_most(found, _MOST_VALUES):  # YAML's aliases of aliases
             raise ValueError(f"more than {_MOST_VALUES:,} values")
         found = masked(found)  # an edited or old file may contain secrets
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:

@@ -35,11 +35,11 @@ class ShownSample:
     """A sample to display.
 
     Attributes:
-        reward: Text. Empty without a reward.
-        verdict: right, wrong, truncated, or the reason why it could not be scored.
-        left_out: Reason why it was not trained on. Empty if it was, or in a validation.
+        reward: The reward as text. Empty without a reward.
+        verdict: `right`, `wrong`, `truncated`, or the reason why the sample could not be scored.
+        left_out: Reason why the sample was not trained on. Empty if it was trained on, and in a validation.
         num_tokens: Number of sampled tokens.
-        turns: The conversation. Empty if it is only a prompt and a response.
+        turns: The conversation. Empty if there are only a prompt and a response.
     """
 
     step: int
@@ -57,18 +57,18 @@ class ShownSample:
 
 @dataclass(frozen=True)
 class TextLimits:
-    """Largest part of a text to show."""
+    """Largest number of characters and of lines of a text that are shown."""
 
     characters: int = LONGEST_ON_ONE_LINE
     lines: int = 8
 
 
 SAMPLE_LIMITS = TextLimits(characters=4000, lines=100)
-"""For loggers, which fold long texts."""
+"""Limits for loggers. They fold long texts."""
 
 
 def sample_lines(sample: ShownSample, limits: TextLimits | None = None) -> list[Line]:
-    """Return one line for a prompt and a response, and the lines of its turns for a conversation."""
+    """Return the lines of a sample: one line for a prompt and a response, several lines for a conversation."""
     verdict = sample.verdict if sample.verdict in ("right", "wrong", "truncated") else "failed"
     left_out = f"  (left out: {_on_one_line(sample.left_out)})" if sample.left_out else ""
     if not says_more(sample.turns):
@@ -90,7 +90,7 @@ def sample_lines(sample: ShownSample, limits: TextLimits | None = None) -> list[
 
 
 def conversation_summary(sample: ShownSample) -> str:
-    """Summarize a conversation: reward, number of responses, calls and tokens."""
+    """Return a summary of a conversation: reward, and numbers of responses, calls and tokens."""
     calls = [call for turn in sample.turns for call in turn.calls]
     counts = {
         "failed": sum(call.outcome in FAILED_OUTCOMES for call in calls),
@@ -118,7 +118,7 @@ def samples_text(samples: Sequence[ShownSample]) -> str:
 
 
 def time_line(times: RolloutTimes) -> Line:
-    """Return the times of a trajectory as a bar, with the seconds."""
+    """Return the times of a trajectory as a bar of characters, followed by the seconds."""
     seconds = (
         f"] {times.seconds:.3g} s: # generation {times.generation_s:.3g} s, = tools {times.tools_s:.3g} s,"
         f" . waiting {times.waiting_s:.3g} s"
@@ -127,18 +127,21 @@ def time_line(times: RolloutTimes) -> Line:
 
 
 def cut_text(text: str, limits: TextLimits) -> tuple[str, int]:
-    """Return the beginning of a text, and the number of the other characters."""
+    """Return the beginning of a text within the limits, and the number of characters that were cut."""
     head = "\n".join(text[: limits.characters].split("\n")[: limits.lines])
     return head, len(text) - len(head)
 
 
 def called(call: ToolUse) -> str:
-    """Format a call."""
+    """Return a tool call as text."""
     return f"{call.name} {call.arguments}".strip() or "a call that cannot be read"
 
 
 def _kinds_of_bar(times: RolloutTimes) -> list[str]:
-    """Return the activity in each character of a bar. Short spans take at least one character."""
+    """Return the activity (`generation`, `tools` or `waiting`) for each character of a bar of times.
+
+    A short span takes at least one character.
+    """
     kinds = ["waiting"] * _BAR_WIDTH
     for name, spans in (("generation", times.generation), ("tools", times.tools)):
         for start, end in spans:

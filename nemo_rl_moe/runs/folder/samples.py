@@ -1,10 +1,10 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Writer of `samples.jsonl`, with the trajectories that a run saves.
+"""Writer of `samples.jsonl`, which has the trajectories that a run saves.
 
 A line has the step, the split, the texts of prompt and response, and reward and correctness. It has `conversation` and
-`times` (`conversations`) if there is more than a prompt and a response, `left_out` if it is not trained on, and
-`thumbnails` if it has images.
+`times` (see `conversations.py`) if there is more than a prompt and a response, `left_out` if the trajectory is not
+trained on, and `thumbnails` if it has images.
 """
 
 import json
@@ -30,7 +30,7 @@ _FURTHER_FAILURES = 8
 
 
 class SavedTrajectory(Protocol):
-    """Logged part of `rollouts.trajectory.Trajectory`."""
+    """The part of `rollouts.trajectory.Trajectory` that is logged."""
 
     @property
     def sample_id(self) -> str: ...
@@ -71,7 +71,7 @@ class SavedTrajectory(Protocol):
 
 
 class Console(Protocol):
-    """Used part of `loggers.console.ConsoleLogger`."""
+    """The part of `loggers.console.ConsoleLogger` that is used here."""
 
     def message(self, text: str) -> None: ...
     def warn(self, text: str) -> None: ...
@@ -79,10 +79,10 @@ class Console(Protocol):
 
 
 class SampleLog:
-    """Writer of `samples.jsonl` and its thumbnails, which also prints responses of validations.
+    """Writer of `samples.jsonl` and its thumbnails. It also prints responses of validations.
 
-    The same prompts come first in every validation. Only responses that `read_samples` may choose have thumbnails: the
-    first response to each of the first prompts, in all validations and in `has_images` steps.
+    The same prompts come first in every validation. Only responses that `read_samples` may choose have thumbnails.
+    These are the first response to each of the first prompts, in validations and in steps with `has_images`.
     """
 
     def __init__(self, run_folder: Path, console: Console, num_to_print: int, num_to_save: int | None):
@@ -101,7 +101,7 @@ class SampleLog:
         self._lines.close()
 
     def write(self, step: int, split: str, trajectories: Sequence[SavedTrajectory]) -> None:
-        """Write trajectories of a step, prompt by prompt."""
+        """Write trajectories of a step, which are ordered by prompt."""
         kept = [*trajectories[: self._num_to_save], *self._further_failures(trajectories)]
         shown = _one_of_each_prompt(kept)[:PROMPTS_OF_A_STEP] if split == "val" or has_images(step) else []
         names = {id(trajectory): self._thumbnails.write(trajectory.images) for trajectory in shown}
@@ -124,7 +124,7 @@ class SampleLog:
             self._console.show(sample_lines(sample))
 
     def _further_failures(self, trajectories: Sequence[SavedTrajectory]) -> list[SavedTrajectory]:
-        """Return a few failed trajectories after the first `num_to_save`."""
+        """Return a few failed trajectories that come after the first `num_to_save`."""
         if not self._num_to_save:
             return []
         return [found for found in trajectories[self._num_to_save :] if found.fault is not None][:_FURTHER_FAILURES]

@@ -34,7 +34,7 @@ STEPS_OF_A_SPLIT, PROMPTS_OF_A_STEP, LONGEST_TEXT = 4, 6, 2000
 
 
 def read_samples(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """Return responses to the first prompts of evenly spaced steps of training and of validation."""
+    """Return responses to the first prompts, of evenly spaced steps of training and of validation."""
     path = folder / SAMPLES_FILE_NAME
     if not path.is_file():
         return []
@@ -61,7 +61,7 @@ def read_samples(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
 
 
 def _shown_steps(steps: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> list[int]:
-    """Select evenly spaced steps and the last one. If any samples have images, prefer the nearest steps with images."""
+    """Return evenly spaced steps and the last step. If samples have images, prefer steps with images."""
     in_order = sorted(steps)
     *earlier, last = (in_order[position] for position in evenly_spaced(len(in_order), STEPS_OF_A_SPLIT).tolist())
     with_images = [step for step in in_order if any("thumbnails" in sample for sample in steps[step].values())]
@@ -75,7 +75,7 @@ def named_thumbnails(path: Path) -> set[str]:
     if not path.is_file():
         return set()
     with path.open("rb") as lines:
-        # Lines without thumbnails, which are most, need no parsing.
+        # Most lines have no thumbnails, and need no parsing.
         return {name for line in lines if b'"thumbnails"' in line for name in _thumbnails(_record_in(line))}
 
 
@@ -99,7 +99,7 @@ def _shortened_turn(turn: Mapping[str, Any], length: int) -> dict[str, Any]:
 
 
 def _record_in(line: bytes) -> Any:
-    """Parse a line. An invalid line has an empty record."""
+    """Return the record in a line. It is empty if the line is not valid."""
     try:
         return json.loads(line)
     except (ValueError, RecursionError):
@@ -107,7 +107,7 @@ def _record_in(line: bytes) -> Any:
 
 
 def _thumbnails(record: Any) -> list[str]:
-    """Return the valid names in a record. The file may have been edited, and no other text may get into a path."""
+    """Return the valid names in a record. The file may have been edited, and names become paths."""
     names = record.get("thumbnails") if isinstance(record, dict) else None
     return [name for name in names[:IMAGES_OF_A_SAMPLE] if is_thumbnail_name(name)] if isinstance(names, list) else []
 
@@ -137,7 +137,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def _conversation_of_page(sample: ShownSample) -> dict[str, Any]:
-    """Return a conversation for the report. Of a long one, it has the first and the last turns."""
+    """Return a conversation for the report. A long conversation has only its first and last turns."""
     turns, most = list(zip(sample.turns, _seconds_of_turns(sample), strict=True)), MOST_TURNS // 2
     num_hidden = max(0, len(turns) - MOST_TURNS)
     shown = [*turns[:most], *turns[most + num_hidden :]] if num_hidden else turns
@@ -154,7 +154,7 @@ def _conversation_of_page(sample: ShownSample) -> dict[str, Any]:
 
 
 def _seconds_of_turns(sample: ShownSample) -> list[tuple[float | None, ...]]:
-    """Return the seconds of each turn: of its text if the model wrote it, and of each of its calls."""
+    """Return seconds for each turn: of its text (None if the model did not write it), then of each of its calls."""
     times = sample.times or RolloutTimes(0.0)
     responses, calls = ((end - start for start, end in spans) for spans in (times.generation, times.tools))
     return [
@@ -188,7 +188,7 @@ def _turn_of_page(turn: ConversationTurn, seconds: Sequence[float | None]) -> di
 
 
 def shown_sample(record: Mapping[str, Any]) -> ShownSample:
-    """Convert a record to a sample to display."""
+    """Return the sample to display for a record."""
     reward = record.get("reward")
     times = record.get("times")
     return ShownSample(
@@ -207,7 +207,7 @@ def shown_sample(record: Mapping[str, Any]) -> ShownSample:
 
 
 class NewestConversation:
-    """Reader of the first conversation of the newest step with one, from the last lines of a growing file."""
+    """Reader of the first conversation of the newest step that has one, from the last lines of a growing file."""
 
     def __init__(self, run_folder: Path):
         self._path = run_folder / SAMPLES_FILE_NAME
@@ -215,7 +215,7 @@ class NewestConversation:
         self._found: ShownSample | None = None
 
     def read(self) -> ShownSample | None:
-        """Return the present conversation, if there is one."""
+        """Return the conversation, or None if there is none yet."""
         try:
             with self._path.open("rb") as file:
                 status = os.fstat(file.fileno())
@@ -255,11 +255,11 @@ def _short(text: Any, length: int = LONGEST_TEXT) -> str:
 
 
 def evenly_spaced(number: int, most: int) -> Int[np.ndarray, " chosen"]:
-    """Select at most `most` of the positions 0 to `number` - 1, evenly spaced, with the last one."""
+    """Return at most `most` evenly spaced positions of 0 to `number` - 1, including the last one."""
     chosen = min(number, max(most, 1))
     return np.ceil(np.arange(1, chosen + 1) * number / max(chosen, 1)).astype(np.int64) - 1
 
 
 def has_images(step: int) -> bool:
-    """Return whether a training step saves images: all steps below 20, each tenth below 200, hundredth below 2000."""
+    """Return whether a training step saves images: all below 20, every tenth below 200, every hundredth below 2000."""
     return step % 10 ** (len(str(step // 2)) - 1) == 0

@@ -3,8 +3,8 @@
 """Tables to which a run adds rows at every step: writer, reader and rewind.
 
 `<run folder>/<name>.parquet` is a folder of Parquet files, which pandas, pyarrow, polars and DuckDB read as one table.
-Parquet files cannot be appended to. Therefore each step is a new file, which appears complete. Short steps share a
-file, and files of 100 steps are joined into one.
+Nothing can be appended to a Parquet file. So each step is written to a new file, which is complete when it appears.
+Steps that follow quickly share a file, and the files of 100 steps are joined into one.
 """
 
 import math
@@ -30,7 +30,7 @@ from nemo_rl_moe.shapes import Int
 
 STEPS_OF_A_FILE = 100
 MAX_DELAY_S = 5.0
-"""Age of the last file from which on a step is written to a new one. A kill loses the steps that wait."""
+"""Steps wait in memory until the last file has this age in seconds. A killed process loses waiting steps."""
 _MOST_STEPS_KEPT = 1000
 _MOST_ROWS = 20_000_000  # 100 steps of a model with 200 layers of 1,000 experts
 _UNREADABLE = (OSError, ValueError, pa.ArrowException)
@@ -39,12 +39,12 @@ _FILE_NAME = re.compile(r"steps-(\d{8})-(\d{8})\.parquet")
 
 @dataclass(frozen=True)
 class StepTable:
-    """Layout of a table: for each step, a row for each combination of the other axes.
+    """Layout of a table. Each step has a row for each combination of the other axes.
 
     Attributes:
-        values: Types of the other columns, which have counts, or shares from 0 on or NaN.
-        is_signed: These columns may be negative.
-        optional: Types of columns that a run may lack.
+        values: Name -> type of the columns that are not axes. They have counts, or shares that are not negative or NaN.
+        is_signed: Whether the values may be negative.
+        optional: Name -> type of columns that a run may lack.
     """
 
     folder_name: str
@@ -74,7 +74,7 @@ class StepRows:
 
 
 class StepTableWriter(ABC, Generic[Artifact]):
-    """Writer of a table. A subclass converts the artifact of a step to rows.
+    """Writer of a table. Its subclasses convert the artifact of a step to rows.
 
     If the disk is full, the newest 1,000 steps wait in memory until there is space again, and training continues.
     """
@@ -102,10 +102,10 @@ class StepTableWriter(ABC, Generic[Artifact]):
 
     @abstractmethod
     def write(self, step: int, artifact: Artifact) -> None:
-        """Add one step. Steps ascend."""
+        """Add one step. Steps must ascend."""
 
     def add(self, step: int, axes: Sequence[Sequence[int]], values: Mapping[str, NDArray[Any]]) -> None:
-        """Add the rows of a step, with the numbers on the other axes and an array of their shape for each column."""
+        """Add the rows of a step: numbers on the other axes, and for each column an array of their shape."""
         all_axes = (np.array([step]), *map(np.asarray, axes))
         self._kept.append(StepRows(all_axes, {name: of_step[None] for name, of_step in values.items()}))
         if len(self._kept) > _MOST_STEPS_KEPT:
@@ -133,7 +133,7 @@ class StepTableWriter(ABC, Generic[Artifact]):
             while self._kept:
                 rows = _joined(list(islice(self._kept, STEPS_OF_A_FILE)))
                 first, last = int(rows.axes[0][0]), int(rows.axes[0][-1])
-                # Uncompressed, since it is joined soon, and compression takes as long as writing.
+                # Uncompressed, since the file is joined soon, and compression takes as long as writing.
                 _write_whole(_as_file(self.table, rows), _path(self._folder, first, last), compression="none")
                 self._written_at = time.monotonic()
                 self._short.append((first, last))
@@ -151,7 +151,7 @@ class StepTableWriter(ABC, Generic[Artifact]):
             self._message(f"{self._name} can be written again")
 
     def _join(self) -> None:
-        """Join short files into one. After a kill in between, readers prefer the joined file."""
+        """Join short files into one. If the process is killed in between, readers prefer the joined file."""
         spans, self._short = self._short, []
         (first, _), (_, last) = spans[0], spans[-1]
         if len(spans) == 1:
@@ -170,10 +170,10 @@ class StepTableWriter(ABC, Generic[Artifact]):
 
 
 def read_steps(table: StepTable, run_folder: Path, first_step: int = 0) -> StepRows:
-    """Read the rows that a run has written so far. A step occurs once, even after a kill."""
+    """Return the rows that a run has written so far. Each step occurs once, even if the run was killed."""
     folder = run_folder / table.folder_name
     parts: list[StepRows] = []
-    # File by file, since Arrow's rows of all steps would take several times the memory of their values.
+    # Files are read one by one, since Arrow's rows of all steps would take several times the memory of their values.
     for first, last in _files_in_force(folder):
         if last < first_step:
             continue
@@ -181,10 +181,10 @@ def read_steps(table: StepTable, run_folder: Path, first_step: int = 0) -> StepR
         try:
             part = _as_rows(table, _file(table, path), last)
             if parts and part.values.keys() != parts[0].values.keys():
-                raise ValueError("it has other columns than the first one")
+                raise ValueError("it has other columns than the first file")
             if parts and not all(map(np.array_equal, part.axes[1:], parts[0].axes[1:])):
-                raise ValueError(f"it has other {' or '.join(_plurals(table.axes[1:]))} than the first one")
-        except FileNotFoundError:  # the run has joined it with others meanwhile
+                raise ValueError(f"it has other {' or '.join(_plurals(table.axes[1:]))} than the first file")
+        except FileNotFoundError:  # the run has meanwhile joined it with other files
             return read_steps(table, run_folder, first_step)
         except _UNREADABLE as error:
             raise DataError(f"{path}: cannot be read: {one_line(error)}") from None
@@ -197,7 +197,8 @@ def read_steps(table: StepTable, run_folder: Path, first_step: int = 0) -> StepR
 def rewind_steps(table: StepTable, run_folder: Path, step: int) -> None:
     """Remove the rows of all later steps.
 
-    After a kill in between, the next call finishes the work. A damaged file is renamed, so that readers skip it.
+    If the process is killed in between, the next call finishes the work. A damaged file is renamed, so that readers
+    skip it.
 
     Raises:
         OSError: A file cannot be removed, or the kept beginning of a file cannot be written.
@@ -226,14 +227,17 @@ def _path(folder: Path, first: int, last: int) -> Path:
 
 
 def _spans(folder: Path) -> list[tuple[int, int]]:
-    """Return the first and last step of every file, ascending."""
+    """Return (first step, last step) of every file, in ascending order."""
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     spans = [(int(match[1]), int(match[2])) for name in names if (match := _FILE_NAME.fullmatch(name))]
     return sorted((first, last) for first, last in spans if first <= last)
 
 
 def _files_in_force(folder: Path) -> list[tuple[int, int]]:
-    """Return the spans of the files to read. A span inside another is left by a kill while files were joined or cut."""
+    """Return (first step, last step) of the files to read.
+
+    A span inside another is skipped. It remains if a run was killed while it joined or cut files.
+    """
     spans = _spans(folder)
     return [
         (first, last)
@@ -247,7 +251,7 @@ def _plurals(axes: tuple[str, ...]) -> list[str]:
 
 
 def _joined(parts: Sequence[StepRows]) -> StepRows:
-    """Concatenate rows of successive steps with the same other axes."""
+    """Return concatenated rows of successive steps whose other axes are the same."""
     if len(parts) == 1:
         return parts[0]
     steps = np.concatenate([part.axes[0] for part in parts])
@@ -267,7 +271,7 @@ def _as_file(table: StepTable, rows: StepRows) -> pa.Table:
 def _write_whole(content: pa.Table, path: Path, compression: str = "zstd") -> None:
     # Readers of data sets ignore names that begin with a dot.
     staging = path.with_name(f".{path.name}.incomplete")
-    # Dictionaries do not pay for so few rows, and no reader needs statistics. Both take half of the time.
+    # Dictionaries save nothing with few rows, and no reader needs statistics. Together they take half of the time.
     pq.write_table(content, staging, compression=compression, use_dictionary=False, write_statistics=False)
     staging.replace(path)
 
@@ -280,14 +284,14 @@ def _file(table: StepTable, path: Path) -> pa.Table:
 
 
 def _as_rows(table: StepTable, content: pa.Table, last: int) -> StepRows:
-    """Check and convert the content of a file whose last step is `last`."""
+    """Return the rows of a file whose last step must be `last`, after checks."""
     if any(column.null_count for column in content.columns):
         raise ValueError("it has rows without a number")
     numbers = [content[axis].to_numpy() for axis in table.axes]
     axes = tuple(np.unique(column).astype(np.int64) for column in numbers)
     shape = tuple(map(len, axes))
     if not (shape[0] and axes[0][-1] == last and len(content) == math.prod(shape)):
-        raise ValueError("it does not hold as many rows for each of its steps")
+        raise ValueError("its steps have different numbers of rows")
     names = content.column_names[len(axes) :]
     values = {name: content[name].to_numpy().reshape(shape) for name in names}
     is_in_order = all(
@@ -298,5 +302,5 @@ def _as_rows(table: StepTable, content: pa.Table, last: int) -> StepRows:
     if not is_in_order or is_negative:
         *others, innermost = _plurals(table.axes)
         order = f"{', '.join(others)} and {innermost}"
-        raise ValueError(f"its rows are not in the order of {order}, or count less than nothing")
+        raise ValueError(f"its rows are not in the order of {order}, or have negative counts")
     return StepRows(axes, values)

@@ -19,18 +19,18 @@ from nemo_rl_moe.shapes import UInt8
 
 FOLDER_NAME = "thumbnails"
 LONGEST_SIDE = 96
-"""Pixels of the longer side. Smaller model images keep their size."""
+"""Largest number of pixels of the longer side. Smaller model images keep their size."""
 IMAGES_OF_A_SAMPLE = 4
 MOST_THUMBNAILS = 2000
-"""Largest number of files of a run."""
+"""Largest number of thumbnails of a run."""
 MOST_BYTES = 64 << 10
-"""Largest file that is read, bytes. 96 x 96 incompressible pixels take 28 kB."""
+"""Largest size of a file that is read, in bytes. 96 x 96 incompressible pixels take 28 kB."""
 _NAME = re.compile(r"[0-9a-f]{16}")
 _FILE_NAME = re.compile(rf"\.?{_NAME.pattern}\.png(\.incomplete)?")
 
 
 class SavedImage(Protocol):
-    """Used part of `models.images.Image`."""
+    """The part of `models.images.Image` that is used here."""
 
     @property
     def pixels(self) -> UInt8[np.ndarray, "height width 3"]: ...
@@ -60,23 +60,23 @@ class ThumbnailWriter:
             except OSError as error:
                 if not self._has_failed:
                     self._has_failed = True
-                    self._warn(f"{self._folder} cannot be written, samples go without images: {one_line(error)}")
+                    self._warn(f"{self._folder} cannot be written, samples have no images: {one_line(error)}")
         return names
 
     def _has(self, model_image: SavedImage) -> bool:
-        """Write the thumbnail if it is new. Returns False at the limit of files."""
-        if self._written is None:  # a resumed run has some
+        """Write the thumbnail if it is new. Return False if the limit of files is reached."""
+        if self._written is None:  # a resumed run already has thumbnails
             self._folder.mkdir(parents=True, exist_ok=True)
             self._written = {path.stem for path in self._folder.glob("*.png")}
         name = _name_of(model_image)
         path = self._folder / f"{name}.png"
-        # A user may have deleted the run's folder, and the images of validation prompts are needed every time.
+        # A user may have deleted the run's folder, and every validation needs the images of its prompts.
         if name in self._written and path.is_file():
             return True
         if len(self._written - {name}) >= MOST_THUMBNAILS:
             if not self._is_full:
                 self._is_full = True
-                self._warn(f"{self._folder} holds {MOST_THUMBNAILS:,} images; samples with others go without")
+                self._warn(f"{self._folder} holds {MOST_THUMBNAILS:,} images; samples with others have none")
             return False
         self._folder.mkdir(parents=True, exist_ok=True)
         write_whole(path, thumbnail_of(model_image.pixels))
@@ -96,12 +96,12 @@ def thumbnail_of(pixels: UInt8[np.ndarray, "height width 3"]) -> bytes:
 
 
 def is_thumbnail_name(name: object) -> bool:
-    """Return whether the writer may have made this name. Other names must not get into paths."""
+    """Return whether a name has the writer's form. Other names must not get into paths."""
     return isinstance(name, str) and _NAME.fullmatch(name) is not None
 
 
 def read_thumbnail(run_folder: Path, name: str) -> bytes:
-    """Return the content of a thumbnail's file, after checks of its size and that it can be decoded."""
+    """Return the content of a thumbnail's file. Its size is checked, and that it can be decoded."""
     from PIL import Image
 
     path = run_folder / FOLDER_NAME / f"{name}.png"

@@ -3,7 +3,8 @@
 """`time_line.parquet`: activity of trainer and engines during each step of asynchronous rollouts.
 
 A step is divided into `NUM_BINS` bins of equal length. The columns are `step`, `part` (0: trainer, 1: engines), `bin`,
-`state` (index into `TRAINER_STATES` or `ENGINE_STATES`: the longest state in the bin), and `seconds` of the bin.
+`state` (the longest state in the bin, as an index into `TRAINER_STATES` or `ENGINE_STATES`), and `seconds`, the length
+of the bin.
 """
 
 from collections.abc import Sequence
@@ -38,8 +39,8 @@ class StepActivity:
     """Activity of trainer and engines in a step.
 
     Attributes:
-        trainer: Intervals in `TRAINER_STATES`, from the step's start to its end without gaps.
-        engines: The same with `ENGINE_STATES`.
+        trainer: Intervals with states in `TRAINER_STATES`, from the step's start to its end without gaps.
+        engines: The same with states in `ENGINE_STATES`.
     """
 
     trainer: Sequence[Interval]
@@ -85,22 +86,22 @@ class TimeLineHistory:
 
 
 def read_time_line(run_folder: Path, first_step: int = 0) -> TimeLineHistory:
-    """Read the states that a run has written so far.
+    """Return the states that a run has written so far.
 
     Raises:
-        FileNotFoundError: There is no such step.
+        FileNotFoundError: There is no step from `first_step` on.
     """
     found = read_steps(TABLE, run_folder, first_step)
     return TimeLineHistory(found.axes[0], found.values["state"], found.values["seconds"][:, 0].sum(-1))
 
 
 def seconds_of(intervals: Sequence[Interval], state: int) -> float:
-    """Return the seconds in a state."""
+    """Return the number of seconds in a state."""
     return sum(each.end_s - each.start_s for each in intervals if each.state == state)
 
 
 def binned(intervals: Sequence[Interval], num_bins: int) -> Int[np.ndarray, " bins"]:
-    """Return the longest state in each bin, the lowest of equals. `intervals` must have no gaps."""
+    """Return the state that takes longest in each bin. Of equals it is the lowest. `intervals` must have no gaps."""
     start_s, end_s = intervals[0].start_s, intervals[-1].end_s
     if end_s <= start_s:
         return np.full(num_bins, intervals[-1].state)

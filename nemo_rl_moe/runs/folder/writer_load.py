@@ -3,7 +3,7 @@
 """`experts_by_writer.parquet`: loads of every expert at every step by the tokens' writer.
 
 Its columns are `step`, `writer` (an index into `token_writers.WRITERS`), `layer`, `expert` and `count`. Steps without
-tokens of an environment have no rows.
+tokens from an environment have no rows.
 """
 
 from dataclasses import dataclass
@@ -42,10 +42,10 @@ class WriterLoadWriter(StepTableWriter["WriterLoad"]):
 
 
 def read_writer_load(run_folder: Path, first_step: int = 0) -> WriterLoadHistory:
-    """Read the loads that a run has written so far.
+    """Return the loads that a run has written so far.
 
     Raises:
-        FileNotFoundError: There is no such step.
+        FileNotFoundError: There is no step from `first_step` on.
     """
     found = read_steps(TABLE, run_folder, first_step)
     steps, _, layers, _ = found.axes

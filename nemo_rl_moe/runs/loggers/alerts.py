@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Alerts about routing, failing reward functions and idle steps during a run, one for each episode."""
+"""Alerts during a run about routing, failing reward functions and idle steps. Each episode has one alert."""
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
@@ -44,7 +44,8 @@ class AlertWatch:
             settings.missing_routes_steps,
             settings.sudden_steps or 0,
         )
-        # The next step may continue an episode with a last sick step `QUIET_STEPS` ago, found after a streak before it.
+        # The next step may continue an episode whose last step was `QUIET_STEPS` ago. To find that episode, the streak
+        # before it is also needed.
         self._num_steps_to_replay = QUIET_STEPS + longest_streak
         self._load: tuple[int, Sequence[int], Int[np.ndarray, "layers experts"]] | None = None
 
@@ -56,7 +57,7 @@ class AlertWatch:
         counts: Int[np.ndarray, "layers experts"] | None = None,
         failed: Sequence[FailedResponses] = (),
     ) -> list[Alert]:
-        """Return the alerts that begin with this step. Without training metrics, only failures are checked.
+        """Return the alerts that begin with this step. If there are no training metrics, only failures are checked.
 
         `layers` and `counts` default to the arguments of `observe_load` for this step.
         """
@@ -71,11 +72,11 @@ class AlertWatch:
         self._load = step, layers, counts
 
     def observe_anomalies(self, step: int, anomalies: Sequence[RoutingAnomaly]) -> list[Alert]:
-        """Return the alerts about the capture of a step, before its metrics, since anomalies may end the run."""
+        """Return the alerts about the capture of a step. It is called before `observe`: anomalies may end the run."""
         return alerts_of(step, self._tracker.observe_anomalies(step, anomalies))
 
     def replay(self, run_folder: Path, last_step: int) -> None:
-        """Observe the last steps before a resume without alerts, since the user has seen these.
+        """Observe the last steps before a resume. There are no alerts, since the user has already seen them.
 
         Steps in damaged files are skipped. An episode that continues may then be reported again.
         """

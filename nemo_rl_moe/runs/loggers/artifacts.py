@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arrays that a training step produces besides its metrics: the file, plots and alerts of each kind.
 
-A new kind needs a writer, an entry of `ARTIFACTS`, and an observer of the step that returns it under that name
-(`models/megatron/training/observers.py`).
+A new kind needs a writer, an entry in `ARTIFACTS`, and an observer of the step that returns the artifact under the
+entry's name (`models/megatron/training/observers.py`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -50,9 +50,9 @@ class ArtifactKind(Generic[Artifact]):
     """One kind of artifact.
 
     Attributes:
-        plot: Makes its plots at a step: key to PNG file. Runs for seconds in the thread of a logger, and must not
-            change the artifact.
-        alerts: Passes it to the watch, before the metrics of the step, and returns new alerts.
+        plot: Function that returns the plots of a step: key -> PNG file. It runs for seconds in the thread of a logger,
+            and must not change the artifact.
+        alerts: Function that passes the artifact to the watch, before the metrics of the step, and returns new alerts.
     """
 
     name: str
@@ -97,7 +97,7 @@ ARTIFACTS: dict[str, ArtifactKind[Any]] = {
         ArtifactKind(TIME_LINE.name, TimeLineWriter, time_line_plots),
     )
 }
-"""All kinds, by name."""
+"""Name -> kind of artifact."""
 
 
 class ArtifactTables:

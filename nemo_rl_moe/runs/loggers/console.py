@@ -23,7 +23,8 @@ from nemo_rl_moe.runs.folder.metrics import RunOutcome
 from nemo_rl_moe.runs.folder.sample_text import Line
 from nemo_rl_moe.runs.loggers.console_stream import LastingStream
 
-# Key, label and format, the most important first: a line has as many as fit.
+# Key, label and format of each field. The most important fields come first, since a line has only the first ones that
+# fit.
 _TRAIN_FIELDS = (
     ("train/loss", "loss", ".4f"),
     ("train/reward", "reward", ".4f"),
@@ -46,7 +47,7 @@ _STEPS_REMEMBERED = 20
 
 
 def train_line(step: int, total_steps: int, metrics: Mapping[str, float], seconds_left: float | None) -> str:
-    """Format a line such as `step 12/200  loss 1.2345  lr 3.0e-03  eta 1:03`, of at most 120 columns."""
+    """Return a line such as `step 12/200  loss 1.2345  lr 3.0e-03  eta 1:03`, of at most 120 columns."""
     if metrics.get("train/accuracy") == metrics.get("train/reward"):
         metrics = {key: value for key, value in metrics.items() if key != "train/accuracy"}
     begin, end = [f"step {step}/{total_steps}"], []
@@ -63,27 +64,27 @@ def train_line(step: int, total_steps: int, metrics: Mapping[str, float], second
 
 
 def validation_line(step: int, metrics: Mapping[str, float]) -> str:
-    """Format a line such as `step 50  validation: loss 0.81  accuracy 0.74`. Empty without validation metrics."""
+    """Return a line such as `step 50  validation: loss 0.81  accuracy 0.74`. Empty without validation metrics."""
     fields = _fields(metrics, _VALIDATION_FIELDS)
     return f"step {step}  validation: {'  '.join(fields)}" if fields else ""
 
 
 def clock_text(seconds: float) -> str:
-    """Format seconds as `0:07`, `1:03` or `2:05:00`."""
+    """Return seconds as text, such as `0:07`, `1:03` or `2:05:00`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 class TimeLeft:
-    """Estimate of the time left from the pace of the last 20 steps, so that a slow first step is soon forgotten."""
+    """Estimates the time left from the pace of the last 20 steps, so that a slow first step is soon forgotten."""
 
     def __init__(self, total_steps: int):
         self._total_steps = total_steps
         self._seen: deque[tuple[int, float]] = deque(maxlen=_STEPS_REMEMBERED + 1)
 
     def update(self, step: int, now: float) -> float | None:
-        """Return the seconds left after a step has ended. None at the first step."""
+        """Return the number of seconds left after a step has ended. None at the first step."""
         self._seen.append((step, now))
         first_step, first_time = self._seen[0]
         if step <= first_step:
@@ -102,7 +103,7 @@ _BAR_WIDTH = 16
 
 
 class ConsoleLogger:
-    """Logger on the console, with messages, warnings and phases that stay in order with the live line.
+    """Logger on the console. Messages, warnings and phases stay in order with the live line.
 
     In a terminal the current step is a live line at the bottom, below validation results and messages. Elsewhere every
     step is a new line, never wrapped. Text has no markup, and control characters are escaped.
@@ -171,7 +172,7 @@ class ConsoleLogger:
 
     @contextmanager
     def phase(self, text: str) -> Iterator[Callable[[float], None]]:
-        """Show a long phase, with its duration at the end. Yields a callback for the share done, from 0 to 1."""
+        """Show a long phase, with its duration at the end. Yield a callback for the finished share, from 0 to 1."""
         started = last_shown = self._clock()
         spinner = Spinner("dots", Text(f"{printable(text)} ..."))
 
@@ -202,10 +203,10 @@ class ConsoleLogger:
         self._console.print(Text(printable(text), style=style), soft_wrap=True)
 
     def _refresh(self) -> None:
-        """Start, update or remove the live display, depending on whether there is a phase or a step to show."""
+        """Start or update the live display if there is a phase or a step to show. Otherwise remove it."""
         if self._phases or (self._step_line and self._is_live):
             if self._display is None:
-                # Transient, since lines that should remain are printed.
+                # Transient: lines that should remain are printed separately.
                 self._display = Live(
                     console=self._console,
                     get_renderable=self._render,
@@ -230,7 +231,7 @@ class ConsoleLogger:
 
 @contextmanager
 def quiet(*logger_names: str, least: int = logging.ERROR) -> Iterator[None]:
-    """Silence Python loggers below a level, since packages' lines would mix with the console's."""
+    """Silence Python loggers below a level, since their lines would mix with the lines of the console."""
     loggers = [logging.getLogger(name) for name in logger_names]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -243,7 +244,7 @@ def quiet(*logger_names: str, least: int = logging.ERROR) -> Iterator[None]:
 
 
 class Notices:
-    """Messages and warnings from any thread (rich's console is thread-safe), with standard error as the fallback."""
+    """Shows messages and warnings from any thread (rich's console is thread-safe), otherwise on standard error."""
 
     def __init__(self, message: Callable[[str], None], warn: Callable[[str], None]):
         self._message, self._warn = message, warn

@@ -18,7 +18,7 @@ class LastingStream(io.TextIOBase):
     without a reader, output is dropped, after one warning on standard error.
 
     Args:
-        target: The present standard output by default.
+        target: Stream to write to. By default, whatever standard output is at the moment of writing.
     """
 
     def __init__(self, target: TextIO | None = None):
@@ -27,7 +27,7 @@ class LastingStream(io.TextIOBase):
         self._is_gone = False
 
     def __del__(self) -> None:
-        """Do not flush, unlike the base class: the target's owner may have closed it by now."""
+        """Do not flush, unlike the base class, since the target may have been closed by now."""
 
     @property
     def _output(self) -> TextIO:
@@ -71,11 +71,11 @@ class LastingStream(io.TextIOBase):
         return text
 
     def _leave(self, error: Exception) -> None:
-        """Give up the target, so that its buffer does not fail again at the end of the process."""
+        """Redirect the target to nowhere, so that its buffer does not fail again at the end of the process."""
         self._is_gone = True
         with suppress(OSError, ValueError):
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._output.fileno())
             os.close(nowhere)
         with suppress(Exception):
-            print(printable(f"warning: the console is gone ({error}); going on without it"), file=sys.stderr)
+            print(printable(f"warning: the console is gone ({error}); the run continues without it"), file=sys.stderr)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 MOST_DOUBLINGS = 2
 """The colour scale covers 1/2^2 to 2^2 times the fair share."""
 ANCHORS = ((33, 102, 172), (146, 197, 222), (247, 247, 247), (244, 165, 130), (178, 24, 43))
-"""Colours of the scale (RGB, 0 to 255), from the lowest load to the highest. They suit colour-blind readers."""
+"""Colours of the scale (RGB, 0 to 255), from the lowest to the highest load, also for colour-blind readers."""
 
 HEATMAP_KEY = "plots/expert_load"
 SORTED_LOAD_KEY = "plots/expert_load_sorted"
@@ -70,7 +70,7 @@ class HeatmapGeometry:
 
 
 def expert_load_plots(step: int, layers: Sequence[int], counts: Int[np.ndarray, "layers experts"]) -> dict[str, bytes]:
-    """Return both plots as PNG files, by their keys."""
+    """Return key -> PNG file of both plots."""
     return {
         HEATMAP_KEY: as_png(draw_heatmap(step, layers, counts)),
         SORTED_LOAD_KEY: as_png(draw_sorted_load(step, layers, counts)),
@@ -78,7 +78,7 @@ def expert_load_plots(step: int, layers: Sequence[int], counts: Int[np.ndarray, 
 
 
 def cell_colors(counts: Int[np.ndarray, "layers experts"]) -> Float[np.ndarray, "layers experts rgb"]:
-    """Return each cell's RGB on a logarithmic scale: blue below the fair share, white at it, red above; dead: black."""
+    """Return each cell's RGB on a logarithmic scale: blue below the fair share, red above it, black if dead."""
     log_utilization = np.log2(np.clip(utilization(counts), 2.0**-MOST_DOUBLINGS, 2.0**MOST_DOUBLINGS))
     position_on_scale = (log_utilization + MOST_DOUBLINGS) / (2 * MOST_DOUBLINGS)
     colors: Float[np.ndarray, "layers experts rgb"] = _colormap()(position_on_scale)[..., :3]
@@ -88,7 +88,7 @@ def cell_colors(counts: Int[np.ndarray, "layers experts"]) -> Float[np.ndarray, 
 
 
 def draw_heatmap(step: int, layers: Sequence[int], counts: Int[np.ndarray, "layers experts"]) -> "Figure":
-    """Plot the load over the fair share as colours of layers x experts."""
+    """Return a plot of layers by experts, whose colours show the load over the fair share."""
     geometry = HeatmapGeometry(*counts.shape)
     figure = new_figure(geometry.size)
     cell_width, cell_height = geometry.cell
@@ -110,7 +110,7 @@ def draw_heatmap(step: int, layers: Sequence[int], counts: Int[np.ndarray, "laye
 
 
 def draw_sorted_load(step: int, layers: Sequence[int], counts: Int[np.ndarray, "layers experts"]) -> "Figure":
-    """Plot the loads of each layer's experts in descending order, or quantiles over many layers."""
+    """Return a plot of each layer's loads in descending order. Many layers are shown as quantiles over the layers."""
     num_experts = counts.shape[1]
     figure = new_figure((1000, 560))
     axes = axes_at(figure, 80, TOP, 880, 560 - TOP - BOTTOM)
@@ -153,7 +153,7 @@ def _colormap() -> "LinearSegmentedColormap":
 
 
 def _summary(layers: Sequence[int], counts: Int[np.ndarray, "layers experts"]) -> str:
-    """Return one line on the busiest expert and the number of dead experts."""
+    """Return one line about the busiest expert and the number of dead experts."""
     loads = utilization(counts)
     row, expert = divmod(int(loads.argmax()), loads.shape[1])
     is_dead = dead(counts)
@@ -182,7 +182,7 @@ def _draw_scale(figure: "Figure", geometry: HeatmapGeometry, counts: Int[np.ndar
 
 
 def _ticks(number: int, pixels: int, least: int) -> range:
-    """Return every n-th of `number` positions, at least `least` pixels apart. n is a power of two."""
+    """Return every n-th of `number` positions, so that they are at least `least` pixels apart. n is a power of two."""
     distance = 1
     while distance * pixels < least:
         distance *= 2
@@ -190,7 +190,7 @@ def _ticks(number: int, pixels: int, least: int) -> range:
 
 
 def _draw_bands(axes: "Axes", ranks: Int[np.ndarray, " experts"], loads: Float[np.ndarray, "layers experts"]) -> None:
-    """Add quantiles over the layers at each rank of the order."""
+    """Add quantiles over the layers, at each rank in the order of loads."""
     for share, color, label in ((0.0, "#d1e5f0", "all layers"), (0.25, "#92c5de", "the middle half of the layers")):
         low, high = np.quantile(loads, [share, 1 - share], axis=0)
         axes.fill_between(ranks, low, high, color=color, linewidth=0, label=label)
@@ -198,7 +198,7 @@ def _draw_bands(axes: "Axes", ranks: Int[np.ndarray, " experts"], loads: Float[n
 
 
 def _by_chance(counts: Int[np.ndarray, "layers experts"]) -> Float[np.ndarray, " experts"]:
-    """Return the sorted utilization of random routing at the layers' median load (normal approximation of Poisson)."""
+    """Return the sorted utilization of random routing at the layers' median load (normal approximation to Poisson)."""
     num_experts = counts.shape[1]
     deviation = math.sqrt(num_experts / float(np.median(counts.sum(-1)))) if len(counts) else 0.0
     normal = NormalDist()

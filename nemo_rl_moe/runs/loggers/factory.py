@@ -44,9 +44,9 @@ def build_loggers(
     patience: Patience | None = None,
     topk: int | None = None,
 ) -> FanOutLogger:
-    """Open the loggers of the configuration, the console and `metrics.jsonl`.
+    """Return the opened loggers: those of the configuration, the console and `metrics.jsonl`.
 
-    In a resumed run, steps that TensorBoard or a service lacks are sent again from `metrics.jsonl`: they may have
+    In a resumed run, steps that TensorBoard or a service lacks are sent again from `metrics.jsonl`. They may have
     waited in a queue when the run was killed.
     """
     notices = Notices(console.message, console.warn)
@@ -68,10 +68,10 @@ def build_loggers(
             )
         )
         try:
-            # One after the other, since packages may fail if several threads import them at once.
+            # Loggers open one after the other, since packages may fail if several threads import them at once.
             isolated[-1].wait_until_open()
         except BaseException:
-            # After an interrupt, no thread may keep the process alive.
+            # After an interrupt, threads must not keep the process alive.
             for logger in isolated:
                 logger.let_go()
             raise
@@ -112,7 +112,7 @@ def build_loggers(
 
 
 def find_custom_backends(logger_config: LoggerConfig) -> dict[str, Callable[[Path], Backend]]:
-    """Import the user's loggers in `logger.backends`."""
+    """Return name -> function that opens the logger, for the user's loggers in `logger.backends`."""
     if twice := [name for name, count in Counter(logger_config.backends).items() if count > 1]:
         raise ConfigurationError(f"{_KEY}: got {twice[0]} twice, expected each logger once")
     return {name: _import_backend(name) for name in logger_config.backends}
@@ -140,7 +140,7 @@ def _import_backend(name: str) -> Callable[[Path], Backend]:
 def mlflow_tracking_uri(logger_config: LoggerConfig) -> str:
     """Return the MLflow store: `logger.mlflow.tracking_uri`, or `mlflow.db` next to the log folder.
 
-    It is not inside the log folder, so that runs with different log folders share one store.
+    The store is not inside the log folder, so that runs with different log folders share it.
     """
     return logger_config.mlflow.tracking_uri or local_store_uri(Path(logger_config.log_dir).resolve().parent)
 

@@ -28,8 +28,8 @@ ChooseSamples = Callable[[int, str, Sequence[SavedTrajectory]], Sequence[ShownSa
 class FanOutLogger:
     """All loggers of a run. NaN and infinities are logged unchanged.
 
-    A logger that raises, for example at a closed terminal, is dropped with a warning. A metric that is not a number is
-    an error of the code that returned it.
+    A logger that raises an error, for example because of a closed terminal, is dropped with a warning. A metric that is
+    not a number raises an error about the code that returned it.
     """
 
     name = "all loggers"
@@ -61,11 +61,11 @@ class FanOutLogger:
 
     @property
     def run_ids(self) -> dict[str, str]:
-        """Ids of the run at services that are known so far, by logger, for a checkpoint."""
+        """Logger -> id of the run at its service, as far as it is known, for a checkpoint."""
         return self._earlier_run_ids | {logger.name: logger.run_id for logger in self._isolated if logger.run_id}
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log one step to all loggers. The direct ones have it when this returns."""
+        """Log one step to all loggers. The direct loggers have it when this method returns."""
         numbers = self._numbers(step, metrics)
         self._for_each(f"failed at step {step}", lambda logger: logger.log_step(step, numbers))
         for isolated in self._isolated:
@@ -75,9 +75,9 @@ class FanOutLogger:
             self._report(self._alerts.observe(step, numbers, failed=failed))
 
     def log_artifact(self, step: int, name: str, artifact: Any) -> None:
-        """Log an artifact of a step, before the step itself, since its plots belong to the step's row.
+        """Log an artifact of a step. It is called before `log_step`, since plots belong to the step's row.
 
-        Its alerts are sent at once, since anomalies may end the run.
+        Alerts are sent immediately, since anomalies may end the run.
         """
         kind = ARTIFACTS[name]
         plot, title = partial(kind.plot, step, artifact), name.replace("_", " ")
@@ -89,7 +89,7 @@ class FanOutLogger:
             self._report(kind.alerts(self._alerts, step, artifact))
 
     def log_samples(self, shown: ChooseSamples, step: int, split: str, trajectories: Sequence[SavedTrajectory]) -> None:
-        """Log the conversations of a validation, and of a training step with plots, before the step itself."""
+        """Log the conversations of a validation, or of a training step with plots. It is called before `log_step`."""
         is_due = split == "val" or (self._plots is not None and self._plots.are_due(step))
         if not self._isolated or not is_due:
             return
@@ -98,7 +98,7 @@ class FanOutLogger:
                 isolated.log_samples(step, split, conversations)
 
     def log_failures(self, failed: FailedResponses) -> None:
-        """Remember failures of a step or its validation for the alerts, before the step itself is logged."""
+        """Keep failures of a step or its validation for the alerts of the next `log_step`."""
         self._failed.append(failed)
 
     def log_config(self, config: Mapping[str, Any]) -> None:
@@ -107,7 +107,7 @@ class FanOutLogger:
             isolated.log_config(config)
 
     def flush_to_disk(self) -> bool:
-        """Wait until the disk has every logged step, in any thread. Returns False on failure."""
+        """Wait until every logged step is on the disk. Return False on failure. Any thread may call it."""
         files = [logger for logger in list(self._direct) if isinstance(logger, FlushesToDisk)]
         return all(logger.flush_to_disk() for logger in files)
 
@@ -122,7 +122,7 @@ class FanOutLogger:
             for logger in isolated:
                 logger.wait_until_closed(deadline)
         finally:
-            # Also after an interrupt, no logger may keep the process alive.
+            # Loggers must not keep the process alive, even after an interrupt.
             for logger in isolated:
                 logger.let_go()
             self._for_each("failed to close", lambda direct: direct.close(outcome))
@@ -160,7 +160,7 @@ class FanOutLogger:
                 action(logger)
             except Exception as error:
                 self._direct.remove(logger)
-                self._notices.warn(f"logger {logger.name} {failure} and is left out from here on: {reason_of(error)}")
+                self._notices.warn(f"logger {logger.name} {failure} and is not used from here on: {reason_of(error)}")
                 # To free its files. A second failure after the warning is of no interest.
                 with contextlib.suppress(Exception):
                     logger.close()

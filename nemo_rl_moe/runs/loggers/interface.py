@@ -9,24 +9,24 @@ from nemo_rl_moe.runs.folder.metrics import RunOutcome
 from nemo_rl_moe.runs.folder.sample_text import ShownSample
 
 DrawPlots = Callable[[], Mapping[str, bytes]]
-"""Function that returns the plots of a step: key, such as `plots/expert_load`, to PNG file. Takes seconds."""
+"""Function that returns the plots of a step: key, such as `plots/expert_load`, -> PNG file. It takes seconds."""
 
 
 class StepSink(Protocol):
     """Receiver of the metrics of a run."""
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log the metrics of one step. Called once per step, steps ascending.
+        """Log the metrics of one step. It is called once per step, in ascending order.
 
         Args:
-            step: Number of optimizer steps taken so far. 0 for a validation before the first one.
-            metrics: Full key to value, for example `train/loss`, `val/accuracy`, `timing/train/step_seconds`.
-                A value may be NaN or infinite.
+            step: Number of steps taken so far. 0 for a validation before the first step.
+            metrics: Full key -> value. Keys are, for example, `train/loss`, `val/accuracy`,
+                `timing/train/step_seconds`. A value may be NaN or infinite.
         """
         ...
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Log the resolved, nested configuration. Called once, before the first step."""
+        """Log the resolved, nested configuration. It is called once, before the first step."""
         ...
 
     def close(self, outcome: RunOutcome = "finished") -> None:
@@ -49,7 +49,7 @@ class FlushesToDisk(Protocol):
     """Logger whose steps must be on the disk before a checkpoint of these steps."""
 
     def flush_to_disk(self) -> bool:
-        """Wait until the disk has all steps, in any thread. Returns False on failure."""
+        """Wait until all steps are on the disk. Return False on failure. Any thread may call it."""
         ...
 
 
@@ -63,21 +63,21 @@ class Backend(StepSink, Protocol):
 
     @property
     def last_step(self) -> int:
-        """Last step that the backend has from before the resume, or -1."""
+        """Last step before the resume that the backend has, or -1."""
         ...
 
     @property
     def announcement(self) -> str | None:
-        """Line for the user with the address of the run, if it has one."""
+        """Line for the user with the address of the run, if the run has an address."""
         ...
 
     @property
     def seconds_to_close(self) -> float:
-        """Seconds that `close` may take in a healthy backend. 0 if it is fast."""
+        """Number of seconds that `close` may take in a healthy backend. 0 if it is fast."""
         ...
 
     def log_plots(self, step: int, plots: Mapping[str, bytes]) -> None:
-        """Log the plots of a step, before the step's metrics."""
+        """Log the plots of a step. It is called before the step's `log_step`."""
         ...
 
 
@@ -104,7 +104,7 @@ class ShowsSamples(Protocol):
     """Backend that shows conversations of a step."""
 
     def log_samples(self, step: int, split: str, samples: Sequence[ShownSample]) -> None:
-        """Log samples with their conversations, before the step's metrics. Texts may contain control characters."""
+        """Log samples with conversations. It is called before `log_step`. Texts may contain control characters."""
         ...
 
 

@@ -25,8 +25,8 @@ class Patience:
 
     Attributes:
         opening_s: Longest wait at the start for a backend to open. It may still open later.
-        reopening_s: Seconds between attempts to open a backend. After the last one it is dropped.
-        silence_s: Seconds without an answer until a warning.
+        reopening_s: Seconds between attempts to open a backend. If the last attempt fails, the backend is dropped.
+        silence_s: Number of seconds without an answer after which there is a warning.
         closing_s: Longest wait at the end for all backends together, unless a backend asks for more.
     """
 
@@ -55,14 +55,14 @@ class IsolatedLogger:
     `log_step` only puts the step into a queue. The following faults only cause a warning:
 
     - If a server does not answer, steps wait in the queue until it answers again.
-    - If the backend rejects a step, for example because of an invalid key, it lacks that step.
+    - If the backend rejects a step, for example because of an invalid key, only this step is missing there.
     - If it rejects three steps in a row, for example because of a full disk or a dead server, it is dropped.
     - If it hangs at the end, it is abandoned.
 
     Args:
-        open_backend: Opens the backend. Called in the thread.
-        earlier_steps: Reads the steps from before a resume. The backend first gets its missing steps.
-        abandon: Called if the backend hangs at the end, to let the process end. Must be quick.
+        open_backend: Function that opens the backend. It is called in the thread.
+        earlier_steps: Function that reads the steps from before a resume. The backend first gets those that it lacks.
+        abandon: Function that is called if the backend hangs at the end, to let the process end. It must be quick.
         run_id: Id of the run at the service, if known before the backend is open.
     """
 
@@ -92,7 +92,7 @@ class IsolatedLogger:
         self._busy: tuple[str, float] | None = ("opening", time.monotonic())
         self.is_active, self._is_silent = True, False
         self._dropped: Counter[str] = Counter()
-        # Only used by the thread: failures in a row, by kind of job.
+        # Only used by the thread: kind of job -> number of failures in a row.
         self._failures: Counter[str] = Counter()
         self._has_warned: set[str] = set()
         self._is_open = threading.Event()
@@ -109,11 +109,11 @@ class IsolatedLogger:
             )
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Queue one step. The mapping must not be changed afterwards."""
+        """Add one step to the queue. The mapping must not be changed afterwards."""
         self._put(_step_job(step, metrics))
 
     def log_plots(self, step: int, draw: DrawPlots) -> None:
-        """Queue the plots of a step, before the step itself. `draw` runs in the thread."""
+        """Add the plots of a step to the queue, before `log_step`. `draw` runs in the thread."""
 
         def log(backend: Backend) -> None:
             if plots := draw():
@@ -122,7 +122,7 @@ class IsolatedLogger:
         self._put(_Job("plots", f"the plots of step {step}", log))
 
     def log_samples(self, step: int, split: str, samples: Sequence[ShownSample]) -> None:
-        """Queue samples of a step, before the step itself. Not every backend shows them."""
+        """Add samples of a step to the queue, before `log_step`. Not every backend shows them."""
 
         def log(backend: Backend) -> None:
             if isinstance(backend, ShowsSamples):
@@ -131,7 +131,7 @@ class IsolatedLogger:
         self._put(_Job("samples", f"the samples of step {step}", log))
 
     def send_alert(self, title: str, text: str) -> None:
-        """Queue an alert. Not every backend sends it."""
+        """Add an alert to the queue. Not every backend sends it."""
 
         def send(backend: Backend) -> None:
             if isinstance(backend, SendsAlerts):
@@ -147,20 +147,20 @@ class IsolatedLogger:
         self.wait_until_closed(time.monotonic() + self._patience.closing_s)
 
     def ask_to_close(self, outcome: RunOutcome) -> None:
-        """Let the backend close when it has all steps, without waiting."""
+        """Ask the backend to close after it has all steps. Return without waiting."""
         with self._changed:
             self._outcome = outcome
             self._asked_at = time.monotonic()
             self._changed.notify()
 
     def wait_until_closed(self, deadline: float) -> None:
-        """Wait until the backend has closed or `deadline` has passed. An upload gets the time that it asks for."""
+        """Wait until the backend has closed, or until `deadline` (longer for an upload)."""
         try:
             self._thread.join(max(0.0, deadline - time.monotonic()))
             longer = self._backend.seconds_to_close if self._backend else 0.0
             if self._thread.is_alive() and self._outcome == "finished" and longer > self._patience.closing_s:
                 self._notices.message(
-                    f"waiting up to {longer:g} s for {self.name} to send what is left (an interrupt ends the wait)"
+                    f"waiting up to {longer:g} s for {self.name} to send remaining data (an interrupt ends the wait)"
                 )
                 with contextlib.suppress(KeyboardInterrupt):
                     self._thread.join(longer)
@@ -171,7 +171,7 @@ class IsolatedLogger:
                     self._notices.warn(f"logger {self.name}: {number} {lost} were dropped while it was silent")
 
     def let_go(self) -> None:
-        """Abandon a backend that has not ended, so that the process can end."""
+        """Abandon a backend that has not closed, so that the process can end."""
         with self._changed:
             if not self._thread.is_alive() or not self.is_active:
                 return
@@ -179,7 +179,7 @@ class IsolatedLogger:
             self._waiting.clear()
             self.is_active = False
         self._notices.warn(
-            f"logger {self.name} did not end within {time.monotonic() - self._asked_at:.0f} s and is left behind; "
+            f"logger {self.name} did not end within {time.monotonic() - self._asked_at:.0f} s and is abandoned; "
             f"{num_waiting} steps that waited for it are not in it"
         )
         if self._abandon is not None:
@@ -206,11 +206,11 @@ class IsolatedLogger:
                     self._is_silent = True
                     self._notices.warn(
                         f"logger {self.name} has not answered for {self._patience.silence_s:g} s ({doing}); training "
-                        f"goes on, its steps are kept (up to {self._patience.most_waiting})"
+                        f"continues, its steps are kept (up to {self._patience.most_waiting})"
                     )
 
     def _work(self) -> None:
-        """Open the backend, send missing earlier steps and then the queue, and close it (the thread's body)."""
+        """Open the backend, send it earlier steps that it lacks and then the queue, and close it. The thread's body."""
         doing = "could not start"
         try:
             backend = self._open()
@@ -237,12 +237,12 @@ class IsolatedLogger:
             self._is_open.set()
 
     def _open(self) -> Backend:
-        """Open the backend, with more attempts, since other runs may use the store and services restart."""
+        """Return the opened backend. There are several attempts: other runs may use the store, and services restart."""
         for wait_s in self._patience.reopening_s:
             try:
                 return self._open_backend()
             except (ImportError, UserError):
-                raise  # would not change
+                raise  # another attempt would fail too
             except Exception:
                 with self._changed:
                     self._changed.wait_for(lambda: not self.is_active, wait_s)
@@ -266,7 +266,7 @@ class IsolatedLogger:
             return job
 
     def _do(self, job: _Job, backend: Backend) -> None:
-        """Do a job. The first failure of a kind is a warning. Too many steps that fail in a row raise."""
+        """Do a job. The first failure of a kind of job is a warning. Too many failing steps in a row raise an error."""
         kind = job.kind
         if kind in ("plots", "samples") and self._failures[kind] >= _FAILURES_BEFORE_LEFT_OUT:
             return
@@ -279,7 +279,7 @@ class IsolatedLogger:
                 raise
             if kind not in self._has_warned and self.is_active:
                 self._has_warned.add(kind)
-                more = "; its metrics go on" if kind in ("plots", "samples") else ""
+                more = "; its metrics are still logged" if kind in ("plots", "samples") else ""
                 self._notices.warn(f"logger {self.name} does not take {job.what}: {reason_of(error)}{more}")
 
     def _leave_out(self, failure: str, error: BaseException) -> None:
@@ -288,7 +288,7 @@ class IsolatedLogger:
             self._busy = None
             self._waiting.clear()
         if was_active:
-            self._notices.warn(f"logger {self.name} {failure} and is left out from here on: {reason_of(error)}")
+            self._notices.warn(f"logger {self.name} {failure} and is not used from here on: {reason_of(error)}")
         if self._backend is not None and failure != "failed to close":
             # To free its files and threads. A second failure after the warning is of no interest.
             with contextlib.suppress(BaseException):

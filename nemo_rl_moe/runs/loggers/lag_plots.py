@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Plot of a step by the lag of its tokens: their number, and the effects of staleness."""
+"""Plot of a step's tokens by their lag: number of tokens, and effects of staleness."""
 
 from typing import TYPE_CHECKING
 
@@ -21,14 +21,14 @@ _BLUE, _RED = "#2166ac", "#b2182b"
 
 
 def lag_plots(step: int, table: LagTable) -> dict[str, bytes]:
-    """Return the plot as a PNG file, by its key. Empty without tokens."""
+    """Return key -> PNG file of the plot. Empty without tokens."""
     if not np.any(table.of["num_valid_tokens"]):
         return {}
     return {LAG_KEY: as_png(draw_lags(step, table))}
 
 
 def draw_lags(step: int, table: LagTable) -> "Figure":
-    """Plot by lag: tokens, divergence with its parts, effective samples, and agreement of routing or clipping."""
+    """Return a plot by lag: tokens, divergence and its parts, effective samples, agreement of routes or clipping."""
     figure = new_figure((LEFT + 2 * _WIDTH + _GAP_X + 40, TOP + 2 * _HEIGHT + _GAP_Y + 64))
     panels = [
         axes_at(figure, LEFT + column * (_WIDTH + _GAP_X), TOP + 16 + row * (_HEIGHT + _GAP_Y), _WIDTH, _HEIGHT)
@@ -53,7 +53,7 @@ def draw_lags(step: int, table: LagTable) -> "Figure":
 
 
 def _divergence(axes: "Axes", table: LagTable) -> None:
-    """Stack the parts of each class's divergence: the engines' mismatch below, staleness above."""
+    """Draw each class's divergence as two stacked parts: mismatch of the engines below, staleness above."""
     divergence, title = table.of["gen_kl_error"], "divergence of rollout and training"
     if np.isnan(table.of["kl_staleness"]).all():  # no step had a token without lag
         _bars(axes, divergence, title)

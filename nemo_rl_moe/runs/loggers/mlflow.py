@@ -17,7 +17,7 @@ from nemo_rl_moe.runs.folder.metrics import RunOutcome
 from nemo_rl_moe.runs.folder.sample_text import ShownSample, samples_text
 from nemo_rl_moe.runs.loggers.console import quiet
 
-# Limits of one request, and of the lengths that present servers accept.
+# Largest numbers of entries in a request, and largest lengths that present servers accept.
 _METRICS_PER_BATCH = 1000
 _PARAMS_PER_BATCH = 100
 _LONGEST_KEY = 250
@@ -26,12 +26,12 @@ _SQLITE_PREFIX = "sqlite:///"
 
 
 class MlflowLogger:
-    """One MLflow run, with a separate client, so that MLflow's global state does not change.
+    """One MLflow run. It has a separate client, so that MLflow's global state does not change.
 
     NaN is kept. A local store keeps infinities as plus and minus the largest float64.
 
-    A resumed run continues its MLflow run, or starts a new one if the store has lost it. MLflow cannot replace values:
-    steps that were logged before the resume keep their values and plots, and are not logged again.
+    A resumed run continues its MLflow run, or starts a new one if the store has lost it. MLflow cannot replace values.
+    So steps that were logged before the resume keep their values and plots, and are not logged again.
     """
 
     name = "mlflow"
@@ -49,7 +49,7 @@ class MlflowLogger:
         store = Path(tracking_uri.removeprefix(_SQLITE_PREFIX)) if tracking_uri.startswith(_SQLITE_PREFIX) else None
         # MLflow's default for a local store is the working directory.
         artifacts = None if store is None else store.resolve().parent / "mlartifacts"
-        # They log notes, for example on the tables of a new database.
+        # These packages log notes, for example about the tables of a new database.
         with quiet("mlflow", "alembic", least=logging.WARNING), _alone_with(store):
             self._client = MlflowClient(tracking_uri)
             experiment_id = self._experiment_id(experiment_name, artifacts)
@@ -60,7 +60,7 @@ class MlflowLogger:
             run = self._client.create_run(experiment_id, run_name=run_name)
         self.run_id: str = run.info.run_id
         self._last_before = max(self._last_steps.values(), default=0)
-        # One less, since a kill may have left the last step incomplete.
+        # One less, since the last step may be incomplete if the run was killed.
         self.last_step = self._last_before - 1
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -99,7 +99,7 @@ class MlflowLogger:
         self._client.set_terminated(self.run_id, status=outcome.upper())
 
     def _resumed(self, run_id: str) -> Any:
-        """Return the run to continue, marked as running again. None if the store does not have it."""
+        """Return the run that is resumed, marked as running again. None if the store does not have it."""
         from mlflow.exceptions import MlflowException
 
         try:
@@ -132,7 +132,7 @@ class MlflowLogger:
 
 @contextmanager
 def _alone_with(store: Path | None) -> Iterator[None]:
-    """Lock a local store against other runs, since two runs that create its tables at the same time fail."""
+    """Lock a local store against other runs, since two runs fail if both create its tables at the same time."""
     if store is None:
         yield
         return
@@ -143,13 +143,13 @@ def _alone_with(store: Path | None) -> Iterator[None]:
 
 
 def local_store_uri(folder: Path) -> str:
-    """Create a folder, and return the tracking URI of the SQLite store `mlflow.db` in it."""
+    """Return the tracking URI of the SQLite store `mlflow.db` in a folder. The folder is created."""
     folder.mkdir(parents=True, exist_ok=True)
     return f"{_SQLITE_PREFIX}{(folder.resolve() / 'mlflow.db').as_posix()}"
 
 
 def flatten_config(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return a nested configuration as flat strings: `a.b.c` to value, cut to the lengths that MLflow accepts."""
+    """Return a nested configuration as `a.b.c` -> value. Both are strings, cut to the lengths that MLflow accepts."""
     return {key[:_LONGEST_KEY]: str(value)[:_LONGEST_VALUE] for key, value in leaves(config)}
 
 
@@ -159,7 +159,7 @@ def _batches(entries: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
 
 def _set_environment_defaults() -> None:
     """Set environment variables for MLflow, unless the user has set them."""
-    # Send nothing elsewhere than to the user's store.
+    # Send data only to the user's store.
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     # Progress bars would mix with the lines of the console.
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")

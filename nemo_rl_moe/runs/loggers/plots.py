@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Plots of a step for backends that show images: agreement of routes, experts by advantage, by image and text.
+"""Plots of a step for backends that show images: agreement of routes, experts by advantage, experts by modality.
 
-matplotlib is imported by the first plot, since that takes seconds.
+matplotlib is imported by the first plot, since the import takes seconds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,7 +38,7 @@ def new_figure(size: tuple[int, int]) -> "Figure":
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(size[0] / DPI, size[1] / DPI), dpi=DPI, facecolor="white")
-    figure.set_layout_engine("none")  # one from the user's matplotlib settings would move the cells
+    figure.set_layout_engine("none")  # a layout engine from the user's matplotlib settings would move the cells
     return figure
 
 
@@ -77,14 +77,14 @@ _LEAST_AGREEMENT_SPAN = 0.01
 
 
 def routing_plots(step: int, layers: Sequence[int], rows: Int[np.ndarray, "layers kinds"]) -> dict[str, bytes]:
-    """Return the plot as a PNG file, by its key. Empty without usable rows."""
+    """Return key -> PNG file of the plot. Empty without usable rows."""
     if not rows[:, Row.USABLE].any():
         return {}
     return {AGREEMENT_KEY: as_png(draw_agreement(step, layers, rows))}
 
 
 def draw_agreement(step: int, layers: Sequence[int], rows: Int[np.ndarray, "layers kinds"]) -> "Figure":
-    """Plot each layer's agreement with the rollout, of the experts that it took and that its router would choose."""
+    """Return a plot of each layer's agreement with the rollout: for the experts it took, and those it would choose."""
     figure = new_figure((1000, 560))
     axes = axes_at(figure, 80, TOP, 880, 560 - TOP - BOTTOM)
     known = np.flatnonzero(rows[:, Row.USABLE])
@@ -112,18 +112,18 @@ def draw_agreement(step: int, layers: Sequence[int], rows: Int[np.ndarray, "laye
 ADVANTAGE_KEY = "plots/experts_by_advantage"
 _WIDTH, _MOST_HEIGHT, _LEAST_HEIGHT, _HEIGHT_OF_LAYER = 800, 900, 160, 40
 _LEAST_SPAN = 4.0
-"""Smallest end of the scale, since some of many experts reach a score of 4 by chance."""
+"""Smallest upper end of the scale. Among many experts, some reach a score of 4 by chance."""
 
 
 def advantage_plots(step: int, layers: Sequence[int], scores: Float[np.ndarray, "layers experts"]) -> dict[str, bytes]:
-    """Return the plot as a PNG file, by its key. Empty without scores."""
+    """Return key -> PNG file of the plot. Empty without scores."""
     if np.isnan(scores).all():
         return {}
     return {ADVANTAGE_KEY: as_png(draw_advantages(step, layers, scores))}
 
 
 def draw_advantages(step: int, layers: Sequence[int], scores: Float[np.ndarray, "layers experts"]) -> "Figure":
-    """Plot the score of each expert: red if it prefers responses with a high advantage, blue with a low one."""
+    """Return a plot of the score of each expert: red if it prefers a high advantage, blue if it prefers a low one."""
     figure, axes, bar = _layers_by_experts(layers, scores, max(float(np.nanmax(np.abs(scores))), _LEAST_SPAN))
     axes.set(xlabel="expert", ylabel="layer")
     bar.set_label("standard deviations from chance")
@@ -140,7 +140,7 @@ def draw_advantages(step: int, layers: Sequence[int], scores: Float[np.ndarray, 
 def _layers_by_experts(
     layers: Sequence[int], values: Float[np.ndarray, "layers experts"], span: float
 ) -> "tuple[Figure, Axes, Colorbar]":
-    """Plot values from blue (`-span`) to red (`span`). NaN is grey."""
+    """Return a plot of values from blue (`-span`) to red (`span`), with NaN in grey: figure, axes, colour bar."""
     height = min(max(_HEIGHT_OF_LAYER * len(layers), _LEAST_HEIGHT), _MOST_HEIGHT)
     figure = new_figure((LEFT + _WIDTH + RIGHT, TOP + height + BOTTOM))
     axes = axes_at(figure, LEFT, TOP, _WIDTH, height)
@@ -155,7 +155,7 @@ MODALITY_KEY = "plots/experts_by_modality"
 _MOST_CELLS_WITH_TEXT = 200
 _MOST_EXPERTS_WITH_TEXT = 20
 _STRONG = 0.6
-"""Smallest preference with a dark cell."""
+"""Smallest preference whose cell is dark."""
 
 
 def modality_plots(
@@ -165,7 +165,7 @@ def modality_plots(
     image_counts: Int[np.ndarray, "layers experts"],
     topk: int | None,
 ) -> dict[str, bytes]:
-    """Return the plot as a PNG file, by its key. Empty if all tokens are of one kind."""
+    """Return key -> PNG file of the plot. Empty if all tokens are of one kind."""
     if image_counts.sum() in (0, counts.sum()):
         return {}
     return {MODALITY_KEY: as_png(draw_modalities(step, layers, counts, image_counts, topk))}
@@ -178,7 +178,7 @@ def draw_modalities(
     image_counts: Int[np.ndarray, "layers experts"],
     topk: int | None,
 ) -> "Figure":
-    """Plot each expert's preference for image tokens (red) or text (blue), and its share of image tokens."""
+    """Return a plot of each expert's preference for image tokens (red) or text (blue), with its image share."""
     leaning = specialization(counts, image_counts, topk)
     figure, axes, bar = _layers_by_experts(layers, leaning, 1)
     axes.set(xlabel="expert", ylabel="layer")

@@ -20,10 +20,10 @@ from nemo_rl_moe.runs.loggers.artifacts import ARTIFACTS
 
 
 def rewind_run_folder(run_folder: Path, step: int) -> None:
-    """Remove the output of later steps (metrics, samples and their thumbnails, tables, capture), and torn last lines.
+    """Remove the output of later steps (metrics, samples, thumbnails, tables, capture), and incomplete last lines.
 
-    Works on a full disk, since files of lines are truncated, and after a kill in between, since truncation is atomic.
-    TensorBoard, W&B and MLflow rewind their files when they are opened.
+    This works on a full disk, since files of lines are truncated. It may also be killed in between, since truncation is
+    atomic. TensorBoard, W&B and MLflow rewind their files when they are opened.
 
     Raises:
         CheckpointError: A file cannot be cut.
@@ -53,6 +53,6 @@ def _named_if_it_fails(path: Path, step: int) -> Iterator[None]:
         # pyarrow's errors have long texts instead of the system's.
         reason = os.strerror(error.errno) if error.errno else error
         raise CheckpointError(
-            f"{path}: cannot be rewound to step {step}, from which the run goes on: {reason}; make room for it or make"
+            f"{path}: cannot be rewound to step {step}, from which the run resumes: {reason}; make room for it or make"
             " it writable, or move it away"
         ) from None

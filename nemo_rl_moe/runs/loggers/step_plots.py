@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Plots of a run's steps. Each is made once for all backends, in the thread of one of them."""
+"""Plots of a run's steps. Each plot is made once for all backends, in the thread of one backend."""
 
 import threading
 from collections.abc import Mapping
@@ -10,14 +10,14 @@ from nemo_rl_moe.runs.loggers.interface import DrawPlots
 
 
 def is_plot_step(step: int, every_steps: int | None) -> bool:
-    """Return whether a step has plots: the first one, and each multiple of `every_steps` (None or 0: no step)."""
+    """Return whether a step has plots: the first step, and multiples of `every_steps`. No step if that is None or 0."""
     return bool(every_steps) and (step == 1 or step % (every_steps or 1) == 0)
 
 
 class StepPlots:
-    """Plots of the steps with plots.
+    """Makes the plots of steps.
 
-    If matplotlib fails, for example without fonts, it warns once, and metrics are still logged.
+    If matplotlib fails, for example without fonts, there is one warning, and metrics are still logged.
     """
 
     def __init__(self, every_steps: int | None, notices: Notices):
@@ -31,7 +31,7 @@ class StepPlots:
         return is_plot_step(step, self._every_steps)
 
     def of_step(self, step: int, what: str, plots: DrawPlots) -> DrawPlots | None:
-        """Return a function that makes the plots of a step at its first call. None for a step without plots."""
+        """Return a function that makes the plots of a step at its first call, or None for a step without plots."""
         if not self.are_due(step):
             return None
         drawn: Mapping[str, bytes] | None = None
@@ -53,5 +53,5 @@ class StepPlots:
         except Exception as error:
             if not self._has_failed:
                 self._has_failed = True
-                self._notices.warn(f"{what} cannot be drawn: {reason_of(error)}; metrics go on")
+                self._notices.warn(f"{what} cannot be drawn: {reason_of(error)}; metrics are still logged")
             return {}

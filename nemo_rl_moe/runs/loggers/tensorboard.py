@@ -18,12 +18,12 @@ from nemo_rl_moe.runs.loggers.interface import LoggerBase
 
 
 class TensorBoardLogger(LoggerBase):
-    """Writer of `<run folder>/tensorboard/events.out.tfevents.*`, with each step written before `log_step` returns.
+    """Writer of `<run folder>/tensorboard/events.out.tfevents.*`. Each step is written before `log_step` returns.
 
-    Scalars are float32 and may be NaN or infinite, which TensorBoard shows as such. On a full disk, an event raises and
+    Scalars are float32. TensorBoard also shows NaN and infinity. On a full disk, writing an event raises an error and
     leaves no partial record.
 
-    A resumed run gets a new file, whose first event makes TensorBoard forget the steps after `resumed_after`.
+    A resumed run gets a new file. Its first event makes TensorBoard forget the steps after `resumed_after`.
     """
 
     name = "tensorboard"
@@ -38,7 +38,7 @@ class TensorBoardLogger(LoggerBase):
         folder.mkdir(parents=True, exist_ok=True)
         self.last_step = -1 if resumed_after is None else min(resumed_after, _last_step(folder))
         self._config_step = resumed_after or 0
-        # Files are read in the order of their names, so the times in these must ascend even if the clock does not.
+        # Files are read in the order of their names, so the times in the names must ascend even if the clock does not.
         seconds = max([int(time.time()), *(1 + second for second in _seconds_in_names(folder))])
         file_name = f"events.out.tfevents.{seconds:010d}.{socket.gethostname()}"
         self._record = BytesIO()
@@ -98,7 +98,7 @@ def _seconds_in_names(folder: Path) -> list[int]:
 
 
 def _last_step(folder: Path) -> int:
-    """Return the last step that TensorBoard shows of a folder, or -1. A torn last event is skipped."""
+    """Return the last step in a folder that TensorBoard shows, or -1. An incomplete last event is skipped."""
     from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
     from tensorboard.compat.proto import event_pb2
 

@@ -31,14 +31,14 @@ ENGINE_COLORS = ("#1b7837", "#d6604d", "#b3b3b3", "#92c5de", "#7a5195")
 
 
 def time_line_plots(step: int, time_line: TimeLine) -> dict[str, bytes]:
-    """Return the plot as a PNG file, by its key. Empty if the steps took no time."""
+    """Return key -> PNG file of the plot. Empty if the steps took no time."""
     if all(found.seconds <= 0 for found in time_line.steps):
         return {}
     return {TIME_LINE_KEY: as_png(draw_time_line(step, time_line))}
 
 
 def draw_time_line(step: int, time_line: TimeLine) -> "Figure":
-    """Plot the states of trainer and engines over the seconds of the last steps."""
+    """Return a plot of the states of trainer and engines over the seconds of the last steps."""
     figure = new_figure((LEFT + _WIDTH + 40, TOP + _HEIGHT + 56 + _LEGEND))
     axes = axes_at(figure, LEFT, TOP + 10, _WIDTH, _HEIGHT)
     steps, start_s = time_line.steps, time_line.steps[0].start_s
@@ -60,7 +60,7 @@ def draw_time_line(step: int, time_line: TimeLine) -> "Figure":
 
 
 def _draw_row(axes: "Axes", y: float, intervals: Sequence[Interval], colors: Sequence[str], start_s: float) -> None:
-    """Add a step, in bins narrower than a pixel, since engines may have thousands of intervals."""
+    """Draw a step, in bins narrower than a pixel, since engines may have thousands of intervals."""
     states = binned(intervals, _BINS_OF_A_STEP)
     width = (intervals[-1].end_s - intervals[0].start_s) / _BINS_OF_A_STEP
     at = intervals[0].start_s - start_s

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights & Biases, online or offline: metrics, charts, resume.
 
-W&B makes a chart of each key, in a section named after the part of the key before the first slash: `train`, `val`,
-`timing`, `plots`. The x-axis is the optimizer step.
+W&B makes a chart of each key. The chart is in a section with the name of the part before the first slash: `train`,
+`val`, `timing`, `plots`. The x-axis is the optimizer step.
 """
 
 import os
@@ -31,7 +31,7 @@ _OUTLIERS = f"train/{OUTLIER_PREFIX}"
 OUTLIER_CHART_KEY = "plots/expert_utilization_outliers"
 _MOST_ROWS = 10_000  # W&B does not show further rows of a table
 
-# Summaries in W&B's table of runs, besides the last value of a metric.
+# Summary in W&B's table of runs -> metrics that have it instead of only the last value.
 _BEST_AND_LAST = {
     "min,last": ("train/loss", "val/loss", "train/moe/expert_utilization_min", "train/moe/expert_diversity_min"),
     "max,last": (
@@ -55,8 +55,8 @@ def define_charts(run: Any, has_outlier_chart: bool) -> None:
     for summary, keys in _BEST_AND_LAST.items():
         for key in keys:
             run.define_metric(key, summary=summary)
-    # Each step has other outliers, which would be hundreds of charts, most of them with one point. They share one chart
-    # instead, and the hidden ones can still be looked up.
+    # Each step has other outliers. As separate metrics they would make hundreds of charts, most with one point. So they
+    # share one chart. The hidden metrics can still be looked up.
     if has_outlier_chart:
         run.define_metric(f"{_OUTLIERS}*", hidden=True)
 
@@ -73,7 +73,7 @@ class OutlierChart:
                 self.rows.append((step, value, key.removeprefix(_OUTLIERS)))
 
     def draw(self) -> Mapping[str, Any]:
-        """Return the chart for W&B, by its key. Empty while there are no outliers."""
+        """Return key -> chart for W&B. Empty while there are no outliers."""
         if not self.rows:
             return {}
         import wandb
@@ -91,13 +91,13 @@ _CREDENTIAL_VARIABLES = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 
 
 class WandbLogger:
-    """One W&B run in `<run folder>/wandb`, without questions or output on the console. It keeps NaN and infinities.
+    """One W&B run in `<run folder>/wandb`, without questions or output on the console. NaN and infinities are kept.
 
-    Its mode is `WANDB_MODE` if set, else online if the user is logged in, else offline. An offline run uses no network
-    and can be uploaded later with `wandb sync`.
+    The mode is `WANDB_MODE` if that is set, otherwise online if the user is logged in, otherwise offline. An offline
+    run uses no network and can be uploaded later with `wandb sync`.
 
-    A resumed run keeps its id. Offline it gets a new folder, whose steps replace the same steps in earlier folders.
-    Online it continues after the server's history, since W&B takes no step twice: steps that were logged before the
+    A resumed run keeps its id. Offline it gets a new folder, and steps in it replace the same steps in earlier folders.
+    Online it continues after the server's history, since W&B takes no step twice. So steps that were logged before the
     resume keep their values and plots.
     """
 
@@ -162,12 +162,12 @@ class WandbLogger:
             return
         self._outliers.add(step, metrics)
         if is_plot_step(step, self._outlier_chart_every_steps):
-            # Not in `log_plots`, whose plots are dropped if the backend is slow. A failure (W&B writes the table to
-            # the disk, which may be full) does not matter, since the next chart has all outliers again.
+            # This is not in `log_plots`, since plots are dropped if the backend is slow. A failure (W&B writes the
+            # table to a disk that may be full) does not matter, since the next chart has all outliers again.
             with suppress(Exception):
                 if chart := self._outliers.draw():
                     self._run.log(chart, step=step, commit=False)
-        # Committed at once, since otherwise the row would wait for the next step, and a crash would lose the last one.
+        # Committed immediately. Otherwise the row would wait for the next step, and a crash would lose it.
         self._run.log({key: float(value) for key, value in metrics.items()}, step=step, commit=True)
 
     def log_plots(self, step: int, plots: Mapping[str, bytes]) -> None:
@@ -181,7 +181,7 @@ class WandbLogger:
         self._run.log(images, step=step, commit=False)
 
     def log_samples(self, step: int, split: str, samples: Sequence[ShownSample]) -> None:
-        """Log samples as a table, whose cells are plain text."""
+        """Log samples as a table with plain text in its cells."""
         if step < self._first_step:
             return
         import wandb
@@ -218,8 +218,8 @@ _TEMPORARY = ("tmp*wandb-artifacts", "tmp*wandb-media")
 
 
 def _import_beside(folder: Path) -> None:
-    """Import W&B such that its temporary folders are in a folder of the run."""
-    # It creates them when it is imported, and a killed process leaves them. Here a resumed run removes them.
+    """Import W&B so that its temporary folders are in a folder of the run."""
+    # W&B creates these folders when it is imported, and a killed process leaves them. Here a resumed run removes them.
     if "wandb" in sys.modules:
         return
     folder.mkdir(exist_ok=True)
@@ -233,7 +233,7 @@ def _import_beside(folder: Path) -> None:
 
 
 def abandon_service() -> None:
-    """Let the process end although W&B's service process hangs. W&B would wait for it forever."""
+    """Let the process end although W&B's service process hangs. Otherwise W&B would wait for the service forever."""
     import wandb
 
     # Teardown removes W&B's exit hook, then waits for the service. The daemon thread may still wait at exit.
@@ -248,13 +248,13 @@ def choose_run_id(environment: Mapping[str, str]) -> str:
 
 
 def choose_mode(environment: Mapping[str, str]) -> Literal["offline"] | None:
-    """Return the mode of a W&B run: None to follow the user's settings, `offline` if the user is not logged in."""
+    """Return the mode of a W&B run: `offline` if the user is not logged in, None to follow the user's settings."""
     chosen = environment.get("WANDB_MODE")
     if chosen in _MODES_WITHOUT_LOGIN or _is_logged_in(environment):
         return None
     if chosen:
         raise RuntimeError(
-            f"WANDB_MODE is {chosen!r}, and nobody is logged in: run `wandb login`, or set WANDB_API_KEY"
+            f"WANDB_MODE is {chosen!r}, but no user is logged in: run `wandb login`, or set WANDB_API_KEY"
         )
     return "offline"
 

@@ -21,23 +21,23 @@ _FULL, _FIRST, _LAST = 1, 2, 4
 
 
 def wandb_files(folder: Path, run_id: str = "*") -> list[Path]:
-    """Return the run files below a folder, oldest attempt first."""
+    """Return the run files below a folder. The file of the oldest attempt is first."""
     files = {path.resolve() for path in folder.rglob(f"run-{run_id}.wandb")}
     # W&B names the folder of a file `run-<time>-<id>` or `offline-run-<time>-<id>`.
     return sorted(files, key=lambda path: (path.parent.name.removeprefix("offline-"), path))
 
 
 def wandb_history(path: Path) -> Iterator[tuple[int, dict[tuple[str, ...], Any]]]:
-    """Yield step and row from the history in a run file. A row maps paths (the key, or key and part) to values."""
+    """Yield (step, row) of the history in a run file. A row has path -> value. A path is the key, or key and part."""
     for history in wandb_records(path, "history"):
         row = {tuple(item.nested_key) or (item.key,): json.loads(item.value_json) for item in history.item}
         yield int(row["_step",]), row
 
 
 def last_wandb_step(folder: Path, run_id: str) -> int:
-    """Return the last step in the newest file of a run with any steps, or -1.
+    """Return the last step in the newest run file that has steps, or -1.
 
-    A damaged file counts up to the damage. W&B cannot read the rest either.
+    A damaged file is read up to the damage. W&B cannot read the rest either.
     """
     for path in reversed(wandb_files(folder, run_id)):
         last = -1
@@ -62,7 +62,7 @@ def wandb_records(path: Path, kind: str) -> Iterator[Any]:
 
 
 def _wandb_records(path: Path) -> Iterator[bytes]:
-    """Yield the records of a W&B run file, which may span blocks. A torn last one is skipped."""
+    """Yield the records of a W&B run file. A record may span blocks. An incomplete last record is skipped."""
     content = path.read_bytes()
     if not content.startswith(_WANDB_HEADER):
         raise DataError(f"{path}: not a W&B run file of a known version")

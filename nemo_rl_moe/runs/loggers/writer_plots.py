@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Plot of a step's experts by the tokens' writer: a heatmap for each writer, and their divergence."""
+"""Plot of a step's experts by the writer of tokens: a heatmap for each writer, and the divergence between writers."""
 
 from typing import TYPE_CHECKING
 
@@ -30,20 +30,20 @@ if TYPE_CHECKING:
 WRITER_KEY = "plots/experts_by_writer"
 _WIDTH, _GAP, _LEAST_HEIGHT, _MOST_HEIGHT, _HEIGHT_OF_LAYER = 360, 50, 140, 480, 44
 _LABELS = ("in the prompt", "in earlier responses, or calls", "between responses, or results", "in the last response")
-"""Labels of the writers. Environments without tools have responses and messages instead of calls and results."""
+"""Label of each writer. Environments without tools have responses and messages instead of calls and results."""
 _MOST_CELLS_WITH_TEXT, _MOST_LABELS = 80, 12
 _DARK = 0.5
 
 
 def writer_plots(step: int, load: WriterLoad) -> dict[str, bytes]:
-    """Return the plot as a PNG file, by its key. Empty without tokens."""
+    """Return key -> PNG file of the plot. Empty without tokens."""
     if not load.counts.any():
         return {}
     return {WRITER_KEY: as_png(draw_writers(f"Experts by who wrote the token at step {step}", load))}
 
 
 def draw_writers(title: str, load: WriterLoad) -> "Figure":
-    """Plot each expert's load over its fair share, for the tokens of each writer."""
+    """Return a plot of each expert's load over its fair share, for the tokens of each writer."""
     num_layers, loads = len(load.layers), load.counts.sum(-1)
     height = min(max(_HEIGHT_OF_LAYER * num_layers, _LEAST_HEIGHT), _MOST_HEIGHT)
     figure = new_figure((LEFT + 2 * _WIDTH + _GAP + 40, TOP + 2 * (height + BOTTOM) + 36))
@@ -73,7 +73,7 @@ def _draw_load(axes: "Axes", load: WriterLoad, writer: int) -> None:
 
 
 def _summary(load: WriterLoad) -> str:
-    """Return one line on the scale and the divergences."""
+    """Return one line about the scale and the divergences."""
     parts = ["load over fair share: blue below, red above"]
     for name, words in (("results_from_own", "results from own tokens"), ("calls_from_answers", "calls from answers")):
         of_layers = divergences(load.counts)[name]

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Numeric arrays in a report: selection of points, and lossless packing."""
+"""Numeric arrays of a report's page: selection of points, and lossless packing."""
 
 import base64
 import gzip
@@ -15,13 +15,13 @@ from nemo_rl_moe.runs.folder.run_data import Series
 from nemo_rl_moe.runs.folder.saved_samples import evenly_spaced
 
 ArrayReference = dict[str, Any]
-"""Position of an array for the page's script: `blob`, `dtype`, `shape` and `offset`."""
+"""Where the page's script finds an array: `blob`, `dtype`, `shape` and `offset`."""
 
 _STEPS_AT_A_TIME = 64
 
 
 class ArrayPool:
-    """Concatenated little-endian arrays, which become one gzip stream in base64."""
+    """Collects little-endian arrays that become one gzip stream in base64."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -29,9 +29,9 @@ class ArrayPool:
         self._offset_of: dict[bytes, int] = {}
 
     def add(self, array: NDArray[Any]) -> ArrayReference:
-        """Add an array of uint8, uint16, uint32, int32, float32 or float64.
+        """Add an array of uint8, uint16, uint32, int32, float32 or float64, and return its position.
 
-        Equal bytes are stored once, since metrics share their steps.
+        Equal arrays are stored once, since metrics share their steps.
         """
         dtype = array.dtype.str[1:]
         content = array.astype(f"<{dtype}").tobytes()
@@ -45,18 +45,18 @@ class ArrayPool:
 
 
 def compressed_text(content: bytes) -> str:
-    """Return gzip in base64, without a time, so that equal content gives equal text."""
+    """Return the content compressed by gzip, in base64. Without a time stamp, equal content gives equal text."""
     return base64.b64encode(gzip.compress(content, mtime=0)).decode("ascii")
 
 
 def narrowest(counts: NDArray[np.int64]) -> NDArray[Any]:
-    """Convert counts to the smallest of uint8, uint16 and uint32 that suffices, else to float64."""
+    """Return counts in the smallest sufficient type of uint8, uint16 and uint32, otherwise in float64."""
     highest = int(counts.max(initial=0))
     return counts.astype(np.min_scalar_type(highest) if highest < 2**32 else np.float64)
 
 
 def thinned(series: Series, most: int) -> Series:
-    """Select at most `most` points: the lowest, the highest and a non-finite one of each stretch, and the last one."""
+    """Return at most `most` points: the lowest, highest and a non-finite one of each stretch, and the last point."""
     number = len(series.steps)
     if number <= most:
         return series
@@ -76,14 +76,14 @@ def thinned(series: Series, most: int) -> Series:
 def highest_of_stretches(
     values: Shaped[np.ndarray, "steps columns"], most: int
 ) -> tuple[Int[np.ndarray, " stretches"], Shaped[np.ndarray, "stretches columns"]]:
-    """Split steps into at most `most` stretches. Return the last index and each column's highest value of each."""
+    """Split steps into at most `most` stretches. Return each stretch's last index and highest value per column."""
     last = evenly_spaced(len(values), most)
     first = np.concatenate([[0], last[:-1] + 1])
     return last, np.maximum.reduceat(values, first, axis=0)
 
 
 def in_parts(function: Callable[..., NDArray[Any]], *of_steps: NDArray[Any]) -> NDArray[Any]:
-    """Apply a function to 64 steps at a time, since intermediate arrays of all steps could take several gigabytes."""
+    """Return a function's results for all steps. It gets 64 steps at a time, to save gigabytes of memory."""
     starts = range(0, len(of_steps[0]), _STEPS_AT_A_TIME)
     return np.concatenate(
         [function(*(part[start : start + _STEPS_AT_A_TIME] for part in of_steps)) for start in starts]

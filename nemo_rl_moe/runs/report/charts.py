@@ -17,10 +17,10 @@ class Chart:
     """Chart of a report.
 
     Attributes:
-        lines: Metric to label of the line. In a metric, `*` matches anything. If the label is None, the matched part is
+        lines: Metric -> label of its line. In a metric, `*` matches any text. If the label is None, the matched text is
             the label, and metrics of single layers are excluded.
-        reference: Value and name of a horizontal line.
-        least_span: Smallest range of the axis, for shares.
+        reference: (value, name) of a horizontal line.
+        least_span: Smallest range of the vertical axis, for shares.
     """
 
     title: str

@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`nemo-rl-moe report`: one self-contained HTML file about one or more runs.
+"""`nemo-rl-moe report`: writes a self-contained HTML file about one or more runs.
 
-Its content security policy forbids all requests, and all scripts except the page's and plotly, which it identifies by
-hash. Content from a run only becomes data of the page.
+The content security policy of the page forbids all requests. It also forbids all scripts except the page's script and
+plotly, which it identifies by their hashes. Content from a run only becomes data of the page.
 """
 
 import argparse
@@ -79,13 +79,13 @@ def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
     size = output.stat().st_size
     print(f"wrote {output} ({size / 1e6:.1f} MB)")
     if size > MOST_BYTES:
-        print(f"{output}: above the {MOST_BYTES / 1e6:g} MB that reports are to stay below; name fewer runs")
+        print(f"{output}: larger than {MOST_BYTES / 1e6:g} MB, the limit for reports; name fewer runs")
     for folder, number in zip(folders, findings, strict=True):
         print(f"{folder}: {counted(number, 'finding', zero='no')}")
 
 
 def write_page(runs: "Sequence[RunData]", output: Path, words: "PageWords | None" = None) -> list[int]:
-    """Write a report about runs that have been read, and return their numbers of findings."""
+    """Write a report about runs that have been read, and return the number of findings of each run."""
     from nemo_rl_moe.runs.report.page_data import page_data
 
     data = page_data(runs, MOST_BYTES - _SPARE_BYTES - len(_plotly()[1]), words)
@@ -97,7 +97,7 @@ def write_page(runs: "Sequence[RunData]", output: Path, words: "PageWords | None
 
 
 def check_output(output: Path, option: str) -> None:
-    """Refuse to replace a file that is not a report, since its name may be mistyped."""
+    """Raise a DataError if the output would replace a file that is not a report, since its name may be mistyped."""
     if output.is_dir():
         raise DataError(f"{option} {output}: is a folder; did you mean {output / FILE_NAME}?")
     if not output.parent.is_dir():
@@ -105,7 +105,7 @@ def check_output(output: Path, option: str) -> None:
     if output.exists():
         with output.open("rb") as file:
             if file.read(len(_MARK)) != _MARK.encode():
-                raise DataError(f"{option} {output}: exists and is no report; only a report is replaced by a report")
+                raise DataError(f"{option} {output}: exists and is no report; only a report may be replaced")
 
 
 def _page(data: "PageData") -> str:

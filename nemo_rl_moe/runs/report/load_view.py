@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Expert load over time in a report: layers over time, outlier experts, other expert-parallel sizes, image tokens."""
+"""Data of a report about the expert load: layers over time, outliers, other expert-parallel sizes, image tokens."""
 
 from functools import partial
 from typing import Any
@@ -31,9 +31,9 @@ def load_view(
     """Return the data of the charts about the expert load, without the loads themselves.
 
     - `layers`, `num_experts`, `num_steps`
-    - `by_layer`: spread and dead experts, `[stretches of steps, layers]`, as the highest of each stretch
+    - `by_layer`: spread and number of dead experts, `[stretches of steps, layers]`: the highest value of each stretch
     - `outliers`: utilization over time of the most and least loaded experts
-    - `what_if`: overload for each expert-parallel size
+    - `what_if`: overload over time for each expert-parallel size
     """
     points = max(int(_MOST_POINTS * detail), _FEWEST)
     return {
@@ -47,7 +47,7 @@ def load_view(
 
 
 def outlier_experts(load: ExpertLoadHistory) -> dict[str, list[tuple[int, int]]]:
-    """Return the most and least loaded experts over the last tenth of the steps, as `(row of layers, expert)`."""
+    """Return the most and least loaded experts over the last tenth of the steps, as `(index of the layer, expert)`."""
     mean = utilization(load.counts[-max(len(load.steps) // 10, 1) :]).mean(0)
     order = np.argsort(mean, axis=None, kind="stable")
     number = min(OUTLIERS_OF_A_KIND, len(order) // 2)
@@ -113,20 +113,20 @@ def _what_if(load: ExpertLoadHistory, own_size: int, pool: ArrayPool, points: in
 
 _MOST_FRAMES = 200
 _MOST_CELLS = 60_000
-"""Largest number of cells (layer and expert) over all shown steps, so that large models have fewer steps."""
+"""Largest number of cells (layer and expert) over all shown steps. Thus large models have fewer steps."""
 _COLUMNS = ("separation", "overlap", "busiest, image", "busiest, text")
 
 
 def modality_view(
     load: ExpertLoadHistory, topk: int | None, pool: ArrayPool, detail: float = 1.0
 ) -> dict[str, Any] | None:
-    """Return the data of the cards about image tokens and text tokens, of the steps with both.
+    """Return the data of the cards about image tokens and text tokens, for steps with both kinds.
 
-    None if the run did not count image tokens, and only `num_steps` if no step has both. Else:
+    None if the run did not count image tokens, and only `num_steps` if no step has both kinds. Otherwise:
 
     - `layers`, `num_experts`, `num_steps`
-    - `steps`, `counts`, `image_counts` and `specialization` (NaN for an expert without tokens) of single steps
-    - `by_layer`: separation, `[stretches of steps, layers]`, as the highest of each stretch. NaN if unknown.
+    - `steps`, and the `counts`, `image_counts` and `specialization` (NaN for an expert without tokens) at these steps
+    - `by_layer`: separation, `[stretches of steps, layers]`: the highest value of each stretch. NaN if unknown.
     - `table`: a row for each layer at the last of these steps
     """
     if load.image_counts is None:
@@ -167,7 +167,7 @@ def layer_table(
     image_counts: Int[np.ndarray, "layers experts"],
     topk: int | None,
 ) -> dict[str, Any]:
-    """Return a step's table of layers: `title`, `step`, `columns` and `rows`."""
+    """Return a table with a row for each layer at a step: `title`, `step`, `columns` and `rows`."""
     text_counts = counts - image_counts
     columns = [
         modality_separation(counts, image_counts, topk),

@@ -8,11 +8,11 @@ from nemo_rl_moe.routing.findings.staleness_signal import METRICS, OverlapBalanc
 from nemo_rl_moe.runs.folder.run_data import RunData
 
 NUM_STEPS = 20
-"""Number of last steps to average."""
+"""Number of last steps over which numbers are averaged."""
 
 
 def overlap_facts(run: RunData) -> list[tuple[str, str]]:
-    """Return labels and values for a run whose last steps trained on older tokens. Empty for other runs."""
+    """Return pairs (label, value) if the last steps of a run trained on older tokens. Empty for other runs."""
     balances = _last_balances(run)
     if not balances:
         return []

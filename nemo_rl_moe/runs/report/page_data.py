@@ -27,13 +27,13 @@ from nemo_rl_moe.runs.report.run_findings import episodes_of, findings_of, thres
 from nemo_rl_moe.runs.report.time_line_view import time_line_view
 
 MOST_IMAGES = 48
-"""Largest number of images in a report, of all runs together."""
+"""Largest number of images in a report, for all runs together."""
 
 
 def embedded_thumbnails(
     run_folder: Path, samples: Sequence[Mapping[str, Any]], most: int, budget: int, notes: list[str]
 ) -> dict[str, str]:
-    """Return the PNG files in base64 by name, within `budget` characters. Adds notes on missing images to `notes`."""
+    """Return name -> PNG file in base64, within `budget` characters. Missing images are added to `notes`."""
     names = dict.fromkeys(name for sample in samples for name in sample.get("thumbnails", ()))
     found: dict[str, str] = {}
     problems: list[str] = []
@@ -52,7 +52,7 @@ def embedded_thumbnails(
     if problems:
         notes.append(f"images of samples that cannot be shown: {len(problems)}, the first of them {problems[0]}")
     if num_left_out:
-        notes.append(f"images of samples that are left out: {num_left_out}; the page has room for {len(found)}")
+        notes.append(f"images of samples that are omitted: {num_left_out}; the page has room for {len(found)}")
     return found
 
 
@@ -72,7 +72,7 @@ _LEVELS_OF_DETAIL = (1.0, 0.5, 0.25, 0.12, 0.06, 0.03)
 _MOST_POINTS, _FEWEST_POINTS = 2000, 6
 _FEWEST_CHARACTERS = 30
 _SHARE_BESIDE_LOADS = 0.6
-"""Largest share of the budget for everything except the loads of all experts, if there are any."""
+"""Largest share of the budget for everything except the loads of all experts, if the runs have loads."""
 _SHARE_OF_IMAGES = 0.15
 """Largest share of the budget for thumbnails of samples."""
 _STEPS_TO_MEASURE = 8
@@ -101,7 +101,7 @@ class PageData:
 
 
 def page_data(runs: Sequence[RunData], budget: int, words: PageWords | None = None) -> PageData:
-    """Return the data of the page, with as much detail as fits."""
+    """Return the data of the page, with as much detail as fits into `budget` bytes."""
     words = words or PageWords("Runs compared" if len(runs) > 1 else "Report of a run", _WITHOUT_LOAD)
     names = _names(runs)
     keys = sorted({key for run in runs for key in run.metrics})
@@ -147,7 +147,7 @@ def page_data(runs: Sequence[RunData], budget: int, words: PageWords | None = No
         rest = budget - len(blobs["arrays"]) - len(_as_text(document).encode()) - _BYTES_OF_FRAMES * len(with_load)
         if rest >= budget - limit:
             break
-    # Larger runs get the bytes that smaller ones do not use.
+    # Larger runs get the bytes that smaller runs do not use.
     for number, (load, of_run) in enumerate(with_load):
         name = f"counts-{number}"
         of_run["load"]["frames"], blobs[name] = _frames(load, rest // (len(with_load) - number), name)
@@ -157,7 +157,9 @@ def page_data(runs: Sequence[RunData], budget: int, words: PageWords | None = No
 
 
 def configuration_rows(runs: Sequence[RunData]) -> list[dict[str, Any]]:
-    """Return all settings with the `values` of each run as text, and whether they `differ`, router settings last."""
+    """Return a row for each setting: `key`, the `values` of the runs as text, and whether they `differ`. Router
+    settings are last.
+    """
     columns = [
         _as_texts(run.config) | {f"in force: {key}": value for key, value in _as_texts(run.moe_configuration).items()}
         for run in runs
@@ -171,7 +173,7 @@ def configuration_rows(runs: Sequence[RunData]) -> list[dict[str, Any]]:
 
 
 def _as_texts(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the settings by dotted key, strings unchanged and other values as JSON."""
+    """Return dotted key -> setting. Strings are unchanged, and other values are JSON."""
     found = {}
     for key, value in leaves(settings):
         text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False, skipkeys=True)
@@ -211,7 +213,7 @@ def _described(run: RunData, name: str) -> dict[str, Any]:
 
 
 def _add_thumbnails(runs: Sequence[RunData], described: Sequence[dict[str, Any]], budget: int) -> None:
-    """Add the thumbnails of the samples. Runs share the room on the page."""
+    """Add the thumbnails of the samples to the runs' data. Each run gets an equal part of the budget."""
     most = max(MOST_IMAGES // len(runs), 1)
     for run, of_run in zip(runs, described, strict=True):
         of_run["thumbnails"] = embedded_thumbnails(
@@ -231,7 +233,7 @@ def _packed(series: Series, most: int, pool: ArrayPool) -> dict[str, Any]:
 
 
 def _frames(load: ExpertLoadHistory, budget: int, name: str) -> tuple[dict[str, Any], str]:
-    """Return the loads of as many evenly spaced steps as fit, at least of the last step."""
+    """Return the loads of as many evenly spaced steps as fit into the budget, but at least of the last step."""
     number = len(load.steps)
     measured = min(number, _STEPS_TO_MEASURE)
     _, blob = _packed_frames(load, measured, name)
@@ -254,7 +256,7 @@ def _packed_frames(load: ExpertLoadHistory, most: int, name: str) -> tuple[dict[
 
 
 def _names(runs: Sequence[RunData]) -> list[str]:
-    """Return labels, or the shortest distinct ends of the folders' paths. Equal names are numbered."""
+    """Return a name for each run: its label, or the shortest distinct end of its path. Equal names are numbered."""
     paths = [run.folder.resolve().parts for run in runs]
     length = 2
     while length < max(map(len, paths)) and len({path[-length:] for path in paths}) < len(set(paths)):
@@ -267,6 +269,6 @@ def _names(runs: Sequence[RunData]) -> list[str]:
 
 
 def _as_text(value: Any) -> str:
-    """Return JSON, without characters that could end the surrounding block of the page, and without lone surrogates."""
+    """Return JSON without lone surrogates, and without characters that could end the surrounding block of the page."""
     text = json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
     return text.encode("utf-8", "replace").decode("utf-8").translate(_MARKUP)

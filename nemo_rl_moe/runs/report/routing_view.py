@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Routing of GRPO runs in a report: disagreement by layer and margin, statistics, experts by advantage, layers."""
+"""Data of a report about routing in GRPO: disagreement by layer and margin, statistics, experts by advantage."""
 
 import re
 from collections.abc import Mapping
@@ -17,13 +17,13 @@ from nemo_rl_moe.runs.report.arrays import ArrayPool, highest_of_stretches, narr
 
 _MOST_COLUMNS, _MOST_FRAMES, _FEWEST = 300, 200, 10
 _MOST_SCORES = 100_000
-"""Largest number of scores over all shown steps, so that large models have fewer steps."""
+"""Largest number of scores over all shown steps. Thus large models have fewer steps."""
 _STATISTICS = {
     Row.USABLE: "usable",
     Row.MISSING: "missing",
     Row.ZERO: "expert 0 alone",
     Row.DUPLICATED: "an expert twice",
-    Row.OUT_OF_RANGE: "experts that there are not",
+    Row.OUT_OF_RANGE: "experts that do not exist",
     Row.UNEXPECTED: "of padding or last tokens",
 }
 _WRONG = tuple(kind for kind in _STATISTICS if kind != Row.USABLE)
@@ -42,13 +42,13 @@ def routing_view(routing: RoutingHistory, pool: ArrayPool, detail: float = 1.0) 
     """Return the data of the cards about routing.
 
     - `layers`
-    - `by_layer`: share of rows that the routers would choose differently, `[stretches of steps, layers]`, as the
-      highest of each stretch. NaN without usable rows.
-    - `margins`: number of rows by class of router margin (all rows, differing rows), `[classes, 2]`, of single steps
-      and of all together
-    - `statistics`: rows of all steps by kind, and of the layers with wrong rows
-    - `identity`: overlap of each layer's routes with each layer's routers, `[layers, layers]`, at the step at which a
-      layer looks most like another one. None if unknown.
+    - `by_layer`: share of rows for which the routers would choose other experts, `[stretches of steps, layers]`: the
+      highest value of each stretch. NaN without usable rows.
+    - `margins`: number of rows by class of router margin (all rows, differing rows), `[classes, 2]`, at single steps
+      and over all steps
+    - `statistics`: number of rows by kind over all steps, and for each layer with wrong rows
+    - `identity`: overlap of each layer's routes with each layer's routers, `[layers, layers]`, at the step at which
+      some layer's routes are most like another layer's. None if unknown.
     """
     usable = routing.rows[..., Row.USABLE]
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -78,8 +78,8 @@ def routing_view(routing: RoutingHistory, pool: ArrayPool, detail: float = 1.0) 
 def advantage_view(advantages: AdvantageHistory, pool: ArrayPool, detail: float = 1.0) -> dict[str, Any] | None:
     """Return the data of the card about experts by advantage. None if no group had different advantages.
 
-    `of_steps` has the scores at single `steps`. `of_all` has the combined scores: the sum over the steps divided by the
-    root of their number, which is a score again if steps are independent (Stouffer's method). NaN without a score.
+    `of_steps` has the scores at single `steps`. `of_all` has combined scores: the sum over the steps divided by the
+    square root of their number. It is again a score if steps are independent (Stouffer's method). NaN without a score.
     """
     known = ~np.isnan(advantages.scores)
     if not known.any():
@@ -110,7 +110,7 @@ def _identity(routing: RoutingHistory, pool: ArrayPool) -> dict[str, Any] | None
 
 
 def layer_tables(metrics: Mapping[str, Series]) -> list[dict[str, Any]]:
-    """Return tables (`title`, `step`, `columns`, `rows`) of metrics of single layers at their last step."""
+    """Return tables of the metrics of single layers at their last step: `title`, `step`, `columns`, `rows`."""
     families: dict[str, dict[str, dict[int, Series]]] = {}
     for key, series in metrics.items():
         match = _OF_A_LAYER.fullmatch(key)
@@ -137,7 +137,7 @@ def _statistics(routing: RoutingHistory) -> dict[str, Any]:
         of_steps = routing.rows[..., kind].sum(1)
         shares = of_steps / np.maximum(expected, 1)
         is_wrong = kind != Row.USABLE
-        # The step with the most wrong rows, or with the fewest usable ones.
+        # The step with the most wrong rows, or with the fewest usable rows.
         worst = int(shares.argmax() if is_wrong else shares.argmin())
         affected = np.flatnonzero(of_steps if is_wrong else of_steps < expected)
         kinds.append(

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Findings of a run's history, by the thresholds in its configuration."""
+"""Findings of a run, from its files and the thresholds in its configuration."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -35,7 +35,7 @@ _FORCED_ROUTING = "moe_router_force_"
 
 @dataclass(frozen=True)
 class Episodes:
-    """Findings of one kind in one layer, or of the entire model."""
+    """All findings of one kind in one layer, or in the entire model."""
 
     latest: Finding
     number: int
@@ -43,7 +43,7 @@ class Episodes:
 
 
 def thresholds_of(config: Mapping[str, Any]) -> Thresholds:
-    """Return `logger.alerts` of a resolved configuration. Keys that an older run lacks have shipped values."""
+    """Return the thresholds in `logger.alerts` of a resolved configuration. Keys that an old run lacks get defaults."""
     alerts = {**_alerts(read_with_defaults(find_config(_BASE_CONFIGURATION))), **_alerts(config)}
     return Thresholds(**{field.name: alerts[field.name] for field in fields(Thresholds)})
 
@@ -67,7 +67,7 @@ def findings_of(run: RunData, thresholds: Thresholds | None = None) -> list[Find
 
 
 def scoring_lines(run_folder: Path) -> list[str]:
-    """Return lines for the end of a run: its reward, responses without a score, and rewards without a signal."""
+    """Return lines for the end of a run: its reward, responses without a score, and rewards that teach nothing."""
     try:
         failures, history = FailuresTail(run_folder).read().records, read_history(run_folder / METRICS_FILE_NAME)
     except (OSError, DataError):
@@ -96,7 +96,7 @@ def scoring_lines(run_folder: Path) -> list[str]:
 
 
 def episodes_of(findings: Sequence[Finding]) -> list[Episodes]:
-    """Group findings by kind and layer: current before past ones, and of each the entire model before layers."""
+    """Return findings grouped by kind and layer. Current findings come first, and the entire model before layers."""
     of_key: dict[tuple[str, int | None], list[Finding]] = {}
     for finding in findings:
         of_key.setdefault(finding.key, []).append(finding)
@@ -105,7 +105,7 @@ def episodes_of(findings: Sequence[Finding]) -> list[Episodes]:
 
 
 def _forced_routing(run: RunData) -> list[Finding]:
-    """Return the finding on forced routing in a drill, which does not depend on metrics."""
+    """Return the finding about forced routing in a drill, if any. It does not depend on metrics."""
     in_force = {
         name: value
         for name, value in run.moe_configuration.items()
@@ -114,12 +114,12 @@ def _forced_routing(run: RunData) -> list[Finding]:
     if not in_force:
         return []
     which = ", ".join(f"{name} is {value}" for name, value in sorted(in_force.items()))
-    text = f"forced routing: {which}; the router's own choices are overruled, and what the run trains is worthless"
+    text = f"forced routing: {which}; the router's own choices are overruled, and the trained model is worthless"
     return [Finding("forced_routing", None, min(1, run.last_step), run.last_step, False, text)]
 
 
 def _alerts(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the valid limits (null or a number) of a file that may have been edited."""
+    """Return key -> valid limit (null or a number) of a file that may have been edited."""
     logger = config.get("logger")
     alerts = logger.get("alerts") if isinstance(logger, Mapping) else None
     found = alerts if isinstance(alerts, Mapping) else {}

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Heatmap of the expert load of one step in the terminal. Cells are merged if the terminal is too small."""
+"""Heatmap of one step's expert load in the terminal. Cells are merged if the terminal is too small."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -16,7 +16,7 @@ from nemo_rl_moe.routing.metrics.load_arrays import dead, utilization
 from nemo_rl_moe.runs.folder.expert_load import ExpertLoadHistory
 from nemo_rl_moe.runs.loggers.expert_load_plots import ANCHORS, MOST_DOUBLINGS
 
-# Neither black nor white, since the terminal's background may be either.
+# Colours other than black and white, since the terminal's background may be black or white.
 _DEAD, _UNUSED = (255, 221, 0), (120, 120, 120)
 _COLORS_OF_A_DOUBLING = 12
 _DEAD_LEVEL, _UNUSED_LEVEL = -1, -2
@@ -26,7 +26,7 @@ _HIGHEST_SYMBOL, _DEAD_SYMBOL, _UNUSED_SYMBOL = "#", "x", " "
 
 
 def terminal_heatmap(load: ExpertLoadHistory, width: int, height: int, in_color: bool) -> list[Text]:
-    """Return the lines of the heatmap with its title, legend and extremes."""
+    """Return the lines of the heatmap, with title, legend, and a line about the busiest and the dead experts."""
     counts, layers, step = load.counts[-1], load.layers.tolist(), int(load.steps[-1])
     loads = utilization(counts)
     shares = np.where(counts.sum(-1, keepdims=True) > 0, loads, np.nan)
@@ -45,7 +45,7 @@ def terminal_heatmap(load: ExpertLoadHistory, width: int, height: int, in_color:
     if is_merged:
         down, across = -(-num_layers // rows), -(-num_experts // columns)
         area = " x ".join(f"{n} {name}{'s' if n > 1 else ''}" for n, name in ((down, "layer"), (across, "expert")))
-        lines.append(Text(f"each cell: the farthest from 1 of {area}", style="dim"))
+        lines.append(Text(f"each cell: the value farthest from 1 of {area}", style="dim"))
     if in_color or cell_width < _LEAST_CELL_WITH_NUMBER:
         lines.append(_legend(in_color))
     row, expert = divmod(int(loads.argmax()), num_experts)
@@ -54,7 +54,7 @@ def terminal_heatmap(load: ExpertLoadHistory, width: int, height: int, in_color:
 
 
 def merged(shares: Float[np.ndarray, "layers experts"], rows: int, columns: int) -> Float[np.ndarray, "rows columns"]:
-    """Shrink the heatmap. A merged cell has the value farthest from 1 (as a factor). Dead experts come first."""
+    """Return a smaller heatmap. A merged cell has the value farthest from 1 as a factor. Dead is farthest."""
     for axis, number in ((1, columns), (0, rows)):
         with np.errstate(divide="ignore"):
             deviation = np.where(np.isnan(shares), -1.0, np.abs(np.log2(shares)))
@@ -67,13 +67,13 @@ def merged(shares: Float[np.ndarray, "layers experts"], rows: int, columns: int)
 
 
 def load_color(share: float) -> Color:
-    """Return the colour of a utilization on a logarithmic scale: blue below 1, red above. 0: yellow, NaN: grey."""
+    """Return the colour of a utilization on a logarithmic scale: blue below 1, red above. 0 is yellow, NaN grey."""
     if np.isnan(share):
         return _color_of(_UNUSED_LEVEL)
     if share == 0:
         return _color_of(_DEAD_LEVEL)
     doublings = min(max(float(np.log2(share)), -MOST_DOUBLINGS), MOST_DOUBLINGS)
-    # Few distinct colours, since each change of colour is output to the terminal.
+    # There are few distinct colours, since each change of colour adds output to the terminal.
     return _color_of(round((doublings + MOST_DOUBLINGS) * _COLORS_OF_A_DOUBLING))
 
 
@@ -88,13 +88,13 @@ def _color_of(level: int) -> Color:
 
 @lru_cache
 def _style_on(background: Color) -> Style:
-    """Return the style of legible text on a colour: black or white."""
+    """Return the style in which text is legible on a colour: black or white."""
     luminance = np.dot(background.get_truecolor(), (0.299, 0.587, 0.114))
     return Style(color=Color.from_rgb(*((255, 255, 255) if luminance < 128 else (0, 0, 0))), bgcolor=background)
 
 
 def load_symbol(share: float) -> str:
-    """Return the character of a utilization, for terminals without colours."""
+    """Return the character that shows a utilization in a terminal without colours."""
     if np.isnan(share):
         return _UNUSED_SYMBOL
     if share == 0:

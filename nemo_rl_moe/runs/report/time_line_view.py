@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Time line of asynchronous rollouts in a report: activity of trainer and engines in the last steps."""
+"""Data of a report about asynchronous rollouts: activity of trainer and engines in the last steps."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ STEPS_SHOWN = 12
 
 
 def time_line_view(found: TimeLineHistory, pool: ArrayPool) -> dict[str, Any]:
-    """Return the data of the chart. `trainer` and `engines` have the state in each bin of all steps."""
+    """Return the data of the time line. `trainer` and `engines` have the state in each bin of all shown steps."""
     states = found.states[-STEPS_SHOWN:].astype(np.uint8)
     return {
         "steps": found.steps[-STEPS_SHOWN:].tolist(),

@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
-    """Show a run until Ctrl-C, or once."""
+    """Show a run until Ctrl-C, or print one frame."""
     if more:
         raise ConfigurationError(f"watch: takes one RUN_DIR, got also {printable(' '.join(more))!r}")
     try:
@@ -69,7 +69,7 @@ def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
 def _watch(console: "Console", watcher: "RunWatcher", interval: float) -> None:
     from rich.live import Live
 
-    # An exit instead of a kill, so that `Live` restores the terminal.
+    # Exit instead of being killed, so that `Live` restores the terminal.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     view = None
     try:
@@ -84,7 +84,7 @@ def _watch(console: "Console", watcher: "RunWatcher", interval: float) -> None:
                     live.update(view, refresh=True)
                 time.sleep(interval)
     finally:
-        # The alternate screen is closed by now, and the last frame remains on the normal one.
+        # The alternate screen is closed by now. The last frame is printed to the normal screen, and remains there.
         if view is not None:
             console.print(view, soft_wrap=True)
 
@@ -113,7 +113,7 @@ def _console() -> "Console":
 
 
 def _check(folder: Path) -> None:
-    """Raise a DataError if this is no run's folder. The folder may lack metrics so far."""
+    """Raise a DataError if a folder is not the folder of a run. Metrics may still be missing in it."""
     from nemo_rl_moe.runs.folder.folder import RUN_FILE_NAME, newest_run_folders
     from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME
 
@@ -121,7 +121,7 @@ def _check(folder: Path) -> None:
         return
     what = f"holds no {METRICS_FILE_NAME}" if folder.is_dir() else "is no folder"
     newest = next(iter(newest_run_folders(folder if folder.is_dir() else folder.parent)), None)
-    hint = f"did you mean {newest}, the newest run there?" if newest else "expected a run's, such as logs/sft/exp_001"
+    hint = f"did you mean {newest}, the newest run there?" if newest else "expected a run, such as logs/sft/exp_001"
     raise DataError(printable(f"{folder}: {what}; {hint}", kept=""))
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Frame of the terminal view: header, sparklines of metrics, expert load, findings, a conversation."""
+"""A frame of the terminal view: header, sparklines of metrics, expert load, findings, conversation."""
 
 import math
 import textwrap
@@ -61,7 +61,7 @@ def frame(run: WatchedRun, now: float, room: Room) -> list[Text]:
 
 
 def status(run: WatchedRun, now: float) -> str:
-    """Return the state of the run: writing, quiet for some time, or done."""
+    """Return the state of the run as text: writing, quiet for some time, or all steps done."""
     planned = run.described.planned_steps
     if planned is not None and run.step is not None and run.step >= planned:
         return "all steps done"
@@ -72,7 +72,7 @@ def status(run: WatchedRun, now: float) -> str:
 
 
 def finding_lines(episodes: Sequence[Episodes]) -> list[str]:
-    """Return one line for each kind of current findings, then one for each kind of past ones."""
+    """Return one line for each kind of current findings, then one line for each kind of past findings."""
     groups: dict[tuple[bool, str], list[Episodes]] = {}
     for episode in episodes:
         groups.setdefault((episode.latest.is_over, episode.latest.kind), []).append(episode)
@@ -80,7 +80,7 @@ def finding_lines(episodes: Sequence[Episodes]) -> list[str]:
 
 
 def packed(parts: Iterable[str], width: int) -> list[str]:
-    """Join parts into lines of at most `width` characters, two spaces apart."""
+    """Return lines of at most `width` characters, in which the parts are joined by two spaces."""
     lines: list[str] = []
     for part in parts:
         if lines and len(lines[-1]) + 2 + len(part) <= width:
@@ -139,7 +139,7 @@ def _sparklines(run: WatchedRun, room: Room) -> list[Text]:
 
 
 def _routing(run: WatchedRun) -> Text:
-    """Return the line on the last step's capture: agreement of training with the rollouts, and steps with anomalies."""
+    """Return the line about routing: agreement of training with rollouts at the last step, steps with anomalies."""
     parts = []
     for key, label in ((AGREEMENT, "agreement"), (LIVE_AGREEMENT, "by itself")):
         if key in run.routing:
@@ -161,7 +161,7 @@ def _findings(run: WatchedRun, width: int) -> list[Text]:
 
 
 def _conversation(sample: ShownSample | None, height: int | None, width: int) -> list[Text]:
-    """Return the newest conversation if there is room. If lines are hidden, its last line (the times) remains."""
+    """Return the lines of the newest conversation, if there is room. The last line (times) is never hidden."""
     if sample is None or (height is not None and height < _LEAST_CONVERSATION_LINES):
         return []
     title = f"conversation, step {sample.step}, {sample.split}: {LEGEND}"
@@ -201,9 +201,9 @@ def _cropped(lines: Sequence[Text], room: Room) -> list[Text]:
 
 
 def sparkline(values: Sequence[float], width: int, levels: str = BLOCKS) -> str:
-    """Return values as characters from the first level, for the lowest value, to the last level, for the highest.
+    """Return values as characters of `levels`: the first for the lowest value, the last for the highest value.
 
-    If there are more values than characters, each is the mean of several. `!` means a NaN or infinite value.
+    If there are more values than `width`, a character shows the mean of several values. `!` means NaN or infinity.
     """
     columns = _columns(np.asarray(values, dtype=np.float64), width)
     is_finite = np.isfinite(columns)

@@ -38,13 +38,13 @@ SHOWN_METRICS = {
     "train/rollouts/idle_share/trainer": "waiting",
     "train/rollouts/idle_share/engines": "idle",
 }
-"""Key to label, in the order of display."""
+"""Key of a metric -> its label, in the order of display."""
 ROUTING_METRICS = (AGREEMENT, LIVE_AGREEMENT, ANOMALIES) = (
     "train/moe/routing/agreement",
     "train/moe/routing/live_agreement",
     ANOMALIES_METRIC,
 )
-"""Keys of the line on the routing. Every step with a capture has the last one."""
+"""Keys of the line about routing. Every step with a capture has the last key."""
 _SPEED_KEY = "timing/train/tokens_per_second"
 _STEPS_OF_A_PACE = 20
 
@@ -54,7 +54,7 @@ class WatchedRun:
     """Content of a frame.
 
     Attributes:
-        described: The run without its history.
+        described: The run's configuration, without its history.
         routing: `ROUTING_METRICS` of the last step with captured routes.
         conversation: Sample with the newest conversation.
     """
@@ -75,7 +75,7 @@ class WatchedRun:
 
     @property
     def seconds_per_step(self) -> float | None:
-        """Median time of the last 20 steps. None at the first step."""
+        """Median duration of the last 20 steps, in seconds. None at the first step."""
         paces = [
             (end - start) / (last - first) for (first, start), (last, end) in pairwise(self.recent) if last > first
         ]
@@ -145,13 +145,13 @@ class RunWatcher:
                 self._tracker.observe(record.step, record.metrics, layers, counts.get(record.step), failed)
 
     def _awaits_load(self, record: StepRecord) -> bool:
-        """Return whether the loads of a step may still come. Those of short steps are written together and later."""
+        """Return whether the loads of a step may still be written. Loads of short steps are written together, later."""
         if self.run.load is None or record.step <= self.run.load.steps[-1]:
             return False
         return time.time() - record.time < 2 * MAX_DELAY_S
 
     def _update_capture(self, records: Sequence[StepRecord], wrong: Mapping[int, Sequence[RoutingAnomaly]]) -> None:
-        """Observe the captures of new steps. A capture may end the run, so that its step has no record."""
+        """Observe the captures of new steps. A capture's anomalies may end the run. Then its step has no record."""
         with_capture = {record.step for record in records if ANOMALIES in record.metrics}
         for step in sorted(with_capture | wrong.keys()):
             if step > self._last_capture_step:

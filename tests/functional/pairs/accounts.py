@@ -34,7 +34,7 @@ VALIDATED_STEPS = (0, STEPS_BEFORE_STOP, NUM_STEPS)
 REASONS = (
     NOT_IN_BATCH,
     TRUNCATED,
-    "of its group ",
+    "only ",
     "too few responses of the step ",
     *(f"{each.value}: " for each in Fault),
 )

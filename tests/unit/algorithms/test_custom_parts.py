@@ -76,7 +76,7 @@ def test_an_estimator_that_cannot_be_used_is_one_line(name: str, problem: str) -
         (f"{NAME}:detached", "returned a loss without a gradient, expected one that depends on logprobs or ratio"),
         (f"{NAME}:raising", "raised, on three tokens: KeyError: 'no such key'"),
         (f"{NAME}:leaving", "raised, on three tokens: SystemExit: 3"),
-        (f"{NAME}:without_numbers", "returned, on three tokens, a loss or a gradient of it that is NaN or infinite"),
+        (f"{NAME}:without_numbers", "returned, on three tokens, a loss whose value or gradient is NaN or infinite"),
         (f"{NAME}:two_arguments", "cannot be called with the ObjectiveInputs: missing a required argument: 'config'"),
     ],
 )

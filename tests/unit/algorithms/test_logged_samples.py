@@ -19,7 +19,7 @@ def test_what_is_left_out_says_why() -> None:
     groups = RolloutGroups(trained, [*trained, *replaced], num_generations=3, num_filled=0)
     config = small_config("env.on_failure=leave_out")
     found = logged_samples(config, groups)
-    failure, alone = f"timeout: it broke {RULE}", f"of its group 1 of 3 could be scored {RULE}"
+    failure, alone = f"timeout: it broke {RULE}", f"only 1 of 3 responses of its group could be scored {RULE}"
     expected = ["", failure, "", alone, failure, failure, NOT_IN_BATCH]
     assert [one.left_out for one in found] == expected
     assert found[0] is good

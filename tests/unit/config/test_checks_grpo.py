@@ -383,7 +383,7 @@ BROKEN = [
         ),
         "responses_have_others_to_be_compared_with",
         "grpo.num_prompts_per_step: got 1, expected 2 or more with grpo.num_generations_per_prompt 1: a response is"
-        " compared with the others of its step",
+        " compared with the other responses of its step",
     ),
     (
         ("env.reward=null",),
@@ -545,7 +545,7 @@ BROKEN = [
         (*NAMED, "grpo.reward_shaping={enabled: true, overlong_buffer_length: 31, overlong_buffer_penalty: 1.0}"),
         "rewards_are_named",
         "grpo.reward_shaping.enabled: got true, expected false with grpo.adv_estimator.name gdpo, which compares each"
-        " named reward apart: there is no one reward to change",
+        " named reward apart: there is no single reward to change",
     ),
     (
         (*NAMED, "grpo.adv_estimator.normalize_over=batch"),

@@ -240,7 +240,7 @@ def test_rows_that_no_router_chooses_are_anomalies() -> None:
     assert [anomaly.text for anomaly in row_anomalies(totals, (0, 3))] == [
         "1 of 6 rows hold expert 0 alone, in layers 3",
         "1 of 6 rows name an expert twice, in layers 3",
-        "1 of 6 rows name experts that there are not, in layers 3",
+        "1 of 6 rows name experts that do not exist, in layers 3",
         "1 of 6 rows belong to padding or to the last token of a sequence, in layers 3",
     ]
     assert row_anomalies(statistics_of(LIVE, LIVE, torch.ones(5, dtype=torch.bool)).reduced(), (0, 3)) == []

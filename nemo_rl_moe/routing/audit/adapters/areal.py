@@ -5,7 +5,7 @@
 Layout of the main branch of September 2026: `areal/trainer/rl_trainer.py` (`_save_trajectory`: `step_000012.pt`, in
 SPMD mode one file per rank), `areal/workflow/rlvr.py` (fields; log-probabilities are 0 and versions -1 on prompts),
 `areal/engine/r3/preprocess.py`: a missing row, such as the last token's, repeats the previous one. `r3_routing_valid`
-is false for a sequence with more missing rows than the last one, which then has no routes here.
+is false for a sequence that misses more rows than the last one. Such a sequence has no routes here.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,7 +27,7 @@ _NEEDED = {"input_ids", "attention_mask", "loss_mask", "logprobs", "versions"}
 
 
 def claims(content: Any) -> bool:
-    """Return True for a list of batches, or one."""
+    """Return True for a batch or a list of batches."""
     batches = content if isinstance(content, list) else [content]
     return bool(batches) and isinstance(batches[0], dict) and batches[0].keys() >= _NEEDED
 
@@ -58,7 +58,7 @@ def _batch(batch: Mapping[str, Any], where: str, number: int) -> Iterator[Captur
 
 
 def _at_first(rewards: np.ndarray, real: np.ndarray) -> np.ndarray:
-    """Return the rewards of sequences at their first token."""
+    """Return each sequence's reward at its first token, and 0 at its other tokens."""
     found = np.zeros(real.shape)
     found[np.arange(len(real)), real.argmax(1)] = rewards
     return found

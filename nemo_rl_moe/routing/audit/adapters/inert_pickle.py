@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pickles and `torch.save` files as inert data: tensors, arrays, containers, and stand-ins for a framework's classes.
 
-A pickle is a program. Here its names lead only to the few functions of this module, so that no code of another package
-runs, not even an import. Classes of known frameworks become an `Inert`, which keeps the data from the file. Any other
-name is refused. Arrays are also built here, since numpy's `__setstate__` trusts a pickle.
+A pickle is a program. Here each name in it leads to one of the few functions of this module. So no code of another
+package runs, and none is imported. Classes of known frameworks become an `Inert`, which keeps the data from the file.
+Any other name is refused. Arrays are also built here, since numpy's `__setstate__` trusts a pickle.
 """
 
 import io
@@ -141,7 +141,7 @@ def _tensor(storage: torch.Tensor, offset: int, size: Iterable[int], stride: Ite
         raise RefusedError(f"it holds a tensor {size} that lies outside of its storage")
     if prod(size) > max(_MOST_REPEATED, 4 * len(storage)):
         raise RefusedError(
-            f"it holds a tensor {size} of a storage of {len(storage)} numbers, which stand for many others"
+            f"it holds a tensor {size} of a storage of {len(storage)} numbers, which it repeats many times"
         )
     return torch.as_strided(storage, size, stride, offset)
 
@@ -160,14 +160,14 @@ def _tensor_of_bytes(
 
 
 def _of_type(function: Any, _: Any, args: tuple[Any, ...], *__: Any) -> Any:
-    """Create a tensor with attributes, and drop these."""
+    """Return a tensor that was saved with attributes, without these attributes."""
     if not isinstance(function, _Call):
-        raise RefusedError("it makes a tensor by a class")
+        raise RefusedError("it builds a tensor with a class, expected a function")
     return function(*args)
 
 
 def _jagged(parts: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Return the tensors of a nested tensor, whose values are concatenated."""
+    """Return the single tensors of a nested tensor, from its concatenated values."""
     values, offsets = parts["values"], parts["offsets"]
     if parts["_ragged_idx"] != 1 or parts["lengths"] is not None:
         raise RefusedError("it holds a nested tensor that is ragged in another than its first dimension")
@@ -214,7 +214,7 @@ _KINDS: Mapping[str, Any] = {
 
 
 class _InertUnpickler(pickle.Unpickler):
-    """Unpickler whose names lead into this module."""
+    """Unpickler that resolves names only to the functions and stand-ins of this module."""
 
     def __init__(self, content: bytes, storages: Callable[[str], bytes] | None):
         super().__init__(io.BytesIO(content))
@@ -222,7 +222,7 @@ class _InertUnpickler(pickle.Unpickler):
         self._made: dict[str, Any] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the function or stand-in of a name. Most names are refused."""
+        """Return this module's function or class for a name. Most names are refused."""
         path = f"{module}.{name}"
         if path not in self._made:
             self._made[path] = self._make(path, module, name)
@@ -258,7 +258,7 @@ def read_pickle(content: bytes, where: str) -> Any:
     """Return the content of a pickle or of a `torch.save` file.
 
     Raises:
-        DataError: It names something that no dump needs, or is damaged.
+        DataError: The pickle names something that no dump needs, or is damaged.
     """
     try:
         return _parse(content)

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversion of frameworks' data to sequences of a capture: padding, joins of prompt and response, rows of routes.
 
-Frameworks store values per token for the full sequence or only for its response, which their length shows. Unknown
-values are never filled in: log-probabilities of a prompt are NaN, missing routes -1. Rows that a framework has filled
-with zeros stay zeros, since they cannot be distinguished from routes.
+Frameworks store values per token for the full sequence or only for its response. The number of values shows which.
+Unknown values are never filled in: log-probabilities of a prompt are NaN, missing routes -1. Rows that a framework has
+filled with zeros stay zeros, since they cannot be distinguished from routes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,10 +21,10 @@ from nemo_rl_moe.shapes import Bool, Float, Int, Shaped
 _MOST_TOKENS = 2**24
 _MOST_LAYERS = _MOST_CHOICES = 1024
 _MOST_NUMBERS = 2**28
-"""Largest size of a sequence's routes, which fits a million tokens with 30 layers and 8 experts each."""
+"""Largest number of values in a sequence's routes. A million tokens with 30 layers and 8 experts each fit."""
 _MOST_DIMENSIONS = 64  # numpy's
 _MOST_SHARED = 2**25
-"""Largest size of lists that share parts."""
+"""Largest number of values in nested lists that contain the same list object several times."""
 _FLOATS = ("rollout_logprobs", "training_logprobs", "advantages")
 
 
@@ -40,12 +40,12 @@ def array(value: Any, where: str) -> Shaped[np.ndarray, "..."]:
     except (ValueError, TypeError):
         found = np.empty(0, dtype=object)
     if found.dtype.kind not in "biuf":
-        raise DataError(f"{where}: got {type(value).__name__} of {found.dtype}, expected numbers, as many in every row")
+        raise DataError(f"{where}: got {type(value).__name__} of {found.dtype}, expected rows of equally many numbers")
     return found
 
 
 def _num_numbers(value: list[Any] | tuple[Any, ...], known: dict[int, int], depth: int = 0) -> int:
-    """Count the numbers in nested lists, with repeated lists. Each list is visited once."""
+    """Return the number of values in nested lists. A repeated list counts each time, but is visited once."""
     if not value or not isinstance(value[0], list | tuple) or depth > _MOST_DIMENSIONS:
         return len(value)
     if id(value) not in known:
@@ -72,8 +72,8 @@ def expert_rows(value: Any, length: int, where: str, *, first: int = 0) -> Int[n
     """Return the routes of a sequence, one row per token, filled with -1 for missing rows.
 
     Args:
-        value: Up to `length` rows, `[rows, layers, topk]`. The last token, which no engine is fed, may have none.
-        first: Token of the first row.
+        value: Up to `length` rows, `[rows, layers, topk]`. The last token may have no row, since no engine is fed it.
+        first: Index of the token of the first row.
 
     Raises:
         DataError: The shape or the numbers do not fit routes.
@@ -107,8 +107,8 @@ def sequence(
     """Return a sequence of a capture.
 
     Args:
-        prompt_length: Tokens before the response. If it is None, every column covers the full sequence.
-        columns: Columns by name, of the full sequence or of the response. None is no column.
+        prompt_length: Number of tokens before the response. If it is None, every column covers the full sequence.
+        columns: Name -> values for the full sequence or for the response. A column that is None is skipped.
 
     Raises:
         DataError: A column has another length, or the sequence has no token or far too many.
@@ -168,7 +168,7 @@ def real_tokens(mask: Any, where: str) -> Bool[np.ndarray, "sequences tokens"]:
     found: np.ndarray = array(mask, where).astype(bool)
     starts = found & ~np.pad(found, ((0, 0), (1, 0)))[:, :-1] if found.ndim == 2 else found
     if found.ndim != 2 or (starts.sum(1) != 1).any():
-        raise DataError(f"{where}: got {list(found.shape)}, expected [sequences, tokens] with 1 in one block of each")
+        raise DataError(f"{where}: got {list(found.shape)}, expected [sequences, tokens] with one block of 1 per row")
     return found
 
 
@@ -201,7 +201,7 @@ def padded_sequences(
     """Yield the sequences of a batch without its padding.
 
     Args:
-        rewards: Reward of each token. NaN, which is unknown, does not count.
+        rewards: Reward of each token. NaN means unknown and does not count.
         prompts: Name of each sequence's prompt.
     """
     for number, mask in enumerate(real):

@@ -1,10 +1,11 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""miles' rollout dumps in Parquet (`--save-debug-rollout-data dump/{rollout_id}.parquet`), as content of `.pt` dumps.
+"""miles' rollout dumps in Parquet (`--save-debug-rollout-data dump/{rollout_id}.parquet`), converted to the content of
+`.pt` dumps.
 
-Layout of the main branch of October 2026, `miles/utils/rollout_dump.py`: plain columns for fields whose values have one
-type, otherwise `torch.save` bytes of each value, in the columns that the schema's metadata `miles.encoded` names. Files
-before version 1 have only plain columns.
+Layout of the main branch of October 2026, `miles/utils/rollout_dump.py`: a field whose values have one type is a plain
+column. Any other field has the `torch.save` bytes of each value, and the schema's metadata `miles.encoded` names its
+column. Files before version 1 have only plain columns.
 """
 
 import json

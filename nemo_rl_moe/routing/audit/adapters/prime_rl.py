@@ -36,9 +36,7 @@ def read(content: Any, where: str, model: RouterShape | None) -> Iterator[Captur
     for number, batch in enumerate(content):
         place = f"{where}: micro batch {number}"
         if not claims([batch]):
-            raise DataError(
-                f"{place}: got {type(batch).__name__}, expected {', '.join(_FIELDS)}, as long as each other"
-            )
+            raise DataError(f"{place}: got {type(batch).__name__}, expected {', '.join(_FIELDS)}, all of one length")
         tokens, mask, advantages, logprobs, positions = (
             array(values, f"{place}: {field}") for values, field in zip(batch, _FIELDS, strict=False)
         )
@@ -62,7 +60,7 @@ def read(content: Any, where: str, model: RouterShape | None) -> Iterator[Captur
 
 
 def _routes(batch: list[Any], length: int, place: str) -> np.ndarray | None:
-    """Return the routes of a micro batch: `[content, shape, type]`, whose index differs between releases."""
+    """Return the routes of a micro batch: the field `[content, shape, type]`. Its index differs between releases."""
     for field in batch[len(_FIELDS) :]:
         if isinstance(field, list) and len(field) == 3 and isinstance(field[0], bytes):
             content, shape, kind = field

@@ -58,9 +58,9 @@ def load(path: Path) -> Any:
     miles' Parquet.
 
     Raises:
-        DataError: It is none of them, is damaged, or names code.
+        DataError: The file has none of these formats, is damaged, or names code.
     """
-    if path.exists() and not path.is_file():  # a pipe could be read once, and its writer may never come
+    if path.exists() and not path.is_file():  # a pipe can be read only once, and may never get a writer
         raise DataError(f"{path}: cannot be read: expected a regular file, got a pipe or a device")
     try:
         with path.open("rb") as file:
@@ -116,7 +116,7 @@ _LEFT_OUT = ("eval_", "val_", ".")
 
 
 def files_by_step(path: Path) -> dict[int, list[Path]]:
-    """Find the files below a folder, or one file, by step, in the order of the steps, without files of evaluations.
+    """Return step -> files below a folder (or the one file), in the order of the steps, without files of evaluations.
 
     The step is the number after "step", or the first number, in the file's name, otherwise in its folder's name,
     otherwise 0.

@@ -6,7 +6,7 @@ Layout: a `torch.save` or safetensors file with `input_ids` and, for padded sequ
 `[sequences, tokens]`, and the model's `router_logits`: a tuple of `[sequences x tokens, experts]` per layer with
 experts, as in transformers 5.19 (`modeling_outputs.py`). In safetensors they are `router_logits.0`, `.1`, ... Optional
 are `logprobs` `[sequences, tokens]` of each token given the previous ones. The experts are the `topk` largest logits,
-and margins are differences of their softmax. They are routes of training.
+and margins are differences of their softmax. They count as routes of training.
 """
 
 from collections.abc import Iterator, Mapping
@@ -37,7 +37,7 @@ def _logits(content: Mapping[str, Any]) -> list[Any]:
 
 def read(content: Any, where: str, model: RouterShape | None) -> Iterator[CapturedSequence]:
     if model is None:
-        raise DataError(f"{where}: router_logits: how many experts a token has is not in it; --model DIR says it")
+        raise DataError(f"{where}: router_logits: lacks the number of experts per token; add --model DIR (config.json)")
     if not model.plain_topk:
         raise DataError(
             f"{where}: router_logits: routers of {model.family} may choose by more than their largest logits"

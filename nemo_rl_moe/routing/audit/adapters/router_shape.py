@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Shape of the routers, which dumps lack: experts and their layers, from the model's `config.json`."""
+"""Shape of the routers (numbers of experts and layers) from the model's `config.json`, since dumps lack it."""
 
 import json
 from collections.abc import Mapping
@@ -25,9 +25,9 @@ class RouterShape:
     """Experts of a model.
 
     Attributes:
-        num_layers: All layers of the model, including dense ones.
+        num_layers: Number of all layers of the model, including dense ones.
         moe_layers: Indices of the layers with experts, ascending.
-        plain_topk: True if a token's experts are known to be the largest router logits.
+        plain_topk: Whether a token's experts are known to have the largest router logits.
     """
 
     num_layers: int
@@ -39,7 +39,7 @@ class RouterShape:
 
 
 def read_router_shape(path: Path) -> RouterShape:
-    """Return the experts of a model, by the field names of Hugging Face's configurations."""
+    """Return the shape of a model's routers, from the field names of Hugging Face's configurations."""
     file = path / "config.json" if path.is_dir() else path
     try:
         found = json.loads(file.read_bytes())

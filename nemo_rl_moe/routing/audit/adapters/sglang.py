@@ -2,10 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """SGLang: responses of `/generate`, saved as JSON.
 
-Layout of SGLang 0.5.16, as `slime/utils/types.py` (0.3.1) and `miles/rollout/sglang_rollout.py` read it, and by its
-pull requests: `meta_info.routed_experts` is base64 of int32 without a shape. It has one row less than there are tokens,
-and slots for dense layers. The first `routed_experts_start_len` rows are omitted. The prompt's ids are in
-`input_token_logprobs` (`return_logprob`, `logprob_start_len=0`), or in `input_ids` if they were saved too.
+Layout of SGLang 0.5.16, according to its pull requests, and to `slime/utils/types.py` (0.3.1) and
+`miles/rollout/sglang_rollout.py`, which read it: `meta_info.routed_experts` is base64 of int32 without a shape. It has
+one row less than there are tokens, and slots for dense layers. The first `routed_experts_start_len` rows are omitted.
+The prompt's ids are in `input_token_logprobs` (`return_logprob`, `logprob_start_len=0`), or in `input_ids` if they were
+saved too.
 """
 
 import base64
@@ -58,17 +59,17 @@ def _routes(meta: Mapping[str, Any], length: int, model: RouterShape | None, pla
         return None
     if isinstance(value, str):
         if model is None:
-            raise DataError(f"{place}: has no shape; --model DIR (its config.json) says layers and experts of a token")
+            raise DataError(f"{place}: has no shape; add --model DIR, whose config.json has it")
         try:
             numbers = np.frombuffer(base64.b64decode(value, validate=True), dtype=np.int32)
         except ValueError as error:
-            raise DataError(f"{place}: no base64 of int32: {error}") from error
+            raise DataError(f"{place}: not base64 of int32: {error}") from error
         rows, topk = max(length - 1 - first, 0), model.topk
         layers = next((n for n in (model.num_layers, len(model.moe_layers)) if numbers.size == rows * n * topk), None)
         if layers is None:
             raise DataError(
-                f"{place}: got {numbers.size} numbers, expected {rows} rows of {model.num_layers} layers, or of the"
-                f" {len(model.moe_layers)} with experts, and {topk} experts"
+                f"{place}: got {numbers.size} numbers, expected {rows} rows of {model.num_layers} layers (or"
+                f" {len(model.moe_layers)} layers with experts) and {topk} experts each"
             )
         value = numbers.reshape(rows, layers, topk)
     return expert_rows(array(value, place), length, place, first=first)

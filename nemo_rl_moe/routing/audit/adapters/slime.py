@@ -66,7 +66,7 @@ def _first(sample: Mapping[str, Any], fields: Sequence[str]) -> Any:
 
 
 def _samples_of_rank(data: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """Return samples, given lists by field. Lists of another length do not belong to samples."""
+    """Return a dictionary per sample, from one list per field. Lists of another length are skipped."""
     try:
         count = len(data["tokens"])
     except (KeyError, TypeError):

@@ -5,8 +5,8 @@
 Layout of release 0.9.1, and the same in 0.7: `verl/protocol.py` (`DataProto.save_to_disk`, a pickle around a
 consolidated `TensorDict`, or around arrays with `VERL_DATAPROTO_SERIALIZATION_METHOD=numpy`),
 `verl/experimental/agent_loop/agent_loop.py` (prompts padded on the left, responses on the right, `routed_experts` of
-all positions, 0 if the engine returned none), `verl/trainer/ppo/ray_trainer.py` (later columns). Files of
-`trainer.rollout_data_dir` contain only texts. For the trainer with a TransferQueue see `verl_queue.py`.
+all positions, 0 if the engine returned none), `verl/trainer/ppo/ray_trainer.py` (columns that the trainer adds). Files
+of `trainer.rollout_data_dir` contain only texts. For the trainer with a TransferQueue see `verl_queue.py`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ _REWARDS = ("token_level_scores", "token_level_rewards", "rm_scores")
 
 
 def claims(content: Any) -> bool:
-    """Return True for a `DataProto`, its tensors as a dictionary, a queue's, or the texts of `rollout_data_dir`."""
+    """Return True for a `DataProto`, a dictionary of its tensors, a queue's batch, or texts of `rollout_data_dir`."""
     if isinstance(content, Inert):
         return content.path == "verl.protocol.DataProto"
     if isinstance(content, list):
@@ -40,7 +40,7 @@ def claims(content: Any) -> bool:
 
 def read(content: Any, where: str, model: RouterShape | None) -> Iterator[CapturedSequence]:
     if isinstance(content, list):
-        raise DataError(f"{where}: holds texts alone, no routes; expected what batch.save_to_disk(FILE) writes")
+        raise DataError(f"{where}: has only texts, no routes; expected a file of batch.save_to_disk(FILE)")
     if claims_queue(content):
         yield from read_queue(content, where)
         return
@@ -70,14 +70,14 @@ def _batch_of_proto(content: Inert, where: str) -> tuple[Mapping[str, Any], Any]
 
 
 def _of_storage(made: Inert) -> dict[str, torch.Tensor]:
-    """Read a consolidated `TensorDict`: all tensors in one storage, each padded to a multiple of 8 bytes."""
+    """Return the tensors of a consolidated `TensorDict`: they share one storage, each padded to 8 bytes."""
     description, storage = made.args[:2]
     leaves = description["leaves"].items()
     return {name: _tensor(storage[first:last], dtype, shape) for name, (dtype, shape, first, last, *_) in leaves}
 
 
 def _of_arrays(packed: tuple[Any, ...]) -> dict[str, torch.Tensor]:
-    """Read a batch that was saved with `VERL_DATAPROTO_SERIALIZATION_METHOD=numpy`: each tensor's bytes as an array."""
+    """Return the tensors of a batch of `VERL_DATAPROTO_SERIALIZATION_METHOD=numpy`, which has their bytes as arrays."""
     _, _, encoded = packed
     found = {}
     for name, (dtype, shape_or_pieces, *content) in encoded.items():

@@ -31,7 +31,7 @@ COLUMNS = {
 
 
 def claims_queue(content: Any) -> bool:
-    """Return True for a batch of a TransferQueue with its keys."""
+    """Return True for a TransferQueue's batch with its keys."""
     return isinstance(content, dict) and {"tensordict", "keys", "tags"} <= content.keys()
 
 
@@ -65,7 +65,7 @@ def _fields(made: Any, where: str) -> Mapping[str, Any]:
 
 
 def _of_each(values: Any, count: int) -> Sequence[torch.Tensor] | None:
-    """Return a field's tensor of each sequence, if it has one for each."""
+    """Return a field's tensors, one per sequence, or None if the field has another length."""
     if isinstance(values, torch.Tensor | list) and len(values) == count:
         return list(values)
     return None

@@ -6,8 +6,8 @@ Layouts by vLLM's documentation and pull requests: up to 0.20, `routed_experts` 
 sequence, with slots for dense layers. 0.21 (`training/routed_experts_replay`) has `prompt_routed_experts` of the
 response and `routed_experts` of each completion. Later releases (`training/routed_experts`) again cover the full
 sequence, as base64 of a `.npy` file. By the code of 0.32 (`vllm/entrypoints/openai/completion/serving.py`,
-`vllm/v1/engine/output_processor.py`) there is a row for each token but the last, without the first ones that
-`routed_experts_prompt_start` of the request omits. A response has token ids with `return_token_ids`.
+`vllm/v1/engine/output_processor.py`) there is a row for each token but the last, and but the first ones that
+`routed_experts_prompt_start` of the request omits. A response has token ids if the request has `return_token_ids`.
 """
 
 import base64
@@ -72,7 +72,7 @@ def _routes(value: Any, place: str) -> np.ndarray | None:
     try:
         found: np.ndarray = np.load(io.BytesIO(base64.b64decode(value, validate=True)), allow_pickle=False)
     except (ValueError, EOFError, OSError) as error:
-        raise DataError(f"{place}: no base64 of a .npy file: {error}") from error
+        raise DataError(f"{place}: not base64 of a .npy file: {error}") from error
     return found
 
 
@@ -85,7 +85,7 @@ def _logprobs(value: Any, tokens: list[int], place: str) -> list[float] | None:
     try:
         return [float(_of_token(entry, token)) for entry, token in zip(value, tokens, strict=True)]
     except (TypeError, ValueError, KeyError) as error:
-        raise DataError(f"{place}: logprobs: expected one of each of {len(tokens)} tokens: {error}") from error
+        raise DataError(f"{place}: logprobs: expected one for each of {len(tokens)} tokens: {error}") from error
 
 
 def _of_token(entry: Any, token: int) -> Any:

@@ -53,7 +53,7 @@ function referenceTrace(traces, reference) {
   ];
 }
 
-// Notes on values that are not numbers, and on omitted points, which the lines of a chart cannot show.
+// Notes about values that are not numbers and about omitted points. The lines of a chart cannot show these.
 function remarksOn(runs, lines) {
   const remarks = [];
   for (const run of runs) {
@@ -67,7 +67,7 @@ function remarksOn(runs, lines) {
         );
       }
       if (values.length < metric.number) {
-        const shown = `${values.length} of ${metric.number} points, the lowest and highest of each stretch`;
+        const shown = `${values.length} of ${metric.number} points: the lowest and highest of each stretch of steps`;
         remarks.push(`${run.name}: ${line.key} shows ${shown}.`);
       }
     }
@@ -109,7 +109,7 @@ function rangeOf(traces, leastSpan) {
   return { range: [bottom, bottom + leastSpan * 1.05] };
 }
 
-// Prefixes for thousands, as in 20k, but no "m" and "n" for small divergences.
+// Numbers get prefixes for thousands, as in 20k, but no "m" and "n" for small divergences.
 function exponentsOf(traces) {
   const isSmall = traces.every(({ y }) => y.every((value) => !(Math.abs(value) >= SMALL)));
   return isSmall ? "power" : "B";
@@ -142,7 +142,7 @@ function addAnyMetric(parent, runs, keys) {
   parent.append(
     card(
       "Any metric",
-      "Everything that the runs have logged, by its own name.",
+      "Any metric that the runs have logged, by its key.",
       element("div", { class: "controls" }, choice),
       place,
       remark,

@@ -8,7 +8,7 @@ function secondsText(seconds) {
   return `${seconds.toFixed(seconds >= 100 ? 0 : seconds >= 10 ? 1 : 2)} s`;
 }
 
-// Spans of generation and tools on a track as long as the longest trajectory. The rest is waiting.
+// Spans of generation and tools, on a track as long as the longest trajectory. The remaining time is waiting.
 function rolloutBar(times, longest) {
   const bar = element("div", { class: "rollout_bar" });
   const place = (part, start, end) => {
@@ -142,9 +142,9 @@ function addConversations(parent, runs) {
     const samples = [true, false].flatMap((first) => found.filter((sample) => (sample.split === "train") === first));
     const made = card(
       "Conversations",
-      "One trajectory each of the first prompts of some steps. What the model wrote and was trained on is green; what it " +
-        "wrote and was not trained on, as in validations, is blue; all else was given. Waiting: for other trajectories, " +
-        "a free tool process, new weights, the score, or the environment's own code.",
+      "One trajectory for each of the first prompts of some steps. Green: the model wrote it and was trained on it. Blue: " +
+        "the model wrote it and was not trained on it, as in validations. Other text was given. Waiting is for other " +
+        "trajectories, a free tool process, new weights, the score, or the environment's own code.",
       rolloutTimeLine(samples),
       ...samples.map((sample) => conversationBlock(sample, run.thumbnails, sample === samples[0])),
     );

@@ -29,7 +29,7 @@ function numbers({ blob, dtype, shape, offset }) {
   return new Kind(blobs.get(blob).buffer.slice(offset, offset + length * Kind.BYTES_PER_ELEMENT));
 }
 
-// Runs a script whose hash is in the policy of this page. No other text would run.
+// Runs plotly. The policy of this page has the script's hash. A script with another hash would not run.
 async function runPlotly() {
   const script = document.createElement("script");
   script.textContent = new TextDecoder().decode(await inflatedBlock("plotly"));

@@ -3,7 +3,7 @@
 // Layers x experts: the load of every expert at the step of a slider.
 
 const HIGHEST_SHOWN = 4;
-// From 0 through the fair share, 1, to 4. The range below 1 takes as much of the scale as from 1 to 2.
+// Colours from 0 through 1 (the fair share) to 4. The range from 0 to 1 takes as much of the scale as that from 1 to 2.
 const LIGHT_SCALE = [
   [0, "#2166ac"],
   [0.125, "#7fb5d8"],
@@ -26,7 +26,7 @@ function framesOf(run) {
   return { steps: numbers(frames.steps), counts: numbers(frames.counts) };
 }
 
-// The last frame up to a step, else the first one.
+// The last frame up to a step. If there is none, the first frame.
 function frameAt(steps, step) {
   let found = 0;
   while (found + 1 < steps.length && steps[found + 1] <= step) {
@@ -143,8 +143,8 @@ function heatmapCaption() {
   const [fair, dead] = IS_DARK.matches ? ["dark", "white"] : ["white", "black"];
   return (
     `The load of each expert over its fair share: ${fair} is fair, red too much, blue too little, ${dead} dead. ` +
-    "A layer without any load is blue all over: none of its experts counts as dead. " +
-    "Healthy: near the colour of 1 all over; the patterns that a run begins with fade."
+    "A layer without any load is entirely blue, and none of its experts counts as dead. " +
+    "Healthy: all cells are near the colour of 1, and patterns from the beginning of the run fade."
   );
 }
 
@@ -154,7 +154,7 @@ function stepsShown(all) {
     return `${run.name}: ${number === total ? `all ${total} steps` : `${number} of ${total} steps, evenly spaced`}`;
   });
   const hasBorders = all.some(({ run }) => rankBorders(run.load).length > 0);
-  const borders = hasBorders ? " Dotted lines part the experts of expert-parallel ranks." : "";
+  const borders = hasBorders ? " Dotted lines separate the experts of different expert-parallel ranks." : "";
   return `Steps to choose from: ${shown.join("; ")}. Hover for exact counts.${borders}`;
 }
 

@@ -1,6 +1,6 @@
 // Copyright (c) 2026 The nemo_rl_moe authors.
 // SPDX-License-Identifier: Apache-2.0
-// Loads of all steps: layers over time, outlier experts, and other expert-parallel sizes.
+// Loads over the steps: layers, outlier experts, and other expert-parallel sizes.
 
 const RISING_SCALE_LIGHT = [
   [0, "#f7f7f7"],
@@ -21,13 +21,13 @@ function rowsOf(reference) {
   );
 }
 
-// `viewOf` returns the layers of a run, its `by_layer`, and the array to plot, or nothing.
+// `viewOf` returns the layers of a run, its `by_layer` and the array to plot, or null or undefined.
 function addLayersOverTime(parent, runs, { title, caption, viewOf, leastHighest, hover }) {
   const views = runs
     .map((run, runNumber) => ({ run, runNumber, view: viewOf(run) }))
     .filter(({ view }) => view)
     .map((one) => ({ ...one, matrix: rowsOf(one.view.values) }));
-  // A call cannot have all values of a large run as arguments.
+  // Math.max cannot take all values of a large run as arguments.
   const all = views.flatMap(({ matrix }) => matrix.flat());
   const highest = all.reduce((found, value) => (value > found ? value : found), 0);
   for (const { run, runNumber, view, matrix } of views) {
@@ -37,7 +37,7 @@ function addLayersOverTime(parent, runs, { title, caption, viewOf, leastHighest,
     const width = byLayer.steps_of_a_column;
     const made = card(
       title,
-      caption(byLayer) + (width > 1 ? ` Each column is the highest of up to ${width} steps.` : ""),
+      caption(byLayer) + (width > 1 ? ` Each column has the highest values of up to ${width} steps.` : ""),
       place,
     );
     made.querySelector("h3").prepend(chip(colorOf(runNumber)), `${run.name}: `);
@@ -73,7 +73,7 @@ function addOutliers(parent, runs) {
     const made = card(
       "Outlier experts",
       "Utilization of the experts with the most (solid) and the least load (dotted) in the last tenth of the steps. " +
-        "Healthy: they come back to 1.",
+        "Healthy: they return to 1.",
       place,
     );
     made.querySelector("h3").prepend(chip(colorOf(runNumber)), `${run.name}: `);
@@ -121,8 +121,8 @@ function addWhatIf(parent, runs) {
   }
   const place = element("div", { class: "plot", "data-chart": "what-if" });
   const caption =
-    "Work of the busiest rank over that of the mean one, if the experts were dealt out to so many ranks; each step's " +
-    "tokens taken together, mean of the layers. Healthy: near 1, and higher the more ranks there are.";
+    "Work of the busiest rank over that of the mean rank, if the experts were spread over this number of ranks. All tokens " +
+    "of a step count together, and the value is a mean over the layers. Healthy: near 1, and higher with more ranks.";
   parent.append(
     card("What if: other expert-parallel sizes", caption, element("div", { class: "controls" }, choice), place),
   );

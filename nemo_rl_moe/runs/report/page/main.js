@@ -30,9 +30,9 @@ function addLoads(runs) {
   addSection("Where and when", "grid", (grid) => {
     const spread = (byLayer) =>
       byLayer.is_beyond_chance
-        ? "How far the loads of each layer's experts spread beyond chance. Healthy: it fades to 0."
-        : "How far the loads of each layer's experts spread, by chance too: the routers' top-k is not known.";
-    const dead = () => "Experts without any token. Healthy: 0 after the first steps.";
+        ? "Spread of the loads of each layer's experts beyond chance. Healthy: it falls to 0."
+        : "Spread of the loads of each layer's experts. It includes chance, since the routers' top-k is not known.";
+    const dead = () => "Number of experts without any token. Healthy: 0 after the first steps.";
     addGuarded(grid, () => addLoadOverTime(grid, runs, "spread of each layer", spread, "spread"));
     addGuarded(grid, () => addLoadOverTime(grid, runs, "dead experts of each layer", dead, "dead"));
     addGuarded(grid, () => addOutliers(grid, runs));

@@ -12,7 +12,7 @@ function sum(values) {
   return values.reduce((total, value) => total + value, 0);
 }
 
-// Cells of one step, layer by layer: tokens of both kinds of an expert, and its preference.
+// Cells of one step, by layer: the numbers of an expert's tokens of both kinds, and its preference.
 function modalityRows({ steps, counts, image_counts: images, specialization, layers, num_experts: numExperts }, step) {
   const first = frameAt(numbers(steps), step) * layers.length;
   const [all, ofImages, leaning] = [counts, images, specialization].map(numbers);
@@ -67,9 +67,9 @@ function addModalityHeatmap(parent, { run, runNumber }) {
   const made = card(
     HEATMAP_TITLE,
     `${isSmall ? "The number in a cell" : "The number under the pointer"} is the share of the expert's tokens that are ` +
-      "image tokens, pieces of an image. Red: more than overall, beyond chance, up to an expert that sees nothing " +
-      "else; blue: more text; pale: as overall; empty: no token. None of this is sick. Pale all over: the routers " +
-      "do not distinguish image from text. Deep colours that stay over the steps: experts that specialise.",
+      "image tokens (pieces of an image). Red: the share is higher than overall, beyond chance. Blue: it is lower. Pale: as " +
+      "overall. Empty: no token. None of this is sick. If all cells are pale, the routers do not distinguish image from " +
+      "text. Deep colours that stay over the steps are experts that specialise.",
     controls.place,
     overall,
     place,
@@ -94,7 +94,7 @@ function addModalityHeatmap(parent, { run, runNumber }) {
 function addNoModalities(parent, { run, runNumber }) {
   const made = card(
     HEATMAP_TITLE,
-    "No step had tokens of both kinds, so there is nothing to compare: give records with images and with text.",
+    "No step had tokens of both kinds, so there is nothing to compare. The data needs records with images and with text.",
   );
   made.querySelector("h3").prepend(chip(colorOf(runNumber)), `${run.name}: `);
   parent.append(made);
@@ -104,8 +104,8 @@ function addSeparationOfLayers(parent, runs) {
   addLayersOverTime(parent, runs, {
     title: "separation of image and text, by layer",
     caption: () =>
-      "How far the experts of each layer part image tokens from text tokens, beyond chance: 0 not at all, 1 where no " +
-      "expert serves both. Healthy: steady; layers differ.",
+      "How far the experts of each layer separate image tokens from text tokens, beyond chance: 0 not at all, 1 if no " +
+      "expert gets both kinds. Healthy: steady. Layers may differ.",
     viewOf: ({ modalities }) =>
       modalities &&
       modalities.num_steps > 0 && {
@@ -124,7 +124,7 @@ function addModalities(grid, runs, addCharts) {
   const mixed = withKinds.filter(({ run }) => run.modalities.num_steps > 0);
   mixed.forEach((one) => addGuarded(grid, () => addModalityHeatmap(grid, one)));
   withKinds.filter((one) => !mixed.includes(one)).forEach((one) => addGuarded(grid, () => addNoModalities(grid, one)));
-  // The height of both depends on the number of layers.
+  // The heights of the heatmap and of this card depend on the number of layers.
   addGuarded(grid, () => addSeparationOfLayers(grid, runs));
   addCharts();
   mixed.forEach(({ run, runNumber }) =>

@@ -3,7 +3,7 @@
 // Shared by all charts: colours for light and dark, and one range of steps.
 
 const IS_DARK = window.matchMedia("(prefers-color-scheme: dark)");
-// Okabe and Ito's colours, which suit colour-blind readers.
+// Colours by Okabe and Ito, which colour-blind readers can distinguish.
 const LIGHT_COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A5195"];
 const DARK_COLORS = ["#4FA8E8", "#FF8A4C", "#2FC79A", "#E59AC4", "#F5BE4A", "#8FD3FF", "#B08CD0"];
 const DASHES = ["solid", "dot", "dash", "dashdot", "longdash"];
@@ -11,7 +11,7 @@ const drawings = [];
 let numFailed = 0;
 const overSteps = new Set();
 
-// A chart that cannot be drawn has a note instead, and does not affect the others.
+// A chart that cannot be drawn has a note instead, and does not affect other charts.
 function sayFailed(place, error) {
   console.error(error);
   numFailed += 1;
@@ -19,7 +19,7 @@ function sayFailed(place, error) {
   place.append(element("p", { class: "error" }, `This cannot be drawn: ${error}.`));
 }
 
-// Draws when all elements exist, and again in other colours. Returns a function that draws at once.
+// `draw` is called when all elements exist, and again when the colours change. Returns a function that draws immediately.
 function drawWhenReady(place, draw) {
   const guarded = async () => {
     try {
@@ -58,7 +58,7 @@ function layoutOf(more) {
   };
 }
 
-// Functions that draw the charts: first when all elements for charts have their widths, and again in other colours.
+// Draws all charts: first when all their elements have widths, and again when the colours change.
 async function drawAll() {
   for (const draw of drawings) {
     await draw();
@@ -71,7 +71,7 @@ function drawPlot(place, traces, layout) {
   return Plotly.react(place, traces, layoutOf(layout), { responsive: true, displaylogo: false, displayModeBar: false });
 }
 
-// A range of steps selected in one chart applies to all. A double click shows all steps again.
+// A range of steps that is selected in one chart applies to all charts. A double click shows all steps again.
 function shareSteps(place) {
   if (overSteps.has(place)) {
     return;

@@ -24,7 +24,7 @@ function addDisagreement(parent, runs) {
     title: "rows that differ, by layer",
     caption: () =>
       "Share of the rows of each layer for which the router would choose other experts than the rollout: 0 is full " +
-      "agreement. Healthy: pale all over. A layer that stands out has near ties, or carries wrong routes.",
+      "agreement. Healthy: all cells are pale. A layer that stands out has near ties or wrong routes.",
     viewOf: ({ routing }) =>
       routing && { layers: routing.layers, byLayer: routing.by_layer, values: routing.by_layer.differing },
     leastHighest: LEAST_DISAGREEMENT_SHOWN,
@@ -32,7 +32,7 @@ function addDisagreement(parent, runs) {
   });
 }
 
-// Rows of each class, all and differing, of one step or of all steps together.
+// Numbers of all rows and of differing rows in each class, of one step or of all steps together.
 function marginsOf({ margins }, step) {
   if (step === null) {
     return margins.of_all;
@@ -89,10 +89,10 @@ function addMargins(parent, all) {
   parent.append(
     card(
       "Rows that differ, by router margin",
-      "How far the last expert chosen leads the first one left out, in the router's scores; of each class the share " +
-        "of rows in which the router would choose other experts than the rollout (bars), and its share of all rows " +
-        "(dotted). Healthy: differences are near ties, so bars fall to 0 from left to right. Bars of wide margins " +
-        "are no rounding: weights or routes differ.",
+      "The margin is the distance between the last chosen and the first unchosen expert, in the router's scores. Bars: share " +
+        "of the rows of a class in which the router would choose other experts than the rollout. Dotted: share of the class " +
+        "in all rows. Healthy: only near ties differ, so bars fall to 0 from left to right. Bars at wide margins do not come " +
+        "from rounding: weights or routes differ.",
       controls.place,
       place,
     ),
@@ -147,8 +147,8 @@ function addStatistics(parent, run, runNumber) {
   ];
   const made = card(
     "Statistics of the capture",
-    `Of ${statistics.num_steps} steps: ${statistics.expected.toLocaleString("en")} rows of tokens that were fed to the ` +
-      "rollout's model, by what the capture has of them. Healthy: all are usable, and none is anything else.",
+    `Rows of the capture by kind, for all tokens that were fed to the rollout's model: ` +
+      `${statistics.expected.toLocaleString("en")} rows in ${statistics.num_steps} steps. Healthy: all are usable.`,
     table(heads, statistics.kinds.map(statisticsRow)),
   );
   if (statistics.layers.length > 0) {
@@ -168,9 +168,9 @@ function addIdentity(parent, run, runNumber) {
   place.style.height = `${Math.min(620, Math.max(260, 120 + 16 * layers.length))}px`;
   const made = card(
     "Layer identity",
-    `Share of the rollout's experts in one layer that routers of training would choose in another, of sampled tokens ` +
-      `of step ${identity.step}, at which a layer looks most like another one. Healthy: the diagonal alone is dark. ` +
-      "A dark cell beside it: the row's layer carries the column's routes.",
+    `Share of the rollout's experts in the row's layer that routers of training would choose in the column's layer, for ` +
+      `sampled tokens of step ${identity.step}, at which a layer is most like another one. Healthy: only the diagonal is ` +
+      "dark. Another dark cell: the row's layer has the routes of the column's layer.",
     place,
   );
   made.querySelector("h3").prepend(chip(colorOf(runNumber)), `${run.name}: `);
@@ -247,12 +247,12 @@ function addExpertsByAdvantage(parent, { run, runNumber }) {
   controls.place.append(element("label", {}, together, " all steps together"));
   const made = card(
     "Experts by advantage",
-    "How far each expert has a larger share of the tokens of responses of high (red) or of low advantage (blue) than of " +
-      "others, in standard deviations from chance, the shuffling of advantages among the responses to a prompt. " +
-      "Strong where good and bad responses differ in what they say, as experts follow the text: no sign of health or illness. It " +
-      "fades as the policy comes to write one kind. Pale: rewards do not go with the text, or all are equal. " +
-      `All ${view.num_steps} steps together are the sum of scores over the root of their number, which grows ` +
-      "where an expert keeps its side; of many experts, some reach 4 by chance.",
+    "Red: the expert has a larger share of the tokens in responses with a high advantage. Blue: with a low advantage. The " +
+      "unit is standard deviations from chance, which shuffles advantages among the responses to a prompt. Colours are " +
+      "strong if good and bad responses have different content, since experts follow the text. So they are no sign of " +
+      "health or illness. They fade as responses become similar, and are pale if rewards do not depend on the text. " +
+      `All ${view.num_steps} steps together: the sum of scores over the square root of their number. It grows if an ` +
+      "expert stays on one side. Among many experts, some reach 4 by chance.",
     controls.place,
     place,
   );

@@ -4,7 +4,7 @@
 
 const PAUSE_BETWEEN_STEPS = 300;
 
-// `draw` is called whenever the selected step changes. `step()` returns it.
+// `draw` is called whenever the selected step changes. `step()` returns the selected step.
 function stepControls(steps, draw) {
   const last = steps.length - 1;
   const slider = element("input", { type: "range", min: 0, max: last, value: last, "aria-label": "step" });

@@ -23,21 +23,21 @@ function thresholdText({
   sudden_steps: sudden,
 }) {
   const parts = [];
-  const soon = sudden === null ? "" : ` (${sudden} where it comes at once)`;
+  const soon = sudden === null ? "" : ` (${sudden} if this happens suddenly)`;
   if (dead !== null) {
     parts.push(`experts dead for ${dead} steps in a row${soon}`);
   }
   if (cv !== null) {
-    parts.push(`a layer's spread beyond chance above ${cv} for ${steps} steps`);
+    parts.push(`a spread of a layer's loads beyond chance above ${cv} for ${steps} steps`);
   }
   if (overload !== null) {
-    parts.push(`an overload above ${overload} for ${steps} steps${soon}`);
+    parts.push(`an overload factor above ${overload} for ${steps} steps${soon}`);
   }
   if (missing !== null) {
     parts.push(`more than ${100 * missing}% of the routes of rollouts missing for ${missingSteps} steps`);
   }
-  const always = "updates that were left out, routes that cannot be right, and forced routing";
-  return parts.length ? `What is reported: ${parts.join(", ")}; ${always}.` : "";
+  const always = "and at once: skipped updates, routes that cannot be right, forced routing";
+  return parts.length ? `Reported as findings: ${parts.join(", ")}; ${always}.` : "";
 }
 
 const FINDINGS_SHOWN = 4;
@@ -49,7 +49,7 @@ function findingList(findings) {
   return element("ul", { class: "findings" }, ...items);
 }
 
-// The first few of each kind, since a kind may be found in every layer.
+// The first few findings of each kind, since there may be one of a kind in every layer.
 function findingsByKind(findings) {
   return [...new Set(findings.map((finding) => finding.kind))].flatMap((kind) => {
     const ofKind = findings.filter((finding) => finding.kind === kind);
@@ -129,7 +129,7 @@ function whatIfTable(withLoad, sizes) {
   ];
   return card(
     "What if, in numbers",
-    "Mean over the last tenth of the steps. 1.25: the busiest rank has a quarter more work than the mean one.",
+    "Mean over the last tenth of the steps. 1.25: the busiest rank has a quarter more work than the mean rank.",
     table(heads, rows),
   );
 }
@@ -171,7 +171,7 @@ function addConfiguration(parent, runs, rows) {
       row.hidden = !row.textContent.toLowerCase().includes(search.value.toLowerCase());
     });
   });
-  const caption = 'The resolved configuration, and under "in force" what the routers really ran with.';
+  const caption = 'The resolved configuration. Under "in force": the settings with which the routers really ran.';
   parent.append(
     card(
       "All settings",
@@ -223,8 +223,8 @@ function addSamples(parent, runs) {
     ];
     const made = card(
       "Responses",
-      "One response each to the first prompts of some steps. Healthy: later ones are right more often." +
-        (hasImages ? " Images are as the model got them, at most 96 pixels long here." : ""),
+      "One response each to the first prompts of some steps. Healthy: later responses are right more often." +
+        (hasImages ? " Images are shown as the model got them, shrunk to at most 96 pixels." : ""),
       table(heads, rows),
     );
     if (hasImages) {

@@ -14,7 +14,7 @@ function stateScale(colors) {
   ]);
 }
 
-// The edges of the bins in seconds. Bins of a step are equally long.
+// The edges of the bins in seconds. All bins of a step have the same length.
 function edgesOf({ seconds, num_bins: numBins }) {
   const edges = [0];
   for (const length of seconds) {
@@ -41,7 +41,7 @@ function addTimeLines(parent, runs) {
     }
     const [first, last] = [view.steps[0], view.steps[view.steps.length - 1]];
     const caption =
-      `Trainer and engines in steps ${first} to ${last}. A step ends, with a line, when training has its rollouts. ` +
+      `Trainer and engines in steps ${first} to ${last}. A line marks the end of a step, when training has its rollouts. ` +
       "Healthy: both work all the time.";
     const made = card("Time line of the last steps", caption, legend, place);
     made.querySelector("h3").prepend(chip(colorOf(runNumber)), `${run.name}: `);

@@ -217,7 +217,7 @@ def test_targets_that_nobody_cleared_are_found(audits: Any) -> None:
 
 def test_targets_that_no_router_takes_are_found(audits: Any) -> None:
     # Ten of the 48 tokens of each microbatch.
-    expected = [f"40 rows of targets were set and not taken in layer {layer}" for layer in range(LAYERS)]
+    expected = [f"40 rows of targets were set but not taken in layer {layer}" for layer in range(LAYERS)]
     assert audits[0]["ignored"]["texts"] == expected
 
 

@@ -240,7 +240,7 @@ def test_the_schedule_survives_the_deletion_of_its_folder_and_a_torn_line(tmp_pa
         source.update_pending(1)
         source.updated(1)
         source.next(1, PhaseClock())
-        assert warnings == [f"{path} was removed; it is begun anew, and lacks the lines before"]
+        assert warnings == [f"{path} was removed; it begins anew, without the earlier lines"]
         source.update_pending(2)
         source.updated(2)
         source.next(2, PhaseClock())

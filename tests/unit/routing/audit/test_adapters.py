@@ -210,8 +210,8 @@ def test_routes_that_were_added_to_the_jsonl_of_nemo_rl_are_read(tmp_path: Path)
 def test_without_a_model_what_is_assumed_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["audit", str(EXAMPLES / "slime" / "healthy")]) == 1
     printed = capsys.readouterr()
-    assert "note: num_experts: 8, the largest number of an expert and 1; --model DIR says how many" in printed.out
-    assert "note: layers 0 hold expert 0 alone everywhere: --model DIR says whether they are dense" in printed.out
+    assert "note: num_experts: 8, the highest expert id plus 1; --model DIR gives the exact number" in printed.out
+    assert "note: layers 0 hold expert 0 alone everywhere: --model DIR shows whether they are dense" in printed.out
     assert "134 of 536 rows hold expert 0 alone, in layers 0" in printed.err
 
 
@@ -399,7 +399,7 @@ VERL: dict[str, Any] = {
             "got the expert 70000, expected 0 to 32767, or -1 for none",
         ),
         ({"rollout_id": 1, "rollout_data": {}}, "rollout_data: tokens: missing"),
-        ({**VERL, "attention_mask": torch.tensor([[1, 0, 1, 1, 1]] * 2)}, "with 1 in one block of each"),
+        ({**VERL, "attention_mask": torch.tensor([[1, 0, 1, 1, 1]] * 2)}, "with one block of 1 per row"),
         ({**VERL, "routed_experts": torch.ones(3, 5, 1, 1)}, "routed_experts: got [3, 5, 1, 1], expected 2 rows"),
         (
             {"sequences": torch.ones(2, 5), "attention_mask": torch.ones(2, 5), "loss_mask": torch.ones(2, 6)},
@@ -409,17 +409,17 @@ VERL: dict[str, Any] = {
             {"input_ids": [[1, 2]], "input_lengths": [3], "token_mask": [[0, 1]], "generation_logprobs": [[0, 1]]},
             "input_lengths: got [3], expected lengths of [1, 2] ids",
         ),
-        ({"input_ids": [[1, 2]], "router_logits": [[1]]}, "how many experts a token has is not in it; --model DIR"),
-        ([{"input": "a", "output": "b", "gts": 1, "score": 0.0, "step": 1}], "holds texts alone, no routes"),
+        ({"input_ids": [[1, 2]], "router_logits": [[1]]}, "lacks the number of experts per token; add --model DIR"),
+        ([{"input": "a", "output": "b", "gts": 1, "score": 0.0, "step": 1}], "has only texts, no routes"),
         ({"choices": [{"token_ids": [1]}]}, "prompt_token_ids: missing, expected numbers; ask for return_token_ids"),
-        ({"choices": [{**CHOICE, "routed_experts": "AAAA"}]}, "routed_experts: no base64 of a .npy file"),
+        ({"choices": [{**CHOICE, "routed_experts": "AAAA"}]}, "routed_experts: not base64 of a .npy file"),
         (
             {"choices": [{**CHOICE, "routed_experts": _npy(np.zeros((9, 1, 1), np.uint8))}]},
             "got 9 rows from token 0 on, expected at most 3 tokens",
         ),
         (
             {"meta_info": {"prompt_tokens": 1, "completion_tokens": 1, "routed_experts": "AAAA"}},
-            "has no shape; --model",
+            "has no shape; add --model",
         ),
         (
             {"meta_info": {"prompt_tokens": 10**9, "completion_tokens": 1}},

@@ -300,7 +300,7 @@ def test_runs_of_different_models_share_no_sequence(tmp_path: Path, capsys: pyte
         4, [CapturedSequence("a", 2, columns)]
     )
     assert main(["audit", str(capture), "--against", str(tmp_path / "other")]) == 0
-    assert "note: they are of different models" in capsys.readouterr().out
+    assert "note: the models differ" in capsys.readouterr().out
 
 
 def test_names_in_a_page_cannot_become_markup(tmp_path: Path) -> None:

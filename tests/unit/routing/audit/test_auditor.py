@@ -143,7 +143,7 @@ def _last_token_credited(columns: dict[str, np.ndarray]) -> None:
         (_late, "routes are one token late"),
         (_of_the_layer_before, "layer 3 carries layer 2's routes"),
         (_never_written, "hold expert 0 alone, in layers 5"),
-        (_out_of_range, "name experts that there are not, in all layers"),
+        (_out_of_range, "name experts that do not exist, in all layers"),
         (_last_token_credited, "belong to padding or to the last token"),
     ],
 )
@@ -163,7 +163,7 @@ def test_logprobs_that_are_no_numbers_are_named_and_in_no_gap(tmp_path: Path, na
         columns[name][1:last] = value
     found = audited(tmp_path, sequences)
     (anomaly,) = (each for each in report_of(found).anomalies if each.kind == "logprobs")
-    assert f" {name} of trained tokens are no numbers or infinite" in anomaly.text
+    assert f" {name} of trained tokens are NaN or infinite" in anomaly.text
     gaps = {key: value for key, value in found.metrics.items() if key.startswith("moe/routing_split/")}
     assert gaps
     assert all(np.isfinite(value) for value in gaps.values())

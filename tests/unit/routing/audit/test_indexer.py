@@ -60,11 +60,11 @@ def test_right_positions_have_no_finding() -> None:
 @pytest.mark.parametrize(
     ("fault", "text"),
     [
-        (_packed, "58 are right less the first position of their sequence: positions of a packed batch"),
+        (_packed, "58 are right minus the start of their sequence: they count from the packed batch"),
         (_ahead, "1 of 58 rows of the indexer name positions after their token"),
         (_repeated, "1 of 58 rows of the indexer name a position twice"),
         (_negative, "1 of 58 rows of the indexer name positions below 0"),
-        (_short, "10 of 58 rows of the indexer name fewer positions than there are"),
+        (_short, "10 of 58 rows of the indexer name fewer positions than their token can attend to"),
     ],
 )
 def test_wrong_positions_are_named(fault: Callable[[np.ndarray], None], text: str) -> None:

@@ -69,7 +69,7 @@ def test_an_engine_that_follows_has_no_finding(noise: float, behind: int) -> Non
     [
         (lambda step: 0.05, False, "pinned_engine", "the engine's routes have stood still since step"),
         (lambda step: 0.05 * min(step, 6), False, "pinned_engine", "the engine's routes have stood still since step"),
-        (lambda step: 0.05 * min(step, 2), True, "stale_prefix_cache", "the engine's routes of beginnings have stood"),
+        (lambda step: 0.05 * min(step, 2), True, "stale_prefix_cache", "the engine's routes of prefixes have stood"),
         (lambda step: 0.05 + 0.1 * (step - 1), False, "engine_moves_too_far", "the engine's routes have moved"),
     ],
 )

@@ -142,7 +142,7 @@ def test_overload_is_of_the_whole_model() -> None:
 def test_updates_left_out_are_reported_at_once() -> None:
     findings, begun = watch([None] * 3, metrics=[{"train/skipped_updates": value} for value in (0.0, 1.0, 0.0)])
     assert [len(found) for found in begun] == [0, 1, 0]
-    assert findings[0].text.startswith("updates have been left out since step 2")
+    assert findings[0].text.startswith("updates have been skipped since step 2")
 
 
 def test_updates_left_out_every_other_step_are_reported_once() -> None:
@@ -150,7 +150,7 @@ def test_updates_left_out_every_other_step_are_reported_once() -> None:
     (finding,), begun = watch([None] * 1000, metrics=metrics)
     assert sum(map(len, begun)) == 1
     assert (finding.first_step, finding.last_step, finding.is_over) == (2, 1000, False)
-    assert finding.text.startswith("updates have been left out since step 2:")
+    assert finding.text.startswith("updates have been skipped since step 2:")
 
 
 def test_a_router_loss_of_another_scale_is_found_at_once_and_holds_until_it_is_measured_again() -> None:
@@ -174,7 +174,7 @@ def test_a_router_gradient_of_the_right_scale_may_be_another_and_a_rounded_one_i
         return [found.text for found in watch([None], metrics=[named])[0]]
 
     (other,) = texts(error_z=0.3, scale_z=1.01)
-    assert other.startswith("the gradient of the z-loss at a router differs from its equation's by 30% of its length")
+    assert other.startswith("the gradient of the z-loss at a router differs from its equation by 30% of its length")
     assert texts(scale_aux=1.3) == texts(scale_aux=0.7) == []
     assert len(texts(scale_aux=4.0)) == len(texts(scale_aux=0.0)) == 1
 

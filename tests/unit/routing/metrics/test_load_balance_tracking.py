@@ -157,7 +157,7 @@ def test_a_positional_attention_mask_is_seen() -> None:
 def test_a_mask_of_another_size_is_an_error_and_leaves_nothing_behind() -> None:
     model = tracked(olmoe)
     cache = model(tokens(1)).past_key_values
-    with pytest.raises(ValueError, match=r"attention_mask of \[2, 10\] cannot say which of a router's 2 tokens"):
+    with pytest.raises(ValueError, match=r"attention_mask of \[2, 10\] cannot mark which of a router's 2 tokens"):
         model(tokens(2, columns=1), attention_mask=torch.ones(2, 10), past_key_values=cache)
     loads_of(model)
     model(tokens(1))

@@ -245,11 +245,14 @@ def table_of(rows: list[dict[str, int]]) -> pa.Table:
     ("change", "reason"),
     [
         (lambda table: table.drop_columns(["count"]), "rows without a number"),
-        (lambda table: table.slice(1), "as many rows for each of its steps"),
-        (lambda table: table.slice(0, 0), "as many rows for each of its steps"),
+        (lambda table: table.slice(1), "its steps have different numbers of rows"),
+        (lambda table: table.slice(0, 0), "its steps have different numbers of rows"),
         (lambda table: table.take(list(range(len(table)))[::-1]), "not in the order of steps, layers and experts"),
-        (lambda table: table.set_column(0, "step", pa.array([7] * len(table))), "as many rows for each of its steps"),
-        (lambda table: table.set_column(3, "count", pa.array([-1] * len(table))), "count less than nothing"),
+        (
+            lambda table: table.set_column(0, "step", pa.array([7] * len(table))),
+            "its steps have different numbers of rows",
+        ),
+        (lambda table: table.set_column(3, "count", pa.array([-1] * len(table))), "have negative counts"),
         (lambda table: table.filter(pa.compute.field("layer") == LAYERS[0]), "other layers or experts"),
     ],
 )

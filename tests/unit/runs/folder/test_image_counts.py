@@ -63,7 +63,7 @@ def test_a_text_model_has_no_such_column(tmp_path: Path) -> None:
 def test_steps_with_and_without_are_damage(tmp_path: Path) -> None:
     write(tmp_path, range(1, 2), images=False)
     write(tmp_path, range(2, 3))
-    with pytest.raises(DataError, match="it has other columns than the first one"):
+    with pytest.raises(DataError, match="it has other columns than the first file"):
         read_expert_load(tmp_path)
 
 

@@ -67,7 +67,7 @@ def test_a_file_that_somebody_removes_is_begun_anew(tmp_path: Path, reported: li
     lines.append(["c"])
     lines.close()
     assert path.read_text().split() == ["b", "c"]
-    assert reported == [f"{path} was removed; it is begun anew, and lacks the lines before"]
+    assert reported == [f"{path} was removed; it begins anew, without the earlier lines"]
 
 
 def test_lines_wait_for_a_disk_that_is_gone(tmp_path: Path, reported: list[str]) -> None:

@@ -102,7 +102,7 @@ def test_a_file_that_cannot_be_cut_is_named(small_disk: Path, name: str) -> None
     with pytest.raises(CheckpointError) as caught:
         rewind_run_folder(small_disk, 2)
     assert caught.value.problems == [
-        f"{small_disk / name}: cannot be rewound to step 2, from which the run goes on: Read-only file system; make"
+        f"{small_disk / name}: cannot be rewound to step 2, from which the run resumes: Read-only file system; make"
         " room for it or make it writable, or move it away"
     ]
 

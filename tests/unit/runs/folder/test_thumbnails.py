@@ -129,7 +129,7 @@ def test_a_run_has_a_limit_and_the_images_it_has_are_named_on(tmp_path: Path, mo
     later = ThumbnailWriter(tmp_path, reported.append)  # of a run that goes on
     for _ in range(2):
         assert later.write([second, third, first]) == [f"{one.digest:016x}" for one in (second, first)]
-    assert reported == [f"{tmp_path / 'thumbnails'} holds 2 images; samples with others go without"]
+    assert reported == [f"{tmp_path / 'thumbnails'} holds 2 images; samples with others have none"]
     assert names_in(tmp_path) == {f"{model_image.digest:016x}" for model_image in (first, second)}
 
 
@@ -141,7 +141,7 @@ def test_a_full_disk_is_reported_once_and_samples_go_without(small_disk: Path) -
     assert writer.write(model_images) == []
     assert writer.write(model_images) == []
     (line,) = reported
-    assert line.startswith(f"{small_disk / 'thumbnails'} cannot be written, samples go without images: ")
+    assert line.startswith(f"{small_disk / 'thumbnails'} cannot be written, samples have no images: ")
     room.unlink()
     assert len(writer.write(model_images)) == 3
 

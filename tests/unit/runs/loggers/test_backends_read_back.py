@@ -186,7 +186,7 @@ def test_wandb_is_online_only_for_a_user_who_is_logged_in(nobody_logged_in: Path
     assert choose_mode({**home, "WANDB_API_KEY": "k" * 40}) is None
     assert choose_mode({**home, "WANDB_MODE": "disabled"}) is None
     assert choose_mode({**home, "WANDB_MODE": "offline"}) is None
-    with pytest.raises(RuntimeError, match=r"WANDB_MODE is 'online', and nobody is logged in: run `wandb login`"):
+    with pytest.raises(RuntimeError, match=r"WANDB_MODE is 'online', but no user is logged in: run `wandb login`"):
         choose_mode({**home, "WANDB_MODE": "online"})
     (nobody_logged_in / ".netrc").write_text("machine api.wandb.ai login user password secret\n")
     assert choose_mode(home) is None

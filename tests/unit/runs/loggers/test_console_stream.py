@@ -11,7 +11,7 @@ import pytest
 
 from nemo_rl_moe.runs.loggers.console import ConsoleLogger
 
-GONE = "warning: the console is gone ([Errno 32] Broken pipe); going on without it\n"
+GONE = "warning: the console is gone ([Errno 32] Broken pipe); the run continues without it\n"
 
 
 @pytest.mark.parametrize("live", ["never", "always"])

@@ -66,9 +66,9 @@ def test_steps_are_on_the_disk_when_every_file_has_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("broken_in", "text"),
     [
-        ("log_config", "logger broken failed to store the configuration and is left out"),
-        ("log_step", "logger broken failed at step 1 and is left out from here on: OSError: disk is full"),
-        ("close", "logger broken failed to close and is left out"),
+        ("log_config", "logger broken failed to store the configuration and is not used from here on"),
+        ("log_step", "logger broken failed at step 1 and is not used from here on: OSError: disk is full"),
+        ("close", "logger broken failed to close and is not used from here on"),
     ],
 )
 def test_failure_warns_once_and_spares_the_others(broken_in: str, text: str) -> None:

@@ -59,7 +59,7 @@ def test_a_backend_that_blocks_is_reported_once_and_finds_its_steps(reported: Re
     time.sleep(2 * QUICK.silence_s)
     log_steps(logger, range(2, 5))
     assert reported.warnings == [
-        "logger x has not answered for 0.1 s (step 1); training goes on, its steps are kept (up to 3)"
+        "logger x has not answered for 0.1 s (step 1); training continues, its steps are kept (up to 3)"
     ]
     gate.set()
     logger.close()
@@ -92,7 +92,7 @@ def test_a_backend_that_hangs_at_the_end_is_left_behind(reported: Reported, gate
     assert abandoned.is_set()
     assert not logger.is_active
     (warning,) = reported.warnings
-    assert re.match(r"logger x did not end within \d+ s and is left behind; ", warning)
+    assert re.match(r"logger x did not end within \d+ s and is abandoned; ", warning)
 
 
 def test_a_backend_that_uploads_at_the_end_is_waited_for_longer(reported: Reported, gate: threading.Event) -> None:
@@ -103,7 +103,7 @@ def test_a_backend_that_uploads_at_the_end_is_waited_for_longer(reported: Report
     logger.log_step(1, {})
     threading.Timer(0.4, gate.set).start()
     logger.close()
-    assert reported.messages == ["waiting up to 30 s for x to send what is left (an interrupt ends the wait)"]
+    assert reported.messages == ["waiting up to 30 s for x to send remaining data (an interrupt ends the wait)"]
     assert backend.outcome == "finished"
     assert reported.warnings == []
 
@@ -136,7 +136,7 @@ def test_a_backend_that_fails_three_times_in_a_row_is_left_out(reported: Reporte
     logger.close()
     assert reported.warnings == [
         "logger x does not take step 3: OSError: disk is full",
-        "logger x failed at step 5 and is left out from here on: OSError: disk is full",
+        "logger x failed at step 5 and is not used from here on: OSError: disk is full",
     ]
     assert [step for step, _ in backend.steps] == [1, 2]
     assert backend.outcome == "failed"
@@ -159,7 +159,7 @@ def test_a_backend_that_cannot_open_is_left_out(reported: Reported, error: BaseE
     assert not logger.is_active
     log_steps(logger, range(1, 4))
     logger.close()
-    assert reported.warnings == [f"logger x could not start and is left out from here on: {reason}"]
+    assert reported.warnings == [f"logger x could not start and is not used from here on: {reason}"]
 
 
 def test_a_backend_that_opens_at_the_third_attempt_takes_part(reported: Reported) -> None:

@@ -18,7 +18,7 @@ from tests.support.loggers import ListBackend, load_of
 LOAD = load_of([3, 1], [0, 4])
 DRAWING_S = 0.05
 PATIENT = Patience(most_plots_waiting=99)
-FAILS = "logger x does not take the plots of step {}: OSError: no space; its metrics go on"
+FAILS = "logger x does not take the plots of step {}: OSError: no space; its metrics are still logged"
 
 
 @pytest.fixture
@@ -126,6 +126,6 @@ def test_drawing_that_fails_is_reported_once(warnings: list[str], monkeypatch: p
     loggers = fan_out(backends, warnings, 2, PATIENT)
     log(loggers, range(1, 6))
     loggers.close()
-    assert warnings == ["the expert load of step 1 cannot be drawn: RuntimeError: no fonts; metrics go on"]
+    assert warnings == ["the expert load of step 1 cannot be drawn: RuntimeError: no fonts; metrics are still logged"]
     for backend in backends:
         assert backend.calls == [("step", step) for step in range(1, 6)]

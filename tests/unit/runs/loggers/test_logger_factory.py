@@ -40,7 +40,7 @@ def test_a_logger_of_ones_own_gets_the_steps_behind_a_thread_of_its_own(tmp_path
     lines = [json.loads(line) for line in (tmp_path / "lines.jsonl").read_text().splitlines()]
     assert lines == [{"sections": ["policy"]}, {"step": 1, "keys": ["train/loss"]}]
     reported = stream.getvalue()
-    assert f"warning: logger {NAME}:raising could not start and is left out from here on: KeyError" in reported
+    assert f"warning: logger {NAME}:raising could not start and is not used from here on: KeyError" in reported
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_backend_that_cannot_start_warns_once_on_the_console(tmp_path: Path, mon
         for step in (1, 2, 3):
             loggers.log_step(step, {"train/loss": 1.0})
     (warning,) = [line for line in stream.getvalue().splitlines() if line.startswith("warning")]
-    assert warning.startswith("warning: logger mlflow could not start and is left out from here on: MlflowException")
+    assert warning.startswith("warning: logger mlflow could not start and is not used from here on: MlflowException")
     wanted = {"train/loss": [(1, 1.0), (2, 1.0), (3, 1.0)]}
     assert read_jsonl(tmp_path / "metrics.jsonl") == wanted
     assert read_tensorboard(tmp_path / "tensorboard") == wanted

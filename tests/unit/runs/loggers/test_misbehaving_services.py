@@ -54,7 +54,7 @@ def test_mlflow_server_that_never_answers(tmp_path: Path, silent_server: str) ->
         log_steps(loggers, range(1, 21))
     assert warnings_in(stream) == [
         "warning: logger mlflow did not open within 1 s; training starts without it, its steps are kept (up to 1000)",
-        "warning: logger mlflow did not end within 1 s and is left behind; 20 steps that waited for it are not in it",
+        "warning: logger mlflow did not end within 1 s and is abandoned; 20 steps that waited for it are not in it",
     ]
     assert read_jsonl(tmp_path / "metrics.jsonl") == STEPS
 
@@ -120,7 +120,7 @@ def test_wandb_service_that_is_killed(tmp_path: Path) -> None:
         assert loggers.active == ("jsonl", "console")
     first, second = warnings_in(stream)
     assert "logger wandb does not take step " in first
-    assert " and is left out from here on: ConnectionResetError" in second
+    assert " and is not used from here on: ConnectionResetError" in second
     assert read_jsonl(tmp_path / "metrics.jsonl") == STEPS
 
 
@@ -150,7 +150,7 @@ with build_loggers(settings_for(folder, "wandb"), folder, ConsoleLogger(20), pat
     finally:
         os.kill(int((tmp_path / "service.pid").read_text()), signal.SIGKILL)
     output = (tmp_path / "out").read_text()
-    assert "warning: logger wandb did not end within 1 s and is left behind" in output
+    assert "warning: logger wandb did not end within 1 s and is abandoned" in output
     assert "Traceback" not in (tmp_path / "errors").read_text()
     assert read_jsonl(tmp_path / "metrics.jsonl") == STEPS
 

@@ -130,7 +130,7 @@ def test_the_same_run_gives_the_same_file(tmp_path: Path) -> None:
         (["RUN", "--output", "RUN/no/a.html"], "--output RUN/no/a.html: there is no folder RUN/no"),
         (
             ["RUN", "--output", "RUN/metrics.jsonl"],
-            "--output RUN/metrics.jsonl: exists and is no report; only a report is replaced by a report",
+            "--output RUN/metrics.jsonl: exists and is no report; only a report may be replaced",
         ),
     ],
 )
@@ -161,7 +161,7 @@ def test_a_page_above_the_limit_is_reported(
     output = make_run(tmp_path / "run", {1: {"train/loss": 1.0}}) / "report.html"
     assert cli.main(["report", str(output.parent)]) == 0
     reported = capsys.readouterr().out.splitlines()[1]
-    assert reported == f"{output}: above the 0.5 MB that reports are to stay below; name fewer runs"
+    assert reported == f"{output}: larger than 0.5 MB, the limit for reports; name fewer runs"
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o077, 0o600), (0o022, 0o644), (0o002, 0o664)])

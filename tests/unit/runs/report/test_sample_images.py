@@ -70,7 +70,7 @@ def test_images_have_limits_in_number_and_size(tmp_path: Path) -> None:
     samples = [sample(number, [name_of(number)]) for number in range(6)]
     notes: list[str] = []
     assert list(embedded_thumbnails(tmp_path, samples, 2, 10**6, notes)) == [name_of(0), name_of(1)]
-    assert notes == ["images of samples that are left out: 4; the page has room for 2"]
+    assert notes == ["images of samples that are omitted: 4; the page has room for 2"]
     found = embedded_thumbnails(tmp_path, samples, 99, 100_000, [])
     assert 60_000 < sum(map(len, found.values())) <= 100_000
     assert len(found) == 2

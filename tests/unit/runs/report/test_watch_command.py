@@ -52,7 +52,7 @@ def test_a_log_folder_names_its_newest_run(tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere\x1b[2J"], "error: nowhere\\x1b[2J: is no folder; expected a run's, such as logs/sft/exp_001\n"),
+        (["nowhere\x1b[2J"], "error: nowhere\\x1b[2J: is no folder; expected a run, such as logs/sft/exp_001\n"),
         (["a", "--once", "b\x1b"], "error: watch: takes one RUN_DIR, got also 'b\\\\x1b'\n"),
     ],
 )

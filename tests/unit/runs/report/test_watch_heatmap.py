@@ -99,7 +99,7 @@ def test_what_is_merged_is_said() -> None:
     counts[5, 77] = 0
     lines = [line.plain for line in terminal_heatmap(load_of(counts), 54, 8, False)]
     assert len(lines) == 8
-    assert "each cell: the farthest from 1 of 2 layers x 2 experts" in lines
+    assert "each cell: the value farthest from 1 of 2 layers x 2 experts" in lines
     (row,) = (line for line in lines if "x" in line[4:] and line.startswith("4-5"))
     assert row[4 + 77 // 2] == "x"
 
