@@ -103,7 +103,7 @@ def test_reference_in_words() -> None:
         "| `max_grad_norm` | a number above 0 and up to 1000000000 or null | `1.0` "
         "| Clip the gradient to this norm. null: no clipping. |",
         "| `train_global_batch_size` | a whole number above 0 | sft `64`, dpo `64`, grpo `512`, ppo `512`, "
-        "distillation `512` | Samples of one optimizer step, over all ranks. |",
+        "distillation `512` | Number of samples in one optimizer step, over all ranks. |",
         "| `moe_use_legacy_grouped_gemm` | true or false | the model's own "
         "| Use the older grouped kernels. Megatron-Core up to 0.16. |",
     ):
