@@ -3,9 +3,10 @@
 """Ranges of flattened parameters as boxes of full tensors.
 
 The distributed optimizer splits the flattened parameters into equal ranges for the data-parallel ranks, without regard
-to rows. A range of a tensor in row-major order is the end of a row, complete rows, and the beginning of a row,
-recursively in one dimension less: at most `2 n - 1` boxes in `n` dimensions. torch's distributed format stores and
-reads arbitrary boxes, so each rank writes and reads only its range, in any combination of layouts.
+to rows. A range of a tensor in row-major order is the end of a row, complete rows, and the beginning of a row. The two
+partial rows are split again, in one dimension less. This makes at most `2 n - 1` boxes in `n` dimensions. torch's
+distributed format stores and reads arbitrary boxes, so each rank writes and reads only its range, in any combination of
+layouts.
 """
 
 import math
@@ -63,7 +64,7 @@ def sharded_range(
     Args:
         start: Beginning of the range in the flattened parameter.
         values: One value for each entry of the range, such as a moment.
-        replica: Replica index among the ranks with the same parameters. The first replica is written.
+        replica: Replica index among the ranks with the same parameters. Only the first replica is written.
     """
     pieces = []
     stop = start + values.numel()
