@@ -31,5 +31,5 @@ def check_kept_tokens(batch: TokenBatch) -> None:
     if count := int(lacking.sum()):
         raise RuntimeError(
             f"loss_fn.sampling_mask: replay: {count} of {batch.num_valid_tokens()} trained tokens have no kept tokens:"
-            " an engine sampled without storing them, or has ended since"
+            " they were not stored during sampling, or lost with the engine that stored them"
         )

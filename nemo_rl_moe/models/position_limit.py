@@ -17,8 +17,8 @@ _EXTENDED = ("linear", "dynamic", "yarn")
 def position_limit(config_json: Mapping[str, Any]) -> int | None:
     """Return the maximum number of positions of a model, or None if its `config.json` does not contain it.
 
-    With rotary scaling, the maximum is the larger of `max_position_embeddings` and `factor` times the original number:
-    some families write the product into `max_position_embeddings`, and others the original number.
+    With rotary scaling, the maximum is the larger of `max_position_embeddings` and `factor` times the original number
+    of positions: some families write the product into `max_position_embeddings`, and others the original number.
     """
     config_json = decoder_section(config_json, vision_family_of(config_json))
     stated = config_json.get("max_position_embeddings")

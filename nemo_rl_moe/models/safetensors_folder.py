@@ -58,7 +58,8 @@ class SafetensorsFolder:
         if lacking:
             first = lacking[0]
             raise _error(
-                self.folder, f"{INDEX_FILE}: {entries[first]} does not hold {listed(lacking)}, as the index says"
+                self.folder,
+                f"{INDEX_FILE}: {entries[first]} does not hold {listed(lacking)}, which the index expects there",
             )
         self.tensors: Mapping[str, StoredTensor] = {name: held[file][name] for name, file in entries.items()}
         self.without_entry: Mapping[str, str] = {

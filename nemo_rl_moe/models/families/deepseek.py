@@ -51,7 +51,7 @@ def decoder_fields(hf_config: Any) -> dict[str, Any]:
         raise ConfigurationError(f"{WHERE} head_dim: got {head_dim}, expected qk_rope_head_dim, which is {rotated}")
     if hf_config.num_key_value_heads != heads:
         raise ConfigurationError(
-            f"{WHERE} num_key_value_heads: got {hf_config.num_key_value_heads}, expected the {heads} attention heads"
+            f"{WHERE} num_key_value_heads: got {hf_config.num_key_value_heads}, expected num_attention_heads, {heads}"
         )
     return (
         decoder.decoder_fields(hf_config)

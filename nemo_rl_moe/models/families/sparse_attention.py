@@ -3,7 +3,7 @@
 """DeepSeek-V3.2 and GLM-5: DeepSeek-V3's attention, restricted to tokens that an indexer chooses.
 
 The indexer chooses the best `index_topk` tokens for each query. In sequences up to that length it chooses all tokens,
-so it need not be computed. Longer sequences are refused. The indexer's weights are not trained, only copied.
+so the choice need not be computed. Longer sequences are refused. The indexer's weights are not trained, only copied.
 """
 
 from collections.abc import Mapping

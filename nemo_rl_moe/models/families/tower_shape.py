@@ -68,9 +68,10 @@ class TowerShape:
         For each patch, a block keeps the inputs of its two norms and first matrices (four of the hidden size), queries,
         keys and values (three), the input of the output matrix (one), and the inputs of the MLP's activation and of its
         last matrix. A gated MLP keeps both factors. With an intermediate size of four times the hidden size, two bytes
-        per number and no gate, this is 32 bytes x patches x hidden size: the 34 of Korthikanti et al., "Reducing
-        Activation Recomputation in Large Transformer Models" (2022), equation 1, without its dropout masks and
-        attention matrices. Float32 norms, rotary embeddings and the projector are omitted.
+        per number and no gate, this is 32 bytes x patches x hidden size. Equation 1 of Korthikanti et al., "Reducing
+        Activation Recomputation in Large Transformer Models" (2022), has 34 in place of 32, because it includes dropout
+        masks, and a further term for attention matrices. Float32 norms, rotary embeddings and the projector are omitted
+        here.
         """
         of_the_mlp = (4 if self.is_gated else 2) * self.intermediate_size
         of_a_block = _KEPT_BY_A_BLOCK * self.hidden_size + of_the_mlp

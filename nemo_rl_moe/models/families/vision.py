@@ -42,7 +42,7 @@ class VisionFamily:
 
     Attributes:
         decoder: The decoder's family, or None if `text_config` names the family.
-        config_fields: Fields of `config.json` outside its sections. Flattened configurations keep those in `read`.
+        config_fields: Fields of `config.json` outside its sections. Flattened configurations keep the fields in `read`.
         tower_fields: Fields of `vision_config`.
         decoder_name: Function of a tensor's name in the decoder as a text model that returns the name in files.
         prefixes: Prefix of canonical names of tower and projector -> prefix in files.

@@ -183,7 +183,7 @@ class TrainableModel(ModelWorkers):
         self._workers.call_all(MegatronTrainer.start_checkpoint, directory.absolute(), with_optimizer)
 
     def poll_checkpoint(self, *, wait: bool) -> Sequence[str] | None:
-        """Return the problems of writing the started checkpoint, or None while it is still written.
+        """Return the problems of writing the started checkpoint, or None while the write continues.
 
         Args:
             wait: Whether to wait for the end of the write.

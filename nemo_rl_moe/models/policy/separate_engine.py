@@ -42,7 +42,7 @@ class SeparateEngine(GenerationEngine):
 
     Args:
         copies: Started workers, each a separate job.
-        max_batch_size: Maximum number of sequences that a copy generates at a time. With None, all that wait for it.
+        max_batch_size: Maximum number of sequences that a copy generates at a time. With None, there is no maximum.
     """
 
     can_score = True

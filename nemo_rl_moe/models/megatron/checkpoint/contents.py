@@ -48,7 +48,7 @@ _EXPERT_BIAS = ".router.expert_bias"
 
 
 def model_names(saved: Iterable[str]) -> dict[str, str]:
-    """Map this project's names of a model's tensors to the names in a checkpoint, which may be Megatron-Core's."""
+    """Return this project's name -> name in the checkpoint (which may be Megatron-Core's), for a model's tensors."""
     return {plain_norm_name(name): name for name in saved if _is_the_model_s(name)}
 
 
@@ -58,7 +58,7 @@ def may_be_missing(name: str) -> bool:
 
 
 def is_of_value_head(name: str) -> bool:
-    """Return whether a tensor belongs to a value head, which a model only has in some roles."""
+    """Return whether a tensor belongs to a value head. Only models in some roles have a value head."""
     return name.startswith(VALUE_HEAD_PREFIX)
 
 

@@ -3,9 +3,9 @@
 """Safe reading of a distributed checkpoint's index.
 
 torch and Megatron-Core unpickle the index `.metadata` and objects in the data files without restriction, so a foreign
-checkpoint can run code in every worker. This module refuses an index with other classes than torch's classes for an
-index, and a checkpoint with anything but tensors. (torch's `weights_only` reader only supports pickle protocol 2, and
-the index has protocol 4.)
+checkpoint can run code in every worker. In this module, an index may name only torch's classes for an index, and a
+checkpoint may contain only tensors. (torch's `weights_only` reader only supports pickle protocol 2, and the index has
+protocol 4.)
 """
 
 import hashlib
@@ -129,7 +129,7 @@ def _check_common(path: Path, content: bytes) -> None:
     except Exception:  # a torn file can fail in any way
         raise CheckpointError(f"{path}: refused or damaged: it holds something else than tensors") from None
     if type(found) is not dict or found:
-        raise CheckpointError(f"{path}: refused: expected an empty dictionary, all tensors are elsewhere")
+        raise CheckpointError(f"{path}: refused: expected an empty dictionary, because all tensors are in other files")
 
 
 def _check_format(path: Path, content: bytes) -> None:
@@ -171,7 +171,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def parse_index(content: bytes) -> Metadata:
-    """Parse the index: descriptions of tensors, and their positions in the folder's files.
+    """Return the parsed index: descriptions of tensors, and their positions in the folder's files.
 
     Raises:
         pickle.UnpicklingError: The index names or contains anything else.

@@ -72,8 +72,8 @@ def load_model(chunks: Sequence[GPTModel], directory: Path) -> list[str]:
     saved = index.state_dict_metadata.keys()
     if not adapters_in(chunks) and any(name.startswith(ADAPTER_PREFIX) for name in saved):
         raise CheckpointError(
-            f"{directory}: holds adapters alone (policy.lora); name their base as the model and the checkpoint in"
-            " policy.lora.path, or merge them: nemo-rl-moe convert --from hf --to hf --input BASE --adapter CHECKPOINT"
+            f"{directory}: holds adapters alone (policy.lora); set the model to their base and policy.lora.path to the"
+            " checkpoint, or merge them: nemo-rl-moe convert --from hf --to hf --input BASE --adapter CHECKPOINT"
         )
     wanted = {
         name: sharded

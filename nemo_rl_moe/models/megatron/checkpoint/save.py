@@ -3,7 +3,7 @@
 """Saving of a checkpoint in Megatron-Core's `torch_dist` format, in a background thread.
 
 The format, the plan of each rank's writes, and the index come from Megatron-Core and torch. Only the writing differs:
-Megatron-Core's asynchronous writers fork a process with this one's sockets, start a server process for each save, and
+Megatron-Core's asynchronous writers fork a process that inherits the sockets, start a server process for each save, and
 leave the other ranks waiting if the disk of one rank is full.
 """
 
@@ -203,7 +203,7 @@ def start_write(contents: dict[str, Any], directory: Path, snapshots: Snapshots 
             until they are written.
     """
     sharded, _ = save_preprocess(contents)
-    # Data-parallel ranks divide the tensors that they share. Otherwise the first one would write all of them.
+    # Data-parallel ranks divide the tensors that they share. Otherwise the first rank would write all of these tensors.
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy(*FORMAT), group).apply_saving_parallelization(sharded)
     sharded, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)

@@ -83,7 +83,7 @@ class PaddedInferenceContext(StaticInferenceContext):
         self._mask = None
 
     def padding(self, queries: int) -> Bool[Tensor, "queries rows 1"] | None:
-        """Return True for each of the next slots that is padding, or None if there is none, as after the prompts."""
+        """Return True for each of the next slots that is padding, or None without padding, as after the prompts."""
         if self._hidden_slots is None or queries == 1:
             return None
         first = self.sequence_len_offset

@@ -26,7 +26,7 @@ class LatentAttentionCache:
     """Cache of the keys and values of a layer with latent attention, and attention to them.
 
     Args:
-        apply: Turns a linear layer into a function.
+        apply: Function that turns a linear layer into a function.
     """
 
     def __init__(

@@ -101,7 +101,7 @@ class RMSNorm(torch.nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        # Each rank sees a part of the sequence, so that tensor-parallel ranks must sum their gradients.
+        # Each tensor-parallel rank sees a part of the sequence, so the ranks must sum their gradients.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     @property
@@ -143,7 +143,7 @@ def cosines_and_sines(angles: Tensor, dtype: torch.dtype, *, of_microbatch: bool
     """Return cosines and sines of Megatron's rotary angles, computed once for all layers and microbatches.
 
     Args:
-        of_microbatch: Whether the angles belong to one microbatch. Then only the last few are kept.
+        of_microbatch: Whether the angles belong to one microbatch. Then only results of the last microbatches are kept.
     """
     key = (angles.data_ptr(), tuple(angles.shape), angles.stride(), dtype)
     cache, most = (_cache_of_microbatches, _CACHED_MICROBATCHES) if of_microbatch else (_cache, _CACHED_LENGTHS)

@@ -117,8 +117,8 @@ def _kept_random_states() -> Iterator[None]:
 @contextmanager
 def _without_sequence_parallelism(chunks: Sequence[GPTModel], config: TransformerConfig) -> Iterator[None]:
     """Switch off sequence parallelism, because a single token cannot be split among ranks."""
-    # Megatron-Core's function for this caches modules by the address of their model, so that a later model at the same
-    # address would get the modules of the first.
+    # Megatron-Core's function for this caches modules by the address of their model, so a later model at the same
+    # address would get the modules of the first model.
     modules = [module for chunk in chunks for module in chunk.modules()]
     changed = [
         (owner, name) for owner in (config, *modules) for name in _SEQUENCE_PARALLEL if getattr(owner, name, False)

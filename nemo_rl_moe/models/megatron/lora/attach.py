@@ -95,7 +95,7 @@ def _adapt_layer(layer: Any, config: TransformerConfig, hf_config: Any, lora: Lo
 def _base(
     place: str, module: Any, layer: int, config: TransformerConfig, hf_config: Any, lora: LoraConfig
 ) -> Base | None:
-    """Describe a layer, or return None if the configuration does not ask for its adapter."""
+    """Return the description of a layer, or None if the configuration does not ask for an adapter of the layer."""
     is_routed = place.startswith(f"{ROUTED_EXPERTS}.")
     rule = _rule(place, layer, hf_config)
     names = chosen_sources(place, len(rule.sources), lora.targets)

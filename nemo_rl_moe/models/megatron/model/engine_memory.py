@@ -22,7 +22,11 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Bytes of one rank of an engine."""
+    """Bytes of one rank of an engine.
+
+    Attributes:
+        cache_of_a_token: Bytes of the key-value cache for one token.
+    """
 
     weights: int
     cache_of_a_token: int

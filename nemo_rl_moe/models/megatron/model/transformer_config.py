@@ -119,7 +119,7 @@ def require_transformer_engine() -> None:
     if not has_transformer_engine():
         raise ConfigurationError(
             "cluster.gpus_per_node: training on GPUs needs Transformer Engine, which is not installed: "
-            "make gpu; or train on CPUs with gpus_per_node=0"
+            "install it with `make gpu`, or train on CPUs with gpus_per_node=0"
         )
     if problem := problem_with_extension():
         raise ConfigurationError(f"cluster.gpus_per_node: {problem}; or train on CPUs with gpus_per_node=0")
@@ -400,7 +400,7 @@ def _problems_with_layers(fields: dict[str, Any]) -> list[str]:
 
 
 def _problems_with_stages(fields: dict[str, Any]) -> list[str]:
-    """Return the problems of layers that cannot be divided among pipeline stages. Each names a possible division."""
+    """Return the problems of layers that cannot be divided among pipeline stages, with a possible division if any."""
     layers, stages = fields["num_layers"], fields["pipeline_model_parallel_size"]
     pieces = fields["virtual_pipeline_model_parallel_size"] or 1
     names = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")

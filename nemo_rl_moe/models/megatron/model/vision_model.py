@@ -160,7 +160,7 @@ def placed(
 
 
 def add_vision(chunk: GPTModel, hf_config: Any, init_seed: int) -> None:
-    """Give a chunk its family's tower and projector, and the positions of image tokens."""
+    """Add its family's tower and projector to a chunk, and rotary positions for image tokens."""
     family = family_of(hf_config)
     vision = family.vision
     assert vision is not None

@@ -209,7 +209,7 @@ class MegatronModel:
         return store_kept_tokens(store_routes(found, self._store), self._store)
 
     def send_weights(self, transfer: TransportSpec, altered: bool = False) -> int:
-        """Send this rank's part of the weights to the workers of a generation engine, and return the bytes.
+        """Send this rank's part of the weights to the workers of a generation engine. Return the number of sent bytes.
 
         Every rank calls it.
 
@@ -233,7 +233,7 @@ class MegatronModel:
             torch.cuda.empty_cache()  # frees the gathered tensors before the engine allocates its cache
 
     def receive_weights(self, transfer: TransportSpec, receiver: int, version: int) -> int:
-        """Receive the weights of a trainer's ranks, and return the number of bytes. Every rank calls it.
+        """Receive the weights of a trainer's ranks, and return the number of received bytes. Every rank calls it.
 
         Raises:
             WeightSyncError: Not every tensor arrived exactly once. The weights are a mixture of old and new values.

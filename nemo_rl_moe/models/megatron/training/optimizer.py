@@ -108,7 +108,9 @@ def build_optimizer(
     try:
         optimizer_config = _optimizer_config(policy, config)
     except (AssertionError, RuntimeError, ValueError) as error:
-        raise ConfigurationError(f"policy.megatron_cfg.optimizer: Megatron-Core refuses it: {error}") from error
+        raise ConfigurationError(
+            f"policy.megatron_cfg.optimizer: Megatron-Core refuses these settings: {error}"
+        ) from error
     # Without the overrides, norms and biases would decay too.
     optimizer: MegatronOptimizer = get_megatron_optimizer(
         optimizer_config,

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of a step's capture: a sample to identify its rows, repeated rows, agreement by rank, flips in float32."""
+"""Checks of a step's capture: a sample to identify its rows, repeated rows, counts by rank, flips in float32."""
 
 import torch
 import torch.distributed as dist

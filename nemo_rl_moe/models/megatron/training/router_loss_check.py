@@ -59,7 +59,7 @@ class RouterLossCheck:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Keep the router's inputs and counted experts of each microbatch of a training pass, in the open context."""
+        """Keep the router's inputs and counted experts of each microbatch while the context is open."""
         self._seen = []
         if self._router is None:
             yield

@@ -123,7 +123,7 @@ def local_labels(
 def logits_at(
     logits: Float[Tensor, "*tokens local_vocabulary"], ids: Int[Tensor, "*tokens k"], group: dist.ProcessGroup
 ) -> Float[Tensor, "*tokens k"]:
-    """Return the logits of the ids that this rank holds, and 0 for other ids. The ranks' results add up."""
+    """Return the logits of the ids that this rank holds, and 0 for other ids. The sum over all ranks has all logits."""
     local, held = local_labels(ids, logits.shape[-1], group)
     return logits.gather(-1, local).where(held, 0.0)
 

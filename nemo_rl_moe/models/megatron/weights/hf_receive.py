@@ -34,7 +34,7 @@ def load_tensors(
     Args:
         tensors: Names and full tensors from a trainer, each once, in any order. A tensor is valid until the next
             tensor arrives.
-        keeps_others: Whether parameters of which no part arrives keep their values. If False, they are an error.
+        keeps_others: Whether a parameter of which no part arrives keeps its values. If False, it is an error.
 
     Raises:
         WeightSyncError: A tensor is missing or has another shape. The weights are then a mixture of old and new.
