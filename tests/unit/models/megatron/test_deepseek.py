@@ -178,7 +178,7 @@ def test_combinations_that_do_not_fit_are_refused(model: str, changes: dict[str,
 
 
 def test_fused_routing_is_refused_where_it_would_choose_other_groups() -> None:
-    with pytest.raises(ConfigurationError, match="moe_router_fusion: got true, which chooses groups"):
+    with pytest.raises(ConfigurationError, match="moe_router_fusion: got true, but its kernel chooses groups"):
         build_transformer_config(tiny_policy(moe_router_fusion=True), FAMILY_MODELS["deepseek_v2_groups"].hf_config())
 
 

@@ -247,7 +247,7 @@ def test_tensors_of_a_mixed_folder_that_are_rounded_are_named(tmp_path: Path) ->
         )[0]
         if name == "mixed":
             (line,) = notices
-            assert line.startswith(f"{tmp_path / name}: 17 tensors of type F32 rounded to policy.precision, which the")
+            assert line.startswith(f"{tmp_path / name}: 17 tensors of type F32 rounded to policy.precision, which is")
         else:
             assert notices == []
 
