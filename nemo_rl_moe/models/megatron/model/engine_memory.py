@@ -1,7 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of a generation engine that has a copy of the weights, by arithmetic: each rank's, and that of weights in
-transit."""
+"""Memory of a generation engine that has a copy of the weights, and of weights in transit, by arithmetic."""
 
 from dataclasses import dataclass
 from typing import Any

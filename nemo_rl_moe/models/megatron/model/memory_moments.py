@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of one GPU in each phase of a run, by arithmetic: the trainer's, an engine's on the same GPU, and processes'.
+"""Memory of one GPU in each phase of a run, by arithmetic, for the trainer, an engine on the same GPU, and processes.
 
 The phases of a run: Workers start and load a checkpoint. The trainer's movable state goes to the host. Engines start
 while their full share is free, and then sleep. Weights arrive. Responses are generated. Engines sleep while the trainer
