@@ -16,9 +16,9 @@ CANDIDATE_IDS = "candidate_ids"
 
 @dataclass(frozen=True)
 class Candidates:
-    """Distinct candidates for each token of a batch, and their log-probabilities given its prefix, in nats.
+    """Distinct candidates for each token of a batch, and their log-probabilities given the token's prefix, in nats.
 
-    Undefined for the first token of a sequence and for padding.
+    The values for the first token of a sequence and for padding are undefined.
     """
 
     ids: Int[Tensor, "batch sequence k"]
@@ -26,5 +26,5 @@ class Candidates:
 
 
 def candidate_column(ids: Int[Tensor, "batch sequence k"]) -> Column:
-    """Make the column `candidate_ids` from the candidates for each token, which move to the position before it."""
+    """Return the column `candidate_ids`. In it the candidates for a token are at the position before the token."""
     return per_token(torch.nn.functional.pad(ids[:, 1:], (0, 0, 0, 1)), Destination.MODEL)

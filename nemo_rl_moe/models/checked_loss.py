@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of a loss function. Errors of a user's function name it, and its outputs are checked."""
+"""Calls of a loss function. An error in a user's function names the function, and its outputs are checked."""
 
 import re
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ _PACKAGE = __name__.partition(".")[0]
 
 
 def outputs_of(loss_function: LossFunction, inputs: LossInputs) -> LossOutputs:
-    """Compute the loss of a microbatch."""
+    """Return the loss function's outputs for a microbatch."""
     name = name_of(loss_function)
     if re.split("[.:]", name)[0] == _PACKAGE:
         return loss_function(inputs)
@@ -35,7 +35,7 @@ def name_of(loss_function: object) -> str:
 
 
 def problem_of(outputs: object) -> str | None:
-    """Describe why a loss function's outputs cannot be used, and the expected ones; None if they can."""
+    """Return why a loss function's outputs cannot be used, and what is expected. None if they can be used."""
     if not isinstance(outputs, LossOutputs):
         return f"{described(outputs)}, expected a LossOutputs"
     if not _is_scalar(outputs.loss):

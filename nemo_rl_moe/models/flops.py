@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Floating-point operations of a model's passes, by arithmetic. Imports nothing of Megatron-Core.
+"""Floating-point operations of a model's passes, by arithmetic. The module imports nothing of Megatron-Core.
 
 Only matrix products count, with two operations per multiply-add. Norms, activations, softmax, embedding look-ups,
 padding and recomputation do not count.
@@ -16,12 +16,12 @@ from nemo_rl_moe.routing.routers import moe_layer_indices
 
 @dataclass(frozen=True)
 class ForwardFlops:
-    """Operations of a forward pass of the full model, summed over all ranks.
+    """Numbers of operations of a forward pass of the full model, summed over all ranks.
 
     Attributes:
-        per_token: Projections, MLPs or routers and experts, and the output layer.
-        per_pair: For each pair of a query and a visible key, by attention window: the number of keys that a query sees,
-            including its own; None: all keys up to its own.
+        per_token: Operations for each token: projections, MLPs or routers and experts, and the output layer.
+        per_pair: Attention window -> operations for each pair of a query and a visible key. A window is the number of
+            keys that a query sees, including its own. None means all keys up to its own.
     """
 
     per_token: int
@@ -34,24 +34,28 @@ class ForwardFlops:
         )
 
     def training(self, lengths: Iterable[int], *, is_frozen: bool = False) -> int:
-        """Count operations of a forward and a backward pass. Frozen weights have no weight gradients.
+        """Return the number of operations of a forward and a backward pass, without adapters.
 
-        Adapters are not counted.
+        Args:
+            is_frozen: Whether the weights are frozen, so that no gradients of weights are computed.
         """
         lengths = list(lengths)
         of_weights = self.per_token * sum(lengths) if is_frozen else 0
-        # A backward pass has two products for each of the forward pass.
+        # A backward pass has two products for each product of the forward pass.
         return 3 * self.forward(lengths) - of_weights
 
 
 def causal_pairs(length: int, window: int | None = None) -> int:
-    """Count (query, visible key) pairs of a sequence. A query sees `window` keys including its own; None: all."""
+    """Return the number of pairs of a query and a visible key in a sequence.
+
+    A query sees `window` keys including its own, or all keys up to its own if `window` is None.
+    """
     seen = length if window is None else min(length, window)
     return seen * (seen + 1) // 2 + (length - seen) * seen
 
 
 def forward_flops(config: Any, vocabulary_size: int, windows: Iterable[int | None]) -> ForwardFlops:
-    """Count operations of a model's forward pass, in which a token uses its routed experts and the shared ones."""
+    """Return the operations of a model's forward pass. A token uses its routed experts and all shared experts."""
     moe_layers = set(moe_layer_indices(config))
     linear = config.linear_attention_freq or [0] * config.num_layers
     products = config.hidden_size * vocabulary_size
@@ -80,8 +84,8 @@ def _projections(config: Any) -> int:
 
 
 def _delta_net(config: Any) -> int:
-    """Count a token's multiplications in a gated delta net."""
-    # As the plain recurrence: the state is read for the key and for the query, and updated once.
+    """Return a token's multiplications in a gated delta net."""
+    # Counted for the plain recurrence: the state is read for the key and for the query, and updated once.
     key_dim, value_dim = config.linear_key_head_dim, config.linear_value_head_dim
     keys, value_heads = config.linear_num_key_heads * key_dim, config.linear_num_value_heads
     values = value_heads * value_dim
@@ -91,7 +95,7 @@ def _delta_net(config: Any) -> int:
 
 
 def _latent_projections(config: Any) -> int:
-    """Count a token's multiplications in latent attention, with keys and values computed from their latent."""
+    """Return a token's multiplications in latent attention, with keys and values computed from their latent."""
     hidden, heads, latent = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
     queries = heads * (config.qk_head_dim + config.qk_pos_emb_head_dim)
     rank = config.q_lora_rank
@@ -102,7 +106,7 @@ def _latent_projections(config: Any) -> int:
 
 
 def _moe(config: Any) -> int:
-    """Return a token's multiplications in the router, its routed experts and the shared ones."""
+    """Return a token's multiplications in the router, its routed experts and the shared experts."""
     hidden, latent = config.hidden_size, config.moe_latent_size
     router = hidden * config.num_moe_experts
     experts = config.moe_router_topk * _mlp(config, latent or hidden, config.moe_ffn_hidden_size)

@@ -24,7 +24,7 @@ from nemo_rl_moe.models.safetensors_folder import (
     read_index,
 )
 
-RANDOM_HINT = "policy.init: random starts without one"
+RANDOM_HINT = "policy.init: random starts without weights"
 """Hint for a model without weights."""
 
 
@@ -33,7 +33,7 @@ class HubModel:
     """Files of one version of a model.
 
     Attributes:
-        commit: Pinned so that every machine reads the same version.
+        commit: Commit of the version, so that every machine reads the same files.
     """
 
     name: str
@@ -41,7 +41,7 @@ class HubModel:
     files: tuple[str, ...]
 
     def folder(self, progress: Callable[[float], None] = lambda share: None) -> Path:
-        """Return the folder of the files on this machine; fetch files that its cache (HF_HOME) lacks."""
+        """Return the folder of the files on this machine, after fetching files that its cache (HF_HOME) lacks."""
         found = Path()
         for number, file in enumerate(self.files, start=1):
             found = _fetch(self.name, file, self.commit)
@@ -50,10 +50,10 @@ class HubModel:
 
 
 def fetch_from_hub(name: str, *, with_weights: bool, progress: Callable[[float], None]) -> HubModel:
-    """Fetch a model's small files to this machine, and its weights if `with_weights`.
+    """Fetch a model's small files to this machine, and its weights if `with_weights` is true. Return the model.
 
-    The weights are the files of the index, or `model.safetensors`. Other files of the repository may be the same
-    weights in another format.
+    The weights are the files that the index names, or `model.safetensors` without an index. Other files of the
+    repository may be the same weights in another format.
     """
     folder = _fetch(name, CONFIG_FILE, None).parent
     files = [CONFIG_FILE]
@@ -68,7 +68,7 @@ def fetch_from_hub(name: str, *, with_weights: bool, progress: Callable[[float],
 
 
 def fetching_problem(model: HubModel) -> str | None:
-    """Fetch a model's missing files; return the error with this machine's name, or None."""
+    """Fetch a model's missing files. Return the error with this machine's name, or None."""
     try:
         model.folder()
     except ConfigurationError as error:
@@ -93,7 +93,7 @@ def _fetch(name: str, file: str, commit: str | None) -> Path:
 
     try:
         return Path(hf_hub_download(name, file, revision=commit, local_files_only=from_cache_alone()))
-    except Exception as error:  # of the network, the hub, the disk: dozens of types
+    except Exception as error:  # network, hub and disk raise dozens of types
         raise _not_had(name, file, one_line(error)) from error
 
 
@@ -114,7 +114,7 @@ MEGATRON_WEIGHTS_FOLDER = "policy"
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Source of a run's model for all machines: a folder that all reach, or else the hub."""
+    """Source of a run's model for all machines: a folder that all machines can reach, or else the hub."""
 
     local: Path | None
     hub: HubModel | None
@@ -127,7 +127,7 @@ class ModelSource:
 
 
 def find_model(policy: PolicyConfig, progress: Callable[[float], None] = lambda share: None) -> ModelSource:
-    """Find the policy's model, and fetch it from the hub if it is not a folder."""
+    """Return the source of the policy's model. If the model is not a folder, fetch it from the hub."""
     folder = Path(policy.model_name)
     if folder.is_dir():
         return ModelSource(folder, None)
@@ -136,9 +136,9 @@ def find_model(policy: PolicyConfig, progress: Callable[[float], None] = lambda 
 
 
 def load_hf_config(model_name: str) -> Any:
-    """Load and check a model's configuration with transformers, without running code from the hub.
+    """Return a model's configuration, read with transformers and checked, without running code from the hub.
 
-    The configuration of a vision-language model is flattened: the fields of its decoder and of the full model.
+    The configuration of a vision-language model is flattened: it has the fields of the decoder and of the full model.
     """
     from nemo_rl_moe.models.families import decoder_type_of, family_of_type, vision_family_of
     from nemo_rl_moe.models.families.vision import field_problems
@@ -161,13 +161,13 @@ def load_hf_config(model_name: str) -> Any:
         return hf_config
     flat = vision.flattened(hf_config, decoder_type)
     rule = load_image_rule(model_name, flat)
-    assert rule is not None  # it has a tower
+    assert rule is not None  # the model has a tower
     flat.pixel_rule = rule.pixels
     return flat
 
 
 def _as_transformers_reads_it(model_name: str, config_json: Mapping[str, Any], known_type: str | None) -> Any:
-    """Load a model's configuration with transformers' class for `known_type`, or for its own type."""
+    """Return a model's configuration, read with transformers' class for `known_type`, or else for its own type."""
     from transformers import CONFIG_MAPPING, AutoConfig
 
     try:
@@ -182,7 +182,7 @@ def _as_transformers_reads_it(model_name: str, config_json: Mapping[str, Any], k
 
 
 def plain_config(hf_config: Any) -> SimpleNamespace:
-    """Copy the fields of a model's configuration, under all their names, to an object that needs no transformers.
+    """Return the fields of a model's configuration, under all their names, in an object that needs no transformers.
 
     This saves a worker three seconds of imports.
     """
@@ -200,10 +200,10 @@ def plain_config(hf_config: Any) -> SimpleNamespace:
 
 
 def load_config_json(model_name: str) -> dict[str, Any]:
-    """Load a model's `config.json` without transformers' additions."""
+    """Return a model's `config.json` without transformers' additions."""
     if Path(model_name).is_dir():
         return _config_json_of_folder(Path(model_name))
-    # Workers, whose model is a folder, need not import it.
+    # A worker's model is always a folder, so workers need not import transformers.
     from transformers import PreTrainedConfig
 
     try:
@@ -216,7 +216,7 @@ def load_config_json(model_name: str) -> dict[str, Any]:
 
 
 def load_model_json(model_name: str, file: str) -> Any:
-    """Load a small JSON file of the model; None if it has none of this name."""
+    """Return the content of a small JSON file of the model, or None if the model has no file of this name."""
     folder = Path(model_name)
     path = folder / file if folder.is_dir() else _fetch_if_there(model_name, file, None)
     if path is None or not path.is_file():
@@ -250,9 +250,10 @@ def _unreadable(model_name: str, error: Exception) -> ConfigurationError:
 
 
 def check_small_files(folder: Path, key: str = "policy.model_name") -> None:
-    """Compare a model's small files with their checksums, and the sizes of all its files.
+    """Compare a model's small files with their checksums, and check the sizes of all its files.
 
-    A folder without `files.json`, such as one from the hub, passes. `key` is the setting that names the folder.
+    A folder without `files.json`, such as a folder of the hub's cache, passes. `key` is the setting that names the
+    folder.
     """
     if (folder / INVENTORY_FILE_NAME).is_file():
         try:
@@ -262,7 +263,7 @@ def check_small_files(folder: Path, key: str = "policy.model_name") -> None:
 
 
 def weights_folder(policy: PolicyConfig, folder: Path) -> Path | None:
-    """Return the folder of the policy's initial weights; None if they are random."""
+    """Return the folder of the policy's initial weights, or None if the weights are random."""
     return None if policy.init == "random" else folder
 
 
@@ -272,7 +273,7 @@ def holds_megatron_weights(folder: Path) -> bool:
 
 
 def check_weights(policy: PolicyConfig, folder: Path) -> None:
-    """Check, without reading weights, that the initial weights are complete and the small files undamaged."""
+    """Check, without reading weights, that the initial weights are complete and that no small file is damaged."""
     check_small_files(folder)
     if policy.init == "random" or holds_megatron_weights(folder):
         return

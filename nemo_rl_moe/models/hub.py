@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The hub's availability. It is checked once, because the hub's library retries for half a minute per file."""
+"""Whether the hub can be reached. This is checked once, because the hub's library retries for 30 seconds per file."""
 
 import functools
 from collections.abc import Iterator
@@ -11,14 +11,14 @@ from unittest.mock import patch
 from nemo_rl_moe.errors import one_line
 
 ANSWER_WITHIN_S = 10.0
-"""The timeout of the hub's own library."""
+"""Seconds to wait for the hub, the same as in the hub's own library."""
 
 
 @functools.cache
 def hub_silence() -> str | None:
-    """Return the reason why the hub cannot be reached, in one line; None if it answers or HF_HUB_OFFLINE is set.
+    """Return the reason why the hub cannot be reached, in one line. None if it answers or HF_HUB_OFFLINE is set.
 
-    It is checked once per process.
+    The hub is asked once per process.
     """
     from huggingface_hub import constants, get_session
 
@@ -32,13 +32,13 @@ def hub_silence() -> str | None:
 
 
 def from_cache_alone() -> bool:
-    """Return whether the hub cannot be reached, for the `local_files_only` of its readers."""
+    """Return whether the hub cannot be reached. The value is for the option `local_files_only` of the hub's readers."""
     return hub_silence() is not None
 
 
 @contextmanager
 def hub_or_cache_alone() -> Iterator[None]:
-    """Disable requests to an unreachable hub inside the context, for code without `local_files_only`."""
+    """Disable requests to an unreachable hub while the context is open, for code without `local_files_only`."""
     from huggingface_hub import constants
 
     with patch.object(constants, "HF_HUB_OFFLINE", constants.HF_HUB_OFFLINE or from_cache_alone()):
@@ -46,7 +46,7 @@ def hub_or_cache_alone() -> Iterator[None]:
 
 
 def hub_text_files(name: str) -> Path | None:
-    """Return a local copy of a data set on the hub if its files are JSON or CSV, else None.
+    """Return the folder with a local copy of a data set on the hub if its files are JSON or CSV, otherwise None.
 
     If the hub cannot be reached, this is the copy of an earlier call in the hub's cache.
     """

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inputs of a vision tower from the bytes of images: normalised, in patches (Qwen's towers) or as tiles.
 
-They are bitwise equal to the outputs of transformers' image processors with Pillow and NumPy.
+The inputs are bitwise equal to the outputs of transformers' image processors with Pillow and NumPy.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ class PixelRule:
     """Normalisation of bytes, `(byte * scale - mean) / std`, and the sizes of patches.
 
     Attributes:
-        merge_size: Side, in patches, of the block that becomes one image token; unused for tiles.
+        merge_size: Side, in patches, of the block that becomes one image token. Unused for tiles.
         frames: Number of equal frames by which a video tower represents an image.
     """
 
@@ -36,14 +36,14 @@ class PixelRule:
         return 3 * self.frames * self.patch_size**2
 
     def normalised(self, pixels: UInt8[Tensor, "... 3"]) -> Float[Tensor, "... 3"]:
-        """Normalise pixels to float32. Like NumPy, scale in float64 before rounding."""
+        """Return normalised pixels in float32. They are scaled in float64 before rounding, as NumPy does."""
         scaled = (pixels.double() * self.scale).float()
         mean, std = _filled(self.mean, scaled), _filled(self.std, scaled)
         return (scaled - mean) / std
 
 
 def _filled(values: tuple[float, ...], like: Tensor) -> Float[Tensor, " colours"]:
-    """Make numbers on another tensor's device without a synchronizing copy from the host."""
+    """Return numbers on the device of the tensor `like`, without a synchronising copy from the host."""
     return torch.stack([like.new_full((), value) for value in values])
 
 
@@ -52,11 +52,11 @@ def merged_patches(
 ) -> tuple[Float[Tensor, "patches dim"], Int[Tensor, "images 3"]]:
     """Cut images into patches, in order.
 
-    The patches of a block of `merge_size` x `merge_size`, which becomes one token, come one after another. Blocks, and
-    the patches in a block, come row by row. A patch is `[3, frames, patch_size, patch_size]`, flattened.
+    A block of `merge_size` x `merge_size` patches becomes one token. The patches of a block come one after another.
+    Blocks, and the patches in a block, come row by row. A patch is `[3, frames, patch_size, patch_size]`, flattened.
 
     Args:
-        images: Their sides are multiples of `patch_size * merge_size`; may be empty.
+        images: Images whose sides are multiples of `patch_size * merge_size`. There may be none.
 
     Returns:
         The patches in float32, and (1, height, width) of each image in patches, on the CPU.
@@ -69,7 +69,7 @@ def merged_patches(
         numbers = rule.normalised(image).view(
             height // (patch * merge), merge, patch, width // (patch * merge), merge, patch, 3
         )
-        # Blocks down and across, patches of a block down and across, colour, pixels down and across.
+        # New order: blocks down and across, patches of a block down and across, colour, pixels down and across.
         numbers = numbers.permute(0, 3, 1, 4, 6, 2, 5).unsqueeze(5)
         flat.append(numbers.expand(*numbers.shape[:5], rule.frames, patch, patch).reshape(-1, rule.patch_dim))
     grid = torch.tensor(grids, dtype=torch.long).view(-1, 3)

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Positions in time, height and width (multimodal rotary embedding, Qwen2-VL: Wang et al. 2024, 2.1).
 
-In text, all three count up together. All tokens of an image have the time of its first one, and count rows and columns
-from there. The text after it continues after the larger of height and width.
+In text, all three positions count up together. All tokens of an image have the time of its first token, and count rows
+and columns from this position. The text after an image continues after the larger of the image's height and width.
 """
 
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ from torch import Tensor
 def image_positions(
     is_image: Bool[Tensor, "rows columns"], grids: Sequence[tuple[int, int]]
 ) -> Int[Tensor, "3 rows columns"]:
-    """Return the positions of sequences, one per row. Responses and padding count up as text.
+    """Return the positions of sequences, one sequence per row. Responses and padding count up as text.
 
     Args:
         is_image: True for image tokens.
-        grids: Rows and columns of tokens of each image, in the order of their tokens over all rows.
+        grids: Number of rows and columns of tokens of each image, in the order of the images' tokens over all rows.
     """
     rows, columns = is_image.shape
     positions = torch.arange(columns).expand(3, rows, columns).clone()
@@ -33,7 +33,7 @@ def image_positions(
             height, width = next(remaining, (0, 0))
             last = first_of_image + height * width - 1
             if height * width == 0 or last >= len(marked) or marked[last] != start + height * width - 1:
-                raise ValueError(f"row {row}: the image tokens from {start} on are not those of an image")
+                raise ValueError(f"row {row}: the image tokens from {start} on do not fit an image in grids")
             here = int(positions[0, row, start])
             down, right = torch.arange(height)[:, None], torch.arange(width)[None]
             block = torch.stack([torch.zeros(height, width, dtype=torch.long), *torch.broadcast_tensors(down, right)])

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Image sizes of a model, by its image processor's files: one image in patches, or tiles of one size.
+"""Image sizes that a model takes, by its image processor's files: one image in patches, or tiles of one size.
 
 Rules and resized bytes (by Pillow) are the same as in transformers' `Qwen2VLImageProcessor` (Qwen2-VL to Qwen3-VL) and
 `GotOcr2ImageProcessor` (InternVL).
@@ -35,7 +35,7 @@ class ImageSizeError(ValueError):
 
 @dataclass(frozen=True)
 class PatchSizes:
-    """Sizes of single images: both sides are multiples of `unit`, the side of an image token in pixels."""
+    """Sizes of single images. Both sides are multiples of `unit`, which is the side of an image token in pixels."""
 
     unit: int
     min_pixels: int
@@ -67,11 +67,12 @@ class PatchSizes:
 
 @dataclass(frozen=True)
 class TileSizes:
-    """Tiles of one size: a grid with about the image's aspect ratio, and if it has several tiles, the full image.
+    """Tiles of one size: a grid with about the image's aspect ratio. If the grid has several tiles, the full image is
+    one more tile.
 
     Attributes:
-        max_tiles: Maximum of the grid; 1: the full image is the only tile.
-        tokens: Image tokens of a tile.
+        max_tiles: Maximum number of tiles of the grid. With 1, the full image is the only tile.
+        tokens: Number of image tokens of a tile.
     """
 
     size: Size
@@ -82,7 +83,7 @@ class TileSizes:
     def grid(self, height: int, width: int) -> tuple[int, int]:
         """Return columns and rows of the grid with the nearest aspect ratio.
 
-        Of equally near grids, the larger is chosen if the image has more than half of its pixels.
+        Of equally near grids, the larger grid is chosen if the image has more than half of that grid's pixels.
         """
         if self.max_tiles == 1:
             return 1, 1
@@ -124,7 +125,7 @@ class ImageRule:
 
     Attributes:
         resample: Pillow's number of the resampling filter.
-        token_id: The image token. A chat template inserts one for each image.
+        token_id: Id of the image token. A chat template inserts one image token for each image.
     """
 
     sizes: PatchSizes | TileSizes
@@ -149,14 +150,14 @@ class ImageRule:
 
 
 def image_problem(own: ImageRule | None, policys: ImageRule | None) -> str | None:
-    """Describe why a model with the rule `own` cannot read the images in the policy's batches; None if it can.
+    """Return why a model with the rule `own` cannot read the images in the policy's batches, or None if it can.
 
     A text model has the rule None.
     """
     if own is None and policys is not None:
         return "takes text alone"
     if own is not None and policys is None:
-        return "takes images, and the policy text alone"
+        return "takes images, but the policy takes text alone"
     if own is not None and policys is not None and not own.takes_those_of(policys):
         return "takes images in other sizes, or as other tokens"
     return None
@@ -170,7 +171,7 @@ _KEY = "policy.model_name"
 
 
 def load_image_rule(model_name: str, hf_config: Any) -> ImageRule | None:
-    """Load the rule from a model's files; None for a text model.
+    """Return the rule from a model's files, or None for a text model.
 
     As in transformers, `image_processor` of `processor_config.json` takes precedence over `preprocessor_config.json`.
     """
@@ -183,8 +184,8 @@ def load_image_rule(model_name: str, hf_config: Any) -> ImageRule | None:
         found = load_model_json(model_name, file)
     if found is None:
         raise ConfigurationError(
-            f"{_KEY}: {model_name} is a model of images and text and holds no {PREPROCESSOR_CONFIG_FILE}, which says in"
-            " which sizes it takes images"
+            f"{_KEY}: {model_name} is a model of images and text, but holds no {PREPROCESSOR_CONFIG_FILE}: expected"
+            " this file with the sizes of images that the model takes"
         )
     if not isinstance(found, Mapping):
         raise ConfigurationError(f"{_KEY}: {file}: got {shortened(repr(found))}, expected an object")

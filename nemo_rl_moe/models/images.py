@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Images of token sequences: sent as bytes, and cut into patches only where the model runs.
 
-A sequence of a vision-language model always has all four inputs. They are empty without images, so that sequences with
-and without images can share a batch.
+A sequence of a vision-language model always has all four inputs. Without images the inputs are empty, so that sequences
+with and without images can share a batch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,13 +24,13 @@ of its distinct images on ranks with a vision tower, and none on other ranks."""
 IMAGE_SIZES = "image_sizes"
 """Column (ragged, `[images, 2]`): height and width of each image in pixels."""
 IMAGE_IDS = "image_ids"
-"""Column (ragged, `[images]`): a digest of each image. Equal ones pass the vision tower once per microbatch."""
+"""Column (ragged, `[images]`): a digest of each image. Equal images pass the vision tower once per microbatch."""
 IS_IMAGE = "is_image"
 """Column: True for the prompt's image tokens, in the order of the images. In a response, the same token id is an
 ordinary token."""
 
 ON_HOST = frozenset({IMAGE_SIZES, IMAGE_IDS})
-"""Columns that a model reads on the host, to compute sizes. The others are on the model's device."""
+"""Columns that a model reads on the host, to compute sizes. The other columns are on the model's device."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,14 @@ class ModelImage:
     """An image or a tile, resized for the model but not normalised.
 
     Attributes:
-        pixels: RGB, `[height, width, 3]`. Both sides are multiples of an image token's.
+        pixels: RGB, `[height, width, 3]`. Both sides are multiples of the side of an image token.
     """
 
     pixels: UInt8[np.ndarray, "height width 3"]
 
     @cached_property
     def flat(self) -> UInt8[np.ndarray, " bytes"]:
-        """The flattened pixels, always the same object, so that sequences share it."""
+        """The flattened pixels. The object is always the same, so that sequences share it."""
         return self.pixels.reshape(-1)
 
     @cached_property
@@ -57,7 +57,7 @@ class ModelImage:
 
 
 def image_inputs(images: Sequence[ModelImage], is_image: Bool[np.ndarray, " tokens"]) -> dict[str, ModelInput]:
-    """Return the model's inputs of one sequence. `is_image` marks image tokens. Tokens beyond its end are text."""
+    """Return the model's inputs of one sequence. `is_image` marks its image tokens. Tokens beyond the mask are text."""
     sizes = np.array([image.pixels.shape[:2] for image in images], dtype=np.int64).reshape(-1, 2)
     digests = np.array([image.digest for image in images], dtype=np.int64)
     return {
@@ -69,7 +69,7 @@ def image_inputs(images: Sequence[ModelImage], is_image: Bool[np.ndarray, " toke
 
 
 def images_in(inputs: Mapping[str, ModelInput]) -> list[ModelImage]:
-    """Return the images of one sequence, whose pixels must be in memory."""
+    """Return the images of one sequence. Their pixels must be in memory."""
     if PIXELS not in inputs:
         return []
     sizes = inputs[IMAGE_SIZES].values.tolist()
@@ -77,16 +77,18 @@ def images_in(inputs: Mapping[str, ModelInput]) -> list[ModelImage]:
 
 
 def has_its_pixels(inputs: Mapping[str, ModelInput]) -> bool:
-    """Return whether the numbers of arrays, digests and sizes agree, and each array has the bytes of its size."""
+    """Return whether there are as many arrays and digests as sizes, and each array has the bytes of its size."""
     sizes = inputs[IMAGE_SIZES].values
     found = [num_bytes_of(array) for array in inputs[PIXELS].values]
     return len(inputs[IMAGE_IDS].values) == len(sizes) and found == (3 * sizes.prod(1)).tolist()
 
 
 def image_patches(batch: TokenBatch, num_patches: Callable[[int, int], int] | None) -> list[dict[int, int]]:
-    """Return the number of patches of each sequence's images by digest; empty without images.
+    """Return, for each sequence, digest of an image -> its number of patches. Empty for a batch without images.
 
-    `num_patches` returns an image's patches by height and width in pixels. It is None for a text model.
+    Args:
+        num_patches: Function of height and width in pixels that returns an image's number of patches. None for a text
+            model.
     """
     if num_patches is None or IMAGE_IDS not in batch.columns:
         return []
@@ -98,7 +100,7 @@ def image_patches(batch: TokenBatch, num_patches: Callable[[int, int], int] | No
 
 
 def distinct_images(ids: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return the positions of the first occurrences in `ids`, and for each id its index in that list."""
+    """Return the position of each distinct id's first occurrence, and for each id its index in this list."""
     first: dict[int, int] = {}
     for position, digest in enumerate(ids):
         first.setdefault(digest, position)
@@ -107,7 +109,7 @@ def distinct_images(ids: Sequence[int]) -> tuple[list[int], list[int]]:
 
 
 def distinct_sizes(batch: TokenBatch) -> list[tuple[int, int]]:
-    """Return height and width in pixels of a batch's distinct images; empty for a text model."""
+    """Return height and width in pixels of a batch's distinct images. The list is empty for a text model."""
     if IMAGE_IDS not in batch.columns:
         return []
     chosen, _ = distinct_images(batch.columns[IMAGE_IDS].values.tolist())
@@ -121,7 +123,7 @@ def distinct_pixels(pixels: SharedColumn, ids: Sequence[int]) -> UInt8[np.ndarra
 
 
 def sequence_inputs(batch: TokenBatch, rows: Sequence[int]) -> list[dict[str, ModelInput]]:
-    """Return the model's inputs of some rows of a batch, as before collation; empty for a text model."""
+    """Return the model's inputs of some rows of a batch, as they were before collation. Empty for a text model."""
     found: list[dict[str, ModelInput]] = []
     for row in rows if PIXELS in batch.shared else ():
         one = batch.select([row])

@@ -37,9 +37,9 @@ class LossInputs:
         logprobs: Log-probability of each token given its prefix, in nats. Entry `t` belongs to target token `t + 1`.
             Has a graph during training. Zeros if the loss needs only values.
         token_mask: True if the target counts in the loss.
-        global_valid_tokens: Number of targets in the loss of the global batch, over all data-parallel ranks.
-        global_sequences: Number of sequences with such a target in the global batch.
-        greedy_matches: True if the target has the highest probability; only during evaluation.
+        global_valid_tokens: Number of targets that count in the loss, in the global batch on all data-parallel ranks.
+        global_sequences: Number of sequences in the global batch with such a target.
+        greedy_matches: True if the target has the highest probability. None except during evaluation.
         columns: Columns for the loss. On the token axis they have the shape of `logprobs`.
         entropy: Entropies, if the loss needs `Head.ENTROPY`.
         values: Value of the state in which each target is chosen, if the loss needs `Head.VALUE`. Has a graph during
@@ -59,7 +59,7 @@ class LossInputs:
     candidates: Float[Tensor, "sequences targets k"] | None = None
 
     def per_target(self, name: str) -> Shaped[Tensor, "sequences targets"]:
-        """Return a column's value for each target. The value of a sequence is repeated."""
+        """Return a column's value for each target. If a sequence has one value, it is repeated."""
         column = self.columns[name]
         if column.axis is Axis.SEQUENCE:
             return column.values[:, None].expand_as(self.logprobs)
@@ -73,8 +73,8 @@ class LossOutputs:
     """Outputs of a loss function for one microbatch.
 
     Attributes:
-        loss: Share of the global batch's loss. The shares of all microbatches and ranks *add up* to it.
-        metrics: Detached scalars by name, with their reductions over microbatches and ranks.
+        loss: Share of the global batch's loss. The shares of all microbatches and ranks *add up* to this loss.
+        metrics: Name -> detached scalar, with its reduction over microbatches and ranks.
     """
 
     loss: Float[Tensor, ""]
@@ -98,7 +98,7 @@ def needs_of(loss_function: LossFunction) -> frozenset[Head]:
 
 
 def reduction_of(loss_function: LossFunction) -> Reduction:
-    """Return the kind of mean that a loss is. By default it is over trained tokens."""
+    """Return the kind of mean that a loss is. The default is a mean over trained tokens."""
     declared: Reduction = getattr(loss_function, "reduction", Reduction.SHARE)
     return declared
 
@@ -114,8 +114,9 @@ class GpuUse:
     """Use of GPUs in one `train` call.
 
     Attributes:
-        train_flops: Operations of the forward and backward passes, without padding.
-        peak_flops_per_second: Sum over all GPUs of the policy; None if unknown.
+        num_gpus: Number of GPUs of the policy.
+        train_flops: Number of operations of the forward and backward passes, without padding.
+        peak_flops_per_second: Peak of all GPUs of the policy together, or None if it is unknown.
         memory: Metrics of each rank's memory.
     """
 
@@ -131,15 +132,17 @@ class TrainResult:
     """Result of one `train` call, equal on every rank.
 
     Attributes:
-        global_loss: Mean over all trained tokens of the call, or over its sequences (`reduction_of`); NaN without any.
-        grad_norm: Mean norm before clipping, weighted like the loss.
+        global_loss: Mean over all trained tokens of the call, or over its sequences (`reduction_of`). NaN if there are
+            none.
+        grad_norm: Mean norm of the gradient before clipping, weighted like the loss.
         microbatch_metrics: A series for each metric of the loss function, over all microbatches and ranks.
-        moe_metrics: Without the `moe/` prefix; empty if tracking is off.
-        num_updates: Global batches with a trained token. Others change nothing, and no metric counts them.
-        num_skipped_updates: Optimizer steps that were skipped because of a NaN or infinite loss or gradient.
+        moe_metrics: Name without the `moe/` prefix -> value. Empty if tracking is off.
+        num_updates: Number of global batches with a trained token. Other global batches change nothing, and no metric
+            counts them.
+        num_skipped_updates: Number of optimizer steps that were skipped because of a NaN or infinite loss or gradient.
         skipped_in_a_row: Number of skipped steps at the end of the call.
-        weight_version: Optimizer steps since the start of the run, without skipped ones.
-        artifacts: Arrays and tables of the step by registered name, such as the load of every expert.
+        weight_version: Number of optimizer steps since the start of the run, without skipped steps.
+        artifacts: Registered name -> array or table of the step, such as the load of every expert.
     """
 
     global_loss: float
@@ -169,7 +172,7 @@ class RouteComparison:
     totals: AgreementTotals
 
     def differences(self, name: str) -> dict[str, float]:
-        """Return `rows_differing_{name}` and `tokens_differing_{name}`; empty if no row could be compared."""
+        """Return `rows_differing_{name}` and `tokens_differing_{name}`, or nothing if no row could be compared."""
         if not self.totals.tokens[0]:
             return {}
         return {

@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Kept tokens: the sampling mask of each token, which is replayed in training.
+"""Kept tokens: the sampling mask of each token. Training replays it.
 
-A sampled token has at most `policy.generation.top_k` ids of 4 bytes. Like routed experts, they go from the engine to
-the trainer's ranks through the object store.
+A sampled token has at most `policy.generation.top_k` kept tokens, with ids of 4 bytes. Like routed experts, the ids go
+from the engine to the trainer's ranks through the object store.
 """
 
 from collections.abc import Sequence
@@ -13,13 +13,13 @@ from nemo_rl_moe.distributed.stored_rows import StoredRows
 
 KEPT_TOKENS = "kept_tokens"
 """Column for the model, `[batch, sequence, top_k]`: at each position the kept tokens of the next token. In a batch with
-this column, all log-probabilities are over the kept tokens."""
+this column, all log-probabilities are relative to the kept tokens."""
 NONE_KEPT = -1
 """Padding after the last kept token. A token that was not sampled has only padding."""
 
 
 def kept_tokens_column(rows: Sequence[StoredRows | None]) -> StoredColumn | None:
-    """Make the column from the kept tokens of each sequence; None if no sequence has any."""
+    """Return the column with the kept tokens of each sequence, or None if no sequence has kept tokens."""
     return stored_per_token([None if each is None else each.moved(-1) for each in rows], fill=NONE_KEPT)
 
 
@@ -31,5 +31,5 @@ def check_kept_tokens(batch: TokenBatch) -> None:
     if count := int(lacking.sum()):
         raise RuntimeError(
             f"loss_fn.sampling_mask: replay: {count} of {batch.num_valid_tokens()} trained tokens have no kept tokens:"
-            " they were sampled without, or lost with the engine that stored them"
+            " they were not stored during sampling, or lost with the engine that stored them"
         )

@@ -24,7 +24,7 @@ CONFIG_FILE, GENERATION_CONFIG_FILE, TOKENIZER_CONFIG_FILE = (
 )
 PREPROCESSOR_CONFIG_FILE, PROCESSOR_CONFIG_FILE = "preprocessor_config.json", "processor_config.json"
 IMAGE_FILES = (PREPROCESSOR_CONFIG_FILE, PROCESSOR_CONFIG_FILE, "video_preprocessor_config.json")
-"""Image processor's files of a vision-language model."""
+"""Files of a vision-language model's image processor."""
 # Files of tokenizers. Code is never copied, see `tokenizer_code`.
 _COPIED = (
     GENERATION_CONFIG_FILE,
@@ -46,7 +46,8 @@ _LARGEST_COPIED_BYTES = 100 << 20
 def collect_model_files(
     config_json: Mapping[str, Any], hf_config: Any, model_folder: Path, tokenizer: "PreTrainedTokenizerBase"
 ) -> dict[str, bytes]:
-    """Collect configuration, generation configuration, tokenizer and image processor for exported weights."""
+    """Return name -> content of the small files for exported weights: configuration, generation configuration,
+    tokenizer and image processor."""
     with tempfile.TemporaryDirectory(prefix="model_files_") as name:
         folder = Path(name)
         tokenizer.save_pretrained(folder)
@@ -62,7 +63,7 @@ def collect_model_files(
 
 
 def copied_model_files(source: Path, config_json: Mapping[str, Any], hf_config: Any) -> dict[str, bytes]:
-    """Copy configuration, generation configuration, tokenizer and image processor from another folder."""
+    """Return name -> content of the same files as `collect_model_files`, copied from another folder."""
     paths = {path.relative_to(source).as_posix(): path for pattern in _COPIED for path in source.glob(pattern)}
     files = {
         name: path.read_bytes()
@@ -75,7 +76,7 @@ def copied_model_files(source: Path, config_json: Mapping[str, Any], hf_config: 
 
 
 def tokenizer_code(files: Mapping[str, bytes]) -> list[str]:
-    """List code files that a tokenizer needs (`auto_map`). They are never copied or run."""
+    """Return the names of code files that a tokenizer needs (`auto_map`). They are never copied or run."""
     try:
         auto_map = json.loads(files[TOKENIZER_CONFIG_FILE])["auto_map"]
         entries = auto_map["AutoTokenizer"] if isinstance(auto_map, dict) else auto_map
@@ -87,13 +88,13 @@ def tokenizer_code(files: Mapping[str, bytes]) -> list[str]:
 
 
 def missing_code_line(files: Mapping[str, bytes]) -> str | None:
-    """Return the warning about the code that a copied tokenizer needs; None if it needs none."""
+    """Return the warning about the code that a copied tokenizer needs, or None if it needs no code."""
     code = tokenizer_code(files)
     if not code:
         return None
     return (
         f"the tokenizer needs code of its own ({', '.join(code)}), which is not copied: AutoTokenizer cannot load "
-        "the output until you have put that beside it, where you trust it"
+        "the output until you have copied this code into its folder; do so only if you trust it"
     )
 
 
@@ -114,8 +115,8 @@ def write_model_files(files: Mapping[str, bytes], folder: Path) -> None:
 
 
 def _generation_config(hf_config: Any) -> bytes:
-    """Make the generation configuration from `config.json`."""
-    # Not by `save_pretrained`, which refuses settings that released models have.
+    """Return the generation configuration that follows from `config.json`."""
+    # `save_pretrained` refuses settings that released models have.
     from transformers import GenerationConfig
 
     made: str = GenerationConfig.from_model_config(hf_config).to_json_string()

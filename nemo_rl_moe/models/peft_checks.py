@@ -36,7 +36,7 @@ def adapter_problems(lora: LoraConfig, base: Path | None) -> list[str]:
         own |= {"experts": lora.experts, "targets": sorted(lora.targets)}
         expected = {name: described.get(name) for name in own} | {"targets": sorted(described.get("targets", ()))}
         if "all-linear" in [*lora.targets, *described.get("targets", ())]:
-            del expected["targets"]  # the names may mean all layers: workers compare
+            del expected["targets"]  # the names may mean all layers: workers compare the factors
     else:
         content = read_adapter_config(folder)
         expected = {"rank": content["r"], "alpha": content["lora_alpha"]}
@@ -60,9 +60,9 @@ def _problems_of_factors(lora: LoraConfig, folder: Path, base: Path | None) -> l
     if has_experts != (lora.experts != "none"):
         what = "adapters" if has_experts else "no adapters"
         return [
-            f"policy.lora.experts: got {lora.experts}, and policy.lora.path {lora.path} has {what} of routed experts"
+            f"policy.lora.experts: got {lora.experts}, but policy.lora.path {lora.path} has {what} of routed experts"
         ]
-    # For a model in Megatron-Core's format, workers compare.
+    # For a model in Megatron-Core's format, workers compare the factors with the layers.
     layers = {} if base is None or holds_megatron_weights(base) else SafetensorsFolder(base).tensors
     ranks, others, attention = list[str](), list[str](), set[str]()
     for name, shape in shapes.items():
@@ -75,9 +75,9 @@ def _problems_of_factors(lora: LoraConfig, folder: Path, base: Path | None) -> l
         layer = layers.get(f"{module}.weight")
         attention |= {module} if ".self_attn." in module else set()
         if layer is not None and layer.shape[factor == "lora_A"] != size:
-            others.append(f"{name} is {list(shape)} beside {list(layer.shape)}")
+            others.append(f"{name} has the shape {list(shape)}, and its layer {list(layer.shape)}")
         elif layer is None and layers and ".self_attn." in module:
-            others.append(f"{name} is beside no layer")
+            others.append(f"{name} has no layer")
     kinds = {module.rpartition(".")[2] for module in attention}
     lacking = sorted(
         module
@@ -88,7 +88,7 @@ def _problems_of_factors(lora: LoraConfig, folder: Path, base: Path | None) -> l
         f"policy.lora.path: {folder}: {len(found)} {what}: {found[0]}"
         for what, found in (
             (f"factors in {WEIGHTS_FILE} have another rank than r {lora.rank} of {CONFIG_FILE}", ranks),
-            (f"factors in {WEIGHTS_FILE} are of another base than {base}", others),
+            (f"factors in {WEIGHTS_FILE} belong to another base than {base}", others),
             (f"layers of {base} have no factors in {WEIGHTS_FILE}", lacking),
         )
         if found
@@ -96,7 +96,8 @@ def _problems_of_factors(lora: LoraConfig, folder: Path, base: Path | None) -> l
 
 
 def _broken_factors(folder: Path) -> list[str]:
-    """Describe factors that have no partner, are not floating point, or have NaN or infinite numbers."""
+    """Return a text for each broken factor: its pair has only one factor, or it has other than finite floating-point
+    numbers."""
     import torch
 
     found = []

@@ -2,10 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Folders of peft adapters: `adapter_config.json`, and the names and shapes of factors in `adapter_model.safetensors`.
 
-Experts have two forms. Per expert, each has separate factors: `experts.3.gate_proj.lora_A.weight`. Fused, as
-transformers holds them in memory, the experts of a layer share two tensors per module: `A` `[experts * rank, inputs]`
-with the expert index outermost, and `B` `[outputs, rank * experts]` with the expert index innermost. Gate and up
-projection are then one module of twice the rank, whose `B` has a block for each.
+Factors of experts have two forms:
+
+- Per expert: each expert has separate factors, such as `experts.3.gate_proj.lora_A.weight`.
+- Fused, as transformers holds experts in memory: the experts of a layer share two tensors per module, `A`
+  `[experts * rank, inputs]` with the expert index outermost, and `B` `[outputs, rank * experts]` with the expert index
+  innermost. Gate and up projection are then one module of twice the rank, whose `B` has a block for each projection.
 """
 
 import errno
@@ -31,7 +33,7 @@ ADAPTER_FOLDER = "adapter"
 PREFIX = "base_model.model."
 ExpertForm = Literal["per_expert", "fused"]
 
-# Supported values. With others, peft's adapter computes something else than this project's.
+# Supported values. With other values, peft's adapter computes something else than this project's adapter.
 _FIXED: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
@@ -44,7 +46,7 @@ _FIXED: Mapping[str, tuple[Any, ...]] = {
     "use_dora": (False, None),
     "use_rslora": (False, None),
 }
-# These initializations subtract the adapter from the base, which then differs from the model in its folder.
+# These initializations subtract the adapter from the base. The base then differs from the model in its folder.
 _CHANGED_BASE = re.compile(r"pissa|olora|loftq|corda|lora_ga")
 _EXPERT = re.compile(
     r"(?P<layer>.*)\.(?P<mlp>\w+)\.experts\.(?:(?P<expert>\d+)\.)?(?P<kind>\w+)\.(?P<factor>lora_[AB])\.weight"
@@ -57,9 +59,9 @@ _NAMES = {
     "w3": {"up_proj"},
     "gate_up_proj": {"gate_proj", "up_proj"},
 }
-"""Targets by the last part of a module's name, if they differ."""
+"""Last part of a module's name -> targets, for names that differ from their target."""
 FUSED_MODULES = ("experts", "base_layer")
-"""Last part of the names of modules with the factors of fused experts."""
+"""Last parts of the names of modules with the factors of fused experts."""
 _FIRST_HALVES, _SECOND_HALVES = ("gate_proj", "w1"), ("up_proj", "w3")
 
 
@@ -69,10 +71,10 @@ class ExpertFactor:
 
     Attributes:
         container: transformers' module of the layer's experts.
-        expert: Index of the expert; None: all experts of the layer share the factor.
+        expert: Index of the expert, or None if all experts of the layer share the factor.
         fused: The container's parameter that includes the expert's weight.
-        half: 0 or 1 for the first or second half of the parameter's outputs; None for all outputs.
-        is_a: Whether it is the factor `A`.
+        half: 0 or 1 for the first or second half of the parameter's outputs, or None for all outputs.
+        is_a: Whether the factor is `A`.
     """
 
     container: str
@@ -83,7 +85,7 @@ class ExpertFactor:
 
 
 def expert_factor(name: str) -> ExpertFactor | None:
-    """Parse a factor's name; None if it does not belong to a routed expert."""
+    """Return a factor's parsed name, or None if the factor does not belong to a routed expert."""
     match = _EXPERT.fullmatch(name)
     if match is None:
         return None
@@ -98,7 +100,7 @@ def expert_factor(name: str) -> ExpertFactor | None:
 def adapter_config(
     lora: LoraConfig, hf_config: Any, base: str, names: Iterable[str], form: ExpertForm
 ) -> dict[str, Any]:
-    """Return the content of `adapter_config.json` for factors with these `names` in this project."""
+    """Return the content of `adapter_config.json` for factors that have these `names` in this project."""
     rank = lora.rank
     modules: set[str] = set()
     parameters: set[str] = set()
@@ -138,7 +140,7 @@ def adapter_config(
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """Read and check a folder's `adapter_config.json`."""
+    """Return the checked content of a folder's `adapter_config.json`."""
     path = folder / CONFIG_FILE
     try:
         if path.exists() and not path.is_file():
@@ -168,8 +170,8 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     init = content.get("init_lora_weights")
     if isinstance(init, str) and _CHANGED_BASE.match(init):
         problems.append(
-            f"policy.lora.path: {path}: init_lora_weights: got {init!r}, whose base is not the model in its folder; "
-            "convert it to a plain adapter first (peft: save_pretrained with path_initial_model_for_weight_conversion)"
+            f"policy.lora.path: {path}: init_lora_weights: got {init!r}, which changes the base model; convert it to a "
+            "plain adapter first (peft: save_pretrained with path_initial_model_for_weight_conversion)"
         )
     if problems:
         raise ConfigurationError(problems)
@@ -177,7 +179,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
 
 
 def _other_scales(content: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for each pattern of layers whose scale, alpha over rank, differs from the default."""
+    """Yield a line for each pattern of layers whose scale (alpha over rank) differs from the scale of other layers."""
     ranks, alphas = content.get("rank_pattern") or {}, content.get("alpha_pattern") or {}
     for name, found in (("rank_pattern", ranks), ("alpha_pattern", alphas)):
         if not isinstance(found, Mapping) or not all(
@@ -190,13 +192,13 @@ def _other_scales(content: Mapping[str, Any]) -> Iterator[str]:
         own_rank, own_alpha = ranks.get(layers, rank), alphas.get(layers, alpha)
         if own_alpha * rank != alpha * own_rank:
             yield (
-                f"layers {shown(layers)} have rank {own_rank} and alpha {own_alpha} (rank_pattern, alpha_pattern), and"
-                f" all others {rank} and {alpha}; expected one scale, alpha over rank, of all layers"
+                f"layers {shown(layers)} have rank {own_rank} and alpha {own_alpha} (rank_pattern, alpha_pattern), but"
+                f" all others {rank} and {alpha}; expected the same scale (alpha over rank) for all layers"
             )
 
 
 def factor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each factor in a peft folder, by name."""
+    """Return name -> shape of each factor in a peft folder."""
     try:
         with safe_open(folder / WEIGHTS_FILE, "np") as file:
             return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  (no dict)
@@ -207,7 +209,7 @@ def factor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def folder_of_peft(folder: Path) -> Path:
-    """Return the adapter's folder within a run's final weights; other folders unchanged."""
+    """Return the adapter's folder within a folder of a run's final weights. Other folders are returned unchanged."""
     inner = folder / ADAPTER_FOLDER
     return inner if not (folder / CONFIG_FILE).is_file() and inner.is_dir() else folder
 
@@ -251,7 +253,7 @@ def _checked(section: Mapping[str, Any], where: Path) -> LoraConfig:
 
 
 def _targets(names: Iterable[str], parameters: Iterable[str]) -> set[str]:
-    """Return the targets of factors, by their names and the fused parameters."""
+    """Return the targets that follow from the factors' names and from the fused parameters."""
     fused = {parameter.rpartition(".")[2] for parameter in parameters if ".experts." in parameter}
     found = {"down_proj"} & fused | ({"gate_proj", "up_proj"} if "gate_up_proj" in fused else set())
     for name in names:
@@ -263,6 +265,6 @@ def _targets(names: Iterable[str], parameters: Iterable[str]) -> set[str]:
 
 
 def fused_module(container: str, fused: str, parameters: Collection[str]) -> str:
-    """Return peft's module for the factors of a fused parameter. With two, peft nests one in the other."""
+    """Return peft's module for the factors of a fused parameter. Of two in a container, peft nests one in the other."""
     is_inner = fused == "gate_up_proj" and "down_proj" in parameters
     return f"{container}.base_layer" if is_inner else container

@@ -11,14 +11,14 @@ from nemo_rl_moe.models.families.rules import SequenceLimit
 from nemo_rl_moe.models.families.vision import decoder_section
 
 _EXTENDED = ("linear", "dynamic", "yarn")
-"""Types of rotary scaling whose original length may be missing: it is then `max_position_embeddings`."""
+"""Types of rotary scaling whose original length may be missing. It is then `max_position_embeddings`."""
 
 
 def position_limit(config_json: Mapping[str, Any]) -> int | None:
-    """Return the maximum number of positions of a model; None if its `config.json` does not contain it.
+    """Return the maximum number of positions of a model, or None if its `config.json` does not contain it.
 
-    With rotary scaling this is the larger of `max_position_embeddings` and `factor` times the original positions,
-    because some families write the product into `max_position_embeddings`, and others the original.
+    With rotary scaling, the maximum is the larger of `max_position_embeddings` and `factor` times the original number
+    of positions: some families write the product into `max_position_embeddings`, and others the original number.
     """
     config_json = decoder_section(config_json, vision_family_of(config_json))
     stated = config_json.get("max_position_embeddings")
@@ -35,7 +35,7 @@ def position_limit(config_json: Mapping[str, Any]) -> int | None:
 
 
 def sequence_limit(config_json: Mapping[str, Any]) -> SequenceLimit | None:
-    """Return the tightest limit of a model's sequences; None if its `config.json` contains none."""
+    """Return the tightest limit of a model's sequences, or None if its `config.json` contains no limit."""
     family = FAMILIES.get(str(config_json.get("model_type")))
     of_family = None if family is None else family.sequence_limit(config_json)
     positions = position_limit(config_json)
@@ -45,7 +45,7 @@ def sequence_limit(config_json: Mapping[str, Any]) -> SequenceLimit | None:
 
 
 def too_long_sequences(policy: PolicyConfig, config_json: Mapping[str, Any]) -> list[str]:
-    """Return a line if sequences may be longer than the model allows."""
+    """Return a line if sequences may be longer than the model allows, otherwise an empty list."""
     limit, longest = sequence_limit(config_json), policy.max_total_sequence_length
     if limit is None or longest <= limit.tokens:
         return []

@@ -1,6 +1,7 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Results that a rank's model sends to the driver. Imports no Megatron-Core, because the driver unpickles them."""
+"""Results that a rank's model sends to the driver. This module does not import Megatron-Core, because the driver
+unpickles the results."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ class ParallelCoordinates:
 
     Attributes:
         data_parallel_rank: Index of this rank's share of the batch.
-        pipeline_rank: Pipeline stage, not counting virtual stages.
+        pipeline_rank: Index of the pipeline stage, without virtual stages.
         is_last_stage: Whether this rank computes the loss.
         context_rank: Rank in the context-parallel group.
     """
@@ -31,7 +32,7 @@ class ParallelCoordinates:
 
     @property
     def reports_loss(self) -> bool:
-        """Whether the loss metrics of this rank are counted: True on one rank per share of the batch."""
+        """Whether the loss metrics of this rank count. This is true on one rank for each share of the batch."""
         return self.is_last_stage and self.tensor_rank == 0 and self.context_rank == 0
 
 
@@ -41,10 +42,10 @@ class RankDescription:
 
     Attributes:
         moe_configuration: The router and expert settings in force.
-        moe_configuration_sources: The source of each of them.
+        moe_configuration_sources: Name of a setting -> its source.
         notices: Notices for the user on the loaded weights.
         forward_flops: Operations of the full model's forward pass.
-        gpu: CUDA's name of the GPU; None on a CPU.
+        gpu: CUDA's name of the GPU, or None on a CPU.
     """
 
     coordinates: ParallelCoordinates
@@ -62,10 +63,10 @@ class RankTrainResult:
     For the fields that are equal on every rank, such as `global_loss`, see `interfaces.TrainResult`.
 
     Attributes:
-        num_microbatches: Microbatches of this data-parallel rank.
-        microbatch_metrics: The loss function's metrics of this rank's microbatches; empty if it computes no loss.
+        num_microbatches: Number of microbatches of this data-parallel rank.
+        microbatch_metrics: The loss function's metrics of this rank's microbatches. Empty if the rank computes no loss.
         moe_metrics: Metrics of the observers. Rank 0 has all of them.
-        artifacts: Arrays of the observers; only on rank 0.
+        artifacts: Arrays of the observers, only on rank 0.
         memory: Metrics of this rank's memory (`peak_memory_metrics`).
     """
 

@@ -18,17 +18,17 @@ from nemo_rl_moe.checksums import HEADER, ChecksumStream, Part
 from nemo_rl_moe.models.safetensors_folder import ONE_FILE, SafetensorsFolder
 
 TYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""Supported types of weights, by their names in files."""
+"""Name in files -> supported type of weights."""
 MOST_MAPPED_BYTES = 2**26
 MAX_SHARD_BYTES = 5 * 10**9
-"""Maximum file size of a written folder: transformers' default."""
+"""Maximum size of a written file, as in transformers."""
 
 
 class SliceReader:
     """Reader of slices of stored tensors into existing tensors.
 
     Files are memory-mapped, and every page that was read counts as memory of this process until the file is closed. So
-    one file is open at a time, and it is reopened after every 64 MiB. Callers should read file by file.
+    only one file is open at a time, and the file is reopened after every 64 MiB. Callers should read file by file.
     """
 
     def __init__(self, folder: SafetensorsFolder, most_mapped_bytes: int = MOST_MAPPED_BYTES):
@@ -50,7 +50,7 @@ class SliceReader:
         return TYPES[self._folder.tensors[name].dtype]
 
     def read_into(self, target: Tensor, name: str, ranges: Sequence[tuple[int, int]]) -> None:
-        """Copy a slice, cast to the target's type.
+        """Copy a slice of a stored tensor into `target`, cast to the target's type.
 
         Raises:
             OSError: The file can no longer be read.
@@ -59,7 +59,7 @@ class SliceReader:
         lengths = [stop - start for start, stop in ranges]
         if 0 in lengths:
             return
-        # Read bands along the first dimension with more than one entry. All columns of a row are mapped.
+        # Bands are read along the first dimension with more than one entry. All columns of a row are mapped.
         along = next((dimension for dimension, length in enumerate(lengths) if length > 1), 0)
         itemsize = self.dtype(name).itemsize
         mapped_bytes_each = itemsize * math.prod(self._folder.tensors[name].shape[along + 1 :])
@@ -106,7 +106,7 @@ class TensorHeader:
 
 
 def split_into_files(tensors: Iterable[TensorHeader], max_bytes: int) -> list[list[TensorHeader]]:
-    """Distribute tensors over files of a maximum size. A larger tensor gets a separate file."""
+    """Return the tensors distributed over files of a maximum size. A larger tensor gets a separate file."""
     files: list[list[TensorHeader]] = []
     held_bytes = 0
     for tensor in tensors:
@@ -155,7 +155,7 @@ class SafetensorsWriter:
             self._begin_file()
         assert self._stream is not None  # just opened
         content = numbers.contiguous().view(-1).view(torch.uint8).numpy()
-        assert content.nbytes <= self._missing_bytes  # of one tensor
+        assert content.nbytes <= self._missing_bytes  # no more than the rest of one tensor
         self._stream.write(content.data)
         self._missing_bytes -= content.nbytes
         self._end_tensors()
@@ -191,7 +191,7 @@ class SafetensorsWriter:
         self._missing_bytes = tensors[0].num_bytes
 
     def _end_tensors(self) -> None:
-        """End the complete tensor, empty tensors after it, and after the last tensor the file."""
+        """End the complete tensor and empty tensors after it. After the last tensor, end the file."""
         assert self._stream is not None  # opened by `write`
         while not self._missing_bytes:
             self._stream.end_part(self._missing.pop(0).name)
@@ -210,4 +210,4 @@ class SafetensorsWriter:
             for tensor in tensors:
                 found = file.get_slice(tensor.name)
                 if (tuple(found.get_shape()), found.get_dtype()) != (tensor.shape, _TYPE_NAMES[tensor.dtype]):
-                    raise OSError(f"{name}: {tensor.name} was written and is not there")
+                    raise OSError(f"{name}: {tensor.name} was written, but the file does not contain it")

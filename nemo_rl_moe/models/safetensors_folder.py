@@ -22,7 +22,7 @@ from nemo_rl_moe.errors import ConfigurationError
 INDEX_FILE = "model.safetensors.index.json"
 ONE_FILE = "model.safetensors"
 MOST_LISTED = 10
-"""Maximum number of names in a message, which counts the others."""
+"""Maximum number of names in a message. Further names are only counted."""
 _LARGEST_INDEX_BYTES = 2**27  # a model of a trillion parameters with 384 experts per layer needs 15 MB
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
@@ -41,10 +41,11 @@ class NoWeightsError(ConfigurationError):
 
 
 class SafetensorsFolder:
-    """The tensors of a folder by name. If it has an index, files that the index does not name are ignored.
+    """The tensors of a folder. If the folder has an index, files that the index does not name are ignored.
 
     Attributes:
-        without_entry: File of each tensor that is in a named file, but not in the index.
+        tensors: Name -> stored tensor.
+        without_entry: Name -> file, for each tensor that is in a file of the index but has no entry in the index.
     """
 
     def __init__(self, folder: Path):
@@ -57,7 +58,8 @@ class SafetensorsFolder:
         if lacking:
             first = lacking[0]
             raise _error(
-                self.folder, f"{INDEX_FILE}: {entries[first]} does not hold {listed(lacking)}, as the index says"
+                self.folder,
+                f"{INDEX_FILE}: {entries[first]} does not hold {listed(lacking)}, which the index expects there",
             )
         self.tensors: Mapping[str, StoredTensor] = {name: held[file][name] for name, file in entries.items()}
         self.without_entry: Mapping[str, str] = {
@@ -90,7 +92,7 @@ class SafetensorsFolder:
         raise NoWeightsError(f"policy.model_name: {self.folder}: holds no *.safetensors file")
 
     def _headers(self, names: list[str]) -> dict[str, dict[str, StoredTensor]]:
-        """Return the tensors of all files, or raise an error that lists the damaged files."""
+        """Return file -> name -> tensor for all files, or raise an error that lists the damaged files."""
         held, problems = {}, []
         for name in names:
             try:
@@ -103,7 +105,7 @@ class SafetensorsFolder:
         return held
 
     def _header(self, name: str) -> dict[str, StoredTensor]:
-        """Return the tensors of one file. `safe_open` checks the file's length against its header."""
+        """Return name -> tensor of one file. `safe_open` checks the file's length against its header."""
         path = self.folder / name
         try:
             if not stat.S_ISREG(path.stat().st_mode):
@@ -122,7 +124,10 @@ class SafetensorsFolder:
 
 
 def read_index(folder: Path) -> dict[str, str]:
-    """Return the file of each tensor from the index, which may name only files in its folder; empty without one."""
+    """Return name -> file of each tensor in the index, or nothing without an index.
+
+    The index may name only files in its folder.
+    """
     path = folder / INDEX_FILE
     try:
         if not path.is_symlink() and not path.exists():
@@ -167,13 +172,13 @@ def _error(folder: Path, problem: str) -> ConfigurationError:
 
 
 def listed(names: list[str]) -> str:
-    """List the first few names, and count the others."""
+    """Return a text with the first few names and the number of other names."""
     more = f" and {len(names) - MOST_LISTED} more" if len(names) > MOST_LISTED else ""
     return ", ".join(shown(name) for name in names[:MOST_LISTED]) + more
 
 
 def shown(value: Any) -> str:
-    """Show a value from a file on one line: plain names unchanged, others quoted and truncated."""
+    """Return a value from a file as one line of text. Plain names are unchanged, others are quoted and truncated."""
     text = str(value)
     return text if isinstance(value, str) and text.isprintable() and 0 < len(text) <= 200 else repr(value)[:200]
 
@@ -183,10 +188,10 @@ def one_line(error: BaseException) -> str:
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Refuse duplicate keys, of which readers use different ones."""
+    """Return the pairs as a dictionary. Duplicate keys are an error, because readers use different ones of them."""
     if len(pairs) != len(dict(pairs)):
         twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
-        raise ValueError(f"{shown(twice)} stands there twice")
+        raise ValueError(f"the key {shown(twice)} occurs twice")
     return dict(pairs)
 
 

@@ -5,10 +5,10 @@
 Experts are copies of the dense MLP, or slices of copies (He et al. 2024, arXiv:2410.07524, "virtual group"). With
 granularity G each copy is cut into G slices, whose rows in the router are equal. So a token uses all G slices of a
 copy, each with a G-th of the copy's weight, and the experts' outputs must be multiplied by G. Megatron-Core's
-`upcycling_utils` multiplies all three matrices by the cube root of G, including the one before the activation, and so
+`upcycling_utils` multiplies all three matrices by the cube root of G, including the matrix before the activation. This
 changes the function. Here the other two matrices share the factor: the function is the same, and if G is a power of two
 no weight is rounded. Routers must compute in float32: if rows of two copies tie in bfloat16, a token may use slices of
-both.
+both copies.
 """
 
 import json
@@ -42,7 +42,7 @@ from nemo_rl_moe.models.safetensors_folder import INDEX_FILE, SafetensorsFolder,
 
 @dataclass(frozen=True)
 class _Counterpart:
-    """The Mixture-of-Experts family for a dense one. `architecture` is the name of transformers' class."""
+    """The Mixture-of-Experts family for a dense family. `architecture` is the name of transformers' class."""
 
     model_type: str
     architecture: str
@@ -56,7 +56,7 @@ _COUNTERPARTS = {
     "qwen2": _Counterpart("qwen2_moe", "Qwen2MoeForCausalLM", has_shared_expert=True),
     "qwen3": _Counterpart("qwen3_moe", "Qwen3MoeForCausalLM"),
 }
-# Their defaults differ between transformers' classes.
+# Fields that are always written, because their defaults differ between transformers' classes.
 _MADE_EXPLICIT = (
     *sorted(decoder.READ_FIELDS - {"rope_parameters", "rope_theta", "rope_scaling"}),
     *("vocab_size", "tie_word_embeddings", "max_position_embeddings", "hidden_act", "attention_dropout"),
@@ -65,21 +65,21 @@ _MADE_EXPLICIT = (
 # `auto_map` refers to code of the dense model, which is not copied.
 _OF_DENSE_MODELS_ALONE = frozenset({"attention_bias", "auto_map", "mlp_bias", "pretraining_tp"})
 AUXILIARY_LOSS = 0.001
-"""`router_aux_loss_coef`: the default of transformers' classes for all three counterparts."""
+"""Value of `router_aux_loss_coef`: the default of transformers' classes for all three counterparts."""
 _SHARE = 0.5
-"""Weight of a shared expert whose gate is 0. The routed experts together get the same."""
+"""Weight of a shared expert whose gate is 0. The routed experts together get the same weight."""
 
 
 @dataclass(frozen=True)
 class ExpertShape:
-    """Experts of each layer: their number, the number that a token uses, and the slices of each copy."""
+    """Experts of each layer: their number, the number that a token uses, and the number of slices of each copy."""
 
     num_experts: int
     top_k: int
     granularity: int = 1
 
     def problems(self, width: int) -> list[str]:
-        """Return a line for each number that does not fit the others or the dense MLP's `width`."""
+        """Return a line for each number that does not fit the other numbers or the dense MLP's `width`."""
         slices = f"--granularity {self.granularity}"
         lines = []
         if self.top_k > self.num_experts:
@@ -93,7 +93,7 @@ class ExpertShape:
 
     @property
     def rounds_weights(self) -> bool:
-        """Whether numbers of 16 bits are rounded, because the factor of a copy is not a power of two."""
+        """Whether weights in 16 bits are rounded, because the factor of a copy is not a power of two."""
         return bool(self.granularity & (self.granularity - 1))
 
 
@@ -139,7 +139,7 @@ def moe_config(config_json: Mapping[str, Any], hf_config: Any, shape: ExpertShap
 
 
 def left_out(held: SafetensorsFolder) -> dict[str, str]:
-    """Return the tensors that no model reads, each with the reason."""
+    """Return name -> reason, for the tensors that no model reads."""
     return {
         name: why for pattern, why in ROTARY_BUFFERS.items() for name in held.tensors if re.fullmatch(pattern, name)
     }
@@ -184,7 +184,7 @@ class Upcycling:
     """The tensors of the model with experts, each computed from one tensor of the dense model.
 
     Args:
-        seed: Seed of the routers, which are normal with the standard deviation `initializer_range`.
+        seed: Seed of the routers' random weights (normal, with the standard deviation `initializer_range`).
     """
 
     def __init__(self, held: SafetensorsFolder, hf_config: Any, shape: ExpertShape, seed: int):
@@ -217,9 +217,10 @@ class Upcycling:
         max_shard_bytes: int = MAX_SHARD_BYTES,
         progress: Callable[[float], None] = lambda share: None,
     ) -> None:
-        """Write the new model's folder, which must not exist, with one dense tensor in memory at a time.
+        """Write the new model's folder, with one dense tensor in memory at a time. The folder must not exist.
 
-        `files` are the contents of the small files by name.
+        Args:
+            files: Name -> content of the small files.
 
         Raises:
             OSError: A file cannot be read or written.
@@ -246,7 +247,7 @@ class Upcycling:
         write_inventory(folder, writer.parts)
 
     def _mlp(self, layer: int) -> dict[str, list[_Part]]:
-        """Return the parts that are made from each tensor of a layer's MLP."""
+        """Return name of a tensor of a layer's dense MLP -> parts that are made from the tensor."""
         mlp = f"decoder.layers.{layer}.mlp."
         gate, up, down = _swiglu_names(self._dense, mlp)
         (router,) = _names(self._moe, f"{mlp}router.weight")
@@ -291,7 +292,7 @@ class Upcycling:
         shape: tuple[int, ...] | None = None,
         of: Callable[[Tensor], Tensor] = lambda whole: whole,
     ) -> _Part:
-        """Plan a tensor with its source's type and, by default, shape."""
+        """Return a tensor to be written, with the type of its source and, by default, the source's shape."""
         stored = self._held.tensors[source]
         dtype = TYPES[stored.dtype]
         return _Part(TensorHeader(name, shape or stored.shape, dtype), lambda whole: of(whole).to(dtype))

@@ -372,7 +372,7 @@ def test_unknown_model_folder(refused: Refused) -> None:
 def test_a_model_without_weights(refused: Refused) -> None:
     assert refused(policy__init="pretrained") == (
         f"error: policy.model_name: {sft_runs.MODEL}: holds no *.safetensors file; policy.init: random starts without"
-        " one\n"
+        " weights\n"
     )
 
 

@@ -173,7 +173,7 @@ DAMAGED: Mapping[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "index is nested": (_write_index("[" * 100_000), (f"{INDEX_FILE}: not valid JSON: nested too deeply",)),
     "index is no object": (_write_index("[]"), ("expected an object 'weight_map'",)),
     "index without a map": (_write_index('{"weight_map": {}}'), ("expected an object 'weight_map'",)),
-    "entry stands twice": (_twice_in_the_index, (f"not valid JSON: {_SOME_TENSOR} stands there twice",)),
+    "entry stands twice": (_twice_in_the_index, (f"not valid JSON: the key {_SOME_TENSOR} occurs twice",)),
     "no index": (
         lambda folder: (folder / INDEX_FILE).unlink(),
         ("holds several *.safetensors files", f"no {INDEX_FILE}"),

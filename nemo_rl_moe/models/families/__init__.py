@@ -57,7 +57,7 @@ VISION_FAMILIES: Mapping[str, VisionFamily] = {
     "qwen3_vl": qwen_vl.QWEN3_VL,
     "qwen3_vl_moe": qwen_vl.QWEN3_VL_MOE,
 }
-"""Families of vision-language models, by the `model_type` of `config.json`."""
+"""`model_type` of `config.json` -> family of vision-language models."""
 
 _DEFAULT_DECODER = "qwen2"
 """transformers' default for a `text_config` without `model_type`."""
@@ -66,7 +66,7 @@ _with_towers: dict[tuple[str, str], tuple[ModelFamily, ModelFamily]] = {}
 
 
 def family_of(hf_config: Any) -> ModelFamily:
-    """Return the family of a Hugging Face configuration, which must be flattened for a vision-language model."""
+    """Return the family of a Hugging Face configuration. For a vision-language model it must be flattened."""
     vision = VISION_FAMILIES.get(hf_config.model_type)
     if vision is None:
         return family_of_type(hf_config.model_type)
@@ -78,13 +78,16 @@ def family_of(hf_config: Any) -> ModelFamily:
 
 
 def num_patches_of(hf_config: Any) -> Callable[[int, int], int] | None:
-    """Return a function from an image's height and width in pixels to its patches; None for a text model."""
+    """Return a function of an image's height and width in pixels that returns its number of patches.
+
+    None for a text model.
+    """
     vision = family_of(hf_config).vision
     return None if vision is None else partial(vision.num_patches, hf_config)
 
 
 def vision_family_of(config_json: Mapping[str, Any]) -> VisionFamily | None:
-    """Return the vision-language family of a `config.json`; None for a text model or an unsupported type."""
+    """Return the vision-language family of a `config.json`, or None for a text model or an unsupported type."""
     model_type = config_json.get("model_type")
     return VISION_FAMILIES.get(model_type) if isinstance(model_type, str) else None
 
@@ -95,7 +98,7 @@ def decoder_type_of(config_json: Mapping[str, Any]) -> Any:
 
 
 def family_of_type(model_type: Any, section: str = "") -> ModelFamily:
-    """Return the family of a text model's or a decoder's `model_type`."""
+    """Return the family of a `model_type` of a text model or decoder. `section` is its place in `config.json`."""
     found = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if found is None:
         if (refused := REFUSED.get(str(model_type))) is not None:

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routers as in DeepSeek-V3, which many families have: sigmoid scores, an expert bias, groups of experts.
 
-These families also have dense layers before the MoE layers, and multi-token prediction layers, which are skipped.
+These families also have dense layers before the MoE layers, and layers of multi-token prediction. The latter are
+skipped.
 """
 
 from collections.abc import Mapping
@@ -65,7 +66,7 @@ def score_fields(hf_config: Any, family: str) -> dict[str, Any]:
 
 
 def group_fields(hf_config: Any) -> dict[str, int | None]:
-    """Return the fields of expert groups; None if a token may use all groups."""
+    """Return the fields of expert groups. Their values are None if a token may use all groups."""
     groups, usable = hf_config.n_group, hf_config.topk_group
     limited = groups is not None and usable is not None and usable < groups
     if limited and usable * hf_config.n_routed_experts // groups < hf_config.num_experts_per_tok:
@@ -104,8 +105,8 @@ def moe_layer_pattern(hf_config: Any) -> list[int]:
         )
     if num_dense is not None and min(num_dense, num_layers) != found:
         raise ConfigurationError(
-            f"{WHERE} first_k_dense_replace: got {num_dense}, expected {found}, as many layers as are dense in "
-            "mlp_layer_types, by which transformers goes"
+            f"{WHERE} first_k_dense_replace: got {num_dense}, expected {found}, the number of dense layers in "
+            "mlp_layer_types, which transformers uses"
         )
     return [int(kind == "sparse") for kind in kinds]
 
@@ -115,7 +116,10 @@ def unused_tensors(hf_config: Any) -> Mapping[str, str]:
 
 
 def unused_layers(hf_config: Any, number: int | None) -> Mapping[str, str]:
-    """Return patterns for the tensors of `number` multi-token prediction layers after the model's layers."""
+    """Return pattern of tensors -> reason why they are unused, for `number` multi-token prediction layers.
+
+    These layers follow the model's layers.
+    """
     first_extra = hf_config.num_hidden_layers
     extra_layers = range(first_extra, first_extra + max(number or 0, 0))
     reason = "a layer that predicts tokens further ahead, which neither training nor the model's logits use"

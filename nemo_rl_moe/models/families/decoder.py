@@ -26,7 +26,7 @@ _KNOWN_KEYS: Mapping[str, frozenset[str]] = {
         "factor original_max_position_embeddings attention_factor beta_fast beta_slow mscale mscale_all_dim truncate"
     ),
 }
-"""The keys of `rope_parameters` that have an effect, by `rope_type`, besides `_ALWAYS_KNOWN`."""
+"""`rope_type` -> keys of `rope_parameters` that have an effect, besides `_ALWAYS_KNOWN`."""
 _ALWAYS_KNOWN = field_names("rope_type type rope_theta partial_rotary_factor")
 # Fields of positions in time, height and width, which are equal in text.
 _OF_MROPE = field_names("mrope_interleaved mrope_section")
@@ -37,7 +37,7 @@ def rotary_base(hf_config: Any) -> float:
 
 
 def rotary_percent(hf_config: Any) -> float:
-    """Return the share of each head's entries that is rotated, from the first one."""
+    """Return the share of each head's entries that is rotated, beginning with the first entry."""
     factor = _rope_parameters(hf_config).get("partial_rotary_factor", 1.0)
     if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor <= 1:
         raise ConfigurationError(
@@ -48,18 +48,18 @@ def rotary_percent(hf_config: Any) -> float:
 
 
 def inverse_frequencies(hf_config: Any) -> Float[Tensor, " half_head"] | None:
-    """Return the inverse frequencies of a scaled rotary embedding; None if unscaled."""
+    """Return the inverse frequencies of a scaled rotary embedding, or None if the embedding is not scaled."""
     return _stretched(hf_config)[0]
 
 
 def softmax_scale(hf_config: Any, head_dim: int) -> float | None:
-    """Return the factor of the attention scores; None for the usual `head_dim ** -0.5`."""
+    """Return the factor of the attention scores, or None for the usual `head_dim ** -0.5`."""
     factor = _stretched(hf_config)[1]
     return None if factor == 1.0 else float(factor**2 * head_dim**-0.5)
 
 
 def _stretched(hf_config: Any) -> tuple[Tensor | None, float]:
-    """Return the inverse frequencies (None if unscaled), and the factor of cosines and sines."""
+    """Return the inverse frequencies (None if they are not scaled), and the factor of cosines and sines."""
     kind = _rope_parameters(hf_config)["rope_type"]
     if kind == "default":
         return None, 1.0
@@ -105,7 +105,7 @@ def _refuse_keys(parameters: Mapping[str, Any], unknown: Collection[str]) -> Non
 
 
 def _check_rotated_part(hf_config: Any, head_dim: int, *, rotates_part: bool) -> None:
-    """Refuse a partial rotation that the family does not support, or that would scale only a part of each score."""
+    """Raise an error for a partial rotation that the family does not support, or that would scale a part of a score."""
     factor, key = rotary_percent(hf_config), "policy.model_name: config.json: rope_parameters"
     if factor == 1.0:
         return
@@ -120,7 +120,7 @@ def _check_rotated_part(hf_config: Any, head_dim: int, *, rotates_part: bool) ->
         )
     if _stretched(hf_config)[1] != 1.0:
         raise ConfigurationError(
-            f"{key}: got rope_type 'yarn' with a factor of the rotated entries alone, expected another rope_type, or "
+            f"{key}: got rope_type 'yarn' with a factor of the rotated entries only, expected another rope_type, or "
             "partial_rotary_factor 1.0, or attention_factor 1.0"
         )
 
@@ -137,13 +137,14 @@ FIXED_FIELDS: Mapping[str, tuple[Any, ...]] = {"hidden_act": ("silu",), "attenti
 
 
 def decoder_fields(hf_config: Any, *, rotates_part: bool = False, has_mrope: bool = False) -> dict[str, Any]:
-    """Map Hugging Face fields to TransformerConfig fields, except for experts.
+    """Return the TransformerConfig fields that follow from Hugging Face fields, without fields of experts.
 
-    `activation_func` is a name in `ACTIVATIONS` of `model/transformer_config.py`: families import no Megatron-Core.
+    `activation_func` is a name in `ACTIVATIONS` of `model/transformer_config.py`, because families do not import
+    Megatron-Core.
 
     Args:
-        rotates_part: The family can rotate a part of each head. Its record then has `rotary_percent`.
-        has_mrope: The family is the text part of one with positions in time, height and width.
+        rotates_part: Whether the family can rotate a part of each head. Its record then has `rotary_percent`.
+        has_mrope: Whether the family is the text part of a family with positions in time, height and width.
     """
     if not has_mrope:
         parameters = _rope_parameters(hf_config)
@@ -200,8 +201,8 @@ def stacked_swiglu_experts(
 ) -> tuple[list[list[Source]], list[list[Source]]]:
     """Return alternatives for an expert's first and second matrix: stacked over experts, as newer transformers do.
 
-    Their shapes are `[E, 2F, H]` and `[E, H, F]`, or, in released files of some families, `[E, H, 2F]` and `[E, F, H]`
-    (`is_transposed`). `prefix` is the Hugging Face name of the experts.
+    The stacked shapes are `[E, 2F, H]` and `[E, H, F]`. Released files of some families have `[E, H, 2F]` and
+    `[E, F, H]` (`is_transposed`). `prefix` is the Hugging Face name of the experts.
     """
     gate_up, down = (f"{prefix}.{name}" for name in ("gate_up_proj", "down_proj"))
     gate_and_up = [Source(gate_up, is_stacked=True, is_transposed=is_transposed)] * 2
@@ -209,7 +210,8 @@ def stacked_swiglu_experts(
 
 
 def swiglu(ours: str, theirs: str) -> dict[str, Rule]:
-    """Return the rules of a SwiGLU layer, by its name within a layer of Megatron-Core and of Hugging Face."""
+    """Return the rules of a SwiGLU layer. Its name within a decoder layer is `ours` in Megatron-Core, and `theirs` in
+    Hugging Face's files."""
     return {
         f"{LAYER}{ours}.linear_fc1.weight": rule(
             f"{HF_LAYER}{theirs}.gate_proj.weight", f"{HF_LAYER}{theirs}.up_proj.weight"

@@ -51,7 +51,7 @@ def decoder_fields(hf_config: Any) -> dict[str, Any]:
         raise ConfigurationError(f"{WHERE} head_dim: got {head_dim}, expected qk_rope_head_dim, which is {rotated}")
     if hf_config.num_key_value_heads != heads:
         raise ConfigurationError(
-            f"{WHERE} num_key_value_heads: got {hf_config.num_key_value_heads}, expected the {heads} attention heads"
+            f"{WHERE} num_key_value_heads: got {hf_config.num_key_value_heads}, expected num_attention_heads, {heads}"
         )
     return (
         decoder.decoder_fields(hf_config)
@@ -67,7 +67,7 @@ def decoder_fields(hf_config: Any) -> dict[str, Any]:
             "qk_pos_emb_head_dim": hf_config.qk_rope_head_dim,
             "v_head_dim": hf_config.v_head_dim,
             "kv_channels": hf_config.qk_nope_head_dim + hf_config.qk_rope_head_dim,
-            # Latent attention computes it from the fields of YaRN.
+            # Latent attention computes the scale from the fields of YaRN.
             "softmax_scale": None,
             # Every head has separate keys and values, computed from the common latent.
             "num_query_groups": heads,
@@ -79,7 +79,7 @@ def decoder_fields(hf_config: Any) -> dict[str, Any]:
 
 
 def _balancing_fields(hf_config: Any) -> dict[str, Any]:
-    """Return the fields of the auxiliary loss, which is off if the file has none."""
+    """Return the fields of the auxiliary loss. The loss is off if the file has none of its fields."""
     coefficient = float(getattr(hf_config, "aux_loss_alpha", None) or 0.0)
     kind = "seq_aux_loss" if getattr(hf_config, "seq_aux", None) in (True, None) else "aux_loss"
     return {"moe_router_load_balancing_type": kind if coefficient > 0 else "none", "moe_aux_loss_coeff": coefficient}
@@ -114,7 +114,8 @@ def rotary_fields(hf_config: Any) -> dict[str, Any]:
 def _mscale(rope: Mapping[str, Any], factor: float, all_dimensions: float) -> float:
     """Return the `mscale` with which Megatron-Core scales sines and cosines like transformers."""
     # Megatron-Core's factor is `scale(mscale) / scale(all_dimensions)` with `scale(m) = 0.1 m ln(factor) + 1`.
-    # transformers' factor is `attention_factor` if given, else the same if both are given, else `scale(1)`.
+    # transformers' factor is `attention_factor` if it is given. Otherwise it is the same as Megatron-Core's if `mscale`
+    # and `mscale_all_dim` are given, else `scale(1)`.
     if rope.get("mscale") and all_dimensions and rope.get("attention_factor") is None:
         return float(rope["mscale"])
     if factor <= 1:
@@ -203,5 +204,5 @@ DEEPSEEK_V3 = ModelFamily(
 )
 
 
-# The files equal DeepSeek-V3's except for the model type, by which engines choose their settings.
+# The files equal DeepSeek-V3's except for the model type. Engines choose their settings by this type.
 KIMI_K2 = replace(DEEPSEEK_V3, name="Kimi-K2", transformers_type="deepseek_v3")

@@ -30,7 +30,7 @@ MISTRAL = ModelFamily(
 
 
 QWEN3_FIXED_FIELDS = {**decoder.FIXED_FIELDS, "attention_bias": (False,), "use_sliding_window": (False,)}
-# Without the sliding window these have no effect.
+# Without the sliding window these fields have no effect.
 QWEN3_WITHOUT_EFFECT = field_names("sliding_window max_window_layers layer_types")
 
 

@@ -14,9 +14,9 @@ from nemo_rl_moe.models.families.rules import heads_of
 
 @dataclass(frozen=True)
 class GatedQueryGroups:
-    """Layout of attention with output gates: for each query group its queries, their gates, its key and its value.
+    """Layout of attention with output gates: for each query group its queries, the queries' gates, its key, its value.
 
-    In Hugging Face's query tensor, the gate of each head follows its query.
+    In Hugging Face's query tensor, the gate of each head follows the head's query.
     """
 
     def join(self, parts: Sequence[Tensor], hf_config: Any) -> Tensor:
@@ -34,7 +34,7 @@ class GatedQueryGroups:
 
 
 def _projected_rows(hf_config: Any) -> list[int]:
-    """Return the rows of a delta net's input projection: of queries, keys, values, gates, rates and decays."""
+    """Return numbers of rows of a delta net's input projection: queries, keys, values, gates, rates and decays."""
     keys = hf_config.linear_num_key_heads * hf_config.linear_key_head_dim
     values = hf_config.linear_num_value_heads * hf_config.linear_value_head_dim
     return [keys, keys, values, values, hf_config.linear_num_value_heads, hf_config.linear_num_value_heads]
@@ -42,7 +42,7 @@ def _projected_rows(hf_config: Any) -> list[int]:
 
 @dataclass(frozen=True)
 class DeltaNetRows:
-    """Sections of a gated delta net's input projection, or of its convolution, which has only the first three."""
+    """Sections of a gated delta net's input projection, or of its convolution (only the first three sections)."""
 
     def join(self, parts: Sequence[Tensor], hf_config: Any) -> Tensor:
         return torch.cat(list(parts))
@@ -54,7 +54,8 @@ class DeltaNetRows:
 
 @dataclass(frozen=True)
 class KeyHeadRows:
-    """Qwen3-Next's input projections: for each key head, one has query, key, values, gates, the other rates, decays."""
+    """Qwen3-Next's two input projections. For each key head, the first has query, key, values and gates, and the second
+    rates and decays."""
 
     def join(self, parts: Sequence[Tensor], hf_config: Any) -> Tensor:
         of_heads, sizes = _by_key_head(hf_config)
@@ -71,6 +72,6 @@ class KeyHeadRows:
 
 
 def _by_key_head(hf_config: Any) -> tuple[tuple[int, int], list[int]]:
-    """Return the rows per key head in each of the two tensors, and in each section."""
+    """Return the number of rows per key head in each of the two tensors, and in each section."""
     sizes = [rows // hf_config.linear_num_key_heads for rows in _projected_rows(hf_config)]
     return (sum(sizes[:4]), sum(sizes[4:])), sizes

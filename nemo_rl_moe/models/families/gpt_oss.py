@@ -25,7 +25,7 @@ FIXED_FIELDS = {
     **decoder.FIXED_FIELDS,
     "attention_bias": (True,),
     "quantization_config": (None,),
-    # The constant of quick_gelu. Megatron-Core has no other.
+    # The constant of quick_gelu. Megatron-Core supports no other value.
     "swiglu_alpha": (1.702,),
 }
 ADVICE = {
@@ -51,7 +51,7 @@ def window_fields(hf_config: Any) -> dict[str, Any]:
         return {}
     if not window or window < 1:
         raise ConfigurationError(
-            f"{key}sliding_window: got {window!r}, expected 1 or more: layer_types has such layers"
+            f"{key}sliding_window: got {window!r}, expected 1 or more: layer_types has 'sliding_attention'"
         )
     return {
         # Megatron-Core counts the keys before and after a query's own.

@@ -42,7 +42,10 @@ class TowerAndProjector(nn.Module):
 
 
 def pixel_shuffle(states: Float[Tensor, "tiles patches size"], merge: int) -> Float[Tensor, "tiles tokens merged_size"]:
-    """Join the states of each `merge` x `merge` square of patches into one token, row by row. Tiles are square."""
+    """Return a token for each `merge` x `merge` square of patches, with their joined states, row by row.
+
+    Tiles are square.
+    """
     count, patches, size = states.shape
     side = round(patches**0.5)
     rows = side // merge
@@ -88,7 +91,7 @@ def _problems(flat: Any) -> list[str]:
     vision, ratio = flat.vision_config, flat.downsample_ratio
     problems = []
     if not isinstance(ratio, float | int) or ratio <= 0 or ratio > 1 or abs(1 / ratio - round(1 / ratio)) > 1e-9:
-        problems.append(f"downsample_ratio: got {ratio!r}, expected one over a whole number, such as 0.5")
+        problems.append(f"downsample_ratio: got {ratio!r}, expected 1 divided by a whole number, such as 0.5")
         return problems
     for name in ("image_size", "patch_size"):
         sides = _pair(getattr(vision, name))
@@ -98,7 +101,7 @@ def _problems(flat: Any) -> list[str]:
     size, unit = _pair(vision.image_size)[0], pixels_per_token(flat)
     if size % unit:
         problems.append(
-            f"vision_config.image_size: got {size}, expected a multiple of {unit}, patch_size over downsample_ratio"
+            f"vision_config.image_size: got {size}, expected a multiple of {unit}, patch_size / downsample_ratio"
         )
     return problems
 

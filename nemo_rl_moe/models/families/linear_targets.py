@@ -1,8 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers that can have an adapter: their positions in a decoder layer, and the users' names for them.
+"""Linear layers that can have an adapter: their positions in a decoder layer, and their names in a configuration.
 
-Users give transformers' module names for every family, although Mixtral's files call gate, up and down w1, w3 and w2.
+For every family, these are the names of transformers' modules. For example, `gate_proj`, `up_proj` and `down_proj` are
+also the names for Mixtral, whose files use `w1`, `w3` and `w2`.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -29,13 +30,13 @@ PLACES: Mapping[str, tuple[str, ...]] = {
     },
     "mlp.router": (ROUTER,),
 }
-"""Names of the Hugging Face tensors that form a linear layer's weight, in order, by its position in a decoder layer."""
+"""Position of a linear layer in a decoder layer -> names of the Hugging Face tensors that form its weight, in order."""
 
 
 def chosen_sources(place: str, num_sources: int, targets: Collection[str]) -> list[str | None]:
-    """Return the name of each source tensor of a linear layer's weight; None for one without an adapter.
+    """Return the name of each source tensor of a linear layer's weight, or None for a tensor without an adapter.
 
-    If gate and up projection are one tensor (gpt-oss), both names select it, and it is called gate_up_proj.
+    If gate and up projection are one tensor (gpt-oss), both names select the tensor, and its name is gate_up_proj.
     """
     names = PLACES[place]
     all_of_them = ALL_LINEAR in targets and place != "mlp.router"
@@ -52,13 +53,13 @@ def target_problems(lora: LoraConfig, hf_config: Any) -> list[str]:
         return ["policy.lora: got an adapter, expected null for a vision-language model"]
     if "linear_attention" in (getattr(hf_config, "layer_types", None) or ()):
         return [
-            f"policy.lora: got an adapter, expected null for {family.name}: the projections of gated delta nets have"
-            " none"
+            f"policy.lora: got an adapter, expected null for {family.name}: adapters of gated delta nets are not"
+            " supported"
         ]
     known = _names_of_model(hf_config)
     names = {name for of_place in known.values() for name in of_place}
     problems = [
-        f"policy.lora.targets: got {target!r}, and {family.name} has no such layer; it has: "
+        f"policy.lora.targets: got {target!r}, but {family.name} has no such layer; it has: "
         f"{', '.join(sorted(names))}{did_you_mean(nearest(target, names))}"
         for target in lora.targets
         if target != ALL_LINEAR and target not in names
@@ -92,4 +93,4 @@ _OTHER_QUERIES = {
     False: ("self_attention.linear_q_down_proj", "self_attention.linear_q_up_proj"),
     True: ("self_attention.linear_q_proj",),
 }
-"""Query projections that a model with latent attention lacks, by whether its queries have a latent."""
+"""Whether the queries of a model with latent attention have a latent -> query projections that the model lacks."""

@@ -39,7 +39,7 @@ FIXED_FIELDS: Mapping[str, tuple[Any, ...]] = {
     "output_gate_type": ("swish",),
     "use_sliding_window": (False,),
 }
-# Released files of dense models have it too.
+# Released files of dense models have `mlp_only_layers` too.
 _OF_QWEN3_5 = {**FIXED_FIELDS, "mlp_only_layers": ([], None)}
 # Multi-token prediction layers are skipped.
 WITHOUT_EFFECT = field_names("mtp_num_hidden_layers mtp_use_dedicated_embeddings num_nextn_predict_layers")
@@ -47,7 +47,7 @@ _KINDS = ("linear_attention", "full_attention")
 
 
 def further_tokens(hf_config: Any) -> Mapping[str, str]:
-    """Return the tensors of the multi-token prediction layer, which is skipped."""
+    """Return pattern -> reason, for the tensors of the multi-token prediction layer. The layer is skipped."""
     del hf_config
     return {r"mtp\..*": "a layer that predicts tokens further ahead, which neither training nor the model's logits use"}
 
@@ -55,7 +55,7 @@ def further_tokens(hf_config: Any) -> Mapping[str, str]:
 def unused_tensors(hf_config: Any) -> Mapping[str, str]:
     return {
         **further_tokens(hf_config),
-        r"model\.visual\..*": "the vision tower, which a model of text has not",
+        r"model\.visual\..*": "the vision tower, which a text model does not have",
     }
 
 
@@ -154,7 +154,7 @@ QWEN3_NEXT_RULES = {
 
 
 def _also_as_part(rules: Mapping[str, Rule]) -> RuleTable:
-    """Return the table of a text model whose files may use the names of a vision-language model."""
+    """Return the rule table of a text model whose files may use the names of a vision-language model."""
 
     def moved(sources: tuple[Source, ...]) -> tuple[Source, ...]:
         return tuple(replace(each, name=each.name.replace("model.", "model.language_model.", 1)) for each in sources)

@@ -20,11 +20,11 @@ from nemo_rl_moe.models.families.vision import TowerOutput, VisionFamily, built_
 from nemo_rl_moe.models.image_patches import merged_patches
 
 _FRAMES = 2
-"""Frames of a patch. An image is a video of two equal frames."""
+"""Number of frames of a patch. An image is a video of two equal frames."""
 
 
 def build_tower(hf_config: Any) -> nn.Module:
-    """Build transformers' vision tower, which includes the projector (`merger`), from a flattened configuration."""
+    """Return transformers' vision tower for a flattened configuration. The tower includes the projector (`merger`)."""
     from transformers import CONFIG_MAPPING, AutoModel
 
     config_class = CONFIG_MAPPING[hf_config.model_type].sub_configs["vision_config"]
@@ -40,7 +40,8 @@ def pixels_per_token(hf_config: Any) -> int:
 
 
 def tower_shape(hf_config: Any, *, is_gated: bool, num_mergers: int = 1) -> TowerShape:
-    """Return the sizes of a tower with equal mergers of two matrices: within merged patches, and to the decoder."""
+    """Return the sizes of a tower with `num_mergers` equal mergers. The first of a merger's two matrices mixes a merged
+    patch, and the second maps it to the decoder."""
     vision = hf_config.vision_config
     merged = vision.hidden_size * vision.spatial_merge_size**2
     return TowerShape(
@@ -82,7 +83,10 @@ def encode(tower: nn.Module, images: Sequence[UInt8[Tensor, "height width 3"]], 
 
 
 def _learned_positions(tower: nn.Module, grids: Tensor, device: torch.device) -> dict[str, Tensor]:
-    """Compute the interpolation of Qwen3-VL's position table for each patch, on the host; empty without a table."""
+    """Return the interpolation of Qwen3-VL's position table for each patch, computed on the host.
+
+    Empty for a tower without a table.
+    """
     if not hasattr(tower, "num_grid_per_side"):
         return {}
     from transformers.vision_utils import get_vision_interpolation_indices_and_weights
@@ -129,7 +133,7 @@ QWEN2_5_VL = VisionFamily(
     tower_fields=ConfigFields(
         TOWER_FIELDS | field_names("fullatt_block_indexes window_size"),
         TOWER_FIXED,
-        # The first is only for videos, the second is another name of the patch size.
+        # The first field is only for videos. The second is another name of the patch size.
         field_names("tokens_per_second spatial_patch_size"),
     ),
     decoder_name=lambda name: name,

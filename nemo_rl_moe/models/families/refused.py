@@ -27,7 +27,7 @@ _ERNIE = RefusedFamily(
 )
 _GRANITE = RefusedFamily(
     "Granite",
-    "multipliers of embeddings, residuals, attention scores and logits, which Megatron-Core has not",
+    "multipliers of embeddings, residuals, attention scores and logits, which Megatron-Core lacks",
     "mixtral",
 )
 _LLAMA4 = RefusedFamily(
@@ -41,11 +41,11 @@ REFUSED: Mapping[str, RefusedFamily] = {
     "granitemoeshared": _GRANITE,
     "hunyuan_v1_moe": RefusedFamily(
         "Hunyuan",
-        "norms of queries and keys behind the rotation, and layers with different numbers of experts",
+        "norms of queries and keys after the rotation, and layers with different numbers of experts",
         "qwen3_moe",
     ),
-    "jamba": RefusedFamily("Jamba", "Mamba layers of the first kind, which Megatron-Core has not", "mixtral"),
-    "lfm2_moe": RefusedFamily("LFM2", "short convolutions, which Megatron-Core has not", "minimax_m2"),
+    "jamba": RefusedFamily("Jamba", "Mamba-1 layers, which Megatron-Core lacks", "mixtral"),
+    "lfm2_moe": RefusedFamily("LFM2", "short convolutions, which Megatron-Core lacks", "minimax_m2"),
     "llama4": _LLAMA4,
     "llama4_text": _LLAMA4,
     "nemotron_h": RefusedFamily(
@@ -55,4 +55,4 @@ REFUSED: Mapping[str, RefusedFamily] = {
     ),
     "phimoe": RefusedFamily("Phi-3.5-MoE", "a router with a gradient of its own (SparseMixer)", "mixtral"),
 }
-"""By `model_type`."""
+"""`model_type` -> unsupported family."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def field_names(text: str) -> frozenset[str]:
-    """Split a text of names."""
+    """Return the names in a text."""
     return frozenset(text.split())
 
 
@@ -34,12 +34,12 @@ _WITHOUT_EFFECT = field_names(
     "pretraining_tp problem_type return_dict sep_token_id suppress_tokens tokenizer_class torch_dtype torchscript "
     "transformers_version unsloth_fixed unsloth_version use_bfloat16 use_cache use_return_dict"
 )
-# Every family reads them.
+# Every family reads these fields.
 _ALWAYS_READ = field_names("vocab_size tie_word_embeddings")
 _COUNTS = re.compile(r"(num_|n_)\w+|\w+_(size|dim|rank)")
 _NEVER_ZERO = field_names("vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim")
 ROTARY_BUFFERS = {r".*\.rotary_emb\.inv_freq": "buffers of the rotary embedding, which follow from config.json"}
-"""Regular expression of tensors that older versions of transformers saved, and the reason why no model reads them."""
+"""Regular expression of tensors that older versions of transformers saved -> reason why no model reads them."""
 LARGEST_SIZE, MOST_PARTS = 10**7, 10**4
 """Maximum of sizes, and of numbers of layers or experts, in a `config.json`. Today's models have up to 3 * 10^5 entries
 of the vocabulary, 130 layers, and 512 experts per layer."""
@@ -53,7 +53,7 @@ class ConfigFields:
         read: Fields that the family's mapping uses.
         fixed: Fields that must have one of these values.
         without_effect: Fields without effect on the computation, besides the usual ones.
-        advice: Help for an unsupported value of `fixed`, instead of the list of supported values.
+        advice: Field of `fixed` -> help for an unsupported value, in place of the list of supported values.
     """
 
     read: frozenset[str]
@@ -97,9 +97,9 @@ class Source:
     """A Hugging Face tensor, or a section of its rows. A rule names a tensor once for each section, in order.
 
     Attributes:
-        name: With `{layer}` and `{expert}` as placeholders of indices.
-        is_stacked: It contains all experts, `[experts, ...]`.
-        is_transposed: It is `[inputs, outputs]`. Megatron-Core has `[outputs, inputs]`.
+        name: Name with `{layer}` and `{expert}` in place of indices.
+        is_stacked: Whether the tensor contains all experts, `[experts, ...]`.
+        is_transposed: Whether the tensor is `[inputs, outputs]`. Megatron-Core has `[outputs, inputs]`.
     """
 
     name: str
@@ -117,7 +117,7 @@ class TensorLayout(Protocol):
 
 @dataclass(frozen=True)
 class Rows:
-    """Concatenated rows. All parts have the same number."""
+    """Concatenated rows. All parts have the same number of rows."""
 
     def join(self, parts: Sequence[Tensor], hf_config: Any) -> Tensor:
         return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
@@ -155,7 +155,7 @@ class QueryGroups:
 
 
 def heads_of(hf_config: Any) -> tuple[int, int]:
-    """Return the query heads of a group, and the size of a head."""
+    """Return the number of query heads of a group, and the size of a head."""
     heads = hf_config.num_attention_heads
     head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads
     return heads // hf_config.num_key_value_heads, head_dim
@@ -166,8 +166,8 @@ class Rule:
     """Source tensors of one kind of parameter.
 
     Attributes:
-        sources: The tensors that form it, in order. They are written under these names.
-        alternatives: Other forms, which are read if `sources` are missing or do not match the file's shapes.
+        sources: The tensors that form the parameter, in order. They are written under these names.
+        alternatives: Other forms. They are read if `sources` are missing or do not match the file's shapes.
     """
 
     sources: tuple[Source, ...]
@@ -187,8 +187,8 @@ class RuleTable:
     """All rules of a family.
 
     Args:
-        rules: By canonical name, with `{layer}` and `{expert}` as placeholders of indices.
-        prefixes: Hugging Face's prefix by canonical prefix, for parameters that are copied without a rule.
+        rules: Canonical name, with `{layer}` and `{expert}` in place of indices -> rule.
+        prefixes: Canonical prefix -> Hugging Face's prefix, for parameters that are copied without a rule.
     """
 
     def __init__(self, rules: Mapping[str, Rule], prefixes: Mapping[str, str] | None = None):
@@ -196,7 +196,7 @@ class RuleTable:
         self._rules = [(_as_pattern(name), found) for name, found in rules.items()]
 
     def find(self, name: str) -> Rule | None:
-        """Return the rule of one parameter, with its indices filled in, or None."""
+        """Return the rule of one parameter, with its indices filled in, or None if there is no rule."""
         for pattern, found in self._rules:
             if match := pattern.fullmatch(name):
                 return _filled_in(found, match.groupdict())
@@ -206,7 +206,12 @@ class RuleTable:
         return None
 
     def within(self, rename: Callable[[str], str], prefixes: Mapping[str, str]) -> "RuleTable":
-        """Return the table of a larger model that contains this one."""
+        """Return the table of a larger model that contains this table's model.
+
+        Args:
+            rename: Function of a Hugging Face name that returns the name in the larger model's files.
+            prefixes: See `RuleTable`.
+        """
 
         def renamed(sources: Sequence[Source]) -> tuple[Source, ...]:
             return tuple(replace(source, name=rename(source.name)) for source in sources)
@@ -239,7 +244,7 @@ def _filled_in(found: Rule, numbers: Mapping[str, str]) -> Rule:
 
 @dataclass(frozen=True)
 class SequenceLimit:
-    """Longest sequence that a family can compute, apart from its positions.
+    """Longest sequence that a family can compute, apart from the limit of its positions.
 
     Attributes:
         name: Name of the limit, as a plural noun.
@@ -256,17 +261,19 @@ class ModelFamily:
     """Mapping of one Hugging Face model type to Megatron-Core.
 
     Attributes:
-        transformer_fields: Maps the Hugging Face configuration to TransformerConfig fields (without the layout).
-        router_fields: The field of `config.json` for each router field of TransformerConfig that the model determines;
-            None if the architecture fixes it.
-        unused_tensors: Regular expressions (full match) of tensors that the model may ignore, with the reasons.
-        exported_fields: Fields of an exported `config.json` that declare the skipped tensors absent.
-        normalizes_all_heads: Norms of queries and keys run over all heads together.
-        rotary_percent: Share of each head's entries that is rotated, from the first one.
-        indexed_layers: Layers with an indexer, whose weights are kept but not used.
-        sequence_limit: Limit of sequences by a `config.json`, apart from positions; None: no such limit.
-        transformers_type: `model_type` of transformers' class for these files, if transformers does not know theirs.
-        vision: Vision tower and projector; None for a text model.
+        transformer_fields: Function of the Hugging Face configuration that returns TransformerConfig fields, without
+            the layout.
+        router_fields: Router field of TransformerConfig that the model determines -> field of `config.json`, or None if
+            the architecture fixes it.
+        unused_tensors: Regular expression (full match) of tensors that the model may ignore -> reason.
+        exported_fields: Fields of an exported `config.json` that declare that the skipped tensors are absent.
+        normalizes_all_heads: Whether norms of queries and keys run over all heads together.
+        rotary_percent: Share of each head's entries that is rotated, beginning with the first entry.
+        indexed_layers: Indices of the layers with an indexer, whose weights are kept but not used.
+        sequence_limit: Limit of sequences by a `config.json`, apart from positions, or None if there is no such limit.
+        transformers_type: `model_type` of transformers' class for these files, if transformers does not know the files'
+            own type.
+        vision: Vision tower and projector, or None for a text model.
     """
 
     name: str

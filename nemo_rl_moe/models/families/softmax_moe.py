@@ -73,7 +73,7 @@ QWEN3_MOE_READ_FIELDS = decoder.READ_FIELDS | field_names(
     "decoder_sparse_step mlp_only_layers moe_intermediate_size norm_topk_prob num_experts num_experts_per_tok "
     "num_local_experts router_aux_loss_coef"
 )
-# Released files also have fields of other families, with values that fit this one.
+# Released files also have fields of other families, with values that fit this family.
 QWEN3_MOE_FIXED_FIELDS = {
     **dense.QWEN3_FIXED_FIELDS,
     "qkv_bias": (False,),
@@ -83,7 +83,7 @@ QWEN3_MOE_FIXED_FIELDS = {
 
 
 def moe_layer_pattern(hf_config: Any) -> list[int]:
-    """Return 1 for each MoE layer, 0 for each dense one."""
+    """Return 1 for each MoE layer, and 0 for each dense layer."""
     return [
         int(index not in (hf_config.mlp_only_layers or []) and (index + 1) % hf_config.decoder_sparse_step == 0)
         for index in range(hf_config.num_hidden_layers)
@@ -96,7 +96,7 @@ def routed_expert_fields(hf_config: Any) -> dict[str, Any]:
     )
     return experts | {
         "moe_layer_freq": moe_layer_pattern(hf_config),
-        # A softmax over the chosen experts' logits equals a softmax over all, normalised over the chosen.
+        # A softmax over the chosen experts' logits equals a softmax over all logits, normalised over these experts.
         "moe_router_pre_softmax": not hf_config.norm_topk_prob,
     }
 

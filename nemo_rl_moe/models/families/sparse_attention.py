@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """DeepSeek-V3.2 and GLM-5: DeepSeek-V3's attention, restricted to tokens that an indexer chooses.
 
-The indexer chooses the best `index_topk` tokens of each query. In sequences up to that length these are all tokens, so
-it need not be computed. Longer sequences are refused. The indexer's weights are not trained, only copied.
+The indexer chooses the best `index_topk` tokens for each query. In sequences up to that length it chooses all tokens,
+so the choice need not be computed. Longer sequences are refused. The indexer's weights are not trained, only copied.
 """
 
 from collections.abc import Mapping
@@ -27,11 +27,11 @@ FIXED_FIELDS = {**deepseek.DEEPSEEK_V3_FIXED_FIELDS, "mlp_bias": (False,)}
 WITHOUT_EFFECT = deepseek.DEEPSEEK_V3_WITHOUT_EFFECT | field_names(
     "index_share_for_mtp_iteration indexer_rope_interleave moe_router_dtype"
 )
-# They determine the layers with an indexer. transformers derives `indexer_types` from the others.
+# These fields determine the layers with an indexer. transformers derives `indexer_types` from the other fields.
 _SHARING_FIELDS = field_names("index_skip_topk_offset index_topk_freq index_topk_pattern indexer_types")
 _DEFAULT_TOPK = 2048
 _KINDS = frozenset({"indexed_attention", "deepseek_sparse_attention"})
-"""Names of the only kind of layer, in transformers 5.19 and in earlier releases."""
+"""Names of the only supported kind of layer, in transformers 5.19 and in earlier releases."""
 _INDEXER = ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight")
 INDEXER = {
     f"{decoder.LAYER}self_attention.indexer.{name}": rule(f"{decoder.HF_LAYER}self_attn.indexer.{name}")
@@ -40,12 +40,12 @@ INDEXER = {
 
 
 def sequence_limit(config_json: Mapping[str, Any]) -> SequenceLimit:
-    why = "of longer sequences an indexer chooses the tokens that attention sees, which is not computed here"
+    why = "in longer sequences an indexer chooses the tokens that attention sees, which is not computed here"
     return SequenceLimit(config_json.get("index_topk", _DEFAULT_TOPK), "tokens of index_topk", why)
 
 
 def indexed_layers(hf_config: Any) -> list[int]:
-    """Return the layers with an indexer. The others share the last indexer before them."""
+    """Return the indices of the layers with an indexer. Each other layer shares the last indexer before it."""
     kinds = getattr(hf_config, "indexer_types", None) or ["full"] * hf_config.num_hidden_layers
     if len(kinds) != hf_config.num_hidden_layers or not set(kinds) <= {"full", "shared"} or kinds[0] != "full":
         raise ConfigurationError(

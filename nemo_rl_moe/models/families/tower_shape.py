@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from nemo_rl_moe.config.schema_policy import FreezeConfig
 
 _KEPT_BY_A_BLOCK = 8
-"""Tensors of the hidden size that a block keeps for its backward pass: see `TowerShape.activations_at_least`."""
+"""Number of tensors of the hidden size that a block keeps for its backward pass. They are listed in
+`TowerShape.activations_at_least`."""
 
 
 @dataclass(frozen=True)
@@ -16,13 +17,14 @@ class TowerShape:
     """Sizes of a vision tower and its projector.
 
     Attributes:
-        is_gated: The MLP has a gate, a third matrix.
+        is_gated: Whether the MLP has a gate, which is a third matrix.
         patch_dim: Number of input values of a patch.
         merge_size: Side, in patches, of the square that becomes one image token.
-        projector_products: Multiplications per image token in the projector.
+        projector_products: Number of multiplications per image token in the projector.
         window: Side, in patches, of attention windows, or None.
-        num_window_blocks: Blocks with windows. In the others all patches of an image attend to each other.
-        num_class_tokens: Additional tokens of an image in the blocks.
+        num_window_blocks: Number of blocks with windows. In the other blocks all patches of an image attend to each
+            other.
+        num_class_tokens: Number of additional tokens of an image in the blocks.
     """
 
     num_blocks: int
@@ -37,7 +39,7 @@ class TowerShape:
     num_class_tokens: int = 0
 
     def forward_flops(self, rows: int, columns: int) -> tuple[int, int]:
-        """Count operations of tower and projector in a forward pass over an image of `rows` x `columns` patches."""
+        """Return the operations of tower and of projector in a forward pass over `rows` x `columns` patches."""
         patches = rows * columns
         positions, hidden = patches + self.num_class_tokens, self.hidden_size
         of_a_block = 4 * hidden**2 + (3 if self.is_gated else 2) * hidden * self.intermediate_size
@@ -48,10 +50,10 @@ class TowerShape:
         return 2 * products, 2 * patches // self.merge_size**2 * self.projector_products
 
     def training_flops(self, images: Iterable[tuple[int, int]], freeze: FreezeConfig) -> int:
-        """Count operations of a forward and a backward pass over images, given by rows and columns of patches.
+        """Return the operations of a forward and a backward pass over images, given by rows and columns of patches.
 
         A backward pass has one product for each gradient of a trained weight, and one for the gradient of each input
-        that depends on a trained weight. Pixels get no gradient, but their one product is counted.
+        that depends on a trained weight. Pixels get no gradient, but the product for their gradient is counted.
         """
         trains_tower, trains_projector = not freeze.vision_tower, not freeze.projector
         found = 0
@@ -66,9 +68,10 @@ class TowerShape:
         For each patch, a block keeps the inputs of its two norms and first matrices (four of the hidden size), queries,
         keys and values (three), the input of the output matrix (one), and the inputs of the MLP's activation and of its
         last matrix. A gated MLP keeps both factors. With an intermediate size of four times the hidden size, two bytes
-        per number and no gate, this is 32 bytes x patches x hidden size: the 34 of Korthikanti et al., "Reducing
-        Activation Recomputation in Large Transformer Models" (2022), equation 1, without its dropout masks and
-        attention matrices. Float32 norms, rotary embeddings and the projector are omitted.
+        per number and no gate, this is 32 bytes x patches x hidden size. Equation 1 of Korthikanti et al., "Reducing
+        Activation Recomputation in Large Transformer Models" (2022), has 34 in place of 32, because it includes dropout
+        masks, and a further term for attention matrices. Float32 norms, rotary embeddings and the projector are omitted
+        here.
         """
         of_the_mlp = (4 if self.is_gated else 2) * self.intermediate_size
         of_a_block = _KEPT_BY_A_BLOCK * self.hidden_size + of_the_mlp
@@ -76,6 +79,6 @@ class TowerShape:
 
 
 def _squares(length: int, window: int) -> int:
-    """Count pairs along one side of an image that is split into windows. The last window may be narrower."""
+    """Return the number of pairs along one side of an image that is split into windows. The last may be narrower."""
     whole, rest = divmod(length, window)
     return whole * window**2 + rest**2

@@ -41,19 +41,20 @@ class VisionFamily:
     """Vision tower and projector of a vision-language family.
 
     Attributes:
-        decoder: The decoder's family; None: `text_config` names it.
-        config_fields: Fields of `config.json` outside its sections. The read ones are kept when flattened.
+        decoder: The decoder's family, or None if `text_config` names the family.
+        config_fields: Fields of `config.json` outside its sections. Flattened configurations keep the fields in `read`.
         tower_fields: Fields of `vision_config`.
-        decoder_name: Maps a name of the decoder's tensors as a text model to the name in files.
-        prefixes: Prefix in files by prefix of canonical names of tower and projector.
+        decoder_name: Function of a tensor's name in the decoder as a text model that returns the name in files.
+        prefixes: Prefix of canonical names of tower and projector -> prefix in files.
         projector: Prefixes of the projector's canonical names. Other names under `vision.` belong to the tower.
-        build: Builds tower and projector.
-        encode: Runs them over images, `[height, width, 3]` each.
+        build: Function that builds tower and projector.
+        encode: Function that runs tower and projector over images, each `[height, width, 3]`.
         pixels_per_token: Side, in pixels, of an image token.
-        has_mrope: Image tokens have positions in time, height and width.
-        interleaves_mrope: Frequencies of these three alternate in a head. Otherwise they form blocks.
-        deep_layers: Number of first decoder layers to whose outputs the tower adds features.
-        problems: Returns a line for each further problem of a flattened configuration.
+        has_mrope: Whether image tokens have positions in time, height and width.
+        interleaves_mrope: Whether the frequencies of the three positions alternate in a head. Otherwise they form
+            blocks.
+        deep_layers: Number of decoder layers, counted from the first, to whose outputs the tower adds features.
+        problems: Function that returns a line for each further problem of a flattened configuration.
     """
 
     name: str
@@ -73,7 +74,7 @@ class VisionFamily:
     problems: Callable[[Any], list[str]] = lambda hf_config: []
 
     def around(self, decoder: ModelFamily) -> ModelFamily:
-        """Return the family of full models with this decoder."""
+        """Return the family of full models that have this decoder."""
 
         def transformer_fields(hf_config: Any) -> dict[str, Any]:
             mrope = {"mrope_section": list(hf_config.mrope_section)} if self.has_mrope else {}
@@ -110,13 +111,13 @@ class VisionFamily:
     def embed(
         self, tower: nn.Module, pixels: UInt8[Tensor, " bytes"], sizes: Sequence[tuple[int, int]], hf_config: Any
     ) -> TowerOutput:
-        """Run tower and projector on images, whose RGB bytes are concatenated on the tower's device."""
+        """Return the output of tower and projector for images. `pixels` are their RGB bytes, on the tower's device."""
         parts = pixels.split([height * width * 3 for height, width in sizes])
         images = [part.view(*size, 3) for part, size in zip(parts, sizes, strict=True)]
         return self.encode(tower, images, hf_config)
 
     def flattened(self, hf_config: Any, decoder_type: str) -> Any:
-        """Merge the fields of decoder, tower and full model into one configuration."""
+        """Return one configuration with the fields of decoder, tower and full model."""
         flat = copy.deepcopy(hf_config.text_config)
         flat.decoder_type = decoder_type
         flat.model_type = hf_config.model_type
@@ -137,7 +138,7 @@ class VisionFamily:
 
 
 def decoder_section(config_json: Mapping[str, Any], vision: VisionFamily | None) -> Mapping[str, Any]:
-    """Return the decoder's part of a `config.json`: its section, or all fields that are not the full model's."""
+    """Return the decoder's part of a `config.json`: its section, or without one all fields except the full model's."""
     if vision is None:
         return config_json
     section = config_json.get("text_config")
@@ -189,7 +190,7 @@ def _common_problems(flat: Any, family: VisionFamily) -> list[str]:
 
 
 def built_config(plain: Any, config_class: type) -> Any:
-    """Make the configuration object for a transformers module from a plain one."""
+    """Return the configuration object that a transformers module needs, made from a plain configuration."""
     if isinstance(plain, config_class):
         return copy.deepcopy(plain)
     known = config_class().to_dict().keys() - {"model_type", "transformers_version"}

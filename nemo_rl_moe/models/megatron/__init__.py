@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """All code that imports Megatron-Core.
 
-This file imports it first: after `cpu_backend`, and without W&B, which Megatron-Core imports for its unused logging.
-W&B would take a third of a second in each process, and create two temporary folders that stay after a kill.
+This file imports Megatron-Core before any other module does: after `cpu_backend`, and without W&B. Megatron-Core only
+needs W&B for logging that this project does not use. W&B would take a third of a second in each process, and create two
+temporary folders that stay after a kill.
 """
 
 import sys

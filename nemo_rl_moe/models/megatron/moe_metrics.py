@@ -64,21 +64,22 @@ def get_moe_metrics(
 
     A configuration determines names and layers, and an enabled loss without a record is 0. With a recorder, the same
     all-reduce includes the load, also of image tokens if the recorder distinguishes them. Overload factors are computed
-    in the group of ranks that exchange tokens. The all-reduce includes their sums, and a second one has their maxima.
-    The size of both is independent of the number of ranks and microbatches.
+    in the group of ranks that exchange tokens. The all-reduce includes the factors' sums, and a second all-reduce their
+    maxima. The size of both does not depend on the number of ranks and microbatches.
 
     Args:
         loss_scale: `1 / num_microbatches`, with the number of microbatches per step and data-parallel rank.
         total_loss_dict: If given, each auxiliary loss is added to its entry, as in Megatron-LM's training loop.
-        per_layer_logging: Adds `{name}_layer_{i}` and the overload factors of each MoE layer. `i` is the global decoder
-            layer index, 0-based. Without a configuration, layers of multi-token prediction follow the decoder's.
-        config: The model's effective configuration. It and the later arguments are the same on every rank.
+        per_layer_logging: Whether to add `{name}_layer_{i}` and the overload factors of each MoE layer. `i` is the
+            global decoder layer index, 0-based. Without a configuration, layers of multi-token prediction follow the
+            decoder's.
+        config: The model's effective configuration. It and the arguments after it must be the same on every rank.
         device: Device of the reduction, by default the tracker's or this rank's.
-        recorder: Counts of this rank's routers. Adds load balance and overload factors, and gets the load matrix of
-            all ranks as its `expert_load`. Needs `config`.
-        detailed: Adds the load balance of each layer.
+        recorder: Recorder with the counts of this rank's routers, for load balance and overload factors. Its
+            `expert_load` is set to the load matrix of all ranks. Needs `config`.
+        detailed: Whether to add the load balance of each layer.
         top_k_experts: Number of the most and of the least loaded experts to report.
-        overload: Adds the overload factors.
+        overload: Whether to add the overload factors.
         what_if_expert_parallel_sizes: Expert-parallel sizes for which the overload is predicted from the same counts.
 
     Returns:
@@ -87,8 +88,8 @@ def get_moe_metrics(
         that is not enabled has no key.
 
     Raises:
-        ValueError: A recorder without a configuration, or, on every rank, a tracker of more than `MAX_TRACKED_LAYERS`
-            layers without one.
+        ValueError: `recorder` is given without `config`. Or, without `config`, the tracker of a rank has more than
+            `MAX_TRACKED_LAYERS` layers. Every rank raises the second error.
     """
     if config is None:
         if recorder is not None:
@@ -135,7 +136,7 @@ def get_moe_metrics(
 
 
 def _auxiliary_loss_metrics(losses: Mapping[str, Mapping[int, float]], per_layer: bool) -> dict[str, float]:
-    """Return the mean of each loss over its layers, from values by name and layer."""
+    """Return the mean of each loss over its layers. `losses` is name -> layer -> value."""
     metrics = {}
     for name, by_layer in losses.items():
         metrics[name] = sum(by_layer.values()) / len(by_layer)
@@ -161,10 +162,10 @@ def _device_of_tracker() -> torch.device:
 
 
 def _reduce_tracker(loss_scale: float, device: torch.device) -> dict[str, dict[int, float]]:
-    """Return the scaled losses of all ranks by name and layer, for the recorded layers."""
+    """Return name -> layer -> scaled loss of all ranks, for the layers that a rank recorded."""
     # The shape is fixed, because a stage without MoE layers knows neither the losses nor the number of layers, and
     # asking first would be a second collective. A tracker that is too long raises an error only after the collective,
-    # which the other ranks have entered.
+    # because the other ranks have entered it.
     recorded = recorded_auxiliary_losses()
     losses = torch.zeros(len(AUXILIARY_LOSSES), MAX_TRACKED_LAYERS, dtype=torch.float64, device=device)
     for row, name in enumerate(AUXILIARY_LOSSES):
@@ -228,7 +229,7 @@ def _reduce(
 
 
 def _own_losses(names: Sequence[str], config: TransformerConfig, device: torch.device) -> Tensor:
-    """Return `[names, decoder layers]`, with zeros for layers of other stages and losses that were not recorded."""
+    """Return this rank's losses `[names, decoder layers]`: 0 for layers of other stages and losses without a record."""
     recorded = recorded_auxiliary_losses()
     shares = torch.zeros(len(names), config.num_layers, dtype=torch.float64, device=device)
     for row, name in enumerate(names):

@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Overload of one rank's share of a step, computed in the group of ranks that exchange tokens.
 
-Counts by microbatch, layer and expert are summed over the ranks of one expert-data-parallel slice and pipeline stage,
-which then divide the events between them. Only sums and maxima by size and layer are reduced over all ranks. Their size
-is independent of the number of slices and microbatches.
+A slice is one expert-data-parallel replica of a pipeline stage. Its ranks sum their counts by microbatch, layer and
+expert, and then divide the events among themselves. An event is one layer in one microbatch. Only sums and maxima by
+expert-parallel size and layer are reduced over all ranks. Their size does not depend on the number of slices and
+microbatches.
 """
 
 from collections.abc import Sequence
@@ -35,8 +36,8 @@ def overload_of_rank(
 ) -> tuple[OverloadSums, Float[Tensor, ""]]:
     """Return the overload of this rank's share of the events, for the run's expert-parallel size and other sizes.
 
-    Every rank calls it. Collectives are a sum over the slice, if it has several ranks, and for sizes above the run's an
-    exchange between slices, if there are several. Neither waits for the host.
+    The second result is the highest cumulative peak ratio. Every rank calls it. The ranks of a slice sum their counts.
+    For sizes above the run's, slices also exchange counts. Neither collective waits for the host.
     """
     chunks = moe_positions_of_chunks(config, parallel_state.get_pipeline_model_parallel_rank())
     held = [position for layers in chunks for position in layers]
@@ -63,7 +64,7 @@ def _on(held: Sequence[int], counts: Tensor) -> Int[Tensor, " held"]:
 def _counts_of_slice(
     recorder: ExpertLoadRecorder, held: Sequence[int], *, num_blocks: int
 ) -> Int[Tensor, "microbatches held blocks"]:
-    """Sum the assignments of the ranks that exchange tokens over blocks of experts that no size splits."""
+    """Return the assignments to blocks of experts, summed over the ranks of a slice. No size splits a block."""
     own = recorder.counts.index_select(1, _on(held, recorder.counts))
     # int32 can count the tokens of any microbatch.
     blocks: Tensor = rank_loads(own, num_blocks).to(torch.int32).contiguous()
@@ -76,9 +77,9 @@ def _counts_of_slice(
 def _share(
     counts: Int[Tensor, "events blocks"], *, exchange: bool
 ) -> tuple[Int[Tensor, "slices share blocks"], Int[Tensor, " share"]]:
-    """Return this rank's share of the events and their numbers, from all slices after an exchange."""
+    """Return this rank's share of the events, and the events' indices. With `exchange`, it has counts of all slices."""
     # Ranks of a slice take events in turn, and so do slices after an exchange. All shares have the same length: some
-    # are padded with events after the last one, without assignments.
+    # are padded with empty events after the last event.
     rank = parallel_state.get_expert_tensor_and_model_parallel_rank()
     num_ranks = parallel_state.get_expert_tensor_and_model_parallel_world_size()
     num_slices = parallel_state.get_expert_data_parallel_world_size() if exchange else 1

@@ -51,12 +51,12 @@ class TrainableModel(ModelWorkers):
     """A model with an optimizer, which can be trained, saved, and resumed from a checkpoint.
 
     Args:
-        model_files: Content of the files to save with weights, by name. Weights can only be loaded with a
+        model_files: Name -> content of each file to save with the weights. Weights can only be loaded with a
             `config.json`.
         heads: The model's heads: log-probabilities, values, or both.
 
     Attributes:
-        weight_version: Optimizer steps that changed the weights since the start of training.
+        weight_version: Number of optimizer steps that have changed the weights since the start of training.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class TrainableModel(ModelWorkers):
         self._trains, self._is_offloaded = num_steps is not None, False
 
     def train(self, batch: TokenBatch, loss_function: LossFunction) -> TrainResult:
-        """Take one optimizer step for each global batch in `batch`."""
+        """Take one optimizer step for each global batch in `batch`, and return the results."""
         self._require_heads(loss_function)
         size = self._policy.train_global_batch_size
         batch = batch.with_shared_in(self._images)
@@ -136,7 +136,7 @@ class TrainableModel(ModelWorkers):
         by_global_batch: Sequence[Sequence[GlobalBatchShard]],
         results: Sequence[RankTrainResult],
     ) -> GpuUse | None:
-        """Measure the use of GPUs in a `train` call; None on CPUs."""
+        """Return the use of GPUs in a `train` call, or None on CPUs."""
         names = [name for name in self._gpus if name is not None]
         if self._forward_flops is None or not names:
             return None
@@ -152,7 +152,7 @@ class TrainableModel(ModelWorkers):
         )
 
     def _tower_flops(self, by_global_batch: Sequence[Sequence[GlobalBatchShard]]) -> int:
-        """Count operations of the vision tower on the distinct images of each microbatch."""
+        """Return the number of operations of the vision tower on the distinct images of each microbatch."""
         vision = family_of(self._hf_config).vision
         if vision is None:
             return 0
@@ -166,7 +166,7 @@ class TrainableModel(ModelWorkers):
         return vision.shape(self._hf_config).training_flops(grids, self._policy.freeze)
 
     def save_weights(self, directory: Path) -> Sequence[str]:
-        """Write the weights as a Hugging Face folder, which appears atomically.
+        """Write the weights as a Hugging Face folder. The folder appears once it is complete.
 
         Returns the names of parameters that were omitted because the family has no tensor for them.
 
@@ -179,11 +179,15 @@ class TrainableModel(ModelWorkers):
             raise CheckpointSaveError(error.problems) from None
 
     def start_checkpoint(self, directory: Path, *, with_optimizer: bool) -> None:
-        """Take a snapshot of the training state and start writing it. Training may continue at once."""
+        """Take a snapshot of the training state and begin to write it. Training may continue at once."""
         self._workers.call_all(MegatronTrainer.start_checkpoint, directory.absolute(), with_optimizer)
 
     def poll_checkpoint(self, *, wait: bool) -> Sequence[str] | None:
-        """Return the problems of the checkpoint's writing; None while it continues."""
+        """Return the problems of writing the started checkpoint, or None while the write continues.
+
+        Args:
+            wait: Whether to wait for the end of the write.
+        """
         if wait or all(self._workers.call_all(MegatronTrainer.checkpoint_is_written)):
             problem = self._workers.call_all(MegatronTrainer.finish_checkpoint)[0]
             return [] if problem is None else [problem]
@@ -193,11 +197,12 @@ class TrainableModel(ModelWorkers):
         """Restore the state that `start_checkpoint` wrote.
 
         Raises:
-            DamagedCheckpointError: Its files have changed. Another checkpoint must be loaded before the next step.
-            CheckpointError: It contains other things than tensors, or belongs to another model.
+            DamagedCheckpointError: Files of the checkpoint have changed. Another checkpoint must be loaded before the
+                next step.
+            CheckpointError: The checkpoint contains anything but tensors, or belongs to another model.
         """
         versions = self._workers.call_all(MegatronTrainer.load_checkpoint, directory.absolute(), with_optimizer)
-        self._is_offloaded = False  # it was loaded to the device
+        self._is_offloaded = False  # the state was loaded to the device
         self.weight_version = versions[0]
 
     def _offload_optimizer(self, is_wanted: bool, clock: PhaseClock) -> None:
@@ -211,7 +216,7 @@ class MegatronPolicy(TrainableModel):
     """The policy of a run: a trainable model that also generates, or sends its weights to engines.
 
     Attributes:
-        gpu: The GPUs that its ranks share with engines.
+        gpu: Model of the memory of a GPU that the policy's ranks and engines share.
     """
 
     def __init__(
@@ -254,9 +259,9 @@ class MegatronPolicy(TrainableModel):
         super().load_checkpoint(directory, with_optimizer=with_optimizer)
 
     def prepare_for_generation(self, clock: PhaseClock) -> None:
-        """Move the optimizer state to the host and free gradients if configured.
+        """Move the optimizer state to the host and free gradients, if the configuration asks for it.
 
-        For engines on the same GPUs, the ranks also release the memory that their allocators cache.
+        If engines are on the same GPUs, the ranks also release the memory that their allocators cache.
         """
         generates = generating(self._policy)
         self._offload_optimizer(generates is not None and generates.offload_optimizer_for_generation, clock)
@@ -265,26 +270,30 @@ class MegatronPolicy(TrainableModel):
         self.gpu.make_room()
 
     def prepare_for_logprobs(self, clock: PhaseClock) -> None:
-        """Move the optimizer state to the host before log-probability passes if configured."""
+        """Move the optimizer state to the host before log-probability passes, if the configuration asks for it."""
         self.gpu.measure()
         generates = generating(self._policy)
         self._offload_optimizer(generates is not None and generates.offload_optimizer_for_logprob, clock)
 
     def prepare_for_training(self, clock: PhaseClock) -> None:
-        """Move the optimizer state back if it was moved."""
+        """Move the optimizer state back to the device if it is on the host."""
         if self._is_offloaded:
             with clock.phase("onload_optimizer"):
                 self._workers.call_all(MegatronTrainer.onload_optimizer)
             self._is_offloaded = False
 
     def reference_logprobs(self, batch: TokenBatch) -> Tensor:
-        """Compute `logprobs` of the initial model."""
+        """Return `logprobs` of the initial model."""
         return self.start_logprobs(batch, reference=True)()
 
     def logprobs_and_routes(
         self, batch: TokenBatch, *, one_at_a_time: bool = False
     ) -> tuple[Tensor, StoredColumn | None]:
-        """Compute `logprobs` and the pass's routed experts, stored in Ray; None for a model without MoE layers."""
+        """Return `logprobs` and the routed experts of the pass, stored in Ray (None for a model without MoE layers).
+
+        Args:
+            one_at_a_time: Whether each microbatch has only one sequence.
+        """
         if not self.moe_configuration:
             return self.logprobs(batch), None
         batching = PlainBatching(1) if one_at_a_time else self._logprob_batching
@@ -300,8 +309,8 @@ class MegatronPolicy(TrainableModel):
         return logprobs, stored_per_token(rows[: len(batch)], fill=UNKNOWN)
 
     def expert_biases(self) -> Float[np.ndarray, "2 layers experts"] | None:
-        """Return the expert bias before and after the last update; None if it was skipped or has no bias update."""
-        # Ask one rank of each stage. The others have copies of its layers.
+        """Return the expert bias before and after the last update. None if the update was skipped or moves no bias."""
+        # One rank of each stage is asked. The other ranks of the stage have copies of its layers.
         asked = [
             () if place.data_parallel_rank == place.tensor_rank == place.context_rank == 0 else None
             for place in self._coordinates
@@ -314,7 +323,7 @@ class MegatronPolicy(TrainableModel):
         """Return one continuation of each prompt, in order."""
         size = self._data_parallel_size
         batch = batch.with_shared_in(self._images)
-        # Distribute neighbours, which are often samples of one prompt with similar lengths.
+        # Neighbours go to different ranks, because they are often responses to one prompt, with similar lengths.
         shares = [batch.share(rank, size) for rank in range(size)]
         to_ranks = self._to_ranks(shares, self._max_generation_batch_size)
         by_rank = self._reported(self._workers.start_each(MegatronModel.generate, to_ranks)())
@@ -325,10 +334,10 @@ class MegatronPolicy(TrainableModel):
     ) -> WeightTransport:
         """Return a transport of the current weights to one engine, as a context manager.
 
-        The arguments are explained in `generation.refit.refit`.
+        `generation.refit.refit` explains the arguments.
         """
         send = partial(self._send_weights, altered, then)
-        # Over NCCL the first rank sends for all: each sender would need a communicator with buffers in all receivers.
+        # Over NCCL rank 0 sends for all ranks: each sender would need a communicator with buffers in all receivers.
         num_senders = 1 if self._weight_transport == "nccl" else len(self._coordinates)
         has_files = self._weight_transport == "files"
         return WeightTransport(
@@ -341,13 +350,13 @@ class MegatronPolicy(TrainableModel):
         )
 
     def start_fingerprints(self, number_format: str) -> Callable[[], Fingerprints]:
-        """Start computing the fingerprints of the weights on all ranks; return a function that waits for them."""
+        """Begin to compute the fingerprints of the weights on all ranks. Return a function that waits for them."""
         asked = [(number_format,)] * len(self._coordinates)
         by_rank = self._workers.start_each(MegatronModel.weight_fingerprints, asked)
         return lambda: {name: found for of_rank in by_rank().values() for name, found in of_rank.items()}
 
     def probe_adapters(self, is_on: bool) -> None:
-        """Give the adapters other values (True), or exactly their own again (False)."""
+        """Give the adapters other values if `is_on` is true. Otherwise restore their own values bit by bit."""
         self._workers.call_all(MegatronModel.begin_probe if is_on else MegatronModel.end_probe)
 
     def _transfer_folder(self) -> Path:
@@ -355,13 +364,13 @@ class MegatronPolicy(TrainableModel):
             return folder_of_one_machine(len(self._coordinates))
         if self._checkpoint_dir is None:
             raise ConfigurationError(
-                "checkpointing.checkpoint_dir: null, but weights travel to the generation engine through a folder that"
-                " all machines reach, and that one is taken; set it"
+                "checkpointing.checkpoint_dir: got null, expected a folder that all machines reach: weights are sent to"
+                " the generation engine through this folder"
             )
         return Path(self._checkpoint_dir).absolute()
 
     def _backend(self, num_receivers: int, receivers: str) -> TransportBackend:
-        """Make the configured transport. It gets new connections after a failed transfer."""
+        """Return the configured transport. After a failed transfer it gets new connections."""
         group = f"{receivers}-{self._num_failed_transfers}"
         address = "127.0.0.1" if self._cluster.is_local else None
         return make_backend(self._weight_transport, group, num_receivers, address)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The driver's side of a model: it shards batches over the data-parallel ranks and calls the workers."""
+"""The driver's side of a model. It splits batches among the data-parallel ranks and calls the workers."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -41,7 +41,7 @@ Result = TypeVar("Result")
 
 
 def choose_batching(policy: PolicyConfig, micro_batch_size: int) -> Batching:
-    """Return the configured batching by tokens, or else microbatches of `micro_batch_size` sequences."""
+    """Return the configured batching by tokens. If there is none, microbatches have `micro_batch_size` sequences."""
     if policy.sequence_packing.enabled:
         multiple = sequence_multiple(policy.megatron_cfg.context_parallel_size)
         packing = policy.sequence_packing
@@ -56,15 +56,16 @@ class ModelWorkers:
     """Megatron-Core workers of one model of a run (the policy or another role), one Ray actor per rank.
 
     Args:
-        role: Such as `policy` or `teacher`, for error messages.
-        policy: The section that describes the model and its layout.
-        num_steps: Optimizer steps of the run; None: only forward passes, without gradients and optimizer state.
-        keep_reference: Keep the initial weights as the reference model.
+        role: Role of the model for error messages, such as `policy` or `teacher`.
+        policy: Section of the configuration that describes the model and its layout.
+        num_steps: Number of optimizer steps of the run. With None, the model only runs forward passes, and has no
+            gradients and no optimizer state.
+        keep_reference: Whether to keep the initial weights as the reference model.
 
     Attributes:
         moe_configuration: The router and expert settings in force.
-        moe_configuration_sources: The source of each of them.
-        notices: Notices for the user on the loaded weights, one line each.
+        moe_configuration_sources: Name of a setting -> its source.
+        notices: Notices for the user on the loaded weights, one line for each.
     """
 
     def __init__(
@@ -105,14 +106,14 @@ class ModelWorkers:
             environment=_environment(policy, on_gpus=cluster.config.gpus_per_node > 0),
             model=None if role == POLICY_ROLE else role,
         )
-        # Without optimizer steps they are `MegatronModel`s, and only its methods are called.
+        # Without optimizer steps the workers are of class `MegatronModel`, and only its methods are called.
         self._workers = cast("WorkerGroup[MegatronTrainer]", started)
         descriptions = self._workers.call_all(MegatronModel.describe, load_config_json(str(source.folder())))
         first = descriptions[0]
         self._coordinates = [description.coordinates for description in descriptions]
         self._data_parallel_size = first.coordinates.data_parallel_size
         megatron = policy.megatron_cfg
-        # An interleaved schedule runs groups of microbatches, one for each stage.
+        # An interleaved schedule runs groups of microbatches, with one microbatch for each stage.
         interleaved = megatron.virtual_pipeline_model_parallel_size is not None
         self._microbatch_multiple = megatron.pipeline_model_parallel_size if interleaved else 1
         self._cluster = cluster
@@ -123,7 +124,7 @@ class ModelWorkers:
         self.notices = first.notices
 
     def evaluate(self, batch: TokenBatch, loss_function: LossFunction) -> dict[str, MetricSeries]:
-        """Compute the loss function's metrics by forward passes. Batches of any size are allowed."""
+        """Return the loss function's metrics from forward passes only. Batches of any size are allowed."""
         self._require_heads(loss_function)
         plan, filled = self._plan_forward(batch, self._batching)
         shards = make_shards(filled, plan.by_rank, batch)
@@ -137,12 +138,12 @@ class ModelWorkers:
     def start_logprobs(
         self, batch: TokenBatch, *, by_one_copy: bool = False, reference: bool = False
     ) -> Callable[[], Tensor]:
-        """Start `logprobs` after the workers' pending calls; return a function that waits for the result.
+        """Start `logprobs` after the workers' pending calls. Return a function that waits for the result.
 
         Args:
-            by_one_copy: Use the ranks of one data-parallel copy only, if it has all experts. With few sequences, a pass
-                costs each rank about the same, however few they are.
-            reference: Use the reference model, which must have been kept.
+            by_one_copy: Whether to use only the ranks of one data-parallel copy, if the copy has all experts. With few
+                sequences, the cost of a pass on a rank hardly depends on their number.
+            reference: Whether to use the reference model, which must have been kept.
         """
         alone = by_one_copy and _has_its_own_experts(self._policy.megatron_cfg)
         plan, filled, shares = self._plan_logprobs(batch, self._logprob_batching, 1 if alone else None)
@@ -151,14 +152,14 @@ class ModelWorkers:
         return lambda: in_rows(plan, self._reported(by_rank()), batch, filled)
 
     def values(self, batch: TokenBatch) -> Tensor:
-        """Compute the value of the state in which each token is chosen, `[batch, sequence]`.
+        """Return the value of the state in which each token is chosen, `[batch, sequence]`.
 
-        It is 0 for the first token and on padding.
+        The value is 0 for the first token and on padding.
         """
         return self._of_value_head(MegatronModel.values, batch)
 
     def scores(self, batch: TokenBatch) -> Tensor:
-        """Compute the value after the last token of each sequence, `[batch]`."""
+        """Return the value after the last token of each sequence, `[batch]`."""
         return self._of_value_head(MegatronModel.scores, batch)[:, 0]
 
     def _of_value_head(
@@ -171,9 +172,9 @@ class ModelWorkers:
         return in_rows(plan, self._reported(by_rank), batch, filled)
 
     def start_top_candidates(self, batch: TokenBatch, k: int, vocabulary_size: int) -> Callable[[], Candidates]:
-        """Start finding the `k` likeliest tokens at each position; return a function that waits for them.
+        """Begin to find the `k` likeliest tokens at each position. Return a function that waits for them.
 
-        Only the first `vocabulary_size` ids count.
+        Only tokens with an id below `vocabulary_size` count.
         """
         plan, filled, shares = self._plan_logprobs(batch, self._logprob_batching)
         started = self._workers.start_each(MegatronModel.top_candidates, self._to_ranks(shares, k, vocabulary_size))
@@ -186,9 +187,9 @@ class ModelWorkers:
         return wait
 
     def start_candidate_logprobs(self, batch: TokenBatch) -> Callable[[], Tensor]:
-        """Start computing the log-probabilities of each token's candidates (column `candidate_ids`).
+        """Begin to compute the log-probabilities of each token's candidates (column `candidate_ids`).
 
-        The returned function waits for them, `[batch, sequence, k]`.
+        The returned function waits for the log-probabilities and returns them, `[batch, sequence, k]`.
         """
         plan, filled, shares = self._plan_logprobs(batch, self._logprob_batching)
         started = self._workers.start_each(MegatronModel.candidate_logprobs, self._to_ranks(shares))
@@ -197,7 +198,10 @@ class ModelWorkers:
     def compare_routes(
         self, batch: TokenBatch, *, reference: bool = False, one_at_a_time: bool = False
     ) -> RouteComparison:
-        """Compare the experts that routers choose with the batch's captured routes, which are not replayed."""
+        """Compare the experts that routers choose with the batch's captured routes, and return the comparison.
+
+        The captured routes are not replayed.
+        """
         batching = PlainBatching(1) if one_at_a_time else self._logprob_batching
         plan, filled, shares = self._plan_logprobs(batch, batching)
         compare = MegatronTrainer.compare_reference_routes if reference else MegatronModel.compare_routes
@@ -217,7 +221,7 @@ class ModelWorkers:
     def _plan_forward(
         self, batch: TokenBatch, batching: Batching, num_copies: int | None = None
     ) -> tuple[EvaluationPlan, TokenBatch]:
-        """Plan microbatches for `num_copies` data-parallel ranks (default: all); also return the batch with fillers."""
+        """Return a plan of microbatches for `num_copies` data-parallel ranks (default: all), and the filled batch."""
         batch = batch.with_shared_in(self._images)
         plan = plan_evaluation(
             batch.lengths.tolist(),
@@ -232,7 +236,7 @@ class ModelWorkers:
     def _plan_logprobs(
         self, batch: TokenBatch, batching: Batching, num_copies: int | None = None
     ) -> tuple[EvaluationPlan, TokenBatch, list[list[TokenBatch]]]:
-        """Plan a log-probability pass; also return the batch with fillers, and each rank's microbatches."""
+        """Return the plan of a log-probability pass, the batch with fillers, and each rank's microbatches."""
         inputs = batch.for_model()
         if isinstance(batching, PlainBatching):
             # Fillers cost as much as sequences, so the microbatches of few sequences (as in the refit check) are small.
@@ -245,7 +249,7 @@ class ModelWorkers:
     def _to_ranks(self, shares: Sequence[Share], *further: *Further) -> Sequence[tuple[Share, *Further] | None]:
         """Return each worker's arguments: the share of its data-parallel rank, and `further`.
 
-        With fewer shares than data-parallel ranks, the last ranks get None.
+        If there are fewer shares than data-parallel ranks, the last ranks get None.
         """
         ranks = [place.data_parallel_rank for place in self._coordinates]
         return [(shares[rank], *further) if rank < len(shares) else None for rank in ranks]
@@ -258,7 +262,7 @@ class ModelWorkers:
 
 
 def _environment(policy: PolicyConfig, *, on_gpus: bool) -> dict[str, str]:
-    """Return the environment variables of the workers: the layout's on GPUs, and the user's."""
+    """Return the environment variables of the workers: the layout's (on GPUs only) and the user's."""
     megatron = policy.megatron_cfg
     # A single queue to the GPU starts overlapping kernels in call order. Megatron-Core requires this if tensor-parallel
     # or context-parallel ranks communicate while they compute.
@@ -269,14 +273,14 @@ def _environment(policy: PolicyConfig, *, on_gpus: bool) -> dict[str, str]:
 
 def _has_its_own_experts(megatron: MegatronConfig) -> bool:
     """Return whether each data-parallel copy holds all experts on its own ranks."""
-    # Megatron-Core numbers the ranks of a stage consecutively, and distributes the experts over neighbours.
+    # Megatron-Core numbers the ranks of a stage consecutively, and distributes the experts over neighbouring ranks.
     ranks_of_a_stage = megatron.tensor_model_parallel_size * megatron.context_parallel_size
     ranks_of_experts = megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size
     return ranks_of_a_stage % ranks_of_experts == 0
 
 
 def in_rows(plan: EvaluationPlan, by_rank: Sequence[Sequence[Tensor]], batch: TokenBatch, filled: TokenBatch) -> Tensor:
-    """Join the values of all ranks' microbatches to `[batch, sequence, ...]`, without fillers, 0 on padding."""
+    """Return the values of all ranks' microbatches as `[batch, sequence, ...]`, without fillers, and 0 on padding."""
     first = by_rank[0][0]
     result = first.new_zeros((*filled.input_ids.shape, *first.shape[2:]))
     for microbatches, found in zip(plan.by_rank, by_rank, strict=True):
@@ -287,6 +291,6 @@ def in_rows(plan: EvaluationPlan, by_rank: Sequence[Sequence[Tensor]], batch: To
 
 
 def join_metrics(by_rank: list[dict[str, MetricSeries]]) -> dict[str, MetricSeries]:
-    """Concatenate the metrics of all ranks that report any."""
+    """Return the concatenated metrics of all ranks that report any metrics."""
     reporting = [metrics for metrics in by_rank if metrics]
     return {name: concatenate(metrics[name] for metrics in reporting) for name in reporting[0]}

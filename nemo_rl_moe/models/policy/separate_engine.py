@@ -36,13 +36,13 @@ Result = TypeVar("Result")
 
 
 class SeparateEngine(GenerationEngine):
-    """Workers that each hold a full copy of the weights and take requests as they come.
+    """Workers that each hold a full copy of the weights, and take requests as they arrive.
 
     A worker that dies or fails ends the run. Responses have routed experts if the configuration captures them.
 
     Args:
         copies: Started workers, each a separate job.
-        max_batch_size: Maximum number of sequences that a copy generates at a time; None: all that wait for it.
+        max_batch_size: Maximum number of sequences that a copy generates at a time. With None, there is no maximum.
     """
 
     can_score = True
@@ -58,7 +58,7 @@ class SeparateEngine(GenerationEngine):
         return await self._requests.answer(request)
 
     def update_weights(self, transport: WeightTransport, version: int) -> None:
-        """Receive weights on all copies, after they have answered their requests, while the trainer sends."""
+        """Receive the weights that the trainer sends, on all copies, after the copies have answered their requests."""
         with self._requests.paused(), ThreadPoolExecutor(1) as thread:
             hold_weights, self._has_weights = self._has_weights, False
             spec = transport.open(self._copies.world_size, version, receivers=f"{id(self)}", hold_weights=hold_weights)
@@ -66,7 +66,7 @@ class SeparateEngine(GenerationEngine):
             try:
                 transport.send()
             except WeightSyncError:
-                received.result()  # the reason of a copy that failed
+                received.result()  # raises the error of a copy that failed
                 raise
             received.result()
             self._has_weights = True
@@ -97,7 +97,7 @@ class SeparateEngine(GenerationEngine):
         return _answers(self._copies.start_each(MegatronModel.generate, to_copies))[copy]
 
     def _receive(self, transport: WeightTransport, spec: TransportSpec, version: int) -> None:
-        """Wait until all copies have received. An error of one ends the transfer for all."""
+        """Wait until all copies have received the weights. An error of one copy ends the transfer for all copies."""
         to_copies = [(spec, copy, version) for copy in range(self._copies.world_size)]
         try:
             _answers(self._copies.start_each(MegatronModel.receive_weights, to_copies))
@@ -129,7 +129,7 @@ def _batch_of(sequences: Sequence[Sequence[int]], model_inputs: Sequence[Mapping
 
 
 def on_one_rank(policy: GeneratingPolicyConfig) -> GeneratingPolicyConfig:
-    """Return the policy's section for a rank with the full model, without adapters if they arrive merged."""
+    """Return the policy's section for a rank with the full model. It has no adapters if merged weights arrive."""
     sizes = ("tensor_model", "pipeline_model", "expert_model", "expert_tensor", "context")
     stages = ("virtual_pipeline_model_parallel_size", "num_layers_in_first_pipeline_stage")
     layout = {f"{name}_parallel_size": 1 for name in sizes} | dict.fromkeys(

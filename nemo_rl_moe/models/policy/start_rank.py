@@ -39,21 +39,21 @@ def start_rank(  # pragma: no cover  (runs in another process)
 
     Args:
         hf_config: The model's configuration, from `plain_config`.
-        decodes_text: Load the tokenizer, for stop strings.
+        decodes_text: Whether to load the tokenizer, for stop strings.
 
     Returns:
-        A `MegatronTrainer` if there are optimizer steps, else a `MegatronModel`. If the model or its weights cannot be
-        used, every rank returns the error.
+        A `MegatronTrainer` if there are optimizer steps, otherwise a `MegatronModel`. If the model or its weights
+        cannot be used, every rank returns the error.
     """
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     if not torch.cuda.is_available():
         keep_freed_memory()
-    # Steps that can fail on this machine only come before any collective. Their errors end this process, which the
-    # driver notices at once. After a collective, the other ranks would wait for this one, and the reason would be lost.
+    # Steps that can fail on a single machine come before any collective. Their errors end this process, and the driver
+    # notices this at once. After a collective, the other ranks would wait for this rank, and the reason would be lost.
     folder = source.folder()
     config_json = load_config_json(str(folder))
     settings = policy.tokenizer
-    # Loaded only if needed: it imports parts of transformers, which takes more than a second.
+    # The tokenizer is loaded only if needed, because it imports parts of transformers, which takes more than a second.
     tokenizer = load_tokenizer(settings.name, settings.chat_template) if decodes_text else None
     with shared_gloo_device():
         initialize_parallel_state(policy.megatron_cfg, rank, world_size, int(os.environ["LOCAL_RANK"]), seed)

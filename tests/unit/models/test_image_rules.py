@@ -175,7 +175,7 @@ def test_a_model_beside_the_policy_takes_its_images_as_they_are() -> None:
     assert image_problem(replace(patches, sizes=PatchSizes(28, 7, 9), resample=2), patches) is None
     assert image_problem(replace(tiles, sizes=TileSizes((32, 32), 1, 1, 16)), tiles) is None
     assert image_problem(None, tiles) == "takes text alone"
-    assert image_problem(tiles, None) == "takes images, and the policy text alone"
+    assert image_problem(tiles, None) == "takes images, but the policy takes text alone"
     for own, policys in (
         (patches, tiles),
         (tiles, patches),

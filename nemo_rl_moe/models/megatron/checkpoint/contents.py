@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Contents of a checkpoint: names of a model's tensors, optimizer, counters and random states.
 
-The names do not depend on the model's modules. Transformer Engine has a norm's weight in the linear layer after it,
-except before experts. Megatron-Core's modules have separate norms, and their layer specs name them as in Transformer
-Engine's dense layers, also before experts, but not with multi-latent attention. Here every norm has the name of a
-separate module.
+The names do not depend on the model's modules. Transformer Engine keeps a norm's weight in the linear layer after the
+norm, except before experts. Megatron-Core's own modules have separate norms. Their layer specs save these norms under
+the names of Transformer Engine's dense layers, also before experts, but not with multi-latent attention. In this
+project every norm has the name of a separate module.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -48,7 +48,7 @@ _EXPERT_BIAS = ".router.expert_bias"
 
 
 def model_names(saved: Iterable[str]) -> dict[str, str]:
-    """Map this project's names of a model's tensors to the names in a checkpoint, which may be Megatron-Core's."""
+    """Return this project's name -> name in the checkpoint (which may be Megatron-Core's), for a model's tensors."""
     return {plain_norm_name(name): name for name in saved if _is_the_model_s(name)}
 
 
@@ -58,7 +58,7 @@ def may_be_missing(name: str) -> bool:
 
 
 def is_of_value_head(name: str) -> bool:
-    """Return whether a tensor belongs to a value head, which a model only has in some roles."""
+    """Return whether a tensor belongs to a value head. Only models in some roles have a value head."""
     return name.startswith(VALUE_HEAD_PREFIX)
 
 
@@ -72,7 +72,7 @@ def check_names(
     """Compare the names that the ranks need with the names in a checkpoint. Every rank calls it.
 
     Args:
-        directory: For the message.
+        directory: Folder that the error message names.
         wanted: Names that this rank needs.
         may_be_skipped: Whether a name in the checkpoint may be unused.
 
@@ -80,7 +80,8 @@ def check_names(
         Unused names in the checkpoint.
 
     Raises:
-        CheckpointError: A tensor is missing, or no rank uses one. Raised on every rank.
+        CheckpointError: The checkpoint lacks a tensor, or has a tensor that no rank uses and that may not be skipped.
+            Raised on every rank.
     """
     asked_for = union_of_ranks(dict.fromkeys(wanted)).keys()
     held = {name for name in saved if _is_the_model_s(name)}
@@ -106,7 +107,7 @@ _TRACKED = "tracked."
 
 
 def random_states() -> dict[str, Tensor]:
-    """Copy the random states of torch, of the GPU if there is one, and of Megatron-Core's named generators."""
+    """Return copies of the random states of torch, the GPU if there is one, and Megatron-Core's named generators."""
     states = {"torch": torch.get_rng_state()}
     if not cpu_backend.ACTIVE:
         states["cuda"] = torch.cuda.get_rng_state()
@@ -165,7 +166,7 @@ def random_key(name: str) -> str:
 
 
 def sharded_model(chunks: Sequence[GPTModel], *, saved: Collection[str] = ()) -> dict[str, Sharded]:
-    """Return the parameters and buffers of the weights, without copies, or only the adapters of a model with adapters.
+    """Return the model's parameters and buffers without copies. If the model has adapters, return only the adapters.
 
     Names contain layer numbers, so that another pipeline layout finds them.
 
@@ -193,7 +194,8 @@ def sharded_contents(
 
     Args:
         objects: Their tensors are saved, or filled when loading.
-        counters: Included with optimizer, schedule and random states. None for the model's weights only.
+        counters: Counters to include, with the optimizer and random states. None if only the model's weights are part
+            of the checkpoint.
         saved: For loading, the names in the checkpoint. Random states are only loaded if the checkpoint has them for
             this layout, rank and device type.
     """
@@ -222,10 +224,13 @@ def restore_model(chunks: Sequence[GPTModel], loaded: dict[str, Tensor]) -> None
 
 @torch.no_grad()
 def restore_contents(objects: TrainingObjects, loaded: dict[str, Any]) -> TrainerCounters | None:
-    """Fill the objects with loaded tensors, by the names of `sharded_contents`. Returns None for weights only."""
+    """Fill the objects with loaded tensors, by the names of `sharded_contents`.
+
+    Returns the counters, or None if only weights were loaded.
+    """
     restore_model(objects.chunks, loaded["model"])
     if "counters" not in loaded:
-        reset_state(objects.optimizer)  # a damaged checkpoint may have filled it before
+        reset_state(objects.optimizer)  # an earlier load of a damaged checkpoint may have filled it
         masters_from_weights(objects.optimizer)
         return None
     num_updates, num_calls, scheduler_ticks = loaded["counters"].tolist()

@@ -3,9 +3,10 @@
 """Ranges of flattened parameters as boxes of full tensors.
 
 The distributed optimizer splits the flattened parameters into equal ranges for the data-parallel ranks, without regard
-to rows. A range of a tensor in row-major order is the end of a row, complete rows, and the beginning of a row,
-recursively in one dimension less: at most `2 n - 1` boxes in `n` dimensions. torch's distributed format stores and
-reads arbitrary boxes, so each rank writes and reads only its range, in any combination of layouts.
+to rows. A range of a tensor in row-major order is the end of a row, complete rows, and the beginning of a row. The two
+partial rows are split again, in one dimension less. This makes at most `2 n - 1` boxes in `n` dimensions. torch's
+distributed format stores and reads arbitrary boxes, so each rank writes and reads only its range, in any combination of
+layouts.
 """
 
 import math
@@ -63,7 +64,7 @@ def sharded_range(
     Args:
         start: Beginning of the range in the flattened parameter.
         values: One value for each entry of the range, such as a moment.
-        replica: Replica index among the ranks with the same parameters. The first replica is written.
+        replica: Replica index among the ranks with the same parameters. Only the first replica is written.
     """
     pieces = []
     stop = start + values.numel()
@@ -81,7 +82,7 @@ def _offset_in(part: Tensor, parameter: Tensor, name: str) -> int:
     """Return the offset of a part in the flattened parameter."""
     shared = part.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
     if not (shared and part.is_contiguous() and parameter.is_contiguous()):
-        raise ValueError(f"{name}: its tensors in a checkpoint are no blocks of the parameter, and cannot be cut")
+        raise ValueError(f"{name}: its tensors in a checkpoint are no blocks of the parameter, so they cannot be cut")
     return int(part.storage_offset() - parameter.storage_offset())
 
 

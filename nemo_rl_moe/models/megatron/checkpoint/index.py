@@ -3,8 +3,9 @@
 """Safe reading of a distributed checkpoint's index.
 
 torch and Megatron-Core unpickle the index `.metadata` and objects in the data files without restriction, so a foreign
-checkpoint can run code in every worker. Here the index may name only the classes of an index, and a checkpoint may
-contain only tensors. (torch's `weights_only` reader only supports pickle protocol 2, and the index has protocol 4.)
+checkpoint can run code in every worker. In this module, an index may name only torch's classes for an index, and a
+checkpoint may contain only tensors. (torch's `weights_only` reader only supports pickle protocol 2, and the index has
+protocol 4.)
 """
 
 import hashlib
@@ -40,8 +41,8 @@ class DataOnlyReader(FileSystemReader):
     """Reader of a checkpoint's tensors with a checked index.
 
     Args:
-        index: From `check_folder`. It is not read again.
-        parts: Receives the checksums of tensors. None skips their comparison.
+        index: Index from `check_folder`. It is not read again.
+        parts: Receives the checksums of tensors and compares them. None skips the comparison.
     """
 
     def __init__(self, folder: str | Path, index: Metadata, parts: PartsRead | None):
@@ -107,7 +108,7 @@ def check_folder(folder: Path) -> tuple[Metadata, str]:
 
 @contextmanager
 def data_only(index: Metadata, parts: PartsRead | None) -> Iterator[None]:
-    """Let Megatron-Core read with `DataOnlyReader` while open."""
+    """Let Megatron-Core read with `DataOnlyReader` while the context is open."""
     with patch.object(
         torch_strategies, "_get_filesystem_reader", lambda folder, *_, **__: DataOnlyReader(folder, index, parts)
     ):
@@ -122,17 +123,17 @@ def _readable(path: Path, read: Callable[[Path], Result]) -> Result:
 
 
 def _check_common(path: Path, content: bytes) -> None:
-    """Check that Megatron-Core's file of objects for the restored state is empty."""
+    """Check that Megatron-Core's file for objects other than tensors is an empty dictionary."""
     try:
         found: Any = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
     except Exception:  # a torn file can fail in any way
         raise CheckpointError(f"{path}: refused or damaged: it holds something else than tensors") from None
     if type(found) is not dict or found:
-        raise CheckpointError(f"{path}: refused: expected an empty dictionary, all tensors are elsewhere")
+        raise CheckpointError(f"{path}: refused: expected an empty dictionary, because all tensors are in other files")
 
 
 def _check_format(path: Path, content: bytes) -> None:
-    """Check the name of the format, which chooses the code that Megatron-Core imports."""
+    """Check the name of the format, because Megatron-Core imports code by this name."""
     try:
         found = json.loads(content)
     except ValueError:
@@ -170,11 +171,11 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def parse_index(content: bytes) -> Metadata:
-    """Parse the index: descriptions of tensors, and their positions in the folder's files.
+    """Return the parsed index: descriptions of tensors, and their positions in the folder's files.
 
     Raises:
-        pickle.UnpicklingError: It names or contains anything else.
-        Exception: It is damaged, with an error of any type.
+        pickle.UnpicklingError: The index names or contains anything else.
+        Exception: The index is damaged. The error can have any type.
     """
     index = _IndexUnpickler(io.BytesIO(content)).load()
     if type(index) is not Metadata:

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optimizers inside Megatron-Core's: torch's or Transformer Engine's Adam, or a `HybridDeviceOptimizer`.
 
-`HybridDeviceOptimizer` has several optimizers, for updates on the host. It copies their parameters and state after each
-step, and passes its own to them only after a full state has been loaded.
+`HybridDeviceOptimizer` has several inner optimizers, for updates on the host. It copies their parameters and state
+after each step. It passes its own parameters and state to them only after a full state has been loaded.
 """
 
 import inspect
@@ -58,7 +58,7 @@ def make_state(part: Any) -> None:
 
 
 def _make_state_of_fused_adam(inner: Any) -> None:
-    """Create Transformer Engine's Adam state. Megatron-Core omits an argument that newer releases require."""
+    """Create the state of Transformer Engine's Adam, whose newer releases need an argument that Megatron-Core omits."""
     wants_remainders = len(inspect.signature(inner.initialize_state).parameters) > 1
     for group in inner.param_groups:
         for parameter in group["params"]:

@@ -35,19 +35,19 @@ from nemo_rl_moe.models.megatron.model.agreement import DamageSearch
 
 
 def load_checkpoint(objects: TrainingObjects, directory: Path, *, with_optimizer: bool) -> TrainerCounters | None:
-    """Fill model, optimizer, schedule and random states. Every rank calls it.
+    """Fill model, optimizer, schedule and random states, and return the counters. Every rank calls it.
 
     In another layout than the checkpoint's, random states stay unchanged, because they belong to ranks.
 
     Args:
         directory: Folder written by `start_write`.
-        with_optimizer: False reads the weights only, and returns None.
+        with_optimizer: Whether to load more than the weights. If False, the result is None.
 
     Raises:
         CheckpointError: The checkpoint contains anything but tensors, lacks a tensor of the model or has an additional
-            one, lacks the optimizer, or is not reachable for every rank. Raised on every rank.
-        DamagedCheckpointError: Its files have changed since they were written. Raised on every rank. The objects must
-            not be used until another checkpoint has been loaded.
+            tensor, lacks the optimizer, or is not reachable for every rank. Raised on every rank.
+        DamagedCheckpointError: Files of the checkpoint have changed since they were written. Raised on every rank. The
+            objects must not be used until another checkpoint has been loaded.
     """
     index = _index_of_all_ranks(directory, with_optimizer=with_optimizer)
     counters = TrainerCounters(0, 0, 0) if with_optimizer else None
@@ -63,7 +63,7 @@ def load_model(chunks: Sequence[GPTModel], directory: Path) -> list[str]:
     An expert bias or a value head without a tensor in the checkpoint stays unchanged.
 
     Returns:
-        Names of a value head's tensors in the checkpoint, which a model without one skips.
+        Names of the skipped tensors: the checkpoint's value head if the model has no value head.
 
     Raises:
         CheckpointError: See `load_checkpoint`.
@@ -72,8 +72,8 @@ def load_model(chunks: Sequence[GPTModel], directory: Path) -> list[str]:
     saved = index.state_dict_metadata.keys()
     if not adapters_in(chunks) and any(name.startswith(ADAPTER_PREFIX) for name in saved):
         raise CheckpointError(
-            f"{directory}: holds adapters alone (policy.lora); name their base as the model and the checkpoint in"
-            " policy.lora.path, or merge them: nemo-rl-moe convert --from hf --to hf --input BASE --adapter CHECKPOINT"
+            f"{directory}: holds adapters alone (policy.lora); set the model to their base and policy.lora.path to the"
+            " checkpoint, or merge them: nemo-rl-moe convert --from hf --to hf --input BASE --adapter CHECKPOINT"
         )
     wanted = {
         name: sharded
@@ -92,7 +92,7 @@ def _load(wanted: dict[str, Any], directory: Path, index: Metadata) -> dict[str,
     problem: CheckpointError | None = None
     try:
         with data_only(index, parts), warnings.catch_warnings():
-            # Megatron-Core calls it.
+            # Megatron-Core calls the deprecated function.
             warnings.filterwarnings("ignore", message="`load_state_dict` is deprecated", category=FutureWarning)
             loaded = dist_checkpointing.load(wanted, str(directory))
     except CheckpointError as error:
@@ -121,7 +121,7 @@ def _damage_of_all_ranks(directory: Path, parts: PartsRead | None, *, has_failed
     if not any(problems or is_unclear for problems, is_unclear in found):
         return []
     while_reading = [problem for problems, _ in found for problem in problems]
-    # A tensor may have been damaged during reading only, with a correct file, and the damaged one was used.
+    # A tensor may have been damaged while it was read from a correct file. The damaged tensor was used.
     return DamageSearch(directory, in_parts=True).of_all_ranks() or list(dict.fromkeys(while_reading))
 
 
@@ -157,7 +157,7 @@ def _index_of_all_ranks(directory: Path, *, with_optimizer: bool) -> Metadata:
 
 
 def _reason(error: BaseException) -> str:
-    """Return one line about an error, which may contain the tracebacks of all ranks."""
+    """Return one line about an error. The error itself may contain the tracebacks of all ranks."""
     if failures := getattr(error, "failures", None):
         error = next(iter(failures.values()))[0]
     if isinstance(error, pickle.UnpicklingError):

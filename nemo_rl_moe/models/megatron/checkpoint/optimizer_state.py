@@ -54,8 +54,8 @@ def reset_state(optimizer: MegatronOptimizer) -> None:
 def set_num_updates(optimizer: MegatronOptimizer, num_updates: int) -> None:
     """Set the optimizer's number of updates for Adam's bias correction.
 
-    Every parameter gets a separate tensor, because torch increments it in each step, and a shared one would be
-    incremented once per parameter. (Megatron-Core's loading shares one, or restores 0.)
+    Every parameter gets a separate tensor. torch increments the tensor in each step, and would increment a shared
+    tensor once per parameter. (When Megatron-Core loads a checkpoint, it shares one tensor, or restores 0.)
     """
     for part in optimizer_parts(optimizer):
         for inner in inner_optimizers(part):
@@ -68,7 +68,7 @@ def set_num_updates(optimizer: MegatronOptimizer, num_updates: int) -> None:
 
 
 def sharded_optimizer_state(optimizer: MegatronOptimizer, model_state: Mapping[str, Sharded]) -> list[dict[str, Any]]:
-    """Return every tensor of the optimizer that this rank updates, with a dictionary for each part of the optimizer.
+    """Return the optimizer's tensors that this rank updates: name -> tensor, for each part of the optimizer.
 
     Tensors are neither copied nor sent: each rank of a distributed optimizer saves its range of the flattened
     parameters.
@@ -86,8 +86,8 @@ def put_back(optimizer: MegatronOptimizer, loaded: Mapping[int, Mapping[str, Ten
     """Fill the optimizer with loaded tensors, by the names of `sharded_optimizer_state`.
 
     Args:
-        loaded: Tensors by the index of the part. A part without parameters is missing, such as the experts' part in a
-            pipeline stage of dense layers.
+        loaded: Index of the part -> name -> tensor. A part without parameters is missing, such as the experts' part in
+            a pipeline stage of dense layers.
     """
     for number, part in enumerate(optimizer_parts(optimizer)):
         state = loaded.get(number, {})
@@ -99,7 +99,7 @@ def put_back(optimizer: MegatronOptimizer, loaded: Mapping[int, Mapping[str, Ten
 
 
 def _sharded_of_distributed(part: Any, by_parameter: Mapping[int, Sharded]) -> dict[str, Any]:
-    """Return pieces by `{index of the parameter}.{kind of tensor}.{number of the piece}`."""
+    """Return `{index of the parameter}.{kind of tensor}.{number of the piece}` -> piece."""
     return {
         f"{index}.{kind}.{number}": piece
         for index, (parameter, start) in enumerate(_ranges_of_distributed(part))
@@ -127,7 +127,7 @@ def _put_back_distributed(part: Any, loaded: Mapping[str, Tensor]) -> None:
 
 
 def _ranges_of_distributed(part: Any) -> Iterator[tuple[Tensor, int]]:
-    """Yield each parameter with a range that this rank updates, and the beginning of the range in it."""
+    """Yield each parameter of which this rank updates a range, and the beginning of the range in the parameter."""
     for dtypes in part.gbuf_ranges:
         for buckets in dtypes.values():
             for bucket in buckets:
@@ -136,9 +136,9 @@ def _ranges_of_distributed(part: Any) -> Iterator[tuple[Tensor, int]]:
 
 
 def _saved_tensors(parameter: Tensor, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return flat moments and master of this rank's range of a parameter, by their names in a checkpoint."""
-    # The same names as without sharding, so that either kind of optimizer reads the other's. Float32 weights have no
-    # masters.
+    """Return name in a checkpoint -> flat tensor, for moments and master of this rank's range of a parameter."""
+    # The names are the same as without sharding, so that each kind of optimizer reads the other kind's checkpoints.
+    # Float32 weights have no masters.
     found = {kind: tensors[kind] for kind in MOMENTS}
     return found if parameter.dtype == torch.float32 else found | {_MASTER: tensors["param"]}
 

@@ -3,8 +3,8 @@
 """Saving of a checkpoint in Megatron-Core's `torch_dist` format, in a background thread.
 
 The format, the plan of each rank's writes, and the index come from Megatron-Core and torch. Only the writing differs:
-Megatron-Core's asynchronous writers fork a process with this one's sockets, start a server process for each save, and
-leave the other ranks waiting if one's disk is full.
+Megatron-Core's asynchronous writers fork a process that inherits the sockets, start a server process for each save, and
+leave the other ranks waiting if the disk of one rank is full.
 """
 
 import threading
@@ -36,13 +36,14 @@ from nemo_rl_moe.models.megatron.checkpoint.snapshot import Snapshots
 
 
 class _SnapshotWriter(FileSystemWriterAsync):
-    """Writer of one rank's part, which takes a snapshot of the planned tensors and writes it later.
+    """Writer of one rank's part of a checkpoint. It takes a snapshot of the planned tensors and writes it later.
 
     Args:
-        snapshots: None copies each tensor when it is written, if the model does not change before.
+        snapshots: Memory for the snapshot. With None, each tensor is copied when it is written, so the model must not
+            change before.
 
     Attributes:
-        parts: The parts of each finished file, with their checksums.
+        parts: Name of a finished file -> its parts with their checksums.
     """
 
     def __init__(self, directory: Path, snapshots: Snapshots | None):
@@ -52,7 +53,7 @@ class _SnapshotWriter(FileSystemWriterAsync):
         self.parts: dict[str, list[Part]] = {}
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Skip the original, which creates a missing folder, where no other rank would find the file."""
+        """Return the plan as it is. The original method would create a missing folder, which only this rank finds."""
         return plan
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
@@ -106,7 +107,7 @@ class CheckpointWrite:
 
     @property
     def is_written(self) -> bool:
-        """True if the write of this rank's part has ended, with or without success."""
+        """Whether the write of this rank's part has ended, with or without success."""
         return not self._thread.is_alive()
 
     def wait(self) -> None:
@@ -122,7 +123,7 @@ class CheckpointWrite:
         """Wait for all ranks, and write the index on rank 0. Every rank calls it.
 
         Returns:
-            Problems of any rank, the same on all ranks, or None if the checkpoint is complete.
+            The problems of all ranks, as one text that is the same on every rank. None if the checkpoint is complete.
         """
         self.wait()
         parts: list[Any] = [None] * dist.get_world_size()
@@ -156,7 +157,7 @@ class CheckpointWrite:
             if not self._directory.is_dir():
                 raise FileNotFoundError(f"there is no folder {self._directory}; all ranks must share it")
             if dist.get_rank() == 0:
-                # Megatron-Core's file for objects, which is empty here. Both releases can read it.
+                # Megatron-Core's file for objects, which is empty here. Both supported releases can read it.
                 torch.save({}, self._directory / COMMON_FILE)
                 sync(self._directory / COMMON_FILE)
             self._results = self._writer.write()
@@ -166,7 +167,7 @@ class CheckpointWrite:
 
 
 def _torn_part(directory: Path, results: list[list[WriteResult]]) -> str | None:
-    """Return a problem if this rank does not find a part that another rank has written."""
+    """Return a message if this rank does not find a part that another rank has written, otherwise None."""
     for rank, parts in enumerate(results):
         written = [part.storage_data for part in parts]
         ends = {info.relative_path: info.offset + info.length for info in written}  # in the order of offsets
@@ -191,16 +192,18 @@ def _text(error: BaseException) -> str:
 
 
 def start_write(contents: dict[str, Any], directory: Path, snapshots: Snapshots | None) -> CheckpointWrite:
-    """Take a snapshot and begin to write it. Every rank calls it, and training may continue when it returns.
+    """Take a snapshot, begin to write it, and return the write in progress. Training may continue meanwhile.
+
+    Every rank calls it.
 
     Args:
-        contents: From `sharded_contents`.
+        contents: Result of `sharded_contents`.
         directory: An empty folder that every rank can reach.
-        snapshots: Memory for this rank's snapshot. None needs no memory, but the contents must not change until they
-            are written.
+        snapshots: Memory for this rank's snapshot. With None, no memory is needed, but the contents must not change
+            until they are written.
     """
     sharded, _ = save_preprocess(contents)
-    # Data-parallel ranks divide the tensors that they share. Otherwise the first one would write all of them.
+    # Data-parallel ranks divide the tensors that they share. Otherwise the first rank would write all of these tensors.
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy(*FORMAT), group).apply_saving_parallelization(sharded)
     sharded, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)

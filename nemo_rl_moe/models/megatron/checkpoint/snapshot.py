@@ -29,7 +29,10 @@ class Snapshots:
 
     @torch.no_grad()
     def take(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return tensors on the host, which have the current values after `wait`."""
+        """Return a tensor on the host for each tensor, or the tensor itself if it is frozen.
+
+        The tensors on the host have the current values after `wait`.
+        """
         frozen = [self._is_frozen(tensor) for tensor in tensors]
         self.has_frozen = any(frozen)
         copied = [tensor.detach() for tensor, stays in zip(tensors, frozen, strict=True) if not stays]

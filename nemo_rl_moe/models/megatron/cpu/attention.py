@@ -15,12 +15,13 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-# Up to this share of rows, one call with packed sequences padded to the longest is faster than a call for each.
+# If padding makes at most this many times as many rows, one call with all padded sequences is faster than separate
+# calls.
 _LARGEST_PADDED_SHARE = 1.5
 
 
 def packed_lengths(packed: PackedSeqParams, total: int) -> list[int]:
-    """Return the lengths of the packed sequences, with the padding of each."""
+    """Return the lengths of the packed sequences, including the padding of each sequence."""
     if packed.qkv_format != "thd":
         raise ValueError(f"packed sequences: qkv_format must be 'thd', got {packed.qkv_format!r}")
     padded = packed.cu_seqlens_q_padded
@@ -31,7 +32,7 @@ def packed_lengths(packed: PackedSeqParams, total: int) -> list[int]:
 
 
 def worth_padding(lengths: list[int]) -> bool:
-    """Return whether one padded batch of these sequences is faster than one call each."""
+    """Return whether one padded batch of these sequences is faster than one call for each sequence."""
     return max(lengths) * len(lengths) <= _LARGEST_PADDED_SHARE * sum(lengths)
 
 
@@ -75,7 +76,8 @@ def require_causal(attention_mask: Tensor | None, queries: int, keys: int) -> No
     """Raise a ValueError unless the attention mask is causal or None, which means causal.
 
     Args:
-        attention_mask: Megatron-Core's, True if a query must not see a key. It broadcasts to `[..., queries, keys]`.
+        attention_mask: Megatron-Core's mask: True if a query must not see a key. It broadcasts to
+            `[..., queries, keys]`.
     """
     if attention_mask is None:
         return
@@ -123,10 +125,10 @@ def causal_attention(
 def masked_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None = None
 ) -> Tensor:
-    """Compute attention under a mask, with the shapes of `causal_attention`, to `[queries, batch, heads, value_dim]`.
+    """Return the attention under a mask, `[queries, batch, heads, value_dim]`. Inputs are as in `causal_attention`.
 
     Args:
-        mask: `[queries, keys]`, True if a query sees a key. None is causal, with the same number of keys and queries.
+        mask: `[queries, keys]`, True if a query sees a key. None means causal, for as many keys as queries.
     """
     shares_keys = query.shape[2] != key.shape[2]
     query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))

@@ -25,7 +25,7 @@ class Rotation:
     """Cosines and sines of a batch's rotary angles, shared by all layers.
 
     Args:
-        factor: Factor of cosines and sines.
+        factor: Factor by which cosines and sines are multiplied.
 
     Attributes:
         rotated: Number of a head's first entries that are rotated.
@@ -44,14 +44,14 @@ class Rotation:
         return self.cosines.shape[1] > 1
 
     def swap_halves(self, heads: Float[Tensor, "*batch dim"]) -> Float[Tensor, "*batch dim"]:
-        """Exchange the halves of the rotated entries."""
+        """Return the heads with the two halves of the rotated entries exchanged."""
         half, rotated = self.rotated // 2, self.rotated
         if rotated == heads.shape[-1]:
             return heads.roll(half, -1)
         return torch.cat([heads[..., half:rotated], heads[..., :half], heads[..., rotated:]], -1)
 
     def keep_rows(self, rows: Int[Tensor, " kept"]) -> None:
-        """Drop all other rows of the batch."""
+        """Keep only these rows of the batch."""
         if self.of_rows:
             self.cosines, self.sines = self.cosines.index_select(1, rows), self.sines.index_select(1, rows)
 
@@ -62,7 +62,7 @@ class PaddedInferenceContext(StaticInferenceContext):
     Padding shifts a row's positions, which changes no result because rotary embedding is relative.
 
     Args:
-        num_slots: Number of tokens of each row, with padding.
+        num_slots: Number of tokens of each row, including padding.
         num_pads: Number of padding tokens before each row, none by default.
     """
 
@@ -83,16 +83,16 @@ class PaddedInferenceContext(StaticInferenceContext):
         self._mask = None
 
     def padding(self, queries: int) -> Bool[Tensor, "queries rows 1"] | None:
-        """Return which of the next slots are padding, or None without padding, as after the prompts."""
+        """Return True for each of the next slots that is padding, or None without padding, as after the prompts."""
         if self._hidden_slots is None or queries == 1:
             return None
         first = self.sequence_len_offset
         return self._hidden_slots[:, 0, 0, first : first + queries].t().unsqueeze(-1)
 
     def added_mask(self, queries: int, dtype: torch.dtype) -> Float[Tensor, "rows 1 queries keys"] | None:
-        """Return an additive mask of the next slots, minus infinity for padding and later slots. None without padding.
+        """Return an additive mask for the next slots: minus infinity for keys that are padding or later than a query.
 
-        All layers share it.
+        Returns None without padding. All layers share the mask.
         """
         if self._hidden_slots is None:
             return None
@@ -116,7 +116,7 @@ def attend_to_cache(
     context: PaddedInferenceContext,
     scale: float,
 ) -> Float[Tensor, "queries rows heads_value_dim"]:
-    """Attend to the full cache. Several queries must be all that it holds."""
+    """Return the attention to the full cache. If there are several queries, the cache must hold nothing before them."""
     queries, rows, _, heads, _ = query.shape
     mask = context.added_mask(queries, query.dtype)
     if queries == 1:
@@ -170,7 +170,7 @@ class HeadNorm:
 
 
 class SelfAttentionCache:
-    """Cache of one layer's keys, normalised and rotated, and values, and attention to them."""
+    """Cache of one layer's values and of its normalised and rotated keys, with the attention to them."""
 
     def __init__(self, context: PaddedInferenceContext, layout: HeadLayout, norm: HeadNorm, scale: float):
         self._context, self._layout, self._scale = context, layout, scale
@@ -194,15 +194,15 @@ class SelfAttentionCache:
         return rotation.cosines[slots] * self._weight, rotation.sines[slots] * self._swapped
 
     def keep_rows(self, rows: Int[Tensor, " kept"]) -> None:
-        """Drop all other rows, except in the rotation, which layers share."""
+        """Keep only these rows of the cache. The rotation stays, because all layers share it."""
         self.keys_and_values = self.keys_and_values.index_select(0, rows)
 
     def attend(self, mixed: Float[Tensor, "queries rows mixed"]) -> Float[Tensor, "queries rows heads_dim"]:
         """Normalise and rotate new queries and keys, cache keys and values, and attend to the full cache.
 
         Args:
-            mixed: Queries, keys and values in Megatron-Core's layout, which are overwritten. Several slots need an
-                empty cache.
+            mixed: Queries, keys and values in Megatron-Core's layout. They are overwritten. If there are several
+                queries in a row, the cache must be empty.
         """
         queries, rows, _ = mixed.shape
         heads, first = self._layout.heads_per_group, self._context.sequence_len_offset

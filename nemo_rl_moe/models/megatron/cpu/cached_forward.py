@@ -69,8 +69,9 @@ def rotation_of(chunk: Any, num_slots: int, positions: Tensor | None = None) -> 
 
 
 PlaceImages = Callable[[Tensor, int], tuple[Tensor, Sequence[Tensor]]]
-"""Puts image features among the word embeddings `[columns, rows, hidden]` of the slots that begin at an index. Returns
-the decoder's input, and the features that are added to the hidden states after each of its first layers."""
+"""Function of word embeddings `[columns, rows, hidden]` and the index of their first slot. It puts image features among
+the embeddings. It returns the decoder's input, and the features to add to the hidden states after each of the first
+layers."""
 
 
 class CachedForward:
@@ -88,7 +89,10 @@ class CachedForward:
     def __call__(
         self, token_ids: Int[Tensor, "rows columns"], received: Float[Tensor, "columns rows hidden"] | None
     ) -> Float[Tensor, "columns rows hidden"]:
-        """Run the next tokens, and cache their keys and values. The last stage returns only the last column."""
+        """Cache the keys and values of the next tokens, and return their hidden states.
+
+        The last stage returns only the last column.
+        """
         deep: Sequence[Tensor] = ()
         if self._embedding is None:
             assert received is not None
@@ -121,7 +125,7 @@ class _CachedLayer:
         context = self._attend(self._attention_norm(hidden_states))
         if self.last_column_only:
             if self._shows_routes() and len(context) > 1:
-                # Only to record routes. The last column is then computed as without.
+                # This pass only records routes. The last column is computed below, as without a record.
                 self._route(self._mlp_norm(self._project(context).add_(hidden_states)))
             context, hidden_states = context[-1:], hidden_states[-1:]
         attended = self._project(context)
@@ -141,7 +145,7 @@ class _CachedLayer:
 
 
 def _attention(attention: Any, layer_number: int, context: PaddedInferenceContext) -> Apply:
-    """Return the function of an attention before its output projection, with a new cache in the context."""
+    """Return a function that computes an attention up to its output projection, and add its cache to the context."""
     caches = context.key_value_memory_dict
     if isinstance(attention, LatentSelfAttention):
         latents = caches[layer_number] = LatentAttentionCache(attention, context, _linear)
@@ -163,7 +167,7 @@ def _attention(attention: Any, layer_number: int, context: PaddedInferenceContex
 def _pass_state(
     net: GatedDeltaNet, project: Apply, state: DeltaNetState, context: PaddedInferenceContext, inputs: Tensor
 ) -> Tensor:
-    """Mix the next tokens with the state of earlier ones. Padding before a row leaves the state empty."""
+    """Mix the next tokens with the state of earlier tokens. Padding before a row leaves the state empty."""
     mixed, padding = project(inputs), context.padding(len(inputs))
     return net.mix(mixed if padding is None else mixed.masked_fill(padding, 0), state=state)
 
@@ -189,7 +193,7 @@ def _linear(linear: Any) -> Apply:
 
 
 def _mlp(mlp: Any) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return a function that adds the MLP's output for its second argument to its first."""
+    """Return a function of `(residual, inputs)` that adds the MLP's output for the inputs to the residual."""
     if isinstance(mlp, LocalMoELayer) and type(mlp.experts) is GroupedExperts:
         return partial(_add_experts, mlp)
     return lambda residual, inputs: residual.add_(mlp(inputs)[0])

@@ -26,7 +26,7 @@ class LatentAttentionCache:
     """Cache of the keys and values of a layer with latent attention, and attention to them.
 
     Args:
-        apply: Turns a linear layer into a function.
+        apply: Function that turns a linear layer into a function.
     """
 
     def __init__(
@@ -53,11 +53,14 @@ class LatentAttentionCache:
         )
 
     def keep_rows(self, rows: Int[Tensor, " kept"]) -> None:
-        """Drop all other rows, except in the rotation, which layers share."""
+        """Keep only these rows of the cache. The rotation stays, because all layers share it."""
         self._keys, self._values = self._keys.index_select(0, rows), self._values.index_select(0, rows)
 
     def attend(self, inputs: Float[Tensor, "queries rows hidden"]) -> Float[Tensor, "queries rows heads_value_dim"]:
-        """Cache keys and values of the next tokens, and attend to the full cache. Several tokens need an empty one."""
+        """Cache keys and values of the next tokens, and return the attention to the full cache.
+
+        Several tokens in a row need an empty cache.
+        """
         queries, rows, _ = inputs.shape
         first = self._context.sequence_len_offset
         last = first + queries

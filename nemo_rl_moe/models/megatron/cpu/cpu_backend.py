@@ -50,7 +50,7 @@ def _cpu_tensor_types(matches: int) -> SourceEdit:
 def _source_edits(version: str) -> dict[str, tuple[SourceEdit, ...]]:
     """Return the edits of each module, by its name, for a supported version of megatron-core."""
     old = version == "0.16.1"
-    # The host copy of a count must be numpy, because callers use it as split sizes, even if it is on the host already.
+    # The host copy of a count must be numpy, even if the count is already on the host: callers use it as split sizes.
     numpy_copy = SourceEdit(
         r"^    if torch\.is_tensor\(tensor\) and tensor\.is_cuda:",
         "    if as_numpy and torch.is_tensor(tensor) and not tensor.is_cuda:\n"
@@ -71,7 +71,8 @@ def _source_edits(version: str) -> dict[str, tuple[SourceEdit, ...]]:
             # The state of torch's AdamW has a "step" for each parameter, which a checkpoint lacks.
             SourceEdit(r"for key in dst_tensors:", "for key in dst_tensors.keys() & tensors.keys():", 1),
         ),
-        # All parameters are on the host. The same ones are offloaded as on a GPU, and the others act as the device's.
+        # All parameters are on the host. The same parameters are offloaded as on a GPU. The others count as parameters
+        # on the device.
         "megatron.core.optimizer.cpu_offloading.hybrid_optimizer": (
             SourceEdit(r" if param\.is_cuda\]\)", "])", 1),
             SourceEdit(r"(offload_params_numel < offload_threshold) and param\.is_cuda:", r"\1:", 1),
@@ -125,7 +126,7 @@ def _source_edits(version: str) -> dict[str, tuple[SourceEdit, ...]]:
     }
 
 
-# In 0.19 it imports triton unconditionally. A CPU runs nothing in it.
+# In 0.19 this module imports triton unconditionally. A CPU runs nothing in it.
 _TRITON_MODULE = "megatron.core.transformer.moe.ops.paged_stash"
 
 
@@ -149,7 +150,7 @@ class _EditingLoader(importlib.machinery.SourceFileLoader):
 
 
 class _EmptyModuleLoader(importlib.abc.Loader):
-    """Loader of an empty module instead of one that only an accelerator uses: all of its names are None."""
+    """Loader that replaces a module that only an accelerator uses. In the replacement every name is None."""
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
         return None
@@ -245,7 +246,7 @@ def _activate() -> bool:
         raise ImportError(
             f"megatron-core {version} was not tried on a CPU; install one of {', '.join(SUPPORTED_VERSIONS)}"
         )
-    # Megatron would warn at each import or use, of a library for GPUs and of its default.
+    # Megatron would warn at each import that a library for GPUs is missing, and at each use of its own default.
     for message in (".*Apex (is|are) not installed", "full scope is deprecated"):
         warnings.filterwarnings("ignore", message=message, category=UserWarning)
     _replace_torch_cuda()

@@ -101,7 +101,7 @@ class RMSNorm(torch.nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        # Each rank sees a part of the sequence, so that tensor-parallel ranks must sum their gradients.
+        # Each tensor-parallel rank sees a part of the sequence, so the ranks must sum their gradients.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     @property
@@ -140,7 +140,11 @@ _cache_of_microbatches: _Cache = OrderedDict()
 
 
 def cosines_and_sines(angles: Tensor, dtype: torch.dtype, *, of_microbatch: bool = False) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines of Megatron's rotary angles, computed once for all layers and microbatches."""
+    """Return cosines and sines of Megatron's rotary angles, computed once for all layers and microbatches.
+
+    Args:
+        of_microbatch: Whether the angles belong to one microbatch. Then only results of the last microbatches are kept.
+    """
     key = (angles.data_ptr(), tuple(angles.shape), angles.stride(), dtype)
     cache, most = (_cache_of_microbatches, _CACHED_MICROBATCHES) if of_microbatch else (_cache, _CACHED_LENGTHS)
     entry = cache.get(key)
@@ -156,9 +160,9 @@ def cosines_and_sines(angles: Tensor, dtype: torch.dtype, *, of_microbatch: bool
 
 
 def rotate(inputs: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Rotate the halves of the last dimension against each other, into a new tensor.
+    """Return a new tensor in which the halves of the last dimension are rotated against each other.
 
-    With fewer cosines, only as many first entries are rotated.
+    If there are fewer cosines than entries, only the first entries are rotated: as many as there are cosines.
     """
     rotated_part = cosines.size(-1)
     if rotated_part < inputs.size(-1):

@@ -60,8 +60,8 @@ class FusedAttentionFunction(torch.autograd.Function):
 
         Args:
             mixed: `[sequence, batch, groups * (heads_per_group + 2) * dim]`.
-            query_weight: `[dim]`, RMS norm of each query head.
-            key_weight: `[dim]`, RMS norm of each key.
+            query_weight: `[dim]`, weight of the RMS norm of each query head.
+            key_weight: `[dim]`, weight of the RMS norm of each key.
             cosines: `[sequence, 1 or batch, 1, dim]`, like `sines`.
 
         Returns:
@@ -163,7 +163,7 @@ class FastSelfAttention(SelfAttention):
         mixed, gates = self.split_gates(self.linear_qkv(hidden_states)[0])
         sequence = mixed.size(0)
         require_causal(attention_mask, sequence, sequence)
-        # With images the angles are per token. Otherwise every sequence begins with the first ones.
+        # With images each token has its own angles. Otherwise every sequence begins with the first angles.
         own_angles = self.config.mrope_section is not None
         cosines, sines = cosines_and_sines(rotary_pos_emb, mixed.dtype, of_microbatch=own_angles)
         if packed_seq_params is None:
@@ -182,7 +182,7 @@ class FastSelfAttention(SelfAttention):
         return self.linear_proj(gated(context, gates))
 
     def split_gates(self, mixed: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Split off the output gates, `[..., heads * dim]`, from queries, keys and values."""
+        """Return queries, keys and values without the output gates, and the gates `[..., heads * dim]` or None."""
         if not self.config.attention_output_gate:
             return mixed, None
         layout = self.head_layout
@@ -196,7 +196,7 @@ class FastSelfAttention(SelfAttention):
         return known_angles and not recomputed and all(value is None for value in others.values())
 
     def _attend(self, mixed: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-        """Attend with mixed queries, keys and values `[sequence, batch, ...]`. Further angles are ignored."""
+        """Attend with mixed queries, keys and values `[sequence, batch, ...]`. Angles of later tokens are ignored."""
         sequence, batch, _ = mixed.shape
         layout, scale = self.head_layout, self.softmax_scale
         cosines, sines = cosines[:sequence], sines[:sequence]

@@ -22,11 +22,11 @@ from nemo_rl_moe.routing.replay import experts_as_map
 
 
 class IndexTopKRouter(TopKRouter):
-    """`TopKRouter` for one rank with softmax scores, with the same probabilities and gradients.
+    """`TopKRouter` for one rank and softmax scores. Its probabilities and gradients equal the stock router's.
 
     Attributes:
         last_topk_indices: Experts of the last forward pass, best first, `[tokens, k]`.
-        is_plain: Whether logits are only the product with the weight.
+        is_plain: Whether the logits are the product of input and weight, without other terms.
     """
 
     last_topk_indices: Tensor | None = None
@@ -75,7 +75,7 @@ def _plain_topk(scores: Tensor, topk: int, *_groups: Any, **_named_groups: Any) 
 
 
 class DispatchFunction(torch.autograd.Function):
-    """`[tokens, hidden]` to `[tokens * k, hidden]`, sorted by expert."""
+    """Copies tokens `[tokens, hidden]` into rows `[tokens * k, hidden]`, which are sorted by expert."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, source: Tensor, rows_of_tokens: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ class DispatchFunction(torch.autograd.Function):
 
 
 class CombineFunction(torch.autograd.Function):
-    """`[tokens * k, hidden]`, sorted by expert, to the sum of each token's k rows.
+    """Sums each token's k rows of `[tokens * k, hidden]`, which are sorted by expert.
 
     It takes the same index tensors as `DispatchFunction`.
     """
@@ -120,7 +120,7 @@ def gather_sum(rows: Tensor, rows_of_tokens: Tensor) -> Tensor:
 class LocalTokenDispatcher(MoETokenDispatcher):
     """Token dispatcher for one expert-parallel and one expert-tensor-parallel rank.
 
-    Takes the indices of `IndexTopKRouter`, `[tokens, k]`. Stock dispatchers take a map over experts.
+    It takes the indices `[tokens, k]` of `IndexTopKRouter`. Stock dispatchers take a map over experts.
     """
 
     def __init__(self, config: TransformerConfig, pg_collection: Any):
@@ -128,7 +128,7 @@ class LocalTokenDispatcher(MoETokenDispatcher):
         self._num_experts = config.num_moe_experts
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Sort copies of the tokens by expert: `[tokens * k, hidden]`, with their probabilities `[tokens * k]`."""
+        """Return copies of the tokens sorted by expert, `[tokens * k, hidden]`, and probabilities `[tokens * k]`."""
         self._hidden_shape = hidden_states.shape
         experts = routing_map.reshape(-1)
         # Stable, so that each expert sees its tokens in order, as with the stock dispatcher.
@@ -145,7 +145,7 @@ class LocalTokenDispatcher(MoETokenDispatcher):
         return hidden_states, probs
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Add the number of rows of each expert, `[experts]`."""
+        """Return the rows, the number of rows of each expert `[experts]`, and the probabilities."""
         return hidden_states, self._tokens_per_expert, probs
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
@@ -183,7 +183,7 @@ class ExpertProducts:
     """Products of each expert's contiguous rows, which end at `ends`."""
 
     def __init__(self, ends: Tensor, rows: Tensor, widths: tuple[int, ...]):
-        # torch's grouped product needs some rows, and rows of multiples of 16 bytes in every matrix.
+        # torch's grouped product needs at least one row, and in every matrix rows of a multiple of 16 bytes.
         aligned = all(width * rows.element_size() % 16 == 0 for width in widths)
         self._offsets = None
         if rows.size(0) and aligned and rows.dtype in _GROUPED_TYPES:
@@ -230,7 +230,7 @@ class SwigluExpertsFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, None]:
-        """Return the gradients of tokens, probabilities and weights that are not frozen, 0 for unused experts."""
+        """Return the gradients of tokens, probabilities and weights: None for frozen weights, 0 for unused experts."""
         tokens, probs, weights_1, weights_2, gate_up, activated, product, scaled = ctx.saved_tensors
         products: ExpertProducts = ctx.products
         grad = grad.contiguous()
@@ -272,10 +272,10 @@ class GroupedExperts(MegatronModule):
     def _parameter(self, *shape: int) -> torch.nn.Parameter:
         device = "cpu" if self.config.use_cpu_initialization else torch.cuda.current_device()
         parameter = torch.nn.Parameter(torch.empty(*shape, dtype=self.config.params_dtype, device=device))
-        # Reduced over the expert data-parallel group in every layout. Otherwise replicas of experts would drift
-        # apart under tensor parallelism without expert parallelism.
+        # The gradient is reduced over the expert data-parallel group in every layout. Otherwise replicas of experts
+        # would drift apart under tensor parallelism without expert parallelism.
         parameter.allreduce = False  # type: ignore[attr-defined]
-        # Megatron's mark of expert weights: each tensor-parallel rank counts its own in the gradient norm.
+        # Megatron's mark of expert weights: each tensor-parallel rank counts its own weights in the gradient norm.
         set_tensor_model_parallel_attributes(parameter, True, 1, 1)
         return parameter
 

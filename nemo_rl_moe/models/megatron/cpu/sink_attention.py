@@ -18,8 +18,8 @@ def sink_attention(
 ) -> Tensor:
     """Compute causal attention with one more score in each head's softmax, for a key without a value.
 
-    These are the learnt sinks of Xiao et al. 2023, Efficient Streaming Language Models with Attention Sinks
-    (arXiv:2309.17453), as in gpt-oss. The weights of a query add up to less than 1.
+    The additional scores are the learnt sinks of Xiao et al. 2023, Efficient Streaming Language Models with Attention
+    Sinks (arXiv:2309.17453), as in gpt-oss. The attention weights of a query add up to less than 1.
     """
     queries, batch, heads, dim = query.shape
     scale = dim**-0.5 if scale is None else scale
@@ -37,7 +37,7 @@ def sink_attention(
 
 
 class SinkAttention(SDPAttention):
-    """Core attention under `window_size`, `window_attn_skip_freq` and `softmax_type` of the configuration.
+    """Core attention that follows the configuration's `window_size`, `window_attn_skip_freq` and `softmax_type`.
 
     Attributes:
         softmax_offset: The sinks, `[heads of this rank]`, under Megatron-Core's name, or None.

@@ -178,7 +178,7 @@ def _norm(config: TransformerConfig) -> type[RMSNorm]:
 
 
 def replace_norms(config: TransformerConfig, layer_spec: ModuleSpec) -> ModuleSpec:
-    """Copy a layer spec with this project's norms instead of torch's."""
+    """Return a copy of a layer spec with this project's norms instead of torch's."""
     if not eligible("norm", config):
         return layer_spec
     layer, replacements = layer_spec.submodules, {WrappedTorchNorm: _norm(config)}
@@ -190,7 +190,7 @@ def replace_norms(config: TransformerConfig, layer_spec: ModuleSpec) -> ModuleSp
 
 
 def fast_layer_spec(config: TransformerConfig, layer_spec: ModuleSpec) -> ModuleSpec:
-    """Copy a layer spec with every fast module that the configuration allows."""
+    """Return a copy of a layer spec with every fast module that the configuration allows."""
     layer_spec = replace_norms(config, layer_spec)
     layer = layer_spec.submodules
     linears = _fast_linears(config)
@@ -213,7 +213,7 @@ def fast_layer_spec(config: TransformerConfig, layer_spec: ModuleSpec) -> Module
 def block_spec(
     config: TransformerConfig, block: TransformerBlockSubmodules, *, fast: bool
 ) -> TransformerBlockSubmodules:
-    """Copy a block's spec with replaced layers and final norm."""
+    """Return a copy of a block's spec with replaced layers and final norm."""
     change = fast_layer_spec if fast else replace_norms
     layers = [change(config, layer_spec) for layer_spec in block.layer_specs]
     own_norm = block.layer_norm is WrappedTorchNorm and eligible("norm", config)
@@ -227,7 +227,7 @@ class FastGPTModel(GPTModel):
         super().__init__(config, *args, **kwargs)
         output_layer = getattr(self, "output_layer", None)
         if type(output_layer) is ColumnParallelLinear and eligible("linear", config):
-            # GPTModel takes no spec for it. Parameters and attributes are the same.
+            # GPTModel takes no spec for its output layer. Parameters and attributes are the same.
             output_layer.__class__ = PlainColumnLinear
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
@@ -244,7 +244,7 @@ def _fast_linears(config: TransformerConfig) -> dict[type, type]:
 
 
 def _replaced(submodules: Any, replacements: dict[type, type]) -> Any:
-    """Copy a dataclass of submodules with some classes replaced."""
+    """Return a copy of a dataclass of submodules with some classes replaced."""
     values = {field.name: getattr(submodules, field.name) for field in dataclasses.fields(submodules)}
     classes = {name: value for name, value in values.items() if isinstance(value, type)}
     changes = {name: replacements[value] for name, value in classes.items() if value in replacements}

@@ -47,7 +47,7 @@ def _check_sampling(sampling: SamplingParameters) -> None:
     if sampling.top_k is not None and sampling.top_k < 1:
         raise ValueError(f"top_k: got {sampling.top_k}, expected at least 1, or None for all tokens")
     if sampling.returns_kept_tokens and sampling.top_k is None:
-        raise ValueError("top_k: got None, expected a number with returns_kept_tokens: it bounds the kept tokens")
+        raise ValueError("top_k: got None, but returns_kept_tokens needs a number, which limits the kept tokens")
     if not 0 < sampling.top_p <= 1:
         raise ValueError(f"top_p: got {sampling.top_p}, expected above 0 and at most 1")
 
@@ -57,7 +57,7 @@ def _check_prompts(request: GenerationBatch, chunk: GPTModel) -> None:
         raise ValueError(f"got {len(request.prompts)} prompts and {len(request.seeds)} seeds, expected one seed each")
     if len(request.model_inputs) not in (0, len(request.prompts)):
         raise ValueError(
-            f"got {len(request.prompts)} prompts and model inputs of {len(request.model_inputs)}, expected those of all"
+            f"got {len(request.prompts)} prompts, but model inputs of {len(request.model_inputs)}: expected none or all"
         )
     for index, inputs in enumerate(request.model_inputs):
         if problem := input_problem(inputs, chunk, len(request.prompts[index])):
@@ -66,7 +66,7 @@ def _check_prompts(request: GenerationBatch, chunk: GPTModel) -> None:
         if not prompt:
             raise ValueError(f"prompt {index} is empty")
         if min(prompt) < 0 or max(prompt) >= chunk.real_vocabulary_size:
-            raise ValueError(f"prompt {index} holds a token outside of 0 to {chunk.real_vocabulary_size - 1}")
+            raise ValueError(f"prompt {index} holds a token id outside of 0 to {chunk.real_vocabulary_size - 1}")
         if seed < 0:
             raise ValueError(f"seed {index}: got {seed}, expected 0 or more")
         total = len(prompt) + request.sampling.max_new_tokens
@@ -87,7 +87,10 @@ def inference(
 ) -> Iterator[None]:
     """Put the chunks into inference mode: evaluation, hidden states as output, no sequence parallelism.
 
-    Afterwards everything is restored, including random states, except that the chunks stay in evaluation mode.
+    At the end everything is restored, including random states, except that the chunks stay in evaluation mode.
+
+    Args:
+        own_forward: Whether `CachedForward` runs the passes, not Megatron-Core's modules.
     """
     for chunk in chunks:
         chunk.eval()
@@ -102,7 +105,7 @@ def inference(
 
 @contextmanager
 def _kept_random_states() -> Iterator[None]:
-    """Restore Megatron-Core's random states, which a router's input noise uses, for example."""
+    """Restore Megatron-Core's random states at the end. A router's input noise, for example, uses them."""
     tracker = get_cuda_rng_tracker()
     states = {name: state.clone() for name, state in tracker.get_states().items()}
     try:
@@ -114,8 +117,8 @@ def _kept_random_states() -> Iterator[None]:
 @contextmanager
 def _without_sequence_parallelism(chunks: Sequence[GPTModel], config: TransformerConfig) -> Iterator[None]:
     """Switch off sequence parallelism, because a single token cannot be split among ranks."""
-    # Megatron-Core's function for this caches modules by the address of their model, so that a later model at the same
-    # address would get the modules of the first.
+    # Megatron-Core's function for this caches modules by the address of their model, so a later model at the same
+    # address would get the modules of the first model.
     modules = [module for chunk in chunks for module in chunk.modules()]
     changed = [
         (owner, name) for owner in (config, *modules) for name in _SEQUENCE_PARALLEL if getattr(owner, name, False)
@@ -130,11 +133,11 @@ def _without_sequence_parallelism(chunks: Sequence[GPTModel], config: Transforme
 
 
 LEAVE_SHARE = 0.1
-"""Share of a batch's rows that must have ended before they are dropped, which copies the cache."""
+"""Share of a batch's rows that must have ended before they are dropped. Each drop copies the cache."""
 
 
 class MegatronGenerator:
-    """Generation engine of a rank, together with the ranks that hold the other parts of the model."""
+    """Generation engine of a rank. It works together with the ranks that hold the other parts of the model."""
 
     def __init__(
         self,
@@ -163,7 +166,7 @@ class MegatronGenerator:
         empty. The model is left in evaluation mode.
 
         Returns:
-            The responses on the tensor-parallel rank 0 of the last pipeline stage, an empty list on other ranks.
+            The responses on tensor-parallel rank 0 of the last pipeline stage, and an empty list on other ranks.
 
         Raises:
             ValueError: The request is invalid. Nothing has been done.
@@ -234,7 +237,7 @@ class MegatronGenerator:
     def _routed_experts(
         self, request: GenerationBatch, batch: Sequence[int], responses: Responses, routes: CapturedRoutes
     ) -> list[StoredRows]:
-        """Return the routes of each sequence's tokens, except the last one, which was never an input."""
+        """Return the routes of each sequence's tokens without the last token, which was never an input."""
         assert self._stages is not None  # hooks and stages come together
         prompts = np.array([len(request.prompts[index]) for index in batch])
         first_slots = prompts.max() - prompts if self._passes.padded else np.zeros_like(prompts)
@@ -244,11 +247,11 @@ class MegatronGenerator:
     def _choose(
         self, logits: Float[Tensor, "rows vocabulary"] | None, uniforms: Float[Tensor, " rows"], how: SamplingParameters
     ) -> tuple[Float[Tensor, "3 rows"], Int[Tensor, "rows k"] | None]:
-        """Sample on one rank for all ranks: token ids, log-probabilities and kept mass, then kept tokens."""
+        """Sample on one rank for all ranks. Return token ids, log-probabilities and kept mass, and the kept tokens."""
         # Separate samples could diverge, because rounding can differ between ranks. Kept tokens stay on the sampling
         # rank, which returns the sequences.
         if logits is not None and self._coordinates.reports_loss:
-            # In one tensor for one copy to the host and one broadcast. float64 holds all numbers exactly.
+            # One tensor needs one copy to the host and one broadcast. float64 represents all numbers exactly.
             found = sample(logits, uniforms, how)
             kept_tokens = found.kept_tokens
             chosen = torch.stack([each.double() for each in (found.token_ids, found.logprobs, found.kept_mass)])
@@ -261,7 +264,7 @@ class MegatronGenerator:
 
 
 def _batches(request: GenerationBatch, max_batch_size: int | None) -> list[list[int]]:
-    """Return the indices of prompts of similar length, the longest first, batch by batch."""
+    """Return the indices of the prompts of each batch. Batches have prompts of similar length, the longest first."""
     order = sorted(range(len(request.prompts)), key=lambda index: -len(request.prompts[index]))
     size = max_batch_size or max(len(order), 1)
     return [order[first : first + size] for first in range(0, len(order), size)]

@@ -28,7 +28,7 @@ class StockInferenceContext(StaticInferenceContext):
     """Megatron-Core's key-value cache, from which rows can be dropped."""
 
     def keep_rows(self, rows: Int[Tensor, " kept"]) -> None:
-        """Drop all other rows of the batch."""
+        """Keep only these rows of the batch."""
         memory = self.key_value_memory_dict
         for layer_number, kept in memory.items():
             if isinstance(kept, DeltaNetState):
@@ -48,7 +48,7 @@ class StockForward:
     ) -> Float[Tensor, "columns rows hidden"]:
         columns, mask = token_ids.shape[1], None
         if columns > 1:
-            # Otherwise Megatron-Core would cache a mask for each length, which training could not use if it was made in
+            # Otherwise Megatron-Core would cache a mask for each length. Training could not use a mask that was made in
             # inference mode.
             mask = ~causal_mask(columns, columns, token_ids.device)[None, None]
         self._chunk.set_input_tensor(received)
@@ -124,12 +124,12 @@ class ForwardPasses:
     def logits(
         self, token_ids: Int[Tensor, "rows columns"], batch: CachedBatch
     ) -> Float[Tensor, "rows vocabulary"] | None:
-        """Run the next tokens. Return the last column's logits on the last pipeline stage, None on others."""
+        """Run the next tokens. Return the last column's logits on the last pipeline stage, and None on other stages."""
         self._any_peer_works(True)
         return self._through_all_stages(token_ids, batch)
 
     def wait_for_peers(self) -> None:
-        """Take part in the collectives of ranks that share experts until all are done."""
+        """Take part in the collectives of the ranks that share experts until all of these ranks are done."""
         # With the same token, all waiting ranks would use the same few experts.
         token_id = dist.get_rank() % self._chunks[0].vocab_size
         while self._any_peer_works(False):

@@ -26,13 +26,13 @@ def input_problem(inputs: Inputs, chunk: Any, num_tokens: int) -> str | None:
     if not inputs:
         return None
     if not isinstance(chunk, VisionInput):
-        return f"has inputs beside its tokens ({', '.join(sorted(inputs))}), and the model takes text alone"
+        return f"has inputs beside its tokens ({', '.join(sorted(inputs))}), but the model takes text alone"
     if inputs.keys() != _OF_IMAGES:
         found, expected_names = (", ".join(sorted(names)) for names in (inputs, _OF_IMAGES))
         return f"has the inputs {found}, expected {expected_names}, as image_inputs makes them"
     is_image, sizes = inputs[IS_IMAGE].values, inputs[IMAGE_SIZES].values
     if len(is_image) > num_tokens:
-        return f"has {num_tokens} tokens, and {IS_IMAGE} is of {len(is_image)}"
+        return f"has {num_tokens} tokens, but {IS_IMAGE} describes {len(is_image)}"
     if not has_its_pixels(inputs):
         return f"has {PIXELS} or {IMAGE_IDS} that are not those of its {len(sizes)} {IMAGE_SIZES}"
     family, expected = chunk.family, 0
@@ -50,10 +50,11 @@ def input_problem(inputs: Inputs, chunk: Any, num_tokens: int) -> str | None:
 class PromptImages:
     """Images of a batch's prompts on one pipeline stage.
 
-    The tower's output is kept once for each distinct image, with the index of its row for each slot.
+    The tower's output is kept once for each distinct image. Each slot with an image token has the index of a row of
+    this output.
 
     Attributes:
-        positions: `[3, rows or 1, slots]`, or None for a family without 3D positions.
+        positions: 3D positions of the slots, `[3, rows or 1, slots]`, or None for a family without 3D positions.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class PromptImages:
     def place(
         self, hidden: Float[Tensor, "columns rows hidden"], first_slot: int
     ) -> tuple[Float[Tensor, "columns rows hidden"], list[Float[Tensor, "columns rows hidden"]]]:
-        """Replace the word embeddings of image tokens by features, and return the features that first layers add."""
+        """Return the embeddings with features in place of image tokens, and the features that the first layers add."""
         if self._features is None or first_slot >= self._end:
             self._features = None  # no later slot needs them
             return hidden, []
@@ -105,7 +106,7 @@ class _ImagesOfPrompts:
     """Distinct images of a batch's prompts, and the slots of their tokens.
 
     Attributes:
-        sizes: Height and width in pixels of each distinct image, by its digest.
+        sizes: Digest of a distinct image -> its height and width in pixels.
         end: First slot after all image tokens.
     """
 
@@ -138,7 +139,7 @@ class _ImagesOfPrompts:
         }
 
     def feature_numbers(self) -> Int[Tensor, "slots rows"]:
-        """Return the row of the tower's output for each slot, `_WORD` for slots without an image token."""
+        """Return the index of each slot's row in the tower's output, `_WORD` for slots without an image token."""
         family, hf_config = self._chunk.family, self._chunk.hf_config
         counts = [family.num_image_tokens(hf_config, *size) for size in self.sizes.values()]
         bounds = pairwise(accumulate(counts, initial=0))

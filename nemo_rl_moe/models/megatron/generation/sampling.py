@@ -17,9 +17,10 @@ from nemo_rl_moe.models.kept_tokens import NONE_KEPT
 
 
 class SampledTokens(NamedTuple):
-    """One token for each row, its log-probability in nats before top-k and top-p, and the mass that they keep.
+    """One token for each row, its log-probability in nats before top-k and top-p, and the mass that top-k and top-p
+    keep.
 
-    With kept tokens, `[rows, top_k]` padded with -1, the log-probability is over these tokens.
+    If the kept tokens are returned (`[rows, top_k]`, padded with -1), the log-probability is relative to them.
     """
 
     token_ids: Int[Tensor, " rows"]
@@ -29,16 +30,16 @@ class SampledTokens(NamedTuple):
 
 
 def uniform_numbers(seed: int, count: int) -> Float[np.ndarray, " count"]:
-    """Return random numbers in [0, 1) from a seed (Philox). A longer list begins with the shorter one."""
+    """Return random numbers in [0, 1) from a seed (Philox). A longer list begins with the numbers of a shorter list."""
     return np.random.Generator(np.random.Philox(key=seed)).random(count)
 
 
 def truncate(
     probs: Float[Tensor, "rows vocabulary"], top_k: int | None, top_p: float
 ) -> Float[Tensor, "rows vocabulary"]:
-    """Zero probabilities outside of top-k, then outside of top-p of the rest, without normalising.
+    """Return the probabilities with 0 outside of top-k, and then outside of top-p of the rest, not normalised.
 
-    Ties keep the lower id.
+    Of equal probabilities, the token with the lower id is kept.
     """
     vocabulary = probs.shape[-1]
     if (top_k is None or top_k >= vocabulary) and top_p >= 1:
@@ -53,12 +54,15 @@ def truncate(
 
 
 def draw(weights: Float[Tensor, "rows vocabulary"], uniforms: Float[Tensor, " rows"]) -> Int[Tensor, " rows"]:
-    """Invert the cumulative distribution at one number for each row. Tokens of weight zero are never returned."""
+    """Return a token for each row: the inverse of the cumulative distribution at the row's number.
+
+    Tokens of weight 0 are never returned.
+    """
     # A float32 sum over a large vocabulary would lose rare tokens.
     cumulative = weights.cumsum(-1, dtype=torch.float64)
     target = cumulative[:, -1:] * uniforms[:, None]
-    # The first token whose sum is above the target has a weight. Parallel sums can round differently from one entry to
-    # the next, which needs the clamp.
+    # The first token whose sum is above the target has a weight above 0. The clamp is needed because parallel sums can
+    # round differently from one entry to the next.
     return torch.searchsorted(cumulative, target, right=True)[:, 0].clamp_(max=weights.shape[-1] - 1)
 
 
@@ -83,7 +87,7 @@ def sample(
 
 
 def kept_tokens(weights: Float[Tensor, "rows vocabulary"], top_k: int) -> Int[Tensor, "rows k"]:
-    """Return the ids of weight above zero, padded with -1 to `top_k`."""
+    """Return the ids of the tokens of weight above 0, padded with -1 to `top_k`."""
     largest, ids = weights.topk(min(top_k, weights.shape[-1]))
     ids = ids.where(largest > 0, NONE_KEPT).int()
     return torch.nn.functional.pad(ids, (0, top_k - ids.shape[-1]), value=NONE_KEPT)
@@ -93,11 +97,11 @@ def kept_tokens(weights: Float[Tensor, "rows vocabulary"], top_k: int) -> Int[Te
 class SlotPlan:
     """A batch of prompts in slots of the cache.
 
-    With padding before shorter prompts, all prompts end at the same slot. Otherwise all begin at the first slot, and
-    the rest of longer prompts is fed token by token while responses to the others are sampled.
+    With padding before shorter prompts, all prompts end at the same slot. Otherwise all prompts begin at the first
+    slot. The rest of longer prompts is then fed token by token, while responses to the shorter prompts are sampled.
 
     Attributes:
-        uniforms: Random number for the token of each slot, 0 for prompts.
+        uniforms: Random number for the sampled token of each slot, 0 in slots of a prompt.
         first_sampled: Slot of each row's first sampled token.
         prefill: Number of slots of the first forward pass.
     """
@@ -150,7 +154,7 @@ class StopCondition:
 
     def __init__(self, parameters: SamplingParameters, tokenizer: Any):
         if parameters.stop_strings and tokenizer is None:
-            raise ValueError("stop_strings need a tokenizer, and this engine was given none; use stop_token_ids")
+            raise ValueError("stop_strings need a tokenizer, but this engine has none; use stop_token_ids")
         if not all(parameters.stop_strings):
             raise ValueError("stop_strings: got an empty string, which would end every response at once")
         self._token_ids = np.asarray(parameters.stop_token_ids, dtype=np.int64)
@@ -162,7 +166,7 @@ class StopCondition:
     def ended(
         self, responses: Int[np.ndarray, "rows columns"], lengths: Int[np.ndarray, " rows"]
     ) -> Bool[np.ndarray, " rows"]:
-        """Return whether its last token ends each response. Call it after every token."""
+        """Return, for each response, whether its last token ends it. Call it after every token."""
         last = responses[np.arange(len(lengths)), np.maximum(lengths, 1) - 1]
         # Faster than numpy's isin for a few numbers.
         found = (last[:, None] == self._token_ids).any(1) & (lengths > 0)
@@ -178,7 +182,7 @@ class StopCondition:
 
 
 class Responses:
-    """Growing responses of a batch, with the number of tokens of each in `lengths`."""
+    """Growing responses of a batch. `lengths` has the number of tokens of each response."""
 
     def __init__(
         self, num_responses: int, max_new_tokens: int, stop: StopCondition, *, reports_kept_mass: bool = False
@@ -201,11 +205,11 @@ class Responses:
         kept_mass: Float[np.ndarray, " rows"] | None = None,
         kept_tokens: Int[np.ndarray, "rows k"] | None = None,
     ) -> Bool[np.ndarray, " rows"]:
-        """Add a sampled token to each response that has not ended, and return which have ended.
+        """Add a sampled token to each response that has not ended, and return whether each response has ended now.
 
         Args:
             responses: Index of the response of each row.
-            sampled: Whether a row's token is sampled, not of its prompt.
+            sampled: Whether a row's token was sampled. Otherwise it is a token of the prompt.
         """
         open_rows = sampled & ~self._ended(responses)
         growing = responses[open_rows]
@@ -234,7 +238,7 @@ class Responses:
         """Return the finished responses in order.
 
         Args:
-            prompt_lengths: Length of each response's prompt, which only kept tokens need.
+            prompt_lengths: Length of each response's prompt. Only needed if there are kept tokens.
 
         Raises:
             RuntimeError: A log-probability is not finite, because of the weights or the forward pass.

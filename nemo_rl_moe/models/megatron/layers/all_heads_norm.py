@@ -21,8 +21,8 @@ from torch import Tensor
 class AllHeadsNorm(torch.nn.Module):
     """RMSNorm over the heads of all tensor-parallel ranks.
 
-    Every rank has all weights, and uses its heads' part: Megatron-Core treats query and key norms as replicas, and sums
-    their gradients over the ranks.
+    Every rank has all weights, and uses the part of its heads, because Megatron-Core treats query and key norms as
+    replicas and sums their gradients over the ranks.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, *, num_heads: int, **_others: Any):
@@ -35,7 +35,7 @@ class AllHeadsNorm(torch.nn.Module):
         values, weight = heads.flatten(2).float(), self.weight
         squares = values.pow(2).sum(-1, keepdim=True)
         if self.num_shards > 1:
-            # All ranks' heads use the sum, so its gradient is summed over the ranks too.
+            # The heads of all ranks use the sum of squares, so its gradient is summed over the ranks too.
             squares = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(squares))
             weight = weight.chunk(self.num_shards)[parallel_state.get_tensor_model_parallel_rank()]
         normalized = values * torch.rsqrt(squares / len(self.weight) + self.eps)
@@ -57,7 +57,7 @@ class AllKeysNorm(AllHeadsNorm):
 
 
 def normalize_all_heads(block: TransformerBlockSubmodules) -> TransformerBlockSubmodules:
-    """Copy a block's layer specs with these norms instead of a norm for each head."""
+    """Return a copy of a block's layer specs with these norms instead of a norm for each head."""
     return dataclasses.replace(block, layer_specs=[_with_norms(layer) for layer in block.layer_specs])
 
 

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decoder layers that add a vision tower's features to their output.
 
-The features are the block's otherwise unused `context`. Activation checkpointing treats it as an input, so recomputed
-passes get the features again, and their gradients flow to the tower.
+The block gets the features as its `context`, which is otherwise unused. Activation checkpointing treats `context` as an
+input, so recomputed passes get the features again, and the features' gradients flow to the tower.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class DeepLayer(TransformerLayer):
-    """A layer of a decoder without cross-attention that adds its features `context[layer]` to its output."""
+    """A decoder layer without cross-attention. It adds the features `context[layer]` to its output."""
 
     def forward(
         self, *args: Any, context: Float[Tensor, "layers columns rows hidden"] | None = None, **kwargs: Any
@@ -30,7 +30,7 @@ class DeepLayer(TransformerLayer):
 
 
 def use_deep_layers(block: TransformerBlockSubmodules, num_layers: int) -> TransformerBlockSubmodules:
-    """Copy the layer specs of a model's first block with `num_layers` deep layers at the beginning."""
+    """Return a copy of the layer specs of a model's first block in which the first `num_layers` are deep layers."""
     first, others = block.layer_specs[:num_layers], block.layer_specs[num_layers:]
     return dataclasses.replace(block, layer_specs=[*map(_deep, first), *others])
 

@@ -3,7 +3,7 @@
 """Linear attention by gated delta nets (Qwen3-Next, Qwen3.5), with Megatron-Core's parameter names.
 
 Megatron-Core's layer needs flash-linear-attention, does not support generation, and up to 0.18 no packed sequences.
-This one uses the kernel of flash-linear-attention on a GPU if it is installed, and torch otherwise.
+The layer of this module uses the kernel of flash-linear-attention on a GPU if it is installed, and torch otherwise.
 """
 
 import dataclasses
@@ -43,8 +43,8 @@ class DeltaNetSizes:
     """Sizes of a model's gated delta nets on each tensor-parallel rank.
 
     Attributes:
-        key_heads: Heads of queries and keys, each shared by `value_heads / key_heads` value heads.
-        taps: Tokens that the convolution sees, including the current one.
+        key_heads: Number of heads of queries and keys. `value_heads / key_heads` value heads share each of them.
+        taps: Number of tokens that the convolution sees, including the current token.
     """
 
     key_heads: int
@@ -67,7 +67,7 @@ class DeltaNetSizes:
 
     @property
     def convolved(self) -> tuple[int, int, int]:
-        """Channels of queries, keys and values."""
+        """Numbers of channels of queries, keys and values."""
         keys = self.key_heads * self.key_dim
         return keys, keys, self.values
 
@@ -77,11 +77,11 @@ class DeltaNetSizes:
 
     @property
     def projected(self) -> tuple[int, int, int, int, int, int]:
-        """Rows of the input projection: queries, keys, values, output gates, rates and decays."""
+        """Numbers of rows of the input projection: queries, keys, values, output gates, rates and decays."""
         return *self.convolved, self.values, self.value_heads, self.value_heads
 
     def parameters(self, hidden_size: int) -> int:
-        """Return the number of weights of a layer, without its norm of the hidden states."""
+        """Return the number of weights of a layer, without the norm of its hidden states."""
         matrices = hidden_size * (sum(self.projected) + self.values)
         return matrices + sum(self.convolved) * self.taps + 2 * self.value_heads + self.value_dim
 
@@ -104,14 +104,14 @@ def _kernel() -> Callable[..., tuple[Tensor, Tensor | None]] | None:
 
 @dataclass
 class DeltaNetState:
-    """State of a layer after the tokens so far of a batch of rows: the last inputs of the convolution, and the state of
+    """State of a layer for a batch of rows, after the tokens so far: the convolution's last inputs, and the state of
     the rule."""
 
     inputs: Float[Tensor, "rows taps_minus_1 channels"] | None = None
     memory: Float[Tensor, "rows heads key_dim value_dim"] | None = None
 
     def keep_rows(self, rows: Int[Tensor, " kept"]) -> None:
-        """Drop all other rows of the batch."""
+        """Keep only these rows of the batch."""
         if self.inputs is not None and self.memory is not None:
             self.inputs, self.memory = self.inputs.index_select(0, rows), self.memory.index_select(0, rows)
 
@@ -139,8 +139,8 @@ def in_float32(parameter: nn.Parameter) -> nn.Parameter:
 class GatedNorm(nn.Module):
     """RMSNorm of each head, with its output scaled by a gate.
 
-    Every tensor-parallel rank has all weights and normalises different heads, so their gradients must be summed over
-    the ranks. Megatron-Core would not do it.
+    Every tensor-parallel rank has all weights and normalises different heads, so the weights' gradients must be summed
+    over the ranks. Megatron-Core would not sum them.
     """
 
     def __init__(self, weight: Tensor, eps: float, *, is_shared: bool):
@@ -157,7 +157,7 @@ class GatedNorm(nn.Module):
 
 @dataclass
 class GatedDeltaNetSubmodules:
-    """Linear layers before and after the rule. The first one may contain the norm of its inputs."""
+    """Linear layers before and after the rule. The first layer may contain the norm of its inputs."""
 
     in_proj: ModuleSpec | type = IdentityOp
     out_proj: ModuleSpec | type = IdentityOp
@@ -197,7 +197,7 @@ class GatedDeltaNet(MegatronModule):
         heads = self.sizes.value_heads
         self.conv1d = _Weight(torch.zeros(sum(self.sizes.convolved), 1, self.sizes.taps, **options))
         self.dt_bias = _cut_parameter(torch.zeros(heads, **options))
-        # Published checkpoints have the next two in float32, with bfloat16 matrices.
+        # Published checkpoints have `A_log` and the norm in float32, although the matrices are in bfloat16.
         precise = {**options, "dtype": torch.float32}
         self.A_log = in_float32(_cut_parameter(torch.zeros(heads, **precise)))
         is_shared = config.tensor_model_parallel_size > 1
@@ -246,11 +246,11 @@ class GatedDeltaNet(MegatronModule):
         boundaries: Int[Tensor, " sequences_plus_1"] | None = None,
         state: DeltaNetState | None = None,
     ) -> Float[Tensor, "tokens rows values"]:
-        """Compute the layer between its two projections.
+        """Compute the part of the layer between its two projections.
 
         Args:
             boundaries: Boundaries of packed sequences.
-            state: State after the previous tokens, which is updated. Tokens of zeros leave an empty state empty.
+            state: State after the previous tokens. It is updated. Tokens of zeros leave an empty state empty.
         """
         sizes = self.sizes
         convolved, gate, rate, decay = mixed.transpose(0, 1).split(
@@ -329,7 +329,7 @@ class GatedDeltaNet(MegatronModule):
 
 
 def _in_sections(sharded: ShardedTensor, sizes: Sequence[int]) -> ShardedTensorFactory:
-    """Return a rank's rows of a parameter as blocks of a tensor with contiguous sections in any layout."""
+    """Return a rank's rows of a parameter as blocks of a tensor whose sections are contiguous in every layout."""
     rows = sharded.local_shape[0]
     rank, ranks = sharded.global_offset[0] // rows, sharded.global_shape[0] // rows
     starts = [0, *itertools.accumulate(size * ranks for size in sizes)]
@@ -354,13 +354,14 @@ def _in_sections(sharded: ShardedTensor, sizes: Sequence[int]) -> ShardedTensorF
 
 
 def use_gated_delta_nets(block: TransformerBlockSubmodules, linear: Collection[int]) -> TransformerBlockSubmodules:
-    """Copy a block's layer specs with gated delta nets instead of attention in the layers with indices `linear`."""
+    """Return a copy of a block's layer specs with gated delta nets instead of attention in the layers `linear`."""
     layers = [_with_net(layer) if index in linear else layer for index, layer in enumerate(block.layer_specs)]
     return dataclasses.replace(block, layer_specs=layers)
 
 
 def _with_net(layer_spec: ModuleSpec) -> ModuleSpec:
-    """Use the linear layers of attention, which include Transformer Engine's with the norm inside."""
+    """Return a layer spec with a gated delta net, built from attention's linear layers (with Transformer Engine, the
+    first of them contains the norm)."""
     layer = layer_spec.submodules
     attention = layer.self_attention.submodules
     net = ModuleSpec(

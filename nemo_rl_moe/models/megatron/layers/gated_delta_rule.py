@@ -9,8 +9,8 @@ Yang, Kautz and Hatamizadeh 2024, Gated Delta Networks (arXiv:2412.06464), eq. 1
     S <- S + key (beta (value - S^T key))^T
     output = S^T query / sqrt(key_dim)
 
-`segments`, the ascending sequence number of each token, separates packed sequences without a synchronisation with the
-host.
+`segments` is the sequence number of each token, in ascending order. It separates packed sequences, and the device does
+not have to wait for the host.
 """
 
 from dataclasses import dataclass
@@ -84,13 +84,13 @@ def recurrent_gated_delta_rule(
 
 @dataclass(frozen=True)
 class _Decays:
-    """Decays of a sequence in chunks of `size` tokens, 0 before a token and between sequences.
+    """Decay factors in chunks of `size` tokens. A decay to an earlier token or to another sequence is 0.
 
     Attributes:
-        between: From a token to a later one of its chunk.
-        from_state: From the state before the chunk to a token.
-        to_state: From a token to the state after its chunk.
-        of_chunk: From the state before the chunk to the state after it.
+        between: Decay from a token to a later token of its chunk.
+        from_state: Decay from the state before the chunk to a token.
+        to_state: Decay from a token to the state after its chunk.
+        of_chunk: Decay from the state before the chunk to the state after the chunk.
     """
 
     between: Float[Tensor, "rows heads chunks size size"]
@@ -103,7 +103,7 @@ class _Decays:
         cls, log_decay: Float[Tensor, "rows heads chunks size"], segments: Int[Tensor, "chunks size"] | None
     ) -> "_Decays":
         kind, size = log_decay.dtype, log_decay.shape[-1]
-        # The differences below cancel sums over other sequences, which would leave rounding errors in float32.
+        # float64, because the differences below cancel sums over other sequences. float32 would leave rounding errors.
         sums = log_decay.double().cumsum(-1)
         reaches: Bool[Tensor, "*chunks size size"] = torch.ones(
             size, size, dtype=torch.bool, device=log_decay.device

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Weights of sparse attention's indexers, which are loaded, saved and exported, but unused in the forward pass."""
+"""Weights of sparse attention's indexers. They are loaded, saved and exported, but unused in the forward pass."""
 
 from typing import Any
 

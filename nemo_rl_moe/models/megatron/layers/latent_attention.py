@@ -26,7 +26,7 @@ _MODULES_WITH_LATENT_NORM = ("q_layernorm", "kv_layernorm", "linear_q_up_proj", 
 _DOWN_PROJECTIONS = ("linear_q_down_proj", "linear_kv_down_proj")
 
 if not isinstance(multi_latent_attention.TELinear, type):
-    # Without Transformer Engine, Megatron-Core 0.16.1 uses a mock of it in `isinstance`, which fails.
+    # Without Transformer Engine, Megatron-Core 0.16.1 passes a mock of its class to `isinstance`, which fails.
     multi_latent_attention.HAVE_TE = False
 
 
@@ -63,20 +63,20 @@ class LatentSelfAttention(MLASelfAttention):
                 setattr(self, name, DuplicatedLinear(weight, sequence_parallel=config.sequence_parallel))
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
-        """Return the modules around the latents' norms from the layer spec, as in 0.16."""
+        """Return the layer spec's modules around the latents' norms: name -> module, as Megatron-Core 0.16 has them."""
         names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
         return {name: getattr(submodules, name) for name in names}
 
 
 def use_latent_attention(block: TransformerBlockSubmodules) -> TransformerBlockSubmodules:
-    """Copy a block's layer specs with `LatentSelfAttention`."""
+    """Return a copy of a block's layer specs with `LatentSelfAttention`."""
     return dataclasses.replace(block, layer_specs=[_with_latent_attention(layer) for layer in block.layer_specs])
 
 
 def _with_latent_attention(layer_spec: ModuleSpec) -> ModuleSpec:
     layer = layer_spec.submodules
     submodules = layer.self_attention.submodules
-    # MLASelfAttention accepts ColumnParallelLinear itself, and no subclass of it.
+    # MLASelfAttention accepts ColumnParallelLinear, but none of its subclasses.
     changes: dict[str, type] = {name: ColumnParallelLinear for name in _DOWN_PROJECTIONS if _is_cut(submodules, name)}
     if submodules.core_attention is DotProductAttention:
         # DotProductAttention supports one head size, but keys are longer than values.

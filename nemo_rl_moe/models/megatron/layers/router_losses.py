@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Router losses as shares of the mean over the global batch, instead of Megatron-Core's.
+"""Router losses as shares of the mean over the global batch. They replace Megatron-Core's router losses.
 
 A share is this rank's part of a sum over the tokens or sequences of the global batch. Shares add up over microbatches
-and ranks, as in the algorithm's loss, so that padding, packing and layout do not change the result.
+and ranks, as in the algorithm's loss, so padding, packing and layout do not change the result.
 """
 
 from collections.abc import Sequence
@@ -42,9 +42,9 @@ class BatchSize:
     """Size of one global batch or of several.
 
     Attributes:
-        tokens: Tokens without padding, over all ranks.
-        sequences: Sequences with at least one token, over all ranks.
-        num_microbatches: Microbatches of each data-parallel rank.
+        tokens: Number of tokens on all ranks, without padding.
+        sequences: Number of sequences on all ranks with at least one token.
+        num_microbatches: Number of microbatches of each data-parallel rank.
     """
 
     tokens: int
@@ -69,7 +69,7 @@ class SequencesOfTokens:
     """Sequence of each token that a rank's routers see in a microbatch.
 
     Attributes:
-        sequence: `[tokens]`, in the routers' order. -1 on padding.
+        sequence: `[tokens]`, index of each token's sequence, in the routers' order. -1 on padding.
         is_token: `[tokens]`, 1 for tokens, 0 for padding.
     """
 
@@ -87,9 +87,9 @@ class RouterLosses:
 
     Attributes:
         is_on: Whether a loss is enabled.
-        update: Size of the current global batch. Training losses are means over it.
-        step: Size of all global batches of a step. Logged losses are means over them.
-        tokens: By chunk, the tokens of the microbatch that runs through it.
+        update: Size of the current global batch. Training losses are means over this batch.
+        step: Size of all global batches of a step. Logged losses are means over all of them.
+        tokens: Index of a chunk -> tokens of the microbatch that runs through the chunk.
     """
 
     def __init__(self, chunks: Sequence[GPTModel], config: TransformerConfig):
@@ -116,7 +116,7 @@ class RouterLosses:
 
 
 class _LossesOfRouter:
-    """The losses of one router, which its `routing` calls."""
+    """The losses of one router. They replace methods that the router's `routing` calls."""
 
     def __init__(self, losses: RouterLosses, chunk: int, router: Any):
         self._losses, self._chunk, self._router = losses, chunk, router
@@ -169,8 +169,8 @@ class _LossesOfRouter:
     def _attach(self, values: Tensor, name: str, coefficient: float, share: Tensor) -> Tensor:
         """Attach a loss, given as this rank's sum over the microbatch, to the backward pass of the values."""
         update, step = self._losses.update, self._losses.step
-        # Undoes the schedule's division by the number of microbatches and the gradient reduction's by the data-parallel
-        # size.
+        # The schedule divides by the number of microbatches, and the gradient reduction by the data-parallel size. This
+        # factor undoes both divisions.
         scale = update.num_microbatches * parallel_state.get_data_parallel_world_size()
         logged = step.num_microbatches / (step.terms(name) * recorded_share(name))
         record_auxiliary_loss(name, share.detach() * logged, self._router.layer_number, self._router.config)
@@ -195,23 +195,25 @@ def counted_assignments(router: Any, top_experts: Tensor) -> Tensor:
 
 
 def _unchanged(probs: Tensor, *_arguments: Any, **_options: Any) -> Tensor:
-    """Replace `TopKRouter`'s other balancing losses, which `attach_balancing_losses` includes."""
+    """Return the probabilities. Replaces two losses of `TopKRouter` that `attach_balancing_losses` includes."""
     return probs
 
 
 def sum_over_group(load: Tensor, group: Any) -> Tensor:
-    """Sum a load over the ranks of a group, in place."""
+    """Sum a load over the ranks of a group in place, and return it."""
     if group.size() > 1:
         dist.all_reduce(load, group=group)
     return load
 
 
 def recorded_share(name: str) -> float:
-    """Return the weight of one rank's recorded loss in the sum over all ranks, for the mean over data-parallel ranks.
+    """Return the weight of one rank's recorded loss. The weighted sum over all ranks is the data-parallel mean.
 
-    `RouterLosses` records the same values as Megatron-Core's routers do in other loops: for the micro-batch and
-    sequence losses this rank's part of a sum over the tensor and context ranks, for the global-batch loss its part of a
-    sum over these and the data-parallel ranks, for the z-loss the mean over its own tokens.
+    `RouterLosses` records the same values as Megatron-Core's routers do in other loops:
+
+    - micro-batch and sequence losses: this rank's part of a sum over the tensor and context ranks
+    - global-batch loss: this rank's part of a sum over the tensor, context and data-parallel ranks
+    - z-loss: the mean over this rank's tokens
     """
     if name == GLOBAL_BATCH_LOSS:
         return 1.0

@@ -41,7 +41,7 @@ class GroupLimitedChoice:
     """Group-limited top-k with the interface of `RouterReplay`, which selects a router's experts.
 
     Attributes:
-        counted: `[tokens, topk]`, the last choice, for the balancing losses.
+        counted: `[tokens, topk]`, the experts of the last choice, which the balancing losses count.
     """
 
     def __init__(self, best_of_group: int):
@@ -66,11 +66,12 @@ class GroupLimitedChoice:
 
 
 def limit_groups(model: nn.Module, *, as_deepseek: bool) -> None:
-    """Give every router with groups its group-limited top-k. Replayed routing stays as recorded.
+    """Give a group-limited top-k to every router with groups. Replayed routing stays as recorded.
 
     Args:
-        as_deepseek: A group's score is its best expert's (DeepSeek-V2, softmax scores) or the sum of its two best
-            (DeepSeek-V3, sigmoid scores). False sums `topk / group_topk` experts, as Megatron-Core does.
+        as_deepseek: Whether to score groups as DeepSeek does. A group's score is then the score of its best expert
+            (DeepSeek-V2, softmax scores) or the sum of its two best scores (DeepSeek-V3, sigmoid scores). If False, it
+            is the sum of its `topk / group_topk` best scores, as in Megatron-Core.
     """
     for router in model.modules():
         if not isinstance(router, TopKRouter) or not router.config.moe_router_group_topk:
@@ -85,14 +86,14 @@ def limit_groups(model: nn.Module, *, as_deepseek: bool) -> None:
 
 
 def _replay_or_choose(replay: Callable[..., Any], choice: GroupLimitedChoice, *arguments: Any) -> Any:
-    """Call a `RouterReplay` with group-limited top-k as its default choice, the last argument."""
+    """Call a `RouterReplay` with group-limited top-k in place of the last argument, its default choice."""
     return replay(*arguments[:-1], choice.get_replay_topk)
 
 
 def noise_in_training_only(model: nn.Module) -> None:
     """Apply the routers' input noise and the experts' capacity in training passes only.
 
-    Megatron-Core applies both in every pass. A validation loss would depend on chance and on the microbatches.
+    Megatron-Core applies both in every pass, so a validation loss would depend on chance and on the microbatches.
     """
     for module in model.modules():
         config: Any = getattr(module, "config", None)
@@ -126,7 +127,7 @@ _HOT = 1.0e4
 
 
 def forced_routing_in_force(config: TransformerConfig) -> dict[str, Any]:
-    """Return the forced-routing settings that are on. Empty in a real run."""
+    """Return name -> value of the forced-routing settings that are on. In a real run, the result is empty."""
     values = {name: getattr(config, name, None) for name in FORCED_ROUTING_FIELDS}
     return {name: value for name, value in values.items() if value is not None and value is not False}
 
@@ -134,7 +135,7 @@ def forced_routing_in_force(config: TransformerConfig) -> dict[str, Any]:
 def force_routing(chunks: Sequence[GPTModel], config: TransformerConfig) -> None:
     """Change the routers' logits if the configuration forces routing."""
     if hasattr(moe_utils, "RandomSTEShared"):
-        # Megatron-Core keeps the biases by layer number on a class, so a second model would inherit the first one's.
+        # Megatron-Core keeps the biases by layer number on a class, so a second model would inherit the first model's.
         moe_utils.RandomSTEShared._cache.clear()
     change = _change_of_logits(config)
     if change is None:
@@ -177,7 +178,10 @@ def _hot_rank(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
 
 
 def _biased(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
-    """Return random logits with a random bias per expert, the same on all ranks, as in Megatron-Core 0.17."""
+    """Return a function that replaces logits by random ones with a random bias per expert, as in Megatron-Core 0.17.
+
+    The bias is the same on all ranks.
+    """
     # With a negative deviation the bias is sampled only once.
     deviation: float = config.moe_router_force_biased
     kept: list[Tensor] = []
@@ -200,8 +204,8 @@ def unconverted_state(chunks: Sequence[GPTModel]) -> Iterator[None]:
     """Keep the buffers of routers and indexers, and parameters that stay in float32, while the chunks are converted to
     another number format.
 
-    Megatron-Core converts the routers' buffers with the weights, and only returns the bias to float32 after it has been
-    rounded. Its token counts stay in bfloat16, which cannot represent odd numbers above 256.
+    Megatron-Core converts the routers' buffers together with the weights. It converts the bias back to float32, but the
+    bias has been rounded by then. Token counts would stay in bfloat16, which cannot represent odd numbers above 256.
     """
     kept = [
         (module, name, buffer)
@@ -224,7 +228,8 @@ def unconverted_state(chunks: Sequence[GPTModel]) -> Iterator[None]:
 
 
 class ExpertBias:
-    """Expert bias before the last update, to undo the update if an optimizer step is skipped, and to measure changes.
+    """Copy of the expert bias before the last update. It undoes the update if an optimizer step is skipped, and
+    measures changes.
 
     With every update, Megatron-Core zeroes the token counts and moves the bias of every expert whose load is not the
     mean, so a layer with an unchanged bias has not been updated.
@@ -258,9 +263,9 @@ class ExpertBias:
 
     @torch.no_grad()
     def around_last_update(self) -> dict[int, Float[np.ndarray, "2 experts"]]:
-        """Return the bias of this rank's layers before the last update and now, by layer index in the model.
+        """Return layer index in the model -> bias before the last update and now, for this rank's layers.
 
-        Empty if the update was skipped or does not move the bias.
+        The result is empty if the update was skipped or does not move the bias.
         """
         return {
             router.layer_number - 1: torch.stack([kept, router.expert_bias]).float().cpu().numpy()
@@ -269,11 +274,11 @@ class ExpertBias:
 
     @torch.no_grad()
     def metrics(self) -> dict[str, float]:
-        """Return the changes of the bias in this step. Empty without a bias. Every rank calls it.
+        """Return metrics of the bias's changes in this step, none if the model has no bias. Every rank calls it.
 
         `expert_bias/max_abs_change` and `expert_bias/max_abs` are the largest change of an expert's bias and the
-        largest bias. `expert_bias_frozen_layers` is the number of layers of all stages that the last update left
-        unchanged, absent if that is 0 or the update was skipped.
+        largest bias. `expert_bias_frozen_layers` is the number of layers of all stages whose bias did not change in the
+        last update. It is absent if the number is 0 or the update was skipped.
         """
         if not self._is_on:
             return {}

@@ -4,8 +4,9 @@
 
 Each Hugging Face tensor in the layer's weight can have a pair of factors, `lora_A` `[rank, inputs]` and `lora_B`
 `[outputs, rank]`. If the layer is sharded by outputs, `A` is replicated and `B` is sharded like the weight. If it is
-sharded by inputs, `A` is sharded and `B` is replicated. A replicated factor that only sees a rank's part of the
-sequence, or of an expert's width, is marked so that Megatron-Core sums its gradient over the tensor-parallel ranks.
+sharded by inputs, `A` is sharded and `B` is replicated. A replicated factor may see only this rank's part of the
+sequence, or of an expert's width. Then it is marked, so that Megatron-Core sums its gradient over the tensor-parallel
+ranks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -43,7 +44,7 @@ class Switch:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Compute with the base model while open."""
+        """Turn the adapters off while the context is open, to compute with the base model."""
         before, self.is_on = self.is_on, False
         try:
             yield
@@ -56,18 +57,20 @@ class Base:
     """A frozen linear layer of this rank, or the layers of its experts.
 
     Attributes:
-        weights: One matrix `[outputs, inputs]`. For experts one matrix each, or one tensor with all of them.
-        shape: Outputs and inputs of a matrix on this rank.
-        modules: Hugging Face names of the modules in the weight, in order, with `{expert}` for an expert's number. None
-            for a module without an adapter.
-        names: The modules' names within their layer, such as q_proj.
+        weights: One matrix `[outputs, inputs]`. For experts, one matrix for each expert, or one tensor with all of
+            them.
+        shape: Number of outputs and of inputs of a matrix on this rank.
+        modules: Hugging Face names of the modules in the weight, in order, with `{expert}` in place of an expert's
+            number. None for a module without an adapter.
+        names: The modules' names within their layer, such as q_proj. None for a module without an adapter.
         layout: Order of the modules' outputs in the weight.
         cut: Dimension in which the weight is sharded, OUTPUTS or INPUTS. None if it is replicated.
         num_shards: Number of ranks with a shard.
         shard_rank: Index of this rank's shard.
         experts: For routed experts, the index of this rank's first expert, the number of its experts, and the number of
             all experts. Otherwise None.
-        config: Megatron-Core's. Generation switches sequence parallelism off in it, so each pass reads it again.
+        config: Megatron-Core's configuration. Each pass reads it again, because generation switches sequence
+            parallelism off in it.
     """
 
     weights: tuple[Tensor, ...]
@@ -91,7 +94,8 @@ class Factor:
     """One factor of this rank, as a piece of a full tensor.
 
     Attributes:
-        name: Name of the full tensor in `peft`, without its prefix, with `{expert}` for an expert's number.
+        name: Name of the full tensor in `peft`, without `peft`'s prefix, with `{expert}` in place of an expert's
+            number.
         parameter: `[rows, columns]`, or `[experts, rows, columns]` if each expert has a factor.
         cut: Dimension in which the matrix is sharded. None if it is replicated.
     """
@@ -119,10 +123,10 @@ class Pair(nn.Module):
 
 
 class Adapter(nn.Module):
-    """The factors of one linear layer, which begin with zeros.
+    """The factors of one linear layer. Their initial values are zeros.
 
     Args:
-        hf_config: For the order of queries, keys and values.
+        hf_config: Configuration that determines the order of queries, keys and values.
         switch: The model's switch.
     """
 
@@ -172,12 +176,13 @@ class Adapter(nn.Module):
             parameter.allreduce = False  # type: ignore[attr-defined]
 
     def down(self) -> Tensor:
-        """Concatenate all `A`: `[n * rank, inputs]` or `[experts, n * rank, inputs]`."""
+        """Return all `A` concatenated: `[n * rank, inputs]` or `[experts, n * rank, inputs]`."""
         parts: list[Tensor] = [pair.lora_A for pair in self._pairs]
         return torch.cat(parts, -2) if len(parts) > 1 else parts[0]  # without a copy
 
     def up(self) -> Tensor:
-        """Join all `B` in the order of the weight's rows: `[outputs, n * rank]` or `[experts, outputs, n * rank]`."""
+        """Return all `B` joined in the order of the weight's rows: `[outputs, n * rank]`, or for experts
+        `[experts, outputs, n * rank]`."""
         pairs = self._pairs
         first = pairs[0].lora_B
         rank, count = first.shape[-1], len(pairs)
@@ -192,14 +197,18 @@ class Adapter(nn.Module):
 
     @torch.no_grad()
     def delta(self, expert: int = 0) -> Tensor:
-        """Return the term that merging adds to a weight or one of this rank's experts, float32 `[outputs, inputs]`."""
+        """Return the product `scale * B @ A` in float32, `[outputs, inputs]`. Merging adds it to the weight.
+
+        Args:
+            expert: Index of one of this rank's experts. Only used if each expert has factors of its own.
+        """
         up, down = self.up().float(), self.down().float()
         if self.is_per_expert:
             up, down = up[expert], down[expert]
         return self.scale * (up @ down)
 
     def of_linear(self, inputs: Tensor) -> Tensor:
-        """Return the term for the layer's output from its inputs `[..., inputs]`."""
+        """Return the adapter's term of the layer's output, `[..., outputs]`, for inputs `[..., inputs]`."""
         hidden = F.linear(self._dropped(inputs), self.down())
         if self.base.num_shards > 1 and self.base.experts is None:
             hidden = self._shared(hidden)
@@ -218,19 +227,19 @@ class Adapter(nn.Module):
         return hidden
 
     def of_router(self, inputs: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the term for a router's logits `[..., experts]`, in their number format."""
+        """Return the adapter's term of a router's logits, `[..., experts]`, in the number format of the logits."""
         hidden = F.linear(self._dropped(inputs).to(dtype), self.down().to(dtype))
         return F.linear(hidden, self.up().to(dtype)) * self.scale
 
     def of_expert(self, inputs: Tensor, expert: int) -> Tensor:
-        """Return the term for the output of one of this rank's experts."""
+        """Return the adapter's term of the output of one of this rank's experts."""
         if not self.is_per_expert:
             return self.of_linear(inputs)
         inputs = self._dropped(inputs)
         return F.linear(F.linear(inputs, self.down()[expert]), self.up()[expert]) * self.scale
 
     def of_experts(self, rows: Tensor, ends: Tensor) -> Tensor:
-        """Return the term for the outputs of all this rank's experts.
+        """Return the adapter's term of the outputs of all of this rank's experts.
 
         Args:
             rows: `[rows, inputs]`, sorted by expert.
@@ -246,7 +255,7 @@ class Adapter(nn.Module):
     def _dropped(self, inputs: Tensor) -> Tensor:
         if not self._dropout or not self.training:
             return inputs
-        # Ranks with the same inputs must drop the same ones.
+        # Ranks with the same inputs must drop the same inputs.
         base = self.base
         has_own_inputs = base.experts is not None or base.cut == INPUTS or base.sequence_is_cut
         with get_cuda_rng_tracker().fork(OF_RANK if has_own_inputs else OF_SHARE):

@@ -53,13 +53,13 @@ def add_adapters(
 
 
 def _require_adapters_everywhere(num_adapters: int) -> None:
-    """Raise an error on every rank if one has nothing to train."""
+    """Raise an error on every rank if a rank has nothing to train."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, num_adapters)
     if 0 in found:
         raise ConfigurationError(
-            f"policy.lora.targets: no layer of the pipeline stage of rank {found.index(0)} gets an adapter: nothing "
-            "would train there"
+            f"policy.lora.targets: no layer of the pipeline stage of rank {found.index(0)} gets an adapter, so nothing "
+            "would train there; add targets that every stage has, or use fewer stages"
         )
 
 
@@ -95,7 +95,7 @@ def _adapt_layer(layer: Any, config: TransformerConfig, hf_config: Any, lora: Lo
 def _base(
     place: str, module: Any, layer: int, config: TransformerConfig, hf_config: Any, lora: LoraConfig
 ) -> Base | None:
-    """Describe a layer, or return None if the configuration does not ask for its adapter."""
+    """Return the description of a layer, or None if the configuration does not ask for an adapter of the layer."""
     is_routed = place.startswith(f"{ROUTED_EXPERTS}.")
     rule = _rule(place, layer, hf_config)
     names = chosen_sources(place, len(rule.sources), lora.targets)
@@ -123,7 +123,7 @@ def _base(
 
 
 def _module_name(tensor: str, *, is_routed: bool) -> str:
-    """Return the module of a tensor, with `{expert}` for routed experts even if the tensor contains all of them."""
+    """Return the name of a tensor's module. For routed experts it has `{expert}`, even if the tensor holds them all."""
     module = tensor.removesuffix(".weight")
     if not is_routed:
         return module
@@ -133,12 +133,12 @@ def _module_name(tensor: str, *, is_routed: bool) -> str:
 def _rule(place: str, layer: int, hf_config: Any) -> Rule:
     linear = place.replace(ROUTED_EXPERTS, f"{ROUTED_EXPERTS}.0")
     rule = family_of(hf_config).rules.find(f"decoder.layers.{layer}.{linear}.weight")
-    assert rule is not None  # import and export need one too
+    assert rule is not None  # import and export need the rule too
     return rule
 
 
 def _weights_of_experts(experts: Any, linear: str) -> tuple[Tensor, ...]:
-    """Return the weights of this rank's experts, as one tensor or one for each expert."""
+    """Return the weights of this rank's experts: one tensor with all of them, or a tensor for each expert."""
     parameters = dict(experts.named_parameters())
     if f"{linear}_weights" in parameters:
         return (parameters[f"{linear}_weights"],)
@@ -170,7 +170,7 @@ def _attach_to_linear(linear: Any, adapter: Adapter) -> None:
     norm_weight, eps = dict(linear.named_parameters(recurse=False)).get(_NORM_WEIGHT), getattr(linear, "eps", None)
 
     def term(rows: Tensor, *_others: Any) -> Tensor:
-        if norm_weight is not None:  # Transformer Engine has the norm inside the linear layer after it
+        if norm_weight is not None:  # Transformer Engine has the norm inside the next linear layer
             rows = nn.functional.rms_norm(rows, norm_weight.shape, norm_weight, eps)
         return adapter.of_linear(rows)
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors that merged adapters change. An engine that has received all weights once needs only these."""
+"""Tensors that merged adapters change. An engine that has received all weights once needs only these tensors."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ _BLOCK = re.compile(r"^(.*?\.\d+\.[^.]+)\.")
 
 
 def block_of(name: str) -> str:
-    """Return the block of a tensor: its layer's attention, MLP or norm, or the tensor itself.
+    """Return the name of a tensor's block: its layer's attention, MLP or norm. Outside of layers, return its own name.
 
     Engines join tensors of a block in one parameter, such as queries with keys or a layer's experts, and load them
     together.
@@ -23,7 +23,7 @@ def block_of(name: str) -> str:
 
 
 def changed_by_adapters(chunks: Sequence[nn.Module]) -> Callable[[str], bool]:
-    """Return a test by Hugging Face name for tensors of this pipeline stage in a block with an adapter."""
+    """Return a function of a tensor's Hugging Face name: whether this pipeline stage has an adapter in its block."""
     modules = [module for adapter in adapters_in(chunks) for module in adapter.base.modules if module is not None]
     blocks = {block_of(f"{module}.weight") for module in modules}
     return lambda name: block_of(name) in blocks

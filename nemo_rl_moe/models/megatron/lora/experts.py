@@ -42,7 +42,7 @@ class AdaptedExperts(GroupedExperts):
 
 
 def attach_to_experts(experts: Any, adapters: dict[str, Adapter]) -> None:
-    """Attach adapters to a layer's routed experts, by the name of their linear layer."""
+    """Attach adapters (name of a linear layer -> adapter) to a layer's routed experts."""
     experts.adapters = nn.ModuleDict(adapters)
     if isinstance(experts, GroupedExperts):
         experts.__class__ = AdaptedExperts
@@ -54,7 +54,7 @@ def attach_to_experts(experts: Any, adapters: dict[str, Adapter]) -> None:
         for name, adapter in adapters.items():
             add_to_output(experts.get_submodule(name), adapter, partial(_term_of_counts, adapter))
     else:
-        raise TypeError(f"no adapter is built for experts of {type(experts).__name__}")
+        raise TypeError(f"adapters are not supported for experts of the class {type(experts).__name__}")
 
 
 def _term_of_counts(adapter: Adapter, rows: Tensor, counts: Any, *_others: Any) -> Tensor:

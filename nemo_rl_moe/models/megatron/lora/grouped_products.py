@@ -30,6 +30,6 @@ class _GroupedProduct(torch.autograd.Function):
 
 
 def grouped_product(rows: Tensor, weights: Tensor, products: ExpertProducts) -> Tensor:
-    """Multiply `[rows, inner]`, sorted by expert, by each expert's matrix of `[experts, inner, outer]`."""
+    """Multiply each row of `[rows, inner]`, sorted by expert, by its expert's matrix of `[experts, inner, outer]`."""
     product: Tensor = _GroupedProduct.apply(rows, weights, products)
     return product

@@ -14,7 +14,7 @@ from nemo_rl_moe.models.megatron.weights.parameter_layout import parameter_piece
 
 @torch.no_grad()
 def merge_adapters(chunks: Sequence[GPTModel], config: TransformerConfig) -> None:
-    """Add the adapters to the weights, rounding once, and remove them from the model."""
+    """Add the adapters to the weights, rounding only once, and remove the adapters from the model."""
     for piece in parameter_pieces(chunks, config):
         if piece.adapter is not None:
             piece.local.copy_(piece.merged())

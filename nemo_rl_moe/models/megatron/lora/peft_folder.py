@@ -54,10 +54,10 @@ def factors_on_first_rank(chunks: Sequence[nn.Module]) -> dict[str, Tensor]:
 def write_adapter(
     folder: Path, factors: Mapping[str, Tensor], lora: LoraConfig, hf_config: Any, base: str, form: ExpertForm
 ) -> None:
-    """Write a folder with checksums for peft's `PeftModel.from_pretrained`.
+    """Write a folder that peft's `PeftModel.from_pretrained` can read, with checksums.
 
     Args:
-        factors: From `factors_on_first_rank`.
+        factors: Result of `factors_on_first_rank`.
         base: Name or folder of the base model.
         form: Form of the experts.
     """
@@ -75,7 +75,7 @@ def _num_experts(hf_config: Any) -> int:
 
 
 def _of_each_expert(factors: Mapping[str, Tensor], hf_config: Any) -> dict[str, Tensor]:
-    """Replace factors that a layer's experts share by a copy for each expert."""
+    """Return the factors with a copy for each expert in place of a factor that a layer's experts share."""
     found = {}
     for name, tensor in factors.items():
         parts = expert_factor(name)
@@ -88,7 +88,7 @@ def _of_each_expert(factors: Mapping[str, Tensor], hf_config: Any) -> dict[str, 
 
 
 def _fused(factors: Mapping[str, Tensor], hf_config: Any) -> dict[str, Tensor]:
-    """Fuse the factors of a layer's experts to an `A` and a `B` for each fused parameter."""
+    """Return the factors with one `A` and one `B` for each fused parameter in place of factors of single experts."""
     found: dict[str, Tensor] = {}
     of_experts: dict[tuple[str, str], dict[tuple[int, int | None, bool], Tensor]] = {}
     for name, tensor in _of_each_expert(factors, hf_config).items():
@@ -144,7 +144,7 @@ def load_adapter(chunks: Sequence[GPTModel], folder: Path, rank: int, hf_config:
     all_used = union_of_ranks(dict.fromkeys(used)).keys()
     lines = list(dict.fromkeys(line for of_rank in found for line in of_rank))
     if not lines and (extra := sorted(names - all_used)):
-        lines = [f"{len(extra)} factors that policy.lora has no place for: {listed(extra)}"]
+        lines = [f"contains {len(extra)} factors of modules that policy.lora does not adapt: {listed(extra)}"]
     if lines:
         raise ConfigurationError([f"policy.lora.path: {folder}: {line}" for line in lines])
 
@@ -163,7 +163,7 @@ def _load(part: FactorPart, reader: "_Reader", problems: list[str]) -> None:
 
 
 class _Reader:
-    """Reader of full factors by this project's names from a peft file in either form.
+    """Reader that finds full factors by this project's names in a peft file, for both forms of the experts.
 
     Attributes:
         used: Names in the file that have been read.
@@ -176,7 +176,7 @@ class _Reader:
         self._read = lru_cache(maxsize=4)(file.get_tensor)
 
     def find(self, name: str) -> Tensor | str | None:
-        """Return a factor, a description of its problem, or None if it is missing."""
+        """Return a factor, or a text about its problem, or None if the file lacks it."""
         plain = name if name in self._names else name.replace(".block_sparse_moe.", ".mlp.")
         if plain in self._names:
             self.used.add(plain)
@@ -190,14 +190,14 @@ class _Reader:
         return self._of_fused(parts, parts.expert)
 
     def _shared(self, name: str, parts: ExpertFactor) -> Tensor | str | None:
-        """Return the factor that a layer's experts share, if they are equal in the file."""
+        """Return the factor that a layer's experts share, or a text about the problem if their factors differ."""
         numbered = [name.replace(".experts.", f".experts.{e}.") for e in range(_num_experts(self._hf_config))]
         found = [self.find(each) for each in numbered]
         first = found[0]
         if first is None or isinstance(first, str):
             return first
         alike = all(isinstance(other, Tensor) and torch.equal(first, other) for other in found)
-        return first if alike else f"{parts.container}: its experts' factors differ, and policy.lora.experts is shared"
+        return first if alike else f"{parts.container}: its experts' factors differ, but policy.lora.experts is shared"
 
     def _of_fused(self, parts: ExpertFactor, expert: int) -> Tensor | str | None:
         module = fused_module(parts.container, parts.fused, self._fused)
@@ -213,7 +213,7 @@ class _Reader:
 
 
 def _half(parts: ExpertFactor, down: Tensor, up: Tensor, rank: int) -> Tensor | str:
-    """Return an expert's factor for a half of a fused parameter, whose factors have once or twice the rank."""
+    """Return an expert's factor for a half of a fused parameter. The fused factors have the rank or twice the rank."""
     if parts.half is None:
         return down if parts.is_a else up
     length = up.shape[0] // 2

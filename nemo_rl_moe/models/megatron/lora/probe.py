@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Temporary values in a model's adapters, to check that an engine uses them.
 
-An adapter begins as zero, so that an engine without it would compute the same at first. Visible values reveal a missing
-adapter before the run depends on it.
+An adapter begins as zero, so an engine without it would compute the same at first. Values other than zero reveal a
+missing adapter before the run depends on it.
 """
 
 import math
@@ -29,7 +29,7 @@ class AdapterProbe:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Give every factor random values, the same in every layout, and keep the original ones on the host."""
+        """Give every factor random values, the same in every layout, and keep the original values on the host."""
         assert not self._kept
         scale = max(adapter.scale for adapter in adapters_in(self._chunks))
         for part in factor_parts(self._chunks):

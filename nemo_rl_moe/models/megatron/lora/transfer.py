@@ -60,7 +60,7 @@ def factor_parts(chunks: Sequence[nn.Module]) -> Iterator[FactorPart]:
 
 
 def factors_of_this_rank(chunks: Sequence[nn.Module]) -> Iterator[NamedTensor]:
-    """Yield names and full factors on the host, each on one rank. Every rank must exhaust it."""
+    """Yield names and full factors on the host, each on one rank only. Every rank must exhaust the iterator."""
     for part in factor_parts(chunks):
         gathered = _gathered(part)
         if gathered is not None:
@@ -68,7 +68,7 @@ def factors_of_this_rank(chunks: Sequence[nn.Module]) -> Iterator[NamedTensor]:
 
 
 def _gathered(part: FactorPart) -> Tensor | None:
-    """Return the full factor on the first rank of the first replica."""
+    """Return the full factor on the first rank of the first replica, and None on other ranks."""
     factor = part.factor
     if factor.is_stacked:
         is_first_copy = parallel_state.get_expert_data_parallel_rank() == 0
@@ -89,10 +89,11 @@ def load_factors(chunks: Sequence[nn.Module], tensors: Iterable[NamedTensor]) ->
     """Fill every factor of this rank from full factors.
 
     Args:
-        tensors: Each name once, in any order. A tensor is valid until the next one.
+        tensors: Each name once, in any order. A tensor is valid until the next tensor arrives.
 
     Raises:
-        WeightSyncError: A factor is missing, repeated, unknown or has another shape. The adapters are a mixture then.
+        WeightSyncError: A factor is missing, repeated, unknown or has another shape. The adapters then hold a mixture
+            of old and new values.
     """
     awaited = {part.name: part for part in factor_parts(chunks)}
     arrived: set[str] = set()

@@ -15,10 +15,10 @@ from nemo_rl_moe.models.families.linear_targets import PLACES, ROUTED_EXPERTS, c
 
 @dataclass(frozen=True)
 class _Linear:
-    """Sizes of a linear layer: inputs, and outputs of each of its Hugging Face tensors.
+    """Sizes of a linear layer: its number of inputs, and the number of outputs of each of its Hugging Face tensors.
 
     Attributes:
-        cut: Dimension that ranks share, `"inputs"` or `"outputs"`, or None if every rank holds all of it.
+        cut: Dimension that is split among ranks, `"inputs"` or `"outputs"`. None if every rank holds the full layer.
     """
 
     inputs: int
@@ -29,7 +29,8 @@ class _Linear:
 def adapter_parameters(
     config: TransformerConfig, hf_config: Any, lora: LoraConfig, layers: Iterable[tuple[int, bool]]
 ) -> tuple[int, int]:
-    """Return a rank's numbers of adapter parameters: outside of single routed experts, and of single routed experts.
+    """Return two numbers of adapter parameters on a rank. The second counts factors of single routed experts, and the
+    first all others.
 
     Args:
         layers: Index of each of the rank's layers, and whether it has experts.
@@ -64,7 +65,7 @@ def _count(place: str, linear: _Linear, lora: LoraConfig, layer: int, hf_config:
 
 
 def _linear(config: TransformerConfig, place: str, *, has_experts: bool) -> _Linear | None:
-    """Return the sizes of a linear layer by its place, or None if such a decoder layer lacks it."""
+    """Return the sizes of the linear layer with this name, or None if a decoder layer of this kind does not have it."""
     if place.startswith("self_attention."):
         return _latent_attention(config).get(place) if config.multi_latent_attention else _attention(config).get(place)
     if place == "mlp.router":

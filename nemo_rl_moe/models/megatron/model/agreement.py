@@ -20,7 +20,7 @@ from nemo_rl_moe.models.safetensors_folder import one_line
 
 
 def union_of_ranks(mine: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge the entries of all ranks, equal on every rank. Every rank calls it.
+    """Return the merged entries of all ranks, the same on every rank. Every rank calls it.
 
     The ranks broadcast in turn, and each sends only new entries. An all-gather would give every rank a copy of each
     rank's names, which are mostly the same.
@@ -40,7 +40,8 @@ class SharedFailure:
 
     An error on a single rank, such as a full disk, would leave its peers waiting in the next collective. Code that can
     fail therefore runs under `caught`, without collectives, and before each collective the ranks ask each other with
-    `none_failed`. After a failure, ranks only keep answering until all reach the end, where the first error is raised.
+    `none_failed`. After a failure, ranks do no more work. They only keep answering until all ranks have reached the
+    end, where the first error is raised.
 
     Attributes:
         text: First error on this rank, on one line.
@@ -71,8 +72,8 @@ class SharedFailure:
 class DamageSearch:
     """Comparison of a folder's files with their checksums, in a thread, while the rank reads the same files.
 
-    Both find the other's blocks in the page cache, so that the disk is read once. A rank must ask for the damage before
-    it uses the tensors. Without `files.json` no damage is found.
+    The thread and the rank find each other's blocks in the page cache, so the disk is read only once. A rank must ask
+    for the damage before it uses the tensors. Without `files.json` no damage is found.
     """
 
     def __init__(self, folder: Path, *, in_parts: bool | None = None):
@@ -110,6 +111,6 @@ def agree_on_model(config_json: Mapping[str, Any], folder: Path, *, with_weights
             )
         if form_of_rank != first_form:
             raise ConfigurationError(
-                f"{where} weights in {form_of_rank} format, and rank 0 ({first_folder}) in {first_form}; all ranks "
+                f"{where} weights in {form_of_rank} format, but rank 0 ({first_folder}) in {first_form}; all ranks "
                 "must read the same model"
             )

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of a generation engine with a copy of the weights, by arithmetic: of each rank, and of weights in transit."""
+"""Memory of a generation engine that has a copy of the weights, and of weights in transit, by arithmetic."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,11 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Bytes of one rank of an engine."""
+    """Bytes of one rank of an engine.
+
+    Attributes:
+        cache_of_a_token: Bytes of the key-value cache for one token.
+    """
 
     weights: int
     cache_of_a_token: int
@@ -30,14 +34,17 @@ class EngineMemory:
         return max(0, int(total * utilization) - self.weights)
 
     def fits_from(self, held_beside: int, utilization: float) -> float:
-        """Return the bytes of the smallest device that holds the engine's share and other content, or infinity."""
+        """Return the bytes of the smallest device with room for the engine's share and for `held_beside` other bytes.
+
+        Infinity if no device has room.
+        """
         rest = 1 - utilization
         beside = 0.0 if held_beside == 0 else float("inf") if rest == 0 else held_beside / rest
         return max(beside, self.weights / utilization)
 
 
 def engine_memory(size: EngineSize, transformer: TransformerConfig, hf_config: Any) -> EngineMemory:
-    """Compute the memory of each rank of an engine.
+    """Return the memory of each rank of an engine.
 
     Tensor parallelism splits every matrix and replicates norms and routers. With more ranks than key and value heads,
     each rank holds one full head. Experts need the same memory whether they are split or distributed.
@@ -63,7 +70,7 @@ def bytes_on_the_way(config: GRPOMasterConfig, transformer: TransformerConfig, h
     """Return the maximum bytes of buckets between trainer and engines while weights are sent.
 
     Each trainer rank has `MAX_UNACKNOWLEDGED` buckets in transit. A bucket is at least as large as a layer's largest
-    matrix. Embedding and output layer are larger still, and count once.
+    matrix. The buckets of embedding and output layer are even larger. Each of these two exists only once.
     """
     itemsize = transformer.params_dtype.itemsize
     widths = [transformer.num_attention_heads * transformer.kv_channels, transformer.moe_ffn_hidden_size or 0]
@@ -76,10 +83,10 @@ def bytes_on_the_way(config: GRPOMasterConfig, transformer: TransformerConfig, h
 
 
 def refit_bytes(config: GRPOMasterConfig, transformer: TransformerConfig, memory: EngineMemory) -> int:
-    """Return the bytes on a GPU that trainer and engine share while weights arrive, besides the weights themselves.
+    """Return the bytes that buffers need while weights arrive, on a GPU that trainer and engine share.
 
     The engine buffers a layer until it is complete. With a transport on the device, the trainer's rank holds
-    `MAX_UNACKNOWLEDGED` sent buckets, and one that it fills.
+    `MAX_UNACKNOWLEDGED` sent buckets, and one bucket that it fills.
     """
     on_device = config.policy.generation.weight_transport in ON_DEVICE
     buckets = (MAX_UNACKNOWLEDGED + 1) * DEVICE_BUCKET_BYTES if on_device else 0

@@ -52,18 +52,18 @@ class _PolicyOutput:
     """Mixin of GPTModel with the outputs of a policy model:
 
     - Every softmax excludes padded rows of the vocabulary, so that tensor parallelism changes no number.
-    - Logits are divided by the sampling temperature, because the trained policy is the sampled one.
-    - Entropies and values are computed on request, values also instead of logits.
+    - Logits are divided by the sampling temperature, because tokens are sampled from the policy at this temperature.
+    - Entropies and values are computed on request. Values can replace the logits.
     - With `logprob_chunk_size`, logits exist for one chunk of tokens at a time.
 
     Attributes:
         returns_hidden_states: Whether to return the final norm's output, [sequence, batch, hidden], without logits.
-        entropy: Last result, [batch, sequence], with its graph. Its reader clears it.
+        entropy: Entropies of the last pass, [batch, sequence], with their graph. The code that reads them clears them.
         candidate_column: Column of token ids whose log-probabilities the training pass also computes, or None.
-        candidates: Log-probabilities of the ids in `candidate_column`, [batch, sequence, k], like `entropy`.
-        model_columns: Columns of the microbatch during its forward pass, on every pipeline stage, by name:
-            `[rows, columns, ...]` on the token axis, not split by sequence parallelism. They are empty during
-            activation recomputation: read them before the layers, or pass them to the layers.
+        candidates: Log-probabilities of the ids in `candidate_column`, [batch, sequence, k]. Cleared like `entropy`.
+        model_columns: Name -> column of the microbatch, `[rows, columns, ...]` on the token axis, not split by sequence
+            parallelism. Set on every pipeline stage during the forward pass, but empty during activation recomputation:
+            read it before the layers, or pass it to the layers.
     """
 
     real_vocabulary_size: int
@@ -81,7 +81,7 @@ class _PolicyOutput:
     model_columns: Mapping[str, Tensor] = MappingProxyType({})
 
     def forward(self, *args: Any, model_columns: Mapping[str, Tensor] | None = None, **kwargs: Any) -> Any:
-        """Run the chunk, with `model_columns` set meanwhile."""
+        """Run the chunk. `model_columns` is set during the pass."""
         if not model_columns:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         self.model_columns = model_columns
@@ -97,7 +97,7 @@ class _PolicyOutput:
             # In float32, like generation: in bfloat16 the division alone is off by 0.02 nats per token.
             logits = logits.float() / self.temperature
         if self.needs_entropy:
-            # Before the loss, whose backward pass may overwrite the logits.
+            # Entropies come before the loss, because the loss's backward pass may overwrite the logits.
             group = parallel_state.get_tensor_model_parallel_group()
             self.entropy = vocabulary_entropy(logits, group).transpose(0, 1)
         return super().compute_language_model_loss(labels, logits)  # type: ignore[misc]
@@ -127,7 +127,7 @@ class _PolicyOutput:
         return self.candidate_column is not None or (most is not None and labels.numel() > most)
 
     def mask_logits(self, logits: Tensor) -> Tensor:
-        """Set the logits of padded rows, [..., local vocabulary], to the lowest number of their type."""
+        """Return the logits, [..., local vocabulary], with padded entries set to the lowest number of their type."""
         first = parallel_state.get_tensor_model_parallel_rank() * logits.shape[-1]
         real_columns = self.real_vocabulary_size - first
         if real_columns >= logits.shape[-1]:
@@ -201,7 +201,7 @@ def _build_chunk(policy: PolicyConfig, config: TransformerConfig, hf_config: Any
         position_embedding_type="mrope" if family.vision is not None and family.vision.has_mrope else "rope",
         rotary_base=family.rotary_base(hf_config),
         rotary_percent=family.rotary_percent(hf_config),
-        # Image features replace embeddings of all tokens, which are split afterwards.
+        # Image features replace embeddings before the embeddings are split.
         scatter_embedding_sequence_parallel=not has_vision,
         vp_stage=vp_stage,
     )

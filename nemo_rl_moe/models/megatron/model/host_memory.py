@@ -13,7 +13,7 @@ _ALIGNMENT = 64
 
 
 def host_tensors(tensors: Sequence[Tensor], *, pinned: bool) -> list[Tensor]:
-    """Return uninitialized tensors of the same shapes and types in host memory."""
+    """Return uninitialized tensors in host memory with the shapes and types of `tensors`."""
     sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
     left = sum(sizes)
     slab, offset = torch.empty(0, dtype=torch.uint8), 0

@@ -34,9 +34,9 @@ class Parameters:
     """Numbers of parameters, by how their gradients and optimizer state are sharded.
 
     Attributes:
-        dense: Sharded over data-parallel ranks: all but routed experts.
-        experts: Sharded over expert-data-parallel ranks: routed experts.
-        frozen: Without gradients.
+        dense: Number of parameters sharded over data-parallel ranks: all but routed experts.
+        experts: Number of parameters sharded over expert-data-parallel ranks: routed experts.
+        frozen: Number of parameters without gradients.
     """
 
     dense: int = 0
@@ -72,7 +72,7 @@ def whole_model_parameters(config: TransformerConfig, hf_config: Any) -> int:
 
 
 def parameters_of_layers(config: TransformerConfig, hf_config: Any, tensor: int) -> int:
-    """Count the parameters of all layers on each of `tensor` tensor-parallel ranks, which split the experts too."""
+    """Count the parameters of all layers on each of `tensor` tensor-parallel ranks. The ranks split the experts too."""
     cut = _Cut(tensor=tensor, expert_tensor=tensor)
     return sum(_layer(config, hf_config, index, cut, False).total for index in range(config.num_layers))
 
@@ -125,7 +125,7 @@ def _layers_of_stage(config: TransformerConfig, stage: int) -> list[int]:
 
 
 def _vision(hf_config: Any, freeze: FreezeConfig | None) -> Parameters:
-    """Count tower and projector, which every rank of the first stage holds in full."""
+    """Count the parameters of tower and projector. Every rank of the first stage holds them in full."""
     are_frozen = (False, False) if freeze is None else (freeze.vision_tower, freeze.projector)
     parts = zip(vision_parameters(hf_config), are_frozen, strict=True)
     found = [Parameters(frozen=size) if is_frozen else Parameters(dense=size) for size, is_frozen in parts]
@@ -168,7 +168,7 @@ def _attention(config: TransformerConfig, tensor: int) -> int:
 
 
 def _query_and_key_norms(config: TransformerConfig, hf_config: Any) -> int:
-    """Count the weights of the query and key norms, which every rank holds in full."""
+    """Count the weights of the query and key norms. Every rank holds them in full."""
     if not config.qk_layernorm or config.multi_latent_attention:
         return 0
     of_all_heads = family_of(hf_config).normalizes_all_heads
@@ -177,7 +177,7 @@ def _query_and_key_norms(config: TransformerConfig, hf_config: Any) -> int:
 
 
 def _attention_vectors(config: TransformerConfig, tensor: int) -> int:
-    """Count biases and sinks."""
+    """Count the biases and sinks of attention."""
     keys = config.num_query_groups * config.kv_channels
     queries = config.num_attention_heads * config.kv_channels
     mixed = (queries + 2 * keys) // tensor if config.add_bias_linear or config.add_qkv_bias else 0
@@ -187,7 +187,7 @@ def _attention_vectors(config: TransformerConfig, tensor: int) -> int:
 
 
 def _latent_attention(config: TransformerConfig, tensor: int) -> int:
-    """Count latent attention. Every rank holds the projections down to the latents in full."""
+    """Count the parameters of latent attention. Every rank holds the projections down to the latents in full."""
     hidden, heads = config.hidden_size, config.num_attention_heads
     head_dim = config.qk_head_dim + config.qk_pos_emb_head_dim
     replicated = hidden * (config.kv_lora_rank + config.qk_pos_emb_head_dim) + config.kv_lora_rank + 2 * hidden
@@ -200,7 +200,7 @@ def _latent_attention(config: TransformerConfig, tensor: int) -> int:
 
 
 def _shared_experts(config: TransformerConfig, tensor: int) -> int:
-    """Count the shared experts and the projections to and from latents, through which all tokens pass."""
+    """Count the parameters of shared experts and of projections to and from latents. All tokens pass through them."""
     projections = 2 * config.hidden_size * (config.moe_latent_size or 0)
     if config.moe_shared_expert_intermediate_size is None:
         return int(projections)
@@ -224,11 +224,11 @@ class OptimizerMemory:
     """Bytes of one rank's share of the optimizer.
 
     Attributes:
-        state: On the device: Adam's two moments, and a float32 master copy unless the weights are float32. If some
-            parameters are updated on the host, also float32 gradients of the others.
+        state: Bytes on the device: Adam's two moments, and a float32 master copy unless the weights are float32. If
+            some parameters are updated on the host, also float32 gradients of the parameters on the device.
         on_the_host: Masters, moments and float32 gradients of the parameters that are updated on the host.
-        float32_gradients: Copies during a step, if gradients are reduced in another type.
-        float32_moments: Copies during a step, if moments are stored in another type.
+        float32_gradients: Float32 copies of gradients during a step, if gradients are reduced in another type.
+        float32_moments: Float32 copies of moments during a step, if moments are stored in another type.
     """
 
     state: int
@@ -245,12 +245,12 @@ class WorkerMemory:
         gradients: Megatron-Core's buffers: float32 with `grad_reduce_in_fp32`, else in the type of the weights.
         optimizer: Sharded over (expert-)data-parallel and context-parallel ranks by the distributed optimizer.
         activations_at_least: Lower bound of the activations that one microbatch keeps for the backward pass: the input
-            of every layer, all that is not recomputed, float32 logits on the last stage and, if these are computed in
+            of every layer, all that is not recomputed, float32 logits on the last stage and, if logits are computed in
             chunks, gradients of the output layer.
-        tower_activations: Lower bound for the vision tower with the maximum number of patches. No sum includes it,
-            because few microbatches have as many.
+        tower_activations: Lower bound of the vision tower's activations with the maximum number of patches. No sum
+            includes it, because few microbatches have so many patches.
         snapshot: Copy for a checkpoint in host memory: this rank's share of the weights, and of the optimizer's state
-            unless that moves to the host anyway.
+            unless the state moves to the host anyway.
         is_moved: Whether gradients are freed and the optimizer's state moves to the host during generation.
     """
 
@@ -266,7 +266,7 @@ class WorkerMemory:
 
     @property
     def always(self) -> int:
-        """Bytes held all the time or, if state is moved for generation, while training."""
+        """Bytes held all the time. If state moves to the host for generation, they are held only during training."""
         return self.weights + self.gradients + self.optimizer.state
 
     @property
@@ -281,7 +281,7 @@ class WorkerMemory:
 
     @property
     def while_training_at_least(self) -> int:
-        """Lower bound of the peak of training, which is in a backward pass or in the optimizer step."""
+        """Lower bound of the peak of training. The peak is in a backward pass or in the optimizer step."""
         in_a_step = self.optimizer.float32_gradients + self.optimizer.float32_moments
         return self.always + max(self.activations_at_least, in_a_step)
 
@@ -348,7 +348,7 @@ def expert_data_parallel_size(config: MasterConfig) -> int:
 
 
 def microbatch_tokens(config: MasterConfig) -> int:
-    """Return the maximum number of tokens of a microbatch, with padding, over all its context-parallel ranks."""
+    """Return the maximum number of tokens of a microbatch on all its context-parallel ranks together, with padding."""
     policy = config.policy
     for budget in (policy.sequence_packing, policy.dynamic_batching):
         if budget.enabled:
@@ -387,7 +387,7 @@ def _activations_at_least(config: MasterConfig, transformer: TransformerConfig, 
     tokens = -(-microbatch_tokens(config) // transformer.context_parallel_size)
     tensor = transformer.tensor_model_parallel_size
     layers = _layers_of_stage(transformer, stage)
-    # Sequence parallelism splits the layers' inputs, and the split vocabulary the logits.
+    # Tensor-parallel ranks share the layers' inputs (sequence parallelism) and the logits (by vocabulary).
     inputs = len(layers) * tokens * transformer.hidden_size * transformer.params_dtype.itemsize // tensor
     kept = sum(_kept_of_a_token(transformer, index) for index in layers)
     kept = tokens * kept * transformer.params_dtype.itemsize // tensor
@@ -396,7 +396,7 @@ def _activations_at_least(config: MasterConfig, transformer: TransformerConfig, 
 
 
 def _output_layer(config: MasterConfig, transformer: TransformerConfig, hf_config: Any, tokens: int) -> int:
-    """Return the bytes of float32 logits or, in chunks, of a chunk's logits and the sum of the weight's gradients."""
+    """Return the bytes of the float32 logits. With chunks: a chunk's logits, plus the sum of the weight's gradients."""
     tensor = transformer.tensor_model_parallel_size
     vocabulary = padded_vocabulary_size(hf_config.vocab_size, tensor) // tensor
     chunk = config.policy.logprob_chunk_size
@@ -406,7 +406,7 @@ def _output_layer(config: MasterConfig, transformer: TransformerConfig, hf_confi
 
 
 def _kept_of_a_token(transformer: TransformerConfig, index: int) -> int:
-    """Return a lower bound of the numbers that a layer keeps of a token for the backward pass, besides its input."""
+    """Return a lower bound of how many values a layer keeps of a token for the backward pass, besides its input."""
     if transformer.recompute_granularity == "full":
         return 0
     # Queries, keys, values and output of attention, then the output of its norm and the input of the MLP half.
@@ -428,7 +428,7 @@ def _kept_of_a_token(transformer: TransformerConfig, index: int) -> int:
 
 
 def _tower_activations(config: MasterConfig, transformer: TransformerConfig, hf_config: Any, stage: int) -> int:
-    """Return the bytes on each first-stage rank, 0 if the tower is frozen."""
+    """Return the bytes of the tower's activations on each first-stage rank, 0 if the tower is frozen."""
     vision = family_of(hf_config).vision
     if vision is None or stage > 0 or config.policy.freeze.vision_tower:
         return 0

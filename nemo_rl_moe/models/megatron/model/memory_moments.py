@@ -1,9 +1,10 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of one GPU in each phase of a run, by arithmetic: of the trainer, an engine on the same GPU, and processes.
+"""Memory of one GPU in each phase of a run, by arithmetic, for the trainer, an engine on the same GPU, and processes.
 
 The phases of a run: Workers start and load a checkpoint. The trainer's movable state goes to the host. Engines start
-with their full share free, and sleep. Weights arrive. Responses are generated. Engines sleep while the trainer works.
+while their full share is free, and then sleep. Weights arrive. Responses are generated. Engines sleep while the trainer
+works.
 """
 
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ class EngineShare:
     """An engine's rank on a GPU of the trainer.
 
     Attributes:
-        share: Bytes that it takes while it is awake.
+        share: Bytes that the engine takes while it is awake.
         refit: Bytes of buckets and of a buffered layer while weights arrive.
     """
 
@@ -60,7 +61,7 @@ def moments(worker: WorkerMemory, engine: EngineShare | None) -> list[Entry]:
     gpu.sleep_engine()
     gpu.receive_weights()
     gpu.wake_cache("while responses are generated")
-    # The round trip of the refit check. The cache is awake then, as it is when a dead engine is replaced.
+    # The refit check sends the weights once more. The cache is awake then, as it is when a dead engine is replaced.
     gpu.receive_weights()
     gpu.sleep_engine()
     gpu.train()

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`policy.megatron_cfg.model_overrides`: fields of Megatron-Core's TransformerConfig that have no key.
+"""`policy.megatron_cfg.model_overrides`: fields of Megatron-Core's TransformerConfig that have no key of their own.
 
 Only fields that change how a model is computed are allowed. A field that changes the result must be in config.json: it
 is exported with the weights, and an engine reads nothing else.
@@ -72,8 +72,8 @@ COMPUTING_FIELDS = frozenset(
 )
 """Fields of Megatron-Core 0.16.1 and 0.19.2 that only change how a model is computed."""
 _MODEL = (
-    "is none of the fields that change only how a model is computed: it may make another model than the exported"
-    " config.json says"
+    "is not one of the fields that only change how a model is computed: the trained model could differ from the"
+    " exported config.json"
 )
 _NEED_MORE = {
     "tp_comm_": "needs buffers of Transformer Engine that this program does not make",
@@ -98,7 +98,7 @@ _NEED_MORE = {
     "quant_recipe": "is not supported: weights are exported in 16 bits",
     "use_kitchen": "is not supported: weights are exported in 16 bits",
 }
-"""Why other fields that change no result cannot be set, by the beginning of their names."""
+"""Beginning of a field's name -> why the field cannot be set, although it changes no result."""
 _KEYS = {
     "enable_autocast": "policy.precision",
     "autocast_dtype": "policy.precision",
@@ -116,7 +116,7 @@ _KEYS = {
     "calculate_per_token_loss": "loss_fn, which weighs tokens by itself",
     "pipeline_model_parallel_layout": "policy.megatron_cfg.num_layers_in_first_pipeline_stage and _last_",
 }
-"""Fields that follow from keys with other names."""
+"""Field -> key of the configuration, under another name, from which the field follows."""
 _CUDA_GRAPHS = ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph")
 _NARROW_FORMATS = ("fp8", "fp4")
 _PAGE = "docs/sft.md#fields-without-a-key"
@@ -124,7 +124,11 @@ _ADAPTER = ConfigDict(strict=True, arbitrary_types_allowed=True)
 
 
 def read_overrides(values: Mapping[str, Any], of_the_model: Collection[str]) -> dict[str, Any]:
-    """Check fields and convert them for the TransformerConfig: names of enumerations become their members."""
+    """Return the fields, checked and converted for the TransformerConfig: a name becomes a member of its enumeration.
+
+    Args:
+        of_the_model: Names of the fields that the model's config.json determines.
+    """
     if not values:
         return {}
     hints = get_type_hints(TransformerConfig)
@@ -149,7 +153,7 @@ def _problems_with_name(name: str, of_the_model: Collection[str], hints: Mapping
     if name in _KEYS:
         yield f"follows from {_KEYS[name]}"
     if name in _CUDA_GRAPHS:
-        yield "is not supported: a graph runs no hooks, so that loads would be 0 and nothing replayed, without a word"
+        yield "is not supported: CUDA graphs run no hooks, so loads would be 0 and no route replayed, without an error"
     if name.startswith(_NARROW_FORMATS):
         yield "is not supported: packed sequences are no multiples of 16 tokens, and weights are exported in 16 bits"
     fields = transformer_config_fields()
@@ -161,14 +165,14 @@ def _problems_with_name(name: str, of_the_model: Collection[str], hints: Mapping
     if name not in hints:
         return
     if not _fits_in_yaml(hints[name]):
-        yield "cannot be said in YAML"
+        yield "cannot be set: YAML has no values of its type"
     yield from (reason for beginning, reason in _NEED_MORE.items() if name.startswith(beginning))
     if name not in COMPUTING_FIELDS:
         yield f"{_MODEL}{did_you_mean(nearest(name, sorted(COMPUTING_FIELDS & fields)))} ({_PAGE})"
 
 
 def _fits_in_yaml(hint: Any) -> bool:
-    """Return whether YAML can express values of a type, unlike functions and torch's types."""
+    """Return whether YAML can express values of a type. It cannot express functions and torch's types."""
     kinds = [kind for kind in get_args(hint) if kind is not type(None)] or [hint]
     return not any(
         kind is torch.dtype or (not isinstance(kind, type) and "Callable" in str(kind)) or "ContextManager" in str(kind)

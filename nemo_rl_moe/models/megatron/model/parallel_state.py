@@ -19,13 +19,13 @@ from nemo_rl_moe.models.megatron.cpu import cpu_backend
 from nemo_rl_moe.models.rank_results import ParallelCoordinates
 
 BACKLOG = 4096
-"""Connections that may wait to be accepted."""
+"""Maximum number of connections that wait to be accepted."""
 
 
 def rendezvous_store(rank: int, world_size: int, timeout: timedelta) -> TCPStore:
     """Open the key-value store by which the ranks find each other, at MASTER_ADDR and MASTER_PORT.
 
-    Rank 0 serves it on that address alone. torch's default listens on all interfaces without credentials, so that
+    Rank 0 serves the store only at that address. torch's default listens on all interfaces without credentials, so
     strangers could read and write its keys. Under a launcher such as torchrun, the launcher's store is used.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -52,7 +52,7 @@ def shared_gloo_device() -> Iterator[None]:
     A device's thread wakes up a hundred times a second. The threads of Megatron-Core's twenty groups would take 4% of a
     worker's core. torch.distributed has no option for sharing.
     """
-    # torch's choice for a single group.
+    # The same choice as torch's for a single group.
     names = os.environ.get("GLOO_SOCKET_IFNAME", "")
     devices = [ProcessGroupGloo.create_device(interface=name) for name in names.split(",") if name]
     address = os.environ.get("MASTER_ADDR", "")
@@ -67,7 +67,7 @@ def shared_gloo_device() -> Iterator[None]:
             options._devices, options._threads, options._timeout = devices, 2 * len(devices), timeout
             super().__init__(store, rank, size, options)
 
-    # Not a function, because torch also uses this name in isinstance().
+    # The replacement is a class, not a function, because torch also uses this name in isinstance().
     distributed_c10d.ProcessGroupGloo = SharedDeviceGloo  # type: ignore[misc]
     try:
         yield
@@ -76,8 +76,8 @@ def shared_gloo_device() -> Iterator[None]:
 
 
 OF_SHARE, OF_RANK = "nemo-rl-moe-share", "nemo-rl-moe-rank"
-"""Random states: `OF_SHARE` differs between the shares of a batch, and is equal on tensor-parallel ranks. `OF_RANK`
-differs on all ranks."""
+"""Names of random states. `OF_SHARE` differs between the shares of a batch, and is equal on tensor-parallel ranks.
+`OF_RANK` differs on all ranks."""
 
 
 def initialize_parallel_state(megatron: MegatronConfig, rank: int, world_size: int, local_rank: int, seed: int) -> None:
@@ -99,7 +99,7 @@ def initialize_parallel_state(megatron: MegatronConfig, rank: int, world_size: i
         context_parallel_size=megatron.context_parallel_size,
         expert_model_parallel_size=megatron.expert_model_parallel_size,
         expert_tensor_parallel_size=megatron.expert_tensor_parallel_size,
-        # Unused here, and a wrong host name would break them in a run over NCCL.
+        # These groups are not used here, and a wrong host name would break them in a run over NCCL.
         create_gloo_process_groups=False,
         distributed_timeout_minutes=minutes,
     )

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A pretended machine with GPUs and Transformer Engine, to plan a configuration on a machine without."""
+"""A pretended machine with GPUs and Transformer Engine, to plan a configuration on a machine without them."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -33,7 +33,10 @@ def _has_release(wanted: str, check_equality: bool = True) -> bool:
 
 @contextmanager
 def planned_with_gpus() -> Iterator[None]:
-    """Make TransformerConfigs as on a machine with GPUs. No model can be built from them here."""
+    """Let TransformerConfigs be made as on a machine with GPUs, while the context is open.
+
+    No model can be built from them here.
+    """
     replaced: list[tuple[Any, str, Any]] = [
         (project_config, "has_transformer_engine", lambda: True),
         (project_config, "_transformer_engine_version", lambda: _RELEASE),
@@ -47,4 +50,4 @@ def planned_with_gpus() -> Iterator[None]:
 
 
 def _not_here(*arguments: Any, **keywords: Any) -> Any:
-    raise RuntimeError("a kernel of Transformer Engine, of a machine that is only planned for")
+    raise RuntimeError("this kernel of Transformer Engine does not exist here: the machine with GPUs is only planned")

@@ -18,7 +18,7 @@ HAS_MOE_METRICS_TRACKER: bool = tuple(int(part) for part in MEGATRON_VERSION.spl
 
 
 def recorded_auxiliary_losses() -> dict[str, Tensor]:
-    """Return the losses that routers recorded since the last clear, by name: a value for each decoder layer."""
+    """Return name -> loss that routers have recorded since the last clear, with a value for each decoder layer."""
     if HAS_MOE_METRICS_TRACKER:
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
@@ -36,7 +36,7 @@ def clear_auxiliary_losses() -> None:
 
 
 def record_auxiliary_loss(name: str, value: Tensor, layer_number: int, config: TransformerConfig) -> None:
-    """Add to the loss of a layer (counted from 1), like a router."""
+    """Add a value to the recorded loss of a layer (counted from 1), as a router does."""
     if HAS_MOE_METRICS_TRACKER:
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
@@ -53,20 +53,20 @@ def transformer_config_fields() -> frozenset[str]:
 
 
 def is_routed_expert(parameter_name: str) -> bool:
-    """Return whether a parameter belongs to a routed expert (not a shared one)."""
+    """Return whether a parameter belongs to a routed expert, not to a shared expert."""
     return ".mlp.experts." in f".{parameter_name}"
 
 
 def mark_expert_parameters(model: nn.Module) -> None:
     """Put every routed expert's gradient into the expert buffers, in every layout.
 
-    Megatron decides by `allreduce`, which it sets only with expert parallelism. With tensor parallel 2, expert parallel
-    1 and expert-tensor parallel 1 the expert gradients are then never reduced (up to 0.18). With the mark in every
-    layout, an optimizer checkpoint can also move between expert-parallel sizes.
+    Megatron chooses the buffers by `allreduce`, which it sets only with expert parallelism. With tensor parallel 2,
+    expert parallel 1 and expert-tensor parallel 1, it then never reduces the expert gradients (up to 0.18). With the
+    mark in every layout, an optimizer checkpoint can also move between expert-parallel sizes.
 
     Megatron treats the bias of an expert's second product like that of a tensor-parallel layer: under sequence
     parallelism it sums the ranks' gradients, even of different experts (0.16.1 to 0.19.2), and only the first rank
-    counts them in the gradient norm (0.16.1).
+    counts these gradients in the gradient norm (0.16.1).
     """
     for name, parameter in model.named_parameters():
         if is_routed_expert(name):
@@ -93,8 +93,8 @@ def mark_duplicated_weights(model: nn.Module) -> None:
 def mark_attention_sinks(model: nn.Module) -> None:
     """Mark attention sinks, one number for each head, as split along the heads by tensor parallelism.
 
-    Megatron splits them without a mark. They would count as replicas, and the gradient norm would include only the
-    first rank's (0.16.1 to 0.19.2).
+    Megatron splits the sinks without a mark. They would count as replicas, and the gradient norm would include only the
+    sinks of the first rank (0.16.1 to 0.19.2).
     """
     for name, parameter in model.named_parameters():
         if name.endswith("core_attention.softmax_offset"):
@@ -118,9 +118,9 @@ def correct_expert_bias_with_padding() -> None:
 def padding_mask_for_stage(
     padding_mask: Tensor | None, *, is_first_stage: bool, tensor_rank: int, tensor_size: int
 ) -> Tensor | None:
-    """Return this pipeline stage's part of the padding mask `[batch, sequence]`: all on the first, else its block.
+    """Return the padding mask `[batch, sequence]` for this stage: in full on the first stage, else the rank's block.
 
-    Megatron splits the mask for sequence parallelism in the embedding. Later stages would fail on a full one.
+    Megatron splits the mask for sequence parallelism in the embedding. Later stages would fail with the full mask.
     """
     if padding_mask is None or is_first_stage or tensor_size == 1:
         return padding_mask

@@ -46,14 +46,14 @@ _OF_THE_MODEL = frozenset(
     }
 )
 SIZES_OF_THE_MODEL = frozenset({"moe_ffn_hidden_size", "moe_layer_freq"})
-"""Settings that decide about weights, and that config.json has under other names."""
+"""Settings that decide about weights. config.json has them under other names."""
 _KEY = "policy.megatron_cfg."
 
 
 def setting_sources(
     policy: PolicyConfig, hf_config: Any, config_json: _CONFIG_DICT, config: TransformerConfig
 ) -> dict[str, str]:
-    """Return the origin of each entry of `effective_moe_configuration` that is not Megatron-Core's default."""
+    """Return name -> origin, for entries of `effective_moe_configuration` other than Megatron-Core's defaults."""
     family = family_of(hf_config)
     own = family.transformer_fields(hf_config)
     chosen = policy.megatron_cfg.moe_transformer_fields
@@ -88,8 +88,8 @@ def _source_in_model(field: str | None, family: str, hf_config: Any, config_json
     if _is_in_file(field, hf_config, decoder_section(config_json, family_of(hf_config).vision)):
         return f"config.json: {field}"
     if not hasattr(hf_config, field):
-        return f"config.json says nothing of {field}"
-    return f"transformers' default of {field}, of which config.json says nothing"
+        return f"config.json does not set {field}"
+    return f"transformers' default of {field}, which config.json does not set"
 
 
 def _is_in_file(field: str, hf_config: Any, config_json: _CONFIG_DICT) -> bool:
@@ -102,7 +102,7 @@ def _is_in_file(field: str, hf_config: Any, config_json: _CONFIG_DICT) -> bool:
 def setting_warnings(
     policy: PolicyConfig, hf_config: Any, config_json: _CONFIG_DICT, config: TransformerConfig
 ) -> list[str]:
-    """Return warnings about a run's router settings, a line each."""
+    """Return warnings about a run's router settings, one line for each."""
     if config.num_moe_experts is None:
         return []
     family, chosen = family_of(hf_config), policy.megatron_cfg.moe_transformer_fields
@@ -116,8 +116,8 @@ def setting_warnings(
         )
     if policy.init == "pretrained":
         lines += [
-            f"{_KEY}{name}: {chosen[name]} takes the place of the model's own {own}: its weights were trained with the "
-            "latter"
+            f"{_KEY}{name}: {chosen[name]} takes the place of the model's own {own}, with which its weights were "
+            "trained"
             for name in sorted(chosen.keys() & _OF_THE_MODEL)
             if (own := _own(hf_config, name)) != chosen[name]
         ]
@@ -130,7 +130,7 @@ class ExportedConfig:
 
     Attributes:
         content: The model's file, with the type of the weights and the changed settings.
-        not_expressed: Names of the settings in force that transformers' model cannot have.
+        not_expressed: Names of the settings in force that transformers' model does not support.
     """
 
     content: dict[str, Any]
@@ -177,7 +177,7 @@ def _with_settings(
 
 
 def _candidates(fields: Mapping[str, str | None], name: str, value: Any) -> list[dict[str, Any]]:
-    """Return values of a `config.json` field that could express this setting."""
+    """Return candidates, each field -> value of `config.json`, that could express this setting."""
     field = fields.get(name)
     if field is None:
         return []
@@ -195,7 +195,7 @@ def _as_transformers_has_it(hf_config: Any, content: _CONFIG_DICT, name: str) ->
     try:
         found = type(hf_config).from_dict(dict(content))
         if family_of(hf_config).vision is not None:
-            # Flattened: the fields outside of the decoder's change no router.
+            # One flat configuration: fields outside of the decoder's section change no router.
             found = SimpleNamespace(**{**vars(hf_config), **vars(found), "model_type": hf_config.model_type})
         return _own(found, name)
     except Exception:  # transformers and the family raise errors of several types

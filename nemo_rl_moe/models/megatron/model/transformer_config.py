@@ -32,7 +32,7 @@ NAME_OF_BALANCING_TYPE = {
     "seq_aux_loss": "seq_load_balancing_loss",
     "global_aux_loss": GLOBAL_BATCH_LOSS,
 }
-"""Name of each balancing loss in Megatron-Core's tracker, in a fixed order."""
+"""Balancing type -> name of its loss in Megatron-Core's tracker, in a fixed order."""
 AUXILIARY_LOSSES = (*NAME_OF_BALANCING_TYPE.values(), Z_LOSS)
 """Names of all auxiliary losses in Megatron-Core's tracker."""
 _KEY = "policy.megatron_cfg."
@@ -59,7 +59,7 @@ def layers_of_stages(config: TransformerConfig) -> list[int]:
 
 
 def attention_windows(config: TransformerConfig) -> list[int | None]:
-    """Return, for each layer with attention, how many keys a query sees including its own, or None if it sees all."""
+    """Return, for each layer with attention, the number of keys that a query sees (also its own), or None for all."""
     size, frequency = config.window_size, config.window_attn_skip_freq
     linear = linear_layer_indices(config)
     numbers = [index + 1 for index in range(config.num_layers) if index not in linear]
@@ -69,7 +69,7 @@ def attention_windows(config: TransformerConfig) -> list[int | None]:
 def linear_layer_indices(config: TransformerConfig) -> list[int]:
     """Return the layers with a gated delta net instead of attention.
 
-    They do not use Megatron-Core's `experimental_attention_variant`, whose layers cannot generate.
+    These layers do not use Megatron-Core's `experimental_attention_variant`, because its layers cannot generate.
     """
     return [index for index, is_linear in enumerate(config.linear_attention_freq or ()) if is_linear]
 
@@ -110,16 +110,16 @@ def has_transformer_engine() -> bool:
 
 
 def require_transformer_engine() -> None:
-    """Refuse an accelerator without Transformer Engine, or with one that was compiled for another torch.
+    """Raise an error if an accelerator's Transformer Engine is not installed or was compiled for another torch.
 
-    Without it, Megatron-Core 0.16.1 fails in the first MoE layer with a NameError (`te_general_gemm`).
+    Without Transformer Engine, Megatron-Core 0.16.1 fails in the first MoE layer with a NameError (`te_general_gemm`).
     """
     if cpu_backend.ACTIVE:
         return
     if not has_transformer_engine():
         raise ConfigurationError(
             "cluster.gpus_per_node: training on GPUs needs Transformer Engine, which is not installed: "
-            "make gpu; or train on CPUs with gpus_per_node=0"
+            "install it with `make gpu`, or train on CPUs with gpus_per_node=0"
         )
     if problem := problem_with_extension():
         raise ConfigurationError(f"cluster.gpus_per_node: {problem}; or train on CPUs with gpus_per_node=0")
@@ -176,9 +176,9 @@ def _implementation_fields(policy: PolicyConfig) -> dict[str, Any]:
         "apply_rope_fusion": fused,
         "persist_layer_norm": fused,
         "moe_grouped_gemm": fused,
-        # Without it, the host waits for the counts of each MoE layer.
+        # Without this fusion, the host waits for the counts of each MoE layer.
         "moe_permute_fusion": fused and _transformer_engine_version() >= (2, 1),
-        # Each changes the loss under gloo with interleaved stages, without an error.
+        # Each of these two options changes the loss under gloo with interleaved stages, without an error.
         "batch_p2p_comm": not cpu_backend.ACTIVE,
         "overlap_p2p_comm": False,
         "deallocate_pipeline_outputs": True,
@@ -196,11 +196,11 @@ def build_transformer_config(policy: PolicyConfig, hf_config: Any) -> Transforme
     of_the_model = fields.keys() - of_the_machine.keys()
     fields |= of_the_machine | _layout_fields(policy)
     if fields.get("multi_latent_attention") or fields.get("mrope_section"):
-        # With latent attention, Transformer Engine refuses it, or its kernel dies at the first prefill. With 3D
-        # positions, its kernel rotates all packed sequences by the first one's angles.
+        # With latent attention, Transformer Engine refuses this fusion, or its kernel dies at the first prefill. With
+        # 3D positions, its kernel rotates all packed sequences by the angles of the first sequence.
         fields["apply_rope_fusion"] = False
     if fields["add_bias_linear"]:
-        # Transformer Engine's experts refuse it if they have biases.
+        # Transformer Engine's experts refuse this fusion if they have biases.
         fields["bias_dropout_fusion"] = False
     fields |= _RECOMPUTE[policy.megatron_cfg.activation_checkpointing]
     overrides = read_overrides(policy.megatron_cfg.model_overrides, of_the_model)
@@ -226,7 +226,7 @@ def build_transformer_config(policy: PolicyConfig, hf_config: Any) -> Transforme
             fields["moe_router_load_balancing_type"] = "aux_loss"
         fields |= chosen | {"moe_router_force_hot_rank": policy.megatron_cfg.moe_router_force_hot_rank}
         if policy.freeze.language_model or policy.lora is not None or policy.megatron_cfg.freeze_moe_router:
-            # Not a parameter: Megatron-Core would move the bias by counts of tokens, even if routers are frozen.
+            # The bias is not a parameter: Megatron-Core would move it by counts of tokens, even if routers are frozen.
             fields[BIAS_RATE] = 0.0
         problems += _problems_with_experts(fields, grouped_kernels=use_transformer_engine(policy))
         if "moe_router_group_topk" in family.router_fields:
@@ -239,7 +239,7 @@ def build_transformer_config(policy: PolicyConfig, hf_config: Any) -> Transforme
         name: fields.pop(name) for name in FORCED_ROUTING_FIELDS if name in fields.keys() - transformer_config_fields()
     }
     if fields.get("moe_z_loss_coeff") == 0:
-        # The router divides the recorded loss by its coefficient, so that only None turns it off.
+        # The router divides the recorded loss by its coefficient, so only None turns the loss off.
         fields["moe_z_loss_coeff"] = None
     try:
         config = (MLATransformerConfig if fields.get("multi_latent_attention") else TransformerConfig)(**fields)
@@ -269,7 +269,7 @@ def _problems_with_overrides(overrides: Mapping[str, Any], fields: Mapping[str, 
 
 
 def _problem_with_deep_layers(config: TransformerConfig, num_deep: int) -> str | None:
-    """Return the problem of layers that take the tower's features on another stage than the tower's, or None."""
+    """Return a message if layers that add the tower's features are on another stage than the tower, otherwise None."""
     first = len(layers_of_chunks(config, 0)[0])
     if first >= num_deep:
         return None
@@ -291,11 +291,11 @@ def _problems_with_vision(policy: PolicyConfig, *, has_vision: bool) -> list[str
     shared = policy.megatron_cfg.context_parallel_size
     if has_vision and shared > 1:
         return [
-            f"{_KEY}context_parallel_size: got {shared}, expected 1 for a vision-language model: images"
-            " are not cut among ranks"
+            f"{_KEY}context_parallel_size: got {shared}, expected 1 for a vision-language model: ranks"
+            " cannot share an image"
         ]
     if not has_vision:
-        why = "the model takes no images, so that this is a part that it lacks, or all of it"
+        why = "the model takes no images, so it lacks this part, or has no other part"
         budgets = {name: getattr(policy, name).train_mb_patches for name in ("sequence_packing", "dynamic_batching")}
         return [f"{key}{name}: got true, expected false: {why}" for name, value in freeze if value] + [
             f"policy.{name}.train_mb_patches: got {most}, expected null: the model takes no images"
@@ -314,7 +314,7 @@ def _problems_with_vision(policy: PolicyConfig, *, has_vision: bool) -> list[str
     if (stages := policy.megatron_cfg.pipeline_model_parallel_size) > 1:
         return [
             f"{key}language_model: got true, expected false with {_KEY}pipeline_model_parallel_size "
-            f"{stages}: nothing would train on the stages behind the first"
+            f"{stages}: nothing would train on the stages after the first"
         ]
     return []
 
@@ -327,16 +327,16 @@ def _problems_with_packed_sinks(policy: PolicyConfig) -> list[str]:
     if not policy.sequence_packing.enabled or not is_too_old:
         return []
     return [
-        "policy.sequence_packing.enabled: got true, which the model's attention sinks have no kernel for in"
-        f" Transformer Engine {found[0]}.{found[1]}; expected false, or Transformer Engine {first[0]}.{first[1]} or"
-        " newer"
+        f"policy.sequence_packing.enabled: got true, but Transformer Engine {found[0]}.{found[1]} has no kernel for"
+        " packed sequences with the model's attention sinks; expected false, or Transformer Engine"
+        f" {first[0]}.{first[1]} or newer"
     ]
 
 
 def _problems_with_shared_sequences(fields: dict[str, Any]) -> list[str]:
     """Return the problems of context parallelism with attention that Transformer Engine does not compute in a ring.
 
-    Other ways than a ring are untested here.
+    Other forms of communication than a ring are untested here.
     """
     ranks = fields["context_parallel_size"]
     if ranks == 1:
@@ -376,19 +376,19 @@ def _problems_with_fused_cross_entropy(fields: dict[str, Any]) -> list[str]:
     if not fields.get("cross_entropy_loss_fusion") or not is_native or fields["params_dtype"] is torch.bfloat16:
         return []
     return [
-        f"{_KEY}model_overrides.cross_entropy_loss_fusion: got true with policy.precision float32, whose "
-        "gradients it rounds to bfloat16; expected false"
+        f"{_KEY}model_overrides.cross_entropy_loss_fusion: got true with policy.precision float32, but the "
+        "kernel rounds gradients to bfloat16; expected false"
     ]
 
 
 def _problems_with_layers(fields: dict[str, Any]) -> list[str]:
-    """Return the problems of sizes that do not divide by the layout."""
+    """Return the problems of sizes that the layout does not divide."""
     tensor = fields["tensor_model_parallel_size"]
     sizes = {"query heads": fields["num_attention_heads"], "key and value heads": fields["num_query_groups"]}
     if any(fields.get("linear_attention_freq") or ()):
         sizes["linear key heads"] = fields["linear_num_key_heads"]
     if fields.get("multi_latent_attention"):
-        # Megatron-Core splits the projections to them, before they are replaced by full ones.
+        # Megatron-Core splits the projections to the latents, before full projections replace them.
         sizes["query latents (q_lora_rank)"] = fields["q_lora_rank"] or 0
         latents = fields["kv_lora_rank"] + fields["qk_pos_emb_head_dim"]
         sizes["key and value latents (kv_lora_rank + qk_rope_head_dim)"] = latents
@@ -400,7 +400,7 @@ def _problems_with_layers(fields: dict[str, Any]) -> list[str]:
 
 
 def _problems_with_stages(fields: dict[str, Any]) -> list[str]:
-    """Return the problems of layers that cannot be divided among pipeline stages, with a division that is possible."""
+    """Return the problems of layers that cannot be divided among pipeline stages, with a possible division if any."""
     layers, stages = fields["num_layers"], fields["pipeline_model_parallel_size"]
     pieces = fields["virtual_pipeline_model_parallel_size"] or 1
     names = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
@@ -425,7 +425,7 @@ def _problems_with_stages(fields: dict[str, Any]) -> list[str]:
     left, others = layers - sum(given.values()), stages - len(given)
     if left != 0 if not others else left < 1 or left % (others * pieces):
         reported = " and ".join(f"{name} {value}" for name, value in given.items())
-        rest = f"the rest cannot be dealt out evenly to {others} other stages (x {pieces} virtual stages)"
+        rest = f"the rest cannot be divided evenly among {others} other stages (x {pieces} virtual stages)"
         problems.append(
             f"{_KEY}{reported}: the model has {layers} layers, and {rest if others else 'there are no other stages'}"
             f"{_uneven_stages(layers, stages, pieces)}"
@@ -436,7 +436,8 @@ def _problems_with_stages(fields: dict[str, Any]) -> list[str]:
 def _uneven_stages(layers: int, stages: int, pieces: int) -> str:
     """Return advice on the layers of the first and the last stage, or an empty string if none is possible.
 
-    Neither gets more than a stage in between. The last one, which has the output layer, gets the fewest.
+    Neither stage gets more layers than a stage in between. The last stage, which has the output layer, gets the fewest
+    layers.
     """
     if stages < 2 or layers % pieces:
         return ""
@@ -509,16 +510,17 @@ def _problems_with_dispatcher(fields: dict[str, Any], *, on_gpus: bool) -> list[
 
 
 def _problems_with_groups(fields: dict[str, Any]) -> list[str]:
-    """Return the problem of a kernel that chooses groups of experts by another rule than the model."""
+    """Return the problem of a kernel that chooses groups of experts by another rule than the model does."""
     if not fields.get("moe_router_fusion") or not fields["moe_router_group_topk"]:
         return []
     return [
-        f"{_KEY}moe_router_fusion: got true, which chooses groups of experts otherwise than the model; leave it out"
+        f"{_KEY}moe_router_fusion: got true, but its kernel chooses groups of experts by another rule than the model;"
+        " leave it out"
     ]
 
 
 def _problems_without_experts(policy: PolicyConfig) -> list[str]:
-    """Return the problems of settings that need experts. `moe_*` fields have no effect without, and are allowed."""
+    """Return the problems of settings that need experts. `moe_*` fields have no effect here, and are allowed."""
     megatron = policy.megatron_cfg
     expert, hot_rank = megatron.expert_model_parallel_size, megatron.moe_router_force_hot_rank
     why = "the model has no experts"

@@ -21,7 +21,7 @@ PREFIX = f"{NAME}."
 class ValueHead(torch.nn.Module):
     """Value of each token: `w . h` in float32, with the final norm's output `h`.
 
-    Every tensor-parallel rank holds all of `w` and computes all values, so that its gradient is equal on all of them.
+    Every tensor-parallel rank holds all of `w` and computes all values, so the gradient of `w` is equal on all ranks.
     """
 
     def __init__(self, config: Any):
@@ -31,7 +31,7 @@ class ValueHead(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
 
     def forward(self, hidden_states: Float[Tensor, "local_columns rows hidden"]) -> Float[Tensor, "rows columns"]:
-        """Compute the values. Under sequence parallelism, ranks gather the columns first."""
+        """Return the values. Under sequence parallelism, ranks gather the columns first."""
         if self._config.sequence_parallel:
             # Every rank computes the full gradient, and keeps the part of its columns.
             hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
@@ -39,10 +39,10 @@ class ValueHead(torch.nn.Module):
 
 
 def add_value_head(chunk: GPTModel, heads: Collection[Head]) -> None:
-    """Give the last stage's chunk a value head if `heads` has one.
+    """Add a value head to the last stage's chunk if `heads` has one.
 
-    If the model predicts no tokens, its output layer is frozen: only weight decay would move it, and a wrapper that
-    overlaps gradient reduction would wait for its gradient.
+    If the model predicts no tokens, its output layer is frozen. Otherwise weight decay alone would change the output
+    layer, and a wrapper that overlaps gradient reduction would wait for the output layer's gradient.
     """
     if Head.VALUE not in heads or not chunk.post_process:
         return

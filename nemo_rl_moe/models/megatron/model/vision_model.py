@@ -26,7 +26,7 @@ PREFIX = "vision."
 
 
 class MultimodalRotary(torch.nn.Module):
-    """Rotary angles of positions in time, height and width. Megatron-Core's cannot interleave them.
+    """Rotary angles of positions in time, height and width. Megatron-Core's module cannot interleave these axes.
 
     Args:
         rotated: Number of a head's first entries that are rotated.
@@ -83,7 +83,8 @@ class VisionInput:
         Args:
             position_ids: `[rows, columns]` or, with images and a family that has 3D positions, `[3, rows, columns]`.
             decoder_input: Embeddings, if the caller computed them. Sequence parallelism has not split them.
-            deep: With `decoder_input`: features added after each of the first layers, not split either.
+            deep: Features to add after each of the first layers, if the caller gives `decoder_input`. Sequence
+                parallelism has not split them either.
         """
         if self.family.has_mrope and position_ids is not None and position_ids.ndim == 2:
             position_ids = position_ids.expand(3, *position_ids.shape)
@@ -151,15 +152,15 @@ class VisionInput:
 def placed(
     hidden: Float[Tensor, "columns rows hidden"], is_image: Tensor, features: Float[Tensor, "tokens hidden"]
 ) -> Float[Tensor, "columns rows hidden"]:
-    """Replace the hidden states of image tokens by features, row after row, without a host sync."""
+    """Return the hidden states with features in place of image tokens, row after row. The host does not wait."""
     number = is_image.flatten().long().cumsum(0).sub_(1).clamp_(0, len(features) - 1)
     by_token = torch.nn.functional.embedding(number.view(is_image.shape).T, features.to(hidden.dtype))
-    # It may be sent to the next pipeline stage.
+    # Contiguous, because it may be sent to the next pipeline stage.
     return torch.where(is_image.T[..., None], by_token, hidden).contiguous()
 
 
 def add_vision(chunk: GPTModel, hf_config: Any, init_seed: int) -> None:
-    """Give a chunk its family's tower and projector, and the positions of image tokens."""
+    """Add its family's tower and projector to a chunk, and rotary positions for image tokens."""
     family = family_of(hf_config)
     vision = family.vision
     assert vision is not None
@@ -186,7 +187,7 @@ def draw_weights(tower: torch.nn.Module, hf_config: Any, seed: int) -> None:
     for name, module in tower.named_modules():
         above = owners.get(name.rpartition(".")[0]) if name else None
         owners[name] = module if isinstance(module, PreTrainedModel) else above
-        # Only the host's generator is seeded, which takes 32 bits.
+        # Only the host's generator is seeded. Its seed has 32 bits.
         torch.default_generator.manual_seed(zlib.crc32(f"{seed} {PREFIX}{name}".encode()))
         if owners[name] is None:  # a projector outside of the tower, with the decoder's standard deviation
             PreTrainedModel._init_weights(SimpleNamespace(config=hf_config), module)
@@ -227,7 +228,10 @@ _counted: dict[str, tuple[int, int]] = {}
 
 
 def vision_parameters(hf_config: Any) -> tuple[int, int]:
-    """Count the parameters of tower and of projector, which every first-stage rank holds, or 0 for a text model."""
+    """Return the numbers of parameters of tower and of projector. Both are 0 for a text model.
+
+    Every first-stage rank holds all of them.
+    """
     family = family_of(hf_config).vision
     if family is None:
         return 0, 0

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Counts of experts by row in training forward passes. A row is a sequence or a kind of token."""
+"""Counts of tokens by row, layer and expert in training forward passes. A row is a sequence or a kind of token."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,12 +19,12 @@ from nemo_rl_moe.routing.routers import RouterLayer, routed_experts, routers_of
 
 
 class AssignmentCounts:
-    """Counts `n[r,i,e]` of this rank: tokens of row `r` that layer `i` sends to expert `e`.
+    """Counts `n[r,i,e]` of this rank: number of tokens of row `r` that layer `i` sends to expert `e`.
 
     The last row has the tokens that do not count. Only the decoder's routers are counted, as in a capture.
 
     Attributes:
-        layers: Numbers of the MoE layers on all pipeline stages.
+        layers: Indices of the MoE layers on all pipeline stages.
     """
 
     def __init__(self, chunks: Sequence[GPTModel], config: TransformerConfig, device: torch.device):
@@ -54,7 +54,7 @@ class AssignmentCounts:
         return counts if self._config.sequence_parallel or tensor_rank == 0 else torch.zeros_like(counts)
 
     def start(self, num_rows: int) -> None:
-        """Clear the counts, and resize them to `num_rows` rows and the last one."""
+        """Clear the counts, and resize them to `num_rows` rows and the row of the tokens that do not count."""
         if len(self.counts) == num_rows + 1:
             self.counts.zero_()
         else:
@@ -62,7 +62,11 @@ class AssignmentCounts:
 
     @contextmanager
     def counting(self, rows: Int[Tensor, " tokens"]) -> Iterator[None]:
-        """Count the experts that the routers choose while open, by the row of each token in the routers' order."""
+        """Count the experts that the routers choose while the context is open.
+
+        Args:
+            rows: Row of each token, in the routers' order.
+        """
         self._rows = rows
         try:
             yield
@@ -76,7 +80,7 @@ class AssignmentCounts:
         return torch.zeros(shape, dtype=torch.int32, device=self._device)
 
     def _add_indices(self, rows: Int[Tensor, " tokens"]) -> None:
-        """Add the calls of all layers at once, because launches dominate on small models."""
+        """Add the counts of all layers at once, because kernel launches dominate on small models."""
         positions = tuple(self._indices)
         if not positions:
             return

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Routed experts of generation and log-probability passes, collected from all pipeline stages on the reporting rank."""
+"""Routes of generation and log-probability passes, collected from all pipeline stages on the reporting rank."""
 
 from itertools import pairwise
 
@@ -56,8 +56,8 @@ _MOST_PASSES_KEPT = 64
 class CapturedRoutes:
     """Routed experts of the tokens of one batch, by slot of the key-value cache.
 
-    The routes of many passes are concatenated at once: on small models, a pass over one token of each sequence costs
-    its kernel launches rather than its tokens.
+    The routes of many passes are concatenated at once: on small models, most of the time of a pass over one token of
+    each sequence is kernel launches.
     """
 
     def __init__(self, hooks: RouterHooks, topk: int, device: torch.device):
@@ -71,7 +71,8 @@ class CapturedRoutes:
     def add(self, num_slots: int, rows: Int[np.ndarray, " rows"]) -> None:
         self._rows_of_slots += [rows] * num_slots
         self._num_kept += 1
-        # Over several columns a layer may run twice, the second time over the last column only. That run is skipped.
+        # If a pass has several columns, a layer may run twice: the second time only over the last column. The second
+        # run is skipped.
         if num_slots > 1 or self._num_kept == _MOST_PASSES_KEPT:
             self._join()
 
@@ -110,8 +111,11 @@ class CapturedRoutes:
 def _in_order(
     routes: Int[np.ndarray, "moe_layers captured topk"], order: Int[np.ndarray, " tokens"]
 ) -> Int[np.ndarray, "tokens moe_layers topk"]:
-    """Return the routes of some tokens, token by token. numpy with one item per token and layer is several times as
-    fast as indexing single experts, or a tensor for each of hundreds of short sequences."""
+    """Return the routes of the tokens `order`, token by token.
+
+    numpy with one item per token and layer is several times as fast as an index of single experts, or as a tensor for
+    each of hundreds of short sequences.
+    """
     layers, _, topk = routes.shape
     items = routes.view(np.dtype((np.void, topk * routes.itemsize)))[..., 0]
     return items.T[order].view(routes.dtype).reshape(len(order), layers, topk)
@@ -123,7 +127,7 @@ def routes_of_microbatch(
     stages: StagesOfLayers,
     cut: SequenceCut,
 ) -> list[Int[np.ndarray, "tokens moe_layers topk"]]:
-    """Return each sequence's routes except its last token's, which no engine feeds. Every rank calls it."""
+    """Return each sequence's routes without its last token, which no engine feeds. Every rank calls it."""
     if cut.size > 1:
         blocks = [torch.empty_like(captured).view(torch.uint8) for _ in range(cut.size)]
         group = parallel_state.get_tensor_model_parallel_group()

@@ -3,7 +3,7 @@
 """Log-probabilities and entropies from hidden states, with logits for one chunk of tokens at a time.
 
 The logits of a microbatch are the largest tensor of a step: 4,096 tokens with a vocabulary of 151,936 are 2.5 GB in
-float32, and softmax and gradient need as much again. Here the output layer, softmax and entropy are one node of the
+float32, and softmax and gradient need the same again. Here the output layer, softmax and entropy are one node of the
 graph. Its forward pass keeps a few numbers per token. Its backward pass recomputes each chunk's logits, which costs one
 more product with the output layer's weight. With tensor parallelism, the sums over a rank's columns of the vocabulary
 are reduced once for all tokens.
@@ -42,7 +42,7 @@ from nemo_rl_moe.models.megatron.training.token_statistics import (
 
 @contextmanager
 def hidden_states_only(chunks: Sequence[Any]) -> Iterator[None]:
-    """Let the model chunks return hidden states, without the output layer, while open."""
+    """Let the model chunks return hidden states, without the output layer, while the context is open."""
     for chunk in chunks:
         chunk.returns_hidden_states = True
     try:
@@ -60,10 +60,11 @@ def statistics_of_heads(
     heads: Collection[Head],
     candidate_ids: Int[Tensor, "rows columns k"] | None = None,
 ) -> TokenStatistics:
-    """Compute the requested heads from the final norm's output.
+    """Return the statistics of the requested heads from the final norm's output.
 
     Args:
-        candidate_ids: Candidates of the predicted token. -1 is no candidate, and its log-probability is arbitrary.
+        candidate_ids: Candidates of the predicted token. An entry -1 is no candidate, and its log-probability has no
+            meaning.
     """
     values = model.value_head(hidden_states) if Head.VALUE in heads else None
     if values is not None and Head.LOGPROBS not in heads:
@@ -102,8 +103,9 @@ def chunked_top_candidates(
     k: int,
     vocabulary_size: int,
 ) -> tuple[Int[Tensor, "rows columns k"], Float[Tensor, "rows columns k"]]:
-    """Return the likeliest `k` of the first `vocabulary_size` tokens at each position, likeliest first, and their
-    log-probabilities in nats over the full vocabulary. No gradient.
+    """Return the `k` likeliest of the first `vocabulary_size` tokens at each position, and their log-probabilities.
+
+    The likeliest token comes first. Log-probabilities are in nats over the full vocabulary, and have no gradient.
     """
     hidden, weight, head = _inputs_of_head(model, hidden_states, temperature)
     rows = hidden_states.shape[1]
@@ -113,7 +115,7 @@ def chunked_top_candidates(
         logits = head.logits(hidden[chunk], weight)
         named = logits[:, : max(vocabulary_size - first, 0)]
         values, local = named.topk(min(k, named.shape[1]))
-        # The gather needs `k` columns from each rank. Padded ones rank last.
+        # The gather needs `k` columns from each rank. Padded columns rank last.
         lacking = (0, k - values.shape[1])
         values = torch.nn.functional.pad(values, lacking, value=torch.finfo(values.dtype).min)
         pieces.append((values, torch.nn.functional.pad(local + first, lacking)))
@@ -130,7 +132,7 @@ def chunked_top_candidates(
 
 
 def _of_all_ranks(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Concatenate the columns of all ranks."""
+    """Return the concatenated columns of all ranks."""
     found = [torch.empty_like(values) for _ in range(group.size())]
     dist.all_gather(found, values.contiguous(), group=group)
     return torch.cat(found, -1)
@@ -176,7 +178,7 @@ class _Head:
             yield slice(start, start + self.tokens_at_once)
 
     def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
-        """Return new logits of a chunk, in float32 or wider, that the caller may overwrite."""
+        """Return new logits of a chunk, in float32 or wider. The caller may overwrite them."""
         logits = self.mask_logits(torch.nn.functional.linear(hidden, weight))
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return logits if self.temperature == 1.0 else logits.div_(self.temperature)
@@ -189,7 +191,7 @@ class _ChunkedHead(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, candidates: Tensor | None, head: _Head
     ) -> tuple[Tensor | None, ...]:
-        """Return the fields of `TokenStatistics` without values."""
+        """Return the fields of `TokenStatistics` except `values`."""
         of_chunks, of_candidates = [], []
         for chunk in head.chunks(len(labels)):
             logits = head.logits(hidden[chunk], weight)

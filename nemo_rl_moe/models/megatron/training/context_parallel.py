@@ -3,7 +3,7 @@
 """Columns of each context-parallel rank, and the gather that joins them to full rows.
 
 Each sequence is cut into `2 n` chunks for `n` ranks, and rank `r` holds chunks `r` and `2 n - 1 - r`. Under a causal
-mask early tokens attend to little and late ones to much, so this gives all ranks equal work. Transformer Engine's
+mask early tokens attend to few tokens and late tokens to many, so this gives all ranks equal work. Transformer Engine's
 attention expects this order, in padded rows and in each packed sequence separately.
 """
 
@@ -43,7 +43,11 @@ def place_of_rank() -> ContextPlace:
 
 
 def zigzag_columns(segments: Sequence[int], num_ranks: int) -> Int[Tensor, "ranks local_columns"]:
-    """Return the columns that each rank holds. Each segment (a row, or a packed sequence) is split separately."""
+    """Return the columns that each rank holds. Each segment (a row, or a packed sequence) is split separately.
+
+    Args:
+        segments: Number of columns of each segment.
+    """
     num_chunks = 2 * num_ranks
     if wrong := [length for length in segments if length % num_chunks]:
         raise ValueError(f"a segment of {wrong[0]} columns cannot be cut into {num_chunks} equal chunks")
@@ -70,7 +74,10 @@ class ContextCut:
 
     @staticmethod
     def of(segments: Sequence[int], place: ContextPlace) -> "ContextCut | None":
-        """Return the cut of a row that consists of these segments, on the host, or None if one rank holds the row."""
+        """Return the cut of a row that consists of these segments, or None if one rank holds the row.
+
+        The cut's tensors are on the host.
+        """
         if place.size == 1:
             return None
         columns = zigzag_columns(segments, place.size)
@@ -87,10 +94,10 @@ class ContextCut:
         return values.index_select(1, self.held)
 
     def whole(self, values: Shaped[Tensor, "rows local_columns ..."]) -> Shaped[Tensor, "rows columns ..."]:
-        """Join the columns of all ranks to full rows. All ranks of the group call it.
+        """Return full rows, joined from the columns of all ranks. All ranks of the group call it.
 
-        All ranks continue with the same rows, so each has the full gradient of its columns already: the backward pass
-        selects them without a collective.
+        All ranks continue with the same rows, so each rank already has the full gradient of its columns. The backward
+        pass selects them without a collective.
         """
         gathered: Tensor = _BroughtTogether.apply(values, self)
         return gathered

@@ -36,8 +36,8 @@ ADVANTAGES = "advantages"
 
 
 class ExpertAdvantageRecorder(StepObserver):
-    """Counts `n[s,i,e]` of one `train` call: tokens of sequence `s` that predict a trained token and that layer `i`
-    sends to expert `e`."""
+    """Counts `n[s,i,e]` of one `train` call: number of tokens of sequence `s` that predict a trained token and that
+    layer `i` sends to expert `e`."""
 
     def __init__(self, chunks: Sequence[GPTModel], config: TransformerConfig, device: torch.device, *, per_layer: bool):
         self._config, self._device, self._per_layer = config, device, per_layer
@@ -61,7 +61,7 @@ class ExpertAdvantageRecorder(StepObserver):
         return self._counter.counting(rows)
 
     def end_step(self) -> StepObservations:
-        """Return metrics and scores, on rank 0. A collective if the batch has advantages."""
+        """Return metrics and scores on rank 0. If the batch has advantages, this is a collective."""
         if not self._shards:
             return StepObservations()
         counts, facts = sum_over_ranks(self._of_whole_batch(), self._device)
@@ -77,12 +77,12 @@ class ExpertAdvantageRecorder(StepObserver):
         of_both = advantage_scores(*joined_by_sample(of_sequences, num_tokens, samples))
         for of_shares, scores in enumerate(of_both):
             metrics |= advantage_metrics(scores, layers, per_layer=self._per_layer, of_shares=bool(of_shares))
-        # The last scores are of shares. By counts, every expert prefers good responses if the good ones are long.
+        # The last scores are by shares. By counts, every expert would prefer good responses if these are long.
         found = AdvantageScores(tuple(layers), scores.cpu())
         return StepObservations(metrics, {EXPERTS_BY_ADVANTAGE.name: found})
 
     def _of_whole_batch(self) -> list[Tensor]:
-        """Return this rank's counts and the facts of its sequences, at the sequences' positions in the batch."""
+        """Return this rank's counts and the facts of its sequences, both at the sequences' positions in the batch."""
         batches = [microbatch for shard in self._shards for microbatch in shard.microbatches]
         places = np.array([place for shard in self._shards for place in shard.places])
         num_sequences = self._shards[0].num_batch_sequences
@@ -107,7 +107,7 @@ def rows_of_tokens(
 
 
 def _facts_of(batch: TokenBatch) -> Float[np.ndarray, "3 sequences"]:
-    """Return mean advantage over trained tokens, number of the group, and number of trained tokens."""
+    """Return each sequence's mean advantage over trained tokens, number of its group, and number of trained tokens."""
     column, trained = batch.columns[ADVANTAGES], batch.token_mask[:, 1:].numpy()
     num_trained = trained.sum(1)
     advantages = column.of_targets().values.double().numpy()

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Load of experts by the tokens' writer, in training forward passes of conversations with an environment."""
+"""Load of experts by who wrote a token, in training forward passes of conversations with an environment."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -25,7 +25,7 @@ from nemo_rl_moe.token_writers import TOKEN_WRITERS, WRITERS
 
 
 class ExpertWriterRecorder(StepObserver):
-    """Load of experts by the tokens' writer, in steps with tokens that an environment wrote."""
+    """Load of experts by who wrote a token, in steps with tokens that an environment wrote."""
 
     def __init__(self, chunks: Sequence[GPTModel], config: TransformerConfig, device: torch.device, *, per_layer: bool):
         self._config, self._device, self._per_layer = config, device, per_layer
@@ -45,7 +45,7 @@ class ExpertWriterRecorder(StepObserver):
         return self._counter.counting(rows)
 
     def end_step(self) -> StepObservations:
-        """Return metrics and loads, on rank 0. A collective if the step has writers."""
+        """Return metrics and loads on rank 0. If the step has writers, this is a collective."""
         if not self._counts_step:
             return StepObservations()
         (counts,) = sum_over_ranks([self._counter.own_counts], self._device)
@@ -57,7 +57,7 @@ class ExpertWriterRecorder(StepObserver):
 
 
 def _writers_of_tokens(microbatch: ModelMicrobatch, other_row: int, cut: SequenceCut) -> Int[Tensor, " tokens"]:
-    """Return the writer of each token in the routers' order, and `other_row` on padding."""
+    """Return the number of each token's writer, in the routers' order, and `other_row` on padding."""
     batch = microbatch.batch
     writers = batch.columns[TOKEN_WRITERS].values.long()
     is_token = first_tokens(batch.counted_lengths, writers.shape[1])

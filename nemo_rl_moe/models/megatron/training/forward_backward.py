@@ -50,9 +50,9 @@ class ForwardBackward:
     """Forward and backward passes of this rank over microbatches.
 
     Attributes:
-        packed: Sequences are packed, not padded.
-        explicit_mask: The core attention needs its causal mask as a tensor, as Megatron-Core's does.
-        counts: Training passes count in the agreement statistics. False for passes that are not part of the step.
+        packed: Whether sequences are packed, not padded.
+        explicit_mask: Whether the core attention needs its causal mask as a tensor, as Megatron-Core's does.
+        counts: Whether training passes count in the agreement statistics. False for passes outside of the step.
     """
 
     config: TransformerConfig
@@ -74,12 +74,12 @@ class ForwardBackward:
         first_microbatch: int = 0,
         num_microbatches: int | None = None,
     ) -> list[MicrobatchMetrics]:
-        """Run one forward and backward pass over the first `num_microbatches`, by default all.
+        """Run one forward and backward pass over the first `num_microbatches` microbatches, by default all.
 
-        If only some run, their gradients are scaled up to the size of a full global batch.
+        If only some of them run, their gradients are scaled up to the size of a full global batch.
 
         Returns:
-            For each microbatch, the loss function's metrics and `loss`. Empty before the last pipeline stage.
+            For each microbatch, the loss function's metrics and `loss`. Empty on stages before the last.
         """
         self.router_losses.start_update(shard)
         step = partial(self._training_step, shard, loss_function)
@@ -92,7 +92,7 @@ class ForwardBackward:
     def evaluate(
         self, chunks: Sequence[MegatronModule], shard: GlobalBatchShard, loss_function: LossFunction
     ) -> list[MicrobatchMetrics]:
-        """Return the results of `train` from forward passes only. The loss function also gets greedy matches."""
+        """Return the same results as `train`, from forward passes only. The loss function also gets greedy matches."""
 
         def measure(microbatch: ModelMicrobatch, statistics: TokenStatistics) -> MicrobatchMetrics:
             outputs = outputs_of(loss_function, _loss_inputs(shard, microbatch, statistics))
@@ -103,7 +103,7 @@ class ForwardBackward:
     def logprobs(self, chunks: Sequence[MegatronModule], microbatches: Sequence[TokenBatch]) -> list[Tensor]:
         """Return for each microbatch the log-probability of every token given its prefix, `[sequences, longest]`.
 
-        The first token of a sequence has 0, padding any number. Empty before the last pipeline stage.
+        The first token of a sequence has 0, and padding any number. Empty on stages before the last.
         """
 
         def collect(microbatch: ModelMicrobatch, statistics: TokenStatistics) -> Tensor:
@@ -141,8 +141,9 @@ class ForwardBackward:
     def top_candidates(
         self, chunks: Sequence[MegatronModule], microbatches: Sequence[TokenBatch], k: int, vocabulary_size: int
     ) -> list[tuple[Tensor, Tensor]]:
-        """Return for each microbatch the likeliest tokens at each token's position and their log-probabilities, both
-        `[sequences, longest, k]`.
+        """Return for each microbatch the likeliest tokens at the position of each token, and their log-probabilities.
+
+        Both have the shape `[sequences, longest, k]`.
         """
 
         def step(
@@ -236,7 +237,7 @@ class ForwardBackward:
         entropy, bare.entropy = bare.entropy, None
         values, bare.values = bare.values, None
         candidates, bare.candidates = bare.candidates, None
-        if not bare.predicts_tokens:  # then the values are the output
+        if not bare.predicts_tokens:  # the output is then the values
             return output, partial(_value_loss, shard, loss_function, microbatch)
         return output, partial(_training_loss, shard, loss_function, microbatch, entropy, values, candidates)
 
@@ -264,7 +265,7 @@ class ForwardBackward:
             )
             if column == KEPT_TOKENS:
                 statistics = statistics.over_kept(microbatch.model_columns[KEPT_TOKENS])
-            # The schedule divides the loss in place, and does nothing else with this one.
+            # The schedule only divides this loss in place.
             return hidden_states.new_zeros(()), measure(microbatch, statistics)
 
         return self._run_model(model, microbatch, number, labels=None), finish
@@ -308,7 +309,7 @@ def _candidate_column(microbatch: ModelMicrobatch, heads: Collection[Head]) -> s
 
 
 def _of_tokens(values: Tensor) -> Tensor:
-    """Add the first token, which has no prediction, to `[sequences, targets, k]`."""
+    """Return `[sequences, targets, k]` with zeros in front for the first token, which has no prediction."""
     return torch.nn.functional.pad(values, (0, 0, 1, 0))
 
 
@@ -338,7 +339,7 @@ def _scaled_loss(
 ) -> tuple[Tensor, MicrobatchMetrics]:
     outputs = outputs_of(loss_function, _loss_inputs(shard, microbatch, statistics))
     # The schedule divides by the number of microbatches, and the gradient reduction by the data-parallel size. The loss
-    # is a share of the global sum already, so this multiplies by both. Auxiliary losses keep the mean. Context
+    # is already a share of the global sum, so it is multiplied by both numbers. Auxiliary losses keep the mean. Context
     # parallelism cancels: the schedule multiplies by its size and the reduction divides by it, and each rank has the
     # loss of full rows, with the gradient at its own columns.
     scale = len(shard.microbatches) * parallel_state.get_data_parallel_world_size()
@@ -364,7 +365,7 @@ def _loss_inputs(shard: GlobalBatchShard, microbatch: ModelMicrobatch, statistic
 
 
 def metrics_to_host(results: Sequence[MicrobatchMetrics]) -> dict[str, tuple[list[float], Reduction]]:
-    """Return each metric's values over the microbatches, copied to the host at once."""
+    """Return name -> values of the microbatches and reduction of each metric. All are copied to the host at once."""
     if not results:
         return {}
     names = list(results[0])

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Offload of the optimizer's state to the host and of gradient buffers while nothing trains."""
+"""Room on the device while nothing trains: the optimizer's state moves to the host, and gradient buffers are freed."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
@@ -17,8 +17,8 @@ from nemo_rl_moe.models.megatron.model.host_memory import fit, host_tensors
 class HostState:
     """State that only training needs on the device. It moves to the host and back bit by bit.
 
-    The tensor objects stay the same, so that optimizers and checkpoints find them on either side. Gradients are not
-    kept, because each global batch begins with zeros.
+    The tensor objects stay the same, so optimizers and checkpoints find them on the device and on the host. Gradients
+    are not kept, because each global batch begins with zeros.
     """
 
     def __init__(self, optimizer: MegatronOptimizer, chunks: Sequence[DistributedDataParallel], device: torch.device):
@@ -36,7 +36,7 @@ class HostState:
 
     @torch.no_grad()
     def leave(self) -> int:
-        """Move the state to the host, free the gradient buffers, and return the freed bytes of the device."""
+        """Move the state to the host, free the gradient buffers, and return the number of freed bytes on the device."""
         if self.is_away:
             return 0
         self._moved = list(self._tensors())
@@ -70,15 +70,15 @@ class HostState:
         self.is_away = False
 
     def is_frozen(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is in the host memory of an offloaded state, which the next `leave` overwrites."""
+        """Return whether a tensor is in the host memory of an offloaded state. The next `leave` overwrites it."""
         return self.is_away and tensor.untyped_storage().data_ptr() in self._slabs
 
     def hold(self, wait: Callable[[], object]) -> None:
-        """Let the next `leave` first call `wait`, for a reader of that memory."""
+        """Let the next `leave` first call `wait`, which waits for a reader of the host memory."""
         self._wait_for_readers = wait
 
     def _tensors(self) -> Iterator[Tensor]:
-        """Yield each of the masters and moments on the device once, without weights that are updated in place."""
+        """Yield each master and moment on the device once, but no weight that is updated in place."""
         seen = {tensor.untyped_storage().data_ptr() for tensor in self._model}
         for inner in chain.from_iterable(map(device_optimizers, optimizer_parts(self._optimizer))):
             masters = [parameter for group in inner.param_groups for parameter in group["params"]]

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's model for forward passes, with generation, refits and saved weights. Does not depend on Ray."""
+"""One rank's model for forward passes, with generation, refits and saved weights. The module does not depend on Ray."""
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -59,7 +59,7 @@ class MegatronModel:
 
     Args:
         weights_folder: Folder to read weights from, or None for random weights.
-        tokenizer: Needed for stop strings.
+        tokenizer: Only needed for stop strings.
         store: Store for the rows that batches refer to and that results contain.
 
     Attributes:
@@ -114,11 +114,15 @@ class MegatronModel:
 
     @property
     def has_tower(self) -> bool:
-        """True if this rank has a vision tower. Other ranks do not read pixels."""
+        """Whether this rank has a vision tower. Only ranks with a tower read pixels."""
         return any(hasattr(chunk, "vision") for chunk in self.chunks)
 
     def describe(self, config_json: Mapping[str, Any]) -> RankDescription:
-        """Describe the model at its start, given its Hugging Face configuration as in the file."""
+        """Return the description of the model at its start.
+
+        Args:
+            config_json: The model's Hugging Face configuration, as in the file.
+        """
         return RankDescription(
             coordinates=self.coordinates,
             moe_configuration=effective_moe_configuration(self.config),
@@ -172,7 +176,7 @@ class MegatronModel:
         return [(ids.cpu(), logprobs.cpu()) for ids, logprobs in found] if self.coordinates.reports_loss else []
 
     def logprobs_and_routes(self, microbatches: Sequence[TokenBatch]) -> tuple[list[torch.Tensor], list[StoredRows]]:
-        """Compute `logprobs`, and store each sequence's routed experts, in the order of the microbatches."""
+        """Return `logprobs`, and each sequence's routed experts in the store, in the order of the microbatches."""
         assert self._hooks is not None  # the configuration asks for a capture
         assert self._stages is not None
         with self._hooks.capturing() as captured:
@@ -185,14 +189,18 @@ class MegatronModel:
         return found, self._store.keep(routes) if self.coordinates.reports_loss else []
 
     def compare_routes(self, microbatches: Sequence[TokenBatch]) -> tuple[list[torch.Tensor], AgreementTotals]:
-        """Compute `logprobs` with live routers, and compare their experts with the capture. Every rank calls it."""
+        """Return `logprobs` with live routers, and the comparison of their experts with the capture.
+
+        Every rank calls it.
+        """
         assert self._hooks is not None
         with self._hooks.comparing() as totals:
             return self.logprobs(microbatches), totals()
 
     def generate(self, request: GenerationBatch, max_batch_size: int | None) -> list[GeneratedSequence]:
-        """Return the responses to this data-parallel rank's prompts, with their routed experts in the store. Every rank
-        calls it, and those that do not report a loss get an empty list.
+        """Return the responses to this data-parallel rank's prompts, with their routed experts in the store.
+
+        Every rank calls it. Ranks that do not report a loss get an empty list.
         """
         if self.has_tower:
             request = request.fetched(self._store.fetch)
@@ -201,11 +209,16 @@ class MegatronModel:
         return store_kept_tokens(store_routes(found, self._store), self._store)
 
     def send_weights(self, transfer: TransportSpec, altered: bool = False) -> int:
-        """Send this rank's part of the weights to the workers of a generation engine. Every rank calls it.
+        """Send this rank's part of the weights to the workers of a generation engine. Return the number of sent bytes.
+
+        Every rank calls it.
+
+        Args:
+            altered: Whether to send other values than the weights, for a test of the engine.
 
         Raises:
             WeightSyncError: A receiver or another rank failed. The model is unchanged.
-            RuntimeError: A rank failed, for example out of memory. The same on every rank.
+            RuntimeError: A rank failed, for example out of memory. The error is the same on every rank.
         """
         tensors = self._sent_tensors(on_device=transfer.backend.on_device, changed_only=transfer.changed_only)
         try:
@@ -220,10 +233,10 @@ class MegatronModel:
             torch.cuda.empty_cache()  # frees the gathered tensors before the engine allocates its cache
 
     def receive_weights(self, transfer: TransportSpec, receiver: int, version: int) -> int:
-        """Receive the weights of a trainer's ranks, and return the number of bytes. Every rank calls it.
+        """Receive the weights of a trainer's ranks, and return the number of received bytes. Every rank calls it.
 
         Raises:
-            WeightSyncError: Not every tensor arrived once, and the weights are a mixture.
+            WeightSyncError: Not every tensor arrived exactly once. The weights are a mixture of old and new values.
         """
         load = partial(load_tensors, self.chunks, self.config, self.hf_config, keeps_others=transfer.changed_only)
         if self._sends_adapters:
@@ -233,8 +246,9 @@ class MegatronModel:
         return num_bytes
 
     def weight_fingerprints(self, number_format: str) -> dict[str, str]:
-        """Return the fingerprints of this rank's part of the merged weights, or of base and adapters if the engine gets
-        the adapters. Every rank calls it.
+        """Return name -> fingerprint for this rank's part of the merged weights. Every rank calls it.
+
+        If the engine gets the adapters, base and adapters have separate fingerprints.
         """
         merged = partial(tensors_of_this_rank, self.chunks, self.config, self.hf_config)
         if self.adapters is None or not self._sends_adapters:
@@ -247,12 +261,12 @@ class MegatronModel:
         try:
             return fingerprints_of(tensors, number_format)
         finally:
-            deque(tensors, maxlen=0)  # after a failure too, as the other ranks wait in its collectives
+            deque(tensors, maxlen=0)  # after a failure too, because the other ranks wait in the collectives
             torch.cuda.empty_cache()  # before the engine allocates its cache
 
     @property
     def _sends_adapters(self) -> bool:
-        """True if the engine has a base and gets the adapters, False if it gets merged weights."""
+        """Whether the engine has the base and gets only the adapters. Otherwise it gets merged weights."""
         generates = generating(self.policy)
         return self.adapters is not None and generates is not None and generates.generation.lora_refit == "adapter"
 
@@ -277,13 +291,15 @@ class MegatronModel:
         torch.cuda.empty_cache()
 
     def save_weights(self, folder: Path, model_files: Mapping[str, bytes]) -> list[str]:
-        """Write the weights as a Hugging Face folder, with adapters merged and in a subfolder. Every rank calls it.
+        """Write the weights as a Hugging Face folder. Adapters are merged, and also written to a subfolder.
+
+        Every rank calls it.
 
         Returns:
-            Names of parameters without a tensor in the family's format, which are not written.
+            Names of parameters that were not written, because the family's format has no tensor for them.
 
         Raises:
-            CheckpointError: A rank could not write its part. The same on every rank.
+            CheckpointError: A rank could not write its part. The error is the same on every rank.
         """
         lora = self.policy.lora
         factors = {} if lora is None else factors_on_first_rank(self.chunks)
@@ -297,7 +313,7 @@ class MegatronModel:
         return save_weights(self.chunks, self.config, self.hf_config, folder, write_other_files)
 
     def _fetched(self, microbatches: Sequence[TokenBatch]) -> tuple[TokenBatch, ...]:
-        """Fetch the microbatches' stored columns, and images if the rank reads them."""
+        """Return the microbatches with their stored columns, and with images if the rank reads images."""
         found = tuple(batch.fetched(self._store.fetch, with_shared=self.has_tower) for batch in microbatches)
         for batch in found:
             check_kept_tokens(batch)

@@ -21,23 +21,23 @@ from nemo_rl_moe.models.megatron.training.context_parallel import ALONE, Context
 
 @dataclass(frozen=True)
 class ModelMicrobatch:
-    """One microbatch in the model's layout. `rows x columns` is `batch x sequence` or, if packed, `1 x all tokens`.
+    """One microbatch in the model's layout. `rows x columns` is `batch x sequence`, or `1 x all tokens` if packed.
 
     With context parallelism the model's tensors have only this rank's columns (`context`). Other attributes, such as
     `sequence_start`, refer to full rows.
 
     Attributes:
         labels: The token after each position, 0 if there is none.
-        position_ids: Positions for the rotary embedding: within the sequence or, for a model with positions in time,
-            height and width, all three, `[3, rows, columns]`.
-        offsets: Position within the sequence.
+        position_ids: Positions for the rotary embedding, within the sequence. For a model with positions in time,
+            height and width, `[3, rows, columns]`.
+        offsets: Position of each token within its sequence.
         padding_mask: True on padding. None without padding.
-        packed_seq_params: Boundaries of packed sequences. None if padded.
+        packed_seq_params: Boundaries of packed sequences. None if sequences are padded.
         sequence_start: Flat position of each sequence's first token.
         batch: The sequences with the columns for the loss, on the device.
-        model_columns: The batch's columns for the model. On the token axis `[rows, columns, ...]`, with the column's
-            fill value on padding. On the sequence axis `[rows, ...]` or, if packed, `[sequences, ...]`. A ragged column
-            has all sequences' values in order. `models.images` describes the pixels.
+        model_columns: Name -> column of the batch for the model. On the token axis it is `[rows, columns, ...]`, with
+            the column's fill value on padding. On the sequence axis it is `[rows, ...]`, or `[sequences, ...]` if
+            packed. A ragged column has all sequences' values in order. `models.images` describes the pixels.
     """
 
     input_ids: Int[Tensor, "rows columns"]
@@ -60,18 +60,18 @@ class ModelMicrobatch:
         return values if self.context is None else self.context.part(values)
 
     def whole(self, values: Shaped[Tensor, "rows columns ..."]) -> Shaped[Tensor, "rows all_columns ..."]:
-        """Return full rows. With context parallelism a collective of the ranks that share them."""
+        """Return full rows. With context parallelism this is a collective of the ranks that share the rows."""
         return values if self.context is None else self.context.whole(values)
 
     def local_columns(self, columns: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
-        """Return this rank's indices of columns of the full rows, or -1 if it does not have them."""
+        """Return this rank's index of each column of the full rows, or -1 if the rank does not have the column."""
         return columns if self.context is None else self.context.local[columns]
 
     def at_tokens(
         self, values: Shaped[Tensor, "batch tokens"], counts: Bool[Tensor, "batch tokens"], other: Any
     ) -> Shaped[Tensor, "rows columns"]:
-        """Return values of the sequences' first tokens in the layout of `input_ids`, and `other` at the remaining
-        positions and if `counts` is False."""
+        """Return values of the sequences' first tokens in the layout of `input_ids`. All positions without a value, or
+        where `counts` is False, get `other`."""
         rows, columns = self.input_ids.shape[0], self.num_columns
         if self.packed_seq_params is None:  # sequences are rows: fewer operations
             found = torch.full((rows, columns), other, dtype=values.dtype, device=values.device)
@@ -84,7 +84,7 @@ class ModelMicrobatch:
         return self.part(flat[:-1].view(rows, columns))
 
     def per_sequence(self, values: Tensor) -> Tensor:
-        """Return the values of each sequence's targets in one row, `[batch, longest - 1, ...]`. Calls `whole`.
+        """Return a row for each sequence with the values of its targets, `[batch, longest - 1, ...]`. Calls `whole`.
 
         Entries beyond a sequence's length belong to other positions and must be masked.
         """
@@ -111,8 +111,8 @@ class MicrobatchShape:
     """Padded shape of the microbatches of one step.
 
     Attributes:
-        column_multiple: Columns of full rows are a multiple of this: of the sequence-parallel size and of the number of
-            context-parallel chunks.
+        column_multiple: Full rows have a multiple of this number of columns. It is a multiple of the sequence-parallel
+            size and of the number of context-parallel chunks.
         rows: Minimum number of rows.
         columns: Minimum number of columns of full rows.
         pixels_per_token: Height and width in pixels of an image token, if image tokens have positions in time, height
@@ -167,7 +167,7 @@ def pad_microbatch(batch: TokenBatch, shape: MicrobatchShape, device: torch.devi
 
 
 def pack_microbatch(batch: TokenBatch, shape: MicrobatchShape, device: torch.device) -> ModelMicrobatch:
-    """Return all sequences concatenated in one row. Padding at its end is an additional, unused sequence."""
+    """Return all sequences concatenated in one row. Padding at the row's end is an additional, unused sequence."""
     lengths, segments = batch.lengths.tolist(), _segments(batch, shape.place)
     total = sum(segments)
     columns = round_up(max(shape.columns, total), shape.column_multiple)
@@ -176,7 +176,7 @@ def pack_microbatch(batch: TokenBatch, shape: MicrobatchShape, device: torch.dev
     starts = [0, *accumulate(segments)][:-1]
     for row, (start, length) in enumerate(zip(starts, batch.counted_lengths.tolist(), strict=True)):
         if not length:
-            continue  # a filler is padding
+            continue  # a filler sequence is padding
         end = start + length
         input_ids[0, start:end] = batch.input_ids[row, :length]
         labels[0, start : end - 1] = batch.input_ids[row, 1:length]
@@ -217,12 +217,12 @@ def pack_microbatch(batch: TokenBatch, shape: MicrobatchShape, device: torch.dev
 
 
 def _segments(batch: TokenBatch, place: ContextPlace) -> list[int]:
-    """Return the number of columns of each packed sequence, with its padding for context parallelism."""
+    """Return the number of columns of each packed sequence, including padding for context parallelism."""
     return [round_up(length, place.sequence_multiple) for length in batch.lengths.tolist()]
 
 
 class _CutTo:
-    """Selection of this rank's columns of full rows on the host, and their copy to the device."""
+    """Function that selects this rank's columns of full rows on the host, and copies them to the device."""
 
     def __init__(self, cut: ContextCut | None, device: torch.device):
         self._cut, self._device = cut, device

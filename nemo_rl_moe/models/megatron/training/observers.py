@@ -36,10 +36,10 @@ def make_observers(
     ddp_chunks: Sequence[DistributedDataParallel],
     expert_bias: ExpertBias,
 ) -> list[StepObserver]:
-    """Attach the observers that a configuration asks for, and none to a model without MoE layers.
+    """Attach and return the observers that a configuration asks for. A model without MoE layers gets none.
 
-    All ranks have the same order, because observers enter collectives. Router gradients come first: the other observers
-    must not see the passes that they run.
+    All ranks have the same order, because observers enter collectives. Router gradients come first, because the other
+    observers must not see the additional passes of the router gradients.
     """
     megatron, config, device = policy.megatron_cfg, passes.config, passes.device
     if not moe_layer_indices(config):
@@ -120,7 +120,7 @@ class RoutingReports(StepObserver):
         self._hooks.start_step(len(shards))
 
     def end_step(self) -> StepObservations:
-        """Return the report on rank 0. Empty if the batch has no routes."""
+        """Return the report on rank 0. It is empty if the batch has no routes."""
         report = self._hooks.report(per_layer=self._per_layer)
         return StepObservations() if report is None else StepObservations(report.metrics, {ROUTING.name: report})
 

@@ -30,14 +30,14 @@ from nemo_rl_moe.models.megatron.model.transformer_config import DTYPES
 from nemo_rl_moe.models.megatron.model.vision_model import tower_buffers_in_float32
 
 CHUNK_PARAMETERS = 2**28
-"""Parameters that an Adam with moments in bfloat16 updates at a time: 2 GiB of float32 copies."""
+"""Number of parameters that an Adam with moments in bfloat16 updates at a time: 2 GiB of float32 copies."""
 
 
 def step_in_chunks(adam: Any, most_parameters: int) -> None:
     """Let Transformer Engine's Adam update at most `most_parameters` at a time, with the same result.
 
-    Adam makes float32 copies of the bfloat16 moments of an entire parameter group. For the experts' group that is more
-    memory than bfloat16 moments save.
+    Adam makes float32 copies of the bfloat16 moments of an entire parameter group. For the experts' group, these copies
+    need more memory than bfloat16 moments save.
     """
     step_of_groups = adam.step
 
@@ -79,7 +79,7 @@ def half_precision_modules(config: TransformerConfig, chunks: Sequence[GPTModel]
 def wrap_data_parallel(
     policy: PolicyConfig, config: TransformerConfig, modules: Sequence[MegatronModule]
 ) -> list[DistributedDataParallel]:
-    """Wrap each model chunk for gradient reduction, and set the schedule's gradient functions in `config`."""
+    """Return the chunks wrapped for gradient reduction, and set the schedule's gradient functions in `config`."""
     chosen = policy.megatron_cfg.distributed_data_parallel_config
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=chosen.grad_reduce_in_fp32,
@@ -90,7 +90,7 @@ def wrap_data_parallel(
         check_for_nan_in_grad=False,
     )
     wrapped = [
-        # Buckets are for overlap. The later chunks' gradients are complete first, so only the first chunk needs them.
+        # Buckets are for overlap. Gradients of later chunks are complete first, so only the first chunk needs buckets.
         DistributedDataParallel(config=config, ddp_config=ddp_config, module=module, disable_bucketing=index > 0)
         for index, module in enumerate(modules)
     ]
@@ -104,11 +104,13 @@ def wrap_data_parallel(
 def build_optimizer(
     policy: PolicyConfig, config: TransformerConfig, chunks: Sequence[DistributedDataParallel]
 ) -> MegatronOptimizer:
-    """Build Adam, with float32 master weights for bfloat16 training, and weight decay on matrices only."""
+    """Return Adam, with float32 master weights for bfloat16 training, and weight decay on matrices only."""
     try:
         optimizer_config = _optimizer_config(policy, config)
     except (AssertionError, RuntimeError, ValueError) as error:
-        raise ConfigurationError(f"policy.megatron_cfg.optimizer: Megatron-Core refuses it: {error}") from error
+        raise ConfigurationError(
+            f"policy.megatron_cfg.optimizer: Megatron-Core refuses these settings: {error}"
+        ) from error
     # Without the overrides, norms and biases would decay too.
     optimizer: MegatronOptimizer = get_megatron_optimizer(
         optimizer_config,
@@ -138,7 +140,7 @@ def _optimizer_config(policy: PolicyConfig, config: TransformerConfig) -> Optimi
         adam_beta1=chosen.adam_beta1,
         adam_beta2=chosen.adam_beta2,
         adam_eps=chosen.adam_eps,
-        # No norm exceeds infinity: it is measured, and nothing is clipped.
+        # No norm exceeds infinity: the norm is measured, and nothing is clipped.
         clip_grad=math.inf if policy.max_grad_norm is None else policy.max_grad_norm,
         bf16=config.bf16,
         params_dtype=DTYPES[policy.precision],
@@ -148,7 +150,7 @@ def _optimizer_config(policy: PolicyConfig, config: TransformerConfig) -> Optimi
         main_grads_dtype=gradients,
         exp_avg_dtype=DTYPES[chosen.exp_avg_dtype],
         exp_avg_sq_dtype=DTYPES[chosen.exp_avg_sq_dtype],
-        # Checkpoints contain full masters, so that any kind of optimizer can load them.
+        # Checkpoints contain full masters, so any kind of optimizer can load them.
         store_param_remainders=False,
         optimizer_cpu_offload=chosen.optimizer_cpu_offload,
         optimizer_offload_fraction=chosen.optimizer_offload_fraction,
@@ -160,7 +162,7 @@ def _optimizer_config(policy: PolicyConfig, config: TransformerConfig) -> Optimi
 
 def _fuse_adam(optimizer: MegatronOptimizer) -> None:
     """Let torch's AdamW (Megatron-Core's choice without Transformer Engine and Apex) update in one pass."""
-    # Otherwise it makes a dozen passes over each tensor. Megatron-Core has no setting for this.
+    # Otherwise AdamW makes a dozen passes over each tensor. Megatron-Core has no setting for the fused update.
     for part in optimizer_parts(optimizer):
         if isinstance(part.optimizer, torch.optim.AdamW):
             for group in part.optimizer.param_groups:
@@ -178,7 +180,9 @@ def gather_weights(chunks: Sequence[DistributedDataParallel]) -> None:
 
 
 def step_if_finite(optimizer: MegatronOptimizer, *, may_update: bool) -> tuple[float, bool]:
-    """Take one optimizer step if `may_update` and the gradient is finite. Return its norm and whether it updated.
+    """Take one optimizer step if `may_update` is true and the gradient is finite.
+
+    Returns the gradient's norm, and whether the weights were updated.
 
     Clipping multiplies by the norm's inverse, so a gradient with one NaN would make every weight NaN.
     """
@@ -205,8 +209,9 @@ def step_if_finite(optimizer: MegatronOptimizer, *, may_update: bool) -> tuple[f
 def build_scheduler(policy: PolicyConfig, optimizer: MegatronOptimizer, num_steps: int) -> OptimizerParamScheduler:
     """Return the schedule with linear warm-up and the configured decay, at the tick of the first step.
 
-    One tick per optimizer step. With a warm-up of `w` steps, the first step trains at tick 1: step `k` of the warm-up
-    trains at `lr * k / w`, and tick 0 would have a rate of 0. Without a warm-up it trains at tick 0, at `lr`.
+    Each optimizer step is one tick. With a warm-up of `w` steps, the first step trains at tick 1: step `k` of the
+    warm-up trains at `lr * k / w`, and tick 0 would have a rate of 0. Without a warm-up, the first step trains at tick
+    0, at `lr`.
     """
     chosen, rates = policy.megatron_cfg.scheduler, policy.megatron_cfg.optimizer
     # Megatron-Core requires that the warm-up ends before the decay does, even if the run is shorter.

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of a step's capture: a sample for the identity of its rows, repeated rows, ranks, flips in float32."""
+"""Checks of a step's capture: a sample to identify its rows, repeated rows, counts by rank, flips in float32."""
 
 import torch
 import torch.distributed as dist
@@ -20,14 +20,15 @@ from nemo_rl_moe.routing.agreement.route_identity import RouteSample
 from nemo_rl_moe.routing.metrics.expert_load_recorder import sum_over_ranks
 
 NUM_SEQUENCES, NUM_TOKENS = 2, 48
-"""Sequences of each sampling rank's first microbatch, and the last tokens of each that were fed to the engine."""
+"""Number of sequences in the sample from each rank's first microbatch, and number of tokens from each sequence: the
+last tokens that were fed to the engine."""
 MOST_RANKS = 8
-"""Data-parallel ranks that sample. The sample must not grow with the job."""
+"""Maximum number of data-parallel ranks that sample, because the sample must not grow with the job."""
 _CAPTURE, _LIVE = 0, 1
 
 
 class RouteProbe:
-    """The sample of one step. Each (token, layer) is on one rank, so a sum over ranks collects the sample."""
+    """The sample of one step. Only one rank has each (token, layer), so a sum over ranks collects the sample."""
 
     def __init__(self, num_layers: int, topk: int, device: torch.device):
         ranks = min(parallel_state.get_data_parallel_world_size(), MOST_RANKS)
@@ -39,7 +40,7 @@ class RouteProbe:
 
     @property
     def names(self) -> list[str]:
-        """Names of the sampled sequences: their indices in the first microbatch of their rank."""
+        """Name of each sampled sequence: its index in the first microbatch of its rank."""
         count = self._values.shape[1]
         return [f"{number % NUM_SEQUENCES} (data-parallel rank {number // NUM_SEQUENCES})" for number in range(count)]
 
@@ -67,7 +68,7 @@ class RouteProbe:
         index = tokens.clamp(0, num_tokens - 1).reshape(-1)
         start = self._rank * NUM_SEQUENCES
         for kind, values in ((_CAPTURE, routes), (_LIVE, live)):
-            # The sum turns an unknown expert into 0, in 8 bits too.
+            # The addition turns an unknown expert into 0, in 8 bits too.
             chosen = (values.index_select(2, index) + 1).permute(2, 1, 0).unflatten(0, tokens.shape).int()
             target = self._values[kind, start : start + len(lengths)]
             target.index_copy_(2, layers, chosen.where(known[..., None, None], 0))
@@ -88,7 +89,7 @@ class RouteChecks:
         self._in_float32, self._num_updates = in_float32, 1
 
     def start(self, num_updates: int) -> None:
-        """Start a step. If it has several updates, only the first has the weights of the capture."""
+        """Start a step. If the step has several updates, only the first update has the weights of the capture."""
         self.repeats.counts.zero_()
         self.by_lag.counts.zero_()
         self._num_updates = num_updates
@@ -108,7 +109,7 @@ class RouteChecks:
 
 
 def computes_in_float32(policy: PolicyConfig, config: TransformerConfig) -> bool:
-    """Return whether captures and training passes are known to compute the same: in float32, without dropout."""
+    """Return whether captures and training passes certainly compute the same: in float32, without dropout."""
     generates = generating(policy)
     if generates is None or config.attention_dropout or config.hidden_dropout:
         return False

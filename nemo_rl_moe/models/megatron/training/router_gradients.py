@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Exact gradient of the routers by source, from one pass per source with the others switched off."""
+"""Exact gradient of the routers by source, from one pass for each source with the other sources switched off."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +36,7 @@ from nemo_rl_moe.routing.metrics.gradient_sources import (
 from nemo_rl_moe.routing.routers import routers_of
 
 _ROUNDING = {True: 1e-4, False: 0.05}
-"""By whether training is in float32: the shortest gradient of balancing losses that is compared, as a share of its
+"""Whether training is in float32 -> the shortest gradient of balancing losses that is compared, as a share of its
 uncancelled terms."""
 
 
@@ -44,8 +44,8 @@ class RouterGradients(StepObserver):
     """Measurement of the gradient of every router's weight, split by source.
 
     Each part is the optimizer's gradient from one source over the measured microbatches, scaled to a full global batch.
-    The parts add up to the gradient of a pass with all sources over the same microbatches. If these are all
-    microbatches of the global batch, that is the step's gradient.
+    The parts add up to the gradient of a pass with all sources over the same microbatches. If all microbatches of the
+    global batch are measured, the sum is the step's gradient.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class RouterGradients(StepObserver):
         self._metrics: dict[str, float] = {}
         self._layers = moe_layer_indices(config)
         self._routers = placed_routers(chunks, config)
-        # With jitter the router changes its recorded input. For other score functions no paper defines the balancing.
+        # With jitter the router changes its recorded input. For other score functions no paper defines the losses.
         is_known = config.moe_input_jitter_eps is None and config.moe_router_score_function in ("softmax", "sigmoid")
         last = dict(self._routers).get(len(self._layers) - 1) if is_known else None
         self._check = RouterLossCheck(last, config, cut_of_rank(config), passes.device)
@@ -115,8 +115,13 @@ class RouterGradients(StepObserver):
         return parts.mul_(share_of_rank(config))
 
     def _agreement(self, shard: GlobalBatchShard, found: Tensor) -> dict[str, float]:
-        """Compare the last router's gradients, `[router losses, experts, hidden]` summed over the ranks, with the
-        equations of its losses. Every rank calls it."""
+        """Return metrics of a comparison of the last router's gradients with the equations of its losses.
+
+        Every rank calls it.
+
+        Args:
+            found: Gradients summed over the ranks, `[router losses, experts, hidden]`.
+        """
         microbatches = self._passes.prepare(shard.microbatches[: self._number_of(shard)])
         expected = torch.stack(self._check.gradients(shard, microbatches)) * counts_on_rank(self._config)
         dist.all_reduce(expected)
@@ -161,15 +166,15 @@ def counts_on_rank(config: TransformerConfig) -> float:
 def share_of_rank(config: TransformerConfig) -> float:
     """Return the weight of this rank's gradients in a sum over all ranks that equals the data-parallel wrapper's mean.
 
-    Tensor-parallel ranks see different tokens under sequence parallelism, and the same ones otherwise. Context-parallel
-    ranks always see different tokens, and belong to the mean.
+    Tensor-parallel ranks see different tokens under sequence parallelism, and the same tokens otherwise.
+    Context-parallel ranks always see different tokens, and belong to the mean.
     """
     return counts_on_rank(config) / parallel_state.get_data_parallel_world_size(with_context_parallel=True)
 
 
 @contextmanager
 def _gradients_of(weights: Sequence[Tensor]) -> Iterator[Callable[[], list[Tensor]]]:
-    """Let the weights get gradients while open, including frozen ones, and yield a function that returns them."""
+    """Let weights get gradients while the context is open, also frozen ones. Yield a function that returns them."""
     frozen = [weight for weight in weights if not weight.requires_grad]
     for weight in frozen:
         weight.requires_grad_(True)
@@ -193,7 +198,7 @@ def _or_zero(weight: Tensor) -> Tensor:
 
 @contextmanager
 def _only_auxiliary_losses_of(source: str, config: TransformerConfig) -> Iterator[None]:
-    """Switch off the auxiliary losses of all other sources while open."""
+    """Switch off the auxiliary losses of all other sources while the context is open."""
     balancing, z = config.moe_aux_loss_coeff, config.moe_z_loss_coeff
     if source != AUXILIARY:
         config.moe_aux_loss_coeff = [0.0] * len(balancing) if isinstance(balancing, list) else 0.0

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks on the routers of a rank's chunks, which replay a microbatch's capture in any layout and show the live choice.
+"""Hooks on the routers of a rank's chunks. They replay a microbatch's capture in any layout, and show the live choice.
 
 A chunk's routers get the routes of a microbatch before its forward pass, and again when its backward pass begins. Under
 activation checkpointing the backward pass runs the routers again, after the forward passes of other microbatches.
@@ -45,7 +45,7 @@ CountedLoad = Literal["live", "replayed"]
 
 
 class SequenceCut(NamedTuple):
-    """Block of a microbatch's columns that a rank's routers see: one of `size` blocks under sequence parallelism."""
+    """Block of a microbatch's columns that a rank's routers see: block `rank` of `size` under sequence parallelism."""
 
     rank: int
     size: int
@@ -67,7 +67,7 @@ class ChunkRoutes:
 
     @cached_property
     def by_layer(self) -> list[LayerRoutes]:
-        """The routes of each router, computed if they are replayed or compared."""
+        """The routes of each router. They are only computed if they are replayed or compared."""
         return self.rows.by_layer()
 
 
@@ -75,8 +75,10 @@ class RouterHooks:
     """Hooks on all routers of this rank.
 
     Args:
-        counted_load: Experts that auxiliary losses and the expert bias count during replay: "live" are the router's own
-            choice, which the losses and the bias should balance, and "replayed" are the capture.
+        replays: Whether training passes replay the capture.
+        counted_load: Experts that auxiliary losses and the expert bias count during replay. "live" are the experts that
+            the router would choose, and that the losses and the bias should balance. "replayed" are the capture's.
+        in_float32: Whether captures and training passes certainly compute the same.
     """
 
     def __init__(
@@ -101,7 +103,7 @@ class RouterHooks:
         self._captured: dict[int, tuple[ModelMicrobatch, Tensor]] | None = None
         self._compared: AgreementStatistics | None = None
         self._waiting: list[ReplayedPass] = []
-        self._waiting_of: tuple[int, ModelMicrobatch]  # the waiting passes' chunk, and the first one's microbatch
+        self._waiting_of: tuple[int, ModelMicrobatch]  # the waiting passes' chunk, and the first pass's microbatch
         self._last_routes: tuple[ModelMicrobatch, int, ChunkRoutes] | None = None
         self._pipeline = parallel_state.get_pipeline_model_parallel_group()
         self._hooks: list[dict[int, RouterHook]] = []
@@ -130,8 +132,8 @@ class RouterHooks:
     ) -> Iterator[None]:
         """Set up the hooks for the forward pass of a chunk over one microbatch.
 
-        A training pass replays the microbatch's capture if the configuration asks for it, another pass unless it is
-        compared.
+        A training pass replays the microbatch's capture if the configuration asks for it. Any other pass replays it
+        unless the pass is compared with it.
         """
         routes = self._routes(chunk, microbatch)
         statistics = self.statistics if counts else self._compared
@@ -139,7 +141,7 @@ class RouterHooks:
         self._give(chunk, routes if (self._replays if trains else self._compared is None) else None)
         captured = routes.by_layer if counts and routes is not None else [None] * len(self._hooks[chunk])
         for hook, of_layer in zip(self._hooks[chunk].values(), captured, strict=True):
-            # A comparison does not use the margins.
+            # Comparisons of other passes do not use the margins.
             hook.shows, hook.shows_margin, hook.compared = (
                 counts or self._captured is not None,
                 counts and statistics is self.statistics,
@@ -214,7 +216,7 @@ class RouterHooks:
         self._probed.clear()
 
     def report(self, *, per_layer: bool) -> RoutingReport | None:
-        """Return the content of the step's capture and its anomalies, on rank 0. Every rank calls it."""
+        """Return the report on the step's capture and its anomalies on rank 0, otherwise None. Every rank calls it."""
         self._count_waiting()
         totals, sample = self.statistics.reduced(self._pipeline), self.probe.reduced()
         checked = self.checks.reduced(self.statistics.rows)
@@ -231,14 +233,14 @@ class RouterHooks:
         )
 
     def clear(self) -> None:
-        """Remove all routes after the last backward pass, so that later passes choose freely."""
+        """Remove all routes. Called after the last backward pass, so that routers choose freely in later passes."""
         self._last_routes = None
         for chunk in range(len(self._hooks)):
             self._give(chunk, None)
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Keep the routers' choices for `take` while open."""
+        """Keep the routers' choices for `take` while the context is open."""
         hooks = [hook for of_chunk in self._hooks for hook in of_chunk.values()]
         for hook in hooks:
             hook.shows = True
@@ -248,13 +250,15 @@ class RouterHooks:
             _hide(hooks)
 
     def take(self) -> dict[int, list[RoutedTokens]]:
-        """Return the choices of the routers under `shown` since the last call, by index into `layers`."""
+        """Return index into `layers` -> choices of the router under `shown` since the last call."""
         return {position: hook.take() for hooks in self._hooks for position, hook in hooks.items()}
 
     @contextmanager
     def capturing(self) -> Iterator[list[tuple[ModelMicrobatch, Int[Tensor, "tokens moe_layers topk"]]]]:
-        """Collect each microbatch with its routes, in the order of the forward passes, while open. The list is filled
-        at exit."""
+        """Collect each microbatch with its routes, in the order of the forward passes, while the context is open.
+
+        Yields a list that is filled at exit.
+        """
         pairs: list[tuple[ModelMicrobatch, Tensor]] = []
         self._captured = {}
         try:
@@ -265,8 +269,10 @@ class RouterHooks:
 
     @contextmanager
     def comparing(self) -> Iterator[Callable[[], AgreementTotals]]:
-        """Compare live forward passes with their capture while open. Yields a function that sums the counts of all
-        ranks."""
+        """Compare live forward passes with their capture while the context is open.
+
+        Yields a function that returns the counts, summed over all ranks.
+        """
         statistics = AgreementStatistics(len(self.layers), self._config.num_moe_experts, self.statistics.rows.device)
         self._compared = statistics
         try:
@@ -315,7 +321,7 @@ def _hide(hooks: Iterable[RouterHook]) -> None:
 def attach_hooks(
     chunks: Sequence[GPTModel], config: TransformerConfig, policy: PolicyConfig, device: torch.device
 ) -> RouterHooks | None:
-    """Attach the hooks that a configuration asks for, or return None without a capture or MoE layers.
+    """Attach and return the hooks that a configuration asks for. Return None without a capture or without MoE layers.
 
     A fused router does not call its `router_replay`, so it gets no hooks.
     """
@@ -335,7 +341,7 @@ def attach_hooks(
 
 
 def in_router_order(values: Int[Tensor, "rows columns ..."], cut: SequenceCut) -> Int[Tensor, "tokens ..."]:
-    """Return the values of a rank's tokens in the order of its routers: all rows of a column, then the next column."""
+    """Return the values of a rank's tokens in its routers' order: all rows of a column, then of the next column."""
     by_column = values.transpose(0, 1)
     if cut.size > 1:
         by_column = by_column.chunk(cut.size)[cut.rank]
@@ -371,7 +377,7 @@ def row_lags(microbatch: ModelMicrobatch, cut: SequenceCut) -> Int[Tensor, " tok
 def following_tokens(microbatch: ModelMicrobatch, cut: SequenceCut) -> Bool[Tensor, " tokens"]:
     """Return True for tokens whose predecessor in the sequence is on the same rank, one column (`rows` tokens) before.
 
-    At the beginning of a context-parallel chunk it may be on another rank.
+    The predecessor of a context-parallel chunk's first token may be on another rank.
     """
     after_another = microbatch.offsets > 0
     if microbatch.context is not None:
@@ -383,7 +389,7 @@ def following_tokens(microbatch: ModelMicrobatch, cut: SequenceCut) -> Bool[Tens
 
 def _count_for_bias(router: Any, hook: RouterHook) -> None:
     """Let the expert bias count the experts of the hook's `counted` under replay."""
-    # Without this, Megatron-Core counts the replayed ones.
+    # Without this change, Megatron-Core counts the replayed experts.
     apply_bias = router._apply_expert_bias
 
     def count_for_bias(routing_map: Tensor, padding_mask: Tensor | None = None) -> None:

@@ -36,8 +36,8 @@ class ExpectedGradients(NamedTuple):
     """Gradients of a router's weight, `[experts, hidden]`.
 
     Attributes:
-        uncancelled: Gradient of the balancing losses without the part that changes all scores alike. The gradient is a
-            difference of such terms: if it is far shorter than they are, it is rounding.
+        uncancelled: Gradient of the balancing losses without the part that changes all scores alike. The true gradient
+            is a difference of such terms. If it is far shorter than these terms, it is only rounding.
     """
 
     balancing: Tensor
@@ -59,7 +59,7 @@ class RouterLossCheck:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Keep the router's inputs and counted experts of each microbatch of a training pass while open."""
+        """Keep the router's inputs and counted experts of each microbatch while the context is open."""
         self._seen = []
         if self._router is None:
             yield
@@ -102,7 +102,7 @@ class RouterLossCheck:
             logits = self._logits(inputs, weight, torch.float64)
             is_token, assignments = self._is_token(microbatch).double(), assignments.double()
             scores = router_scores(logits, self._router.score_function)
-            # As if a score did not fall when another rises. With even loads these terms cancel except for rounding.
+            # As if no score fell when another score rises. With even loads these terms cancel except for rounding.
             alone = scores.detach() * logits
             balancing, uncancelled = weight.new_zeros(()), weight.new_zeros(())
             for kind in NAME_OF_BALANCING_TYPE:

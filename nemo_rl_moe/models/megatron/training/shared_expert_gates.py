@@ -24,7 +24,7 @@ METRIC = "shared_expert_gate"
 
 
 class SharedExpertGates(StepObserver):
-    """Means by layer of `sigmoid(gate_weight . hidden_states)`, the gate of a layer's shared experts for a token.
+    """Mean of `sigmoid(gate_weight . hidden_states)` in each layer, the gate of the layer's shared experts for a token.
 
     Routers do not choose shared experts, but the share of shared experts in a layer's output can drift.
     """
@@ -66,8 +66,9 @@ class SharedExpertGates(StepObserver):
         self._sums[row] += torch.stack([gates @ is_real, is_real.sum()])
 
     def end_step(self) -> StepObservations:
-        """Return the mean over layers, and each layer's. A collective: every rank calls it."""
-        # Stages have different layers. Tensor-parallel ranks have the same tokens, which keeps the mean, or parts.
+        """Return the mean over all layers and, if asked for, each layer's mean. Every rank calls it."""
+        # Stages have different layers. Tensor-parallel ranks have the same tokens, which does not change the mean, or
+        # different parts of them.
         dist.all_reduce(self._sums)
         means = (self._sums[:, 0] / self._sums[:, 1].clamp_min(1)).tolist()
         metrics = {f"{METRIC}/mean": sum(means) / len(means)}

@@ -20,10 +20,10 @@ from nemo_rl_moe.models.megatron.model.releases import recorded_auxiliary_losses
 
 @contextmanager
 def side_pass(chunks: Sequence[DistributedDataParallel], config: TransformerConfig) -> Iterator[None]:
-    """Keep the unreduced gradients of a forward and backward pass in `main_grad` while open, and undo the pass at exit.
+    """Keep the unreduced gradients of a forward and backward pass in `main_grad`, and undo the pass at exit.
 
-    Gradients are 0 when it opens and when it closes. The expert-load recorder and the hooks still count: the caller
-    controls them.
+    Gradients are 0 when the context opens and when it closes. The expert-load recorder and the hooks still count: the
+    caller controls them.
     """
     zero_gradients(chunks)
     with ExitStack() as stack:
@@ -54,7 +54,7 @@ def _kept_random_states() -> Iterator[None]:
 
 @contextmanager
 def _kept_router_buffers(chunks: Sequence[DistributedDataParallel]) -> Iterator[None]:
-    """Keep the expert bias, and the tokens counted for it."""
+    """Restore the expert bias, and the tokens counted for it, at exit."""
     kept = [
         (buffer, buffer.clone())
         for chunk in chunks
@@ -81,7 +81,7 @@ def _kept_auxiliary_losses() -> Iterator[None]:
 
 @contextmanager
 def _unreduced_gradients(chunks: Sequence[DistributedDataParallel], config: TransformerConfig) -> Iterator[None]:
-    """Keep the schedule from reducing gradients, and from the updates in the same call (such as the expert bias)."""
+    """Prevent the schedule's reduction of gradients, and its updates in the same call (such as the expert bias's)."""
     with ExitStack() as stack:
         for chunk in chunks:
             stack.enter_context(chunk.no_sync())

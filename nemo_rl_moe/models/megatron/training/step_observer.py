@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Observers of a rank's training step, which see every phase of it and report at its end."""
+"""Observers of a rank's training step. They see every phase of the step, and report at its end."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -33,8 +33,9 @@ class StepObservations:
     """Report of one observer about one step.
 
     Attributes:
-        metrics: Names lack the `moe/` prefix. The driver reads the metrics of rank 0, and others may omit them.
-        artifacts: Arrays of the step by their registered names, on rank 0 only.
+        metrics: Name without the `moe/` prefix -> value. The driver reads the metrics of rank 0. Other ranks may omit
+            them.
+        artifacts: Registered name -> array of the step, on rank 0 only.
     """
 
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -55,7 +56,7 @@ class StepObserver:
         """See the next global batch before it is trained on."""
 
     def training_forward(self, forward: TrainingForward) -> AbstractContextManager[None]:
-        """Return a context that is open during this forward pass, and not while it is recomputed."""
+        """Return a context that is open during this forward pass, but not while the pass is recomputed."""
         return nullcontext()
 
     def after_forward(self, forward: TrainingForward, output: Tensor) -> None:

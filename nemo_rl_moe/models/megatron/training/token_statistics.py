@@ -12,16 +12,16 @@ from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_para
 from torch import Tensor
 
 LOWEST_LOG_PROBABILITY = -1000.0
-"""Lower bound for log-probabilities, whose exponential is 0 in float64 too. With logits of minus infinity, `p log p`
-would otherwise be NaN."""
+"""Lower bound for log-probabilities. Its exponential is 0, in float64 too. Without the bound, `p log p` would be NaN
+for logits of minus infinity."""
 
 
 class TokenStatistics(NamedTuple):
     """Statistics of each target token.
 
     Attributes:
-        logprobs: In nats, as are entropies.
-        greedy_matches: True if the target has the highest probability.
+        logprobs: Log-probabilities in nats. Entropies are in nats too.
+        greedy_matches: Whether the target has the highest probability.
         values: Value of the state in which the target is chosen.
         candidates: Log-probabilities of the target's candidates.
     """
@@ -38,11 +38,11 @@ class TokenStatistics(NamedTuple):
         return TokenStatistics(torch.zeros_like(values), None, None, values)
 
     def over_kept(self, kept_tokens: Int[Tensor, "*tokens k"]) -> "TokenStatistics":
-        """Renormalise the log-probabilities over the kept tokens `K`, which are the candidates here.
+        """Return the statistics with log-probabilities over the kept tokens `K`, which are the candidates here.
 
-        `log p(y) - log sum_{v in K} p(v)`, the log-softmax with all logits outside of `K` masked ("keep sampling mask",
-        DeepSeek-V3.2, arXiv:2512.02556, section 3.1). Positions without kept tokens stay the same. The entropy is still
-        over the full vocabulary.
+        A log-probability becomes `log p(y) - log sum_{v in K} p(v)`, the log-softmax with all logits outside of `K`
+        masked ("keep sampling mask", DeepSeek-V3.2, arXiv:2512.02556, section 3.1). Positions without kept tokens stay
+        the same. The entropy is still over the full vocabulary.
         """
         assert self.candidates is not None
         is_kept, is_cut = kept_tokens >= 0, kept_tokens[..., 0] >= 0
@@ -77,7 +77,7 @@ class VocabularySums(NamedTuple):
 
     @staticmethod
     def joined(pieces: Sequence["VocabularySums"]) -> "VocabularySums":
-        """Concatenate the sums of consecutive tokens."""
+        """Return the sums of consecutive tokens, concatenated."""
         highest, exponentials, weighted, target = zip(*pieces, strict=True)
         return VocabularySums(
             torch.cat(highest),
@@ -87,7 +87,7 @@ class VocabularySums(NamedTuple):
         )
 
     def of_group(self, group: dist.ProcessGroup) -> "VocabularySums":
-        """Reduce to sums over the full vocabulary, in two collectives for all tokens."""
+        """Return the sums over the full vocabulary, in two collectives for all tokens."""
         if group.size() == 1:
             return self
         highest = self.highest.clone()
@@ -113,8 +113,8 @@ class VocabularySums(NamedTuple):
 def local_labels(
     labels: Int[Tensor, "*tokens"], local_vocabulary: int, group: dist.ProcessGroup
 ) -> tuple[Int[Tensor, "*tokens"], Bool[Tensor, "*tokens"]]:
-    """Return the labels as indices of this rank's columns, and whether the rank holds them. If not, the index is
-    arbitrary."""
+    """Return each label's index in this rank's columns, and whether the rank holds the label. If it does not, the index
+    has no meaning."""
     local = labels - group.rank() * local_vocabulary
     held = (local >= 0) & (local < local_vocabulary)
     return local.clamp(0, local_vocabulary - 1), held
@@ -123,7 +123,7 @@ def local_labels(
 def logits_at(
     logits: Float[Tensor, "*tokens local_vocabulary"], ids: Int[Tensor, "*tokens k"], group: dist.ProcessGroup
 ) -> Float[Tensor, "*tokens k"]:
-    """Return the logits of the ids that this rank holds, and 0 for other ids. The ranks' results add up."""
+    """Return the logits of the ids that this rank holds, and 0 for other ids. The sum over all ranks has all logits."""
     local, held = local_labels(ids, logits.shape[-1], group)
     return logits.gather(-1, local).where(held, 0.0)
 

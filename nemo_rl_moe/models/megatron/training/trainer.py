@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's model with its optimizer and schedule, and its training step. Does not depend on Ray."""
+"""One rank's model with its optimizer and schedule, and its training step. The module does not depend on Ray."""
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -45,7 +45,7 @@ class _Update:
     """Result of one global batch.
 
     Attributes:
-        num_of: Number of tokens or sequences in each kind of mean.
+        num_of: Kind of mean -> number of tokens or sequences in it.
         series: The loss function's metrics of this rank's microbatches.
     """
 
@@ -65,14 +65,14 @@ class MegatronTrainer(MegatronModel):
     """One rank's part of a model that Megatron-Core trains.
 
     Args:
-        num_steps: Optimizer steps of the run, for the learning-rate schedule.
-        tokenizer: Needed for stop strings.
+        num_steps: Number of optimizer steps of the run, for the learning-rate schedule.
+        tokenizer: Only needed for stop strings.
         store: Store for the rows that batches refer to and that results contain.
 
     Attributes:
         host_state: Moves the optimizer's state between the device and the host.
-        reports_moe_metrics: Whether results contain the MoE metrics. They are thousands, and the same on all ranks:
-            with a thousand ranks the driver would read 100 MB per step to keep the first rank's.
+        reports_moe_metrics: Whether results contain the MoE metrics. There are thousands of them, the same on all
+            ranks: with a thousand ranks the driver would read 100 MB per step, and keep only the first rank's.
     """
 
     def __init__(
@@ -106,8 +106,10 @@ class MegatronTrainer(MegatronModel):
         self._write: CheckpointWrite | None = None
 
     def train(self, shards: Sequence[GlobalBatchShard], loss_function: LossFunction) -> RankTrainResult:
-        """Take one optimizer step for each global batch. All ranks call it with the same number of shards, each with
-        the same number of microbatches.
+        """Take one optimizer step for each global batch, and return the rank's results.
+
+        All ranks call it with the same number of shards, and each shard has the same number of microbatches on all
+        ranks.
         """
         shards = [replace(shard, microbatches=self._fetched(shard.microbatches)) for shard in shards]
         self._snapshots.before_changes()
@@ -155,7 +157,7 @@ class MegatronTrainer(MegatronModel):
         # Without a target only auxiliary losses have a gradient, and Adam would still move by its momentum.
         has_targets = shard.global_valid_tokens > 0
         grad_norm, is_updated = step_if_finite(self.optimizer, may_update=has_targets and math.isfinite(loss))
-        # Otherwise its float32 copies of gradients would stay allocated during generation.
+        # Otherwise the optimizer's float32 copies of gradients would stay allocated during generation.
         self.optimizer.zero_grad()
         lr = float(self.optimizer.param_groups[0]["lr"])
         if is_updated:
@@ -167,11 +169,11 @@ class MegatronTrainer(MegatronModel):
         return _Update(num_of, loss, grad_norm, lr, series, is_skipped=has_targets and not is_updated)
 
     def expert_biases(self) -> dict[int, Float[np.ndarray, "2 experts"]]:
-        """Return `ExpertBias.around_last_update`, the same on all ranks of the stage."""
+        """Return `ExpertBias.around_last_update`. The result is the same on all ranks of a stage."""
         return self._expert_bias.around_last_update()
 
     def reference_logprobs(self, microbatches: Sequence[TokenBatch]) -> list[torch.Tensor]:
-        """Compute `logprobs` with the weights from the start of the run."""
+        """Return `logprobs` with the weights from the start of the run."""
         assert self._as_reference is not None  # the run keeps a reference if its loss needs one
         with self._as_reference():
             return self.logprobs(microbatches)
@@ -179,13 +181,13 @@ class MegatronTrainer(MegatronModel):
     def compare_reference_routes(
         self, microbatches: Sequence[TokenBatch]
     ) -> tuple[list[torch.Tensor], AgreementTotals]:
-        """Compute `compare_routes` with the weights from the start of the run."""
+        """Return `compare_routes` with the weights from the start of the run."""
         assert self._as_reference is not None  # only called in a run with a reference
         with self._as_reference():
             return self.compare_routes(microbatches)
 
     def offload_optimizer(self) -> int:
-        """Move the optimizer's state to the host, and return the freed bytes of this rank's device."""
+        """Move the optimizer's state to the host, and return the number of freed bytes on this rank's device."""
         return self.host_state.leave()
 
     def onload_optimizer(self) -> None:
@@ -193,7 +195,7 @@ class MegatronTrainer(MegatronModel):
         self.host_state.come_back()
 
     def start_checkpoint(self, directory: Path, with_optimizer: bool) -> None:
-        """Take a snapshot and begin to write it, after the last one has been finished. Every rank calls it."""
+        """Take a snapshot and begin to write it. The last checkpoint must be finished. Every rank calls it."""
         counters = TrainerCounters(self.num_updates, self._calls, self.scheduler.num_steps) if with_optimizer else None
         self._write = start_write(sharded_contents(self._training_objects, counters), directory, self._snapshots)
         if self._snapshots.has_frozen:
@@ -204,7 +206,7 @@ class MegatronTrainer(MegatronModel):
         return self._write is None or self._write.is_written
 
     def finish_checkpoint(self) -> str | None:
-        """Complete the started checkpoint, and return the problems of any rank, or None. Every rank calls it."""
+        """Complete the started checkpoint, and return the problems of all ranks, or None. Every rank calls it."""
         assert self._write is not None
         write, self._write = self._write, None
         return write.finish()
@@ -213,8 +215,8 @@ class MegatronTrainer(MegatronModel):
         """Load a checkpoint, and return the number of its optimizer steps. Every rank calls it.
 
         Raises:
-            CheckpointError: It is damaged, contains anything but tensors, or belongs to another model. The same on
-                every rank.
+            CheckpointError: The checkpoint is damaged, contains anything but tensors, or belongs to another model. The
+                error is the same on every rank.
         """
         self._snapshots.before_changes()
         self.host_state.come_back()
@@ -237,8 +239,8 @@ class MegatronTrainer(MegatronModel):
 def peak_memory_metrics(device: torch.device) -> dict[str, MetricSeries]:
     """Return the peaks of GPU memory allocated and reserved by torch since the last call, in GB. Empty on CPUs.
 
-    Called once at the end of each step's training, so that a peak includes log-probability passes and generation. Reads
-    the allocator's counts and does not wait for the GPU.
+    It is called once at the end of each step's training, so a peak includes log-probability passes and generation. It
+    reads the allocator's counts and does not wait for the GPU.
     """
     if device.type != "cuda":
         return {}
@@ -251,7 +253,7 @@ def peak_memory_metrics(device: torch.device) -> dict[str, MetricSeries]:
 
 
 def _weights(updates: Sequence[_Update], kind: Reduction) -> list[float]:
-    """Return the weight of each global batch in a mean over the tokens or sequences of all. They add up to 1."""
+    """Return the weight of each global batch in a mean over all tokens or sequences. The weights add up to 1."""
     total = sum(update.num_of[kind] for update in updates)
     return [update.num_of[kind] / max(total, 1) for update in updates]
 
@@ -262,8 +264,8 @@ def _weighted_sum(weights: Sequence[float], values: Sequence[float]) -> float:
 
 def _over_all(updates: Sequence[_Update], kind_of_loss: Reduction) -> dict[str, MetricSeries]:
     """Return one series for each metric over all global batches of a call."""
-    # Shares of each global batch's mean become shares of the mean over all. A global batch without a trained token has
-    # neither means nor extremes, but its sums count.
+    # Shares of each global batch's mean become shares of the mean over all batches. A global batch without a trained
+    # token has neither means nor extremes, but its sums count.
     joined = {}
     for name, first in updates[0].series.items():
         kind = kind_of_loss if name == "loss" else first.reduction

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""All Hugging Face tensors on every rank's device, for engines that take them from there.
+"""All Hugging Face tensors on every rank's device, for engines that take the tensors from the device.
 
 Nothing passes through the host. The ranks first agree on the rank that gathers each tensor. Then, layer by layer, they
 gather the tensors, and each rank broadcasts its tensors of the layer in one buffer.
@@ -27,7 +27,7 @@ _NUMBER = re.compile(r"^(.*?\.\d+)\.")
 
 
 def round_of(name: str) -> str:
-    """Return the round that sends a tensor: its layer, such as `model.layers.3`, or else its name."""
+    """Return the name of the round that sends a tensor: its layer, such as `model.layers.3`, or else its own name."""
     found = _NUMBER.match(name)
     return name if found is None else found[1]
 
@@ -70,13 +70,13 @@ def tensors_on_every_rank(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield all Hugging Face names and full tensors on every rank's device, layer by layer.
 
-    Every rank runs it to its end.
+    Every rank must exhaust the iterator.
 
     Args:
-        is_wanted: Whether to yield a tensor, by its name.
+        is_wanted: Function of a name: whether to yield the tensor.
 
     Raises:
-        RuntimeError: At the end, on every rank, if any rank failed, for example without memory.
+        RuntimeError: A rank failed, for example because its memory is full. Raised at the end on every rank.
     """
     deliveries, _ = plan_deliveries(chunks, config, hf_config, is_wanted)
     of_ranks: list[Any] = [None] * dist.get_world_size()
@@ -105,7 +105,7 @@ def _gathered(deliveries: Sequence[Delivery], hf_config: Any, failure: SharedFai
 def _taken_part(
     broadcast: Broadcast, gathered: Mapping[str, Tensor], failure: SharedFailure, device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
-    """Take part in a broadcast, in a buffer that lives as long as its tensors."""
+    """Take part in a broadcast, and yield its names and tensors. The tensors are views of one buffer."""
     buffer: Tensor | None = None
     with failure.caught():
         if failure.has_failed:

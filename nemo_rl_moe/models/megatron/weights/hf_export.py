@@ -46,13 +46,13 @@ def save_weights(
     complete.
 
     Args:
-        write_beside: Writes all files but the weights into the folder, on rank 0.
+        write_beside: Function that writes all files except the weights into the folder, on rank 0.
 
     Returns:
-        The names of parameters that the family has no tensor for.
+        The names of parameters for which the family has no tensor.
 
     Raises:
-        CheckpointError: On every rank, if a rank could not write its part. Nothing remains of the folder.
+        CheckpointError: A rank could not write its part. Raised on every rank. Nothing remains of the folder.
     """
     staging = folder.with_name(folder.name + ".incomplete")
     deliveries, without_rule = plan_deliveries(chunks, config, hf_config)
@@ -82,13 +82,15 @@ def tensors_of_this_rank(
     hf_config: Any,
     is_wanted: Callable[[str], bool] = lambda name: True,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield Hugging Face names and full tensors on the host, each on one rank. Every rank runs it to its end.
+    """Yield Hugging Face names and full tensors on the host, each on one rank only.
+
+    Every rank must exhaust the iterator.
 
     Args:
-        is_wanted: Whether to yield a tensor, by its name.
+        is_wanted: Function of a name: whether to yield the tensor.
 
     Raises:
-        RuntimeError: At the end, on every rank, if any rank failed, for example without memory.
+        RuntimeError: A rank failed, for example because its memory is full. Raised at the end on every rank.
     """
     deliveries, _ = plan_deliveries(chunks, config, hf_config, is_wanted)
     failure = SharedFailure()
@@ -102,10 +104,10 @@ def tensors_of_this_rank(
 def whole_tensor(
     delivery: Delivery, hf_config: Any, failure: SharedFailure, move: Callable[[Tensor], Tensor]
 ) -> Tensor | None:
-    """Return a tensor on the rank that gathers it, None on others. Every rank calls it.
+    """Return a tensor on the rank that gathers it, and None on other ranks. Every rank calls it.
 
     Args:
-        move: Moves the tensor, or each expert of a stacked one, to the device of the result.
+        move: Function that moves the tensor, or each expert of a stacked tensor, to the device of the result.
     """
     entries: list[Tensor] = []
     for entry in gather_tensors(delivery, hf_config, failure):
@@ -118,12 +120,12 @@ def whole_tensor(
 
 
 def _host_copy(tensor: Tensor) -> Tensor:
-    """Copy a tensor even if it is on the host, because training continues."""
+    """Return a copy of a tensor on the host, even if the tensor is already there, because training continues."""
     return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def raise_problems(failure: SharedFailure) -> None:
-    """Raise a RuntimeError on all ranks if any has failed."""
+    """Raise a RuntimeError on all ranks if any rank has failed."""
     if problems := _problems_of_all(failure.text):
         raise RuntimeError(f"the weights cannot be handed out: {problems}")
 
@@ -149,7 +151,7 @@ def _write(
     has_files: bool,
     progress: Callable[[float], None],
 ) -> str | None:
-    """Write this rank's files, and return the problem. After a failure, only take part in collectives."""
+    """Write this rank's files, and return the problem or None. After a failure, only take part in collectives."""
     failure = SharedFailure()
     with failure.caught():
         if has_files and not staging.is_dir():
@@ -161,7 +163,7 @@ def _write(
         progress(number / len(deliveries))
     with failure.caught():
         writer.close()
-    # Another rank reports its failure itself.
+    # If another rank has failed, that rank reports the failure.
     return failure.text or (None if writer.is_complete or failure.has_failed else "its files are not complete")
 
 
@@ -176,7 +178,7 @@ def _on_rank_0(function: Callable[[], None]) -> str | None:
 
 
 def _agree(folder: Path, staging: Path, problem: str | None) -> None:
-    """Raise the problems of all ranks on all of them, after rank 0 has removed the incomplete folder."""
+    """Raise the problems of all ranks on every rank, after rank 0 has removed the incomplete folder."""
     problems = _problems_of_all(problem)
     if not problems:
         return
@@ -187,7 +189,7 @@ def _agree(folder: Path, staging: Path, problem: str | None) -> None:
 
 
 def _problems_of_all(problem: str | None) -> str:
-    """Join the problems of all ranks on one line, equal on all of them. It is empty without a problem."""
+    """Return the problems of all ranks on one line, the same on every rank, or an empty text without a problem."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, problem)
     return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(found) if text is not None)

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gathering of Hugging Face tensors, one at a time, from the ranks with their pieces to the rank that writes them.
 
-All ranks of a pipeline stage make the same plan from names and sizes. Each tensor goes to the rank with the fewest
+All ranks of a pipeline stage make the same plan from names and sizes. Each tensor goes to the rank that has the fewest
 bytes so far. Data-parallel replicas hold the same weights, and share the work.
 """
 
@@ -30,12 +30,12 @@ class Delivery:
     """A Hugging Face tensor, and the rank that gathers it.
 
     Attributes:
-        items: This rank's pieces of the tensor's parameters, with their rules. A stacked tensor has one for each local
-            expert.
-        is_stacked: Whether it holds all experts of a layer.
-        takes_part: Whether it is gathered from this rank's replica of the weights.
-        shard: Tensor-parallel (of experts: expert-tensor-parallel) rank that gathers it.
-        owner: Expert-parallel rank that gathers it, if it is stacked.
+        items: This rank's pieces of the tensor's parameters, with their rules. A stacked tensor has a piece for each
+            local expert.
+        is_stacked: Whether the tensor holds all experts of a layer.
+        takes_part: Whether the tensor is gathered from this rank's replica of the weights.
+        shard: Tensor-parallel rank that gathers the tensor. For experts, the expert-tensor-parallel rank.
+        owner: Expert-parallel rank that gathers the tensor, if it is stacked.
     """
 
     header: TensorHeader
@@ -53,7 +53,7 @@ class Delivery:
 
 
 class _Spread:
-    """Greedy balance of bytes over ranks, which have a coordinate for each size."""
+    """Greedy balance of bytes over a grid of ranks. A rank has a coordinate for each of the grid's sizes."""
 
     def __init__(self, *sizes: int):
         self._bytes: dict[tuple[int, ...], int] = dict.fromkeys(itertools.product(*map(range, sizes)), 0)
@@ -66,7 +66,7 @@ class _Spread:
 
 
 def _shards(is_expert: bool) -> tuple[int, int]:
-    """Return this rank's index among the ranks that share a parameter, and their number."""
+    """Return this rank's index among the ranks that share a parameter, and the number of these ranks."""
     if is_expert:
         return (
             parallel_state.get_expert_tensor_parallel_rank(),
@@ -91,10 +91,10 @@ def plan_deliveries(
     hf_config: Any,
     is_wanted: Callable[[str], bool] = lambda name: True,
 ) -> tuple[list[Delivery], list[str]]:
-    """List the tensors that this rank has a part of, in the order of gathering, and parameters without a rule.
+    """Return the tensors of which this rank has a part, in the order of gathering, and the parameters without a rule.
 
     Args:
-        is_wanted: Whether to gather a tensor, with the same answer on all ranks.
+        is_wanted: Function of a name: whether to gather the tensor. The answer must be the same on all ranks.
     """
     items: dict[str, list[tuple[ParameterPiece, Rule]]] = {}
     headers: dict[str, tuple[TensorHeader, bool]] = {}
@@ -118,7 +118,7 @@ def plan_deliveries(
 
 
 def _assigned(tensors: Sequence[tuple[TensorHeader, bool, tuple[tuple[ParameterPiece, Rule], ...]]]) -> list[Delivery]:
-    """Choose the rank for each tensor, equally on all ranks that have a part of it."""
+    """Return each tensor with the rank that gathers it. All ranks that have a part of a tensor choose the same rank."""
     (_, experts_copies), (_, expert_shards) = _replicas(True), _shards(True)
     (_, copies), (_, shards) = _replicas(False), _shards(False)
     stacked = _Spread(experts_copies, parallel_state.get_expert_model_parallel_world_size(), expert_shards)
@@ -133,9 +133,9 @@ def _assigned(tensors: Sequence[tuple[TensorHeader, bool, tuple[tuple[ParameterP
 
 
 def gather_tensors(delivery: Delivery, hf_config: Any, failure: SharedFailure) -> Iterator[Tensor]:
-    """Yield the tensor, or each expert of a stacked one, on the gathering rank's device, and nothing on other ranks.
+    """Yield the tensor, or each expert of a stacked tensor, on the gathering rank's device, and nothing on other ranks.
 
-    It may be a view of a parameter. Every rank must run through all deliveries in order, each to its end.
+    What is yielded may be a view of a parameter. Every rank must run through all deliveries in order, each to its end.
     """
     if not delivery.takes_part:
         return
@@ -156,7 +156,7 @@ def gather_tensors(delivery: Delivery, hf_config: Any, failure: SharedFailure) -
 
 
 def _handed_over(delivery: Delivery, holder: int, entry: Tensor | None, failure: SharedFailure) -> Tensor | None:
-    """Return the next expert of a stacked tensor on the gathering rank, from the rank that holds it."""
+    """Send the next expert of a stacked tensor from its holder to the gathering rank. Return it there, else None."""
     group, like = parallel_state.get_expert_model_parallel_group(), delivery.items[0][0].local
     shard_rank, _ = _shards(is_expert=True)
     if shard_rank != delivery.shard:
@@ -178,7 +178,7 @@ def _handed_over(delivery: Delivery, holder: int, entry: Tensor | None, failure:
 def _gathered(
     delivery: Delivery, piece: ParameterPiece, rule: Rule, hf_config: Any, failure: SharedFailure
 ) -> Tensor | None:
-    """Return a parameter's part of a tensor, in file order, on the gathering rank, None on others."""
+    """Return a parameter's part of a tensor, in file order, on the gathering rank, and None on other ranks."""
     rank, _ = _shards(piece.is_expert)
     is_cut = piece.shard_dimension is not None and piece.num_shards > 1
     if is_cut and failure.has_failed:
@@ -218,7 +218,7 @@ def _shard_group(is_expert: bool) -> Any:
 
 
 def _gather(is_expert: bool, part: Tensor, shards: Tensor | None, shard: int) -> None:
-    """Gather contiguous parts from all ranks that share a parameter, into the memory of one of them."""
+    """Gather contiguous parts from all ranks that share a parameter, into the memory of one of these ranks."""
     group = _shard_group(is_expert)
     into = None if shards is None else [_as_bytes(one) for one in shards]
     dist.gather(_as_bytes(part), into, dst=dist.get_global_rank(group, shard), group=group)
@@ -230,5 +230,5 @@ def _joined(piece: ParameterPiece, shards: Tensor) -> Tensor:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """View a tensor as bytes for collectives, which do not know every type."""
+    """Return a view of a tensor as bytes, because collectives do not know every type."""
     return tensor.contiguous().view(-1).view(torch.uint8)

@@ -33,7 +33,7 @@ _TIED = "the output layer is the embedding (tie_word_embeddings)"
 
 
 def unused_patterns(hf_config: Any) -> dict[str, str]:
-    """Return the reasons why such a model ignores some tensors, by regular expressions of their names."""
+    """Return regular expression of tensor names -> reason why such a model ignores these tensors."""
     family = family_of(hf_config)
     output = family.rules.find(_OUTPUT_LAYER) if hf_config.tie_word_embeddings else None
     tied = {} if output is None else {re.escape(source.name): _TIED for source in output.sources}
@@ -43,7 +43,12 @@ def unused_patterns(hf_config: Any) -> dict[str, str]:
 def sort_out(
     folder: SafetensorsFolder, wanted: Mapping[str, tuple[int, ...]], unused: Mapping[str, str]
 ) -> tuple[list[str], list[str]]:
-    """Compare a folder's tensors with the ranks' needs. Return problems, and lines on ignored tensors."""
+    """Compare a folder's tensors with the wanted tensors. Return problems, and lines on ignored tensors.
+
+    Args:
+        wanted: Name -> full shape of each tensor that a rank needs.
+        unused: Result of `unused_patterns`.
+    """
     problems = []
     missing = sorted(wanted.keys() - folder.tensors.keys())
     if missing:
@@ -105,7 +110,7 @@ class _Plan:
 
     @property
     def wanted(self) -> dict[str, tuple[int, ...]]:
-        """Full shapes of the tensors that this rank needs a part of, by name."""
+        """Name -> full shape, for each tensor of which this rank needs a part."""
         return {part.source.name: part.shape for reading in self.readings for part in reading.parts}
 
 
@@ -118,9 +123,9 @@ def load_weights(
 ) -> list[str]:
     """Fill every parameter, and return lines on ignored and rounded tensors. Every rank calls it.
 
-    Reading begins after all ranks know that they can read. Without a tensor in the folder, an expert bias stays zero,
-    and a value head unchanged. The head of a sequence classifier is read as the value head, and a model of values alone
-    then gets an output layer of zeros.
+    Reading begins after all ranks know that they can read. If the folder has no tensor for an expert bias or a value
+    head, the bias stays 0 and the value head unchanged. The head of a sequence classifier is read as the value head. If
+    the model predicts values only, it then gets an output layer of zeros.
     """
     plan = _plan(chunks, config, hf_config, folder)
     lines = _agreed(plan, hf_config, folder)
@@ -157,13 +162,13 @@ def _plan(chunks: Sequence[GPTModel], config: TransformerConfig, hf_config: Any,
         rule = CLASSIFIER_HEAD if of_value_head and is_classifier else rule_of(piece, hf_config)
         if is_classifier and values_alone and piece.name == _OUTPUT_LAYER and not hf_config.tie_word_embeddings:
             with torch.no_grad():
-                piece.local.zero_()  # a classifier has none, and nothing uses it
+                piece.local.zero_()  # a classifier has no output layer, and nothing uses it
         elif rule is not None:
             forms = _forms_in(plan.folder, piece, rule, hf_config, config.num_moe_experts)
             found.append((piece, rule, forms, _fitting(plan.folder, forms)))
         elif not piece.is_expert_bias and not of_value_head:
             without_rule.append(piece.name)
-    # A square matrix fits in both orientations. Matrices that fit in only one decide.
+    # A square matrix fits in both orientations. Matrices that fit in only one orientation decide.
     decided = {fitting[0] for _, _, forms, fitting in found if len(forms) > 1 and len(fitting) == 1}
     for piece, rule, forms, fitting in found:
         chosen = next((form for form in fitting if form in decided), fitting[0] if fitting else 0)
@@ -180,7 +185,7 @@ def _plan(chunks: Sequence[GPTModel], config: TransformerConfig, hf_config: Any,
 def _forms_in(
     folder: SafetensorsFolder, piece: ParameterPiece, rule: Rule, hf_config: Any, num_experts: int | None
 ) -> list[list[SourcePart]]:
-    """Return the parts of a piece in each form of its tensors that the folder holds, or else in the rule's form."""
+    """Return the parts of a piece for each form of its tensors that the folder has, or for the rule's form if none."""
     forms = [
         source_parts(piece, rule, sources, hf_config, num_experts)
         for sources in (rule.sources, *rule.alternatives)
@@ -190,7 +195,7 @@ def _forms_in(
 
 
 def _fitting(folder: SafetensorsFolder, forms: Sequence[Sequence[SourcePart]]) -> list[int]:
-    """Return the indices of the forms whose tensors have the folder's shapes."""
+    """Return the indices of the forms whose shapes equal the shapes of the folder's tensors."""
     tensors = folder.tensors
     return [
         index
@@ -200,7 +205,7 @@ def _fitting(folder: SafetensorsFolder, forms: Sequence[Sequence[SourcePart]]) -
 
 
 def _agreed(plan: _Plan, hf_config: Any, folder: Path) -> list[str]:
-    """Raise the problems of any rank on all of them, or return lines on ignored and rounded tensors."""
+    """Raise the problems of any rank on all ranks. Without a problem, return lines on ignored and rounded tensors."""
     _raise_together(plan.problems)
     assert plan.folder is not None  # otherwise there is a problem
     found: list[Any] = [None] * dist.get_world_size()
@@ -219,9 +224,9 @@ def _agreed(plan: _Plan, hf_config: Any, folder: Path) -> list[str]:
 
 
 def _other_head(folder: SafetensorsFolder, hf_config: Any) -> list[str]:
-    """Return the problem of an output layer that differs from the embedding, though the configuration ties them.
+    """Return the problem of an output layer that differs from the embedding, although the configuration ties them.
 
-    Rank 0 reads both.
+    Rank 0 reads both tensors.
     """
     if not hf_config.tie_word_embeddings:
         return []
@@ -234,7 +239,7 @@ def _other_head(folder: SafetensorsFolder, hf_config: Any) -> list[str]:
     if dist.get_rank() == 0 and len(names) == 2 and not _are_equal(folder, *names):
         found[0] = [
             f"{names[1]} is not {names[0]}, though tie_word_embeddings is true; transformers keeps both then. Expected"
-            " tie_word_embeddings false in config.json, or a folder without the tensor"
+            f" tie_word_embeddings false in config.json, or a folder without {names[1]}"
         ]
     dist.broadcast_object_list(found)
     problems: list[str] = found[0]
@@ -259,7 +264,7 @@ def _are_equal(folder: SafetensorsFolder, first: str, second: str) -> bool:
 
 
 def _rounded(plan: _Plan, stored: SafetensorsFolder) -> list[str]:
-    """Return a line on tensors that a folder of mixed types holds more precisely than the model."""
+    """Return a line on tensors that a folder of mixed types holds more precisely than the model does."""
     names = {
         part.source.name: part.shape
         for reading in plan.readings
@@ -271,8 +276,8 @@ def _rounded(plan: _Plan, stored: SafetensorsFolder) -> list[str]:
         return []
     types = sorted({stored.tensors[name].dtype for name in rounded})
     return [
-        f"{_count(rounded)} of type {', '.join(types)} rounded to policy.precision, which the folder's other"
-        f" tensors have: {listed(rounded)}"
+        f"{_count(rounded)} of type {', '.join(types)} rounded to policy.precision, which is the type of the folder's"
+        f" other tensors: {listed(rounded)}"
     ]
 
 

@@ -32,8 +32,9 @@ def load_tensors(
     """Fill every parameter of this rank.
 
     Args:
-        tensors: Names and full tensors from a trainer, each once, in any order, and valid until the next one.
-        keeps_others: Whether parameters keep their values if no part of them arrives.
+        tensors: Names and full tensors from a trainer, each once, in any order. A tensor is valid until the next
+            tensor arrives.
+        keeps_others: Whether a parameter of which no part arrives keeps its values. If False, it is an error.
 
     Raises:
         WeightSyncError: A tensor is missing or has another shape. The weights are then a mixture of old and new.
@@ -56,7 +57,7 @@ class _Filling:
     """A piece of a parameter that is filled when all of its parts have arrived.
 
     Attributes:
-        arrived: Parts by their numbers.
+        arrived: Number of a part -> the part.
     """
 
     piece: ParameterPiece
@@ -80,7 +81,7 @@ class _Filling:
 def _awaited(
     chunks: Sequence[GPTModel], config: TransformerConfig, hf_config: Any
 ) -> dict[str, list[tuple[_Filling, int]]]:
-    """Return, for each tensor that this rank needs, the pieces that need it, and the numbers of its parts."""
+    """Return name of a tensor that this rank needs -> the pieces that need it, each with the number of the part."""
     awaited: dict[str, list[tuple[_Filling, int]]] = defaultdict(list)
     for piece in parameter_pieces(chunks, config):
         rule = rule_of(piece, hf_config)

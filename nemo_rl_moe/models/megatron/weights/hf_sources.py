@@ -16,12 +16,12 @@ from nemo_rl_moe.models.megatron.weights.parameter_layout import ParameterPiece
 
 @dataclass(frozen=True)
 class SourcePart:
-    """Slice of a source tensor that a rank's piece needs.
+    """Slice of a Hugging Face tensor that a rank's piece of a parameter needs.
 
     Attributes:
         shape: Shape of the full tensor.
         ranges: Begin and end of the slice in each dimension.
-        local_shape: Shape of the slice in the piece, with padding of the vocabulary.
+        local_shape: Shape of the slice in the piece, including padding of the vocabulary.
     """
 
     source: Source
@@ -30,7 +30,7 @@ class SourcePart:
     local_shape: tuple[int, ...]
 
     def in_file_order(self, part: Tensor) -> Tensor:
-        """View a part of `local_shape` in the layout of the file, without padding."""
+        """Return a view of a part with `local_shape` in the layout of the file, without padding."""
         if self.source.is_transposed:
             part = part.transpose(0, 1)
         if self.source.is_stacked:
@@ -55,7 +55,7 @@ def source_parts(
     starts = []
     for source, shape in zip(sources, shapes, strict=True):
         starts.append(rows.get(source.name, 0))
-        # With a vocabulary's padding, which the file lacks. A vocabulary has one section.
+        # The number of rows includes a vocabulary's padding, which the file lacks. A vocabulary has one section.
         rows[source.name] = starts[-1] + shape[0] * (piece.num_shards if piece.shard_dimension == 0 else 1)
     return [
         _source_part(piece, rule.expert, source, shape, (start, rows[source.name]), hf_config.vocab_size, num_experts)
@@ -72,7 +72,7 @@ def _source_part(
     vocabulary_size: int,
     num_experts: int | None,
 ) -> SourcePart:
-    """Return one part. `section` is its first row in the tensor, and the tensor's number of rows."""
+    """Return one part. `section` is the part's first row in the tensor, and the tensor's number of rows."""
     shape, ranges = list(local_shape), [(0, length) for length in local_shape]
     cut = piece.shard_dimension
     if cut is not None:
@@ -87,7 +87,7 @@ def _source_part(
     if source.is_transposed:
         shape[:2], ranges[:2] = shape[1::-1], ranges[1::-1]
     if source.is_stacked:
-        assert expert is not None  # rules with stacked sources are of an expert
+        assert expert is not None  # rules with stacked sources belong to an expert
         assert num_experts is not None  # the model has experts
         shape, ranges = [num_experts, *shape], [(expert, expert + 1), *ranges]
     return SourcePart(source, tuple(shape), tuple(ranges), local_shape)

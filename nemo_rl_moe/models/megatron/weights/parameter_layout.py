@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Layout-independent names and shapes of parameters, and the slice of each that a rank holds."""
+"""Layout-independent names and shapes of parameters, and the slice of each parameter that a rank holds."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -18,14 +18,15 @@ from nemo_rl_moe.models.megatron.lora.adapter import Adapter, adapters_in
 
 @dataclass(frozen=True)
 class ParameterPiece:
-    """A local tensor with (a slice of) a parameter, a router's expert bias or an indexer's weight.
+    """A local tensor with a parameter, a router's expert bias or an indexer's weight, or with a slice of it.
 
     Attributes:
         name: Canonical name (see `families/rules.py`), with global layer and expert numbers, without wrapper prefixes.
         shard_dimension: Dimension that tensor parallelism splits, or None.
-        sections: Relative sizes of the sections of this dimension that are split separately, such as gate and up.
+        sections: Relative sizes of the sections of `shard_dimension` that are split separately, such as gate and up.
         adapter: Adapter of the weight, with the index of the rank's expert.
-        narrower_type: Type in files of a float32 tensor if it holds every number, or None.
+        narrower_type: Type in which a float32 tensor is written to files if the type represents every number exactly,
+            or None.
     """
 
     name: str
@@ -39,7 +40,7 @@ class ParameterPiece:
     narrower_type: torch.dtype | None = None
 
     def merged(self) -> Tensor:
-        """Return the local tensor plus its adapter if that is switched on, added in float32 and rounded once."""
+        """Return the local tensor, plus its adapter's term if the adapter is on, added in float32 and rounded once."""
         if self.adapter is None or not self.adapter[0].switch.is_on:
             return self.local
         adapter, expert = self.adapter
@@ -52,12 +53,12 @@ class ParameterPiece:
 
     @property
     def is_expert_bias(self) -> bool:
-        """Whether it is a router's selection bias, which has no gradient."""
+        """Whether the tensor is a router's selection bias, which has no gradient."""
         return self.name.endswith(_EXPERT_BIAS)
 
     @property
     def exported_type(self) -> torch.dtype:
-        """Type in files: `narrower_type` if it holds every number, else the tensor's."""
+        """Type in files: `narrower_type` if it represents every number exactly, else the tensor's type."""
         narrow = self.narrower_type
         if narrow is None or not torch.equal(self.local.to(narrow).float(), self.local):
             return self.local.dtype
@@ -68,7 +69,7 @@ class ParameterPiece:
         return torch.nn.functional.pad(rows, (0, 0, 0, missing)) if self.is_vocabulary and missing else rows
 
     def full_shape(self) -> tuple[int, ...]:
-        """Return the shape of the full tensor, with the padding of a vocabulary."""
+        """Return the shape of the full tensor, including the padding of a vocabulary."""
         shape = list(self.local.shape)
         if self.shard_dimension is not None:
             shape[self.shard_dimension] *= self.num_shards
@@ -113,9 +114,9 @@ _INDEXER = ".self_attention.indexer."
 
 
 def parameter_pieces(chunks: Sequence[GPTModel], config: TransformerConfig) -> Iterator[ParameterPiece]:
-    """Yield all parameters of this rank's unwrapped model chunks, stacked experts one by one, except adapters' factors.
+    """Yield all parameters of this rank's unwrapped model chunks except adapters' factors. Stacked experts come singly.
 
-    Expert biases and weights of indexers follow, which are buffers because they have no gradient.
+    After a chunk's parameters come its expert biases and weights of indexers: buffers, because they have no gradient.
     """
     adapters = adapters_in(chunks)
     factors = {id(parameter) for adapter in adapters for parameter in adapter.parameters()}
@@ -140,7 +141,7 @@ def _canonical_layer(chunk: GPTModel, local_name: str) -> str:
 
 
 def plain_norm_name(name: str) -> str:
-    """Return the name of a norm's weight in a separate norm module. Other names are returned unchanged."""
+    """Return the name that a norm's weight has in a separate norm module. Other names are returned unchanged."""
     for fused, plain in _FUSED_NORMS.items():
         if name.endswith(fused):
             return name.removesuffix(fused) + plain
@@ -195,7 +196,7 @@ def _expert_pieces(
         raise ValueError(f"no rule for the expert parameter {name}")
     prefix = name[: match.start()]
     num_shards = parallel_state.get_expert_tensor_parallel_world_size()
-    # The first product is split along its outputs, the second along its inputs, which does not split its bias.
+    # The first product is split along its outputs. The second is split along its inputs, so its bias is not split.
     cut = {"linear_fc1": 0, "linear_fc2": 1 if kind == "weight" else None}[linear]
     if num_shards == 1 or cut is None:
         cut, num_shards = None, 1

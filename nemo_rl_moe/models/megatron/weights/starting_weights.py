@@ -32,7 +32,7 @@ _DECAYS = (0.01, 16.0)
 
 
 def initialize_weights(chunks: Sequence[GPTModel], config: TransformerConfig, hf_config: Any, seed: int) -> None:
-    """Initialise every parameter except vision ones (see `add_vision`).
+    """Initialise every parameter except a vision tower's (see `add_vision`).
 
     Norms get factors of 1 and biases 0. Decays of gated delta nets follow transformers, and convolutions torch. The
     other weights are normally distributed with the standard deviation `init_method_std`.
@@ -53,12 +53,12 @@ def _initialize(
             piece.local.copy_(piece.slice_of(_full_tensor(piece, config, hf_config, seed)))
 
 
-# Default of `policy.init_seed`. It samples the same weights as releases without the key.
+# Default of `policy.init_seed`. With it, weights are the same as in releases without the key.
 _FIRST_SEED = 1234
 
 
 def _seed_of(name: str, seed: int) -> int:
-    """Return the seed of one parameter's random numbers, of 32 bits, because torch's CPU generator uses no more."""
+    """Return the 32-bit seed of one parameter's random numbers. torch's CPU generator uses no more bits."""
     mixed = 0 if seed == _FIRST_SEED else zlib.crc32(str(seed).encode())
     return zlib.crc32(name.encode()) ^ mixed
 
@@ -72,7 +72,7 @@ def _full_tensor(piece: ParameterPiece, config: TransformerConfig, hf_config: An
     if piece.name.endswith("bias"):
         return torch.zeros(piece.full_shape())
     scale = 1 / math.sqrt(2 * config.num_layers) if piece.name.endswith(_RESIDUAL_OUTPUTS) else 1.0
-    # The last pipeline stage has a copy of tied embeddings, which must equal the first stage's.
+    # The last pipeline stage has a copy of tied embeddings. It must equal the first stage's embeddings.
     tied = hf_config.tie_word_embeddings and piece.is_vocabulary
     name = "embedding.word_embeddings.weight" if tied else piece.name
     generator = torch.Generator().manual_seed(_seed_of(name, seed))
@@ -121,7 +121,7 @@ class ReferenceWeights:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Give the model the reference's weights inside the context, and then its own again, bit for bit."""
+        """Give the model the reference's weights while the context is open, and then its own weights, bit by bit."""
         self._exchange()
         try:
             yield

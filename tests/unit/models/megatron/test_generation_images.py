@@ -223,7 +223,7 @@ REFUSED = {
         **inputs,
         "pixels": dataclasses.replace(inputs["pixels"], values=(inputs["pixels"].values[0][3:],)),
     },
-    "has 13 tokens, and is_image is of 14": lambda inputs: {
+    "has 13 tokens, but is_image describes 14": lambda inputs: {
         **inputs,
         IS_IMAGE: dataclasses.replace(inputs[IS_IMAGE], values=np.append(inputs[IS_IMAGE].values, False)),
     },

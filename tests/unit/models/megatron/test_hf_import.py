@@ -232,7 +232,7 @@ def test_a_head_that_is_not_the_embedding_is_not_dropped(tmp_path: Path) -> None
             assert error == (
                 f"policy.model_name: {path}: lm_head.weight is not model.embed_tokens.weight, though"
                 " tie_word_embeddings is true; transformers keeps both then. Expected tie_word_embeddings false in"
-                " config.json, or a folder without the tensor"
+                " config.json, or a folder without lm_head.weight"
             )
 
 
@@ -247,7 +247,7 @@ def test_tensors_of_a_mixed_folder_that_are_rounded_are_named(tmp_path: Path) ->
         )[0]
         if name == "mixed":
             (line,) = notices
-            assert line.startswith(f"{tmp_path / name}: 17 tensors of type F32 rounded to policy.precision, which the")
+            assert line.startswith(f"{tmp_path / name}: 17 tensors of type F32 rounded to policy.precision, which is")
         else:
             assert notices == []
 

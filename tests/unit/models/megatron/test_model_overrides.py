@@ -77,9 +77,9 @@ def test_fields_that_cannot_be_set_are_all_reported_at_once() -> None:
         f"{KEY}.cross_entropy_loss_fusion: got 'yes': Input should be a valid boolean",
         f"{KEY}.cross_entropy_los_fusion: megatron-core {MEGATRON_VERSION} has no such field of TransformerConfig;"
         " did you mean cross_entropy_loss_fusion?",
-        f"{KEY}.init_method: cannot be said in YAML",
-        f"{KEY}.cuda_graph_impl: is not supported: a graph runs no hooks, so that loads would be 0 and nothing"
-        " replayed, without a word",
+        f"{KEY}.init_method: cannot be set: YAML has no values of its type",
+        f"{KEY}.cuda_graph_impl: is not supported: CUDA graphs run no hooks, so loads would be 0 and no route"
+        " replayed, without an error",
         f"{KEY}.fp8: is not supported: packed sequences are no multiples of 16 tokens, and weights are exported in 16"
         " bits",
         f"{KEY}.moe_router_topk: has a key of its own: policy.megatron_cfg.moe_router_topk",
@@ -89,8 +89,8 @@ def test_fields_that_cannot_be_set_are_all_reported_at_once() -> None:
 
 
 ANOTHER_MODEL = (
-    "is none of the fields that change only how a model is computed: it may make another model than the exported"
-    " config.json says"
+    "is not one of the fields that only change how a model is computed: the trained model could differ from the"
+    " exported config.json"
 )
 PAGE = "docs/sft.md#fields-without-a-key"
 
@@ -149,8 +149,8 @@ def test_the_allowed_fields_are_those_of_the_page_and_of_a_release() -> None:
 
 def test_a_fused_loss_does_not_round_gradients_of_float32() -> None:
     assert problems_of(cross_entropy_loss_fusion=True) == [
-        f"{KEY}.cross_entropy_loss_fusion: got true with policy.precision float32, whose gradients it rounds to"
-        " bfloat16; expected false"
+        f"{KEY}.cross_entropy_loss_fusion: got true with policy.precision float32, but the kernel rounds gradients"
+        " to bfloat16; expected false"
     ]
 
 

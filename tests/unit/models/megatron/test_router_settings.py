@@ -45,7 +45,7 @@ def test_each_setting_says_who_has_set_it() -> None:
     assert sources["moe_router_pre_softmax"] == "config.json: norm_topk_prob"
     assert sources["moe_router_score_function"] == "as Qwen3-MoE has it"
     assert sources["num_moe_experts"] == "the model"
-    silent = "transformers' default of router_aux_loss_coef, of which config.json says nothing"
+    silent = "transformers' default of router_aux_loss_coef, which config.json does not set"
     assert sources["moe_aux_loss_coeff"] == silent
     # Megatron-Core's own defaults are in force too, and nobody has set them.
     unset = effective_moe_configuration(config).keys() - sources.keys()
@@ -63,7 +63,7 @@ def test_a_field_under_another_name_counts_as_said() -> None:
 @pytest.mark.parametrize(
     ("config_json", "source"),
     [
-        ({}, "transformers' default of router_aux_loss_coef, of which config.json says nothing"),
+        ({}, "transformers' default of router_aux_loss_coef, which config.json does not set"),
         ({"router_aux_loss_coef": 0.001}, "config.json: router_aux_loss_coef"),
     ],
 )
@@ -181,7 +181,7 @@ def test_layers_that_are_left_out_are_not_promised(deepseek: Any) -> None:
     del config_json["num_nextn_predict_layers"]
     assert "num_nextn_predict_layers" not in exported_config(policy, deepseek, config_json, config).content
     sources = setting_sources(policy, deepseek, config_json, config)
-    assert sources["moe_aux_loss_coeff"] == "config.json says nothing of aux_loss_alpha"
+    assert sources["moe_aux_loss_coeff"] == "config.json does not set aux_loss_alpha"
 
 
 def test_kind_of_the_loss_is_written_as_the_switch_that_it_is() -> None:

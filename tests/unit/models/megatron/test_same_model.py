@@ -47,7 +47,7 @@ def test_other_configurations_and_other_formats_are_reported_on_all_ranks(folder
     ]
     assert run_ranks(outcome_of_rank, 2, folders, [{"a": 1}, {"a": 1}], True) == 2 * [
         [
-            f"policy.model_name: {megatron}: rank 1 finds weights in Megatron-Core's format, and rank 0 ({hf}) in "
+            f"policy.model_name: {megatron}: rank 1 finds weights in Megatron-Core's format, but rank 0 ({hf}) in "
             "Hugging Face's; all ranks must read the same model"
         ]
     ]

@@ -95,7 +95,7 @@ def read_config(folder: Path, **changes: Any) -> Any:
         ),
         ({"indexer_types": ["full"]}, "indexer_types: got ['full'], expected 'full' or 'shared' for each of 4 layers"),
         ({"layer_types": ["full_attention"] * 4}, "layer_types: got ['full_attention',"),
-        ({"first_k_dense_replace": 1}, "first_k_dense_replace: got 1, expected 2, as many layers as are dense in"),
+        ({"first_k_dense_replace": 1}, "first_k_dense_replace: got 1, expected 2, the number of dense layers in"),
         (
             {"mlp_layer_types": ["dense", "sparse", "dense", "sparse"]},
             "mlp_layer_types: got ['dense', 'sparse', 'dense', 'sparse'], expected 4 entries, 'dense' before 'sparse'",
@@ -113,7 +113,7 @@ def test_sequences_that_the_indexer_would_choose_from_are_refused_in_one_line() 
     policy = tiny_policy(model_name="my/model", max_total_sequence_length=33)
     assert too_long_sequences(policy, config_json) == [
         "policy.max_total_sequence_length: got 33, expected at most 32, the tokens of index_topk of my/model by its"
-        " config.json: of longer sequences an indexer chooses the tokens that attention sees, which is not computed"
+        " config.json: in longer sequences an indexer chooses the tokens that attention sees, which is not computed"
         " here"
     ]
     assert too_long_sequences(tiny_policy(max_total_sequence_length=32), config_json) == []

@@ -146,8 +146,8 @@ def test_layers_of_stages_are_those_that_megatron_builds(
         (
             61,
             {"pp": 4, "first": 15},
-            "num_layers_in_first_pipeline_stage 15: the model has 61 layers, and the rest cannot be dealt out evenly to"
-            " 3 other stages (x 1 virtual stages); expected, for one, num_layers_in_first_pipeline_stage=15"
+            "num_layers_in_first_pipeline_stage 15: the model has 61 layers, and the rest cannot be divided evenly"
+            " among 3 other stages (x 1 virtual stages); expected, for one, num_layers_in_first_pipeline_stage=15"
             " num_layers_in_last_pipeline_stage=14",
         ),
         (

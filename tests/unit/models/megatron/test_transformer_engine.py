@@ -161,8 +161,8 @@ def test_packed_sinks_need_a_kernel(tmp_path: Path) -> None:
     versions = [(2, 9), (2, 11), (2, 12), (0, 0)]
     (found,) = run_ranks_with_engine(problems_with_packing, 1, str(tmp_path / "gpt_oss"), versions)
     refused = (
-        "policy.sequence_packing.enabled: got true, which the model's attention sinks have no kernel for in Transformer"
-        " Engine 2.{}; expected false, or Transformer Engine 2.12 or newer"
+        "policy.sequence_packing.enabled: got true, but Transformer Engine 2.{} has no kernel for packed sequences with"
+        " the model's attention sinks; expected false, or Transformer Engine 2.12 or newer"
     )
     assert found == [[refused.format(9)], [refused.format(11)], [], []]
     (others,) = run_ranks_with_engine(problems_with_packing, 1, str(tmp_path / "qwen3_moe"), versions)

@@ -477,7 +477,7 @@ def test_what_is_asked_for_behind_the_weights_is_not_waited_for_with_them(
 
 def test_weights_need_a_folder_that_all_machines_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     policy, _ = make_policy(monkeypatch, small_config("checkpointing.checkpoint_dir=null"))
-    with pytest.raises(ConfigurationError, match=r"checkpointing\.checkpoint_dir: null"):
+    with pytest.raises(ConfigurationError, match=r"checkpointing\.checkpoint_dir: got null"):
         policy.weight_transport()
 
 

@@ -76,7 +76,7 @@ def _folder(tmp_path: Path, **changes: Any) -> Path:
         ({"use_dora": True}, "use_dora: got True, supported: False"),
         ({"use_rslora": True}, "use_rslora"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
-        ({"init_lora_weights": "pissa_niter_4"}, "whose base is not the model in its folder"),
+        ({"init_lora_weights": "pissa_niter_4"}, "which changes the base model"),
         ({"r": 8}, "policy.lora.rank: got 4, expected 8"),
         ({"r": None}, "adapter_config.json: r: got None, expected a number"),
         ({"lora_alpha": "6"}, "adapter_config.json: lora_alpha: got 6, expected a number"),
@@ -127,15 +127,15 @@ FILE = "policy.lora.path: adapter: {} factors in adapter_model.safetensors"
         (
             {"layer": (6, 7)},
             [
-                f"{FILE.format(1)} are of another base than base: {OF_PEFT}{Q_PROJ}.lora_A.weight is [4, 5] beside"
-                " [6, 7]"
+                f"{FILE.format(1)} belong to another base than base: {OF_PEFT}{Q_PROJ}.lora_A.weight has the shape"
+                " [4, 5], and its layer [6, 7]"
             ],
         ),
         (
             {"layer": (9, 5)},
             [
-                f"{FILE.format(1)} are of another base than base: {OF_PEFT}{Q_PROJ}.lora_B.weight is [6, 4] beside"
-                " [9, 5]"
+                f"{FILE.format(1)} belong to another base than base: {OF_PEFT}{Q_PROJ}.lora_B.weight has the shape"
+                " [6, 4], and its layer [9, 5]"
             ],
         ),
     ],
@@ -153,7 +153,7 @@ def test_an_adapter_of_more_layers_is_of_another_base(tmp_path: Path) -> None:
     section = tiny_policy(1, **lora("none", path=str(tmp_path / "adapter"))).lora
     assert section is not None
     (line,) = adapter_problems(section, tmp_path / "base")
-    assert line.endswith(f"{OF_PEFT}{Q_PROJ}.lora_A.weight is beside no layer")
+    assert line.endswith(f"{OF_PEFT}{Q_PROJ}.lora_A.weight has no layer")
 
 
 def test_an_adapter_of_fewer_layers_is_of_another_base(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_an_adapter_of_fewer_layers_is_of_another_base(tmp_path: Path) -> None:
 
 def test_an_adapter_without_experts_is_refused_where_they_are_asked_for(tmp_path: Path) -> None:
     assert _problems_of(tmp_path, experts="per_expert") == [
-        "policy.lora.experts: got per_expert, and policy.lora.path adapter has no adapters of routed experts"
+        "policy.lora.experts: got per_expert, but policy.lora.path adapter has no adapters of routed experts"
     ]
 
 
