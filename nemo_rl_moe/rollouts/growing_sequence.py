@@ -18,7 +18,7 @@ class GrowingSequence:
 
     Attributes:
         token_ids: All tokens so far.
-        num_first: Number of first tokens.
+        num_first: Number of tokens with which the sequence began.
         routed_experts: Experts of the tokens that a pass has seen. None if the engine does not report them.
     """
 
@@ -36,7 +36,7 @@ class GrowingSequence:
 
     @property
     def has_sampled(self) -> bool:
-        """Whether the model has sampled a token of it."""
+        """Whether the model has sampled a token of the sequence."""
         return any(version != NOT_SAMPLED for version in self._versions)
 
     def add_given(self, token_ids: Sequence[int]) -> None:
@@ -98,7 +98,7 @@ class GrowingSequences:
         """Return the number of tokens before an extension in its sequence.
 
         Args:
-            replaced: The extension after the same turn that it replaces.
+            replaced: The earlier extension after the same turn, which the new one replaces. None if there is none.
         """
         if extension.begins_anew:
             return 0

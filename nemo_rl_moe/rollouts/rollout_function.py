@@ -27,7 +27,7 @@ class RolloutFunction:
 
     async def rollout(self, session: Session) -> Trajectory:
         """Make one trajectory. An error of the function is a fault of the trajectory."""
-        # So is a cancellation by the user's code. After a cancellation by the run, the result is unused.
+        # A cancellation by the user's code is a fault, too. After a cancellation by the run, the result is unused.
         return await ended(self._checked(session), session, ends_the_run=())
 
     async def _checked(self, session: Session) -> Trajectory:

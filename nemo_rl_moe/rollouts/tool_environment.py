@@ -37,7 +37,7 @@ class _Calls:
     """Calls of a trajectory so far. Their metrics are in its session, so that they survive a failure.
 
     Attributes:
-        tools: Tools that it may call.
+        tools: Tools that the trajectory may call.
         turn_s: Seconds that the calls of this turn have taken.
     """
 
@@ -61,8 +61,8 @@ class ToolConversation:
     Args:
         tools: Tools of the run. A prompt whose record names tools may only call these.
         tool_format: Format in which the model writes calls.
-        driver: Limits, the most responses, and the cost of a call. Calls of the last turn are not made and cost
-            nothing.
+        driver: Limits, the maximum number of responses, and the cost of a call. Calls of the last turn are not made and
+            cost nothing.
         warn: Receives a line at the first failure of each kind.
     """
 

@@ -37,7 +37,7 @@ class OpenEnvServer:
         self.url = ""
 
     def start(self) -> None:
-        """Start it without waiting until it answers."""
+        """Start the server without waiting until it answers."""
         with socket.socket() as found:
             found.bind(("127.0.0.1", 0))
             port = found.getsockname()[1]

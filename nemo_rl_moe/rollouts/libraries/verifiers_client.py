@@ -46,10 +46,10 @@ class SessionClient(Client):
         tools: Sequence[Any] | None = None,
         **options: Any,
     ) -> Response:
-        """Continue messages with a response.
+        """Return the model's response to messages.
 
         Raises:
-            OverlongPromptError: They do not fit.
+            OverlongPromptError: The messages do not fit.
         """
         messages = [self._as_message(message) for message in prompt]
         if self._wire is not None:
@@ -87,7 +87,7 @@ class SessionClient(Client):
         if self._wire is not None:
             self._wire.note_results(map(_as_mapping, messages))
 
-    # Abstract in the base class, which only calls them in `get_response`. That is overridden above.
+    # These methods are abstract in the base class. Only its `get_response` calls them, which is overridden above.
     def setup_client(self, config: Any) -> Any:
         raise NotImplementedError
 

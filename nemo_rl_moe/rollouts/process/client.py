@@ -25,7 +25,7 @@ START_TIMEOUT_S = 300.0
 CLEANUP_S = 5.0
 """Seconds that the environment may take to clean up."""
 MOST_ENDS = 5
-"""Number of processes in succession that end before any trajectory has ended, after which the run ends."""
+"""The run ends after this number of successive processes that end before any of their trajectories."""
 _MOST_LINE = 2000
 
 
