@@ -5,14 +5,16 @@
 Transports verify that all tensors arrive. They cannot detect an engine that still computes with old or half-written
 weights, such as experts in packed kernels (vllm#42821, NeMo-RL#3659). A refit is followed by two checks:
 
-- The fingerprints of the weights that the engine stores, if it returns them, must equal the trainer's, in every number
-  format.
-- Engine and trainer score the same tokens, and their log-probabilities are compared, because an engine may compute with
-  other weights than it stores. In float32 the bound is 1e-4 nats. Smaller faults pass, such as all weights off by 1e-6,
-  or one step old at a learning rate of 1e-6. In 16 bits rounding hides more: the bound follows the correct refits of
-  the run, and the run starts with a round trip. The engine gets other weights, then the first ones again, and must
-  return bitwise the same scores as before. With adapters the round trip is made in every format. Adapters start at
-  zero, so the trainer gives them other values for it.
+- Stored weights: if the engine returns fingerprints of the weights that it stores, they must equal the trainer's, in
+  every number format.
+- Scores: engine and trainer score the same tokens, and their log-probabilities are compared, because an engine may
+  compute with other weights than it stores. In float32 the bound is 1e-4 nats. Smaller faults pass, such as all weights
+  off by 1e-6, or one step old at a learning rate of 1e-6. In 16 bits rounding hides more, and the bound follows the
+  correct refits of the run.
+
+In 16 bits, and with adapters in every format, the run starts with a round trip: the engine gets other weights and then
+the first weights again. Its scores must then be bitwise equal to those before. The scores of an engine of several ranks
+may differ by rounding. Adapters start at zero, so the trainer gives them other values for the round trip.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,11 +33,11 @@ from nemo_rl_moe.weight_sync.fingerprints import Fingerprints, WeightComparison,
 Answer = TypeVar("Answer")
 
 FLOAT32_BOUND = 1e-4
-"""Largest difference of two log-probs in float32, in nats. Correct refits stay below 2e-5."""
+"""Largest allowed difference of two log-probs in float32, in nats. Correct refits stay below 2e-5."""
 SMALLEST_COARSE_BOUND, LARGEST_COARSE_BOUND = 0.03, 0.5
 COARSE_FACTOR = 4.0
-"""Bound in 16 bits over the largest mean difference of the run's refits so far. In 400 correct refits of ten model
-shapes the mean was up to 2.7 times that of the first refit, as rounding sends tokens to other experts."""
+"""Ratio of the bound in 16 bits to the largest mean difference of the run's refits so far. In 400 correct refits of ten
+model shapes the mean was up to 2.7 times that of the first refit, as rounding sends tokens to other experts."""
 UNMOVED = 0.01
 """Mean difference, in nats, below which two scorings count as made with the same weights."""
 
@@ -97,12 +99,12 @@ class RefitCheck:
 
     Attributes:
         start_trainer: Starts scoring with the trainer's current weights; returns a function that waits for the scores.
-        refit: Sends the trainer's weights, or if True, weights that differ from them in every tensor.
+        refit: Sends the trainer's weights (False), or weights that differ from the trainer's in every tensor (True).
         in_float32: Whether engine and trainer both hold the weights in float32.
-        bound_nats: Largest difference of two log-probs; None: the bound of the number format.
-        refits_again: Send the weights once more before giving up.
-        repeats_bits: Two scorings by the engine are bitwise equal. If ranks sum by NCCL they need not be, and the round
-            trip must only agree within rounding.
+        bound_nats: Largest allowed difference of two log-probs; None for the bound of the number format.
+        refits_again: Whether to send the weights once more before giving up.
+        repeats_bits: Whether two scorings by the engine are bitwise equal. If not, as ranks may sum by NCCL, the scores
+            of the round trip must only agree within rounding.
         start_fingerprints: Starts the trainer's fingerprints; returns a function that waits for them. None: the engine
             returns no fingerprints.
         probe_adapters: Gives the trainer's adapters other values (True), or their own again (False). None: no adapters.
@@ -145,7 +147,7 @@ class RefitCheck:
         """Check the engine's current weights. The first check includes the round trip.
 
         Raises:
-            WeightSyncError: They differ from the trainer's, or earlier weights still have an effect.
+            WeightSyncError: The engine's weights differ from the trainer's, or earlier weights still have an effect.
         """
         if self._is_first and not self.in_float32 and self.probe_adapters is None:
             self._with_copies(lambda: self._make_round_trip(engine))
@@ -258,9 +260,9 @@ class RefitCheck:
             if not (is_equal or (not self.repeats_bits and gap.mean < UNMOVED)):
                 expected = "0" if self.repeats_bits else f"a mean below {UNMOVED:g}"
                 raise WeightSyncError(
-                    f"the generation engine (copy {copy}) keeps something of earlier weights: after other weights and"
-                    f" the first ones again its log-probs differ by {gap.largest:.2g} nats, expected {expected}."
-                    f" {self.explain(gap.copy)}"
+                    f"the generation engine (copy {copy}) keeps something of earlier weights: it got other weights"
+                    f" and then the first ones again, and its log-probs differ by {gap.largest:.2g} nats, expected"
+                    f" {expected}. {self.explain(gap.copy)}"
                 )
 
 
@@ -269,7 +271,7 @@ def first_disagreement(
     expected: ModuleOutputs,
     tolerance: float,
 ) -> tuple[str, Int[np.ndarray, " tokens"]] | None:
-    """Find the first module, in forward order, whose output differs from the reference, and the tokens that differ.
+    """Return the first module, in forward order, whose output differs from the reference, and the tokens that differ.
 
     Args:
         tolerance: Largest difference, as a share of the root mean square of the reference's output.

@@ -202,7 +202,7 @@ def as_loader_expects(settings: ImageSettings | None, name: str, tensor: Tensor)
 def stand_in_for_torchvision() -> Iterator[None]:
     """Make torchvision importable for modules that import it for image processors, which are never used here.
 
-    The CPU build of vLLM lacks it: the wheels of torchvision on PyPI do not load with a CPU build of torch.
+    The CPU build of vLLM lacks torchvision: the wheels of torchvision on PyPI do not load with a CPU build of torch.
     """
     from transformers.utils import is_torchvision_available
 
