@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Accelerators with their memory and speed, and machines of them that a run is planned for."""
+"""Accelerators with their memory and speed, and the machines that a run is planned for."""
 
 import re
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ class Accelerator:
 
     Attributes:
         memory_gb: Memory in GB of 10^9 bytes.
-        bfloat16_tflops: Peak of dense matrix products.
+        bfloat16_tflops: Peak TFLOP/s of dense matrix products.
         device_names: CUDA's names of the device.
     """
 

@@ -10,7 +10,7 @@ from nemo_rl_moe.distributed.patch_limit import Images, PatchRoom
 from nemo_rl_moe.errors import ConfigurationError
 
 MOST_REFUSED = 64
-"""Items that a bin refuses for their patches before it is closed."""
+"""Number of items that a bin refuses for their patches before it is closed."""
 
 
 def round_up(length: int, multiple: int) -> int:
@@ -26,9 +26,9 @@ def first_fit_decreasing(
     A bin that has refused `MOST_REFUSED` items for their patches is closed. Otherwise the time would be quadratic.
 
     Args:
-        sizes: Each at least 1 and at most `capacity`.
+        sizes: Size of each item, from 1 to `capacity`.
         images: Images of each item. Empty without any.
-        most_patches: Maximum patches of the distinct images of a bin whose items have different images.
+        most_patches: Maximum number of patches of the distinct images of a bin whose items have different images.
 
     Returns:
         Items of each bin, largest first.
@@ -128,7 +128,7 @@ def deal_by_work(work: Sequence[int], num_ranks: int) -> list[list[int]]:
 
 
 def rounded_number(num_microbatches: int, unit: int, num_items: int) -> int:
-    """Return the next multiple of `unit`. Refuse it if it exceeds the number of items."""
+    """Return the next multiple of `unit`. Raise an error if it exceeds the number of items."""
     target = round_up(num_microbatches, unit)
     if target > num_items:
         raise ConfigurationError(
@@ -148,7 +148,7 @@ def split_until(
     """Split the fullest bin repeatedly until the number of bins is a multiple of `unit`.
 
     Args:
-        unit: At most the number of items.
+        unit: The number of bins becomes a multiple of this. At most the number of items.
         cut: Splits a bin's items into two lists of positions.
     """
     target = rounded_number(len(bins), unit, sum(map(len, bins)))

@@ -1,9 +1,10 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Compilation of Transformer Engine against the installed torch, and the check that it still matches it.
+"""Compilation of Transformer Engine against the installed torch, and the check that both still match.
 
-`make gpu` runs it. The extension for torch is only released as sources. pip installs NVIDIA's compiler and headers for
-the CUDA release of torch. An installed CUDA toolkit is neither needed nor used, as its cuDNN may differ from torch's.
+`make gpu` runs this module. The extension for torch is only released as sources. pip installs NVIDIA's compiler and
+headers for the CUDA release of torch. An installed CUDA toolkit is neither needed nor used, as its cuDNN may differ
+from torch's.
 """
 
 import argparse
@@ -35,14 +36,14 @@ _BUILD_PREFIX = "0_torch_"
 def build_environment(environment: Mapping[str, str], site_packages: Path) -> dict[str, str]:
     nvidia = site_packages / "nvidia"
     toolkit = nvidia / f"cu{CUDA}"
-    # If it finds a compiler, Transformer Engine does not look for headers in other packages.
+    # If Transformer Engine finds a compiler, it does not look for headers in other packages.
     headers = [str(nvidia / package / "include") for package in ("cudnn", "nccl")]
     return {
         **environment,
         "CUDA_HOME": str(toolkit),
         "PATH": os.pathsep.join([str(toolkit / "bin"), environment.get("PATH", os.defpath)]),
         "CPATH": os.pathsep.join([*headers, *filter(None, [environment.get("CPATH")])]),
-        # Otherwise it first looks for a wheel on the internet.
+        # Otherwise Transformer Engine first looks for a wheel on the internet.
         "NVTE_PYTORCH_FORCE_BUILD": "TRUE",
     }
 

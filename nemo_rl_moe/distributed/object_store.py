@@ -40,8 +40,8 @@ RAY_STORE = RowStore(fetch_objects, ray.put)
 class HeldObjects:
     """Objects that this process holds in Ray's store for `HELD_S`, until their reader holds them.
 
-    Ray may free an object of a streaming task before the reader's reference counts: 3 of 8,420 in a trial, and a fifth
-    of a step's rows when short tasks followed each other.
+    Ray may free an object of a streaming task before it counts the reader's reference: 3 of 8,420 in a trial, and a
+    fifth of a step's rows when short tasks followed each other.
 
     Args:
         clock: Returns seconds of a monotonic clock.
