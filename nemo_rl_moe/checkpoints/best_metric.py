@@ -38,7 +38,7 @@ class BestMetric:
 
 
 def choice_in_force(settings: CheckpointingConfig, metric: str | None, *, validates: bool) -> CheckpointingConfig:
-    """Return the settings with the metric that chooses checkpoints: None for a `val:` metric without validation.
+    """Return the settings with the metric that ranks checkpoints: None for a `val:` metric without validation.
 
     Args:
         metric: The resolved `metric_name` (`config.algorithm.metric_in_force`).

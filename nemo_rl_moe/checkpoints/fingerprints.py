@@ -65,9 +65,10 @@ def model_fingerprint(model_name: str) -> str:
 
 
 def model_fingerprints(config: MasterConfig) -> dict[str, str]:
-    """Return the fingerprint of each model that a resumed run reads again, by its name for messages.
+    """Return name in messages -> fingerprint, for each model that a resumed run reads again.
 
-    These are teachers, a reward model, and the policy's initial model if it is the reference or the base of adapters.
+    Such models are teachers, a reward model, and the policy's initial model if it is the reference or the base of
+    adapters.
     """
     policy, found = config.policy, {}
     if policy.lora is not None or algorithm_of(config).needs_reference(config):
@@ -79,7 +80,7 @@ def model_fingerprints(config: MasterConfig) -> dict[str, str]:
 
 
 def other_base(config: MasterConfig, before: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return the fingerprints of the base before and now if the checkpoint's adapters have another base.
+    """Return the old and new fingerprint of the base of adapters if they differ. None if they are equal or unknown.
 
     Args:
         before: The checkpoint's fingerprints.

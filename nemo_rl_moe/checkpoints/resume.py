@@ -35,7 +35,7 @@ class ResumePoint(Checkpoint):
     """Checkpoint that a run resumes from.
 
     Attributes:
-        run_folder: Folder of the run that wrote it and that now continues. None if it does not exist.
+        run_folder: Folder of the run that wrote the checkpoint. The resumed run continues it. None for a new folder.
     """
 
     run_folder: Path | None
@@ -116,7 +116,7 @@ def newest_history(checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
 
 
 def _has_begun_anew(config: MasterConfig, run_id: str) -> bool:
-    """Return whether a run with a new folder has begun, which ignores later checkpoints of other runs."""
+    """Return whether a run has begun in a new folder. If so, it ignores later checkpoints of other runs."""
     return config.checkpointing.checkpoint_dir is None and find_run_folder(config.logger.log_dir, run_id) is not None
 
 
@@ -136,7 +136,7 @@ def _swept_checkpoints(store: CheckpointStore) -> list[Checkpoint]:
 
 
 def _own_checkpoint(config: MasterConfig, run_id: str, warn: Callable[[str], None]) -> Checkpoint | None:
-    """Find the run's newest checkpoint, without locking folders of other runs, which may be active."""
+    """Return the run's newest checkpoint, if any. Do not lock folders of other runs, which may be active."""
     for store in _stores(config, warn):
         if any(checkpoint.state.run_id == run_id for checkpoint in store.checkpoints()):
             own = [checkpoint for checkpoint in _swept_checkpoints(store) if checkpoint.state.run_id == run_id]
@@ -145,7 +145,7 @@ def _own_checkpoint(config: MasterConfig, run_id: str, warn: Callable[[str], Non
 
 
 def _checkpoint_of_earlier_run(config: MasterConfig, warn: Callable[[str], None]) -> Checkpoint | None:
-    """Find the checkpoint that `checkpointing.resume` selects."""
+    """Return the checkpoint that `checkpointing.resume` selects, if any."""
     settings = config.checkpointing
     if settings.checkpoint_dir is None:
         return _newest_of_same_experiment(config, warn) if settings.resume == "auto" else None
@@ -170,7 +170,7 @@ def _refuse_damage_alone(store: CheckpointStore, usable: Sequence[Checkpoint]) -
 
 
 def _newest_of_same_experiment(config: MasterConfig, warn: Callable[[str], None]) -> Checkpoint | None:
-    """Find the newest checkpoint of the newest run with any. Warn if that run is another experiment."""
+    """Return the newest checkpoint of the newest run with any. If it is another experiment, warn and return None."""
     resolved = dump_resolved(config)
     algorithm = algorithm_of(config)
     for store in _stores(config, warn):

@@ -39,15 +39,15 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """Number of steps before it."""
+        """Number of steps before the checkpoint."""
         return self.state.loop.step
 
 
 def model_folder(checkpoint: Path, role: str) -> Path:
-    """Return the folder of a role's model in a checkpoint, which is the checkpoint itself for the policy.
+    """Return the folder of a role's model in a checkpoint. For the policy, it is the checkpoint itself.
 
-    It is a model in Megatron-Core's format (`config.json`, tokenizer, training state in `POLICY_FOLDER_NAME`), so that
-    a run can start from it and `convert` can read it.
+    The folder is a model in Megatron-Core's format (`config.json`, tokenizer, training state in `POLICY_FOLDER_NAME`),
+    so that a run can start from it and `convert` can read it.
     """
     return checkpoint if role == POLICY_ROLE else checkpoint / role
 
@@ -71,7 +71,7 @@ class CheckpointStore:
     Only one run may write at a time (see `locked`). Reading is always safe. Other files in the folder are untouched.
 
     Args:
-        checkpoint_dir: Created with the first checkpoint. Machines of one run must share it.
+        checkpoint_dir: Folder of checkpoints, created with the first one. All machines of a run must share it.
         warn: Called once for each unusable checkpoint.
     """
 
@@ -127,8 +127,8 @@ class CheckpointStore:
                     return file
             file.close()  # a run that ended removed the file before this one had the lock
         raise CheckpointError(
-            f"{_KEY}: another run is writing to {str(self.folder)!r}; wait for it to end, or take another folder (where"
-            " it is null: checkpointing.resume=never starts a new one)"
+            f"{_KEY}: another run is writing to {str(self.folder)!r}; wait for it to end, or set another folder"
+            " (if the key is null, set checkpointing.resume=never, which begins a new folder)"
         )
 
     def path_of(self, step: int) -> Path:

@@ -156,8 +156,7 @@ class GeneratedSequence:
     waited_s: float = field(default=0.0, compare=False)
 
     def followed_by(self, later: "GeneratedSequence") -> "GeneratedSequence":
-        """Return both parts as one. Each token keeps the weight version and the routed experts of its
-        sampling."""
+        """Return both parts as one sequence. Each token keeps the weight version and routes of its sampling."""
         if not len(self.token_ids):
             return later
         parts = (self, later)

@@ -20,7 +20,7 @@ class Manifest:
     """Content of a bucket whose bytes are not in a file.
 
     Attributes:
-        checksum: Of all bytes, names, formats and shapes.
+        checksum: Checksum of all bytes, names, formats and shapes.
         handle: The transport's handle to the bytes.
     """
 

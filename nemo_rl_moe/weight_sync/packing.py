@@ -32,7 +32,7 @@ class Packing:
 
     @property
     def num_bytes(self) -> int:
-        """Total bytes, including padding."""
+        """Number of bytes, including padding."""
         return sum(_padded(num_bytes) for *_, num_bytes in self._sizes())
 
     def cut(self, buffer: Tensor) -> dict[str, Tensor]:
