@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arrays that sequences share, such as images, and that are stored and transferred once.
 
-Sequences refer to the same object, so that a pickle contains it once. A store keeps the array once:
-sequences have its handle, and only readers of the array fetch it.
+Sequences refer to the same object, so that a pickle contains it once. A store keeps the array once: sequences have its
+handle, and only readers of the array fetch it.
 """
 
 import weakref

@@ -31,7 +31,7 @@ class SamplingParameters:
         stop_token_ids: A response ends with the first of these, and includes it.
         stop_strings: A response ends with the token that completes one of these, and includes it.
         returns_kept_tokens: Whether to return the sampling mask of each token, and log-probabilities over the tokens of
-            the mask. Needs top-k, which bounds their number.
+            the mask. Needs top-k, which bounds the size of a mask.
     """
 
     max_new_tokens: int
@@ -256,7 +256,7 @@ class GenerationEngine:
     def score(
         self, sequences: Sequence[TokenSequence], temperature: float, *model_inputs: Mapping[str, ModelInput]
     ) -> Sequence[Scores]:
-        """Return the scores of sequences under each copy of the weights, `[copy][sequence]`.
+        """Return log-probabilities of all tokens after the first, by each copy of the weights: `[copy][sequence]`.
 
         `model_inputs` are further inputs of each sequence, such as images; none for text.
 

@@ -215,7 +215,7 @@ class Session:
 
         Args:
             room: Maximum number of tokens of the response. The run's limit on a response holds, too.
-            wanted: Maximum number of tokens by the request. A response that ends there does not count as
+            wanted: Maximum number of tokens that the request sets. A response that ends there does not count as
                 `is_truncated`.
 
         Raises:

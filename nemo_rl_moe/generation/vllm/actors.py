@@ -40,7 +40,7 @@ class EngineActor:
         return f"vLLM engine {self.number}"
 
     def ask_num_steps(self) -> Any:
-        """Return a call for its number of steps. It answers while it generates or receives, unless it is frozen."""
+        """Return the future number of steps. The engine answers while it generates or receives, unless it is frozen."""
         return self.handle.num_steps.options(concurrency_group=PROGRESS).remote()
 
     def end(self) -> None:

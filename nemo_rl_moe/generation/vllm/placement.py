@@ -12,7 +12,7 @@ from nemo_rl_moe.distributed.cluster import RayCluster
 
 @dataclass(frozen=True)
 class Placement:
-    """Machines and GPUs of engines: separate ones, or shared with the trainer, which then works in turn with them."""
+    """Machines and GPUs of engines. Engines that share them with the trainer work in turn with it."""
 
     cluster: RayCluster
     gpus_per_engine: int

@@ -25,7 +25,7 @@ START_TIMEOUT_S = 300.0
 CLEANUP_S = 5.0
 """Seconds that the environment may take to clean up."""
 MOST_ENDS = 5
-"""The run ends after this number of successive processes that end before any of their trajectories."""
+"""Number of successive processes without an ended trajectory after which the run ends."""
 _MOST_LINE = 2000
 
 
