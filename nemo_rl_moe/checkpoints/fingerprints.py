@@ -24,7 +24,7 @@ _OF_A_MODEL = "it is read anew, so that its log-probabilities or scores differ f
 
 
 def samples_fingerprint(name: str, samples: Iterable[ArrayLike]) -> str:
-    """Compute the fingerprint of a data set: its name, size and a hash of all tokens in order.
+    """Return the fingerprint of a data set: its name, size and a hash of all tokens in order.
 
     Args:
         samples: Tokens of each sample, or of both sequences of a pair.
@@ -39,7 +39,7 @@ def samples_fingerprint(name: str, samples: Iterable[ArrayLike]) -> str:
 
 
 def model_fingerprint(model_name: str) -> str:
-    """Compute the fingerprint of a model: `config.json`, and sizes, beginnings and ends of the weight files.
+    """Return the fingerprint of a model: `config.json`, and sizes, beginnings and ends of the weight files.
 
     It does not depend on times of files, so that a copy is the same model.
 

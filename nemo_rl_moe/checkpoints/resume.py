@@ -64,14 +64,14 @@ def checkpoint_dir_of(config: MasterConfig, run_folder: Path) -> Path:
 def find_resume_point(
     config: MasterConfig, run_id: str, restart_number: int, warn: Callable[[str], None]
 ) -> ResumePoint | None:
-    """Find the checkpoint to resume from. None to start at the beginning.
+    """Return the checkpoint to resume from. None to start at the beginning.
 
     A restart resumes from the newest checkpoint of its run. Without one, and on a first launch, `checkpointing.resume`
     decides. If no folder is configured, the newest run with checkpoints is continued only if it is the same experiment.
     Leftovers of a save that was killed are deleted.
 
     Args:
-        restart_number: 0 for the first launch.
+        restart_number: Number of restarts so far, 0 for the first launch.
 
     Raises:
         CheckpointError: Another run is writing to the folder, or the run cannot resume from its checkpoints.

@@ -114,7 +114,7 @@ def layout_of(config: MasterConfig) -> dict[str, int]:
 
 
 def json_ready(value: Any) -> Any:
-    """Convert content to JSON's types, with NaN and infinities as strings."""
+    """Return content in JSON's types, with NaN and infinities as strings."""
     if isinstance(value, Mapping):
         return {str(key): json_ready(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -131,7 +131,7 @@ def write_state(folder: Path, state: CheckpointState) -> None:
 
 
 def read_state(folder: Path) -> CheckpointState:
-    """Read `state.json` of a checkpoint's folder.
+    """Return the content of `state.json` of a checkpoint's folder.
 
     Raises:
         CheckpointError: The file is missing or invalid.

@@ -101,7 +101,7 @@ class CheckpointStore:
                             folder.rmdir()
 
     def _lock_file(self) -> TextIO:
-        """Create, open and lock the lock file in its folder."""
+        """Create, open and lock the lock file in its folder. Return the open file."""
         path = self.folder / LOCK_FILE_NAME
         for attempt in range(_LOCK_ATTEMPTS):
             try:
@@ -154,7 +154,7 @@ class CheckpointStore:
         return self.folder.is_dir() and any(_COMPLETE.fullmatch(entry.name) for entry in self.folder.iterdir())
 
     def stage(self, step: int) -> Path:
-        """Create the empty folder in which the checkpoint of a step is assembled."""
+        """Create and return the empty folder in which the checkpoint of a step is assembled."""
         staging = self.staged(step)
         delete(staging)
         staging.mkdir(parents=True)
@@ -165,7 +165,7 @@ class CheckpointStore:
         return self._leftover(step, "incomplete")
 
     def publish(self, step: int) -> Path:
-        """Rename the staged checkpoint of a step to its final name, once all of it is on disk."""
+        """Rename the staged checkpoint of a step to its final name, once it is on disk. Return the new path."""
         target = self.path_of(step)
         write_inventory(self.staged(step))
         put_in_place(self.staged(step), target, self._leftover(step, "replaced"))

@@ -64,7 +64,7 @@ def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
 
 
 def _checksums() -> ModuleType:
-    """Import checksums, which need a package that other commands without training do not need."""
+    """Return the module `checksums`. It needs a package that other commands without training do not need."""
     try:
         from nemo_rl_moe import checksums
     except ModuleNotFoundError as error:

@@ -72,7 +72,7 @@ class Target:
 
 
 def parse_target(text: str) -> Target:
-    """Parse machines from `GPUSxCARD` or `NODESxGPUSxCARD`, such as `8xH100` or `4x8xA100-80GB`."""
+    """Return the machines in `GPUSxCARD` or `NODESxGPUSxCARD`, such as `8xH100` or `4x8xA100-80GB`."""
     form = re.fullmatch(r"(?:(\d{1,6})x)?(\d{1,3})x([\w-]+)", text, flags=re.ASCII)
     if form is None or 0 in (int(form[1] or 1), int(form[2])):
         raise ConfigurationError(

@@ -56,7 +56,7 @@ class ModelInput:
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy to a device without waiting. For a GPU, this needs pinned memory."""
+    """Return a copy on a device, without waiting. For a GPU, the copy uses pinned memory."""
     from_host = device.type == "cuda" and tensor.device.type == "cpu"
     return (tensor.contiguous().pin_memory() if from_host else tensor).to(device, non_blocking=True)
 
@@ -146,7 +146,7 @@ def per_token(
 
 
 def collate_inputs(inputs: Sequence[ModelInput], longest: int) -> Column:
-    """Collate an input of each sequence into one column for the model.
+    """Return one column for the model with an input of each sequence.
 
     Args:
         inputs: On one axis, which is not `SHARED`. Their shapes may differ in the number of values only.
@@ -280,7 +280,7 @@ class TokenBatch:
         return replace(self, columns={**self.columns, **found}, stored={}, shared=shared)
 
     def to(self, device: torch.device) -> "TokenBatch":
-        """Copy to a device without waiting, except for shared arrays."""
+        """Return a copy on a device, without waiting. Shared arrays stay on the host."""
         return replace(
             self,
             input_ids=to_device(self.input_ids, device),

@@ -14,7 +14,7 @@ MOST_REFUSED = 64
 
 
 def round_up(length: int, multiple: int) -> int:
-    """Round up to a multiple."""
+    """Return the length, rounded up to a multiple."""
     return -(-length // multiple) * multiple
 
 
@@ -94,7 +94,7 @@ class _RoomOfBins:
 
 
 def split_evenly(sizes: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Split positions into two non-empty parts of about the same sum. `sizes` has at least two, largest first."""
+    """Return positions in two non-empty parts of about the same sum. `sizes` has at least two, largest first."""
     halves: tuple[list[int], list[int]] = ([], [])
     totals = [0, 0]
     for position, size in enumerate(sizes):
@@ -145,7 +145,7 @@ def split_until(
     work: Callable[[list[int]], int],
     cut: Callable[[list[int]], tuple[Sequence[int], Sequence[int]]],
 ) -> list[list[int]]:
-    """Split the fullest bin repeatedly until the number of bins is a multiple of `unit`.
+    """Return the bins after splits of the fullest one, until their number is a multiple of `unit`.
 
     Args:
         unit: The number of bins becomes a multiple of this. At most the number of items.

@@ -129,7 +129,7 @@ class RayCluster:
 
     @property
     def can_be_called(self) -> bool:
-        """False if Ray has been stopped or its servers have died, so that a call could wait forever."""
+        """Whether Ray runs. If it was stopped or its servers have died, a call could wait forever."""
         return ray.is_initialized() and self.failure is None
 
     def call_on_each_machine(self, function: Callable[..., Any], *args: Any, with_gpus: bool = False) -> list[Any]:

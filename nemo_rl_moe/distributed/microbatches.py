@@ -132,7 +132,7 @@ def plan_microbatches(
     sample_sizes: Sequence[int] = (),
     images: Sequence[Images] = (),
 ) -> MicrobatchPlan:
-    """Split a batch into global batches, and each of these into microbatches for every rank.
+    """Return the split of a batch into global batches, and of each of these into microbatches for every rank.
 
     Args:
         lengths: Length of each sequence in tokens, at least 1.
@@ -195,7 +195,7 @@ def plan_evaluation(
     group_size: int = 1,
     images: Sequence[Images] = (),
 ) -> EvaluationPlan:
-    """Distribute a batch of any size over the ranks. If its size does not divide, the shortest group is repeated.
+    """Return a plan for a batch of any size. If the size does not divide, the shortest group is repeated.
 
     The arguments are described in `plan_microbatches`.
     """
@@ -300,7 +300,7 @@ def _cheapest_by_length(
 
 
 def _with_sequences(by_rank: RankMicrobatches, group_size: int) -> RankMicrobatches:
-    """Replace groups with their sequences."""
+    """Return microbatches with sequences instead of groups."""
     return tuple(tuple(sequences_of(groups, group_size) for groups in microbatches) for microbatches in by_rank)
 
 

@@ -74,7 +74,7 @@ def ray_folder(pid: int) -> Path:
 
 
 def folder_of_this_process(parent: Path, purpose: str) -> Path:
-    """Make a folder named by machine and process. Remove such folders of processes that have ended."""
+    """Make and return a folder named by machine and process. Remove such folders of processes that have ended."""
     parent.mkdir(parents=True, exist_ok=True)
     _remove_folders_of_the_dead(parent, purpose)
     prefix = f"{_OWN_PREFIX}{purpose}-{socket.gethostname()}-{os.getpid()}-"

@@ -281,7 +281,7 @@ def _end_family(owner: str, main: int | None = None, spared: int | None = None) 
 
 
 def _find_family(owner: str) -> list[psutil.Process]:
-    """Find the processes with a run's mark, and the descendants of this process."""
+    """Return the processes with a run's mark, and the descendants of this process."""
     mark = f"{OWNER}={owner}".encode()
     found = {process.pid: process for process in psutil.Process().children(recursive=True)}
     for folder in Path("/proc").glob("[0-9]*"):

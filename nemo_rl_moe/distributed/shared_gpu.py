@@ -14,7 +14,8 @@ from nemo_rl_moe.errors import GenerationError
 
 @dataclass(frozen=True)
 class GpuBytes:
-    """Lower bounds of bytes on a GPU. Without them, only the order of events is checked.
+    """Lower bounds of bytes on a GPU, each the size of the following. Without them, only the order of events is
+    checked.
 
     Attributes:
         process: Context of each process, and the buffers of its groups.

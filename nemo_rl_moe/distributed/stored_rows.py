@@ -139,7 +139,7 @@ class RowStore:
     put: Callable[[Shaped[np.ndarray, "rows ..."]], Any] | None = None
 
     def keep(self, arrays: Sequence[Shaped[np.ndarray, "tokens ..."]]) -> list[StoredRows]:
-        """Store the rows of sequences, each from its first token on, all of one type and row shape."""
+        """Store the rows of sequences, from the first token on, all of one type and row shape. Return their handles."""
         return [StoredRows.of(rows) for rows in arrays] if self.put is None else put_together(arrays, self.put)
 
 
@@ -154,7 +154,7 @@ def fetch_rows(
     row_shape: tuple[int, ...],
     dtype: str,
 ) -> Shaped[np.ndarray, "sequences longest ..."]:
-    """Fetch the rows of sequences into one array.
+    """Return the rows of sequences in one array.
 
     Args:
         fill: Value of tokens without a row, or whose array is lost.

@@ -464,7 +464,7 @@ def _problems_of_ranks(answers: Sequence[UserError | None]) -> list[str]:
 
 
 def _put_shared(args_by_rank: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """Replace each larger object for several ranks with a reference to one copy in the object store."""
+    """Return arguments in which references to one stored copy replace larger objects for several ranks."""
     times = Counter(id(arg) for args in args_by_rank for arg in args)
     stored: dict[int, Any] = {}
 

@@ -136,7 +136,7 @@ class WorkerPool(Generic[Worker]):
         return lost
 
     def _start(self, number: int) -> _Starting:
-        """Start a worker, which replaces an earlier one with its number."""
+        """Start a worker, and return its pending start. It replaces an earlier worker with its number."""
         options = ray.remote(WorkerProcess).options(
             num_cpus=0, num_gpus=0, max_restarts=0, scheduling_strategy="SPREAD"
         )

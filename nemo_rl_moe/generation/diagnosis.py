@@ -71,7 +71,7 @@ def disagreement(
     in_float32: bool,
     topk: int | None,
 ) -> str:
-    """Describe the first module whose weights in the engine differ from the trainer's.
+    """Return a description of the first module whose weights in the engine differ from the trainer's.
 
     Args:
         sequences: Sequences of one length. With more sequences, fewer experts are suspected.

@@ -53,8 +53,8 @@ class GenerationRequest:
     """One sequence to continue.
 
     Attributes:
-        seed: Not negative. A response depends only on the weights and its request, not on the other requests or on the
-            layout of the engine's ranks.
+        seed: Seed of the response, not negative. A response depends only on the weights and its request, not on the
+            other requests or on the layout of the engine's ranks.
         model_inputs: Further inputs of the model, such as images.
         place: Index of the trajectory. A batching engine sorts requests by it, so that rounding does not depend on
             their arrival order.
@@ -83,7 +83,7 @@ class GenerationBatch:
 
     @staticmethod
     def of(requests: Sequence[GenerationRequest]) -> "GenerationBatch":
-        """Make a batch of at least one request. All must share their sampling parameters."""
+        """Return a batch of at least one request. All must share their sampling parameters."""
         inputs = tuple(request.model_inputs for request in requests)
         return GenerationBatch(
             prompts=tuple(request.token_ids for request in requests),
@@ -109,7 +109,7 @@ class GenerationBatch:
     def _with_shared(
         self, change: Callable[[Sequence[tuple[SharedArray, ...]]], Sequence[tuple[SharedArray, ...]]]
     ) -> "GenerationBatch":
-        """Replace the shared arrays. `change` gets all arrays of one input."""
+        """Return the batch with changed shared arrays. `change` gets all arrays of one input."""
         model_inputs = [dict(inputs) for inputs in self.model_inputs]
         shared = (name for inputs in model_inputs for name, each in inputs.items() if each.axis is Axis.SHARED)
         for name in dict.fromkeys(shared):

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def ranks_have_whole_sequences(config: "GRPOMasterConfig") -> Iterator[str]:
-    """Refuse context parallelism, for which the trainer's own engine has no key-value cache."""
+    """Yield a problem with context parallelism, for which the trainer's own engine has no key-value cache."""
     ranks = config.policy.megatron_cfg.context_parallel_size
     if ranks > 1:
         yield (

@@ -103,7 +103,7 @@ class ActorReceivers:
 
 
 def reason_of(error: RayError) -> str:
-    """Describe why an actor's call failed, in words that follow the actor's name."""
+    """Return why an actor's call failed, in words that follow the actor's name."""
     if isinstance(error, GetTimeoutError):
         return "does not answer"
     return "died" if isinstance(error, RayActorError) else f"failed: {str(error).strip().splitlines()[-1]}"

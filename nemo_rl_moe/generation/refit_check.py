@@ -75,7 +75,7 @@ class Finding:
 
 
 def gap_between(found: Scores, expected: Scores, copy: int = 0) -> Gap:
-    """Compare the log-probs of all tokens. `copy` is the copy of the weights that gave `found`."""
+    """Return the difference of log-probs over all tokens. `copy` is the copy of the weights that gave `found`."""
     difference = np.abs(np.concatenate(found).astype(np.float64) - np.concatenate(expected))
     if not np.isfinite(difference).all():
         return Gap(np.inf, np.inf, copy)
@@ -144,7 +144,8 @@ class RefitCheck:
         self._expected = self.start_trainer(self.sequences)
 
     def after_refit(self, engine: GenerationEngine) -> Gap:
-        """Check the engine's current weights. The first check includes the round trip.
+        """Check the engine's current weights, and return the difference of scores. The first check includes the round
+        trip.
 
         Raises:
             WeightSyncError: The engine's weights differ from the trainer's, or earlier weights still have an effect.
@@ -203,7 +204,7 @@ class RefitCheck:
         return Finding(replace(worst, mean=max(gap.mean for gap in gaps)), weights)
 
     def _with_copies(self, ask: Callable[[], Answer]) -> Answer:
-        """Ask an engine. If a copy of the weights is lost, a refit replaces it, and the engine is asked again."""
+        """Return the answer of an engine. If a copy of the weights is lost, replace it by a refit, and ask again."""
         try:
             return ask()
         except GenerationError:
@@ -235,7 +236,7 @@ class RefitCheck:
         )
 
     def _explanation(self, found: Finding) -> str:
-        """Describe the tensors that disagree, unless the fingerprints have named them."""
+        """Return a description of the tensors that disagree, unless the fingerprints have named them."""
         if found.wrong_copy is not None:
             return ""
         num_right = found.weights[found.gap.copy].num_compared if found.weights else 0

@@ -57,7 +57,7 @@ class EngineSetup:
 
 
 def make_engine(setup: EngineSetup) -> GenerationEngine:
-    """Start the engine that the configuration names."""
+    """Start the engine that the configuration names, and return it."""
     engine = setup.config.policy.generation.engine.factory()(setup)
     if not isinstance(engine, GenerationEngine):
         raise ConfigurationError(

@@ -36,7 +36,7 @@ from nemo_rl_moe.rollouts.transcript import Transcript
 from nemo_rl_moe.runs.folder.conversations import Outcome, ToolUse
 
 CACHED_TOKENS = "mean_cached_tokens_per_sample"
-"""Metric of the number of prompt tokens that an engine had in its cache."""
+"""Metric: number of prompt tokens that an engine had in its cache."""
 
 Decode = Callable[[Sequence[int]], str]
 Encode = Callable[[str], Sequence[int]]

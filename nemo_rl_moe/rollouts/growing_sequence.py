@@ -90,7 +90,7 @@ class GrowingSequences:
         return self._sequences[-1]
 
     def begin(self, token_ids: Sequence[int]) -> GrowingSequence:
-        """Begin another sequence with tokens that are not trained on."""
+        """Begin another sequence with tokens that are not trained on, and return it."""
         self._sequences.append(GrowingSequence(token_ids))
         return self.last
 

@@ -44,7 +44,7 @@ class RolloutFunction:
 
 
 def load_rollout_function(reference: str) -> RolloutFunction:
-    """Import a user's coroutine function as an environment."""
+    """Import a user's coroutine function, and return it as an environment."""
     function = import_attribute(ROLLOUT_KEY, reference, form="package.module:function")
     if not inspect.iscoroutinefunction(function):
         raise ConfigurationError(

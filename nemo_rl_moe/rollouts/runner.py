@@ -224,7 +224,7 @@ class RolloutRunner:
         return await self._gate.generate(request)
 
     async def score(self, item: ScoringItem, place: int) -> Score:
-        """Score one response of a trajectory. In lockstep, responses are sorted by `place`."""
+        """Return the score of one response. In lockstep, responses are sorted by `place`."""
         return await self._scores.ask(item, place)
 
     async def pause(self) -> None:
@@ -321,6 +321,6 @@ async def _nothing() -> None:
 
 
 def _added_to_groups(add_rewards: AddRewards, groups: Sequence[list[Trajectory]]) -> list[list[Trajectory]]:
-    """Add rewards to several groups at once."""
+    """Return several groups with added rewards, which are made in one call."""
     found = iter(add_rewards(list(chain.from_iterable(groups))))
     return [list(islice(found, len(group))) for group in groups]

@@ -31,11 +31,11 @@ class Answers(Protocol):
     """Answers requests of trajectories. It is the runner, or in another process the connection to the runner."""
 
     async def generate(self, request: GenerationRequest) -> GeneratedSequence:
-        """Continue one sequence of a trajectory."""
+        """Return the continuation of one sequence of a trajectory."""
         ...
 
     async def score(self, item: ScoringItem, place: int) -> Score:
-        """Score one response of the trajectory with the index `place`."""
+        """Return the score of one response of the trajectory with the index `place`."""
         ...
 
 
@@ -104,11 +104,11 @@ class RunningTrajectory:
         return await self._wait_for("rewards", self._answers.score(item, self._place))
 
     async def wait_aside(self, process: Coroutine[Any, Any, Result]) -> Result:
-        """Await a limited resource, such as a free process. In lockstep, other trajectories do not wait for it."""
+        """Return a limited resource, such as a free process. In lockstep, other trajectories do not wait meanwhile."""
         return await self._wait_for("a process", process)
 
     async def _wait_for(self, what: WaitsFor, answer: Coroutine[Any, Any, Result]) -> Result:
-        """Wait for an answer whose errors end the run."""
+        """Return an answer. Its errors end the run."""
         if not self.has_ended:
             self._stop_time()
         if self.has_ended:  # an abandoned task

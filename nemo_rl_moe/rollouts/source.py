@@ -64,7 +64,7 @@ class RolloutSource(Protocol):
 
     @property
     def is_used_up(self) -> bool:
-        """True when no prompts are left."""
+        """Whether no prompts are left."""
         ...
 
     def next(self, step: int, clock: PhaseClock) -> RolloutGroups:

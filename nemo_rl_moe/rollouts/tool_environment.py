@@ -80,7 +80,7 @@ class ToolConversation:
         self._schemas = {name: properties_of(tool.definition["function"]["parameters"]) for name, tool in tools.items()}
 
     async def rollout(self, session: Session) -> Trajectory:
-        """Make one trajectory. The reward function scores its last response."""
+        """Return one trajectory. The reward function scores its last response."""
         names = session.prompt.inputs.tool_names
         made = _Calls(session, self._tools if names is None else {name: self._tools[name] for name in names})
         truncated_by: Literal["turns"] | None = None

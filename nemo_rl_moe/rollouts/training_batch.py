@@ -22,7 +22,7 @@ NO_TURN = -1
 
 
 def loss_masks(trajectories: Sequence[Trajectory]) -> Bool[Tensor, "trajectories tokens"]:
-    """Return the loss mask of each trajectory's concatenated sequences, padded with False. Truncated ones count."""
+    """Return the loss mask of each trajectory's concatenated sequences, padded with False, also if truncated."""
     return _padded_masks(
         [np.concatenate([each.loss_mask for each in trajectory.sequences]) for trajectory in trajectories]
     )

@@ -46,7 +46,7 @@ def manifest_text(label: BucketLabel, packing: Packing, buffer: Tensor, handle: 
 
 
 def read_manifest(name: str, text: str, label: BucketLabel) -> Manifest:
-    """Parse and check the note on a bucket."""
+    """Return the parsed and checked note on a bucket."""
     try:
         content = json.loads(text)
         found = BucketLabel(**content["label"])

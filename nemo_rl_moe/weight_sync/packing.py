@@ -50,7 +50,7 @@ class Packing:
 
 
 def packed(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Copy tensors to a new buffer in the layout of `Packing`, `[bytes]`."""
+    """Return a new buffer with tensors in the layout of `Packing`, `[bytes]`."""
     buffer = torch.empty(sum(map(_padded, (tensor.nbytes for tensor in tensors))), dtype=torch.uint8, device=device)
     begin = 0
     for tensor in tensors:

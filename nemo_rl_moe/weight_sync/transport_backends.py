@@ -288,7 +288,7 @@ TransportBackendFactory = Callable[[int, str], TransportBackend]
 
 
 def make_backend(way: str, group: str, num_receivers: int, address: str | None) -> TransportBackend:
-    """Make the transport that `policy.generation.weight_transport` names."""
+    """Return the transport that `policy.generation.weight_transport` names."""
     if way == "cuda_ipc":
         return IpcTransport()
     if way in ("gloo", "nccl"):

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A watch over the receivers of a weight transfer. It ends the transfer within seconds if one dies or freezes.
+"""A watch over the receivers of a weight transfer, to end it within seconds if a receiver dies or freezes.
 
 The other processes cannot distinguish a lost receiver from a slow one, and would wait for two minutes. The driver has
 started the receivers and can distinguish them: it checks them while the trainer's ranks send.

@@ -23,7 +23,7 @@ class MegatronSeparateConfig(StrictModel):
 
 
 def copies_have_places(config: "GRPOMasterConfig") -> Iterator[str]:
-    """Check that the copies have workers, which are separate from the policy's."""
+    """Yield a problem if the copies have no workers that are separate from the policy's."""
     if GENERATION_ROLE not in config.cluster.roles:
         yield (
             f"cluster.roles.{GENERATION_ROLE}: missing; expected the workers of policy.generation.backend"

@@ -48,7 +48,7 @@ def section_of(config: "GRPOMasterConfig") -> VllmConfig:
 
 
 def engines_have_places(config: "GRPOMasterConfig") -> Iterator[str]:
-    """Check that each engine fits on one machine, and that no two share a GPU."""
+    """Yield a problem if an engine does not fit on one machine, or if two would share a GPU."""
     engines = section_of(config)
     has_own = GENERATION_ROLE in config.cluster.roles
     place = config.cluster.place_of(GENERATION_ROLE) if has_own else config.cluster
@@ -83,7 +83,7 @@ def engines_have_places(config: "GRPOMasterConfig") -> Iterator[str]:
 
 
 def prefix_cache_fits(config: "GRPOMasterConfig") -> Iterator[str]:
-    """Check that no routes are captured with a prefix cache, and that a loss corrects for keys of old weights."""
+    """Yield the problems of a prefix cache: captured routes, or `keep` that has no use or no correction."""
     chosen, key = section_of(config).prefix_caching, f"{KEY}.prefix_caching"
     if chosen == "none":
         return

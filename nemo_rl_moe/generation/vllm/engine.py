@@ -80,7 +80,7 @@ class VllmEngine(GenerationEngine):
         self._actors.start_missing()
 
     async def generate(self, request: GenerationRequest) -> GeneratedSequence:
-        """Continue one sequence. Engines without weights first get the policy's."""
+        """Return the continuation of one sequence. Engines without weights first get the policy's."""
         # Checked here, because an engine that gets an invalid request would count as failed.
         if self._settings.image_settings is not None:
             image_runs(self._settings.image_settings, request.token_ids, request.model_inputs)

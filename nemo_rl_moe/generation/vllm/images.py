@@ -102,7 +102,7 @@ class ImagePrompts:
         self._items: dict[int, Any] = {}
 
     def prompt(self, token_ids: Sequence[int], inputs: Mapping[str, ModelInput]) -> Any:
-        """Convert a prompt for vLLM's engine."""
+        """Return a prompt in the form for vLLM's engine."""
         runs = image_runs(self._settings, token_ids, inputs) if self._settings is not None else []
         if not runs:
             return {"prompt_token_ids": list(token_ids)}
@@ -187,7 +187,7 @@ _ALWAYS_NORMALISED = {"text_config": {"norm_topk_prob": True}}
 
 
 def as_loader_expects(settings: ImageSettings | None, name: str, tensor: Tensor) -> Tensor:
-    """Convert a tensor of a refit to the layout that vLLM's loader expects.
+    """Return a tensor of a refit in the layout that vLLM's loader expects.
 
     transformers writes the experts of Qwen3-VL-MoE as `[experts, out, in]`. vLLM expects the transposed layout of the
     released files.

@@ -204,7 +204,7 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
     def _sequences(
         self, outputs: Sequence[Any], requests: Mapping[int, GenerationRequest], version: int
     ) -> list[GeneratedSequence]:
-        """Convert finished outputs. Their routed experts are put into Ray's object store."""
+        """Return the sequences of finished outputs. Their routed experts are put into Ray's object store."""
         found = [sequence_of(output, version) for output in outputs]
         if self._settings.prefix_caching != "none":
             pairs = zip(found, outputs, strict=True)
@@ -354,7 +354,7 @@ def _with_outputs_noted(worker: Any, forward: Callable[[], object]) -> dict[str,
 
 
 def sampling_of(sampling: SamplingParameters, seed: int | None) -> Any:
-    """Convert sampling parameters to vLLM's. Without a seed the engine's generator is used."""
+    """Return vLLM's form of sampling parameters. Without a seed the engine's generator is used."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 

@@ -30,7 +30,7 @@ class EngineGate:
         self._num_running = 0
 
     async def generate(self, request: GenerationRequest) -> GeneratedSequence:
-        """Continue one sequence. If the weights change meanwhile, the rest is sampled with the new ones."""
+        """Return the continuation of a sequence. If the weights change meanwhile, the new ones sample the rest."""
         found = await self._ask(request)
         while found.is_partial:
             if found.routed_experts is not None:  # no pass has seen the last token yet

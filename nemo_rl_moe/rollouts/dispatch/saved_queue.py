@@ -101,7 +101,7 @@ class _Trajectory(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _of_one_sequence(cls, found: Any) -> Any:
-        """Convert format version 1, in which a trajectory has one sequence."""
+        """Return an entry of format version 1, in which a trajectory has one sequence, in the form of version 2."""
         if not isinstance(found, dict) or "num_tokens" not in found:
             return found
         only = {name: found[name] for name in _Sequence.model_fields if name in found}

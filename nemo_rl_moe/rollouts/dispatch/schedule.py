@@ -175,7 +175,7 @@ class ReplayedFeed:
         return Ticket(self._prompts[group.position], group.position, version, version, group.attempt)
 
     def give_back(self, ticket: Ticket, reason: Reason) -> bool:
-        """Take back the prompt of a cancelled group, which is generated once more as the same attempt."""
+        """Take back the prompt of a cancelled group, to generate it as the same attempt again. Return False."""
         num_faults = ticket.num_faults + reason.is_own_fault
         if num_faults >= self._max_faults:
             raise UserError(

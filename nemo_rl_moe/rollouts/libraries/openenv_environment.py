@@ -126,7 +126,7 @@ class OpenEnvRollout:
         return result
 
     async def _reset(self, session: Session, client: Any) -> Any:
-        """Begin an episode, in the same state for all responses to a prompt. Retry while the server has no capacity."""
+        """Return the result of a reset, equal for all responses to a prompt. Retry while the server has no capacity."""
         own = session.prompt.record.get(RESET)
         arguments = {"seed": _seed_of(session.prompt.sample_id)} | (dict(own) if isinstance(own, Mapping) else {})
         deadline = asyncio.get_running_loop().time() + self._config.step_timeout_s

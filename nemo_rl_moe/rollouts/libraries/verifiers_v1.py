@@ -169,7 +169,7 @@ class _Player:  # pragma: no cover
         self._runner.run(self._servers.enter_async_context(environment.serving()))
 
     def play(self, task: AgentTask) -> AgentResult:
-        """Play one episode.
+        """Play one episode, and return its reward and metrics.
 
         Raises:
             RuntimeError: The episode has failed.
