@@ -41,7 +41,7 @@ class ResumePoint(Checkpoint):
     run_folder: Path | None
 
     def state_folder(self, role: str) -> Path:
-        """Return the folder of a role's training state, which must exist."""
+        """Return the folder of a role's training state. The folder must exist."""
         folder = state_folder(self.folder, role)
         if not folder.is_dir():
             raise CheckpointError(f"{self.folder}: holds no state of the role {role}, which this run trains; {WAY_OUT}")

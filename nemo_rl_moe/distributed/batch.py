@@ -29,7 +29,7 @@ class Axis(Enum):
     RAGGED = "ragged"
     """Any number of values for each sequence, such as the sizes of its images."""
     SHARED = "shared"
-    """Any number of arrays for each sequence, which sequences may share, such as the pixels of its images."""
+    """Any number of arrays for each sequence, such as the pixels of its images. Sequences may share arrays."""
 
 
 class Destination(Enum):
@@ -181,7 +181,7 @@ class TokenBatch:
             `policy.train_micro_batch_size` count such groups.
         stored: Columns that a rank fetches when it needs them, by name.
         shared: Columns for the model whose arrays may be shared by sequences, by name.
-        sample_sizes: Number of sequences of each sample, which are neighbours. If empty, a sample is a group.
+        sample_sizes: Number of sequences of each sample. They are neighbours. If empty, a sample is a group.
             `policy.train_global_batch_size` counts samples. `select` drops it, as it may split samples.
         is_filler: True for rows without a sequence, which only give all ranks the same number of microbatches. They
             have no effect on any result. None without fillers.
@@ -232,7 +232,7 @@ class TokenBatch:
         return replace(self, columns={**self.columns, **columns})
 
     def with_inputs(self, inputs: Sequence[Mapping[str, ModelInput]]) -> "TokenBatch":
-        """Return the batch with further inputs of the model, which have the same names in all sequences."""
+        """Return the batch with further inputs of the model. Their names are equal in all sequences."""
         columns, shared = dict(self.columns), dict(self.shared)
         for name, first in inputs[0].items():
             of_sequences = [each[name] for each in inputs]

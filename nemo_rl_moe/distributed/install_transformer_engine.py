@@ -22,7 +22,7 @@ from nemo_rl_moe.distributed.usable_gpus import installed_driver, problem_with_d
 from nemo_rl_moe.errors import EXIT_BAD_INPUT, EXIT_RUN_FAILED, one_line, report_error
 
 CUDA = "13"
-"""Major version of CUDA of the compiler's packages, which must be that of torch."""
+"""Major version of CUDA of the compiler's packages. It must be that of torch."""
 BUILD_TOOLS = ("ninja", "packaging", "pybind11", "setuptools", "wheel")
 COMPILER = ("nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-cuda-cccl")
 ENGINE = f"transformer-engine[core_cu{CUDA},pytorch]"
@@ -30,7 +30,7 @@ EXTENSION = "transformer-engine-torch"
 REPAIR = "compile it anew: make gpu"
 
 _BUILD_PREFIX = "0_torch_"
-"""Prefix of the wheel's build number, which must begin with a digit and records the version of torch."""
+"""Prefix of the wheel's build number. The number must begin with a digit, and records the version of torch."""
 
 
 def build_environment(environment: Mapping[str, str], site_packages: Path) -> dict[str, str]:

@@ -92,7 +92,7 @@ def preserved_handlers() -> Iterator[None]:
         with patch.object(ray._private.utils, "set_sigterm_handler", lambda handler: None):
             yield
     finally:
-        # Ray's C++ library has installed a handler in front of the program's, which prints a stack.
+        # Ray's C++ library has installed a handler that prints a stack in front of the program's handler.
         ctypes.CDLL(None).sigaction(signal.SIGTERM, action, None)
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)
@@ -212,7 +212,7 @@ class LocalRay:
             (Path.home() / ".ray" / "auth_token").chmod(0o600)  # Ray lets other users read it
 
     def _get_node(self, *args: Any) -> Any:
-        """Replace Ray's function, which waits half a minute for a starting raylet even if it is dead."""
+        """Replace Ray's function. That waits half a minute for a starting raylet, even if the raylet is dead."""
         answer: Future[Any] = Future()
 
         def ask() -> None:

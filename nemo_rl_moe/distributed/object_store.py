@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Ray's object store as a store of rows, which one actor puts and others fetch."""
+"""Ray's object store as a store of rows: one actor puts rows, and others fetch them."""
 
 import time
 from collections import deque

@@ -141,7 +141,7 @@ def _write_to_stderr(message: str) -> None:
 
 
 def watch_this_process(report_end: Callable[[], None] = lambda: None) -> None:
-    """Fork the watcher of this process, which must still have a single thread.
+    """Fork the watcher of this process. The process must still have a single thread.
 
     Args:
         report_end: Called in the watcher after this process has failed, to print how to continue.

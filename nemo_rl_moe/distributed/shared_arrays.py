@@ -22,7 +22,7 @@ SharedArray = Shaped[np.ndarray, " values"] | StoredRows
 
 @dataclass(frozen=True)
 class SharedColumn:
-    """A column for the model, with any number of arrays for each sequence, which sequences may share."""
+    """A column for the model, with any number of arrays for each sequence. Sequences may share arrays."""
 
     arrays: tuple[tuple[SharedArray, ...], ...]
 

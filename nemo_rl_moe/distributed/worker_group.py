@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""All ranks of one program as Ray actors, which are all stopped after the first failure of a call."""
+"""All ranks of one program as Ray actors. All are stopped after the first failure of a call."""
 
 import os
 import threading

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The Ray actor around a worker object, which sets its environment, calls its methods, and returns errors as text."""
+"""The Ray actor around a worker object: sets its environment, calls its methods, and returns errors as text."""
 
 import ctypes
 import faulthandler

@@ -138,7 +138,7 @@ class RefitCheck:
         self.share_compared: float | None = None
 
     def begin(self) -> None:
-        """Start the trainer's half of the next check, which needs no engine."""
+        """Start the trainer's half of the next check. It needs no engine."""
         if self.start_fingerprints is not None:
             self._expected_weights = self.start_fingerprints(self.number_format)
         self._expected = self.start_trainer(self.sequences)

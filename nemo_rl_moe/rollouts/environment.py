@@ -71,7 +71,7 @@ class Session:
     """A trajectory while it grows, from responses of the model and tokens of the environment.
 
     Attributes:
-        group_id: Equal for the trajectories of a group, which are compared with each other.
+        group_id: Id of the group. The trajectories of a group are compared with each other.
         seed: Seed of the first response. Seeds of later ones are derived from it.
         max_tokens: Maximum number of tokens of a sequence.
         trajectory: Makes the requests for sequences and scores.

@@ -46,7 +46,7 @@ class GrowingSequence:
         self._versions += [NOT_SAMPLED] * len(token_ids)
 
     def add_sampled(self, found: GeneratedSequence) -> None:
-        """Add a response of the model, which is trained on."""
+        """Add a response of the model. It is trained on."""
         self.token_ids += found.token_ids.tolist()
         self._logprobs += found.logprobs.tolist()
         self._versions += np.broadcast_to(np.asarray(found.weight_version), len(found.token_ids)).tolist()
@@ -98,7 +98,7 @@ class GrowingSequences:
         """Return the number of tokens before an extension in its sequence.
 
         Args:
-            replaced: The earlier extension after the same turn, which the new one replaces. None if there is none.
+            replaced: The earlier extension after the same turn, to be replaced. None if there is none.
         """
         if extension.begins_anew:
             return 0

@@ -169,7 +169,7 @@ class RolloutRunner:
         return trajectories
 
     def observe(self, trajectories: Sequence[Trajectory]) -> None:
-        """Show the trajectories of a step or validation to the watches, which may end the run."""
+        """Show the trajectories of a step or validation to the watches. A watch may end the run."""
         watch_trajectories(self._environments, trajectories)
 
     def close(self) -> None:
@@ -321,6 +321,6 @@ async def _nothing() -> None:
 
 
 def _added_to_groups(add_rewards: AddRewards, groups: Sequence[list[Trajectory]]) -> list[list[Trajectory]]:
-    """Return several groups with added rewards, which are made in one call."""
+    """Return several groups with added rewards, after one call of `add_rewards`."""
     found = iter(add_rewards(list(chain.from_iterable(groups))))
     return [list(islice(found, len(group))) for group in groups]

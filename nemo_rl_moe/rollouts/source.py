@@ -81,7 +81,7 @@ class RolloutSource(Protocol):
         ...
 
     def updated(self, step: int) -> None:
-        """Resume with the weights after a step, which the engine has now. Also called before the first step."""
+        """Resume after the engine has got the weights after a step. Also called before the first step."""
         ...
 
     def state(self, step: int) -> SourceState:

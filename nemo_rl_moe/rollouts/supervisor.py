@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The supervisor of trajectories, which reports stragglers and answers requests in lockstep."""
+"""The supervisor of trajectories: it reports stragglers, and answers requests in lockstep."""
 
 import asyncio
 from collections.abc import Callable, Sequence

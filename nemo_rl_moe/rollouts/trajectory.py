@@ -80,7 +80,7 @@ class Trajectory:
 
     Attributes:
         sample_id: Source of its prompt, such as file and line.
-        group_id: Equal for the trajectories of a group, which are compared with each other.
+        group_id: Id of the group. The trajectories of a group are compared with each other.
         sequences: At least one, in the order in which they began.
         reward: Finite number, which includes the rewards of turns.
         is_correct: Whether it counts as right in `accuracy`.
@@ -173,7 +173,7 @@ class Trajectory:
 
 
 def sequences_of(trajectories: Sequence[Trajectory]) -> list[TokenSequence]:
-    """Return the sequences of trajectories, which are the rows of their batch."""
+    """Return the sequences of trajectories. They are the rows of the trajectories' batch."""
     return [sequence for trajectory in trajectories for sequence in trajectory.sequences]
 
 

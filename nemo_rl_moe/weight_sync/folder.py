@@ -82,7 +82,7 @@ class TransportSpec:
         mixture.
 
         Args:
-            load: Must consume all tensors, which come in any order. A tensor is valid only until the next one: copy it
+            load: Must consume all tensors. They come in any order. A tensor is valid only until the next one: copy it
                 to keep it.
         """
         with self._reporting(f"receiver {receiver}"):

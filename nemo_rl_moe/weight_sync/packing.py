@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors packed one after another into a buffer, which is sent in one piece."""
+"""Tensors packed one after another into a buffer. The buffer is sent in one piece."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -21,7 +21,7 @@ class VllmConfig(StrictModel):
     """Engines of `backend: vllm`."""
 
     num_engines: PositiveInt | None
-    """Number of engines, which share the prompts; null: number of GPUs over `tensor_parallel_size`, or 1 on CPUs."""
+    """Number of engines. They share the prompts. null: number of GPUs over `tensor_parallel_size`, or 1 on CPUs."""
     tensor_parallel_size: PositiveInt
     """Number of GPUs of one engine; 1 on CPUs."""
     expert_parallel: bool

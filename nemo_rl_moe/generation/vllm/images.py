@@ -36,7 +36,7 @@ MODULES = {
 
 @dataclass(frozen=True)
 class ImageSettings:
-    """Settings of a model's images, which are sent to its engines.
+    """Settings of a model's images, sent to its engines.
 
     Attributes:
         model_type: A key of `MODULES`.
@@ -200,7 +200,7 @@ def as_loader_expects(settings: ImageSettings | None, name: str, tensor: Tensor)
 
 @contextmanager
 def stand_in_for_torchvision() -> Iterator[None]:
-    """Make torchvision importable for modules that import it for image processors, which are never used here.
+    """Make torchvision importable for modules that import it. Their image processors are never used here.
 
     The CPU build of vLLM lacks torchvision: the wheels of torchvision on PyPI do not load with a CPU build of torch.
     """

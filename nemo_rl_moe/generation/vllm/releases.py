@@ -68,7 +68,7 @@ def installed_release() -> tuple[str, str] | None:
 
 
 def check_installation(*, on_gpus: bool) -> None:
-    """Check that a supported vLLM is installed, without importing it, which takes seconds."""
+    """Check that a supported vLLM is installed, without an import, which would take seconds."""
     wanted = GPU_PACKAGE if on_gpus else CPU_PACKAGE
     how = "make gpu" if on_gpus else "make vllm"
     found = installed_release()
@@ -96,7 +96,7 @@ def check_model(
 
     vLLM chooses the class by this name. Without a name it builds an encoder, which fails at its first request.
     """
-    # Loads transformers' models, which only runs with vLLM need.
+    # This import loads transformers' models. Only runs with vLLM need them.
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -313,7 +313,7 @@ def sleeping_parts(engine: Any) -> list[str]:
 
 @dataclass
 class PromptTemperature:
-    """Temperature of the log-probs of prompt tokens, which are not sampled."""
+    """Temperature of the log-probs of prompt tokens. Prompt tokens are not sampled."""
 
     value: float = 1.0
 

@@ -36,7 +36,7 @@ _LONGEST_REASON = 500
 
 @dataclass(frozen=True)
 class VllmSettings:
-    """Settings of one engine, which are sent to its actor. See also `VllmConfig`.
+    """Settings of one engine, sent to its actor. See also `VllmConfig`.
 
     Attributes:
         model_files: Name -> content of the files of the model's folder. It has no weights: all come from the trainer.

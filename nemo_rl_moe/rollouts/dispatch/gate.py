@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The gate before a generation engine, which is closed while weights arrive. Aborted requests continue afterwards."""
+"""The gate before a generation engine. It is closed while weights arrive. Aborted requests continue afterwards."""
 
 import asyncio
 import time

@@ -147,7 +147,7 @@ class SampledGroups:
     def updated(self, step: int) -> None:
         self._arrived_version = self._version(step)
         if not self._has_begun:
-            self._take_activity()  # drops the time before the first weights, which belongs to no step
+            self._take_activity()  # drops the time before the first weights: it belongs to no step
             self._has_begun = True
         if self._runs_ahead:
             self._run(in_loop(self._go_on))

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Servers of OpenEnv environments on the loopback interface, which are replaced if they end or hang."""
+"""Servers of OpenEnv environments on the loopback interface. A server is replaced if it ends or hangs."""
 
 import os
 import socket

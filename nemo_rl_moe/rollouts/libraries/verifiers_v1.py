@@ -201,7 +201,7 @@ class _Player:  # pragma: no cover
 
 
 def _run_chat_programs_here() -> None:  # pragma: no cover
-    """Run the chat program of the harnesses `null` and `bash` with this Python, which has all packages for it.
+    """Run the chat program of the harnesses `null` and `bash` with this Python, which has its packages.
 
     The library would make a Python environment for this program with uv, which needs a package index.
     """

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The run's side of an environment's process, which is replaced if it ends or hangs."""
+"""The run's side of an environment's process. The process is replaced if it ends or hangs."""
 
 import asyncio
 import os
@@ -30,7 +30,7 @@ _MOST_LINE = 2000
 
 
 class RemoteEnvironment:
-    """An environment whose code runs in a separate process, which is replaced if it ends or hangs.
+    """An environment whose code runs in a separate process. The process is replaced if it ends or hangs.
 
     A trajectory that ends the process fails. The others begin again and get the same responses.
 

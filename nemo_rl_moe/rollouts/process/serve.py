@@ -58,7 +58,7 @@ _ENTERED = struct.Struct("=Q")
 
 @dataclass(frozen=True)
 class ProcessSettings:
-    """Settings of a process, which are pickled and sent to it.
+    """Settings of a process. They are pickled and sent to the process.
 
     Attributes:
         start: Starts the environment, in a context that ends with the process.
