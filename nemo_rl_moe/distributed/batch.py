@@ -305,8 +305,8 @@ class GlobalBatchShard:
         global_sequences: Number of sequences with such a target, over all ranks.
         global_tokens: Number of tokens without padding, over all ranks.
         global_rows: Number of sequences with a token, over all ranks.
-        places: Index in the full batch of each sequence of the microbatches.
-        samples: Index in the full batch of the sample of each of these sequences.
+        places: For each sequence of the microbatches, its index in the full batch.
+        samples: For each sequence of the microbatches, the index of its sample in the full batch.
         num_batch_sequences: Number of sequences of the full batch, over all ranks and global batches.
     """
 

@@ -347,7 +347,7 @@ class WorkerGroup(Generic[Worker]):
     def _fail(
         self, doing: str, failures: Mapping[int, WorkerFailure | RayError], unanswered: Iterable[int]
     ) -> NoReturn:
-        """Stop all workers and raise the error that most likely caused the others."""
+        """Stop all workers and raise the error that most likely caused the other errors."""
         # Deaths come first, as they cause errors of other ranks. Otherwise the first error counts, such as that of a
         # rank whose library gave up waiting for a frozen one.
         died = [rank for rank, failure in failures.items() if isinstance(failure, OutOfMemoryError)]

@@ -28,8 +28,9 @@ class SamplingParameters:
     Attributes:
         max_new_tokens: Maximum length of a response, including its end token.
         temperature: Divides the logits; 0 is greedy.
-        stop_token_ids: A response ends with the first of these, and includes it.
-        stop_strings: A response ends with the token that completes one of these, and includes it.
+        stop_token_ids: End tokens. A response ends with the first end token, and includes it.
+        stop_strings: Strings that end a response. It ends with the token that completes one of the strings, and
+            includes the token.
         returns_kept_tokens: Whether to return the sampling mask of each token, and log-probabilities over the tokens of
             the mask. Needs top-k, which bounds the size of a mask.
     """

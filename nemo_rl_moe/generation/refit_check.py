@@ -48,7 +48,7 @@ class Bound:
     of_the_mean: bool
 
     def holds(self, gap: "Gap") -> bool:
-        """Return whether scores count as equal. Non-finite ones never do."""
+        """Return whether scores count as equal. Non-finite scores never do."""
         return bool(np.isfinite(gap.largest)) and (gap.mean if self.of_the_mean else gap.largest) <= self.nats
 
     def __str__(self) -> str:

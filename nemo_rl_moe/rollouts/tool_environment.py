@@ -59,7 +59,7 @@ class ToolConversation:
     answer, and the conversation continues.
 
     Args:
-        tools: Tools of the run. A prompt whose record names tools may only call these.
+        tools: Tools of the run. A prompt whose record names tools may only call the named ones.
         tool_format: Format in which the model writes calls.
         driver: Limits, the maximum number of responses, and the cost of a call. Calls of the last turn are not made and
             cost nothing.

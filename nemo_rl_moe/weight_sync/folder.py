@@ -133,7 +133,7 @@ class TransportSpec:
 
     @contextmanager
     def _reporting(self, who: str) -> Iterator[None]:
-        """Report an error of this process to the others."""
+        """Report an error of this process to the other processes."""
         try:
             yield
         except _EndedByOther as error:

@@ -25,7 +25,7 @@ class VllmConfig(StrictModel):
     tensor_parallel_size: PositiveInt
     """Number of GPUs of one engine; 1 on CPUs."""
     expert_parallel: bool
-    """Whether to distribute the experts over these GPUs instead of sharding each expert."""
+    """Whether to distribute the experts over the engine's GPUs instead of sharding each expert."""
     dtype: Literal["float32", "bfloat16", "float16"] | None
     """Number format of the engines' weights; null: `policy.precision`."""
     gpu_memory_utilization: Share

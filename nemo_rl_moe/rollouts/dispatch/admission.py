@@ -58,7 +58,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Admission:
-    """Counts of groups. Every admitted group is in exactly one of the other four counts.
+    """Counts of groups. Every admitted group is in exactly one of `running`, `finished`, `rejected` and `consumed`.
 
     Attributes:
         admitted: Number of groups that were admitted in all.

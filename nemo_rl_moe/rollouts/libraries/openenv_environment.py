@@ -42,7 +42,7 @@ class OpenEnvRollout:
 
     Args:
         servers: Servers that the run has started. If empty, `config.server` is the URL of a running server.
-        score_truncated: Whether truncated trajectories keep their rewards. If not, these are 0.
+        score_truncated: Whether truncated trajectories keep their rewards. If not, the rewards are 0.
     """
 
     def __init__(self, servers: Sequence[OpenEnvServer], config: OpenEnvConfig, *, score_truncated: bool):

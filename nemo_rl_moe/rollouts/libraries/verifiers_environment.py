@@ -23,7 +23,7 @@ class VerifiersRollout:
 
     Args:
         tool_format: Format in which the model writes calls. None if the environment has no tools.
-        score_truncated: Whether truncated trajectories keep their rewards. If not, these are 0.
+        score_truncated: Whether truncated trajectories keep their rewards. If not, the rewards are 0.
     """
 
     def __init__(self, environment: Any, tool_format: ToolFormat | None, *, score_truncated: bool):

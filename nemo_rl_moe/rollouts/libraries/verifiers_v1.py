@@ -143,7 +143,8 @@ class TasksetProgram:
     """Episodes of a taskset in processes of agents.
 
     Attributes:
-        score_truncated: Whether episodes whose last response was truncated keep their rewards. If not, these are 0.
+        score_truncated: Whether episodes whose last response was truncated keep their rewards. If not, the rewards are
+            0.
     """
 
     driver: VerifiersV1Config

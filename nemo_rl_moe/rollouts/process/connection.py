@@ -215,8 +215,7 @@ class ServerConnection:
         return "code that a trajectory has started" if remote is None else remote.session.trajectory.label
 
     def _where(self) -> str:
-        """Return the line that blocks the process, from the stack of the main thread. This stack is last in the
-        file."""
+        """Return the line that blocks the process, from the main thread's stack, the last one in the file."""
         self._stack.seek(0)
         *_, last = self._stack.read().decode(errors="replace").split("(most recent call first):")
         frames = _FRAME.findall(last)
