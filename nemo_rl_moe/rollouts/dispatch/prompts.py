@@ -56,8 +56,7 @@ class QueueState:
         return [position for position in range(self.num_taken) if position not in others]
 
     def keeping(self, is_kept: Callable[[Finished], bool], version: int) -> "QueueState":
-        """Return the state at a version with the kept finished groups only. The prompts of the others are open
-        again."""
+        """Return the state at a version with the kept finished groups only. The other prompts are open again."""
         kept, opened = list[Finished](), list(self.open)
         for found in self.queue:
             if is_kept(found):
