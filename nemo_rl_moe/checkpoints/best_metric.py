@@ -38,7 +38,7 @@ class BestMetric:
 
 
 def choice_in_force(settings: CheckpointingConfig, metric: str | None, *, validates: bool) -> CheckpointingConfig:
-    """Return the settings with the metric that chooses checkpoints: None for a `val:` metric without validation.
+    """Return the settings with the metric that ranks checkpoints: None for a `val:` metric without validation.
 
     Args:
         metric: The resolved `metric_name` (`config.algorithm.metric_in_force`).
@@ -50,7 +50,7 @@ def choice_in_force(settings: CheckpointingConfig, metric: str | None, *, valida
 def steps_to_remove(
     checkpoints: Sequence[tuple[int, float | None]], keep_top_k: int | None, *, higher_is_better: bool
 ) -> list[int]:
-    """List the steps, ascending, whose checkpoints are neither among the best nor the newest.
+    """Return the steps, ascending, whose checkpoints are neither among the best nor the newest.
 
     A checkpoint without a value, or with NaN, ranks below all others. Of equals, the newer one ranks higher.
 

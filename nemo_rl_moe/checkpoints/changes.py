@@ -43,8 +43,8 @@ _LAYOUT = (
     "policy.megatron_cfg.sequence_parallel",
 )
 _OPTIMIZER_STATE = "the checkpoint's optimizer state does not fit"
-_OTHER_ADAPTERS = "the checkpoint's adapters are others"
-OTHER_BASE = "the checkpoint's adapters stand beside another base"
+_OTHER_ADAPTERS = "the checkpoint's adapters have other settings"
+OTHER_BASE = "the checkpoint's adapters belong to another base"
 _WRONG_TO_CHANGE_EVERYWHERE = {
     "data.shuffle": ORDER_OF_THE_DATA,
     "policy.lora": _OTHER_ADAPTERS,
@@ -61,13 +61,13 @@ _WRONG_TO_CHANGE_WITH_OPTIMIZER = {
     "policy.freeze.language_model": _OPTIMIZER_STATE,
 }
 _RENAMED_VALUES = {("dpo.reference_logprobs", "beforehand"): "precompute"}
-"""New name of a value, by the key and the old value in a checkpoint's configuration."""
+"""Key and old value in a checkpoint's configuration -> new name of the value."""
 _ABSENT = "not set"
 _EXPERIMENT = ("policy.model_name", "policy.tokenizer", "data.train", "data.shuffle")
 
 
 def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """Return both values, as text, of each key that differs, except keys that cannot change the training.
+    """Return key -> old and new value as texts, for each changed key that can change the training.
 
     Secrets are masked on both sides, and never differ. A key that was null and was removed does not count.
     """
@@ -90,13 +90,13 @@ def wrong_changes(
     with_adapters: bool = False,
     base_is_known: bool = False,
 ) -> dict[str, tuple[str, str, str]]:
-    """Return changes that prevent resuming, by key, with the two values and the reason.
+    """Return key -> old value, new value and reason, for each change that prevents resuming.
 
     Args:
         changes: Result of `changed_keys`.
-        with_optimizer: The checkpoint has optimizer state.
-        with_adapters: The checkpoint has adapters without their base.
-        base_is_known: The checkpoint has the fingerprint of the base, so that the base may have moved.
+        with_optimizer: Whether the checkpoint has optimizer state.
+        with_adapters: Whether the checkpoint has adapters without their base.
+        base_is_known: Whether the checkpoint has the fingerprint of the base. The base may then have another path.
     """
     wrong = {**algorithm.resume_keys, **_WRONG_TO_CHANGE_EVERYWHERE}
     if with_optimizer:
@@ -109,7 +109,7 @@ def wrong_changes(
 
 
 def other_experiment(algorithm: Algorithm, changes: Mapping[str, tuple[str, str]]) -> tuple[str, str, str] | None:
-    """Return the first change that makes a run another experiment: key and both values, or None.
+    """Return the first change that makes a run another experiment: key, old and new value. None if there is none.
 
     Such keys are the model, the tokenizer, the training data, their order, and the loop's seed. A key that the
     checkpoint's release did not have does not count.
@@ -122,13 +122,13 @@ def other_experiment(algorithm: Algorithm, changes: Mapping[str, tuple[str, str]
 
 
 def changes_line(changes: Mapping[str, tuple[str, str]]) -> str | None:
-    """Return a warning with all changed keys except the layout's, if there are any."""
+    """Return a warning with all changed keys except the layout's. None without changes."""
     reported = [f"{key} {old} -> {new}" for key, (old, new) in changes.items() if key not in _LAYOUT]
     return f"the configuration differs from the checkpoint's: {'; '.join(reported)}" if reported else None
 
 
 def layout_line(before: Mapping[str, int], now: Mapping[str, int]) -> str | None:
-    """Return a warning with the changed parallel dimensions, if there are any."""
+    """Return a warning with the changed parallel dimensions. None without changes."""
     changed = [
         f"{name} {before.get(name, _ABSENT)} -> {now.get(name, _ABSENT)}"
         for name in sorted(before.keys() | now.keys())
@@ -153,9 +153,9 @@ _AT_RISK = re.compile(rf"{CHECKPOINT_NAME}|{re.escape(FINAL_WEIGHTS_FOLDER)}(_.+
 
 
 def refuse_model_among_checkpoints(config: MasterConfig, checkpoint_dir: Path) -> None:
-    """Refuse a run that would delete its initial model, if that is a checkpoint or final weights in its folder."""
+    """Refuse a run whose initial model is in its folder of checkpoints, if the run would delete the model there."""
     model = Path(config.policy.model_name)
-    # Check the given path and the target of links, as either may be removed.
+    # Check the given path and the path without links, as either may be removed.
     for path, folder in (
         (model.absolute(), checkpoint_dir.absolute()),
         (model.resolve(), checkpoint_dir.resolve()),

@@ -35,14 +35,15 @@ class Checkpointer:
     on a full disk, is deleted with a warning, and training continues.
 
     Args:
-        models: By role, the policy included.
+        models: Role -> model, the policy included.
         describe: Returns the description of the run at the time of saving.
         records_are_on_disk: Flushes the metrics of all steps, such as `FanOutLogger.flush_to_disk`, and returns whether
-            all are on disk. Otherwise the checkpoint is given up. Called in another thread.
+            all are on disk. If not, the checkpoint is given up. Called in another thread.
         write_beside: Writes further files that make the weights loadable without the run. Called in another thread.
 
     Attributes:
-        longest_save_s: Most seconds from the beginning of a save to its complete checkpoint, 0 before the first.
+        longest_save_s: Maximum number of seconds from the beginning of a save to its complete checkpoint, 0 before the
+            first.
     """
 
     def __init__(
@@ -165,7 +166,7 @@ class Checkpointer:
             self._warn(f"{self._store.folder}: the disk has not answered for {timeout_s:g} s and is not waited for")
 
     def _all_are_written(self, *, wait: bool) -> bool:
-        """Poll the models that have not finished. Return whether all have, with or without success."""
+        """Poll the models that are not saved yet. Return whether all saves have ended, with or without success."""
         for role, model in self._models.items():
             if role not in self._problems and (problems := model.poll_checkpoint(wait=wait)) is not None:
                 whose = "" if role == POLICY_ROLE else f"role {role}: "

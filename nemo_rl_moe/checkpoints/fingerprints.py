@@ -24,7 +24,7 @@ _OF_A_MODEL = "it is read anew, so that its log-probabilities or scores differ f
 
 
 def samples_fingerprint(name: str, samples: Iterable[ArrayLike]) -> str:
-    """Compute the fingerprint of a data set: its name, size and a hash of all tokens in order.
+    """Return the fingerprint of a data set: its name, size and a hash of all tokens in order.
 
     Args:
         samples: Tokens of each sample, or of both sequences of a pair.
@@ -39,12 +39,12 @@ def samples_fingerprint(name: str, samples: Iterable[ArrayLike]) -> str:
 
 
 def model_fingerprint(model_name: str) -> str:
-    """Compute the fingerprint of a model: `config.json`, and sizes, beginnings and ends of the weight files.
+    """Return the fingerprint of a model: `config.json`, and sizes, beginnings and ends of the weight files.
 
     It does not depend on times of files, so that a copy is the same model.
 
     Args:
-        model_name: A folder, or a name on a hub, which is returned unchanged.
+        model_name: A folder, or a name on a hub. The latter is returned unchanged.
     """
     folder = Path(model_name)
     if not folder.is_dir():
@@ -65,9 +65,10 @@ def model_fingerprint(model_name: str) -> str:
 
 
 def model_fingerprints(config: MasterConfig) -> dict[str, str]:
-    """Return the fingerprint of each model that a resumed run reads again, by its name for messages.
+    """Return name in messages -> fingerprint, for each model that a resumed run reads again.
 
-    These are teachers, a reward model, and the policy's initial model if it is the reference or the base of adapters.
+    Such models are teachers, a reward model, and the policy's initial model if it is the reference or the base of
+    adapters.
     """
     policy, found = config.policy, {}
     if policy.lora is not None or algorithm_of(config).needs_reference(config):
@@ -79,7 +80,7 @@ def model_fingerprints(config: MasterConfig) -> dict[str, str]:
 
 
 def other_base(config: MasterConfig, before: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return the fingerprints of the base before and now if the checkpoint's adapters have another base.
+    """Return the old and new fingerprint of the base of adapters if they differ. None if they are equal or unknown.
 
     Args:
         before: The checkpoint's fingerprints.

@@ -35,13 +35,13 @@ class ResumePoint(Checkpoint):
     """Checkpoint that a run resumes from.
 
     Attributes:
-        run_folder: Folder of the run that wrote it and that now continues. None if it does not exist.
+        run_folder: Folder of the run that wrote the checkpoint. The resumed run continues it. None for a new folder.
     """
 
     run_folder: Path | None
 
     def state_folder(self, role: str) -> Path:
-        """Return the folder of a role's training state, which must exist."""
+        """Return the folder of a role's training state. The folder must exist."""
         folder = state_folder(self.folder, role)
         if not folder.is_dir():
             raise CheckpointError(f"{self.folder}: holds no state of the role {role}, which this run trains; {WAY_OUT}")
@@ -64,14 +64,14 @@ def checkpoint_dir_of(config: MasterConfig, run_folder: Path) -> Path:
 def find_resume_point(
     config: MasterConfig, run_id: str, restart_number: int, warn: Callable[[str], None]
 ) -> ResumePoint | None:
-    """Find the checkpoint to resume from. None to start at the beginning.
+    """Return the checkpoint to resume from. None to start at the beginning.
 
     A restart resumes from the newest checkpoint of its run. Without one, and on a first launch, `checkpointing.resume`
     decides. If no folder is configured, the newest run with checkpoints is continued only if it is the same experiment.
     Leftovers of a save that was killed are deleted.
 
     Args:
-        restart_number: 0 for the first launch.
+        restart_number: Number of restarts so far, 0 for the first launch.
 
     Raises:
         CheckpointError: Another run is writing to the folder, or the run cannot resume from its checkpoints.
@@ -116,7 +116,7 @@ def newest_history(checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
 
 
 def _has_begun_anew(config: MasterConfig, run_id: str) -> bool:
-    """Return whether a run with a new folder has begun, which ignores later checkpoints of other runs."""
+    """Return whether a run has begun in a new folder. If so, it ignores later checkpoints of other runs."""
     return config.checkpointing.checkpoint_dir is None and find_run_folder(config.logger.log_dir, run_id) is not None
 
 
@@ -136,7 +136,7 @@ def _swept_checkpoints(store: CheckpointStore) -> list[Checkpoint]:
 
 
 def _own_checkpoint(config: MasterConfig, run_id: str, warn: Callable[[str], None]) -> Checkpoint | None:
-    """Find the run's newest checkpoint, without locking folders of other runs, which may be active."""
+    """Return the run's newest checkpoint, if any. Do not lock folders of other runs, which may be active."""
     for store in _stores(config, warn):
         if any(checkpoint.state.run_id == run_id for checkpoint in store.checkpoints()):
             own = [checkpoint for checkpoint in _swept_checkpoints(store) if checkpoint.state.run_id == run_id]
@@ -145,7 +145,7 @@ def _own_checkpoint(config: MasterConfig, run_id: str, warn: Callable[[str], Non
 
 
 def _checkpoint_of_earlier_run(config: MasterConfig, warn: Callable[[str], None]) -> Checkpoint | None:
-    """Find the checkpoint that `checkpointing.resume` selects."""
+    """Return the checkpoint that `checkpointing.resume` selects, if any."""
     settings = config.checkpointing
     if settings.checkpoint_dir is None:
         return _newest_of_same_experiment(config, warn) if settings.resume == "auto" else None
@@ -170,7 +170,7 @@ def _refuse_damage_alone(store: CheckpointStore, usable: Sequence[Checkpoint]) -
 
 
 def _newest_of_same_experiment(config: MasterConfig, warn: Callable[[str], None]) -> Checkpoint | None:
-    """Find the newest checkpoint of the newest run with any. Warn if that run is another experiment."""
+    """Return the newest checkpoint of the newest run with any. If it is another experiment, warn and return None."""
     resolved = dump_resolved(config)
     algorithm = algorithm_of(config)
     for store in _stores(config, warn):

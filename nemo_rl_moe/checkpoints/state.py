@@ -36,9 +36,9 @@ class LoopState:
     """State of a training loop between two steps, without the models.
 
     Attributes:
-        batches_taken: Global batches, or rounds of prompts, taken from the data.
-        first_validation: Metrics for the summary, empty before the first validation.
-        skipped_in_a_row: Consecutive skipped updates up to this step.
+        batches_taken: Number of global batches, or of rounds of prompts, taken from the data.
+        first_validation: Metrics of the first validation, for the summary. Empty before it.
+        skipped_in_a_row: Number of consecutive skipped updates up to this step.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -56,11 +56,11 @@ class RunDescription(BaseModel):
 
     Attributes:
         algorithm: Name of its configuration section, such as `sft`.
-        first_run_id: Run that started at step 0, which identifies a history of training.
-        run_folder: Absolute path.
-        logger_run_ids: Id under which each logger resumes, by logger.
-        layout: Sizes of the parallel dimensions, from `layout_of`.
-        fingerprints: Fingerprints of inputs by name.
+        first_run_id: Id of the run that started at step 0. It identifies a history of training.
+        run_folder: Absolute path of the run's folder.
+        logger_run_ids: Logger -> id under which it resumes.
+        layout: Parallel dimension -> size, from `layout_of`.
+        fingerprints: Name of an input -> fingerprint.
     """
 
     model_config = _STRICT
@@ -80,11 +80,11 @@ class CheckpointState(RunDescription):
     """Description of a checkpoint and of the run that wrote it.
 
     Attributes:
-        format_version: Increased when older releases could not read it.
+        format_version: Increased when older releases cannot read the file.
         run_folder_id: Id in the run folder's `run.json`, if it had one.
         checkpoint_dir: Absolute path of the folder of checkpoints when it was written, without links.
         metric_name: Metric that ranks checkpoints, such as `val:accuracy`.
-        metric_value: None if it was not measured.
+        metric_value: Value of the metric. None if it was not measured.
         time: Unix seconds of writing.
     """
 
@@ -114,7 +114,7 @@ def layout_of(config: MasterConfig) -> dict[str, int]:
 
 
 def json_ready(value: Any) -> Any:
-    """Convert content to JSON's types, with NaN and infinities as strings."""
+    """Return content in JSON's types, with NaN and infinities as strings."""
     if isinstance(value, Mapping):
         return {str(key): json_ready(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -131,10 +131,10 @@ def write_state(folder: Path, state: CheckpointState) -> None:
 
 
 def read_state(folder: Path) -> CheckpointState:
-    """Read `state.json` of a checkpoint's folder.
+    """Return the content of `state.json` of a checkpoint's folder.
 
     Raises:
-        CheckpointError: It is missing or invalid.
+        CheckpointError: The file is missing or invalid.
     """
     path = folder / STATE_FILE_NAME
     try:

@@ -39,15 +39,15 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """Number of steps before it."""
+        """Number of steps before the checkpoint."""
         return self.state.loop.step
 
 
 def model_folder(checkpoint: Path, role: str) -> Path:
-    """Return the folder of a role's model in a checkpoint, which is the checkpoint itself for the policy.
+    """Return the folder of a role's model in a checkpoint. For the policy, it is the checkpoint itself.
 
-    It is a model in Megatron-Core's format (`config.json`, tokenizer, training state in `POLICY_FOLDER_NAME`), so that
-    a run can start from it and `convert` can read it.
+    The folder is a model in Megatron-Core's format (`config.json`, tokenizer, training state in `POLICY_FOLDER_NAME`),
+    so that a run can start from it and `convert` can read it.
     """
     return checkpoint if role == POLICY_ROLE else checkpoint / role
 
@@ -71,7 +71,7 @@ class CheckpointStore:
     Only one run may write at a time (see `locked`). Reading is always safe. Other files in the folder are untouched.
 
     Args:
-        checkpoint_dir: Created with the first checkpoint. Machines of one run must share it.
+        checkpoint_dir: Folder of checkpoints, created with the first one. All machines of a run must share it.
         warn: Called once for each unusable checkpoint.
     """
 
@@ -101,7 +101,7 @@ class CheckpointStore:
                             folder.rmdir()
 
     def _lock_file(self) -> TextIO:
-        """Create, open and lock the lock file in its folder."""
+        """Create, open and lock the lock file in its folder. Return the open file."""
         path = self.folder / LOCK_FILE_NAME
         for attempt in range(_LOCK_ATTEMPTS):
             try:
@@ -127,8 +127,8 @@ class CheckpointStore:
                     return file
             file.close()  # a run that ended removed the file before this one had the lock
         raise CheckpointError(
-            f"{_KEY}: another run is writing to {str(self.folder)!r}; wait for it to end, or take another folder (where"
-            " it is null: checkpointing.resume=never starts a new one)"
+            f"{_KEY}: another run is writing to {str(self.folder)!r}; wait for it to end, or set another folder"
+            " (if the key is null, set checkpointing.resume=never, which begins a new folder)"
         )
 
     def path_of(self, step: int) -> Path:
@@ -154,7 +154,7 @@ class CheckpointStore:
         return self.folder.is_dir() and any(_COMPLETE.fullmatch(entry.name) for entry in self.folder.iterdir())
 
     def stage(self, step: int) -> Path:
-        """Create the empty folder in which the checkpoint of a step is assembled."""
+        """Create and return the empty folder in which the checkpoint of a step is assembled."""
         staging = self.staged(step)
         delete(staging)
         staging.mkdir(parents=True)
@@ -165,7 +165,7 @@ class CheckpointStore:
         return self._leftover(step, "incomplete")
 
     def publish(self, step: int) -> Path:
-        """Rename the staged checkpoint of a step to its final name, once all of it is on disk."""
+        """Rename the staged checkpoint of a step to its final name, once it is on disk. Return the new path."""
         target = self.path_of(step)
         write_inventory(self.staged(step))
         put_in_place(self.staged(step), target, self._leftover(step, "replaced"))

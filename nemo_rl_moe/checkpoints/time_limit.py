@@ -9,7 +9,7 @@ from nemo_rl_moe.config.schema_run import parse_duration
 
 
 class TimeLimit:
-    """Time limit of a run, which stops after the last step that leaves time to save.
+    """Time limit of a run. The run stops after the last step that leaves time to save.
 
     Further steps (with validation) and saves are assumed to take as long as the longest so far.
 

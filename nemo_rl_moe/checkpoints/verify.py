@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
-    """Compare each folder with its checksums, and print a line for each undamaged one."""
+    """Compare each folder with its checksums. Print a line for each undamaged folder."""
     checksums = _checksums()
     name = checksums.INVENTORY_FILE_NAME
     folders = [found for top in [*options.runs, *map(Path, more)] for found in _with_inventory(top, name)]
@@ -64,7 +64,7 @@ def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
 
 
 def _checksums() -> ModuleType:
-    """Import checksums, which need a package that other commands without training do not need."""
+    """Return the module `checksums`. It needs a package that other commands without training do not need."""
     try:
         from nemo_rl_moe import checksums
     except ModuleNotFoundError as error:

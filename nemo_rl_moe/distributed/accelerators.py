@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Accelerators with their memory and speed, and machines of them that a run is planned for."""
+"""Accelerators with their memory and speed, and the machines that a run is planned for."""
 
 import re
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ class Accelerator:
 
     Attributes:
         memory_gb: Memory in GB of 10^9 bytes.
-        bfloat16_tflops: Peak of dense matrix products.
+        bfloat16_tflops: Peak TFLOP/s of dense matrix products.
         device_names: CUDA's names of the device.
     """
 
@@ -72,7 +72,7 @@ class Target:
 
 
 def parse_target(text: str) -> Target:
-    """Parse machines from `GPUSxCARD` or `NODESxGPUSxCARD`, such as `8xH100` or `4x8xA100-80GB`."""
+    """Return the machines in `GPUSxCARD` or `NODESxGPUSxCARD`, such as `8xH100` or `4x8xA100-80GB`."""
     form = re.fullmatch(r"(?:(\d{1,6})x)?(\d{1,3})x([\w-]+)", text, flags=re.ASCII)
     if form is None or 0 in (int(form[1] or 1), int(form[2])):
         raise ConfigurationError(

@@ -16,7 +16,7 @@ from nemo_rl_moe.distributed.shared_arrays import ArrayStore, SharedColumn
 from nemo_rl_moe.distributed.stored_rows import Fetch, StoredRows, fetch_rows
 
 FILLER_LENGTH = 2
-"""Tokens of a filler row. With fewer, it would have no target."""
+"""Number of tokens of a filler row. With fewer, the row would have no target."""
 
 
 class Axis(Enum):
@@ -29,7 +29,7 @@ class Axis(Enum):
     RAGGED = "ragged"
     """Any number of values for each sequence, such as the sizes of its images."""
     SHARED = "shared"
-    """Any number of arrays for each sequence, which sequences may share, such as the pixels of its images."""
+    """Any number of arrays for each sequence, such as the pixels of its images. Sequences may share arrays."""
 
 
 class Destination(Enum):
@@ -56,7 +56,7 @@ class ModelInput:
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy to a device without waiting. For a GPU, this needs pinned memory."""
+    """Return a copy on a device, without waiting. For a GPU, the copy uses pinned memory."""
     from_host = device.type == "cuda" and tensor.device.type == "cpu"
     return (tensor.contiguous().pin_memory() if from_host else tensor).to(device, non_blocking=True)
 
@@ -80,7 +80,7 @@ class Column:
 
     def __post_init__(self) -> None:
         if (self.sizes is not None) != (self.axis is Axis.RAGGED):
-            raise ValueError(f"a column has sizes where it is ragged and nowhere else, got axis {self.axis.value}")
+            raise ValueError(f"a column must have sizes if it is ragged, and only then; got axis {self.axis.value}")
 
     def select(self, indices: Int[Tensor, " selected"], longest: int) -> "Column":
         """Return the column of some sequences, in that order, cut to a number of tokens."""
@@ -94,7 +94,7 @@ class Column:
         return replace(self, values=torch.cat(chosen) if chosen else self.values[:0], sizes=self.sizes[indices])
 
     def with_empty_rows(self, number: int) -> "Column":
-        """Return the column with rows of fillers at the end, which have no values if ragged."""
+        """Return the column with rows of fillers at the end. In a ragged column, they have no values."""
         if self.axis is Axis.RAGGED:
             assert self.sizes is not None
             return replace(self, sizes=torch.cat([self.sizes, self.sizes.new_zeros(number)]))
@@ -146,10 +146,10 @@ def per_token(
 
 
 def collate_inputs(inputs: Sequence[ModelInput], longest: int) -> Column:
-    """Collate an input of each sequence into one column for the model.
+    """Return one column for the model with an input of each sequence.
 
     Args:
-        inputs: On the same axis, which is not shared, with equal shapes except for the number of values.
+        inputs: On one axis, which is not `SHARED`. Their shapes may differ in the number of values only.
     """
     first = inputs[0]
     if first.axis is Axis.SHARED:
@@ -176,12 +176,12 @@ class TokenBatch:
         lengths: Number of tokens of each sequence without padding.
         token_mask: True on tokens that count in the loss *as a target* (position `t` is predicted from position
             `t - 1`), False on prompts and padding.
-        sample_ids: For error messages.
+        sample_ids: Id of the sample of each sequence, for error messages.
         group_size: Number of neighbours that always run in one microbatch. `policy.train_global_batch_size` and
             `policy.train_micro_batch_size` count such groups.
         stored: Columns that a rank fetches when it needs them, by name.
-        shared: Columns for the model of arrays that sequences share, by name.
-        sample_sizes: Number of sequences of each sample, which are neighbours. If empty, a sample is a group.
+        shared: Columns for the model whose arrays may be shared by sequences, by name.
+        sample_sizes: Number of sequences of each sample. They are neighbours. If empty, a sample is a group.
             `policy.train_global_batch_size` counts samples. `select` drops it, as it may split samples.
         is_filler: True for rows without a sequence, which only give all ranks the same number of microbatches. They
             have no effect on any result. None without fillers.
@@ -232,7 +232,7 @@ class TokenBatch:
         return replace(self, columns={**self.columns, **columns})
 
     def with_inputs(self, inputs: Sequence[Mapping[str, ModelInput]]) -> "TokenBatch":
-        """Return the batch with further inputs of the model, which have the same names in all sequences."""
+        """Return the batch with further inputs of the model. Their names are equal in all sequences."""
         columns, shared = dict(self.columns), dict(self.shared)
         for name, first in inputs[0].items():
             of_sequences = [each[name] for each in inputs]
@@ -280,7 +280,7 @@ class TokenBatch:
         return replace(self, columns={**self.columns, **found}, stored={}, shared=shared)
 
     def to(self, device: torch.device) -> "TokenBatch":
-        """Copy to a device without waiting, except for shared arrays."""
+        """Return a copy on a device, without waiting. Shared arrays stay on the host."""
         return replace(
             self,
             input_ids=to_device(self.input_ids, device),
@@ -291,7 +291,7 @@ class TokenBatch:
         )
 
     def num_valid_tokens(self) -> int:
-        """Return the number of targets in the loss. The first token of a sequence is never one."""
+        """Return the number of targets in the loss. The first token of a sequence is never a target."""
         return int(self.token_mask[:, 1:].sum())
 
 
@@ -300,14 +300,14 @@ class GlobalBatchShard:
     """One data-parallel rank's shard of a global batch.
 
     Attributes:
-        microbatches: In execution order. Every rank has the same number.
-        global_valid_tokens: Targets in the loss, over all ranks.
-        global_sequences: Sequences with such a target, over all ranks.
-        global_tokens: All tokens but padding, over all ranks.
-        global_rows: Sequences with a token, over all ranks.
-        places: Index in the full batch of each sequence of the microbatches.
-        samples: Index in the full batch of the sample of each of these sequences.
-        num_batch_sequences: Sequences of the full batch, over all ranks and global batches.
+        microbatches: Microbatches in execution order. Every rank has the same number of them.
+        global_valid_tokens: Number of targets in the loss, over all ranks.
+        global_sequences: Number of sequences with such a target, over all ranks.
+        global_tokens: Number of tokens without padding, over all ranks.
+        global_rows: Number of sequences with a token, over all ranks.
+        places: For each sequence of the microbatches, its index in the full batch.
+        samples: For each sequence of the microbatches, the index of its sample in the full batch.
+        num_batch_sequences: Number of sequences of the full batch, over all ranks and global batches.
     """
 
     microbatches: tuple[TokenBatch, ...]
@@ -326,14 +326,14 @@ def count_trained_sequences(batch: TokenBatch) -> int:
 
 
 def make_shard(batch: TokenBatch, microbatches: Sequence[Sequence[int]], totals: TokenBatch) -> GlobalBatchShard:
-    """Select the microbatches of one rank, as `make_shards` for several."""
+    """Return the shard of one rank. See `make_shards`."""
     return make_shards(batch, [microbatches], totals)[0]
 
 
 def make_shards(
     batch: TokenBatch, by_rank: Sequence[Sequence[Sequence[int]]], totals: TokenBatch
 ) -> list[GlobalBatchShard]:
-    """Select the microbatches of all ranks.
+    """Return the shard of each rank.
 
     Args:
         by_rank: Sequence indices of each microbatch, for each data-parallel rank.
@@ -360,7 +360,7 @@ def make_shards(
 
 
 def with_empty_rows(batch: TokenBatch, number: int) -> TokenBatch:
-    """Return the batch with fillers after its sequences, which are rows of padding."""
+    """Return the batch with fillers after its sequences. Fillers are rows of padding."""
     if not number:
         return batch
     longest = batch.input_ids.shape[1]
@@ -378,7 +378,7 @@ def with_empty_rows(batch: TokenBatch, number: int) -> TokenBatch:
 
 
 def append_fillers(batch: TokenBatch, fillers: Sequence[int]) -> TokenBatch:
-    """Append copies of the sequences in `EvaluationPlan.fillers`, without tokens in the loss and stored values."""
+    """Return the batch with copies of the sequences `fillers` at the end. The loss does not count them."""
     if not fillers:
         return batch
     filled = batch.select([*range(len(batch)), *fillers])

@@ -10,11 +10,11 @@ from nemo_rl_moe.distributed.patch_limit import Images, PatchRoom
 from nemo_rl_moe.errors import ConfigurationError
 
 MOST_REFUSED = 64
-"""Items that a bin refuses for their patches before it is closed."""
+"""Number of items that a bin refuses for their patches before it is closed."""
 
 
 def round_up(length: int, multiple: int) -> int:
-    """Round up to a multiple."""
+    """Return the length, rounded up to a multiple."""
     return -(-length // multiple) * multiple
 
 
@@ -26,9 +26,9 @@ def first_fit_decreasing(
     A bin that has refused `MOST_REFUSED` items for their patches is closed. Otherwise the time would be quadratic.
 
     Args:
-        sizes: Each at least 1 and at most `capacity`.
+        sizes: Size of each item, from 1 to `capacity`.
         images: Images of each item. Empty without any.
-        most_patches: Maximum patches of the distinct images of a bin whose items have different images.
+        most_patches: Maximum number of patches of the distinct images of a bin whose items have different images.
 
     Returns:
         Items of each bin, largest first.
@@ -94,7 +94,7 @@ class _RoomOfBins:
 
 
 def split_evenly(sizes: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Split positions into two non-empty parts of about the same sum. `sizes` has at least two, largest first."""
+    """Return positions in two non-empty parts of about the same sum. `sizes` has at least two, largest first."""
     halves: tuple[list[int], list[int]] = ([], [])
     totals = [0, 0]
     for position, size in enumerate(sizes):
@@ -128,7 +128,7 @@ def deal_by_work(work: Sequence[int], num_ranks: int) -> list[list[int]]:
 
 
 def rounded_number(num_microbatches: int, unit: int, num_items: int) -> int:
-    """Return the next multiple of `unit`. Refuse it if it exceeds the number of items."""
+    """Return the next multiple of `unit`. Raise an error if it exceeds the number of items."""
     target = round_up(num_microbatches, unit)
     if target > num_items:
         raise ConfigurationError(
@@ -145,10 +145,10 @@ def split_until(
     work: Callable[[list[int]], int],
     cut: Callable[[list[int]], tuple[Sequence[int], Sequence[int]]],
 ) -> list[list[int]]:
-    """Split the fullest bin repeatedly until the number of bins is a multiple of `unit`.
+    """Return the bins after splits of the fullest one, until their number is a multiple of `unit`.
 
     Args:
-        unit: At most the number of items.
+        unit: The number of bins becomes a multiple of this. At most the number of items.
         cut: Splits a bin's items into two lists of positions.
     """
     target = rounded_number(len(bins), unit, sum(map(len, bins)))

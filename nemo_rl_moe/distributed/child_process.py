@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Child processes for users' code on the driver's machine, which end with the driver and all that they have started."""
+"""Child processes for users' code on the driver's machine. They and all that they start end with the driver."""
 
 import os
 import signal
@@ -33,7 +33,7 @@ class ChildProcess:
 
     Attributes:
         connection: This end of the connection.
-        is_over: It has been killed.
+        is_over: Whether the process has been killed.
     """
 
     def __init__(

@@ -82,13 +82,13 @@ class RayCluster:
     a local Ray. The bundles of its placement group are on different machines.
 
     Args:
-        beside: Cluster of the run's policy, for workers of another role. It must be shut down later than this one.
-        stored_bytes: Bytes in a local Ray's object store besides batches and metrics.
+        beside: Cluster of the policy, if this one is for another role. The policy's cluster must be shut down later.
+        stored_bytes: Number of bytes in a local Ray's object store besides batches and metrics.
         placement_timeout_s: Seconds to wait for other jobs to free resources.
 
     Attributes:
-        is_local: All workers run on this machine.
-        num_threads: The user's `OMP_NUM_THREADS` for each worker, if it is set.
+        is_local: Whether all workers run on this machine.
+        num_threads: Number of threads of each worker by the user's `OMP_NUM_THREADS`. None if it is not set.
     """
 
     def __init__(
@@ -129,14 +129,14 @@ class RayCluster:
 
     @property
     def can_be_called(self) -> bool:
-        """False if Ray has been stopped or its servers have died, so that a call could wait forever."""
+        """Whether Ray runs. If it was stopped or its servers have died, a call could wait forever."""
         return ray.is_initialized() and self.failure is None
 
     def call_on_each_machine(self, function: Callable[..., Any], *args: Any, with_gpus: bool = False) -> list[Any]:
-        """Call a function once on every machine of the run, each in a separate process.
+        """Call a function once on every machine of the run, each in a separate process. Return the results.
 
         Args:
-            with_gpus: The process gets all GPUs of the run on its machine, which no worker may hold.
+            with_gpus: Whether the process gets all GPUs of the run on its machine. No worker may hold them.
         """
         calls = []
         for bundle in range(self.config.num_nodes):
@@ -215,8 +215,8 @@ class RayCluster:
     def _start_local(self) -> None:
         if self.config.num_nodes > 1:
             raise ConfigurationError(
-                f"cluster.num_nodes: got {self.config.num_nodes}, this machine is 1; to use more, start Ray on all of"
-                " them (ray start) and set RAY_ADDRESS; nearest: cluster.num_nodes=1"
+                f"cluster.num_nodes: got {self.config.num_nodes}, but without RAY_ADDRESS a run has only this machine:"
+                " set cluster.num_nodes=1, or start Ray on all machines (ray start) and set RAY_ADDRESS"
             )
         # Ray's CPUs are logical. More workers than cores take turns.
         num_cpus = max(usable_cores(), self.config.all_workers_per_node)

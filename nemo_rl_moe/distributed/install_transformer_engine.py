@@ -1,9 +1,10 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Compilation of Transformer Engine against the installed torch, and the check that it still matches it.
+"""Compilation of Transformer Engine against the installed torch, and the check that both still match.
 
-`make gpu` runs it. The extension for torch is only released as sources. pip installs NVIDIA's compiler and headers for
-the CUDA release of torch. An installed CUDA toolkit is neither needed nor used, as its cuDNN may differ from torch's.
+`make gpu` runs this module. The extension for torch is only released as sources. pip installs NVIDIA's compiler and
+headers for the CUDA release of torch. An installed CUDA toolkit is neither needed nor used, as its cuDNN may differ
+from torch's.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from nemo_rl_moe.distributed.usable_gpus import installed_driver, problem_with_d
 from nemo_rl_moe.errors import EXIT_BAD_INPUT, EXIT_RUN_FAILED, one_line, report_error
 
 CUDA = "13"
-"""Major version of CUDA of the compiler's packages, which must be that of torch."""
+"""Major version of CUDA of the compiler's packages. It must be that of torch."""
 BUILD_TOOLS = ("ninja", "packaging", "pybind11", "setuptools", "wheel")
 COMPILER = ("nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-cuda-cccl")
 ENGINE = f"transformer-engine[core_cu{CUDA},pytorch]"
@@ -29,20 +30,20 @@ EXTENSION = "transformer-engine-torch"
 REPAIR = "compile it anew: make gpu"
 
 _BUILD_PREFIX = "0_torch_"
-"""Prefix of the wheel's build number, which must begin with a digit and records the version of torch."""
+"""Prefix of the wheel's build number. The number must begin with a digit, and records the version of torch."""
 
 
 def build_environment(environment: Mapping[str, str], site_packages: Path) -> dict[str, str]:
     nvidia = site_packages / "nvidia"
     toolkit = nvidia / f"cu{CUDA}"
-    # If it finds a compiler, Transformer Engine does not look for headers in other packages.
+    # If Transformer Engine finds a compiler, it does not look for headers in other packages.
     headers = [str(nvidia / package / "include") for package in ("cudnn", "nccl")]
     return {
         **environment,
         "CUDA_HOME": str(toolkit),
         "PATH": os.pathsep.join([str(toolkit / "bin"), environment.get("PATH", os.defpath)]),
         "CPATH": os.pathsep.join([*headers, *filter(None, [environment.get("CPATH")])]),
-        # Otherwise it first looks for a wheel on the internet.
+        # Otherwise Transformer Engine first looks for a wheel on the internet.
         "NVTE_PYTORCH_FORCE_BUILD": "TRUE",
     }
 

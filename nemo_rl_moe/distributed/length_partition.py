@@ -22,12 +22,13 @@ def cheapest_partition(
     Fewer runs win among equal partitions.
 
     Args:
-        lengths: Longest first, each at least 1 and at most `max_tokens`.
-        max_tokens: Maximum tokens of a run, padding included.
+        lengths: Lengths of the sequences, longest first, each at least 1 and at most `max_tokens`.
+        max_tokens: Maximum number of tokens of a run, padding included.
         overhead: Cost of a microbatch in tokens, at least 0.
-        unit: The number of runs is a multiple of it. The fewest runs that hold the lengths, rounded up to such a
+        unit: The number of runs is a multiple of `unit`. The fewest runs that hold the lengths, rounded up to such a
             multiple, must not exceed the number of lengths.
-        most: Maximum number of lengths in a run that begins at each of them, at least 1. None for no limit.
+        most: For each length, the maximum number of lengths in a run that begins with it, at least 1. None for no
+            limit.
 
     Returns:
         For each run, ascending, the index after its last length.

@@ -35,7 +35,7 @@ SERVERS = ("gcs_server", "raylet")
 POLL_S = 0.1
 _NEWEST_BYTES, _LONGEST_ERROR = 8192, 300
 _ERROR_LINE = re.compile(r"\[[^\]]* [ECF] \d+ \d+\] \(\w+\) (.*)")
-"""Line of a server's log with an error or worse, whose group is the text."""
+"""A line of a server's log with an error or worse. The group is its text."""
 _RAYS_EXCUSE = re.compile(r"An unexpected system state has occurred\..*?fix it\. ")
 _ACTION_BYTES = 1024
 """At least the size of the C library's `struct sigaction`."""
@@ -51,10 +51,10 @@ UNWINDING_S = 6.0
 
 
 def object_store_bytes(stored_bytes: int = 0) -> int:
-    """Return the size of an object store for batches and metrics, less if shared memory is scarce.
+    """Return the bytes of an object store for batches and metrics, fewer if shared memory is scarce.
 
     Args:
-        stored_bytes: Further bytes that a run stores. Ray spills objects to the disk if the store is full.
+        stored_bytes: Number of further bytes that a run stores. Ray spills objects to the disk if the store is full.
     """
     try:
         free = shutil.disk_usage(SHARED_MEMORY).free
@@ -92,7 +92,7 @@ def preserved_handlers() -> Iterator[None]:
         with patch.object(ray._private.utils, "set_sigterm_handler", lambda handler: None):
             yield
     finally:
-        # Ray's C++ library has installed a handler in front of the program's, which prints a stack.
+        # Ray's C++ library has installed a handler that prints a stack in front of the program's handler.
         ctypes.CDLL(None).sigaction(signal.SIGTERM, action, None)
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)
@@ -111,20 +111,20 @@ def _blocked_stop_signals() -> Iterator[None]:
 
 
 class _DiedInTheStartError(Exception):
-    """A starting raylet has died. Not a `RuntimeError`, after which Ray would try again."""
+    """A starting raylet has died. This is no `RuntimeError`, because Ray would try again after one."""
 
 
 class LocalRay:
     """Ray's servers as children of this process.
 
-    A thread notices within a second that a server has died, for example from lack of memory, which Ray reports after a
-    minute or never. If the program still runs a few seconds later, it is ended with a message.
+    A thread notices within a second that a server has died, for example from lack of memory. Ray itself would report
+    the death after a minute or never. If the program still runs a few seconds later, it is ended with a message.
 
     On a busy machine the raylet may die at start, as it waits at most 15 s for its agents' ports
     (ray-project/ray#65983). Then Ray is started again.
 
     Args:
-        stored_bytes: Bytes in the object store besides batches and metrics.
+        stored_bytes: Number of bytes in the object store besides batches and metrics.
     """
 
     def __init__(self, num_cpus: int, stored_bytes: int = 0):
@@ -136,8 +136,8 @@ class LocalRay:
         self._failure: str | None = None
         self._exit_code = EXIT_RUN_FAILED
         self._stopped, self._starts_again, self._lock = threading.Event(), threading.Event(), threading.Lock()
-        # Handlers that are registered later, such as the ends of loggers, run before it. Ray's handler would run after
-        # it, and wait for dead servers or crash.
+        # Handlers that are registered later, such as the ends of loggers, run before this one. Ray's handler would run
+        # after it, and wait for dead servers or crash.
         atexit.register(self._leave_out_ray)
         self._thread = threading.Thread(target=self._watch, name="watch over Ray", daemon=True)
         self._thread.start()
@@ -212,7 +212,7 @@ class LocalRay:
             (Path.home() / ".ray" / "auth_token").chmod(0o600)  # Ray lets other users read it
 
     def _get_node(self, *args: Any) -> Any:
-        """Replace Ray's function, which waits half a minute for a starting raylet even if it is dead."""
+        """Replace Ray's function. That waits half a minute for a starting raylet, even if the raylet is dead."""
         answer: Future[Any] = Future()
 
         def ask() -> None:

@@ -17,7 +17,7 @@ def memory_shortage(report: str, names: Mapping[tuple[str, int], str]) -> str:
 
     Args:
         report: Text of Ray's `OutOfMemoryError`.
-        names: Processes of this run, by address of the machine and process id. Others are shown by their command.
+        names: Address of a machine and process id -> name of a process of this run. Others are shown by their command.
 
     Returns:
         One line. For an unknown form of report, its first line.

@@ -22,7 +22,7 @@ from nemo_rl_moe.errors import ConfigurationError
 def padded_group_lengths(lengths: Sequence[int], group_size: int) -> list[int]:
     """Return the tokens of each group if every sequence is padded to the longest of its microbatch.
 
-    A microbatch has its number of groups times the largest of these numbers.
+    A microbatch has as many tokens as its number of groups times the largest number among them.
     """
     return [group_size * max(group) for group in _groups(lengths, group_size)]
 
@@ -33,7 +33,7 @@ def packed_group_lengths(lengths: Sequence[int], group_size: int, sequence_multi
 
 
 def sequences_of(groups: Sequence[int], group_size: int) -> tuple[int, ...]:
-    """Return the indices of the sequences of groups, which are neighbours."""
+    """Return the indices of the sequences of groups. The sequences of a group are neighbours."""
     return tuple(group * group_size + member for group in groups for member in range(group_size))
 
 
@@ -58,11 +58,12 @@ class PlainBatching:
 
 @dataclass(frozen=True)
 class DynamicBatching:
-    """Sequences of similar length together. Their number times the longest is at most `max_tokens`.
+    """Sequences of similar length together. Their number times the longest length is at most `max_tokens`.
 
     Attributes:
         overhead_tokens: Cost of a microbatch in tokens, besides its padded tokens.
-        max_patches: Maximum patches of distinct images, unless all sequences (or groups) have the same images.
+        max_patches: Maximum number of patches of distinct images, unless all sequences (or groups) have the same
+            images.
     """
 
     max_tokens: int
@@ -93,7 +94,8 @@ class MicrobatchPlan:
     Attributes:
         global_batches: Sequence indices in the full batch, by global batch, data-parallel rank and microbatch. Every
             rank of a global batch has the same number of microbatches.
-        num_fillers: Number of indices after the sequences, each alone in a microbatch. See `batch.with_empty_rows`.
+        num_fillers: Number of fillers, whose indices follow the sequences. Each is alone in a microbatch. See
+            `batch.with_empty_rows`.
     """
 
     global_batches: tuple[RankMicrobatches, ...]
@@ -111,8 +113,8 @@ class EvaluationPlan:
 
     Attributes:
         by_rank: Microbatches by data-parallel rank, the same number for each.
-        fillers: Sequences that are repeated for that. Filler `i` has the index `number of sequences + i` in `by_rank`
-            and must not count. See `batch.append_fillers`.
+        fillers: Sequences that are repeated so that all ranks have this number. Filler `i` has the index `number of
+            sequences + i` in `by_rank` and must not count. See `batch.append_fillers`.
     """
 
     by_rank: RankMicrobatches
@@ -130,18 +132,19 @@ def plan_microbatches(
     sample_sizes: Sequence[int] = (),
     images: Sequence[Images] = (),
 ) -> MicrobatchPlan:
-    """Split a batch into global batches, and each of these into microbatches for every rank.
+    """Return the split of a batch into global batches, and of each of these into microbatches for every rank.
 
     Args:
-        lengths: In tokens, each at least 1.
-        global_batch_size: Groups, or samples, of one optimizer step, which are neighbours in the batch.
+        lengths: Length of each sequence in tokens, at least 1.
+        global_batch_size: Number of groups, or of samples, of one optimizer step. They are neighbours in the batch.
         batching: With `PlainBatching` and samples of one sequence, the microbatches do not depend on the number of
             ranks, and rank `r` runs the `r`-th block of them.
         microbatch_multiple: Each rank has a multiple of this number of microbatches. An interleaved pipeline needs its
             number of stages.
         group_size: Number of neighbours that always run in one microbatch. All sizes above count such groups.
-        sample_sizes: Sequences of each sample, neighbours that always run in one optimizer step. A global batch with
-            too few sequences for the microbatches of all ranks gets fillers. If empty, each group is a sample.
+        sample_sizes: Number of sequences of each sample. They are neighbours and run in one optimizer step. A global
+            batch with too few sequences for the microbatches of all ranks gets fillers. If empty, each group is a
+            sample.
         images: Images of each sequence. Empty without images, or without a limit on patches.
     """
     sizes = _group_lengths(lengths, group_size, batching)
@@ -168,7 +171,8 @@ def plan_microbatches(
         elif global_batch_size < unit:
             raise ConfigurationError(
                 f"policy.train_global_batch_size: got {global_batch_size}, expected at least {unit}"
-                f" ({_unit_text(num_data_parallel_ranks, microbatch_multiple)}): every rank runs as many microbatches"
+                f" ({_unit_text(num_data_parallel_ranks, microbatch_multiple)}): every rank runs the same"
+                " number of microbatches"
             )
         indices = [*range(ends[start], ends[start + global_batch_size])]
         if sample_sizes:
@@ -191,7 +195,7 @@ def plan_evaluation(
     group_size: int = 1,
     images: Sequence[Images] = (),
 ) -> EvaluationPlan:
-    """Distribute a batch of any size over the ranks. If it does not divide, the shortest group is repeated.
+    """Return a plan for a batch of any size. If the size does not divide, the shortest group is repeated.
 
     The arguments are described in `plan_microbatches`.
     """
@@ -271,7 +275,7 @@ def _of(images: Sequence[Images], indices: Sequence[int]) -> list[Images]:
 def _by_length(
     sizes: Sequence[int], images: Sequence[Images], batching: DynamicBatching
 ) -> tuple[list[int], list[int], list[int]]:
-    """Sort items by length, longest first. Return them, their lengths, and how many from each on fit by patches."""
+    """Sort items by length, longest first. Return items, lengths, and how many from each on fit by patches."""
     order = sorted(range(len(sizes)), key=lambda item: (-sizes[item], item))
     own = [images[item] for item in order] if images else [{}] * len(order)
     return order, [sizes[item] for item in order], most_neighbours(own, batching.max_patches)
@@ -296,7 +300,7 @@ def _cheapest_by_length(
 
 
 def _with_sequences(by_rank: RankMicrobatches, group_size: int) -> RankMicrobatches:
-    """Replace groups with their sequences."""
+    """Return microbatches with sequences instead of groups."""
     return tuple(tuple(sequences_of(groups, group_size) for groups in microbatches) for microbatches in by_rank)
 
 

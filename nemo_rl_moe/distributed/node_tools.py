@@ -74,7 +74,7 @@ def ray_folder(pid: int) -> Path:
 
 
 def folder_of_this_process(parent: Path, purpose: str) -> Path:
-    """Make a folder named by machine and process. Remove such folders of processes that have ended."""
+    """Make and return a folder named by machine and process. Remove such folders of processes that have ended."""
     parent.mkdir(parents=True, exist_ok=True)
     _remove_folders_of_the_dead(parent, purpose)
     prefix = f"{_OWN_PREFIX}{purpose}-{socket.gethostname()}-{os.getpid()}-"
@@ -82,7 +82,7 @@ def folder_of_this_process(parent: Path, purpose: str) -> Path:
 
 
 def remove_folders_of(pids: Iterable[int]) -> None:
-    """Remove the temporary folders of killed processes, also of engines that died with a server of Ray before."""
+    """Remove the temporary folders of killed processes, and of engines that died earlier with a server of Ray."""
     killed = set(pids)
     for pid in killed:
         shutil.rmtree(ray_folder(pid), ignore_errors=True)
@@ -127,7 +127,7 @@ def threads_per_worker(cores: int, workers: int, chosen: int | None = None) -> i
 def chosen_threads(environment: Mapping[str, str]) -> int | None:
     """Return the user's number of threads in `OMP_NUM_THREADS`, if it is set.
 
-    Of a list, which is for nested regions, the first number counts.
+    If it is a list, which is for nested regions, return the first number.
     """
     value = environment.get(THREADS, "").strip()
     if not value:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Ray's object store as a store of rows, which one actor puts and others fetch."""
+"""Ray's object store as a store of rows: one actor puts rows, and others fetch them."""
 
 import time
 from collections import deque
@@ -19,7 +19,7 @@ HELD_S = 60.0
 
 
 def fetch_objects(sources: Sequence[Any]) -> list[Shaped[np.ndarray, "rows ..."] | None]:
-    """Fetch arrays by handle, read-only. None for an array that was lost with the process that stored it."""
+    """Return arrays by handle, read-only. None for an array that was lost with the process that stored it."""
     try:
         return list(ray.get(list(sources)))
     except RayError:
@@ -40,8 +40,8 @@ RAY_STORE = RowStore(fetch_objects, ray.put)
 class HeldObjects:
     """Objects that this process holds in Ray's store for `HELD_S`, until their reader holds them.
 
-    Ray may free an object of a streaming task before the reader's reference counts: 3 of 8,420 in a trial, and a fifth
-    of a step's rows when short tasks followed each other.
+    Ray may free an object of a streaming task before it counts the reader's reference: 3 of 8,420 in a trial, and a
+    fifth of a step's rows when short tasks followed each other.
 
     Args:
         clock: Returns seconds of a monotonic clock.

@@ -3,18 +3,19 @@
 """Limit on the patches of a microbatch's images, besides its tokens.
 
 Equal images count once, as the vision tower runs them once. A microbatch keeps the limit, or all its items have the
-same images, so that it takes no more than one item alone. Both properties also hold for each part of a microbatch.
+same images, so that they have no more patches than one item alone. Both properties also hold for each part of a
+microbatch.
 """
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
 Images = Mapping[int, int]
-"""Patches of each image of an item, by the image's id."""
+"""Id of an image of an item -> its number of patches."""
 
 
 class PatchRoom:
-    """Room for the images of a growing microbatch that has one item."""
+    """Room for the images of a growing microbatch, which begins with one item."""
 
     def __init__(self, most: int | None, first: Images):
         self._most, self._first = most, first.keys()
@@ -22,7 +23,7 @@ class PatchRoom:
 
     def has_room_for(self, images: Images) -> bool:
         """Return whether another item may join."""
-        # Items with the images of the first one add nothing. If these exceed the limit, no other items are in here.
+        # Items with the images of the first one add nothing. If these exceed the limit, no other images may join.
         if self._most is None or images.keys() == self._first:
             return True
         return self._patches + self._added(images) <= self._most
@@ -36,7 +37,7 @@ class PatchRoom:
 
 
 def most_neighbours(images: Sequence[Images], most: int | None) -> list[int]:
-    """Return, for each item, how many neighbours from it on may run together, at least one."""
+    """Return, for each item, how many neighbours may run together from this item on, at least one."""
     number = len(images)
     if most is None:
         return [number - start for start in range(number)]

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process of a run: requests to stop it, and cleanup of its processes and folders at its end.
 
-`watch_this_process` forks a watcher that outlives a killed run. It finds all processes of the run, orphans included, by
-a mark in their environment.
+`watch_this_process` forks a watcher that outlives a killed run. The watcher finds all processes of the run, orphans
+included, by a mark in their environment.
 """
 
 import atexit
@@ -31,7 +31,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, si
 """Requests to stop. Batch systems announce the end of a job's time with SIGTERM or a signal that the user chooses,
 often SIGUSR1."""
 _LEFT_TO_STARTERS = STOP_SIGNALS[2:]
-"""Signals that the run ignores if the program that starts it does, as `nohup` with SIGHUP."""
+"""Signals that the run ignores if the program that starts it ignores them, as `nohup` does with SIGHUP."""
 SAME_REQUEST_S = 1.0
 """Signals within this time are one request, as a batch system signals all processes of a run."""
 STUBBORN_S = 10.0
@@ -42,7 +42,7 @@ ENDING_LIMIT_S = 10.0
 LEAVING_S = 15.0
 """Seconds that a run's process may take to end after its work is done."""
 OWNER = "NEMO_RL_MOE_OWNER"
-"""Environment variable with the run of a process."""
+"""Environment variable that marks the run of a process."""
 WATCHER_NAME = "run-watcher"
 _ENDING_POLL_S = 0.05
 _ENOUGH_LOOKS = 2
@@ -57,9 +57,9 @@ _pipe_to_watcher: int | None = None
 class StopSignals:
     """Context in the main thread that handles `STOP_SIGNALS` of a run.
 
-    Outside of `graceful` the first signal raises, which stops everything in order. Inside it only sets `reason`, and
-    the loop ends after its step. A second signal ends the process at once. A closed terminal (SIGHUP), SIGUSR1 and
-    SIGUSR2 count as SIGTERM, unless the program that started the run ignores them, as `nohup` does.
+    Outside of `graceful` the first signal raises, which stops everything in order. Inside `graceful`, it only sets
+    `reason`, and the loop ends after its step. A second signal ends the process at once. A closed terminal (SIGHUP),
+    SIGUSR1 and SIGUSR2 count as SIGTERM, unless the program that started the run ignores them, as `nohup` does.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class StopSignals:
 
     @contextmanager
     def graceful(self) -> Iterator[None]:
-        """Context of the training loop, which checks `reason` after each step and stops by itself."""
+        """Let a signal only set `reason` in this context. The training loop checks `reason` after each step."""
         self._is_graceful = True
         try:
             yield
@@ -112,7 +112,7 @@ class StopSignals:
         self._requested_at = now
         if self._is_graceful:
             self._reason = signal.Signals(number)
-            _write_to_stderr(f"{self._reason.name}: the run stops after this step; a second one ends it at once")
+            _write_to_stderr(f"{self._reason.name}: the run stops after this step; a second signal ends it at once")
         else:
             self._raise(number)
 
@@ -141,7 +141,7 @@ def _write_to_stderr(message: str) -> None:
 
 
 def watch_this_process(report_end: Callable[[], None] = lambda: None) -> None:
-    """Fork the watcher of this process, which must still have a single thread.
+    """Fork the watcher of this process. The process must still have a single thread.
 
     Args:
         report_end: Called in the watcher after this process has failed, to print how to continue.
@@ -149,7 +149,8 @@ def watch_this_process(report_end: Callable[[], None] = lambda: None) -> None:
     global _pipe_to_watcher
     main, owner = os.getpid(), f"{os.getpid()}-{time.time_ns()}"
     os.environ[OWNER] = owner
-    # Ray overwrites the command lines of its workers with titles. Without this, also their environments.
+    # Ray overwrites the command lines of its workers with titles. Without this variable, it would overwrite their
+    # environments, too.
     os.environ.setdefault("SPT_NOENV", "1")
     reader, writer = os.pipe()
     sys.stdout.flush()
@@ -160,7 +161,7 @@ def watch_this_process(report_end: Callable[[], None] = lambda: None) -> None:
         _be_watcher(main, owner, reader, report_end)
     os.close(reader)
     os.set_blocking(writer, False)
-    # Each signal with a handler is written there at once, even while the main thread hangs in a library.
+    # Each signal with a handler is written into the pipe at once, even while the main thread hangs in a library.
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     _pipe_to_watcher = writer
     atexit.register(_end_in_order, watcher, owner)  # registered first, called last
@@ -258,7 +259,7 @@ class _Watch:
 
 
 def _end_family(owner: str, main: int | None = None, spared: int | None = None) -> None:
-    """Kill every process of a run until none is left. Remove the temporary folders of these and of `main`."""
+    """Kill every process of a run until none is left. Remove the folders of these processes and of `main`."""
     start = time.monotonic()
     seen = {os.getpid() if main is None else main}
     empty_looks = 0
@@ -280,7 +281,7 @@ def _end_family(owner: str, main: int | None = None, spared: int | None = None) 
 
 
 def _find_family(owner: str) -> list[psutil.Process]:
-    """Find the processes with a run's mark, and the descendants of this process."""
+    """Return the processes with a run's mark, and the descendants of this process."""
     mark = f"{OWNER}={owner}".encode()
     found = {process.pid: process for process in psutil.Process().children(recursive=True)}
     for folder in Path("/proc").glob("[0-9]*"):

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arrays that sequences share, such as images, and that are stored and transferred once.
 
-Sequences refer to the same object, so that a pickle contains it once. In a store, it is separate from the sequences,
-which have its handle, and only its readers fetch it.
+Sequences refer to the same object, so that a pickle contains it once. A store keeps the array once: sequences have its
+handle, and only readers of the array fetch it.
 """
 
 import weakref
@@ -17,12 +17,12 @@ from jaxtyping import Shaped
 from nemo_rl_moe.distributed.stored_rows import Fetch, StoredRows, put_together
 
 SharedArray = Shaped[np.ndarray, " values"] | StoredRows
-"""An array, or the handle of a stored one, as one piece."""
+"""An array, or the handle of a stored array, which has one piece."""
 
 
 @dataclass(frozen=True)
 class SharedColumn:
-    """A column for the model, with any number of arrays for each sequence, which sequences may share."""
+    """A column for the model, with any number of arrays for each sequence. Sequences may share arrays."""
 
     arrays: tuple[tuple[SharedArray, ...], ...]
 
@@ -39,7 +39,7 @@ def num_bytes_of(array: SharedArray) -> int:
 
 
 def fetch_arrays(arrays: Iterable[SharedArray], fetch: Fetch) -> dict[int, Shaped[np.ndarray, " values"]]:
-    """Fetch arrays, each once, and return them by the `id` of their handles."""
+    """Fetch arrays, each once. Return `id` of a handle -> array."""
     found, pieces = {}, {}
     for array in arrays:
         if isinstance(array, StoredRows):
@@ -57,7 +57,7 @@ def fetch_arrays(arrays: Iterable[SharedArray], fetch: Fetch) -> dict[int, Shape
 
 
 class ArrayStore:
-    """Store of shared arrays, each of which is stored once while this process uses it.
+    """Store of shared arrays. Each array is stored once, and as long as this process uses it.
 
     Args:
         put: Puts an array into the store, and returns a handle whose deletion frees it.

@@ -14,7 +14,8 @@ from nemo_rl_moe.errors import GenerationError
 
 @dataclass(frozen=True)
 class GpuBytes:
-    """Lower bounds of bytes on a GPU. Without them, only the order of events is checked.
+    """Lower bounds of bytes on a GPU, each the size of the following. Without them, only the order of events is
+    checked.
 
     Attributes:
         process: Context of each process, and the buffers of its groups.
@@ -41,7 +42,7 @@ class GpuBytes:
 
 @dataclass(frozen=True)
 class Entry:
-    """Most bytes at one event."""
+    """Maximum number of bytes at one event."""
 
     event: str
     trainer: int
@@ -57,11 +58,11 @@ class SharedGpu:
     """Memory of the fullest GPU. Its methods are events, which raise `GenerationError` in a wrong state or over budget.
 
     Args:
-        moves_training_state: Training state is moved to the host while responses are generated.
-        budget: Bytes of the GPU, if known.
+        moves_training_state: Whether training state is moved to the host while responses are generated.
+        budget: Number of bytes of the GPU. None if unknown.
 
     Attributes:
-        ledger: Bytes at each event so far.
+        ledger: Number of bytes at each event so far.
     """
 
     def __init__(self, *, moves_training_state: bool, sizes: GpuBytes | None = None, budget: int | None = None):
@@ -75,13 +76,13 @@ class SharedGpu:
     # The trainer
 
     def load(self, event: str = "when a checkpoint is loaded") -> None:
-        """Make all training state, as at the start of workers or when a checkpoint is read."""
+        """Note that all training state is made, at the start of workers or when a checkpoint is read."""
         self._require(self._sleeps, event, "engines asleep")
         self._training_is_here, self._has_room = True, False
         self._note(event, self._live)
 
     def make_room(self) -> None:
-        """Move training state to the host if it moves, and release the allocator's cache."""
+        """Move training state to the host if `moves_training_state`, and release the allocator's cache."""
         self._training_is_here = self._training_is_here and not self._moves
         self._reserved, self._has_room = self._live, True
 

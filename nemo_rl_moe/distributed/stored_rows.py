@@ -31,7 +31,7 @@ class Piece(NamedTuple):
     Attributes:
         source: Handle, such as an `ObjectRef`, or the array itself.
         first: Index of the first row in the array.
-        start: Position of its token in the sequence.
+        start: Position in the sequence of the token of the first row.
     """
 
     source: Any
@@ -41,7 +41,7 @@ class Piece(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Position after its last token."""
+        """Position after the token of the last row."""
         return self.start + self.num_rows
 
     def since(self, start: int) -> "Piece":
@@ -60,7 +60,7 @@ class StoredRows:
 
     @classmethod
     def of(cls, rows: Shaped[np.ndarray, "tokens ..."]) -> "StoredRows":
-        """Return the rows of an array for the first tokens."""
+        """Return the rows of an array as the rows of a sequence's first tokens."""
         return cls((Piece(rows, 0, 0, len(rows)),), rows.shape[1:], _name_of(rows.dtype))
 
     @property
@@ -78,12 +78,12 @@ class StoredRows:
         return replace(self, pieces=tuple(piece._replace(start=piece.start + by) for piece in self.pieces))
 
     def before(self, end: int) -> "StoredRows":
-        """Keep the rows of tokens before a position."""
+        """Return only the rows of tokens before a position."""
         kept = (piece._replace(num_rows=min(piece.num_rows, end - piece.start)) for piece in self.pieces)
         return replace(self, pieces=tuple(piece for piece in kept if piece.num_rows > 0))
 
     def followed_by(self, later: "StoredRows") -> "StoredRows":
-        """Append rows of later tokens. If a token has two rows, the first counts."""
+        """Return these rows and rows of later tokens. If a token has two rows, the first counts."""
         more = tuple(piece.since(self.end) for piece in later.pieces if piece.end > self.end)
         return replace(self, pieces=self.pieces + more)
 
@@ -93,7 +93,7 @@ def put_together(
     put: Callable[[Shaped[np.ndarray, "rows ..."]], Any],
     most_bytes: int = 1 << 20,
 ) -> list[StoredRows]:
-    """Put the rows of sequences into a store, short sequences together, as each stored array has a cost.
+    """Store the rows of sequences, short sequences together, as each stored array has a cost. Return their handles.
 
     A reader of one sequence fetches the full array over the network, so that arrays must be small. int16 numbers that
     all fit int8, such as ids of up to 128 experts, are stored as int8.
@@ -139,7 +139,7 @@ class RowStore:
     put: Callable[[Shaped[np.ndarray, "rows ..."]], Any] | None = None
 
     def keep(self, arrays: Sequence[Shaped[np.ndarray, "tokens ..."]]) -> list[StoredRows]:
-        """Store the rows of sequences, each from its first token on, all of one type and row shape."""
+        """Store the rows of sequences, from the first token on, all of one type and row shape. Return their handles."""
         return [StoredRows.of(rows) for rows in arrays] if self.put is None else put_together(arrays, self.put)
 
 
@@ -154,7 +154,7 @@ def fetch_rows(
     row_shape: tuple[int, ...],
     dtype: str,
 ) -> Shaped[np.ndarray, "sequences longest ..."]:
-    """Fetch the rows of sequences into one array.
+    """Return the rows of sequences in one array.
 
     Args:
         fill: Value of tokens without a row, or whose array is lost.

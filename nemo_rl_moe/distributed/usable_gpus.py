@@ -12,7 +12,7 @@ from pathlib import Path
 from nemo_rl_moe.errors import one_line
 
 LOWEST_DRIVER = {12: 525, 13: 580}
-"""Oldest branch of NVIDIA's driver for a CUDA release, by the release's major version."""
+"""Major version of a CUDA release -> oldest branch of NVIDIA's driver for it."""
 
 _KERNEL_MODULE = Path("/proc/driver/nvidia/version")
 _QUERY = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")

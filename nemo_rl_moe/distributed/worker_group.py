@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""All ranks of one program as Ray actors, which are all stopped after the first failure of a call."""
+"""All ranks of one program as Ray actors. All are stopped after the first failure of a call."""
 
 import os
 import threading
@@ -72,10 +72,10 @@ def worker_environment(
     """Return the environment variables of each rank.
 
     Args:
-        places: Places by rank, node after node.
+        places: Process and node of each rank, node after node.
         master_port: Port that is reserved on the node of rank 0.
         network_interface: For ranks on several machines. If None, gloo and NCCL choose.
-        num_threads: Threads of each worker. None for an equal share of its machine's cores.
+        num_threads: Number of threads of each worker. None for an equal share of its machine's cores.
     """
     environments = []
     for rank, place in enumerate(places):
@@ -104,7 +104,7 @@ def worker_environment(
 
 
 ROOT_CAUSE_WAIT_S = 3.0
-"""Seconds to wait after the first failure, as a peer's "connection closed" often arrives before the death behind it."""
+"""Seconds to wait after the first failure. A peer's "connection closed" often arrives before the causing death."""
 LONGEST_WAIT_S = 1.0
 """Seconds between two checks of Ray's servers, for which Ray itself would wait for a minute."""
 END_GRACE_S = 2.0
@@ -207,7 +207,7 @@ class WorkerGroup(Generic[Worker]):
     def start_each(
         self, method: Callable[[Worker, *Args], Result], args_by_rank: Sequence[tuple[*Args] | None]
     ) -> Callable[[], dict[int, Result]]:
-        """Start a method with arguments for each rank, which runs after earlier calls.
+        """Start a method with separate arguments on each rank. It runs after earlier calls.
 
         An object for several ranks is transferred once. Several threads may call this: every rank gets their calls in
         the same order.
@@ -315,7 +315,7 @@ class WorkerGroup(Generic[Worker]):
         on_silence: Callable[[Sequence[int]], NoReturn],
         on_result: Callable[[int, Any], None] = lambda rank, result: None,
     ) -> dict[int, Any]:
-        """Wait for a call on each rank, until the first failure or the deadline."""
+        """Wait for a call on each rank, until the first failure or the deadline. Return the results by rank."""
         # Ranks whose call is None are not in the result.
         pending = {call: rank for rank, call in enumerate(calls) if call is not None}
         results: dict[int, Any] = {}
@@ -347,7 +347,7 @@ class WorkerGroup(Generic[Worker]):
     def _fail(
         self, doing: str, failures: Mapping[int, WorkerFailure | RayError], unanswered: Iterable[int]
     ) -> NoReturn:
-        """Stop all workers and raise the error that most likely caused the others."""
+        """Stop all workers and raise the error that most likely caused the other errors."""
         # Deaths come first, as they cause errors of other ranks. Otherwise the first error counts, such as that of a
         # rank whose library gave up waiting for a frozen one.
         died = [rank for rank, failure in failures.items() if isinstance(failure, OutOfMemoryError)]
@@ -425,7 +425,7 @@ class WorkerGroup(Generic[Worker]):
         return f"rank {rank}{self._of_model} (pid {place.process.pid}{node})"
 
     def _names(self) -> dict[tuple[str, int], str]:
-        """Return the names of this run's processes by address of the machine and process id."""
+        """Return address of a machine and process id -> name, for each process of this run."""
         names = {
             (place.node_ip, place.process.pid): f"rank {rank}{self._of_model}" for rank, place in self._places.items()
         }
@@ -464,7 +464,7 @@ def _problems_of_ranks(answers: Sequence[UserError | None]) -> list[str]:
 
 
 def _put_shared(args_by_rank: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """Replace each larger object for several ranks with a reference to one copy in the object store."""
+    """Return arguments in which references to one stored copy replace larger objects for several ranks."""
     times = Counter(id(arg) for args in args_by_rank for arg in args)
     stored: dict[int, Any] = {}
 

@@ -42,9 +42,9 @@ class Lost:
     """End of a call whose worker was lost.
 
     Attributes:
-        reason: One line.
+        reason: Reason of the loss in one line.
         seconds: Time from the call to the loss.
-        was_before: The worker had died before the call, for example killed from outside.
+        was_before: Whether the worker had died before the call, for example killed from outside.
     """
 
     reason: str
@@ -62,8 +62,8 @@ class _Starting:
 class WorkerPool(Generic[Worker]):
     """Equal worker processes, spread over the nodes of the running Ray cluster.
 
-    Each runs one call at a time. A worker that dies, or does not answer in time, is replaced. Ray ends them when the
-    driver is killed, even if they are blocked.
+    Each runs one call at a time. A worker that dies, or does not answer in time, is replaced. Ray ends the workers when
+    the driver is killed, even if they are blocked.
 
     Args:
         name: Name of a worker, such as `reward worker`.
@@ -136,7 +136,7 @@ class WorkerPool(Generic[Worker]):
         return lost
 
     def _start(self, number: int) -> _Starting:
-        """Start a worker, which replaces an earlier one with its number."""
+        """Start a worker, and return its pending start. It replaces an earlier worker with its number."""
         options = ray.remote(WorkerProcess).options(
             num_cpus=0, num_gpus=0, max_restarts=0, scheduling_strategy="SPREAD"
         )

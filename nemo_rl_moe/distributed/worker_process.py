@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The Ray actor around a worker object, which sets its environment, calls its methods, and returns errors as text."""
+"""The Ray actor around a worker object: sets its environment, calls its methods, and returns errors as text."""
 
 import ctypes
 import faulthandler
@@ -102,10 +102,10 @@ class WorkerProcess:  # pragma: no cover  (runs in another process)
         world_size: int,
         timeout_s: float,
     ) -> WorkerFailure | UserError | None:
-        """Set the environment, then import and make the worker. Return an error that is made instead of it.
+        """Set the environment, then import and make the worker. Return the error made instead of it, if any.
 
-        If it hangs, for example because ranks cannot reach each other, it writes its stack to stderr before the driver
-        gives up.
+        If this hangs, for example because ranks cannot reach each other, it writes its stack to stderr before the
+        driver gives up.
 
         Args:
             search_path: The driver's `sys.path`, of which Ray only passes on a part.
@@ -126,7 +126,7 @@ class WorkerProcess:  # pragma: no cover  (runs in another process)
     def call(self, timeout_s: float, method: Callable[..., Result], *args: Any) -> Result | Exception | WorkerFailure:
         """Call a method of the worker's class on the worker. Return errors as `WorkerFailure`, except `RECOVERABLE`.
 
-        If it hangs, it writes its stack to stderr before the driver gives up after `timeout_s`.
+        If the method hangs, the process writes its stack to stderr before the driver gives up after `timeout_s`.
         """
         _write_stack_before(timeout_s)
         try:
@@ -154,7 +154,7 @@ def _write_stack_before(timeout_s: float) -> None:  # pragma: no cover  (runs in
 def outlive_requests_to_stop() -> None:  # pragma: no cover  (runs in another process)
     """Make this process survive the signals that batch systems send to every process of a job. The driver ends workers.
 
-    SIGTERM is handled, as child processes would inherit that it is ignored or blocked.
+    SIGTERM gets a handler, as child processes would inherit that it is ignored or blocked.
     """
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, lambda number, frame: None)

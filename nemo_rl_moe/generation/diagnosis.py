@@ -1,10 +1,10 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Search for the wrong tensors after a failed refit check: the engine against transformers with the trainer's weights.
+"""Search for the wrong tensors after a failed refit check: compare the engine with transformers' model.
 
-Both models run the same tokens, and the outputs of modules of the same name are compared in the order of the forward
-pass. The inputs of the first module that differs agree, so its weights are wrong. This costs a copy of the model on
-disk and in host memory, in a run that is about to end.
+transformers' model gets the trainer's weights. Both models run the same tokens, and the outputs of modules of the same
+name are compared in the order of the forward pass. The first module with different outputs has equal inputs, so its
+weights are wrong. The search costs a copy of the model on disk and in host memory, in a run that is about to end.
 """
 
 import re
@@ -23,7 +23,7 @@ from nemo_rl_moe.generation.interface import ModuleOutputs, TokenSequence
 from nemo_rl_moe.generation.refit_check import first_disagreement, guilty_experts
 
 TOLERANCE = 1e-3
-"""Largest relative difference of outputs in float32. Rounding is a thousandth of it."""
+"""Largest relative difference of outputs that count as equal in float32. Rounding causes a thousandth of it."""
 COARSE_TOLERANCE = 0.1
 _DECODER_LAYER = re.compile(r"(^model|layers\.\d+)$")
 
@@ -71,10 +71,10 @@ def disagreement(
     in_float32: bool,
     topk: int | None,
 ) -> str:
-    """Describe the first module whose weights in the engine differ from the trainer's.
+    """Return a description of the first module whose weights in the engine differ from the trainer's.
 
     Args:
-        sequences: All of one length. The more there are, the fewer experts are suspected.
+        sequences: Sequences of one length. With more sequences, fewer experts are suspected.
     """
     with tempfile.TemporaryDirectory(prefix="nemo_rl_moe-diagnosis-") as parent:
         folder = Path(parent, "model")
@@ -86,7 +86,7 @@ def disagreement(
     # vLLM's decoder layers return the branch and the residual stream separately, transformers' return the sum.
     shared = {name: output for name, output in expected.items() if name in found and not _DECODER_LAYER.search(name)}
     if not shared:
-        return "Its modules cannot be compared with those of transformers: none of them is called by itself."
+        return "The engine has no module that is called separately and that transformers' model has, too."
     first = first_disagreement(found, shared, TOLERANCE if in_float32 else COARSE_TOLERANCE)
     if first is None:
         return "Every module that engine and transformers have in common computes the same; the output layer differs."

@@ -28,10 +28,11 @@ class SamplingParameters:
     Attributes:
         max_new_tokens: Maximum length of a response, including its end token.
         temperature: Divides the logits; 0 is greedy.
-        stop_token_ids: A response ends with the first of these, and includes it.
-        stop_strings: A response ends with the token that completes one of these, and includes it.
-        returns_kept_tokens: Also return the sampling mask of each token, and log-probabilities over its tokens. Needs
-            top-k, which bounds their number.
+        stop_token_ids: End tokens. A response ends with the first end token, and includes it.
+        stop_strings: Strings that end a response. It ends with the token that completes one of the strings, and
+            includes the token.
+        returns_kept_tokens: Whether to return the sampling mask of each token, and log-probabilities over the tokens of
+            the mask. Needs top-k, which bounds the size of a mask.
     """
 
     max_new_tokens: int
@@ -53,11 +54,11 @@ class GenerationRequest:
     """One sequence to continue.
 
     Attributes:
-        seed: Not negative. A response depends only on the weights and its request, not on the other requests or on the
-            layout of the engine's ranks.
+        seed: Seed of the response, not negative. A response depends only on the weights and its request, not on the
+            other requests or on the layout of the engine's ranks.
         model_inputs: Further inputs of the model, such as images.
-        place: Trajectory index. A batching engine sorts requests by it, so that rounding does not depend on their
-            arrival order.
+        place: Index of the trajectory. A batching engine sorts requests by it, so that rounding does not depend on
+            their arrival order.
     """
 
     token_ids: TokenIds
@@ -83,7 +84,7 @@ class GenerationBatch:
 
     @staticmethod
     def of(requests: Sequence[GenerationRequest]) -> "GenerationBatch":
-        """Make a batch of at least one request. All must share their sampling parameters."""
+        """Return a batch of at least one request. All must share their sampling parameters."""
         inputs = tuple(request.model_inputs for request in requests)
         return GenerationBatch(
             prompts=tuple(request.token_ids for request in requests),
@@ -109,7 +110,7 @@ class GenerationBatch:
     def _with_shared(
         self, change: Callable[[Sequence[tuple[SharedArray, ...]]], Sequence[tuple[SharedArray, ...]]]
     ) -> "GenerationBatch":
-        """Replace the shared arrays. `change` gets all arrays of one input."""
+        """Return the batch with changed shared arrays. `change` gets all arrays of one input."""
         model_inputs = [dict(inputs) for inputs in self.model_inputs]
         shared = (name for inputs in model_inputs for name, each in inputs.items() if each.axis is Axis.SHARED)
         for name in dict.fromkeys(shared):
@@ -128,7 +129,8 @@ class GeneratedSequence:
         logprobs: Log-probability of each sampled token, in nats, under the softmax of all logits divided by the
             temperature (1 when greedy), as a training forward with the same temperature computes it. Top-k and top-p do
             not change it, unless `kept_tokens` is returned: then the softmax is over these tokens.
-        weight_version: Optimizer steps of the weights that sampled the tokens; an array if weights arrived meanwhile.
+        weight_version: Version (number of optimizer steps) of the weights that sampled the tokens; one for each token
+            if weights arrived meanwhile.
         routed_experts: Experts of all tokens of the sequence, prompt included, in each MoE layer, `[moe_layers, topk]`
             int16 for each token, -1 if unknown; None if the engine reports none. The last token was never fed to the
             model, and has none.
@@ -136,8 +138,10 @@ class GeneratedSequence:
             engine does not report it.
         kept_tokens: Sampling mask of each sampled token, at its position in the full sequence: `[top_k]` int32, padded
             with -1; None if not requested.
-        num_cached_tokens: Prefix tokens whose keys and values came from a prefix cache; None for an engine without one.
-        is_partial: The engine was paused before the end. `followed_by` appends the part sampled with other weights.
+        num_cached_tokens: Number of prefix tokens whose keys and values came from a prefix cache; None for an engine
+            without one.
+        is_partial: Whether the engine was paused before the end. `followed_by` appends the part sampled with other
+            weights.
         waited_s: Seconds for which the request was held back, until other requests waited too or weights had arrived.
     """
 
@@ -153,7 +157,7 @@ class GeneratedSequence:
     waited_s: float = field(default=0.0, compare=False)
 
     def followed_by(self, later: "GeneratedSequence") -> "GeneratedSequence":
-        """Append a continuation. Each token keeps the weight version and the routed experts of its sampling."""
+        """Return both parts as one sequence. Each token keeps the weight version and routes of its sampling."""
         if not len(self.token_ids):
             return later
         parts = (self, later)
@@ -179,7 +183,7 @@ class GeneratedSequence:
 
 
 def store_routes(sequences: Sequence[GeneratedSequence], store: RowStore) -> list[GeneratedSequence]:
-    """Move the routed experts of sequences to a store. Either all sequences have them in memory, or none has any."""
+    """Return sequences with their routed experts in a store. All sequences have them in memory, or none has any."""
     routes = [sequence.routed_experts.pieces[0].source for sequence in sequences if sequence.routed_experts is not None]
     if len(routes) < len(sequences):
         return list(sequences)
@@ -188,7 +192,7 @@ def store_routes(sequences: Sequence[GeneratedSequence], store: RowStore) -> lis
 
 
 def store_kept_tokens(sequences: Sequence[GeneratedSequence], store: RowStore) -> list[GeneratedSequence]:
-    """Move the kept tokens of sequences to a store, as `store_routes` does with routed experts."""
+    """Return sequences with their kept tokens in a store, as `store_routes` does with routed experts."""
     pieces = [sequence.kept_tokens.pieces[0] for sequence in sequences if sequence.kept_tokens is not None]
     if len(pieces) < len(sequences):
         return list(sequences)
@@ -203,13 +207,13 @@ class GenerationEngine:
     """A generation engine. It takes requests as they come, or pools them (`generation/lockstep.py`).
 
     Attributes:
-        shares_weights: It runs the trainer's own weights, which are always current: `update_weights` is never called.
-            Otherwise it keeps a copy.
-        number_format: Format of its weights, such as `bfloat16`; None: the trainer's.
-        can_score: It overrides `score`, which the refit check needs.
-        repeats_bits: Two scorings of the same tokens with the same weights are bitwise equal.
-        gives_fingerprints: It overrides `weight_fingerprints`.
-        gives_module_outputs: It overrides `module_outputs`, which explains a failed refit check.
+        shares_weights: Whether the engine runs the trainer's own weights, which are always current: `update_weights` is
+            never called. If not, it keeps a copy.
+        number_format: Format of the engine's weights, such as `bfloat16`; None for the trainer's format.
+        can_score: Whether it overrides `score`, which the refit check needs.
+        repeats_bits: Whether two scorings of the same tokens with the same weights are bitwise equal.
+        gives_fingerprints: Whether it overrides `weight_fingerprints`.
+        gives_module_outputs: Whether it overrides `module_outputs`, which explains a failed refit check.
     """
 
     shares_weights: bool = False
@@ -220,7 +224,7 @@ class GenerationEngine:
     gives_module_outputs: bool = False
 
     async def generate(self, request: GenerationRequest) -> GeneratedSequence:
-        """Continue one sequence.
+        """Continue one sequence, and return the continuation.
 
         Many calls wait at the same time in one event loop, and none may block its thread. Nothing waits for the result
         of a cancelled call. An error ends the run.
@@ -231,7 +235,7 @@ class GenerationEngine:
         """Replace the engine's weights with the trainer's; return when all of them have arrived.
 
         Raises:
-            WeightSyncError: Some did not arrive. The engine must not be used again.
+            WeightSyncError: Some tensors did not arrive. The engine must not be used again.
         """
         raise NotImplementedError
 
@@ -239,13 +243,13 @@ class GenerationEngine:
         """Free the memory that only generation needs, maybe also the weights: `update_weights` sends them again."""
 
     def wake(self) -> None:
-        """End `sleep`. `update_weights` may come before it."""
+        """End `sleep`. `update_weights` may be called before this."""
 
     def shutdown(self) -> None:
         """Stop all processes that the engine has started."""
 
     async def pause(self) -> None:
-        """Answer all running requests with the tokens so far (`is_partial`), in their event loop.
+        """Answer all running requests with the tokens so far (`is_partial`). Called in the event loop of the requests.
 
         The default completes all requests. No request follows until `update_weights` has returned.
         """
@@ -253,7 +257,7 @@ class GenerationEngine:
     def score(
         self, sequences: Sequence[TokenSequence], temperature: float, *model_inputs: Mapping[str, ModelInput]
     ) -> Sequence[Scores]:
-        """Score each token after the first, given its prefix, with each copy of the weights: `[copy][sequence]`.
+        """Return log-probabilities of all tokens after the first, by each copy of the weights: `[copy][sequence]`.
 
         `model_inputs` are further inputs of each sequence, such as images; none for text.
 

@@ -17,5 +17,7 @@ def other_kind_of_device(config: "GRPOMasterConfig") -> str | None:
     gpus = config.cluster.place_of(GENERATION_ROLE).gpus_per_node
     if (gpus > 0) == (config.cluster.gpus_per_node > 0):
         return None
-    expected = "GPUs, as the policy has" if gpus == 0 else "0: the policy is on CPUs (cluster.gpus_per_node 0)"
+    expected = (
+        "at least 1: the policy is on GPUs" if gpus == 0 else "0: the policy is on CPUs (cluster.gpus_per_node 0)"
+    )
     return f"cluster.roles.{GENERATION_ROLE}.gpus_per_node: got {gpus}, expected {expected}"

@@ -12,12 +12,13 @@ if TYPE_CHECKING:
 
 
 def ranks_have_whole_sequences(config: "GRPOMasterConfig") -> Iterator[str]:
-    """Refuse context parallelism, for which the trainer's own engine has no key-value cache."""
+    """Yield a problem with context parallelism, for which the trainer's own engine has no key-value cache."""
     ranks = config.policy.megatron_cfg.context_parallel_size
     if ranks > 1:
         yield (
-            "policy.generation.backend: got megatron, expected an engine with a copy of the weights with"
-            f" policy.megatron_cfg.context_parallel_size {ranks}: the trainer's ranks generate whole sequences alone"
+            "policy.generation.backend: got megatron, expected vllm or megatron_separate, as"
+            f" policy.megatron_cfg.context_parallel_size is {ranks}: the trainer's ranks"
+            " cannot generate parts of sequences"
         )
 
 

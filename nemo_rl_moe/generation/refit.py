@@ -32,16 +32,16 @@ def refit(
     whole: bool = False,
     then: Callable[[], object] = lambda: None,
 ) -> int:
-    """Send the policy's weights to an engine. If a copy is lost meanwhile, send them again in a new transfer.
+    """Send the policy's weights to an engine, again in a new transfer if a copy is lost. Return the number of bytes.
 
     Args:
-        altered: Send weights that differ from the policy's in every tensor.
-        whole: Send frozen weights too, even if the engine has them.
-        then: Called in each transfer after the policy's ranks have been asked to send. They execute its requests after
-            sending, while the engine still loads.
+        altered: Whether to send weights that differ from the policy's in every tensor.
+        whole: Whether to send frozen weights too, even if the engine has them.
+        then: Called in each transfer after the policy's ranks have been asked to send. The ranks execute requests of
+            `then` after sending, while the engine still loads.
 
     Raises:
-        WeightSyncError: Some did not arrive. The engine must not be used again.
+        WeightSyncError: Some tensors did not arrive. The engine must not be used again.
     """
 
     def send() -> int:
@@ -59,8 +59,8 @@ class ActorReceivers:
     """Ray actors that receive weights, as the watch sees them (`weight_sync.watch.Receivers`).
 
     Args:
-        calls: The receiving calls, with the names of their actors. A call returns its problem or None.
-        ask: Makes a call to the named actor that it answers while it receives, unless it is frozen.
+        calls: Receiving call -> name of its actor. A call returns its problem or None.
+        ask: Calls the named actor, which answers even while it receives, unless it is frozen.
         patience_s: Seconds without an answer after which an actor counts as frozen.
     """
 
@@ -92,7 +92,7 @@ class ActorReceivers:
         return not self._pending
 
     def wait(self) -> None:
-        """Wait until all have received, each at most `patience_s` longer than the one before it."""
+        """Wait until all actors have received, each at most `patience_s` longer than the one before it."""
         for call, name in self._calls.items():
             try:
                 problem = ray.get(call, timeout=self._patience_s)
@@ -103,7 +103,7 @@ class ActorReceivers:
 
 
 def reason_of(error: RayError) -> str:
-    """Describe why an actor's call failed, in words that follow the actor's name."""
+    """Return why an actor's call failed, in words that follow the actor's name."""
     if isinstance(error, GetTimeoutError):
         return "does not answer"
     return "died" if isinstance(error, RayActorError) else f"failed: {str(error).strip().splitlines()[-1]}"

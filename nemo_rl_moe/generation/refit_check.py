@@ -5,14 +5,16 @@
 Transports verify that all tensors arrive. They cannot detect an engine that still computes with old or half-written
 weights, such as experts in packed kernels (vllm#42821, NeMo-RL#3659). A refit is followed by two checks:
 
-- The fingerprints of the weights that the engine stores, if it returns them, must equal the trainer's, in every number
-  format.
-- Engine and trainer score the same tokens, and their log-probabilities are compared, because an engine may compute with
-  other weights than it stores. In float32 the bound is 1e-4 nats. Smaller faults pass, such as all weights off by 1e-6,
-  or one step old at a learning rate of 1e-6. In 16 bits rounding hides more: the bound follows the correct refits of
-  the run, and the run starts with a round trip. The engine gets other weights, then the first ones again, and must
-  return bitwise the same scores as before. With adapters the round trip is made in every format. Adapters start at
-  zero, so the trainer gives them other values for it.
+- Stored weights: if the engine returns fingerprints of the weights that it stores, they must equal the trainer's, in
+  every number format.
+- Scores: engine and trainer score the same tokens, and their log-probabilities are compared, because an engine may
+  compute with other weights than it stores. In float32 the bound is 1e-4 nats. Smaller faults pass, such as all weights
+  off by 1e-6, or one step old at a learning rate of 1e-6. In 16 bits rounding hides more, and the bound follows the
+  correct refits of the run.
+
+In 16 bits, and with adapters in every format, the run starts with a round trip: the engine gets other weights and then
+the first weights again. Its scores must then be bitwise equal to those before. The scores of an engine of several ranks
+may differ by rounding. Adapters start at zero, so the trainer gives them other values for the round trip.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,11 +33,11 @@ from nemo_rl_moe.weight_sync.fingerprints import Fingerprints, WeightComparison,
 Answer = TypeVar("Answer")
 
 FLOAT32_BOUND = 1e-4
-"""Largest difference of two log-probs in float32, in nats. Correct refits stay below 2e-5."""
+"""Largest allowed difference of two log-probs in float32, in nats. Correct refits stay below 2e-5."""
 SMALLEST_COARSE_BOUND, LARGEST_COARSE_BOUND = 0.03, 0.5
 COARSE_FACTOR = 4.0
-"""Bound in 16 bits over the largest mean difference of the run's refits so far. In 400 correct refits of ten model
-shapes the mean was up to 2.7 times that of the first refit, as rounding sends tokens to other experts."""
+"""Ratio of the bound in 16 bits to the largest mean difference of the run's refits so far. In 400 correct refits of ten
+model shapes the mean was up to 2.7 times that of the first refit, as rounding sends tokens to other experts."""
 UNMOVED = 0.01
 """Mean difference, in nats, below which two scorings count as made with the same weights."""
 
@@ -46,7 +48,7 @@ class Bound:
     of_the_mean: bool
 
     def holds(self, gap: "Gap") -> bool:
-        """Return whether scores count as equal. Non-finite ones never do."""
+        """Return whether scores count as equal. Non-finite scores never do."""
         return bool(np.isfinite(gap.largest)) and (gap.mean if self.of_the_mean else gap.largest) <= self.nats
 
     def __str__(self) -> str:
@@ -73,7 +75,7 @@ class Finding:
 
 
 def gap_between(found: Scores, expected: Scores, copy: int = 0) -> Gap:
-    """Compare the log-probs of all tokens. `copy` is the copy of the weights that gave `found`."""
+    """Return the difference of log-probs over all tokens. `copy` is the copy of the weights that gave `found`."""
     difference = np.abs(np.concatenate(found).astype(np.float64) - np.concatenate(expected))
     if not np.isfinite(difference).all():
         return Gap(np.inf, np.inf, copy)
@@ -97,12 +99,12 @@ class RefitCheck:
 
     Attributes:
         start_trainer: Starts scoring with the trainer's current weights; returns a function that waits for the scores.
-        refit: Sends the trainer's weights, or if True, weights that differ from them in every tensor.
+        refit: Sends the trainer's weights (False), or weights that differ from the trainer's in every tensor (True).
         in_float32: Whether engine and trainer both hold the weights in float32.
-        bound_nats: Largest difference of two log-probs; None: the bound of the number format.
-        refits_again: Send the weights once more before giving up.
-        repeats_bits: Two scorings by the engine are bitwise equal. If ranks sum by NCCL they need not be, and the round
-            trip must only agree within rounding.
+        bound_nats: Largest allowed difference of two log-probs; None for the bound of the number format.
+        refits_again: Whether to send the weights once more before giving up.
+        repeats_bits: Whether two scorings by the engine are bitwise equal. If not, as ranks may sum by NCCL, the scores
+            of the round trip must only agree within rounding.
         start_fingerprints: Starts the trainer's fingerprints; returns a function that waits for them. None: the engine
             returns no fingerprints.
         probe_adapters: Gives the trainer's adapters other values (True), or their own again (False). None: no adapters.
@@ -136,16 +138,17 @@ class RefitCheck:
         self.share_compared: float | None = None
 
     def begin(self) -> None:
-        """Start the trainer's half of the next check, which needs no engine."""
+        """Start the trainer's half of the next check. It needs no engine."""
         if self.start_fingerprints is not None:
             self._expected_weights = self.start_fingerprints(self.number_format)
         self._expected = self.start_trainer(self.sequences)
 
     def after_refit(self, engine: GenerationEngine) -> Gap:
-        """Check the engine's current weights. The first check includes the round trip.
+        """Check the engine's current weights, and return the difference of scores. The first check includes the round
+        trip.
 
         Raises:
-            WeightSyncError: They differ from the trainer's, or earlier weights still have an effect.
+            WeightSyncError: The engine's weights differ from the trainer's, or earlier weights still have an effect.
         """
         if self._is_first and not self.in_float32 and self.probe_adapters is None:
             self._with_copies(lambda: self._make_round_trip(engine))
@@ -201,7 +204,7 @@ class RefitCheck:
         return Finding(replace(worst, mean=max(gap.mean for gap in gaps)), weights)
 
     def _with_copies(self, ask: Callable[[], Answer]) -> Answer:
-        """Ask an engine. If a copy of the weights is lost, a refit replaces it, and the engine is asked again."""
+        """Return the answer of an engine. If a copy of the weights is lost, replace it by a refit, and ask again."""
         try:
             return ask()
         except GenerationError:
@@ -233,7 +236,7 @@ class RefitCheck:
         )
 
     def _explanation(self, found: Finding) -> str:
-        """Describe the tensors that disagree, unless the fingerprints have named them."""
+        """Return a description of the tensors that disagree, unless the fingerprints have named them."""
         if found.wrong_copy is not None:
             return ""
         num_right = found.weights[found.gap.copy].num_compared if found.weights else 0
@@ -258,9 +261,9 @@ class RefitCheck:
             if not (is_equal or (not self.repeats_bits and gap.mean < UNMOVED)):
                 expected = "0" if self.repeats_bits else f"a mean below {UNMOVED:g}"
                 raise WeightSyncError(
-                    f"the generation engine (copy {copy}) keeps something of earlier weights: after other weights and"
-                    f" the first ones again its log-probs differ by {gap.largest:.2g} nats, expected {expected}."
-                    f" {self.explain(gap.copy)}"
+                    f"the generation engine (copy {copy}) keeps something of earlier weights: it got other weights"
+                    f" and then the first ones again, and its log-probs differ by {gap.largest:.2g} nats, expected"
+                    f" {expected}. {self.explain(gap.copy)}"
                 )
 
 
@@ -269,7 +272,7 @@ def first_disagreement(
     expected: ModuleOutputs,
     tolerance: float,
 ) -> tuple[str, Int[np.ndarray, " tokens"]] | None:
-    """Find the first module, in forward order, whose output differs from the reference, and the tokens that differ.
+    """Return the first module, in forward order, whose output differs from the reference, and the tokens that differ.
 
     Args:
         tolerance: Largest difference, as a share of the root mean square of the reference's output.

@@ -42,7 +42,7 @@ class EngineSetup:
         cluster: The trainer's workers. An engine starts its own actors.
         source: Source of the model. `source.folder()` contains its `config.json` on each machine.
         tokenizer: Decodes tokens, for stop strings.
-        own_cluster: Workers of `cluster.roles.generation`, which only the engine uses; None: the engine shares the
+        own_cluster: Workers of `cluster.roles.generation`, for the engine alone. If None, the engine shares the
             trainer's machines.
     """
 
@@ -57,7 +57,7 @@ class EngineSetup:
 
 
 def make_engine(setup: EngineSetup) -> GenerationEngine:
-    """Start the engine that the configuration names."""
+    """Start the engine that the configuration names, and return it."""
     engine = setup.config.policy.generation.engine.factory()(setup)
     if not isinstance(engine, GenerationEngine):
         raise ConfigurationError(

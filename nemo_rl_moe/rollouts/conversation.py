@@ -15,8 +15,8 @@ class Answer:
     """Messages after the last turn of the model.
 
     Attributes:
-        messages: All messages after the turn, earlier ones included.
-        replaced: Extension with the earlier ones alone, which this one replaces. None if there are none.
+        messages: All messages after the turn, including an earlier answer to it.
+        replaced: Extension of the earlier answer, which `extension` replaces. None if there was no earlier answer.
     """
 
     messages: tuple[Message, ...]
@@ -32,7 +32,8 @@ class Conversation:
 
     Args:
         inputs: Tools and names for the chat template.
-        num_prompt_messages: Number of first messages in whose text control tokens are tokenized as such.
+        num_prompt_messages: Number of first messages. Control tokens in their text are tokenized as such, those in
+            later messages as plain text.
         stop_token_ids: Tokens that end a turn.
         continuation: Renders messages. None without a chat template.
     """
@@ -58,7 +59,7 @@ class Conversation:
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """Messages so far. Content of an assistant message is its full text, calls and thinking included."""
+        """Messages so far. The content of an assistant message is its full text, calls and thinking included."""
         own: list[Message] = []
         if self._turn:
             size = len(self._turn) - (self._turn[-1] in self._stop_token_ids)
@@ -75,11 +76,11 @@ class Conversation:
         self._is_sampled = self._is_sampled or is_sampled
 
     def another(self, messages: Sequence[Mapping[str, object]]) -> tuple["Conversation", Extension]:
-        """Return another conversation that begins with messages, and its tokens.
+        """Return a new conversation that begins with these messages, and its tokens.
 
         Raises:
             RuntimeError: There is no chat template.
-            NoExtension: No tokens are known that show the conversation.
+            NoExtension: No tokens are known for the conversation.
             RecordError: A message is malformed.
         """
         continuation = self._require_continuation()
@@ -95,13 +96,13 @@ class Conversation:
         return self._continuation
 
     def answer(self, messages: Sequence[Mapping[str, object]]) -> Answer:
-        """Return messages after the last turn, together with earlier ones after the same turn.
+        """Return new messages after the last turn, together with earlier ones that answer the same turn.
 
-        If the template would change earlier tokens, the conversation begins anew.
+        If the template would change earlier tokens, the conversation begins anew in another sequence.
 
         Raises:
             RuntimeError: The model has not answered yet, or there is no chat template.
-            NoExtension: No tokens are known that show the conversation.
+            NoExtension: No tokens are known for the conversation.
             RecordError: A message is malformed.
         """
         continuation = self._require_continuation()

@@ -36,7 +36,7 @@ from nemo_rl_moe.rollouts.transcript import Transcript
 from nemo_rl_moe.runs.folder.conversations import Outcome, ToolUse
 
 CACHED_TOKENS = "mean_cached_tokens_per_sample"
-"""Metric of prompt tokens that an engine had in its cache."""
+"""Metric: number of prompt tokens that an engine had in its cache."""
 
 Decode = Callable[[Sequence[int]], str]
 Encode = Callable[[str], Sequence[int]]
@@ -53,10 +53,10 @@ class Turn:
 
     Attributes:
         token_ids: Its sampled tokens, with the end token if it has one.
-        text: The same as text, without the end token.
-        is_truncated: It was truncated at the run's limit on its tokens.
+        text: Text of the response, without the end token.
+        is_truncated: Whether it was truncated at the run's limit on tokens.
         logprobs: Log-probability of each of its tokens, in nats.
-        is_cut: It was truncated at that limit or at the limit of its request.
+        is_cut: Whether it was truncated at the run's limit or at the limit of its request.
     """
 
     token_ids: TokenIds
@@ -71,9 +71,9 @@ class Session:
     """A trajectory while it grows, from responses of the model and tokens of the environment.
 
     Attributes:
-        group_id: Equal for the trajectories of a group, which are compared with each other.
+        group_id: Id of the group. The trajectories of a group are compared with each other.
         seed: Seed of the first response. Seeds of later ones are derived from it.
-        max_tokens: Most tokens of a sequence.
+        max_tokens: Maximum number of tokens of a sequence.
         trajectory: Makes the requests for sequences and scores.
         encode: Tokenizes text, special tokens in it included.
         reward_weights: Weight of each named reward. None if a score is one number.
@@ -119,10 +119,10 @@ class Session:
     async def place(
         self, take: Callable[[], Coroutine[Any, Any, Place]], give_back: Callable[[Place], object]
     ) -> AsyncIterator[Place]:
-        """Hold a limited resource in a context, such as a free process.
+        """Hold a limited resource, such as a free process, in a context that yields it.
 
         Args:
-            take: Waits for the resource. If it is cancelled, it holds none.
+            take: Waits for the resource. If this wait is cancelled, no resource is taken.
             give_back: Releases the resource for the next trajectory.
         """
         place = await self.trajectory.wait_aside(take())
@@ -152,12 +152,12 @@ class Session:
         return self.room > 0
 
     def ends_in(self, text: str, sequence: GrowingSequence | None = None) -> bool:
-        """Return whether a sequence, or the one that grows, ends in a short text, except for blanks."""
+        """Return whether a sequence (default: the growing one) ends in a short text, trailing blanks aside."""
         token_ids = (self._sequences.last if sequence is None else sequence).token_ids
         return self.decode(token_ids[-_TAIL_TOKENS:]).rstrip().endswith(text)
 
     async def generate(self) -> Turn:
-        """Continue the sequence with a response of the model. Its tokens are trained on.
+        """Continue the sequence with a response of the model, and return it. Its tokens are trained on.
 
         Raises:
             ValueError: The sequence is full (see `has_room`).
@@ -175,12 +175,12 @@ class Session:
         return turn
 
     def begin_sequence(self, token_ids: Sequence[int], messages: Sequence[Message]) -> GrowingSequence:
-        """Begin another sequence, with tokens that are not trained on, to be continued by `continue_sequence`.
+        """Begin another sequence with tokens that are not trained on, and return it for `continue_sequence`.
 
-        The trajectory does not include the prompt's sequence if tokens were sampled in other sequences alone.
+        If the model has sampled in other sequences only, the trajectory does not include the prompt's sequence.
 
         Args:
-            messages: The content of the tokens.
+            messages: The messages that the tokens show.
         """
         sequence = self._sequences.begin(token_ids)
         self._transcript.add_messages(messages, sequence, 0)
@@ -209,11 +209,14 @@ class Session:
             self._conversation = conversation
 
     async def continue_sequence(self, sequence: GrowingSequence, room: int, wanted: int | None = None) -> Turn:
-        """Continue any sequence of the trajectory with a response of the model. Its tokens are trained on.
+        """Continue any sequence of the trajectory with a response of the model, and return the response.
+
+        The tokens of the response are trained on.
 
         Args:
-            room: Most tokens of the response, in addition to the run's limit.
-            wanted: Limit of the request. A response that ends there is not `is_truncated`.
+            room: Maximum number of tokens of the response. The run's limit on a response holds, too.
+            wanted: Maximum number of tokens that the request sets. A response that ends there does not count as
+                `is_truncated`.
 
         Raises:
             RuntimeError: An earlier request is still pending.
@@ -319,11 +322,11 @@ class Session:
             self._transcript.add_unread(messages)
 
     def note_call(self, call: ToolUse, seconds: float = 0.0) -> None:
-        """Note a tool call in the last response that has ended now after some seconds, for people to read."""
+        """Note a tool call of the last response, for people to read. The call has just ended, after some seconds."""
         self._transcript.add_call(call, seconds)
 
     def note_result(self, call_id: str, outcome: Outcome) -> None:
-        """Note the outcome of an earlier call whose result has arrived now."""
+        """Note the outcome of an earlier call. Its result has just arrived."""
         self._transcript.add_result(call_id, outcome)
 
     def _require_no_response_pending(self, what: str) -> None:
@@ -350,11 +353,11 @@ class Session:
         return not self._overlong
 
     def cut_short(self, reason: str) -> None:
-        """Have the trajectory end as truncated, for the reason that its environment's tokens did not fit."""
+        """Have the trajectory end as truncated, because tokens of its environment did not fit."""
         self._overlong = self._overlong or reason
 
     async def score(self, response: str | None = None) -> Score:
-        """Score a response with the configured reward function.
+        """Return the score of a response by the configured reward function.
 
         Args:
             response: Text to score. None for the last response of the model.
@@ -374,11 +377,11 @@ class Session:
             return await self.trajectory.score(item)
 
     def reward(self, amount: float) -> None:
-        """Add a reward for the last response. The trajectory's reward is the sum of these and of its score.
+        """Add a reward for the last response. The trajectory's reward is its score plus these rewards.
 
         Raises:
             RuntimeError: There is no response yet.
-            ValueError: It is not a number, or too large.
+            ValueError: The amount is not a number, or too large.
         """
         if not self.turns:
             raise RuntimeError("a reward was given before the first response; await session.generate() before")
@@ -411,19 +414,19 @@ class Session:
         Args:
             score: Its score. Rewards of turns are added.
             metrics: Further numbers, logged as means over trajectories, in addition to `metrics` of the session.
-            truncated_by: Another limit than those on tokens at which it was truncated.
+            truncated_by: The limit at which it was truncated, if that is not a limit on tokens.
 
         Raises:
             TypeError: A metric is not a number.
         """
-        # Turns count in time. They are listed by sequence here, and alternating conversations change the order.
+        # Turns are numbered in time. The list is by sequence, which is another order if conversations alternate.
         order = [
             turn for each in self._sequences.kept for turn, owner in enumerate(self._sequence_of_turn) if owner is each
         ]
         turn_rewards = [self._turn_rewards.get(turn, 0.0) for turn in sorted(order)]
         score = checked_score(score, self.reward_weights)  # it may come from user code
         own: Mapping[str, Any] = {**self.metrics, **(metrics or {})}
-        if score.fault is not None:  # which a wrong metric must not hide
+        if score.fault is not None:  # a wrong metric must not hide the fault
             own = {name: value for name, value in own.items() if _is_number(value)}
         score = with_turn_rewards(score, turn_rewards if self._turn_rewards else [])
         kept = {KEPT_MASS: float(np.mean(self._kept_mass))} if self._kept_mass else {}

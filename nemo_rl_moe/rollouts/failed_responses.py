@@ -26,9 +26,11 @@ class FailureRule:
     Its methods take trajectories group after group. A group has one environment.
 
     Attributes:
-        on_failure: `env.on_failure` by the name of the environment.
-        fewest_of_group: A group with fewer scored responses is omitted, unless failed ones count as zero or lowest.
-        fewest_of_step: The same for a step.
+        on_failure: Name of an environment -> its `env.on_failure`.
+        fewest_of_group: Fewest scored responses of a group. A group with fewer is omitted, unless failed responses
+            count as zero or lowest.
+        fewest_of_step: Fewest responses of a step that take part. With fewer, only groups take part in which failed
+            responses count as zero or lowest.
         leave_truncated: Names of environments that give truncated responses reward 0 without scoring them.
     """
 
@@ -54,7 +56,7 @@ class FailureRule:
     def filled(
         self, rewards: Float[Tensor, "groups generations"], trajectories: Sequence[Trajectory]
     ) -> Float[Tensor, "groups generations"]:
-        """Return rewards in which a failed response has the lowest scored reward of its group, or 0 without any."""
+        """Return rewards in which a failed response has the lowest scored reward of its group, or else 0."""
         num_generations = rewards.shape[1]
         is_scored = scored_responses(trajectories, num_generations)
         lowest = rewards.masked_fill(~is_scored, float("inf")).amin(dim=1, keepdim=True)
@@ -66,7 +68,7 @@ class FailureRule:
     ) -> Float[Tensor, "groups generations ..."]:
         """Return advantages, clamped to at most 0 for failed responses.
 
-        A baseline that is not the mean of the group can make them positive.
+        A baseline that is not the mean of the group can make such advantages positive.
         """
         num_generations = advantages.shape[1]
         may_gain = scored_responses(trajectories, num_generations)

@@ -26,10 +26,10 @@ class FaultWatch:
 
     Args:
         max_failed: Number of failed steps and validations in a row at which the run ends. None for no limit.
-        score_truncated: Truncated responses are scored too.
+        score_truncated: Whether truncated responses are scored too.
         on_failure: `env.on_failure`.
         warn: Receives a line at the first failure of each kind, and if a step or validation fails.
-        environment: Name of the environment in these lines.
+        environment: Name of the environment in lines for `warn`.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class FaultWatch:
             self._warn(f"{problem}; a step of which nothing is scored changes no weights ({KEY}: {limit})")
 
     def _is_scored(self, trajectory: Trajectory) -> bool:
-        """Return whether the environment gave a score. A truncated response may have got its 0 without it."""
+        """Return whether the environment gave a score. A truncated response may get reward 0 without a score."""
         may_be_unscored = trajectory.is_truncated and not self._score_truncated and trajectory.reward == 0
         return trajectory.fault is None and not may_be_unscored
 

@@ -25,11 +25,11 @@ class GivenResponses:
         runner: Its engine is only used for validations.
         rounds: The prompts of each epoch, at least one round.
         response_key: Key of the response in a record.
-        end: The token that ends a response, which is added. Empty for none.
-        batches_taken: Rounds that the resumed run has done.
+        end: Tokens to add after each response, such as the end token. May be empty.
+        batches_taken: Number of rounds that the resumed run has done.
 
     Attributes:
-        steps_per_epoch: Steps of one pass over the prompts.
+        steps_per_epoch: Number of steps of one pass over the prompts.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ class GrowingSequence:
 
     Attributes:
         token_ids: All tokens so far.
-        num_first: Number of first tokens.
+        num_first: Number of tokens with which the sequence began.
         routed_experts: Experts of the tokens that a pass has seen. None if the engine does not report them.
     """
 
@@ -36,7 +36,7 @@ class GrowingSequence:
 
     @property
     def has_sampled(self) -> bool:
-        """Whether the model has sampled a token of it."""
+        """Whether the model has sampled a token of the sequence."""
         return any(version != NOT_SAMPLED for version in self._versions)
 
     def add_given(self, token_ids: Sequence[int]) -> None:
@@ -46,7 +46,7 @@ class GrowingSequence:
         self._versions += [NOT_SAMPLED] * len(token_ids)
 
     def add_sampled(self, found: GeneratedSequence) -> None:
-        """Add a response of the model, which is trained on."""
+        """Add a response of the model. It is trained on."""
         self.token_ids += found.token_ids.tolist()
         self._logprobs += found.logprobs.tolist()
         self._versions += np.broadcast_to(np.asarray(found.weight_version), len(found.token_ids)).tolist()
@@ -90,7 +90,7 @@ class GrowingSequences:
         return self._sequences[-1]
 
     def begin(self, token_ids: Sequence[int]) -> GrowingSequence:
-        """Begin another sequence with tokens that are not trained on."""
+        """Begin another sequence with tokens that are not trained on, and return it."""
         self._sequences.append(GrowingSequence(token_ids))
         return self.last
 
@@ -98,7 +98,7 @@ class GrowingSequences:
         """Return the number of tokens before an extension in its sequence.
 
         Args:
-            replaced: The extension after the same turn that it replaces.
+            replaced: The earlier extension after the same turn, to be replaced. None if there is none.
         """
         if extension.begins_anew:
             return 0

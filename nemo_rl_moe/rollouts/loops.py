@@ -63,7 +63,7 @@ async def _finished(last: Coroutine[Any, Any, object] | None) -> None:
 
 
 async def in_loop(function: Callable[[], Result]) -> Result:
-    """Call a function in the thread of the loop."""
+    """Return the result of a function, called in the thread of the loop."""
     return function()
 
 

@@ -27,7 +27,7 @@ class RolloutFunction:
 
     async def rollout(self, session: Session) -> Trajectory:
         """Make one trajectory. An error of the function is a fault of the trajectory."""
-        # So is a cancellation by the user's code. After a cancellation by the run, the result is unused.
+        # A cancellation by the user's code is a fault, too. After a cancellation by the run, the result is unused.
         return await ended(self._checked(session), session, ends_the_run=())
 
     async def _checked(self, session: Session) -> Trajectory:
@@ -44,7 +44,7 @@ class RolloutFunction:
 
 
 def load_rollout_function(reference: str) -> RolloutFunction:
-    """Import a user's coroutine function as an environment."""
+    """Import a user's coroutine function, and return it as an environment."""
     function = import_attribute(ROLLOUT_KEY, reference, form="package.module:function")
     if not inspect.iscoroutinefunction(function):
         raise ConfigurationError(

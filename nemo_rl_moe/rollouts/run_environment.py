@@ -22,7 +22,7 @@ class RunEnvironment:
         reward_weights: Weight of each named reward. None if a score is one number.
         continuation: Renders messages that an environment appends. None without a chat template.
         timeout_s: Maximum seconds of one trajectory, without waiting for the engine or the reward. None for no limit.
-        num_attempts: Most attempts at a trajectory whose environment fails.
+        num_attempts: Maximum number of attempts at a trajectory whose environment fails.
     """
 
     driver: Environment
@@ -35,7 +35,7 @@ class RunEnvironment:
 
 
 Environments = Mapping[str, RunEnvironment]
-"""By `Prompt.environment`. The only environment of a run has the name ''."""
+"""`Prompt.environment` -> environment. The only environment of a run has the name ''."""
 
 
 def score_items(environments: Environments, items: Sequence[ScoringItem]) -> list[Score]:

@@ -31,21 +31,21 @@ AddRewards = Callable[[Sequence[Trajectory]], list[Trajectory]]
 
 
 class RolloutRunner:
-    """Maker of trajectories, which an environment drives, the engine continues and a reward function scores.
+    """Makes trajectories: an environment drives them, the engine continues them, a reward function scores them.
 
     Usually, a trajectory resumes as soon as its sequence has arrived, and is scored as soon as it asks for a score. An
     engine in lockstep answers when every trajectory waits, first all requests and then all scores, so that a run can
     be repeated bit for bit.
 
     Args:
-        max_tokens: Most tokens of a trajectory.
+        max_tokens: Maximum number of tokens of a trajectory.
         loop: Event loop of all trajectories.
         reports: Receives lines on rollouts that take long.
         add_rewards: Adds rewards to trajectories that have ended, such as those from a reward model.
 
     Attributes:
         activity, trainer: Record the states of the engines and of the trainer.
-        stop_groups: Cancels the training groups. Their source sets it.
+        stop_groups: Cancels the training groups. The source of these groups sets it.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class RolloutRunner:
         """Yield the index of each prompt with its group of trajectories, as they end.
 
         Args:
-            seeds: Seed of each trajectory, by group.
+            seeds: Seeds of the trajectories of each prompt.
             note: Called with each sequence.
 
         Raises:
@@ -141,7 +141,7 @@ class RolloutRunner:
 
         Args:
             prompts: At least one.
-            num_generations: Trajectories of each prompt.
+            num_generations: Number of trajectories of each prompt.
             seed_key: Integers that identify this call. The same integers give the same trajectories.
             report_progress: Receives the number of sequences so far.
 
@@ -169,7 +169,7 @@ class RolloutRunner:
         return trajectories
 
     def observe(self, trajectories: Sequence[Trajectory]) -> None:
-        """Show the trajectories of a step or validation to the watches, which may end the run."""
+        """Show the trajectories of a step or validation to the watches. A watch may end the run."""
         watch_trajectories(self._environments, trajectories)
 
     def close(self) -> None:
@@ -184,7 +184,7 @@ class RolloutRunner:
         sampling: SamplingParameters,
         note: Callable[[GeneratedSequence], object] = lambda sequence: None,
     ) -> list[Trajectory]:
-        """Return the trajectories of one prompt. A cancellation cancels them too.
+        """Return the trajectories of one prompt. If this call is cancelled, they are cancelled too.
 
         Errors of the engine and of the reward function end the run. Errors of a user's environment are faults of its
         trajectory.
@@ -224,7 +224,7 @@ class RolloutRunner:
         return await self._gate.generate(request)
 
     async def score(self, item: ScoringItem, place: int) -> Score:
-        """Score one response of a trajectory. In lockstep, responses are sorted by `place`."""
+        """Return the score of one response. In lockstep, responses are sorted by `place`."""
         return await self._scores.ask(item, place)
 
     async def pause(self) -> None:
@@ -246,7 +246,7 @@ class RolloutRunner:
         note_change: Callable[[], None],
         note: Callable[[GeneratedSequence], object],
     ) -> RetriedTrajectory:
-        """Start a trajectory. Each attempt has a new session."""
+        """Start a trajectory, and return it. Each attempt has a new session."""
         place, environment = next(self._places), self._environments[prompt.environment]
 
         def begin(attempt: int) -> RunningTrajectory:
@@ -321,6 +321,6 @@ async def _nothing() -> None:
 
 
 def _added_to_groups(add_rewards: AddRewards, groups: Sequence[list[Trajectory]]) -> list[list[Trajectory]]:
-    """Add rewards to several groups at once."""
+    """Return several groups with added rewards, after one call of `add_rewards`."""
     found = iter(add_rewards(list(chain.from_iterable(groups))))
     return [list(islice(found, len(group))) for group in groups]

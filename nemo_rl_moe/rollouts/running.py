@@ -28,14 +28,14 @@ _NOT_A_USERS = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[1]))
 
 
 class Answers(Protocol):
-    """Answers requests of trajectories: the runner, or in another process the connection to it."""
+    """Answers requests of trajectories. It is the runner, or in another process the connection to the runner."""
 
     async def generate(self, request: GenerationRequest) -> GeneratedSequence:
-        """Continue one sequence of a trajectory."""
+        """Return the continuation of one sequence of a trajectory."""
         ...
 
     async def score(self, item: ScoringItem, place: int) -> Score:
-        """Score one response of the trajectory with this index."""
+        """Return the score of one response of the trajectory with the index `place`."""
         ...
 
 
@@ -83,7 +83,7 @@ class RunningTrajectory:
         timeout_s: float | None = None,
         steps: Callable[[RunningCode], RunningCode] = lambda coroutine: coroutine,
     ) -> None:
-        """Start its code, which requests sequences and scores through the session.
+        """Start the trajectory's code, which requests sequences and scores through the session.
 
         Args:
             label: Name in messages.
@@ -104,11 +104,11 @@ class RunningTrajectory:
         return await self._wait_for("rewards", self._answers.score(item, self._place))
 
     async def wait_aside(self, process: Coroutine[Any, Any, Result]) -> Result:
-        """Await a limited resource, such as a free process. In lockstep, other trajectories do not wait for it."""
+        """Return a limited resource, such as a free process. In lockstep, other trajectories do not wait meanwhile."""
         return await self._wait_for("a process", process)
 
     async def _wait_for(self, what: WaitsFor, answer: Coroutine[Any, Any, Result]) -> Result:
-        """Wait for an answer whose errors end the run."""
+        """Return an answer. Its errors end the run."""
         if not self.has_ended:
             self._stop_time()
         if self.has_ended:  # an abandoned task
@@ -188,7 +188,7 @@ class RunningTrajectory:
             self._expire()
 
     def _expire(self) -> None:
-        """End it as it is now, as it has taken too long. Cancel its code without waiting for it."""
+        """End the trajectory as it is now, as it took too long. Cancel its code without waiting for its end."""
         if self.has_ended:
             return
         reason = f"took longer than {TIMEOUT_KEY}={self._timeout_s:g} (at {self.where()})"
@@ -214,7 +214,7 @@ class RetriedTrajectory:
 
     Args:
         begin: Starts an attempt, counted from 0.
-        num_attempts: Most attempts.
+        num_attempts: Maximum number of attempts.
 
     Attributes:
         attempts: All attempts so far, of which the last one counts.
@@ -228,7 +228,8 @@ class RetriedTrajectory:
         """Start the next attempt if the last one has failed and another is allowed.
 
         Raises:
-            Exception: Of the engine, of the reward function, or of an environment that is not a user's function.
+            Exception: An error of the engine, of the reward function, or of an environment that is not a user's
+                function.
         """
         last = self.attempts[-1]
         last.check()

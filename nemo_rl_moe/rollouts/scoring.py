@@ -13,11 +13,11 @@ Scored = TypeVar("Scored")
 
 
 class ScoringQueue(Lockstep[Item, Scored]):
-    """A queue of items that are scored when all trajectories wait, or by a thread in batches of all queued items.
+    """A queue of items to score: in lockstep when all trajectories wait, otherwise all queued items in a thread.
 
     Args:
         score: Scores items in their order. Called by one thread at a time.
-        in_lockstep: The supervisor calls `answer_all` when all trajectories wait.
+        in_lockstep: Whether the supervisor calls `answer_all` when all trajectories wait.
     """
 
     def __init__(self, score: Callable[[Sequence[Item]], list[Scored]], *, in_lockstep: bool):
@@ -26,7 +26,7 @@ class ScoringQueue(Lockstep[Item, Scored]):
         self._task: asyncio.Task[None] | None = None
 
     async def ask(self, request: Item, place: int) -> Scored:
-        """Score one item. In lockstep, items are scored in the order of their numbers."""
+        """Return the score of one item. In lockstep, items are scored in the order of `place`."""
         future = self.queued(request, place)
         if not self._in_lockstep and (self._task is None or self._task.done()):
             self._task = asyncio.create_task(self._score_all())

@@ -22,9 +22,9 @@ class RolloutGroups:
     Attributes:
         trained: Trajectories to train on, group after group.
         generated: All trajectories, group after group.
-        num_generations: Trajectories of a group.
-        num_filled: Trained groups that are uninformative and that dynamic sampling could not replace.
-        is_on_policy: The weights that are trained have sampled every token.
+        num_generations: Number of trajectories of a group.
+        num_filled: Number of trained groups that are uninformative and that dynamic sampling could not replace.
+        is_on_policy: Whether the weights that are trained have sampled every token.
         metrics: Further metrics of the source.
     """
 
@@ -46,7 +46,7 @@ class SourceState:
     """State of a source for a checkpoint.
 
     Attributes:
-        batches_taken: Rounds of prompts that were taken.
+        batches_taken: Number of rounds of prompts that were taken.
         write: Writes the rest of the state into the checkpoint's folder, now or later.
     """
 
@@ -55,24 +55,24 @@ class SourceState:
 
 
 class RolloutSource(Protocol):
-    """The groups of one step after the other. It hides from a training loop how and when they are made."""
+    """Source of the groups of each step. It hides from a training loop how and when the groups are made."""
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps of one pass over the prompts."""
+        """Number of steps of one pass over the prompts."""
         ...
 
     @property
     def is_used_up(self) -> bool:
-        """True when no prompts are left."""
+        """Whether no prompts are left."""
         ...
 
     def next(self, step: int, clock: PhaseClock) -> RolloutGroups:
-        """Return the groups of the next step, unless it is used up.
+        """Return the groups of the next step. The source must not be used up.
 
         Args:
             step: Number of completed steps.
-            clock: Gets the phases.
+            clock: Measures the phases of the step.
         """
         ...
 
@@ -81,7 +81,7 @@ class RolloutSource(Protocol):
         ...
 
     def updated(self, step: int) -> None:
-        """Resume with the weights after a step, which the engine has now. Also called before the first step."""
+        """Resume after the engine has got the weights after a step. Also called before the first step."""
         ...
 
     def state(self, step: int) -> SourceState:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The supervisor of trajectories, which reports stragglers and answers requests in lockstep."""
+"""The supervisor of trajectories: it reports stragglers, and answers requests in lockstep."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ CHECK_S = 0.1
 STOP_GRACE_S = 10.0
 """Seconds without progress after a request to stop, after which a step is given up."""
 QUIET_S = 10.0
-"""Seconds without progress after which stragglers are reported, then after twice as many, and so on."""
+"""Seconds without progress until stragglers are reported first. Each further report waits twice as long."""
 SETTLING_TURNS = 8
 """Loop iterations within which a group that replaces another one has made its requests."""
 MANY = 4096
@@ -64,13 +64,13 @@ class Supervisor:
     """Supervises the trajectories of one event loop.
 
     Args:
-        queues: None if the engine answers requests as they arrive.
-        note_failure: Called when it ends with an error.
+        queues: Queues of an engine in lockstep. None if the engine answers requests as they arrive.
+        note_failure: Called when the supervisor ends with an error.
 
     Attributes:
         clock: Gets the current phases `generation`, `rewards` and `reward_model`.
-        num_adding: Groups that wait for added rewards.
-        failure: The error with which it has ended.
+        num_adding: Number of groups that wait for added rewards.
+        failure: The error with which the supervisor has ended.
     """
 
     def __init__(self, reports: RolloutReports, queues: LockstepQueues | None, note_failure: Callable[[], None]):

@@ -37,7 +37,7 @@ class _Calls:
     """Calls of a trajectory so far. Their metrics are in its session, so that they survive a failure.
 
     Attributes:
-        tools: Tools that it may call.
+        tools: Tools that the trajectory may call.
         turn_s: Seconds that the calls of this turn have taken.
     """
 
@@ -59,10 +59,10 @@ class ToolConversation:
     answer, and the conversation continues.
 
     Args:
-        tools: Tools of the run. A prompt whose record names tools may only call these.
+        tools: Tools of the run. A prompt whose record names tools may only call the named ones.
         tool_format: Format in which the model writes calls.
-        driver: Limits, the most responses, and the cost of a call. Calls of the last turn are not made and cost
-            nothing.
+        driver: Limits, the maximum number of responses, and the cost of a call. Calls of the last turn are not made and
+            cost nothing.
         warn: Receives a line at the first failure of each kind.
     """
 
@@ -80,7 +80,7 @@ class ToolConversation:
         self._schemas = {name: properties_of(tool.definition["function"]["parameters"]) for name, tool in tools.items()}
 
     async def rollout(self, session: Session) -> Trajectory:
-        """Make one trajectory. The reward function scores its last response."""
+        """Return one trajectory. The reward function scores its last response."""
         names = session.prompt.inputs.tool_names
         made = _Calls(session, self._tools if names is None else {name: self._tools[name] for name in names})
         truncated_by: Literal["turns"] | None = None

@@ -22,7 +22,7 @@ NO_TURN = -1
 
 
 def loss_masks(trajectories: Sequence[Trajectory]) -> Bool[Tensor, "trajectories tokens"]:
-    """Return the loss mask of each trajectory's concatenated sequences, truncated ones included, padded with False."""
+    """Return the loss mask of each trajectory's concatenated sequences, padded with False, also if truncated."""
     return _padded_masks(
         [np.concatenate([each.loss_mask for each in trajectory.sequences]) for trajectory in trajectories]
     )
@@ -44,7 +44,7 @@ def turns_of_tokens(trajectories: Sequence[Trajectory]) -> Int[Tensor, "trajecto
 
 
 def sampled_tokens(trajectories: Sequence[Trajectory]) -> Bool[Tensor, "sequences tokens"]:
-    """Return the loss mask of each row, truncated ones included, padded with False."""
+    """Return the loss mask of each sequence, also of truncated trajectories, padded with False."""
     return _padded_masks([sequence.loss_mask for sequence in sequences_of(trajectories)])
 
 
@@ -56,7 +56,7 @@ def token_lags(trajectories: Sequence[Trajectory], weight_version: int) -> Int[T
     """Return the lag of each sampled token as int32, and `NO_LAG` for all other tokens.
 
     Args:
-        weight_version: Optimizer steps of the weights that are trained.
+        weight_version: Version (number of optimizer steps) of the weights that are trained.
     """
     versions = [sequence.weight_versions for sequence in sequences_of(trajectories)]
     lags = [np.where(each == NOT_SAMPLED, NO_LAG, weight_version - each).astype(np.int32) for each in versions]
@@ -74,14 +74,14 @@ def training_batch(
     """Return the batch of trajectories for the policy-gradient loss.
 
     Args:
-        leave_out_truncated: Do not train on trajectories that were truncated at a limit on tokens (DAPO's overlong
+        leave_out_truncated: Whether to leave out trajectories that were truncated at a limit on tokens (DAPO's overlong
             filtering).
-        takes_part: Trajectories that are trained on, None for all. The others stay in the batch without trained
+        takes_part: Which trajectories are trained on. None for all. The others stay in the batch without trained
             tokens, so that sizes of global batches and microbatches do not depend on failures of the environment.
 
     Returns:
-        A batch with the columns `advantages`, `generation_logprobs`, the model's inputs, `token_writers` if an
-        environment wrote tokens, and, stored, `routed_experts` and `kept_tokens` if the engine reports them.
+        A batch with the columns `advantages`, `generation_logprobs`, the model's inputs, and `token_writers` if an
+        environment wrote tokens. If the engine reports `routed_experts` and `kept_tokens`, they are stored columns.
     """
     sequences, owners = sequences_of(trajectories), trajectory_of_each_sequence(trajectories)
     lengths = [len(sequence) for sequence in sequences]
@@ -127,7 +127,7 @@ def advantage_column(
     advantages: Float[Tensor, "groups generations ..."] | Sequence[Float[Tensor, " tokens"]],
     trajectories: Sequence[Trajectory],
 ) -> Column:
-    """Return advantages as a column of the batch of trajectories.
+    """Return advantages as a column of the trajectories' batch.
 
     Args:
         advantages: One per trajectory, `[groups, generations]`, for all its sequences. Or one per token of its

@@ -45,12 +45,13 @@ class TokenSequence:
     Attributes:
         loss_mask: True on tokens that are trained on, as targets.
         logprobs: Log-probability of each sampled token from the engine, in nats, 0 on all other tokens.
-        weight_versions: Optimizer steps of the weights that sampled each token, `NOT_SAMPLED` on all other tokens.
+        weight_versions: Version (number of optimizer steps) of the weights that sampled each token, `NOT_SAMPLED` on
+            all other tokens.
         routed_experts: Experts of each token in each MoE layer, `[moe_layers, topk]` int16 per token, from the first
             pass over the token. None if the engine does not report them.
         model_inputs: Further inputs of the model, such as images.
-        kept_tokens: Sampling mask of each sampled token, over which `logprobs` are normalized then. None if the engine
-            was not asked for it.
+        kept_tokens: Sampling mask of each sampled token. If present, `logprobs` are normalized over it. None if the
+            engine was not asked for it.
     """
 
     token_ids: Int[np.ndarray, " tokens"]
@@ -74,30 +75,32 @@ class TokenSequence:
 class Trajectory:
     """The token sequences that a policy and an environment have made from a prompt, with one reward.
 
-    A second sequence begins if new tokens do not continue the first one. Tokens that it repeats count as given, like a
-    prompt: a sampled token is trained on once, in the sequence in which it was sampled.
+    A second sequence begins if new tokens do not continue the first one. Tokens that the second sequence repeats count
+    as given, like a prompt: a sampled token is trained on once, in the sequence in which it was sampled.
 
     Attributes:
         sample_id: Source of its prompt, such as file and line.
-        group_id: Equal for the trajectories of a group, which are compared with each other.
+        group_id: Id of the group. The trajectories of a group are compared with each other.
         sequences: At least one, in the order in which they began.
-        reward: Finite, with the rewards of its turns included.
-        is_correct: It counts as right in `accuracy`.
+        reward: Finite number, which includes the rewards of turns.
+        is_correct: Whether it counts as right in `accuracy`.
         num_turns: Number of the model's responses.
-        num_retries: Failed attempts before it.
+        num_retries: Number of failed attempts before this one.
         prompt_text, response_text: Texts for people to read.
         fault: Reason why the environment gave no reward. None if it gave one.
         fault_message: One line on the fault.
-        overlong: Message on tokens of the environment that did not fit, so that it ended. Empty if all did.
-        rewards: Named rewards, of which `reward` is the weighted sum. Empty if a score is one number, or without score.
+        overlong: Message on tokens of the environment that did not fit, so that the trajectory ended. Empty if all
+            tokens did fit.
+        rewards: Named rewards, of which `reward` is the weighted sum. Empty if a score is one number, or if there is no
+            score.
         metrics: Further numbers of the environment, logged as means over trajectories.
         conversation: Turns of the prompt, the model and the environment, for people to read.
-        times: When it generated and when its tools ran, if that was recorded.
-        left_out: Reason why it is not trained on. Empty if it is, and in validations.
+        times: Times of its generation and of its tools. None if they were not recorded.
+        left_out: Reason why it is not trained on. Empty if it is trained on, and in validations.
         environment: Name in `env.mixture`. Empty if the run has one environment.
-        turn_lengths: Sampled tokens of each turn, in the order of the sampled tokens of all sequences. Empty if
-            unknown, which counts as one turn.
-        turn_order: Index in time of each turn of `turn_lengths`. Empty if it is the same order.
+        turn_lengths: Number of sampled tokens of each turn, in the order of the sampled tokens of all sequences. Empty
+            if unknown: then all tokens count as one turn.
+        turn_order: Index in time of each turn of `turn_lengths`. Empty if `turn_lengths` is in the order of time.
         turn_rewards: Reward of each turn in the order of time, included in `reward`. Empty if none was given.
     """
 
@@ -135,7 +138,7 @@ class Trajectory:
 
     @property
     def last_sequence(self) -> TokenSequence:
-        """The sequence of the last response. It need not be the last one, as conversations may alternate."""
+        """The sequence of the last response. It need not be the last in `sequences`, as conversations may alternate."""
         if not self.turn_order:
             return self.sequences[-1]
         last = self.turn_order.index(max(self.turn_order))
@@ -157,7 +160,7 @@ class Trajectory:
 
     @property
     def weight_version(self) -> int:
-        """Optimizer steps of the newest weights that sampled a token, `NOT_SAMPLED` without sampled tokens."""
+        """Version of the newest weights that sampled a token, `NOT_SAMPLED` without sampled tokens."""
         return max(int(sequence.weight_versions.max(initial=NOT_SAMPLED)) for sequence in self.sequences)
 
     @property
@@ -170,7 +173,7 @@ class Trajectory:
 
 
 def sequences_of(trajectories: Sequence[Trajectory]) -> list[TokenSequence]:
-    """Return the sequences of trajectories, which are the rows of their batch."""
+    """Return the sequences of trajectories. They are the rows of the trajectories' batch."""
     return [sequence for trajectory in trajectories for sequence in trajectory.sequences]
 
 

@@ -18,7 +18,7 @@ _IMAGE = "[image]"
 class Transcript:
     """Turns of a trajectory while it grows.
 
-    Tokens that the environment has added to a sequence without a text are decoded.
+    Tokens that the environment adds without a text are decoded.
 
     Args:
         sequence: The sequence that begins with the prompt.
@@ -47,7 +47,7 @@ class Transcript:
         return self._clock() - self._began_s
 
     def add_messages(self, messages: Sequence[Message], sequence: GrowingSequence, first: int) -> None:
-        """Add messages that a sequence has from the token `first` to its end."""
+        """Add messages. A sequence has their tokens from index `first` on."""
         self._answers = range(0)
         self._turns += _placed(messages, sequence, (first, len(sequence)))
 
@@ -55,7 +55,7 @@ class Transcript:
         """Add a response of the model that has arrived now.
 
         Args:
-            sequence: Has the response from the token `start` to its end.
+            sequence: Its tokens from index `start` on are the response.
             asked_s: Time of the request, in seconds since the start.
             waited_s: Seconds after the request in which no engine worked on it.
         """
@@ -67,13 +67,13 @@ class Transcript:
         self._generation.append((min(asked_s + waited_s, now_s), now_s))
 
     def add_given(self, text: str, sequence: GrowingSequence | None) -> None:
-        """Add text of the environment that is no message, at the end of a sequence. None if it did not fit."""
+        """Add text of the environment that is no message, at the end of a sequence (None if the text did not fit)."""
         self._answers = range(0)
         tokens = (0, 0) if sequence is None else (self._end_of(sequence), len(sequence))
         self._add(ENVIRONMENT, text, sequence, tokens)
 
     def answer(self, messages: Sequence[Message], sequence: GrowingSequence, first: int) -> None:
-        """Replace the messages that answer the last response. A sequence has them from the token `first` to its end."""
+        """Replace the messages that answer the last response. A sequence has their tokens from `first` on."""
         start = self._answers.start if self._answers else len(self._turns)
         turns = _placed(messages, sequence, (first, len(sequence)))
         self._turns[start : start + len(self._answers)] = turns
@@ -84,7 +84,7 @@ class Transcript:
         self._turns += _placed(messages, None, (0, 0))
 
     def add_call(self, call: ToolUse, seconds: float) -> None:
-        """Note a call in the last response, which has ended now after some seconds."""
+        """Note a call of the last response. The call has just ended, after some seconds."""
         if self._last_response is None:
             return
         calls = self._turns[self._last_response].turn.calls
@@ -95,7 +95,7 @@ class Transcript:
         self._tools.append((max(0.0, now_s - seconds), now_s))
 
     def add_result(self, call_id: str, outcome: Outcome) -> None:
-        """Note the outcome of an earlier call whose result has arrived now."""
+        """Note the outcome of an earlier call. Its result has just arrived."""
         place = self._places.get(call_id)
         if place is None:
             return
@@ -144,7 +144,7 @@ class _PlaceOfCall:
 
 @dataclass(frozen=True)
 class _Placed:
-    """A turn, and the sequence that has it. None if the model has not read it."""
+    """A turn, and the sequence with its tokens. The sequence is None if the model has not read the turn."""
 
     turn: ConversationTurn
     sequence: GrowingSequence | None

@@ -24,7 +24,7 @@ _ERROR_KEYS = ("error", "is_error", "isError")
 
 
 def outcome_of_result(text: str) -> Outcome:
-    """Return "error" if the text of a result looks like one, otherwise "answered"."""
+    """Return "error" if the text of a result looks like an error, otherwise "answered"."""
     if _ERROR_TEXT.match(text):
         return "error"
     if text.lstrip().startswith("{"):
@@ -39,7 +39,7 @@ def outcome_of_result(text: str) -> Outcome:
 
 @dataclass(frozen=True)
 class CallMetrics:
-    """Names of the metrics of calls.
+    """Names of the metrics that count calls.
 
     Attributes:
         made: Calls that the program got.
@@ -83,7 +83,7 @@ class WireCalls:
             self._count(self._names.wrong)
 
     def note_results(self, messages: Iterable[Mapping[str, object]]) -> None:
-        """Note the results in messages of calls that had none."""
+        """Note results that messages have for calls without a result."""
         for message in messages:
             call_id = message.get("tool_call_id")
             if message.get("role") != "tool" or not isinstance(call_id, str) or call_id not in self._open:

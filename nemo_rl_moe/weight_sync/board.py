@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Boards, on which the processes of a weight transfer leave short notes: a folder, or a store in the driver.
 
-A folder in shared memory serves one machine, and transfers through files. Between machines it would be on a network
-file system, whose directory listings are often seconds old.
+A folder in shared memory is for one machine, and for transfers through files. Between machines, a folder would be on a
+network file system, whose directory listings are often seconds old.
 """
 
 import socket
@@ -24,11 +24,11 @@ from nemo_rl_moe.errors import WeightSyncError
 Answer = TypeVar("Answer")
 
 _ANSWER_S = 30.0
-"""Time after which a driver that does not answer counts as dead."""
+"""Seconds after which a driver that does not answer counts as dead."""
 
 
 class Board(Protocol):
-    """Notes by name. Boards are pickled to the processes that share them.
+    """Short notes by name. A board is pickled to the processes that share it.
 
     All methods raise a WeightSyncError after the end of the transfer.
     """
@@ -54,7 +54,7 @@ class Board(Protocol):
 
 @dataclass(frozen=True)
 class FolderBoard:
-    """Files in a folder, which are notes or tensors."""
+    """A board in a folder. Its files are notes, or contain tensors."""
 
     folder: Path
 
@@ -104,7 +104,7 @@ class FolderBoard:
 
 @dataclass(frozen=True)
 class NetworkBoard:
-    """Notes in a store that the driver serves while the transfer is open."""
+    """A board in a key-value store (`TCPStore`), which the driver serves while the transfer is open."""
 
     host: str
     port: int
@@ -150,7 +150,7 @@ def _client(host: str, port: int) -> TCPStore:
 
 
 def serve_store(host: str, size: int | None = None) -> TCPStore:
-    """Serve a store for `size` processes (None: any) on one address only.
+    """Serve a store for `size` processes (None: any number) on one address only, and return it.
 
     torch's default listens on all interfaces, without credentials.
     """

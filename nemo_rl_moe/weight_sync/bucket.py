@@ -44,7 +44,7 @@ def write_bucket(path: Path, label: BucketLabel, tensors: Mapping[str, Tensor]) 
 
 @contextmanager
 def opened_bucket(path: Path, label: BucketLabel) -> Iterator[dict[str, Tensor]]:
-    """Open and verify a bucket's tensors, which are valid inside the context."""
+    """Verify a bucket, and yield its tensors. They are valid inside the context."""
     try:
         file = safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
@@ -78,7 +78,7 @@ def tensor_checksum(name: str, tensor: Tensor) -> str:
 
 
 def weighted_sum(content: Tensor) -> int:
-    """Sum the bytes' 32-bit words, word `i` times `2 i + 1`, modulo 2^64: a checksum for devices.
+    """Return the sum of the 32-bit words of bytes, word `i` times `2 i + 1`, modulo 2^64: a checksum for devices.
 
     A change of one word, or a swap of two different words, always changes the sum.
     """

@@ -54,10 +54,10 @@ class WeightComparison:
 
 
 def compare_fingerprints(found: Fingerprints, expected: Fingerprints) -> WeightComparison:
-    """Compare an engine's stored tensors with the trainer's.
+    """Return the comparison of an engine's stored tensors with the trainer's.
 
-    Names that one side lacks are skipped. Tensors of another shape are too: an engine cannot load weights of a wrong
-    shape, so it stores them in another layout.
+    Names that one side lacks are skipped. Tensors of different shapes are skipped, too: an engine cannot load weights
+    of a wrong shape, so it stores them in another layout.
     """
     shared = [name for name in expected if name in found and _shape(found[name]) == _shape(expected[name])]
     different = [name for name in shared if found[name] != expected[name]]

@@ -6,7 +6,7 @@ Each note appears atomically. In a folder the notes are files:
 
     0003-000012.bucket                  bucket 12 of sender 3: its checksums, and its bytes or a handle to them
     000045.order                        the name of the bucket to take after 45 others
-    0003-000012.bucket.taken-0001       receiver 1 has taken it; the sender deletes it when all have
+    0003-000012.bucket.taken-0001       receiver 1 has taken this bucket; the sender deletes it after all have
     0003.end                            sender 3 has sent everything: numbers of buckets, tensors and bytes, version
     failed                              why the transfer ended early
     0003.sender-at, 0001.receiver-at    the device of a process, if only processes on one device exchange tensors
@@ -41,10 +41,10 @@ class TransportSpec:
 
     Attributes:
         folder: A new folder that all processes reach. With `store` only its name is used.
-        store: Replaces the folder between machines, if tensors do not travel in files.
-        max_unacknowledged: Maximum number of a sender's buckets that some receiver has not taken.
+        store: Replaces the folder between machines, if tensors are not sent in files.
+        max_unacknowledged: Maximum number of buckets of a sender that some receiver has not taken yet.
         stall_timeout_s: Seconds without progress after which a process gives up, as a killed peer leaves no trace.
-        changed_only: Frozen weights are not sent, because all receivers have them from an earlier transfer.
+        changed_only: Whether frozen weights are not sent, because all receivers have them from an earlier transfer.
     """
 
     folder: Path
@@ -63,7 +63,7 @@ class TransportSpec:
         return FolderBoard(self.folder) if self.store is None else self.store
 
     def send(self, tensors: Iterable[NamedTensor], sender: int, version: int) -> int:
-        """Send this rank's tensors, a bucket at a time; return the bytes when every receiver has taken them.
+        """Send this rank's tensors, a bucket at a time. Return the number of bytes when all receivers have them.
 
         Every trainer rank calls it. A WeightSyncError ends the transfer for all.
 
@@ -76,13 +76,13 @@ class TransportSpec:
             return _Sender(self, sender).send(tensors)
 
     def receive(self, receiver: int, load: Callable[[Iterator[NamedTensor]], object]) -> int:
-        """Pass the tensors of all senders to a loader, and return the bytes. Every engine worker calls it.
+        """Pass the tensors of all senders to a loader. Return the number of bytes. Every engine worker calls it.
 
         An error of `load` ends the transfer for all, and is raised here unchanged. After any error the weights may be a
         mixture.
 
         Args:
-            load: Must consume all tensors, which come in any order. A tensor is valid only until the next one: copy it
+            load: Must consume all tensors. They come in any order. A tensor is valid only until the next one: copy it
                 to keep it.
         """
         with self._reporting(f"receiver {receiver}"):
@@ -94,7 +94,7 @@ class TransportSpec:
             return arrivals.num_bytes
 
     def label(self, sender: int, bucket: int) -> BucketLabel:
-        """Label a bucket. The folder's name identifies the transfer."""
+        """Return the label of a bucket. The folder's name identifies the transfer."""
         return BucketLabel(self.folder.name, self.version, sender, bucket)
 
     def queue(self, name: str, after: int) -> int:
@@ -109,17 +109,17 @@ class TransportSpec:
             self.board.put_first(_FAILED, reason)
 
     def names(self) -> set[str]:
-        """List the notes, or raise if the transfer has failed."""
+        """Return the names of the notes. Raise if the transfer has failed."""
         names = self.board.names()
         if _FAILED in names:
             raise _EndedByOther(self.board.read(_FAILED))
         return names
 
     def meet(self, own: str, number: int, other: str, num_others: int) -> list[int]:
-        """Return the peers that this process sends to or receives from: all, or the peers on its device.
+        """Return the numbers of the peers that this process sends to or receives from: all, or those on its device.
 
         Args:
-            own: `sender` or `receiver`. `other` is the opposite.
+            own: Kind of this process, `sender` or `receiver`. `other` is the other kind.
         """
         if (place := self.backend.place()) is None:
             return list(range(num_others))
@@ -133,7 +133,7 @@ class TransportSpec:
 
     @contextmanager
     def _reporting(self, who: str) -> Iterator[None]:
-        """Report an error of this process to the others."""
+        """Report an error of this process to the other processes."""
         try:
             yield
         except _EndedByOther as error:
@@ -271,7 +271,7 @@ class _Receiver:
         self._senders = transfer.meet("receiver", receiver, "sender", transfer.num_senders)
         if not self._senders:
             raise WeightSyncError(
-                f"no rank of the trainer is at its place, {transfer.backend.place()};"
+                f"no rank of the trainer is on its device, {transfer.backend.place()};"
                 " policy.generation.weight_transport: cuda_ipc needs engines on the trainer's GPUs"
             )
         self._num_buckets = [0] * transfer.num_senders
@@ -313,7 +313,7 @@ class _Receiver:
             yield int(name.partition("-")[0]), name
 
     def _waits_for(self, senders: list[int], names: set[str]) -> str:
-        """Name the processes that make no progress. Another receiver may hold up the senders."""
+        """Return text on the processes without progress. Another receiver may hold up the senders."""
         sends_to_all = self._transfer.backend.place() is None
         receivers = list(range(self._transfer.num_receivers)) if sends_to_all else [self._receiver]
         buckets = [name for name in names if _BUCKET.fullmatch(name) and int(name.partition("-")[0]) in senders]

@@ -20,7 +20,7 @@ class Manifest:
     """Content of a bucket whose bytes are not in a file.
 
     Attributes:
-        checksum: Of all bytes, names, formats and shapes.
+        checksum: Checksum of all bytes, names, formats and shapes.
         handle: The transport's handle to the bytes.
     """
 
@@ -46,7 +46,7 @@ def manifest_text(label: BucketLabel, packing: Packing, buffer: Tensor, handle: 
 
 
 def read_manifest(name: str, text: str, label: BucketLabel) -> Manifest:
-    """Parse and check the note on a bucket."""
+    """Return the parsed and checked note on a bucket."""
     try:
         content = json.loads(text)
         found = BucketLabel(**content["label"])

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors packed one after another into a buffer, which is sent in one piece."""
+"""Tensors packed one after another into a buffer. The buffer is sent in one piece."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class Packing:
 
     @property
     def num_bytes(self) -> int:
-        """Total bytes, including padding."""
+        """Number of bytes, including padding."""
         return sum(_padded(num_bytes) for *_, num_bytes in self._sizes())
 
     def cut(self, buffer: Tensor) -> dict[str, Tensor]:
@@ -50,7 +50,7 @@ class Packing:
 
 
 def packed(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Copy tensors to a new buffer in the layout of `Packing`, `[bytes]`."""
+    """Return a new buffer with tensors in the layout of `Packing`, `[bytes]`."""
     buffer = torch.empty(sum(map(_padded, (tensor.nbytes for tensor in tensors))), dtype=torch.uint8, device=device)
     begin = 0
     for tensor in tensors:

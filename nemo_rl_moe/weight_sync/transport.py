@@ -31,19 +31,19 @@ __all__ = ["NamedTensor", "TransportSpec", "WeightTransport", "folder_of_one_mac
 
 
 class WeightTransport:
-    """The driver's side of one transfer, through a folder that exists while this is open.
+    """The driver's side of one transfer, through a folder that exists while this object is open.
 
     The folder of a killed driver is removed by the next transport on the same machine.
 
     Args:
-        bucket_bytes: None: the default of the transport.
-        address: Address of this machine for processes on others, which then meet in a store; None: they meet in the
+        bucket_bytes: Size of a bucket; None for the default of the transport.
+        address: Address of this machine for processes on other machines. Notes are then in a store; if None, in the
             folder.
-        may_skip_frozen: The previous transfer included the current frozen weights, so receivers that still hold them
-            need only the others.
+        may_skip_frozen: Whether the previous transfer included the current frozen weights. Receivers that still hold
+            them then need only the other weights.
 
     Attributes:
-        num_bytes: Bytes sent by all ranks; 0 until `send` has returned.
+        num_bytes: Number of bytes sent by all ranks; 0 until `send` has returned.
     """
 
     def __init__(
@@ -92,11 +92,11 @@ class WeightTransport:
     def open(
         self, num_receivers: int, version: int, receivers: str = "", *, hold_weights: bool = False
     ) -> TransportSpec:
-        """Open the transfer.
+        """Open the transfer, and return its specification.
 
         Args:
-            receivers: Identifies the receiving processes. Connections are reused for the same name.
-            hold_weights: All receivers hold the weights of the previous transfer, and can keep some of them.
+            receivers: Name of the receiving processes. Transfers with the same name reuse connections.
+            hold_weights: Whether all receivers hold the weights of the previous transfer, and can keep some of them.
         """
         if self._folder is None or self._transfer is not None:
             raise RuntimeError("a transport is entered first and opened once")
@@ -116,7 +116,7 @@ class WeightTransport:
         return self._transfer
 
     def send(self) -> int:
-        """Make all trainer ranks send, and return their total bytes. The receivers must have been started.
+        """Make all trainer ranks send. Return the total number of bytes. The receivers must have been started.
 
         After a WeightSyncError the trainer's ranks stay usable.
         """
@@ -138,7 +138,7 @@ class WeightTransport:
 def folder_of_one_machine(num_senders: int) -> Path:
     """Return the folder for a transfer on one machine: shared memory if it holds twice the buckets in flight.
 
-    Otherwise the temporary folder: containers have only 64 MiB of shared memory by default.
+    Otherwise it is the temporary folder: containers have only 64 MiB of shared memory by default.
     """
     needed = 2 * num_senders * MAX_UNACKNOWLEDGED * BUCKET_BYTES
     has_room = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free >= needed

@@ -33,7 +33,7 @@ COLLECTIVE_TIMEOUT_S = 120.0
 _POLL_S = 0.01
 BUCKET_BYTES = 64 * 2**20
 DEVICE_BUCKET_BYTES = 512 * 2**20
-"""Size of buckets on devices: each costs some waits of the host, and GPU memory."""
+"""Size of buckets on devices. Larger ones need more GPU memory, smaller ones more waits of the host."""
 
 
 class TransportBackend(Protocol):
@@ -46,7 +46,7 @@ class TransportBackend(Protocol):
 
     @property
     def on_device(self) -> bool:
-        """Whether it takes tensors on the trainer's device, where every rank has all tensors, or else on the host."""
+        """Whether it takes tensors on the trainer's device, where every rank has all tensors, instead of the host."""
         ...
 
     @property
@@ -67,7 +67,7 @@ class TransportBackend(Protocol):
     def opened(
         self, board: Board, name: str, label: BucketLabel, receiver: int
     ) -> AbstractContextManager[dict[str, Tensor]]:
-        """Open and verify the bucket's tensors, which are valid inside the context."""
+        """Verify the bucket, and yield its tensors. They are valid inside the context."""
         ...
 
 
@@ -259,7 +259,7 @@ class CudaMemory:
 
 @dataclass(frozen=True)
 class IpcTransport:
-    """Buckets that a receiver reads from the memory of the sender on its own GPU."""
+    """Buckets in GPU memory. A receiver reads them from the memory of the sender on its own GPU."""
 
     memory: SharedMemory = field(default_factory=CudaMemory)
     is_ordered: bool = field(default=False, init=False)
@@ -288,7 +288,7 @@ TransportBackendFactory = Callable[[int, str], TransportBackend]
 
 
 def make_backend(way: str, group: str, num_receivers: int, address: str | None) -> TransportBackend:
-    """Make the transport that `policy.generation.weight_transport` names."""
+    """Return the transport that `policy.generation.weight_transport` names."""
     if way == "cuda_ipc":
         return IpcTransport()
     if way in ("gloo", "nccl"):

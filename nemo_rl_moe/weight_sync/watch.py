@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A watch over the receivers of a weight transfer, which ends it for all within seconds if one dies or freezes.
+"""A watch over the receivers of a weight transfer, to end it within seconds if a receiver dies or freezes.
 
 The other processes cannot distinguish a lost receiver from a slow one, and would wait for two minutes. The driver has
-started the receivers and can: it checks them while the trainer's ranks send.
+started the receivers and can distinguish them: it checks them while the trainer's ranks send.
 """
 
 import time
@@ -16,9 +16,9 @@ from nemo_rl_moe.errors import ReceiverLostError, WeightSyncError
 from nemo_rl_moe.weight_sync.transport import WeightTransport
 
 PERIOD_S = 0.5
-"""Interval of checks. Most refits end before the first."""
+"""Seconds between two checks. Most refits end before the first check."""
 CAUSE_WAIT_S = 3.0
-"""Wait for the cause of a failed transfer: a receiver's connection often closes before its death is reported."""
+"""Seconds to wait for the cause of a failure: a receiver's connection often closes before its death is reported."""
 _POLL_S = 0.05
 
 

@@ -300,8 +300,8 @@ def test_a_folder_of_checkpoints_in_use_is_reported_before_data_are_read(
     with CheckpointStore(folder).locked():
         errors = refused(data__train__path=bad_data, checkpointing__checkpoint_dir=folder)
     assert errors == (
-        f"error: checkpointing.checkpoint_dir: another run is writing to '{folder}'; wait for it to end, or take"
-        " another folder (where it is null: checkpointing.resume=never starts a new one)\n"
+        f"error: checkpointing.checkpoint_dir: another run is writing to '{folder}'; wait for it to end, or set"
+        " another folder (if the key is null, set checkpointing.resume=never, which begins a new folder)\n"
     )
 
 

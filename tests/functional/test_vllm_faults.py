@@ -73,7 +73,7 @@ def test_the_others_take_over_what_an_engine_had(
         assert {index: sequence.token_ids.tolist() for index, sequence in found} == dict(enumerate(expected))
         (line,) = reported
         assert "vLLM engine 0" in line
-        assert "the other 1 take over what it had" in line
+        assert "the other 1 take over its requests" in line
         trainer.move()
         trainer.refit(engine)
         assert len(engine.process_ids()) == 2, "another one takes its place"

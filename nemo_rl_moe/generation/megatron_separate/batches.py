@@ -21,8 +21,8 @@ class RequestBatches:
     Requests that tasks make in one iteration of the event loop are distributed together.
 
     Args:
-        generate: Generates a batch on a copy, given by its number from 0. Called in a thread.
-        max_batch_size: Maximum number of sequences that a copy generates at a time; None: all of its share.
+        generate: Generates a batch on the copy with a number, counted from 0. Called in a thread.
+        max_batch_size: Maximum number of sequences that a copy generates at a time; None for no limit.
     """
 
     def __init__(self, generate: Generate, num_copies: int, max_batch_size: int | None):
@@ -34,7 +34,7 @@ class RequestBatches:
         self._threads = ThreadPoolExecutor(num_copies, "copies")
 
     async def answer(self, request: GenerationRequest) -> GeneratedSequence:
-        """Wait for the result of a request."""
+        """Return the continuation that a request asks for."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[GeneratedSequence] = loop.create_future()
         with self._changed:
@@ -68,7 +68,7 @@ class RequestBatches:
                     self._threads.submit(self._run, copy, share)
 
     def _next_shares(self) -> dict[int, list[Waiting]]:
-        """Take the requests with the sampling parameters of the first one, by copy."""
+        """Take the waiting requests with the sampling parameters of the first one, and return them by copy."""
         # Neighbours, often samples of one prompt with similar lengths, go to different copies.
         copies = sorted(self._free)
         sampling = self._waiting[0][0].sampling

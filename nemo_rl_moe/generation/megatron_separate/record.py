@@ -19,11 +19,11 @@ class MegatronSeparateConfig(StrictModel):
     """Copies of `backend: megatron_separate`, one on each worker of `cluster.roles.generation`."""
 
     cpu_threads: Processes
-    """Threads of each copy on CPUs."""
+    """Number of threads of each copy on CPUs."""
 
 
 def copies_have_places(config: "GRPOMasterConfig") -> Iterator[str]:
-    """Check that the copies have workers, which are separate from the policy's."""
+    """Yield a problem if the copies have no workers that are separate from the policy's."""
     if GENERATION_ROLE not in config.cluster.roles:
         yield (
             f"cluster.roles.{GENERATION_ROLE}: missing; expected the workers of policy.generation.backend"
@@ -34,14 +34,14 @@ def copies_have_places(config: "GRPOMasterConfig") -> Iterator[str]:
 
 
 def size(config: "GRPOMasterConfig") -> EngineSize:
-    """Plan a copy for each worker of the role."""
+    """Return the plan of one copy on each worker of the role."""
     cluster = config.cluster
     place = cluster.place_of(GENERATION_ROLE) if GENERATION_ROLE in cluster.roles else cluster
     return EngineSize(num_copies=place.world_size, ranks=1, dtype=config.policy.precision)
 
 
 def check_model(config: "GRPOMasterConfig", hf_config: Any) -> None:
-    """Check that an expert bias can be sent, which needs a Hugging Face name in the model's family."""
+    """Check that a trained expert bias can be sent: it needs a Hugging Face name in the model's family."""
     from nemo_rl_moe.models.families import family_of
 
     bias = "decoder.layers.0.mlp.router.expert_bias"
@@ -49,7 +49,8 @@ def check_model(config: "GRPOMasterConfig", hf_config: Any) -> None:
     if is_learnt and family_of(hf_config).rules.find(bias) is None:
         raise ConfigurationError(
             "policy.megatron_cfg.moe_router_enable_expert_bias: got true, expected false with policy.generation.backend"
-            f" megatron_separate: weights travel under Hugging Face names, and {hf_config.model_type} has none for it"
+            " megatron_separate: weights are sent under Hugging Face names, and"
+            f" {hf_config.model_type} has none for the bias"
         )
 
 

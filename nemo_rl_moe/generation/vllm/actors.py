@@ -40,7 +40,7 @@ class EngineActor:
         return f"vLLM engine {self.number}"
 
     def ask_num_steps(self) -> Any:
-        """Ask for its number of steps. It answers while it generates or receives, unless it is frozen."""
+        """Return the future number of steps. The engine answers while it generates or receives, unless it is frozen."""
         return self.handle.num_steps.options(concurrency_group=PROGRESS).remote()
 
     def end(self) -> None:
@@ -106,7 +106,7 @@ class EngineActors:
         if not actor.requests:
             others = "another one takes its place"
         else:
-            others = f"the other {left} take over what it had" if left else "engines are started anew"
+            others = f"the other {left} take over its requests" if left else "engines are started anew"
         self._warn(f"{actor.name} {reason}; {others}")
 
     def give_up_the_dead(self) -> None:
@@ -128,7 +128,7 @@ class EngineActors:
     def ask(
         self, question: Callable[[Any], Any], actors: Sequence[EngineActor] | None = None
     ) -> tuple[list[tuple[EngineActor, Any]], str | None]:
-        """Call actors (default: all) concurrently; return the answers, and the name and reason of the last lost one."""
+        """Call actors (default: all) concurrently; return the answers, and name and reason of the last lost actor."""
         calls = [(actor, question(actor.handle)) for actor in (self.present if actors is None else actors)]
         answers: list[tuple[EngineActor, Any]] = []
         lost = None
@@ -141,7 +141,7 @@ class EngineActors:
         return answers, lost
 
     def end_all(self) -> None:
-        """End all engines. The files of one that does not answer are removed by the next."""
+        """End all engines. If one does not answer, the next engine to start removes its files."""
         if self.present and ray.is_initialized():
             with suppress(RayError, ValueError):
                 closing = [actor.handle.close.options(concurrency_group=PROGRESS).remote() for actor in self.present]

@@ -21,11 +21,11 @@ class VllmConfig(StrictModel):
     """Engines of `backend: vllm`."""
 
     num_engines: PositiveInt | None
-    """Number of engines, which share the prompts; null: the run's GPUs over `tensor_parallel_size`, or 1 on CPUs."""
+    """Number of engines. They share the prompts. null: number of GPUs over `tensor_parallel_size`, or 1 on CPUs."""
     tensor_parallel_size: PositiveInt
-    """GPUs of one engine; 1 on CPUs."""
+    """Number of GPUs of one engine; 1 on CPUs."""
     expert_parallel: bool
-    """Distribute the experts over these GPUs instead of sharding each."""
+    """Whether to distribute the experts over the engine's GPUs instead of sharding each expert."""
     dtype: Literal["float32", "bfloat16", "float16"] | None
     """Number format of the engines' weights; null: `policy.precision`."""
     gpu_memory_utilization: Share
@@ -33,7 +33,7 @@ class VllmConfig(StrictModel):
     cpu_cache_gib: PositiveInt
     """Key-value cache of each engine on CPUs, in GiB."""
     cpu_threads: Processes
-    """Threads of each engine on CPUs."""
+    """Number of threads of each engine on CPUs."""
     prefix_caching: PrefixCaching
     """Keys and values of common prefixes, such as a group's prompt. `none` computes them for each request. `reset`
     computes them once for each version of the weights. `keep` still uses old ones after an update."""
@@ -48,7 +48,7 @@ def section_of(config: "GRPOMasterConfig") -> VllmConfig:
 
 
 def engines_have_places(config: "GRPOMasterConfig") -> Iterator[str]:
-    """Check that each engine fits on one machine, and that no two share a GPU."""
+    """Yield a problem if an engine does not fit on one machine, or if two would share a GPU."""
     engines = section_of(config)
     has_own = GENERATION_ROLE in config.cluster.roles
     place = config.cluster.place_of(GENERATION_ROLE) if has_own else config.cluster
@@ -77,20 +77,20 @@ def engines_have_places(config: "GRPOMasterConfig") -> Iterator[str]:
         )
     if engines.expert_parallel and size == 1:
         yield (
-            f"{KEY}.expert_parallel: got true, expected false with {KEY}.tensor_parallel_size 1: there is nobody to"
-            " divide experts with"
+            f"{KEY}.expert_parallel: got true, expected false with {KEY}.tensor_parallel_size 1: a single"
+            " GPU has all experts"
         )
 
 
 def prefix_cache_fits(config: "GRPOMasterConfig") -> Iterator[str]:
-    """Check that no routes are captured with a prefix cache, and that a loss corrects for keys of old weights."""
+    """Yield the problems of a prefix cache: captured routes, or `keep` that has no use or no correction."""
     chosen, key = section_of(config).prefix_caching, f"{KEY}.prefix_caching"
     if chosen == "none":
         return
     if captures_routes(config):
         yield (
-            f"{key}: got {chosen!r}, expected 'none' with policy.megatron_cfg.capture_routing or routing_replay"
-            " rollout: tokens from the cache are not computed again, and have no routed experts"
+            f"{key}: got {chosen!r}, expected 'none' if policy.megatron_cfg.capture_routing is true or routing_replay"
+            " is rollout: tokens from the cache are not computed again, and have no routed experts"
         )
     if chosen == "keep" and not config.grpo.rollouts.is_asynchronous:
         yield (
@@ -105,6 +105,6 @@ def prefix_cache_fits(config: "GRPOMasterConfig") -> Iterator[str]:
 
 
 def captures_routes(config: "GRPOMasterConfig") -> bool:
-    """Return whether sequences have routed experts. On GPUs only for replay, because it excludes a prefix cache."""
+    """Return whether sequences have routed experts: on GPUs only for replay, as capture excludes a prefix cache."""
     megatron, on_gpus = config.policy.megatron_cfg, config.cluster.gpus_per_node > 0
     return megatron.routing_replay == "rollout" or (megatron.capture_routing and not on_gpus)

@@ -61,7 +61,7 @@ class VllmEngine(GenerationEngine):
         self._gpu = gpu or OwnGpu()
         self.number_format = settings.dtype
         self._ranks_per_engine = settings.tensor_parallel_size
-        # A rank of several holds only shards, of which it has no fingerprints, and computes parts of outputs. NCCL
+        # Each of several ranks holds only shards, which have no fingerprints, and computes parts of outputs. NCCL
         # need not sum these parts in a fixed order.
         self.repeats_bits = self.gives_fingerprints = self.gives_module_outputs = self._ranks_per_engine == 1
         self._settings, self._placement = settings, placement
@@ -80,7 +80,7 @@ class VllmEngine(GenerationEngine):
         self._actors.start_missing()
 
     async def generate(self, request: GenerationRequest) -> GeneratedSequence:
-        """Continue one sequence. Engines without weights first get the policy's."""
+        """Return the continuation of one sequence. Engines without weights first get the policy's."""
         # Checked here, because an engine that gets an invalid request would count as failed.
         if self._settings.image_settings is not None:
             image_runs(self._settings.image_settings, request.token_ids, request.model_inputs)
@@ -92,7 +92,7 @@ class VllmEngine(GenerationEngine):
         await self._serving.come_to_rest()
 
     def _prepare(self) -> int:
-        """Give the engines weights if needed; return the version."""
+        """Give the engines weights if needed; return the version of the weights."""
         if self._version is None or not self._actors.present:
             if threading.current_thread() is not threading.main_thread():
                 raise GenerationError("no vLLM engine is left, and there are no weights for others while training runs")
@@ -138,7 +138,8 @@ class VllmEngine(GenerationEngine):
         """Replace missing engines, then receive on all ranks of all engines while the trainer sends.
 
         Raises:
-            ReceiverLostError: An engine died or froze. All have been ended, and the next transfer starts new ones.
+            ReceiverLostError: An engine died or froze. All engines have been ended, and the next transfer starts new
+                ones.
             WeightSyncError: Not every tensor arrived everywhere, for another reason.
         """
         hold_weights, self._version = self._version is not None, None
@@ -209,8 +210,8 @@ class VllmEngine(GenerationEngine):
         for actor, parts in self._actors.ask(lambda handle: handle.asleep.remote())[0]:
             if parts:
                 raise GenerationError(
-                    f"{actor.name} cannot generate: asleep are {', '.join(parts)}; expected wake() and, after sleep(),"
-                    " new weights before"
+                    f"{actor.name} cannot generate: asleep are {', '.join(parts)}; call wake() before, and after"
+                    " sleep() send new weights"
                 )
 
     def shutdown(self) -> None:
@@ -228,8 +229,8 @@ def make_vllm_engine(setup: "EngineSetup") -> VllmEngine:
     policy = setup.policy
     if chosen.prefix_caching == "keep":
         setup.warn(
-            f"{KEY}.prefix_caching: keep: after an update responses continue on keys and values of older weights, which"
-            " no version of a token says; mismatch metrics include what that changes"
+            f"{KEY}.prefix_caching: keep: after an update, responses continue with keys and values of older weights."
+            " The versions of tokens do not show this, and mismatch metrics include its effect"
         )
     return VllmEngine(
         VllmSettings(

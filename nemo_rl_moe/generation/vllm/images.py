@@ -36,7 +36,7 @@ MODULES = {
 
 @dataclass(frozen=True)
 class ImageSettings:
-    """Settings of a model's images, which are sent to its engines.
+    """Settings of a model's images, sent to its engines.
 
     Attributes:
         model_type: A key of `MODULES`.
@@ -102,7 +102,7 @@ class ImagePrompts:
         self._items: dict[int, Any] = {}
 
     def prompt(self, token_ids: Sequence[int], inputs: Mapping[str, ModelInput]) -> Any:
-        """Convert a prompt for vLLM's engine."""
+        """Return a prompt in the form for vLLM's engine."""
         runs = image_runs(self._settings, token_ids, inputs) if self._settings is not None else []
         if not runs:
             return {"prompt_token_ids": list(token_ids)}
@@ -187,7 +187,7 @@ _ALWAYS_NORMALISED = {"text_config": {"norm_topk_prob": True}}
 
 
 def as_loader_expects(settings: ImageSettings | None, name: str, tensor: Tensor) -> Tensor:
-    """Convert a tensor of a refit to the layout that vLLM's loader expects.
+    """Return a tensor of a refit in the layout that vLLM's loader expects.
 
     transformers writes the experts of Qwen3-VL-MoE as `[experts, out, in]`. vLLM expects the transposed layout of the
     released files.
@@ -200,9 +200,9 @@ def as_loader_expects(settings: ImageSettings | None, name: str, tensor: Tensor)
 
 @contextmanager
 def stand_in_for_torchvision() -> Iterator[None]:
-    """Make torchvision importable for modules that import it for image processors, which are never used here.
+    """Make torchvision importable for modules that import it. Their image processors are never used here.
 
-    The CPU build of vLLM lacks it: the wheels of torchvision on PyPI do not load with a CPU build of torch.
+    The CPU build of vLLM lacks torchvision: the wheels of torchvision on PyPI do not load with a CPU build of torch.
     """
     from transformers.utils import is_torchvision_available
 

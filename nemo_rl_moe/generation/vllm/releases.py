@@ -34,9 +34,9 @@ CPU_DELTA_NET_SIZES = (64, 128)
 """Sizes of keys and values (equal) for which `chunk_gated_delta_rule_cpu` has a kernel. Others fail at the first
 request."""
 CPU_DELTA_NET_TAPS = 4
-"""Only convolutions with this number of taps are packed at loading, but the kernel takes all for packed."""
+"""Only convolutions with this number of taps are packed at loading, but the kernel treats all as packed."""
 TEXT_MODULES = {"Qwen3_5ForCausalLM": "qwen3_5", "Qwen3_5MoeForCausalLM": "qwen3_5"}
-"""Modules of text models that import modules of image models, which need torchvision."""
+"""Text model -> its module, if that imports modules of image models, which need torchvision."""
 
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.")
 _OF_EXPERTS = re.compile(r"(.+\.experts)\.")
@@ -68,7 +68,7 @@ def installed_release() -> tuple[str, str] | None:
 
 
 def check_installation(*, on_gpus: bool) -> None:
-    """Check that a supported vLLM is installed, without importing it, which takes seconds."""
+    """Check that a supported vLLM is installed, without an import, which would take seconds."""
     wanted = GPU_PACKAGE if on_gpus else CPU_PACKAGE
     how = "make gpu" if on_gpus else "make vllm"
     found = installed_release()
@@ -96,7 +96,7 @@ def check_model(
 
     vLLM chooses the class by this name. Without a name it builds an encoder, which fails at its first request.
     """
-    # Loads transformers' models, which only runs with vLLM need.
+    # This import loads transformers' models. Only runs with vLLM need them.
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -108,8 +108,8 @@ def check_model(
     else:
         if hf_config.model_type not in MODULES:
             raise ConfigurationError(
-                f"{KEY}: got 'vllm', expected 'megatron' with {model_name}: of models of images and text vLLM is given"
-                f" {', '.join(MODULES)}, this one is {hf_config.model_type}"
+                f"{KEY}: got 'vllm', expected 'megatron' for {model_name}: the image-text models for vLLM are"
+                f" {', '.join(MODULES)}, and this one is {hf_config.model_type}"
             )
         if tensor_parallel_size > 1:
             raise ConfigurationError(
@@ -146,7 +146,7 @@ def _delta_net_problems(hf_config: Any, model_name: str, dtype: str, prefix_cach
     if prefix_caching != "none":
         yield (
             f"policy.generation.vllm.prefix_caching: got {prefix_caching!r}, expected 'none' with {model_name}: the"
-            " states of gated delta nets behind equal beginnings have not been tried"
+            " states of gated delta nets after a common prefix have not been tested"
         )
     where = f"policy.model_name: {model_name}: config.json:"
     sizes = hf_config.linear_key_head_dim, hf_config.linear_value_head_dim
@@ -177,7 +177,7 @@ def set_environment(*, on_gpus: bool) -> None:
 
 
 def register_text_models(architectures: Sequence[str]) -> None:  # pragma: no cover  (runs in the engine's process)
-    """Register the classes whose modules import torchvision, which the build for CPUs lacks."""
+    """Register the `TEXT_MODULES` among these classes. Their import needs torchvision, which the CPU build lacks."""
     for name in architectures:
         if name in TEXT_MODULES:
             with stand_in_for_torchvision():
@@ -207,9 +207,9 @@ def window(engine: Any) -> int | None:
 
 
 class PackedExperts:
-    """Kernels with packed expert weights. They must be dropped so that new weights are packed again.
+    """Kernels with packed expert weights. They must be dropped before a refit, so that new weights are packed again.
 
-    Otherwise a CPU engine uses kernels that point at freed memory: garbage without an error (vllm#42821).
+    Otherwise a CPU engine uses kernels that point at freed memory, with wrong results and no error (vllm#42821).
     """
 
     def __init__(self, model: nn.Module):
@@ -254,7 +254,7 @@ def _experts_layer(module_name: str) -> str:
 
 
 def held_experts(model: nn.Module) -> dict[str, set[int]]:
-    """Return the experts on this rank by the name of their MoE layer; empty without expert parallelism."""
+    """Return MoE layer -> experts on this rank; empty without expert parallelism."""
     found = {}
     for name, module in model.named_modules():
         places = getattr(module, "expert_map", None)
@@ -291,7 +291,7 @@ def count_steps(engine: Any, count: StepCount) -> None:
 def broken_off(engine: Any) -> list[Any]:
     """Abort all requests without stop strings; return their outputs so far.
 
-    `abort_request` alone drops them, because requests ask for their output only when finished.
+    `abort_request` alone drops the outputs, because requests ask for their output only when finished.
     """
     from vllm.v1.engine import FinishReason
 
@@ -313,7 +313,7 @@ def sleeping_parts(engine: Any) -> list[str]:
 
 @dataclass
 class PromptTemperature:
-    """Temperature of the log-probs of prompt tokens, which are not sampled."""
+    """Temperature of the log-probs of prompt tokens. Prompt tokens are not sampled."""
 
     value: float = 1.0
 

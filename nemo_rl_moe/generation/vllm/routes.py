@@ -28,7 +28,7 @@ class _Step:
     """Routes of one step, whose copy to the host may still be running.
 
     Attributes:
-        starts: First row of each request, and the number of rows.
+        starts: Index of the first row of each request, and at the end the number of rows.
         done: Number of tokens of each request that earlier steps computed.
         copied: CUDA event after the copy; None on CPUs.
     """
@@ -82,7 +82,7 @@ class RouteRecorder:
         self.is_on = self._reports
 
     def take(self, request_id: str, num_tokens: int) -> Int[np.ndarray, "tokens moe_layers topk"] | None:
-        """Remove and return the routes of a request's tokens, -1 if never computed; None if there are none."""
+        """Remove and return the routes of a request's tokens, -1 if never computed; None if it has no routes."""
         self._settle()
         key = next((key for key in self._routes if key == request_id or key.startswith(f"{request_id}-")), None)
         if key is None:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Distribution of requests over vLLM's engines as they have capacity, and of the answers as they finish.
+"""Distribution of requests over vLLM's engines as these have capacity, and of answers as sequences finish.
 
 One task of the event loop does this while any request waits. A thread waits for the actors.
 """
@@ -24,9 +24,9 @@ from nemo_rl_moe.generation.refit import reason_of
 from nemo_rl_moe.generation.vllm.actors import PROGRESS, EngineActor, EngineActors
 
 LOOK_S = 0.05
-"""Delay until a newly started stream is listened to."""
+"""Seconds until a newly started stream is listened to."""
 POLL_S = 2.0
-"""Interval between questions for the progress of engines."""
+"""Seconds between two questions for the progress of engines."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Serving:
         self._task = loop.create_task(self._serve())
 
     async def _serve(self) -> None:
-        """Serve until no request waits. It starts after the tasks that run first have all made their requests."""
+        """Serve until no request waits. This begins once all tasks that are already scheduled have made requests."""
         try:
             self.drain()
             most_lost = self._actors.num_lost + 2 * self._actors.number
@@ -114,7 +114,7 @@ class Serving:
             self._is_open = False
 
     def _deal_out(self) -> None:
-        """Give each request to the engine with the fewest. Neighbours are often samples of one prompt, and similar."""
+        """Give each request to the engine with the fewest requests. This spreads the similar samples of one prompt."""
         # Requests beyond the engines' capacity wait here, so that no engine runs dry while another has a queue.
         shares: dict[int, dict[int, GenerationRequest]] = {actor.number: {} for actor in self._actors.present}
         undealt, self._undealt = [each for each in self._undealt if each in self._waiting], []
@@ -152,12 +152,12 @@ class Serving:
                 looked = time.monotonic()
 
     def _take(self, actor: EngineActor) -> None:
-        """Take the next answers, or the end, of an engine's stream that is ready."""
+        """Read an engine's stream, which must be ready: pass its next answers to their requests, or note its end."""
         try:
             answers = ray.get(next(actor.results))
         except StopIteration:
             actor.results = None
-            if actor.requests:  # they came after the end of the stream
+            if actor.requests:  # requests that came after the end of the stream
                 self._start_stream(actor, {})
             return
         except RayError as error:
@@ -189,7 +189,7 @@ class Serving:
         answered, _ = ray.wait(list(questions), num_returns=len(questions), timeout=POLL_S)
         now = time.monotonic()
         for answer in answered:
-            with suppress(RayError):  # a dead one is noticed by its results
+            with suppress(RayError):  # a dead engine is noticed when its results are read
                 steps, actor = ray.get(answer), questions[answer]
                 if steps != actor.progress:
                     actor.progress, actor.since = steps, now

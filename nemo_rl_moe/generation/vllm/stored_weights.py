@@ -19,8 +19,8 @@ WIDEST_READ_OUT = 512
 """Maximum input width of a packed layer whose weights are read out: the cost grows with its square."""
 
 _DELTA_NETS_INPUTS = "in_proj_qkvz"
-"""Joined projection of a gated delta net. Files have one tensor, or two: queries, keys and values, and the output
-gates."""
+"""Joined projection of a gated delta net. Files have it as one tensor, or as two: queries, keys and values, and the
+output gates."""
 
 
 def stored_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -50,7 +50,7 @@ def stored_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _linear_weight(module: Any) -> Tensor | None:
-    """Read the packed weights of a linear layer as its outputs for the identity; None if unpacked or too wide."""
+    """Return a linear layer's packed weights, as its outputs for the identity; None if unpacked or too wide."""
     # Exact: all products are with 0 and 1.
     kernel: Callable[[Tensor, None, None], Tensor] | None = getattr(module, "cpu_linear", None)
     widths = (getattr(module, name, None) for name in ("input_size_per_partition", "input_size", "embedding_dim"))

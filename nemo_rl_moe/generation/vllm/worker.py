@@ -36,15 +36,16 @@ _LONGEST_REASON = 500
 
 @dataclass(frozen=True)
 class VllmSettings:
-    """Settings of one engine, which are sent to its actor. See also `VllmConfig`.
+    """Settings of one engine, sent to its actor. See also `VllmConfig`.
 
     Attributes:
-        model_files: Content of the files of the model's folder. It has no weights: all come from the trainer.
-        decodes_text: Load the tokenizer from these files, for stop strings.
+        model_files: Name -> content of the files of the model's folder. It has no weights: all come from the trainer.
+        decodes_text: Whether to load the tokenizer from `model_files`, for stop strings.
         max_tokens: Maximum length of a sequence, prompt included.
-        seed: Of the engine's random generator, which requests share on GPUs. On CPUs each request has its own.
-        num_threads: Threads of one engine on a CPU.
-        captures_routes: Return the routed experts of sequences.
+        seed: Seed of the engine's random generator, which requests share on GPUs. On CPUs each request has its own
+            seed.
+        num_threads: Number of threads of one engine on CPUs.
+        captures_routes: Whether to return the routed experts of sequences.
         image_settings: None for a text model.
     """
 
@@ -94,7 +95,7 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(settings.cpu_cache_gib))
         elif settings.gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, settings.gpus))
-        # Kept until the process ends: tokenizers read their files late. It also gets vLLM's temporary files.
+        # Kept until the process ends: tokenizers read their files late. The folder also gets vLLM's temporary files.
         self._folder = folder_of_this_process(Path(tempfile.gettempdir()), "vllm")
         os.environ["TMPDIR"] = tempfile.tempdir = str(self._folder)
         model = self._folder / "model"
@@ -153,7 +154,7 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
         return os.getpid()
 
     def window(self) -> int | None:
-        """Return the number of requests that it should have at a time, some of them waiting; None: any number."""
+        """Return the number of requests that the engine should have at a time, some waiting; None for no limit."""
         return releases.window(self._engine)
 
     def num_steps(self) -> int:
@@ -203,7 +204,7 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
     def _sequences(
         self, outputs: Sequence[Any], requests: Mapping[int, GenerationRequest], version: int
     ) -> list[GeneratedSequence]:
-        """Convert finished outputs. Their routed experts are put into Ray's object store."""
+        """Return the sequences of finished outputs. Their routed experts are put into Ray's object store."""
         found = [sequence_of(output, version) for output in outputs]
         if self._settings.prefix_caching != "none":
             pairs = zip(found, outputs, strict=True)
@@ -353,7 +354,7 @@ def _with_outputs_noted(worker: Any, forward: Callable[[], object]) -> dict[str,
 
 
 def sampling_of(sampling: SamplingParameters, seed: int | None) -> Any:
-    """Convert sampling parameters to vLLM's. Without a seed the engine's generator is used."""
+    """Return vLLM's form of sampling parameters. Without a seed the engine's generator is used."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The conversations that requests of a trajectory send: each continues an earlier one or begins a sequence."""
+"""The conversations in the requests of a trajectory: each continues an earlier one or begins a sequence."""
 
 from dataclasses import dataclass
 
@@ -21,8 +21,8 @@ class _Response:
 
     Attributes:
         keys: Keys of all messages, the response included.
-        prompted: The messages before it, with their tokens.
-        sequence: The sequence with its tokens, which end at `size`.
+        prompted: The messages before the response, with their tokens.
+        sequence: The sequence that has the response, whose tokens end before index `size`.
     """
 
     keys: tuple[MessageKey, ...]
@@ -38,7 +38,7 @@ class Place:
     """Where the response to a request is added.
 
     Attributes:
-        sequence: Ends in the generation prompt.
+        sequence: The sequence to continue. It ends in the generation prompt.
         prompted: The messages before the response, with their tokens.
     """
 
@@ -54,9 +54,10 @@ class TooLong(Exception):
 class Branches:
     """All responses of a trajectory, by the messages before them.
 
-    A request that repeats the messages up to a response and adds further ones continues its tokens, which are never
-    rendered again. If other tokens follow them already, another sequence begins with a copy, which is not trained on
-    again. Any other request begins a sequence with a rendering of its messages.
+    A request that repeats the messages up to a response and adds further ones continues that response. Tokens of
+    earlier messages are never rendered again. If other tokens already follow the response, another sequence begins with
+    a copy of the tokens up to the response. The copied tokens are not trained on again. Any other request begins a
+    sequence with a rendering of its messages.
     """
 
     def __init__(self, session: Session, continuation: Continuation):
@@ -64,11 +65,11 @@ class Branches:
         self._responses: list[_Response] = []
 
     def place(self, request: ChatRequest) -> Place:
-        """Prepare a sequence for the response to a request.
+        """Prepare a sequence for the response to a request, and return it with the messages.
 
         Raises:
             TooLong: A response would have no room. Nothing has changed.
-            NoExtension: No tokens are known that show the messages.
+            NoExtension: No tokens are known for the messages.
             RecordError: The chat template does not show the messages.
         """
         number, limit = num_characters((request.messages, request.tools)), self._session.max_tokens
@@ -88,13 +89,13 @@ class Branches:
         return Place(request, self._session.begin_sequence(extension.token_ids, request.messages), extension)
 
     def add(self, place: Place, message: Message, token_ids: TokenIds) -> None:
-        """Add a response whose tokens the sequence has now. `message` is its form that the agent gets."""
+        """Add a response whose tokens the sequence has now. `message` is the response as the agent gets it."""
         keys = (*map(key_of, place.request.messages), key_of(message))
         tools, sequence = place.request.tools, place.sequence
         self._responses.append(_Response(keys, tools, place.prompted, token_ids, sequence, len(sequence)))
 
     def _earlier(self, request: ChatRequest) -> _Response | None:
-        """Return the last response in the history that a request sends."""
+        """Return the last response among the messages of a request, if it is known."""
         keys = tuple(map(key_of, request.messages))
         size = next((index for index in range(len(keys), 0, -1) if keys[index - 1][0] == "assistant"), 0)
         known = reversed(self._responses)

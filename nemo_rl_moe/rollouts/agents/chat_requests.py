@@ -54,10 +54,10 @@ class ChatRequest:
     """A request that the model can answer.
 
     Attributes:
-        reads_calls: Tool calls in the response are parsed and returned as `tool_calls`.
-        max_tokens: Most tokens of the response. None for the run's limit.
-        wants_logprobs: The reply has the log-probability of each token.
-        wants_token_ids: The reply has the token ids of prompt and response.
+        reads_calls: Whether tool calls in the response are parsed and returned as `tool_calls`.
+        max_tokens: Maximum number of tokens of the response. None for the run's limit.
+        wants_logprobs: Whether the reply has the log-probability of each token.
+        wants_token_ids: Whether the reply has the token ids of prompt and response.
     """
 
     messages: tuple[Message, ...]
@@ -72,7 +72,7 @@ MessageKey = tuple[str, str, str]
 
 
 def key_of(message: Message) -> MessageKey:
-    """Return a key that is equal for equal messages. Of the assistant's, it has the stripped text and the calls."""
+    """Return a key that is equal for equal messages. An assistant's has the stripped text and the calls."""
     text = content_text(message["content"])
     if message["role"] != "assistant":
         return message["role"], text, json.dumps([message.get("name"), message.get("tool_call_id")])
@@ -123,7 +123,7 @@ class RequestRules:
         """Parse the body of a request.
 
         Raises:
-            RequestError: It is malformed, or asks for other sampling than the run's.
+            RequestError: The request is malformed, or asks for other sampling than the run's.
         """
         if not isinstance(body, Mapping):
             raise RequestError(f"the body is {kind_of(body)}, expected an object with model and messages")
@@ -205,7 +205,9 @@ def _messages(value: object) -> tuple[Message, ...]:
         if not isinstance(message["content"], str):
             raise RequestError(f"messages[{index}].content has images, expected text", parameter="messages")
     if found[-1]["role"] == "assistant":
-        raise RequestError("the last message is the assistant's, expected one that it answers", parameter="messages")
+        raise RequestError(
+            "the last message is the assistant's, expected one that the model answers", parameter="messages"
+        )
     return tuple(found)
 
 

@@ -54,7 +54,7 @@ class AgentEnvironment:
 
     Args:
         tool_format: Format in which the model writes calls. None without tools.
-        max_turns: Most responses of a trajectory. Further requests are refused.
+        max_turns: Maximum number of responses of a trajectory. Further requests are refused.
         reward_weights: Weight of each named reward. None if a score is one number.
     """
 
@@ -140,7 +140,7 @@ class AgentEnvironment:
 
     async def _finished(self, session: Session, end: AgentEnd, limit: Exception | None) -> Trajectory:
         if end.fault is Fault.ERROR and limit:
-            # It did not fail. It gets reward 0, so that no answer is worse than an attempt that is too long.
+            # Reaching a limit is no failure. With reward 0, an attempt that is too long is never better than an answer.
             if isinstance(limit, TooLong):
                 session.cut_short(str(limit))
             score = Score(0.0, is_correct=False)
@@ -158,7 +158,7 @@ class _Talk:
     """The requests of one trajectory.
 
     Attributes:
-        limit: The last refusal at a limit of the run. None if a reply came after it.
+        limit: The last refusal because of a limit of the run. None if a later request was accepted.
     """
 
     def __init__(self, session: Session, rules: RequestRules, tool_format: ToolFormat | None, max_turns: int):
@@ -200,7 +200,7 @@ class _Talk:
         self._calls.note_results(request.messages)
         if len(session.turns) >= self._max_turns:
             self.limit = RequestError(
-                f"the trajectory has {self._max_turns} responses, which are most (env.driver.max_turns)"
+                f"the trajectory has {self._max_turns} responses, the maximum (env.driver.max_turns)"
             )
             raise self.limit
         try:

@@ -24,8 +24,8 @@ class ReadTurn:
     """A response as an agent gets it.
 
     Attributes:
-        content: Its text without calls.
-        calls: Calls in it. Empty if one of them is malformed, so that `content` is the full text.
+        content: The text without calls.
+        calls: Calls in the response. If a call is malformed, they are empty and `content` is the full text.
     """
 
     content: str
@@ -34,11 +34,11 @@ class ReadTurn:
 
 
 def read_turn(text: str, request: ChatRequest, tool_format: ToolFormat | None, *, begins_in_thinking: bool) -> ReadTurn:
-    """Read the calls of a response.
+    """Return a response with its calls.
 
     Args:
-        tool_format: None without tools.
-        begins_in_thinking: The prompt has opened a think block.
+        tool_format: Format in which the model writes calls. None without tools.
+        begins_in_thinking: Whether the prompt has opened a think block.
     """
     if tool_format is None or not request.reads_calls:
         return ReadTurn(text)
@@ -110,7 +110,7 @@ def reply_to(
 
 
 def as_events(reply: dict[str, Any], *, with_usage: bool) -> bytes:
-    """Return a reply as a stream with the message as one event, and another with the numbers of tokens if asked."""
+    """Return a reply as a stream: one event with the message, and one with the numbers of tokens if `with_usage`."""
     [choice] = reply["choices"]
     message = dict(choice["message"])
     if calls := message.get("tool_calls"):
@@ -140,14 +140,14 @@ def _is_encodable(call: ToolCall) -> bool:
 def _before_calls(
     text: str, calls: list[ParsedCall], tool_format: ToolFormat, schemas: Schemas, *, begins_in_thinking: bool
 ) -> str:
-    """Return the text before the first call, whose position formats do not return."""
-    # The text from a position on has all calls only if the position is before the first one: a binary search.
+    """Return the text before the first call. Formats do not return the position of a call."""
+    # A binary search, as the text from a position on has all calls only if the position is before the first call.
     first = text.index(THINK_END) + len(THINK_END) if begins_in_thinking and THINK_END in text else 0
 
     def has_all_from(place: int) -> bool:
         return tool_format.calls(text[place:], schemas) == calls
 
-    # Half of a think block could look like a call.
+    # The end of a think block could look like a call if its beginning is cut off.
     thought = text.rfind(THINK_END) + len(THINK_END)
     if THINK_END in text and has_all_from(thought):
         first = thought

@@ -26,14 +26,14 @@ MOST_NESTED = 100
 _CLOSING_LIMIT_S = 20.0
 
 Ask = Callable[[object], "Future[dict[str, Any]]"]
-"""Returns the future reply to the body of a request. Called in the server's thread, which it does not block."""
+"""Returns the future reply to the body of a request. It is called in the server's thread, and must not block."""
 Unread = Callable[[object, dict[str, Any]], object]
 """Takes body and reply of a request whose client disconnected before it read the reply."""
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def _is_of_us(record: logging.LogRecord) -> bool:
-    """Return False for errors of requests that are not HTTP. Any process of the machine can send these."""
+    """Return False for an error of a request that is not HTTP. Any process of the machine can send such requests."""
     return not isinstance(record.exc_info[1] if record.exc_info else None, HttpProcessingError)
 
 
@@ -152,7 +152,7 @@ class EndpointServer:
     def _session_of(self, request: web.Request) -> tuple[Ask, Unread]:
         session = self._sessions.get(request.match_info["session"])
         if session is None:
-            message = "this trajectory has ended, or there was none of this name"
+            message = "this trajectory has ended, or there never was one of this name"
             raise RequestError(message, status=404, code="session_not_found")
         return session
 

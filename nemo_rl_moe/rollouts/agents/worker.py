@@ -33,14 +33,14 @@ class Program(Protocol):
 
     @property
     def memory_mb(self) -> int:
-        """Return the limit of a process in megabytes."""
+        """Return the memory limit of a process in megabytes."""
 
     @property
     def agents_per_worker(self) -> int:
         """Return the number of agents that run in a process at the same time. If above 1, they must be coroutines."""
 
     def load(self) -> Callable[[AgentTask], object]:
-        """Return a function from a task to its reward, a pair of reward and bool, or an awaitable of either."""
+        """Return a function of a task. It returns an `AgentResult`, a reward, a reward and a bool, or an awaitable."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class AgentProgram:
         return function
 
     def _run_command(self, task: AgentTask) -> object:  # pragma: no cover
-        """Run the command with the task as its standard input. It may write a reward to a file."""
+        """Run the command with the task as its standard input. Return the reward that it wrote to a file, if any."""
         with tempfile.TemporaryDirectory(prefix="agent-") as folder:
             reward_file = Path(folder) / "reward"
             given = {"sample_id": task.sample_id, "record": task.record, "messages": list(task.messages)}
@@ -105,7 +105,7 @@ def main() -> None:  # pragma: no cover
 
 
 async def _run_together(tasks: Connection, run: Callable[[AgentTask], object]) -> None:  # pragma: no cover
-    """Run tasks as coroutines of one loop until the connection is closed. A number with None cancels its task."""
+    """Run tasks as coroutines of one loop until the connection is closed. A number with None cancels that task."""
     loop, is_over = asyncio.get_running_loop(), asyncio.Event()
     running: dict[int, asyncio.Task[None]] = {}
 
@@ -136,7 +136,7 @@ async def _run_together(tasks: Connection, run: Callable[[AgentTask], object]) -
 
 
 def _answer(number: int, result: object) -> bytes:
-    """Return the result of an agent as JSON: code that a model influences sends the driver no pickles."""
+    """Return the result of an agent as JSON. Pickles would be unsafe, as a model influences the result."""
     pair = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     found = result if isinstance(result, AgentResult) else AgentResult(*pair)
     answer = {"result": found.reward, "is_correct": found.is_correct, "metrics": dict(found.metrics)}

@@ -39,9 +39,9 @@ class AgentEnd:
     """How an agent has ended.
 
     Attributes:
-        score: The score that it returned. If None, the reward function scores.
-        fault: None unless it failed.
-        metrics: Further numbers that it returned.
+        score: The score that the agent returned. If None, the reward function scores the last response.
+        fault: None unless the agent failed.
+        metrics: Further numbers that the agent returned.
     """
 
     score: Score | None = None
@@ -81,12 +81,12 @@ class _Process(ChildProcess):
                 future.set_result(AgentEnd(fault=Fault.DIED, message=self._ended_by))
                 return number, future
             self._asked[number] = future
-            with suppress(OSError):  # then the reader ends it
+            with suppress(OSError):  # the reader then sets the end of the agent
                 self.connection.send_bytes(pickle.dumps((number, task)))
         return number, future
 
     def cancel(self, number: int, end: "Future[AgentEnd]") -> None:
-        """Cancel one of several agents. Kill the process if it does not answer in time."""
+        """Cancel one agent of the process. Kill the process if the agent does not end in time."""
 
         def limit() -> None:
             if not end.done():
@@ -110,7 +110,7 @@ class _Process(ChildProcess):
                     raise ValueError("the agent has written to the process's own connection")
                 end = end_of(answer)
                 self._asked.pop(number).set_result(end)
-        except Exception:  # its end, or an agent that has written to the connection
+        except Exception:  # the process ended, or an agent wrote to the connection
             reason = self.reason_of_end()
         self.kill()
         with self._sending:
@@ -125,7 +125,7 @@ _Begun = tuple[_Process, int, "Future[AgentEnd]"]
 
 
 class _Place:
-    """Slot of a process, which is replaced when it has ended."""
+    """A slot for a process. If its process has ended, another one is started."""
 
     def __init__(self, start: Callable[[], _Process]):
         self._start, self._lock = start, threading.Lock()
@@ -182,7 +182,7 @@ class AgentRun:
             self._workers.pass_on(self._place)
             return
         if self._process is not None and not self._begun.done() and not self._workers.agents_share_processes:
-            self._process.kill()  # it may not take its task
+            self._process.kill()  # it may never take its task
         self._begun.add_done_callback(self._leave)
 
     def _leave(self, begun: "Future[_Begun]") -> None:
@@ -224,10 +224,10 @@ class _LogLimit:
 class AgentWorkers:
     """Processes that run agents on the driver's machine, as a context manager.
 
-    A process whose agent hangs or ends it is replaced.
+    A process is replaced if its agent hangs or ends the process.
 
     Args:
-        num_workers: Processes. Each runs `program.agents_per_worker` agents at the same time.
+        num_workers: Number of processes. Each runs `program.agents_per_worker` agents at the same time.
         log: File for the output of agents.
     """
 
@@ -258,7 +258,7 @@ class AgentWorkers:
         self.shutdown()
 
     def lease(self) -> "Future[AgentRun]":
-        """Ask for a share of a process, which is granted in the order of the calls. Always call `give_back` with it."""
+        """Return the future share of a process. Shares are granted in order. Always pass it to `give_back`."""
         future: Future[AgentRun] = Future()
         with self._lock:
             if self._is_stopped:
@@ -285,7 +285,7 @@ class AgentWorkers:
             self._free.append(place)
 
     def submit(self, call: Callable[[], Result]) -> "Future[Result]":
-        """Call a blocking function in a thread."""
+        """Call a blocking function in a thread. Return its future result."""
         try:
             return self._threads.submit(call)
         except RuntimeError:

@@ -12,12 +12,12 @@ from nemo_rl_moe.rollouts.dispatch.groups import Batch, Reason
 def batch_metrics(batch: Batch) -> dict[str, float]:
     """Return the metrics of a step's groups.
 
-    - `staleness/mean`, `staleness/max`: optimizer steps since their dispatch. `staleness/in_flight` and
-      `staleness/in_queue` are the parts of the mean during generation and in the queue
-    - `rollouts/queue_length`: finished groups that wait for later steps
+    - `staleness/mean`, `staleness/max`: number of optimizer steps since the dispatch of a group. The mean is the sum of
+      `staleness/in_flight` (during generation) and `staleness/in_queue`
+    - `rollouts/queue_length`: number of finished groups that wait for later steps
     - `rollouts/trainer_wait_s`: seconds that training waited for the groups
-    - `rollouts/num_cancelled/REASON`: groups cancelled since the previous step, if there are any
-    - `rollouts/num_given_up`: prompts among them that are not generated again
+    - `rollouts/num_cancelled/REASON`: number of groups cancelled since the previous step, if above 0
+    - `rollouts/num_given_up`: number of cancelled groups whose prompts are not generated again
     """
     ages = batch.staleness
     metrics = {
@@ -41,7 +41,8 @@ def wasted_tokens(batch: Batch, num_tokens: MutableMapping[tuple[int, int], int]
     Tokens of unfinished responses are counted if the engine has reported them.
 
     Args:
-        num_tokens: Tokens sampled for each group, by position and attempt. Groups of the batch are removed from it.
+        num_tokens: Position and attempt of a group -> number of tokens sampled for it. Entries of groups in the batch
+            are removed.
     """
     wasted = dict.fromkeys([*map(str, Reason), "restart"], 0)
     for each in batch.cancelled:

@@ -59,9 +59,9 @@ class StateRecorder:
 class EngineActivity:
     """State of all engines together, used in the thread of the rollouts.
 
-    They generate while one has a request. Otherwise they are paused, with requests held back until new weights arrive,
-    or they wait: for the environment (its code, tools and rewards) while groups are open, for training if no group may
-    begin.
+    The engines generate while one of them has a request. Otherwise they are paused (requests are held back until new
+    weights arrive), or they wait. They wait for the environment (its code, tools and rewards) while groups are open,
+    and for training if no group may begin.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
@@ -141,11 +141,11 @@ class RecentSteps:
 
 
 def idle_shares(step: StepActivity) -> dict[str, float]:
-    """Return the shares of waiting time in a step without its validation. Empty if that has no length.
+    """Return the shares of waiting time in the time of a step without validation. Empty if this time is 0.
 
     - `rollouts/idle_share/trainer`: training waits for rollouts
-    - `rollouts/idle_share/engines`: no engine has a request, the sum of `engines_for_environment`, `engines_paused` and
-      `engines_for_training`
+    - `rollouts/idle_share/engines`: no engine has a request. It is the sum of `engines_for_environment`,
+      `engines_paused` and `engines_for_training`
     """
     seconds = step.seconds - seconds_of(step.trainer, VALIDATING)
     if seconds <= 0:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Admission of groups: how many may be live, so that none is older than allowed when it is trained on.
+"""Admission of groups: how many may run or wait, so that none is too old when it is trained on.
 
 A version is a number of optimizer steps. Staleness is the version that is trained minus the version at which a group
 was dispatched, so that time in the queue counts.
@@ -14,11 +14,13 @@ class Bounds:
     """Limits of asynchronous rollouts.
 
     Attributes:
-        groups_per_step: Groups of a training step.
-        max_staleness: Most optimizer steps between the dispatch of a group and its training. 0 for synchronous runs.
-        concurrency: Most groups that are generated at the same time. None for no limit.
-        target_lag: Optimizer steps that generation may run ahead, at most `max_staleness`, which None means.
-        updates_per_step: Optimizer steps of a training step.
+        groups_per_step: Number of groups of a training step.
+        max_staleness: Maximum number of optimizer steps between the dispatch of a group and its training. 0 for
+            synchronous runs.
+        concurrency: Maximum number of groups that are generated at the same time. None for no limit.
+        target_lag: Number of optimizer steps that generation may run ahead, at most `max_staleness`. None for
+            `max_staleness`.
+        updates_per_step: Number of optimizer steps of a training step.
     """
 
     groups_per_step: int
@@ -39,9 +41,9 @@ class Bounds:
         return self.max_staleness if self.target_lag is None else self.target_lag
 
     def most_admitted(self, version: int) -> int:
-        """Return the most groups since version 0 that may be consumed or live at a version.
+        """Return the maximum number of groups, counted from version 0, that may be consumed or live at a version.
 
-        Training consumes all of them, first come first served, at most `lag` optimizer steps after this version.
+        Training consumes all these groups, first come first served, at most `lag` optimizer steps after this version.
         """
         return ((version + self.lag) // self.updates_per_step + 1) * self.groups_per_step
 
@@ -56,14 +58,14 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Admission:
-    """Counts of groups. Every admitted group is in exactly one of the other four counts.
+    """Counts of groups. Every admitted group is in exactly one of `running`, `finished`, `rejected` and `consumed`.
 
     Attributes:
-        admitted: Groups that were admitted in all.
-        running: Groups that are generated now.
-        finished: Groups that wait in the queue.
-        rejected: Groups that were cancelled while they ran or in the queue.
-        consumed: Groups that were trained on.
+        admitted: Number of groups that were admitted in all.
+        running: Number of groups that are generated now.
+        finished: Number of groups that wait in the queue.
+        rejected: Number of groups that were cancelled while they ran or in the queue.
+        consumed: Number of groups that were trained on.
     """
 
     bounds: Bounds
@@ -85,14 +87,14 @@ class Admission:
         The groups before the version count as consumed. Otherwise they would all be admitted at once.
 
         Args:
-            finished: Groups that are restored into the queue.
+            finished: Number of groups that are restored into the queue.
         """
         consumed = version // bounds.updates_per_step * bounds.groups_per_step
         return Admission(bounds, admitted=consumed + finished, finished=finished, consumed=consumed)
 
     @property
     def live(self) -> int:
-        """Groups that run or wait in the queue."""
+        """Number of groups that run or wait in the queue."""
         return self.running + self.finished
 
     def capacity(self, version: int) -> int:
@@ -103,7 +105,7 @@ class Admission:
         return max(0, free)
 
     def admit(self, version: int) -> "Admission":
-        """Count a group that is dispatched.
+        """Return the counts after the dispatch of a group.
 
         Raises:
             ValueError: There is no capacity.
@@ -122,6 +124,6 @@ class Admission:
         return replace(self, finished=self.finished - 1, rejected=self.rejected + 1)
 
     def consume(self) -> "Admission":
-        """Count the groups of a training step."""
+        """Return the counts after a training step has taken its groups."""
         count = self.bounds.groups_per_step
         return replace(self, finished=self.finished - count, consumed=self.consumed + count)

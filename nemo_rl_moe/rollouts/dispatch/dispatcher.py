@@ -20,7 +20,7 @@ from nemo_rl_moe.rollouts.dispatch.prompts import QueueState, TicketSource
 from nemo_rl_moe.rollouts.dispatch.staleness import LiveGroup, StalenessPolicy
 
 FAILURES_IN_A_ROW = 8
-"""Prompts given up in a row at which the run ends, or the groups of a step if these are more."""
+"""Number of prompts given up in a row at which the run ends. If a step has more groups, their number is used."""
 CLEANUP_S = 5.0
 """Seconds that a cancelled group may take to end before engines are paused or the run continues without it."""
 
@@ -31,8 +31,8 @@ class DynamicSampling:
 
     Attributes:
         is_informative: Returns whether a group is worth training on.
-        max_groups: Most groups that are generated for a step. After that, all groups are trained on, so that a run
-            continues if all prompts are too easy or too hard.
+        max_groups: Maximum number of groups that are generated for a step. After that, all groups are trained on, so
+            that a run continues if all prompts are too easy or too hard.
     """
 
     is_informative: Callable[[Group], bool]
@@ -44,11 +44,12 @@ class _Live:
     """A group that runs or waits in the queue.
 
     Attributes:
-        started_s: Time at which its generation began. None if it waits for new weights, or an earlier run generated it.
-        ended_s: Time at which it was finished.
-        task: Generates it. None if it is finished, or waits for new weights to begin again.
-        timer: Ends it at its deadline.
-        finished: None while it runs.
+        started_s: Time at which generation began. None if the group waits for new weights, or an earlier run generated
+            it.
+        ended_s: Time at which the group was finished.
+        task: Generates the group. None if it is finished, or waits for new weights to begin again.
+        timer: Cancels the group at its deadline.
+        finished: The finished group. None while it runs.
     """
 
     ticket: Ticket
@@ -59,7 +60,7 @@ class _Live:
     finished: Finished | None = None
 
     def seconds(self, now_s: float) -> float:
-        """Return the seconds of its generation, with restarts."""
+        """Return the seconds of the group's generation, including those lost by restarts."""
         if self.started_s is None:
             return self.ticket.lost_s
         return self.ticket.lost_s + (now_s if self.ended_s is None else self.ended_s) - self.started_s
@@ -73,7 +74,8 @@ class Dispatcher:
     """Generates groups ahead of training.
 
     For each step, a loop calls `next_batch(version)` and trains. Then it calls `update_pending(version + 1)`, updates
-    the weights of paused engines, and calls `updated(version + 1)`. It may call `next_batch` before, which then waits.
+    the weights of paused engines, and calls `updated(version + 1)`. If it calls `next_batch(version + 1)` before that,
+    the call waits.
 
     Args:
         make_group: Generates the group of a ticket. An error cancels the group, or ends the run.
@@ -86,8 +88,8 @@ class Dispatcher:
 
     Attributes:
         admission: Counts of groups.
-        version: Optimizer steps of the engines' weights.
-        bounds: Limits of the policy.
+        version: Version (number of optimizer steps) of the engines' weights.
+        bounds: Limits on running and waiting groups, from the policy.
     """
 
     def __init__(
@@ -142,7 +144,7 @@ class Dispatcher:
         """Return the state for a checkpoint between two steps.
 
         Args:
-            version: Optimizer steps of the checkpoint's weights.
+            version: Version (number of optimizer steps) of the checkpoint's weights.
         """
         return self._feed.state(version, self.running, self.queue)
 
@@ -153,15 +155,15 @@ class Dispatcher:
     async def next_batch(self, version: int) -> Batch | None:
         """Wait for the groups of the next training step. Return None if too few are left, or the run was stopped.
 
-        A trainer that is ahead of the engines waits until they have its weights. Otherwise these would count as older
-        than they are.
+        A trainer that is ahead of the engines waits until they have its weights. Otherwise the groups would count as
+        older than they are.
 
         Args:
-            version: Optimizer steps of the weights that are trained.
+            version: Version (number of optimizer steps) of the weights that are trained.
 
         Raises:
-            GenerationError: Groups fail one after the other.
-            Exception: A group raised it, and it ends the run.
+            GenerationError: Too many groups in a row have failed.
+            Exception: An error of a group that ends the run.
             ValueError: The engines are ahead of the trainer.
         """
         began_s = _now()
@@ -191,7 +193,7 @@ class Dispatcher:
         No group is dispatched until `updated`.
 
         Args:
-            version: Optimizer steps of the new weights.
+            version: Version (number of optimizer steps) of the new weights.
         """
         self._is_updating = True
         self._cancel_stale(version)
@@ -205,13 +207,13 @@ class Dispatcher:
         await self._wait_for_left_behind()
 
     def updated(self, version: int) -> None:
-        """Continue with new weights, which all engines have. A second call with the same version has no effect.
+        """Continue after all engines have got new weights. A second call with the same version has no effect.
 
         Args:
-            version: Optimizer steps of the new weights.
+            version: Version (number of optimizer steps) of the new weights.
 
-        Raises:
-            ValueError: They are older than the engines' weights.
+            Raises:
+                ValueError: The weights are older than the engines' weights.
         """
         if version < self.version:
             raise ValueError(f"version {version} came after {self.version}")
@@ -224,10 +226,10 @@ class Dispatcher:
         self._changed.set()
 
     async def stop(self) -> tuple[Cancellation, ...]:
-        """Cancel all groups, also in the queue, and return the cancellations that no batch had.
+        """Cancel all groups, including those in the queue. Return the cancellations that no batch has reported.
 
-        A pending update may still call `updated`. Take the state before: afterwards the queue is empty, and its prompts
-        count as open.
+        A pending update may still call `updated`. Call `state` before `stop`: afterwards the queue is empty, and its
+        prompts count as open.
         """
         self._is_stopped = True
         for live in list(self._live.values()):
@@ -236,7 +238,7 @@ class Dispatcher:
         return self._take_cancelled()
 
     def _fill(self) -> None:
-        """Dispatch as many groups as there is capacity for."""
+        """Dispatch as many groups as may be admitted."""
         while self.admission.capacity(self.version):
             if self._is_updating or self._is_stopped or self._error is not None:
                 return
@@ -256,7 +258,7 @@ class Dispatcher:
             live.timer = loop.call_later(self._deadline_s, self._ending_the_run, self._expire, live)
 
     def _ending_the_run(self, callback: Callable[..., None], *args: Any) -> None:
-        """Call back. An error ends the run. Otherwise the loop would log it while the trainer waits forever."""
+        """Call a function whose error ends the run. The loop would only log it, and the trainer would wait forever."""
         try:
             callback(*args)
         except Exception as error:
@@ -322,7 +324,7 @@ class Dispatcher:
         self._changed.set()
 
     def _give_back(self, ticket: Ticket, reason: Reason, message: str) -> bool:
-        """Return a prompt to the feed, and whether it is given up. End the run if many are given up in a row."""
+        """Give a prompt back to the feed. Return whether it is given up. End the run if many are given up in a row."""
         try:
             is_given_up = self._feed.give_back(ticket, reason)
         except UserError as error:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The gate before a generation engine, which is closed while weights arrive. Aborted requests continue afterwards."""
+"""The gate before a generation engine. It is closed while weights arrive. Aborted requests continue afterwards."""
 
 import asyncio
 import time
@@ -19,7 +19,7 @@ from nemo_rl_moe.rollouts.dispatch.activity import EngineActivity
 class EngineGate:
     """Sends requests to an engine, except while its weights change.
 
-    When the gate is closed, the engine aborts its requests or finishes them first.
+    When the gate closes, the engine first aborts or finishes its requests.
     """
 
     def __init__(self, engine: GenerationEngine, activity: EngineActivity | None = None):
@@ -30,7 +30,7 @@ class EngineGate:
         self._num_running = 0
 
     async def generate(self, request: GenerationRequest) -> GeneratedSequence:
-        """Continue one sequence. After an update of the weights meanwhile, the rest is sampled with the new ones."""
+        """Return the continuation of a sequence. If the weights change meanwhile, the new ones sample the rest."""
         found = await self._ask(request)
         while found.is_partial:
             if found.routed_experts is not None:  # no pass has seen the last token yet
@@ -76,7 +76,7 @@ def rest_of(request: GenerationRequest, found: GeneratedSequence) -> GenerationR
     return replace(
         request,
         token_ids=(*request.token_ids, *found.token_ids.tolist()),
-        # Entropy after these numbers would not do, as numpy ignores trailing zeros.
+        # A third number instead of the spawn key would not suffice, as numpy ignores trailing zeros.
         seed=int(np.random.SeedSequence([request.seed, size], spawn_key=(1,)).generate_state(1, np.uint64)[0]),
         sampling=replace(request.sampling, max_new_tokens=request.sampling.max_new_tokens - size),
     )

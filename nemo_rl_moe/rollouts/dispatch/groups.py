@@ -17,15 +17,15 @@ class Reason(StrEnum):
     """Reason of a cancellation."""
 
     STALE = "stale"
-    """Older than the bound on staleness."""
+    """The group is older than the bound on staleness."""
     UPDATE = "update"
-    """Weights changed while it ran, and `partial` is `discard`."""
+    """Weights changed while the group ran, and `partial` is `discard`."""
     DEADLINE = "deadline"
-    """Took too long."""
+    """The group took too long."""
     FAILED = "failed"
-    """Raised an error, or other code cancelled its task."""
+    """The group raised an error, or other code cancelled its task."""
     UNINFORMATIVE = "uninformative"
-    """Finished without anything to learn from, and replaced by dynamic sampling with the group of another prompt."""
+    """Nothing can be learned from the group. Dynamic sampling replaces it with the group of another prompt."""
     STOPPED = "stopped"
     """The run ends."""
 
@@ -40,12 +40,13 @@ class Ticket:
     """Permission to generate the group of one prompt.
 
     Attributes:
-        position: Index of the prompt in the order of all epochs, which identifies a live group.
-        version: Optimizer steps of the weights at its dispatch, or at its last restart.
-        admitted_version: Optimizer steps of the weights at its admission. The age for policies counts from here, so
-            that restarts do not postpone a long group forever.
+        position: Index of the prompt in the order of all epochs. It identifies a live group.
+        version: Version (number of optimizer steps) of the weights at the dispatch of the group, or at its last
+            restart.
+        admitted_version: Version (number of optimizer steps) of the weights at the admission of the group. The age for
+            policies counts from here, so that restarts do not postpone a long group forever.
         attempt: Number of earlier cancelled groups of this prompt.
-        num_faults: Number of these that were cancelled for their own fault.
+        num_faults: Number of these groups that failed or took too long.
         lost_s: Seconds of generation lost by restarts.
     """
 
@@ -63,8 +64,8 @@ class Finished:
     """A finished group.
 
     Attributes:
-        version: Optimizer steps of the weights when it was finished.
-        number: Its index in the order of finishing.
+        version: Version (number of optimizer steps) of the engines' weights when the group was finished.
+        number: Index of the group in the order of finishing.
     """
 
     ticket: Ticket
@@ -78,8 +79,8 @@ class Staleness:
     """Age of a group in optimizer steps when it is trained on.
 
     Attributes:
-        in_flight: Steps while it was generated.
-        in_queue: Steps while it waited in the queue.
+        in_flight: Number of steps while the group was generated.
+        in_queue: Number of steps while the group waited in the queue.
     """
 
     in_flight: int
@@ -87,7 +88,7 @@ class Staleness:
 
     @property
     def total(self) -> int:
-        """Steps since its dispatch."""
+        """Number of steps since the dispatch of the group."""
         return self.in_flight + self.in_queue
 
 
@@ -105,7 +106,7 @@ class Cancellation:
         attempt: Number of earlier cancelled groups of this prompt.
         message: One line on a failure. May be empty.
         lost_s: Seconds of its generation in this run.
-        is_given_up: Its prompt is not generated again.
+        is_given_up: Whether the prompt is given up, so that it is not generated again.
     """
 
     position: int
@@ -122,12 +123,13 @@ class Batch:
     """Groups of one training step, in the order of their prompts.
 
     Attributes:
-        version: Optimizer steps of the weights that are trained.
+        version: Version (number of optimizer steps) of the weights that are trained.
         cancelled: Groups that were cancelled since the previous batch.
-        replaced: Groups among them that dynamic sampling has replaced.
-        num_filled: Uninformative groups that it could not replace, due to its bound or for lack of prompts.
+        replaced: The trajectories of cancelled groups that dynamic sampling has replaced.
+        num_filled: Number of uninformative groups that dynamic sampling could not replace, due to its bound or for lack
+            of prompts.
         waited_s: Seconds that the trainer waited for the batch.
-        num_queued: Finished groups that remain in the queue.
+        num_queued: Number of finished groups that remain in the queue.
     """
 
     version: int

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts of asynchronous rollouts: their order, returned prompts, and their state in a checkpoint.
 
-The position of a data loader is not enough, as prompts are consumed in another order than they are taken. A checkpoint
-lists each prompt that was taken and not consumed.
+The position of a data loader is not enough, as prompts are not consumed in the order in which they are taken. A
+checkpoint lists each prompt that was taken and not consumed.
 """
 
 import heapq
@@ -35,7 +35,7 @@ class QueueState:
     """Prompts and finished groups in a checkpoint between two steps.
 
     Attributes:
-        version: Optimizer steps of the weights.
+        version: Version (number of optimizer steps) of the weights.
         num_taken: Number of prompts that were taken in all.
         open: Prompts whose groups are generated again.
         given_up: Positions of prompts that are not generated again.
@@ -56,7 +56,7 @@ class QueueState:
         return [position for position in range(self.num_taken) if position not in others]
 
     def keeping(self, is_kept: Callable[[Finished], bool], version: int) -> "QueueState":
-        """Return the state at a version in which the other finished groups are open, to be generated again."""
+        """Return the state at a version with the kept finished groups only. The other prompts are open again."""
         kept, opened = list[Finished](), list(self.open)
         for found in self.queue:
             if is_kept(found):
@@ -68,12 +68,12 @@ class QueueState:
 
 
 def drawn_again(state: QueueState, version: int, is_usable: Callable[[Group], bool]) -> QueueState:
-    """Return a state for a run with other settings, which generates finished groups again that it cannot train on.
+    """Return a state for a run with other settings. Finished groups that it cannot train on are generated again.
 
     Args:
         state: State in a checkpoint.
-        version: Optimizer steps by the run's settings. If it differs from the state's, the ages in the queue are
-            meaningless, and all groups are generated again.
+        version: Version (number of optimizer steps) of the checkpoint's weights by the run's settings. If it differs
+            from the state's, the ages in the queue are meaningless, and all groups are generated again.
         is_usable: Returns whether the run can train on a group.
     """
     return state.keeping(lambda found: version == state.version and is_usable(found.group), version)
@@ -84,11 +84,11 @@ class TicketSource(Protocol):
 
     @property
     def num_left(self) -> int:
-        """Prompts that have no ticket now and may get one later."""
+        """Number of prompts that have no ticket now and may get one later."""
         ...
 
     def next(self, version: int) -> Ticket | None:
-        """Return the next ticket at a version, if there is one."""
+        """Return the next ticket at a version. None if there is none now."""
         ...
 
     def give_back(self, ticket: Ticket, reason: Reason) -> bool:
@@ -96,7 +96,7 @@ class TicketSource(Protocol):
         ...
 
     def state(self, version: int, running: Sequence[Ticket], queue: Sequence[Finished]) -> QueueState:
-        """Return the state for a checkpoint with weights of a version."""
+        """Return the state for a checkpoint whose weights have this version."""
         ...
 
     def restore(self, state: QueueState) -> None:
@@ -109,7 +109,7 @@ class PromptFeed:
 
     Args:
         prompts: The prompts of all epochs, from the first one on.
-        max_faults: Failures or time-outs of groups at which a prompt is given up.
+        max_faults: Number of failed or late groups of a prompt after which it is given up.
     """
 
     def __init__(self, prompts: Iterator[Prompt], num_prompts: int, max_faults: int = 2):
@@ -153,11 +153,17 @@ class PromptFeed:
         self._given_up = list(state.given_up)
         while self._num_taken < state.num_taken:
             if self._num_taken == self._num_prompts:
-                raise CheckpointError(f"{state.num_taken} prompts were taken, and there are {self._num_prompts} now")
+                raise CheckpointError(
+                    f"the checkpoint's run had taken {state.num_taken} prompts, but this run has only"
+                    f" {self._num_prompts}: resume with the same data, or set checkpointing.resume=never"
+                )
             position, prompt = self._take()
             expected = opened[position].sample_id if position in opened else queued.get(position, prompt.sample_id)
             if prompt.sample_id != expected:
-                raise CheckpointError(f"prompt {position} was {expected}, and is {prompt.sample_id} now")
+                raise CheckpointError(
+                    f"prompt {position} was {expected} in the checkpoint's run, but is {prompt.sample_id} in this run:"
+                    " resume with the same data, or set checkpointing.resume=never"
+                )
             if position in opened:
                 self._put_back(prompt, opened[position])
 

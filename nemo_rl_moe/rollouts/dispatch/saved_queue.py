@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The queue of asynchronous rollouts in a checkpoint: prompts in `queue.json`, tokens in `queue.safetensors`.
 
-Finished groups are restored, and running ones are generated again. So are finished groups with images or sampling
-masks, or whose routed experts were lost with an engine.
+Finished groups are restored, and running ones are generated again. Finished groups are generated again, too, if they
+have images or sampling masks, or if their routed experts were lost with an engine.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -52,7 +52,7 @@ _ROUTES = "routed_experts"
 _STRICT = ConfigDict(extra="forbid", frozen=True, strict=True, ser_json_inf_nan="strings")
 Count = Annotated[int, Field(ge=0)]
 Number = Annotated[float, Field(strict=False)]
-"""Number of an environment. Bools count as 0 or 1. NaN and infinities are strings in JSON."""
+"""A number from an environment. Bools count as 0 or 1. NaN and infinities are strings in JSON."""
 
 Conversation = Annotated[
     tuple[ConversationTurn, ...],
@@ -101,7 +101,7 @@ class _Trajectory(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _of_one_sequence(cls, found: Any) -> Any:
-        """Convert format version 1, in which a trajectory has one sequence."""
+        """Return an entry of format version 1, in which a trajectory has one sequence, in the form of version 2."""
         if not isinstance(found, dict) or "num_tokens" not in found:
             return found
         only = {name: found[name] for name in _Sequence.model_fields if name in found}
@@ -170,7 +170,7 @@ def write_queue(checkpoint: Path, state: QueueState, fetch: Fetch) -> None:
 
 
 def read_queue(checkpoint: Path, prompts: Iterator[Prompt], store: RowStore) -> QueueState | None:
-    """Read the queue from the folder of a checkpoint, if it has one.
+    """Return the queue from the folder of a checkpoint. None if it has none.
 
     Args:
         prompts: Prompts of all epochs, from the first one on.
@@ -285,7 +285,10 @@ def _finished(
         prompt = prompts.get(group.position)
         if prompt is None or prompt.sample_id != group.sample_id:
             now = "missing" if prompt is None else prompt.sample_id
-            raise CheckpointError(f"prompt {group.position} was {group.sample_id}, and is {now} now")
+            raise CheckpointError(
+                f"prompt {group.position} was {group.sample_id} in the checkpoint's run, but is {now} in this run:"
+                " resume with the same data, or set checkpointing.resume=never"
+            )
         trajectories = [_restored(each, tuple(islice(sequences, len(each.sequences)))) for each in group.trajectories]
         ticket = Ticket(
             prompt,

@@ -32,8 +32,8 @@ class ScheduledGroup:
     Attributes:
         position, sample_id: Index and source of its prompt.
         attempt: Number of earlier cancelled groups of this prompt.
-        version: Optimizer steps of the weights at its dispatch.
-        finished_version: Optimizer steps of the weights when it was finished.
+        version: Version (number of optimizer steps) of the weights at the dispatch of the group.
+        finished_version: Version (number of optimizer steps) of the weights when the group was finished.
     """
 
     position: NonNegativeInt
@@ -74,7 +74,7 @@ def line_of(step: ScheduledStep, number: int) -> str:
 
 
 def read_schedule(path: Path) -> list[ScheduledStep]:
-    """Read the steps of a schedule file. If a resumed run of an old release recorded a step twice, the last counts."""
+    """Return the steps of a schedule file. If a resumed run of an old release recorded a step twice, take the last."""
     if path.exists() and not path.is_file():  # a device or a pipe may have no end
         raise DataError(f"{path}: is no plain file; expected schedule.jsonl of an asynchronous run")
     steps: list[ScheduledStep] = []
@@ -97,7 +97,7 @@ def replay_policy(schedule: Sequence[ScheduledStep], bounds: Bounds) -> Stalenes
     """Return the policy that trains on the groups of a schedule, and waits until all dispatched groups are finished.
 
     Args:
-        bounds: Bounds of the run. The policy has the largest staleness of the schedule instead of theirs.
+        bounds: Bounds of the run. The largest staleness of the schedule replaces their `max_staleness`.
     """
     _check_steps(schedule, bounds)
     lags = [step.version - group.version for step in schedule for group in step.groups]
@@ -146,7 +146,7 @@ class ReplayedFeed:
     Args:
         schedule: The recorded steps, from version 0 on.
         prompts: The prompts of all epochs, from the first one on.
-        max_faults: Failures or time-outs of a group at which the run ends.
+        max_faults: Number of failures or time-outs of a group at which the run ends.
     """
 
     def __init__(self, schedule: Sequence[ScheduledStep], prompts: Iterator[Prompt], max_faults: int = 2):
@@ -175,12 +175,12 @@ class ReplayedFeed:
         return Ticket(self._prompts[group.position], group.position, version, version, group.attempt)
 
     def give_back(self, ticket: Ticket, reason: Reason) -> bool:
-        """Take back the prompt of a cancelled group, which is generated once more as the same attempt."""
+        """Take back the prompt of a cancelled group, to generate it as the same attempt again. Return False."""
         num_faults = ticket.num_faults + reason.is_own_fault
         if num_faults >= self._max_faults:
             raise UserError(
-                f"the schedule cannot be repeated: the group of {ticket.prompt.sample_id} fails, its prompt"
-                f" number {ticket.position}"
+                "the schedule cannot be repeated: the group of its prompt"
+                f" {ticket.position} ({ticket.prompt.sample_id}) fails again"
             )
         self._returned.append(replace(ticket, num_faults=num_faults))
         return False

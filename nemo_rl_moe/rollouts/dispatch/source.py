@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The source of sampled groups, which a dispatcher has the runner generate in turn with training or ahead of it."""
+"""The source of sampled groups: a dispatcher has the runner generate them, in turn with training or ahead of it."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -42,7 +42,7 @@ def group_seeds(ticket: Ticket, seed: int, groups_per_step: int, num_generations
 
     Args:
         seed: `grpo.seed`.
-        num_generations: Trajectories of a group.
+        num_generations: Number of trajectories of a group.
     """
     step, number = divmod(ticket.position, groups_per_step)
     key = [seed, TRAINING_SEEDS, step, ticket.attempt]
@@ -51,23 +51,23 @@ def group_seeds(ticket: Ticket, seed: int, groups_per_step: int, num_generations
 
 
 class SampledGroups:
-    """A `RolloutSource` of groups from the runner, as old as a policy of staleness allows.
+    """A `RolloutSource` of groups from the runner. A policy of staleness bounds their age.
 
-    The first call of `updated` starts the first groups, as the engine has weights then. Unless the source runs ahead,
-    groups begin when `next` is called.
+    If the source runs ahead, the first call of `updated` starts the first groups, as the engine has weights then.
+    Otherwise groups begin when `next` is called.
 
     Args:
         config: The `grpo` section.
         policy: Selects the groups of a step, and rejects stale groups.
         dynamic_sampling: Replaces uninformative groups. If None, they are trained on.
         state: State of the run that is resumed. None at the start of a run.
-        runs_ahead: Groups are generated while the trainer works.
+        runs_ahead: Whether groups are generated while the trainer works.
         observe: Called with each batch.
         fetch: Fetches routed experts by their handles, for checkpoints.
         record: Receives the time line of each step if the source runs ahead.
 
     Attributes:
-        steps_per_epoch: Steps of one pass over the prompts.
+        steps_per_epoch: Number of steps of one pass over the prompts.
     """
 
     def __init__(
@@ -107,11 +107,11 @@ class SampledGroups:
 
     @property
     def is_used_up(self) -> bool:
-        # In the loop's thread, between whose steps each group is counted exactly once.
+        # Asked in the loop's thread, because only between steps of the loop each group is counted exactly once.
         return self._run(in_loop(lambda: self.dispatcher.is_used_up))
 
     def next(self, step: int, clock: PhaseClock) -> RolloutGroups:
-        """Return the groups of the next step, unless it is used up.
+        """Return the groups of the next step. The source must not be used up.
 
         Args:
             step: Number of completed steps.
@@ -147,14 +147,14 @@ class SampledGroups:
     def updated(self, step: int) -> None:
         self._arrived_version = self._version(step)
         if not self._has_begun:
-            self._take_activity()  # drops the time before the first weights, which belongs to no step
+            self._take_activity()  # drops the time before the first weights: it belongs to no step
             self._has_begun = True
         if self._runs_ahead:
             self._run(in_loop(self._go_on))
         self._runner.trainer.train()
 
     def stop(self) -> tuple[Cancellation, ...]:
-        """Cancel all groups, and return the cancellations that no batch had."""
+        """Cancel all groups. Return the cancellations that no batch has reported."""
         return self._run(self.dispatcher.stop())
 
     def state(self, step: int) -> SourceState:
@@ -198,13 +198,13 @@ class SampledGroups:
         if not self._config.rollouts.is_asynchronous:
             return {}
         metrics = batch_metrics(batch) | {"rollouts/pause_s": self._pause_s} | wasted
-        if not self._runs_ahead:  # its engine works when training does not
+        if not self._runs_ahead:  # then the engine works exactly while training waits
             return metrics
         self._record(self._recent_steps.add(found))
         return metrics | idle_shares(found)
 
     def _version(self, step: int) -> int:
-        """Return the optimizer steps after a training step, skipped ones included."""
+        """Return the number of optimizer steps after a training step, skipped ones included."""
         return step * self.dispatcher.bounds.updates_per_step
 
     def _take_activity(self) -> StepActivity:

@@ -24,9 +24,10 @@ class LiveGroup:
 
     Attributes:
         position: Index of its prompt.
-        version: Optimizer steps of the weights at its dispatch.
-        admitted_version: Optimizer steps of the weights at its admission, from which its age counts.
-        finish_number: Its index in the order of finishing. None while it runs.
+        version: Version (number of optimizer steps) of the weights at the dispatch of the group.
+        admitted_version: Version (number of optimizer steps) of the weights at the admission of the group. Its age
+            counts from there.
+        finish_number: Index of the group in the order of finishing. None while it runs.
     """
 
     position: int
@@ -45,8 +46,8 @@ class QueueView:
 
     Attributes:
         groups: Groups that run or wait, in the order of their prompts.
-        num_needed: Groups to choose.
-        version: Optimizer steps of the weights that are trained.
+        num_needed: Number of groups to choose.
+        version: Version (number of optimizer steps) of the weights that are trained.
     """
 
     groups: tuple[LiveGroup, ...]
@@ -60,7 +61,7 @@ class QueueView:
 
 
 Choose = Callable[[QueueView], Sequence[int]]
-"""Returns the positions of `num_needed` finished groups. If they are fewer, training waits."""
+"""Returns the positions of `num_needed` finished groups. If it returns fewer, training waits."""
 
 
 def in_order(view: QueueView) -> Sequence[int]:
@@ -70,7 +71,7 @@ def in_order(view: QueueView) -> Sequence[int]:
 
 
 def windowed(view: QueueView) -> Sequence[int]:
-    """Choose finished groups, the oldest version first, past groups that still run."""
+    """Choose finished groups, the oldest version first. Groups that still run may be overtaken."""
     oldest_first = sorted(view.ready, key=lambda group: (group.version, group.position))
     return [group.position for group in oldest_first[: view.num_needed]]
 
@@ -105,7 +106,7 @@ class StalenessPolicy:
 
         Args:
             groups: Groups that run or wait, in the order of their prompts, without stale ones.
-            version: Optimizer steps of the weights that are trained.
+            version: Version (number of optimizer steps) of the weights that are trained.
         """
         chosen: list[int] = []
         for candidates, num_needed in self._claims(groups, version):
@@ -118,7 +119,7 @@ class StalenessPolicy:
         return sorted(chosen)
 
     def _claims(self, groups: Sequence[LiveGroup], version: int) -> Iterator[tuple[Sequence[LiveGroup], int]]:
-        """Yield growing sets of groups, the most urgent first, and how many of each this step needs at least."""
+        """Yield growing sets of groups, the most urgent first, each with the fewest that this step must take."""
         # Of the groups that become stale after `n` further steps, these steps train on at most `n * groups_per_step`,
         # and this step must train on the rest.
         size = self.bounds.groups_per_step

@@ -20,10 +20,10 @@ class MessageHistory:
     Otherwise another sequence begins.
 
     Args:
-        session: Used through this object alone.
+        session: No other code may add to it.
 
     Attributes:
-        begins_in_thinking: The prompt of the last response has opened a think block.
+        begins_in_thinking: Whether the prompt of the last response has opened a think block.
     """
 
     def __init__(self, session: Session):
@@ -33,11 +33,11 @@ class MessageHistory:
         self.begins_in_thinking = False
 
     async def respond(self, messages: Sequence[Message]) -> Turn:
-        """Continue messages with a response of the model.
+        """Return the model's response to messages.
 
         Raises:
-            TrajectoryFull: They do not fit.
-            NoExtension: The chat template cannot show them.
+            TrajectoryFull: The messages do not fit.
+            NoExtension: The chat template cannot show the messages.
         """
         sent = [_known(message) for message in messages]
         new = list(messages[len(self._known) :])
@@ -52,7 +52,7 @@ class MessageHistory:
         return await self._session.generate()
 
     def note_response(self, message: Message) -> None:
-        """Remember the form in which the code gets the last response, as it sends it back in that form."""
+        """Remember the last response in the form that the code gets, as the code sends it back in that form."""
         self._known.append(_known(message))
         self._has_answered = True
 

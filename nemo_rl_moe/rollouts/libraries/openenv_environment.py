@@ -42,7 +42,7 @@ class OpenEnvRollout:
 
     Args:
         servers: Servers that the run has started. If empty, `config.server` is the URL of a running server.
-        score_truncated: Keep the rewards of truncated trajectories. Otherwise they are 0.
+        score_truncated: Whether truncated trajectories keep their rewards. If not, the rewards are 0.
     """
 
     def __init__(self, servers: Sequence[OpenEnvServer], config: OpenEnvConfig, *, score_truncated: bool):
@@ -101,7 +101,7 @@ class OpenEnvRollout:
         return found
 
     async def _step(self, session: Session, client: Any, text: str) -> Any:
-        """Take a step, which the conversation shows as a call in the response, with its outcome."""
+        """Take a step, and return its result. The conversation shows the step as a call in the response."""
         action = {self._config.action_key: answer_in(text, self._config.answer_after).strip()}
         name, began_s = f"step{len(session.turns)}", time.monotonic()
 
@@ -126,7 +126,7 @@ class OpenEnvRollout:
         return result
 
     async def _reset(self, session: Session, client: Any) -> Any:
-        """Begin an episode, in the same state for all responses to a prompt. Retry while the server has no capacity."""
+        """Return the result of a reset, equal for all responses to a prompt. Retry while the server has no capacity."""
         own = session.prompt.record.get(RESET)
         arguments = {"seed": _seed_of(session.prompt.sample_id)} | (dict(own) if isinstance(own, Mapping) else {})
         deadline = asyncio.get_running_loop().time() + self._config.step_timeout_s

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The process of an OpenEnv server, which listens on the loopback interface and ends with the run."""
+"""The process of an OpenEnv server. It listens on the loopback interface and ends with the run."""
 
 import os
 import sys

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Servers of OpenEnv environments on the loopback interface, which are replaced if they end or hang."""
+"""Servers of OpenEnv environments on the loopback interface. A server is replaced if it ends or hangs."""
 
 import os
 import socket
@@ -37,7 +37,7 @@ class OpenEnvServer:
         self.url = ""
 
     def start(self) -> None:
-        """Start it without waiting until it answers."""
+        """Start the server without waiting until it answers."""
         with socket.socket() as found:
             found.bind(("127.0.0.1", 0))
             port = found.getsockname()[1]

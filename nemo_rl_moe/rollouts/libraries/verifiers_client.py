@@ -28,7 +28,7 @@ class SessionClient(Client):
 
     Args:
         tool_format: Format in which the model writes calls. None if the environment has no tools.
-        failures: Texts of failed calls, which the environment adds during the trajectory.
+        failures: Texts of failed calls. The environment adds texts during the trajectory.
     """
 
     def __init__(self, session: Session, tool_format: ToolFormat | None, failures: Collection[str]):
@@ -46,10 +46,10 @@ class SessionClient(Client):
         tools: Sequence[Any] | None = None,
         **options: Any,
     ) -> Response:
-        """Continue messages with a response.
+        """Return the model's response to messages.
 
         Raises:
-            OverlongPromptError: They do not fit.
+            OverlongPromptError: The messages do not fit.
         """
         messages = [self._as_message(message) for message in prompt]
         if self._wire is not None:
@@ -83,11 +83,12 @@ class SessionClient(Client):
         )
 
     def note_end(self, messages: Sequence[Any]) -> None:
-        """Note the final conversation of the environment, which may have results after the last response."""
+        """Note the final conversation of the environment. It may have results after the last response."""
         if self._wire is not None:
             self._wire.note_results(map(_as_mapping, messages))
 
-    # Abstract in the base class, which only calls them in `get_response`. That is overridden above.
+    # These methods are abstract in the base class. Only its `get_response` calls them, and that method is overridden
+    # above.
     def setup_client(self, config: Any) -> Any:
         raise NotImplementedError
 
@@ -141,6 +142,6 @@ class SessionClient(Client):
 
 
 def _as_mapping(message: Any) -> Mapping[str, Any]:
-    """Return the fields of a message of the library, which is a mapping or a pydantic model."""
+    """Return the fields of the library's message, which is a mapping or a pydantic model."""
     fields: Mapping[str, Any] = message if isinstance(message, Mapping) else message.model_dump(exclude_none=True)
     return fields

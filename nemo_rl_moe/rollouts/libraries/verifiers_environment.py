@@ -19,11 +19,11 @@ _FAILURES: ContextVar[set[str] | None] = ContextVar("texts of failed calls of a 
 
 
 class VerifiersRollout:
-    """Rollouts of one environment of the library, which its rubric scores.
+    """Rollouts in one environment of the library, scored by its rubric.
 
     Args:
         tool_format: Format in which the model writes calls. None if the environment has no tools.
-        score_truncated: Keep the rewards of truncated trajectories. Otherwise they are 0.
+        score_truncated: Whether truncated trajectories keep their rewards. If not, the rewards are 0.
     """
 
     def __init__(self, environment: Any, tool_format: ToolFormat | None, *, score_truncated: bool):
@@ -56,7 +56,7 @@ class VerifiersRollout:
 
 
 def _note_failures(environment: Any) -> None:
-    """Record the texts with which an environment with tools reports exceptions of calls to the model."""
+    """Record the texts by which an environment with tools tells the model that a tool has raised."""
     from verifiers import ToolEnv
 
     if not isinstance(environment, ToolEnv):

@@ -37,7 +37,7 @@ from nemo_rl_moe.rollouts.libraries.verifiers_environment import METRIC_PREFIX
 _KEY = "env.driver"
 _INSTALL = "pip install 'nemo-rl-moe[verifiers-v1]'"
 _OF_THE_LIBRARY, _OWN_HARNESS = "bash", "null"
-"""Default harness of the library, and of this project, which runs no code."""
+"""Default harness of the library, and of this project. The latter runs no code."""
 _TASKSETS = "verifiers.v1.tasksets"
 """Module of the library's tasksets."""
 _PROGRAM_FILE = ".chat_program.py"
@@ -103,12 +103,10 @@ def _chosen(taskset: Any, driver: VerifiersV1Config, source: PromptSourceConfig,
     if not taskset.bounded:
         key = f"data.{'train' if trains else 'validation'}.num_items"
         if source.num_items is None:
-            raise ConfigurationError(
-                f"{key}: got null, expected how many tasks to take of {driver.id}, which has no end"
-            )
+            raise ConfigurationError(f"{key}: got null, expected a number of tasks, as {driver.id} has no end")
         if held_out:
             raise ConfigurationError(
-                f"{_KEY}.validation: got {held_out}, but {driver.id} has no end to hold tasks out at"
+                f"{_KEY}.validation: got {held_out}, but {driver.id} has no end, and thus no last tasks to hold out"
             )
         return list(islice(taskset, source.num_items))
     tasks = list(taskset)
@@ -145,7 +143,8 @@ class TasksetProgram:
     """Episodes of a taskset in processes of agents.
 
     Attributes:
-        score_truncated: Keep the rewards of episodes whose last response was truncated. Otherwise they are 0.
+        score_truncated: Whether episodes whose last response was truncated keep their rewards. If not, the rewards are
+            0.
     """
 
     driver: VerifiersV1Config
@@ -171,7 +170,7 @@ class _Player:  # pragma: no cover
         self._runner.run(self._servers.enter_async_context(environment.serving()))
 
     def play(self, task: AgentTask) -> AgentResult:
-        """Play one episode.
+        """Play one episode, and return its reward and metrics.
 
         Raises:
             RuntimeError: The episode has failed.
@@ -203,9 +202,9 @@ class _Player:  # pragma: no cover
 
 
 def _run_chat_programs_here() -> None:  # pragma: no cover
-    """Run the chat program of the harnesses `null` and `bash` with this Python, which has all packages for it.
+    """Run the chat program of the harnesses `null` and `bash` with this Python, which has its packages.
 
-    The library makes an environment for it with uv, which needs a package index.
+    The library would make a Python environment for this program with uv, which needs a package index.
     """
     from verifiers.v1.harnesses.utils.launch import CHAT_PROGRAM_SOURCE
     from verifiers.v1.runtimes import SubprocessRuntime
@@ -222,7 +221,7 @@ def _run_chat_programs_here() -> None:  # pragma: no cover
 
 
 def _environment_config(driver: VerifiersV1Config, *sections: str) -> Any:
-    """Check sections of taskset settings (`taskset` without any), and return the configuration with the last one."""
+    """Check sections of taskset settings (default: `taskset`), and return the configuration with the last section."""
     _require_library()
     _require_taskset(driver.id)
     from verifiers.v1.configs.agent import AgentConfig
@@ -271,7 +270,7 @@ def _require_taskset(name: str) -> None:
     from verifiers.v1.utils.loaders import taskset_class
 
     search_working_folder()
-    older = "; environments of releases below 0.4 are of kind verifiers"
+    older = "; for environments of verifiers below 0.4 set env.driver.kind: verifiers"
     module = module_of(name).partition("@")[0].lower()
     try:
         of_library = f"{_TASKSETS}.{module}"
@@ -297,5 +296,5 @@ def _require_library() -> None:
     if numbers != [0, 4]:
         raise ConfigurationError(
             f"{_KEY}.kind: verifiers {release} is installed, expected a release from 0.4 up to below 0.5; {_INSTALL};"
-            " older ones are of kind verifiers"
+            " for older releases set env.driver.kind: verifiers"
         )

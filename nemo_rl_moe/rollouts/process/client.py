@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The run's side of an environment's process, which is replaced if it ends or hangs."""
+"""The run's side of an environment's process. The process is replaced if it ends or hangs."""
 
 import asyncio
 import os
@@ -25,12 +25,12 @@ START_TIMEOUT_S = 300.0
 CLEANUP_S = 5.0
 """Seconds that the environment may take to clean up."""
 MOST_ENDS = 5
-"""Number of processes in succession that end before any trajectory has ended, after which the run ends."""
+"""Number of successive processes without an ended trajectory after which the run ends."""
 _MOST_LINE = 2000
 
 
 class RemoteEnvironment:
-    """An environment whose code runs in a separate process, which is replaced if it ends or hangs.
+    """An environment whose code runs in a separate process. The process is replaced if it ends or hangs.
 
     A trajectory that ends the process fails. The others begin again and get the same responses.
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The connection to the process of an environment: makes trajectories there, and checks whether it answers."""
+"""The connection to the process of an environment: makes trajectories there, and checks whether the process answers."""
 
 import asyncio
 import itertools
@@ -45,7 +45,7 @@ LONGEST_BLOCKED_S = 600.0
 """Seconds without an answer after which the process is replaced, if trajectories have no time limit."""
 _FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)')
 Remembered = dict[tuple[Any, ...], GeneratedSequence]
-"""Responses of a trajectory by tokens, seed and sampling of their requests."""
+"""Tokens, seed and sampling of a request of a trajectory -> its response."""
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,12 @@ class ServerConnection:
 
     Args:
         stack: File with the stack of code that blocks the process.
-        timeout_s: Limit of one trajectory's code.
+        timeout_s: Maximum seconds of one trajectory's code. None for no limit.
         warn: Receives a line on code that blocks the process.
 
     Attributes:
-        has_ended: The process is ending or has ended.
-        num_ended: Trajectories that have ended in it or have ended it.
+        has_ended: Whether the process is ending or has ended.
+        num_ended: Number of trajectories that have ended in the process or have ended it.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class ServerConnection:
         self.has_ended, self.num_ended = False, 0
 
     async def start(self) -> None:
-        """Begin to read its messages."""
+        """Begin to read the messages of the process."""
         connection = socket.socket(fileno=os.dup(self._child.connection.fileno()))
         reader, self._writer = await asyncio.open_connection(sock=connection)
         self._tasks = [asyncio.create_task(self._receive(reader)), asyncio.create_task(self._look())]
@@ -120,7 +120,7 @@ class ServerConnection:
             del self._remotes[number]
 
     async def _served(self, number: int, remote: RemoteTrajectory, remembered: Remembered) -> Trajectory | Lost:
-        """Answer a trajectory until it ends."""
+        """Answer the requests of a trajectory until it ends. Return it, or why it was lost."""
         trajectory = remote.session.trajectory
         message = await remote.messages.get()
         while True:
@@ -215,7 +215,7 @@ class ServerConnection:
         return "code that a trajectory has started" if remote is None else remote.session.trajectory.label
 
     def _where(self) -> str:
-        """Return the line that blocks the process, from the main thread's stack, which is last in the file."""
+        """Return the line that blocks the process, from the main thread's stack, the last one in the file."""
         self._stack.seek(0)
         *_, last = self._stack.read().decode(errors="replace").split("(most recent call first):")
         frames = _FRAME.findall(last)

@@ -81,7 +81,7 @@ class Look:
 
 @dataclass(frozen=True)
 class Seen:
-    """The answer to `Look`: lines of code by the number of the trajectory."""
+    """The answer to `Look`: number of a trajectory -> line of code at which it waits."""
 
     places: Mapping[int, str]
 
@@ -92,7 +92,7 @@ ToProcess = Begin | Answer | Cancel | Look
 
 @dataclass(frozen=True)
 class Handle:
-    """A value that stays in the run, in `KeptValues` of its trajectory under this key."""
+    """A reference to a value that stays in the run. `key` is its key in the `KeptValues` of the trajectory."""
 
     key: str
 

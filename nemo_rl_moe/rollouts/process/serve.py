@@ -58,12 +58,12 @@ _ENTERED = struct.Struct("=Q")
 
 @dataclass(frozen=True)
 class ProcessSettings:
-    """Settings of a process, which are pickled and sent to it.
+    """Settings of a process. They are pickled and sent to the process.
 
     Attributes:
         start: Starts the environment, in a context that ends with the process.
         continuation: Renders messages that the environment appends.
-        max_tokens: Most tokens of a trajectory.
+        max_tokens: Maximum number of tokens of a trajectory.
         reward_weights: Weight of each named reward. None if a score is one number.
         timeout_s: Maximum seconds of one trajectory's code. None for no limit.
         memory_mb: Maximum megabytes of the environment's code. None for no limit.
@@ -261,8 +261,8 @@ class EnvironmentServer:
 
 
 async def _settled() -> None:
-    """Wait until trajectories have resumed that got a resource from this one, such as an agent's process."""
-    # They send their messages first, and thus join its batch in lockstep.
+    """Wait until trajectories that got a resource from this one, such as an agent's process, have resumed."""
+    # Their requests are sent first, so that they are in the same batch in lockstep as the next request of this one.
     for _ in range(SETTLING_TURNS):
         await asyncio.sleep(0)
 

@@ -109,7 +109,7 @@ def test_an_older_checkpoint_without_the_fingerprint_goes_by_the_name() -> None:
     changes = {"policy.model_name": ("a", "b")}
     sft = ALGORITHMS["sft"]
     assert wrong_changes(sft, changes, with_optimizer=True, with_adapters=True) == {
-        "policy.model_name": ("a", "b", "the checkpoint's adapters stand beside another base")
+        "policy.model_name": ("a", "b", "the checkpoint's adapters belong to another base")
     }
     assert wrong_changes(sft, changes, with_optimizer=True, with_adapters=True, base_is_known=True) == {}
     assert wrong_changes(sft, changes, with_optimizer=True) == {}
@@ -142,6 +142,6 @@ def test_a_run_with_adapters_does_not_begin_beside_another_base(place: Place, tm
         with pytest.raises(CheckpointError) as caught:
             saved.begin(10, {})
     assert str(caught.value).startswith(f"policy.model_name: got {folder}: 1 weight files, ")
-    assert "was saved with base: 1 weight files, 00: the checkpoint's adapters stand beside another base" in str(
+    assert "was saved with base: 1 weight files, 00: the checkpoint's adapters belong to another base" in str(
         caught.value
     )

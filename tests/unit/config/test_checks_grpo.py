@@ -134,8 +134,8 @@ BROKEN = [
     (
         (*ON_GPUS, "policy.generation.backend=megatron", "policy.megatron_cfg.context_parallel_size=2"),
         "engine_has_what_it_needs",
-        "policy.generation.backend: got megatron, expected an engine with a copy of the weights with"
-        " policy.megatron_cfg.context_parallel_size 2: the trainer's ranks generate whole sequences alone",
+        "policy.generation.backend: got megatron, expected vllm or megatron_separate, as"
+        " policy.megatron_cfg.context_parallel_size is 2: the trainer's ranks cannot generate parts of sequences",
     ),
     (
         (*ON_GPUS, f"{VLLM}.tensor_parallel_size=3"),
@@ -151,14 +151,14 @@ BROKEN = [
     (
         ("policy.generation.backend=vllm", f"{VLLM}.expert_parallel=true"),
         "engine_has_what_it_needs",
-        f"{VLLM}.expert_parallel: got true, expected false with {VLLM}.tensor_parallel_size 1: there is nobody to"
-        " divide experts with",
+        f"{VLLM}.expert_parallel: got true, expected false with {VLLM}.tensor_parallel_size 1: a single"
+        " GPU has all experts",
     ),
     (
         (*AHEAD, f"{VLLM}.prefix_caching=reset", "policy.megatron_cfg.capture_routing=true"),
         "engine_has_what_it_needs",
-        f"{VLLM}.prefix_caching: got 'reset', expected 'none' with policy.megatron_cfg.capture_routing or"
-        " routing_replay rollout: tokens from the cache are not computed again, and have no routed experts",
+        f"{VLLM}.prefix_caching: got 'reset', expected 'none' if policy.megatron_cfg.capture_routing is true or"
+        " routing_replay is rollout: tokens from the cache are not computed again, and have no routed experts",
     ),
     (
         (
@@ -194,7 +194,7 @@ BROKEN = [
     (
         (*ON_GPUS, "+cluster.roles.generation={gpus_per_node: 0}"),
         "engine_has_what_it_needs",
-        "cluster.roles.generation.gpus_per_node: got 0, expected GPUs, as the policy has",
+        "cluster.roles.generation.gpus_per_node: got 0, expected at least 1: the policy is on GPUs",
     ),
     (
         ("policy.generation.backend=megatron_separate",),

@@ -85,8 +85,8 @@ def refusal(*sizes: int) -> str:
 def test_one_machine_is_not_many(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     assert refusal(3, 8, 1) == (
-        "cluster.num_nodes: got 3, this machine is 1; to use more, start Ray on all of them (ray start) and set"
-        " RAY_ADDRESS; nearest: cluster.num_nodes=1"
+        "cluster.num_nodes: got 3, but without RAY_ADDRESS a run has only this machine: set cluster.num_nodes=1, or"
+        " start Ray on all machines (ray start) and set RAY_ADDRESS"
     )
 
 

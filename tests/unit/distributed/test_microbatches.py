@@ -173,8 +173,8 @@ def test_error_texts():
         " (12 when padded to a multiple of 4)"
     )
     assert plan_error([5, 9], 4, 2, PackedBatching(100)) == (
-        "policy.train_global_batch_size: got 2, expected at least 4 (4 data-parallel ranks): every rank runs as many"
-        " microbatches"
+        "policy.train_global_batch_size: got 2, expected at least 4 (4 data-parallel ranks): every rank runs the"
+        " same number of microbatches"
     )
     assert plan_error([1] * 6, 2, 6, PlainBatching(2)) == (
         "policy.train_global_batch_size: got 6, expected a multiple of 4 (2 data-parallel ranks x"

@@ -123,7 +123,7 @@ def test_a_model_that_was_never_refit_on_gpus_is_one_line(family: str) -> None:
             {"prefix_caching": "reset"},
             {},
             "policy.generation.vllm.prefix_caching: got 'reset', expected 'none' with my/model: the states of gated"
-            " delta nets behind equal beginnings have not been tried",
+            " delta nets after a common prefix have not been tested",
         ),
         (
             {},
@@ -191,8 +191,8 @@ def test_a_model_of_images_that_vllm_does_not_take_is_one_line() -> None:
     with pytest.raises(ConfigurationError) as error:
         check_model(config, name)
     assert str(error.value) == (
-        f"{KEY}: got 'vllm', expected 'megatron' with {name}: of models of images and text vLLM is given internvl,"
-        " qwen2_5_vl, qwen3_vl, qwen3_vl_moe, this one is other_vl"
+        f"{KEY}: got 'vllm', expected 'megatron' for {name}: the image-text models for vLLM are internvl,"
+        " qwen2_5_vl, qwen3_vl, qwen3_vl_moe, and this one is other_vl"
     )
 
 

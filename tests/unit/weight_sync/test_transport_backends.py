@@ -136,7 +136,7 @@ def lost_receive(spec: TransportSpec, rank: int) -> Any:
 @pytest.mark.full
 def test_an_engine_on_a_gpu_without_the_trainer_is_reported(tmp_path: Path) -> None:
     found = transfers(tmp_path, ipc_of_several_gpus, placed_send, lost_receive)
-    assert "no rank of the trainer is at its place, GPU-7; policy.generation.weight_transport" in found["receiver 1"]
+    assert "no rank of the trainer is on its device, GPU-7; policy.generation.weight_transport" in found["receiver 1"]
     assert found["receiver 0"].startswith("WeightSyncError: ")
 
 

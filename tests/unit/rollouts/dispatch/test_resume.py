@@ -73,10 +73,10 @@ async def test_what_is_too_old_for_a_smaller_bound_is_dropped(state: QueueState)
 
 
 def test_other_prompts_are_refused(state: QueueState) -> None:
-    with pytest.raises(CheckpointError, match="12 prompts were taken, and there are 11 now"):
+    with pytest.raises(CheckpointError, match="had taken 12 prompts, but this run has only 11"):
         PromptFeed(scripted_prompts(11), 11).restore(state)
     others = (ScriptedPrompt(f"line {number}") for number in range(12))
-    with pytest.raises(CheckpointError, match="prompt 1 was prompt 1, and is line 1 now"):
+    with pytest.raises(CheckpointError, match="prompt 1 was prompt 1 in the checkpoint's run, but is line 1 in"):
         PromptFeed(others, 12).restore(state)
 
 

@@ -184,7 +184,7 @@ def test_damage_and_other_prompts_are_refused(tmp_path: Path) -> None:
     def others() -> Iterator[Prompt]:
         return iter(prompts(5, "other"))
 
-    with pytest.raises(CheckpointError, match="prompt 1 was train:1, and is other:1 now"):
+    with pytest.raises(CheckpointError, match="prompt 1 was train:1 in the checkpoint's run, but is other:1 in"):
         read_queue(tmp_path, others(), IN_PLACE)
     path = tmp_path / FOLDER / TENSOR_FILE
     content = bytearray(path.read_bytes())
