@@ -82,7 +82,7 @@ def test_mlflow_store_that_another_process_has_locked(tmp_path: Path, empty_mlfl
                 if warnings_in(stream) and not other.stdin.closed:
                     other.stdin.close()  # before SQLite gives up, after 5 s
     (warning,) = warnings_in(stream)
-    assert warning.startswith("warning: logger mlflow has not answered for 0.5 s (step 2); training goes on")
+    assert warning.startswith("warning: logger mlflow has not answered for 0.5 s (step 2); training continues")
     assert "logger mlflow answers again" in stream.getvalue()
     assert read_jsonl(tmp_path / "metrics.jsonl") == STEPS
     assert read_mlflow(mlflow_tracking_uri(settings), "e") == STEPS
