@@ -150,7 +150,9 @@ class StepRecorder:
         self._record(0, validation, samples or {}, failures)
 
     def record_artifacts(self, artifacts: StepArtifacts) -> None:
-        """Record the artifacts of the current step before anything else, since they may end the run.
+        """Record the artifacts of the current step before its other records.
+
+        Anomalies in them may end the run, and must be recorded by then.
 
         `end_step` calls this method if the loop has not called it.
         """

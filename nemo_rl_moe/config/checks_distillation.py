@@ -88,7 +88,7 @@ def given_responses_are_not_sampled(config: DistillationMasterConfig) -> Iterato
         if settings.cross_entropy_weight > 0:
             yield (
                 f"{_KEY}.cross_entropy_weight: got {settings.cross_entropy_weight}, expected 0 with {_KEY}.responses"
-                " policy: the likelihood of what it samples teaches nothing"
+                " policy: the cross-entropy of the policy's own samples has an expected gradient of 0"
             )
         return
     given = f"with {_KEY}.responses given"

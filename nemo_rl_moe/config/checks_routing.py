@@ -89,8 +89,8 @@ def router_noise_is_for_fine_tuning(config: MasterConfig) -> Iterator[str]:
     capacity = fields.get("moe_expert_capacity_factor")
     if capacity is not None and capacity >= 0:
         yield (
-            f"{MEGATRON}.moe_expert_capacity_factor: got {capacity:g}, expected null: {why} dropped assignments change"
-            " it with the other sequences of a microbatch; only SFT accepts this setting"
+            f"{MEGATRON}.moe_expert_capacity_factor: got {capacity:g}, expected null: {why} dropped assignments make"
+            " it depend on the other sequences of its microbatch; only SFT accepts this setting"
         )
     types = fields.get("moe_router_load_balancing_type")
     if types == "sinkhorn" or (isinstance(types, list) and "sinkhorn" in types):

@@ -72,7 +72,7 @@ class ControlTokens:
         return ids
 
     def _cuts(self, text: str, plain: Sequence[Span]) -> Iterator[int]:
-        """Yield a position inside each control token's text that overlaps a piece of plain text."""
+        """Yield positions to cut `text` at: one inside each control token's text that overlaps a span of `plain`."""
         position = 0
         while (found := self._texts.search(text, position)) is not None:
             start, end = found.span()

@@ -108,7 +108,11 @@ def prompt_parser(data: PromptDataConfig, env: EnvironmentConfig | None) -> Call
 def prompt_columns(
     data: PromptDataConfig, env: EnvironmentConfig | None
 ) -> Callable[[str, Sequence[str]], Sequence[str]]:
-    """Return a function that checks a table's columns. All columns are read."""
+    """Return a function of a file's path and column names.
+
+    It checks that the columns of `data.prompt_key` and, if needed, `data.answer_key` exist, and returns all names,
+    since every column belongs to the record.
+    """
     keys = {"data.prompt_key": data.prompt_key}
     if env is not None and env.needs_answers:
         keys["data.answer_key"] = data.answer_key

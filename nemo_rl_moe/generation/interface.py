@@ -183,7 +183,10 @@ class GeneratedSequence:
 
 
 def store_routes(sequences: Sequence[GeneratedSequence], store: RowStore) -> list[GeneratedSequence]:
-    """Return sequences with their routed experts in a store. All sequences have them in memory, or none has any."""
+    """Put the sequences' routed experts into a store, and return the sequences with references to them.
+
+    Either all sequences have routes in memory, or none has. Without routes they are returned as they are.
+    """
     routes = [sequence.routed_experts.pieces[0].source for sequence in sequences if sequence.routed_experts is not None]
     if len(routes) < len(sequences):
         return list(sequences)

@@ -288,8 +288,8 @@ def _writable(found: Any, what: str) -> NumberFormat:
         if found == number_format:
             return number_format
     raise ConfigurationError(
-        f"--input: {what}: got {shown(found)}, which is not written here; select a format with --dtype: "
-        f"{' or '.join(NUMBER_FORMATS)}"
+        f"--input: {what}: got {shown(found)}, a format that convert cannot write; select the output's format with "
+        f"--dtype: {' or '.join(NUMBER_FORMATS)}"
     )
 
 

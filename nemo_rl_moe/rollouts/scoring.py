@@ -26,7 +26,10 @@ class ScoringQueue(Lockstep[Item, Scored]):
         self._task: asyncio.Task[None] | None = None
 
     async def ask(self, request: Item, place: int) -> Scored:
-        """Return the score of one item. In lockstep, items are scored in the order of `place`."""
+        """Return the score of one item.
+
+        In lockstep, all queued items are scored together, sorted by `place`: the index of the trajectory or group.
+        """
         future = self.queued(request, place)
         if not self._in_lockstep and (self._task is None or self._task.done()):
             self._task = asyncio.create_task(self._score_all())

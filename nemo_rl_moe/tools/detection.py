@@ -157,7 +157,7 @@ def _rendered_call(render: TextRenderer) -> str:
         prompt, whole = render([_QUESTION], inputs), render(turns, inputs)
     except RenderError as error:
         raise ConfigurationError(
-            f"env.driver: the chat template shows no calls or no results of tools: {error}"
+            f"env.driver: the chat template cannot render a tool call and its result: {error}"
         ) from error
     # The generation prompt may open a think block that the turn lacks.
     if prompt.rstrip().removesuffix(THINK_END).rstrip().endswith(THINK_START):

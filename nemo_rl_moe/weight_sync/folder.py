@@ -313,7 +313,11 @@ class _Receiver:
             yield int(name.partition("-")[0]), name
 
     def _waits_for(self, senders: list[int], names: set[str]) -> str:
-        """Return text on the processes without progress. Another receiver may hold up the senders."""
+        """Return, for an error message, what this receiver waits for.
+
+        These are other receivers that have not taken their buckets, and so hold up the senders. If there are none, it
+        waits for tensors of the senders.
+        """
         sends_to_all = self._transfer.backend.place() is None
         receivers = list(range(self._transfer.num_receivers)) if sends_to_all else [self._receiver]
         buckets = [name for name in names if _BUCKET.fullmatch(name) and int(name.partition("-")[0]) in senders]

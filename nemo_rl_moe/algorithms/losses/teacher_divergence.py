@@ -46,7 +46,9 @@ def candidate_divergence(
     kind: KlType,
     mixed_kl_weight: float = 0.5,
 ) -> Float[Tensor, "*tokens"]:
-    """Return the divergence at each position, in nats, never below 0, over distinct candidates and their tail.
+    """Return the divergence at each position, in nats and never below 0.
+
+    Its outcomes are the candidates, which must be distinct, and the tail: all other tokens as one.
 
     - `forward`: `KL(teacher || policy)`
     - `reverse`: `KL(policy || teacher)`

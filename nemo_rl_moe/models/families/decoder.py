@@ -120,7 +120,8 @@ def _check_rotated_part(hf_config: Any, head_dim: int, *, rotates_part: bool) ->
         )
     if _stretched(hf_config)[1] != 1.0:
         raise ConfigurationError(
-            f"{key}: got rope_type 'yarn' with a factor of the rotated entries only, expected another rope_type, or "
+            f"{key}: got rope_type 'yarn' with an attention factor other than 1.0 and partial_rotary_factor {factor}: "
+            "the attention factor would scale only the rotated part of each head; expected another rope_type, "
             "partial_rotary_factor 1.0, or attention_factor 1.0"
         )
 

@@ -34,10 +34,11 @@ from nemo_rl_moe.routing.metrics.overload_factor import (
 def overload_of_rank(
     recorder: ExpertLoadRecorder, config: TransformerConfig, what_if_sizes: Sequence[int]
 ) -> tuple[OverloadSums, Float[Tensor, ""]]:
-    """Return the overload of this rank's share of the events, for the run's expert-parallel size and other sizes.
+    """Return the overload of this rank's share of the events, and the highest of `cumulative_peak_ratios`.
 
-    The second result is the highest cumulative peak ratio. Every rank calls it. The ranks of a slice sum their counts.
-    For sizes above the run's, slices also exchange counts. Neither collective waits for the host.
+    The overload is that of the run's expert-parallel size and of other sizes. Events are layers in microbatches. Every
+    rank calls it: the ranks of a slice (see the module) sum their counts, and for sizes above the run's, slices
+    exchange counts. Neither collective makes the host wait for the GPU.
     """
     chunks = moe_positions_of_chunks(config, parallel_state.get_pipeline_model_parallel_rank())
     held = [position for layers in chunks for position in layers]

@@ -72,7 +72,10 @@ MessageKey = tuple[str, str, str]
 
 
 def key_of(message: Message) -> MessageKey:
-    """Return a key that is equal for equal messages. An assistant's has the stripped text and the calls."""
+    """Return a key that is equal for equal messages.
+
+    The key of an assistant's message consists of its stripped text and its calls without their ids.
+    """
     text = content_text(message["content"])
     if message["role"] != "assistant":
         return message["role"], text, json.dumps([message.get("name"), message.get("tool_call_id")])

@@ -82,9 +82,9 @@ class Admission:
 
     @staticmethod
     def resumed(bounds: Bounds, version: int, finished: int = 0) -> "Admission":
-        """Return the counts at the start of a run, or of a run that is resumed at a version.
+        """Return the counts at the start of a run, or of a run resumed after `version` optimizer steps.
 
-        The groups before the version count as consumed. Otherwise they would all be admitted at once.
+        The groups of the earlier steps count as consumed. Otherwise as many groups would be admitted at once.
 
         Args:
             finished: Number of groups that are restored into the queue.

@@ -152,8 +152,8 @@ class _Together:
     def partners(self) -> dict[int, int]:
         """Return captured id -> router's id, for pairs of different ids that are each other's single best partner.
 
-        The best pair has the most rows with both ids over the rows with either id, since a popular expert co-occurs
-        with every other expert.
+        The best partner has the largest ratio of rows with both ids to rows with either id (a popular expert co-occurs
+        with every other), and must beat the id itself by `_LEAST_LEAD`.
         """
         overlap = _overlap(self.both, self.captured[:, None], self.live)
         itself = _overlap(self.itself, self.captured, self.itself_live)

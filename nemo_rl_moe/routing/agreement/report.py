@@ -1,6 +1,7 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Report of a step's capture, from a running step or from files: agreement statistics, checks, identity of rows."""
+"""Report of a step's capture, from a running step or from files: agreement statistics, checks, and whether rows belong
+to their layer, token and sequence."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

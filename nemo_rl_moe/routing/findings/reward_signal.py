@@ -43,7 +43,10 @@ class RewardSignal:
     def observe(
         self, step: int, metrics: Mapping[str, float], failed: Sequence[FailedResponses] = ()
     ) -> Iterator[tuple[RewardKind, int, str]]:
-        """Yield condition, first step and description of each episode that begins with this step."""
+        """Yield kind, first step and description of each condition that holds at this step.
+
+        It may have begun earlier.
+        """
         if self._failed_share is not None:
             sick = [found for found in failed if found.share > self._failed_share]
             if sick:

@@ -101,7 +101,10 @@ def seconds_of(intervals: Sequence[Interval], state: int) -> float:
 
 
 def binned(intervals: Sequence[Interval], num_bins: int) -> Int[np.ndarray, " bins"]:
-    """Return the state that takes longest in each bin. Of equals it is the lowest. `intervals` must have no gaps."""
+    """Return, for each bin, the state with the most seconds.
+
+    Of states with equal seconds, it is the one with the lowest number. `intervals` must have no gaps.
+    """
     start_s, end_s = intervals[0].start_s, intervals[-1].end_s
     if end_s <= start_s:
         return np.full(num_bins, intervals[-1].state)

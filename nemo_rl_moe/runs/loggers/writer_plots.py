@@ -43,7 +43,10 @@ def writer_plots(step: int, load: WriterLoad) -> dict[str, bytes]:
 
 
 def draw_writers(title: str, load: WriterLoad) -> "Figure":
-    """Return a plot of each expert's load over its fair share, for the tokens of each writer."""
+    """Return a plot of each expert's load over its fair share, separately for the tokens of each writer.
+
+    They are the tokens of the prompt, of calls, of results and of the last response (`WRITERS`).
+    """
     num_layers, loads = len(load.layers), load.counts.sum(-1)
     height = min(max(_HEIGHT_OF_LAYER * num_layers, _LEAST_HEIGHT), _MOST_HEIGHT)
     figure = new_figure((LEFT + 2 * _WIDTH + _GAP + 40, TOP + 2 * (height + BOTTOM) + 36))

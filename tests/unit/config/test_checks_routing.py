@@ -14,7 +14,7 @@ NOISE = {
     f"{M}.moe_input_jitter_eps=0.1": f"{M}.moe_input_jitter_eps: got 0.1, expected null: {WHY} noise at the router"
     " changes it from pass to pass; only SFT accepts this setting",
     f"{M}.moe_expert_capacity_factor=1.5": f"{M}.moe_expert_capacity_factor: got 1.5, expected null: {WHY} dropped"
-    " assignments change it with the other sequences of a microbatch; only SFT accepts this setting",
+    " assignments make it depend on the other sequences of its microbatch; only SFT accepts this setting",
     f"{M}.moe_router_load_balancing_type=sinkhorn": f"{M}.moe_router_load_balancing_type: got sinkhorn, expected"
     f" aux_loss, seq_aux_loss, global_aux_loss or none: {WHY} sinkhorn uses another routing rule in training than in"
     " other passes; only SFT accepts this setting",

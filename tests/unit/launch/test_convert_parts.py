@@ -55,9 +55,9 @@ def test_number_format_is_that_of_the_files(
 
 def test_number_format_that_is_not_written_is_refused(tmp_path: Path) -> None:
     save_file({"a": HALF.half()}, tmp_path / "model.safetensors")
-    with pytest.raises(ConfigurationError, match="most weights: got float16, which is not written here; select a"):
+    with pytest.raises(ConfigurationError, match="most weights: got float16, a format that convert cannot"):
         _dtype_of({"dtype": "bfloat16"}, SafetensorsFolder(tmp_path), CONSOLE)
-    with pytest.raises(ConfigurationError, match=r"config\.json: dtype: got float8, which is not"):
+    with pytest.raises(ConfigurationError, match=r"config\.json: dtype: got float8, a format that convert cannot"):
         _dtype_of({"dtype": "float8"}, None, CONSOLE)
     assert _dtype_of({"torch_dtype": "bfloat16"}, None, CONSOLE) == "bfloat16"
     assert _dtype_of({}, None, CONSOLE) == "float32"

@@ -79,7 +79,7 @@ def test_tools_are_described_and_their_format_is_found(tmp_path: Path) -> None:
         (
             "tiny_qwen3_moe",
             ["env.driver.kind=tools", "env.driver.tools=[calculator]"],
-            "env.driver: the chat template shows no calls or no results",
+            "env.driver: the chat template cannot render a tool call and its result",
         ),
         (
             "tiny_qwen3_moe_tools",

@@ -411,8 +411,8 @@ def test_a_format_can_be_named() -> None:
     ("family", "message"),
     [
         ("THINKING", "env.driver.format: null, and the chat template writes calls in no known format: '<call>{"),
-        ("NEWLINE_BETWEEN_TURNS", "env.driver: the chat template shows no calls or no results of tools"),
-        ("tiny_qwen3_moe", "env.driver: the chat template shows no calls or no results of tools"),
+        ("NEWLINE_BETWEEN_TURNS", "env.driver: the chat template cannot render a tool call and its result"),
+        ("tiny_qwen3_moe", "env.driver: the chat template cannot render a tool call and its result"),
     ],
 )
 def test_a_chat_template_without_a_known_format_is_refused(family: str, message: str) -> None:

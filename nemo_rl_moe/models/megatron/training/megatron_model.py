@@ -141,19 +141,31 @@ class MegatronModel:
         return self._series(results)
 
     def logprobs(self, microbatches: Sequence[TokenBatch]) -> list[torch.Tensor]:
-        """Return `ForwardBackward.logprobs` on the host, on the ranks that report."""
+        """Return `ForwardBackward.logprobs` in host memory.
+
+        Ranks that do not report the loss (`coordinates.reports_loss`) return an empty list.
+        """
         return self._on_host(self._forward_backward.logprobs, microbatches)
 
     def values(self, microbatches: Sequence[TokenBatch]) -> list[torch.Tensor]:
-        """Return `ForwardBackward.values` on the host, on the ranks that report."""
+        """Return `ForwardBackward.values` in host memory.
+
+        Ranks that do not report the loss (`coordinates.reports_loss`) return an empty list.
+        """
         return self._on_host(self._forward_backward.values, microbatches)
 
     def scores(self, microbatches: Sequence[TokenBatch]) -> list[torch.Tensor]:
-        """Return `ForwardBackward.scores` on the host, on the ranks that report."""
+        """Return `ForwardBackward.scores` in host memory.
+
+        Ranks that do not report the loss (`coordinates.reports_loss`) return an empty list.
+        """
         return self._on_host(self._forward_backward.scores, microbatches)
 
     def candidate_logprobs(self, microbatches: Sequence[TokenBatch]) -> list[torch.Tensor]:
-        """Return `ForwardBackward.candidate_logprobs` on the host, on the ranks that report."""
+        """Return `ForwardBackward.candidate_logprobs` in host memory.
+
+        Ranks that do not report the loss (`coordinates.reports_loss`) return an empty list.
+        """
         return self._on_host(self._forward_backward.candidate_logprobs, microbatches)
 
     def _on_host(
@@ -169,7 +181,10 @@ class MegatronModel:
     def top_candidates(
         self, microbatches: Sequence[TokenBatch], k: int, vocabulary_size: int
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return `ForwardBackward.top_candidates` on the host, on the ranks that report."""
+        """Return `ForwardBackward.top_candidates` in host memory.
+
+        Ranks that do not report the loss (`coordinates.reports_loss`) return an empty list.
+        """
         self._evaluation_mode()
         with torch.no_grad():
             found = self._forward_backward.top_candidates(self.modules, self._fetched(microbatches), k, vocabulary_size)

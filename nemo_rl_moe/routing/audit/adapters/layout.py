@@ -90,7 +90,9 @@ def expert_rows(value: Any, length: int, where: str, *, first: int = 0) -> Int[n
         raise DataError(f"{where}: got {len(rows)} rows from token {first} on, expected at most {length} tokens")
     if length * rows.shape[1] * rows.shape[2] > max(_MOST_NUMBERS, 4 * rows.size):
         raise DataError(
-            f"{where}: got {list(rows.shape)} of {length} tokens, expected at most {_MOST_NUMBERS:,} numbers"
+            f"{where}: routes {list(rows.shape)} for a sequence of {length} tokens would fill"
+            f" {length * rows.shape[1] * rows.shape[2]:,} numbers, expected at most"
+            f" {max(_MOST_NUMBERS, 4 * rows.size):,}"
         )
     if len(rows) and (rows.max() > np.iinfo(np.int16).max or rows.min() < UNKNOWN):
         wrong = rows.min() if rows.min() < UNKNOWN else rows.max()

@@ -36,7 +36,10 @@ def read(content: Any, where: str, model: RouterShape | None) -> Iterator[Captur
     for number, batch in enumerate(content):
         place = f"{where}: micro batch {number}"
         if not claims([batch]):
-            raise DataError(f"{place}: got {type(batch).__name__}, expected {', '.join(_FIELDS)}, all of one length")
+            raise DataError(
+                f"{place}: got {type(batch).__name__}, expected a list that begins with the lists {', '.join(_FIELDS)},"
+                " all of one length"
+            )
         tokens, mask, advantages, logprobs, positions = (
             array(values, f"{place}: {field}") for values, field in zip(batch, _FIELDS, strict=False)
         )

@@ -183,7 +183,7 @@ def shared_lists(members: int, depth: int) -> list[Any]:
     ("routes", "problem"),
     [
         (np.empty((0, 20_000, 7_500), np.int16), "expected integers [tokens, layers, topk]"),
-        (np.empty((0, 1_000, 1_000), np.int16), "expected at most 268,435,456 numbers"),
+        (np.empty((0, 1_000, 1_000), np.int16), "would fill 1,000,000,000 numbers, expected at most 268,435,456"),
         (shared_lists(12, 9), "lists that share their parts"),
         ([[[0] * 30_000] * 5_000] * 9, "lists that share their parts"),
         (np.full((9, 2, 2), -7, np.int16), "got the expert -7, expected 0 to 32767, or -1 for none"),
