@@ -150,7 +150,7 @@ FAULTS: Mapping[str, Fault] = {
     ),
     "stale_prefixes": Fault(
         "a prefix cache of older weights",
-        "the engine's routes of beginnings have stood still",
+        "the engine's routes of prefixes have stood still",
         engine=lambda version, step: version - step,
         prompts_alone=True,
     ),
@@ -168,7 +168,7 @@ FAULTS: Mapping[str, Fault] = {
     ),
     "packed_indexer": Fault(
         "the indexer's positions are those of a packed batch",
-        "positions of a packed batch",
+        "they count from the packed batch",
         Scene(has_indexer=True),
         changed=_of_packed_batch,
     ),

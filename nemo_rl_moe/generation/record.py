@@ -16,7 +16,7 @@ def ranks_have_whole_sequences(config: "GRPOMasterConfig") -> Iterator[str]:
     ranks = config.policy.megatron_cfg.context_parallel_size
     if ranks > 1:
         yield (
-            "policy.generation.backend: got megatron, expected vllm or megatron_separate, as"
+            "policy.generation.backend: got megatron, expected an engine with its own weights, as"
             f" policy.megatron_cfg.context_parallel_size is {ranks}: the trainer's ranks"
             " cannot generate parts of sequences"
         )

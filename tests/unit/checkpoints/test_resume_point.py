@@ -142,7 +142,9 @@ def test_what_makes_going_on_wrong_is_refused_with_the_way_out(place: Place) -> 
     shuffle, precision, batch, seed = caught.value.problems
     assert precision.startswith(f"policy.precision: got bfloat16, but {checkpoint} was saved with float32: ")
     assert batch.startswith(f"policy.train_global_batch_size: got 256, but {checkpoint} was saved with 128: ")
-    assert shuffle.startswith(f"data.shuffle: got false, but {checkpoint} was saved with true: the checkpoint's place")
+    assert shuffle.startswith(
+        f"data.shuffle: got false, but {checkpoint} was saved with true: the checkpoint's position"
+    )
     assert seed.startswith(f"sft.seed: got 7, but {checkpoint} was saved with ")
     assert all(out in problem for problem in caught.value.problems)
 

@@ -134,7 +134,7 @@ BROKEN = [
     (
         (*ON_GPUS, "policy.generation.backend=megatron", "policy.megatron_cfg.context_parallel_size=2"),
         "engine_has_what_it_needs",
-        "policy.generation.backend: got megatron, expected vllm or megatron_separate, as"
+        "policy.generation.backend: got megatron, expected an engine with its own weights, as"
         " policy.megatron_cfg.context_parallel_size is 2: the trainer's ranks cannot generate parts of sequences",
     ),
     (

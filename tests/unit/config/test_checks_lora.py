@@ -99,12 +99,12 @@ def test_names_of_peft_get_the_keys_that_there_are(problems_of: Problems, name: 
         (
             "qwen3_moe",
             {"targets": "[kv_b_proj, down_proj]"},
-            "policy.lora.targets: got 'kv_b_proj', and Qwen3-MoE has no",
+            "policy.lora.targets: got 'kv_b_proj', but Qwen3-MoE has no",
         ),
         (
             "deepseek_v2",
             {"targets": "[q_a_proj, down_proj]"},
-            "policy.lora.targets: got 'q_a_proj', and DeepSeek-V2 has",
+            "policy.lora.targets: got 'q_a_proj', but DeepSeek-V2 has",
         ),
         ("deepseek_v3", {"targets": "[q_a_proj, kv_b_proj, down_proj, router]"}, None),
         ("gpt_oss", {"targets": "[up_proj]"}, "policy.lora.targets: got one of gate_proj and up_proj, expected both"),

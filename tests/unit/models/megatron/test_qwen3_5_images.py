@@ -240,7 +240,7 @@ def test_what_the_model_cannot_do_is_reported(
 def test_vllm_and_adapters_are_refused(tmp_path: Path) -> None:
     hf_config = read(tmp_path, "", {})
     for on_gpus in (True, False):
-        with pytest.raises(ConfigurationError, match=r"backend: got 'vllm', .*, this one is qwen3_5_moe"):
+        with pytest.raises(ConfigurationError, match=r"backend: got 'vllm', .*, and this one is qwen3_5_moe"):
             check_model(hf_config, "my/model", on_gpus=on_gpus)
     adapter = "{rank: 4, alpha: 8.0, targets: [all-linear], dropout: 0.0, experts: none, init: kaiming, path: null}"
     with pytest.raises(
