@@ -239,7 +239,8 @@ class WorkerGroup(Generic[Worker]):
 
         def results() -> dict[int, Result]:
             deadline = time.monotonic() + self._call_timeout_s
-            found = self._wait(f"in `{name}`", calls, deadline, partial(self._fail_for_silence, name))
+            too_late = f"did not answer `{name}` within {self._call_timeout_s:g} s (cluster.worker_call_timeout_s)"
+            found = self._wait(f"in `{name}`", calls, deadline, partial(self._fail_for_time, too_late))
             for result in found.values():
                 if isinstance(result, RECOVERABLE):
                     raise result
@@ -270,12 +271,13 @@ class WorkerGroup(Generic[Worker]):
 
     def _start(self, make_worker: Callable[[int, int], Worker | UserError], timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
+        too_late = f"did not start within {timeout_s:g} s (cluster.worker_start_timeout_s)"
         config = self._cluster.config
         self._actors = self._cluster.started_processes or start_processes(self._cluster)
         self._cluster.started_processes = []
 
         def wait(calls: list[ray.ObjectRef], on_result: Callable[[int, Any], None] = lambda rank, result: None) -> Any:
-            by_rank = self._wait("while starting", calls, deadline, partial(self._fail_for_time, timeout_s), on_result)
+            by_rank = self._wait("while starting", calls, deadline, partial(self._fail_for_time, too_late), on_result)
             return list(by_rank.values())
 
         places = wait([actor.place.remote() for actor in self._actors], self._places.__setitem__)
@@ -370,30 +372,17 @@ class WorkerGroup(Generic[Worker]):
         details = f":\n{details}" if details else "."
         self._stop_and_raise(f"{headline}worker {self._name(rank)} {what} {doing}{details}{also}")
 
-    def _fail_for_time(self, timeout_s: float, ranks: Sequence[int]) -> NoReturn:
-        """Stop all workers and raise an error with the ranks that did not start and their stacks."""
-        self._fail_with_stacks(
-            f"{len(ranks)} of {self.world_size} workers did not start within {timeout_s:g} s"
-            f" (cluster.worker_start_timeout_s): {', '.join(map(self._name, ranks))}",
-            ranks,
-        )
-
-    def _fail_for_silence(self, method: str, ranks: Sequence[int]) -> NoReturn:
-        """Stop all workers and raise an error with the ranks that did not answer a call."""
-        # Name the ranks that cannot run, and the others as waiting for them. Otherwise name all, with their stacks.
-        too_late = f"did not answer `{method}` within {self._call_timeout_s:g} s (cluster.worker_call_timeout_s)"
+    def _fail_for_time(self, too_late: str, ranks: Sequence[int]) -> NoReturn:
+        """Stop all workers and raise an error with the ranks that cannot run, or with the stacks of all late ranks."""
         held = self._held(ranks)
         if not held:
+            tails = [self._tail(rank) or f"{self._name(rank)} has written no stack." for rank in ranks[:MOST_TAILS]]
             names = ", ".join(map(self._name, ranks))
-            self._fail_with_stacks(f"{len(ranks)} of {self.world_size} workers {too_late}: {names}", ranks)
+            self._stop_and_raise("\n".join([f"{len(ranks)} of {self.world_size} workers {too_late}: {names}", *tails]))
         first, *others = (f"{self._name(rank)}: {why}" for rank, why in held.items())
         waiting = [self._name(rank) for rank in ranks if rank not in held]
         also = f"\nStill waiting then: {', '.join(waiting)}." if waiting else ""
         self._stop_and_raise("\n".join([f"worker {first}; it {too_late}", *others]) + also)
-
-    def _fail_with_stacks(self, headline: str, ranks: Sequence[int]) -> NoReturn:
-        tails = [tail for rank in ranks[:MOST_TAILS] if (tail := self._tail(rank))]
-        self._stop_and_raise("\n".join([headline, *tails]))
 
     def _held(self, ranks: Iterable[int]) -> dict[int, str]:
         """Return the ranks whose processes cannot run, and why."""

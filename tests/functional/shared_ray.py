@@ -8,6 +8,7 @@ the command.
 """
 
 import os
+import re
 import subprocess
 from collections.abc import Sequence
 from contextlib import chdir, redirect_stderr, redirect_stdout
@@ -109,6 +110,11 @@ def run_here(words: Sequence[str], folder: Path, *, merged: bool = False) -> sub
     folder.mkdir(parents=True, exist_ok=True)
     with chdir(folder):
         done = called_here(words, merged=merged)
+    # Where Ray lost the call, the worker has written no stack; its log is gone after the tests.
+    for pid in re.findall(r"pid (\d+)\) has written no stack", done.stdout + done.stderr):
+        logs = Path(ray._private.worker._global_node.get_logs_dir_path())
+        for log in logs.glob(f"*_{pid}.log"):
+            done.stderr += f"\n{log.name}:\n" + "\n".join(log.read_text(errors="replace").splitlines()[-40:])
     problems = _server.problems() if _server is not None else []
     # Ranks of a run that has failed were stopped wherever they were.
     assert done.returncode or not problems, "\n".join(problems)
