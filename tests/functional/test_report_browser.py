@@ -3,6 +3,7 @@
 """Reports of real runs, opened in a real browser."""
 
 import json
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from nemo_rl_moe.routing.metrics.load_arrays import utilization
 from nemo_rl_moe.routing.metrics.routing_advantage import AdvantageScores
 from nemo_rl_moe.runs.folder.advantages import read_advantages
 from nemo_rl_moe.runs.folder.expert_load import read_expert_load
+from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, read_metrics
 from nemo_rl_moe.runs.folder.routing import read_routing
 from tests.functional import sft_runs
 from tests.support.browser import OpenPage, open_page, running_browser
@@ -37,6 +39,7 @@ ROUTING_METRICS = {
     "train/moe/router_gradient/norm_policy_layer_1": 0.5,
     "train/moe/router_gradient/cosine_policy_aux_layer_1": -0.25,
 }
+OVERLOAD = '[data-chart="Overload of the busiest rank"]'
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)><b>%{x}</b>"
 
 
@@ -194,6 +197,29 @@ def test_a_range_of_steps_holds_for_all_charts(comparison: OpenPage) -> None:
         "Plotly.relayout(document.querySelector('[data-chart=\"Loss\"]'), {'xaxis.autorange': true})"
     )
     comparison.page.wait_for_function(f"() => {other}.autorange === true")
+
+
+def test_charts_can_be_over_minutes(comparison: OpenPage, runs: dict[str, Path]) -> None:
+    choice = comparison.page.get_by_label("horizontal axis")
+    choice.select_option("minutes")
+    comparison.page.wait_for_function(
+        f"""document.querySelector('{OVERLOAD}').layout.xaxis.title.text === "minutes" """
+    )
+    records = read_metrics(next(iter(runs.values())) / METRICS_FILE_NAME)
+    times = [
+        (record.time - records[0].time) / 60 for record in records if "train/moe/avg_overload_factor" in record.metrics
+    ]
+    traces = [trace for trace in comparison.plot(OVERLOAD) if trace.get("hoverinfo") != "skip"]
+    assert traces[0]["x"] == pytest.approx(times, rel=1e-6, abs=1e-6)
+    choice.select_option("step")
+    comparison.page.wait_for_function(f"""document.querySelector('{OVERLOAD}').layout.xaxis.title.text === "step" """)
+
+
+def test_a_screen_reader_gets_the_ends_of_each_line(comparison: OpenPage) -> None:
+    spoken = comparison.page.locator(OVERLOAD).get_attribute("aria-label")
+    assert re.match(r"Overload of the busiest rank: .* [\d.]+ at step 1, [\d.]+ at step \d+", spoken)
+    silent = comparison.page.locator('.plot:not([role="img"][aria-label])').count()
+    assert silent == 0
 
 
 def test_the_setting_that_differs_is_reported(comparison: OpenPage) -> None:

@@ -5,7 +5,7 @@
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -69,8 +69,12 @@ def read_metrics(path: Path) -> list[StepRecord]:
 
 def read_history(path: Path) -> MetricHistory:
     """Return the metrics of a `metrics.jsonl` by key."""
+    return metric_history(read_metrics(path))
+
+
+def metric_history(records: Iterable[StepRecord]) -> MetricHistory:
     history: MetricHistory = {}
-    for record in read_metrics(path):
+    for record in records:
         for key, value in record.metrics.items():
             history.setdefault(key, []).append((record.step, value))
     return history

@@ -20,7 +20,7 @@ from nemo_rl_moe.runs.folder.expert_load import ExpertLoadHistory, read_expert_l
 from nemo_rl_moe.runs.folder.failures import FAILURES_FILE_NAME, FailuresTail
 from nemo_rl_moe.runs.folder.folder import CONFIG_FILE_NAME, newest_run_folders
 from nemo_rl_moe.runs.folder.line_tail import LineTail, by_step
-from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, read_history
+from nemo_rl_moe.runs.folder.metrics import METRICS_FILE_NAME, metric_history, read_metrics
 from nemo_rl_moe.runs.folder.routing import ANOMALIES_FILE_NAME, AnomaliesTail, RoutingHistory, read_routing
 from nemo_rl_moe.runs.folder.time_line import TimeLineHistory, read_time_line
 from nemo_rl_moe.shapes import Float, Int
@@ -43,6 +43,7 @@ class RunData:
 
     Attributes:
         metrics: Full key -> series.
+        minutes: Minutes from the first record to the record of each step, pauses included.
         moe_configuration: Router settings in effect. Empty for a dense model.
         notes: One line for each unreadable file.
         rank_names: Names of data-parallel ranks, if they have names.
@@ -57,6 +58,7 @@ class RunData:
     routing: RoutingHistory | None = None
     advantages: AdvantageHistory | None = None
     time_line: TimeLineHistory | None = None
+    minutes: Series | None = None
     anomalies: dict[int, list[RoutingAnomaly]] = field(default_factory=dict)
     failures: dict[int, list[FailedResponses]] = field(default_factory=dict)
     label: str | None = None
@@ -107,10 +109,14 @@ def read_run(folder: Path) -> RunData:
     anomalies = by_step(_lines(AnomaliesTail(folder), folder / ANOMALIES_FILE_NAME, "anomalies", notes))
     failures = by_step(_lines(FailuresTail(folder), folder / FAILURES_FILE_NAME, "failures", notes))
     described = describe_run(folder)
-    metrics = {key: series_of(points) for key, points in sorted(read_history(path).items())}
+    records = read_metrics(path)
+    metrics = {key: series_of(points) for key, points in sorted(metric_history(records).items())}
     return replace(
         described,
         metrics=metrics,
+        minutes=series_of([(record.step, (record.time - records[0].time) / 60) for record in records])
+        if records
+        else None,
         expert_load=expert_load,
         routing=routing,
         advantages=_table(read_advantages, folder, notes),

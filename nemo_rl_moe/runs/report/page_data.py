@@ -134,6 +134,8 @@ def page_data(runs: Sequence[RunData], budget: int, words: PageWords | None = No
                 key: _packed(series, int(_MOST_POINTS * (detail if key in charted else detail**2)), pool)
                 for key, series in run.metrics.items()
             }
+            if run.minutes:
+                of_run["minutes"] = _packed(run.minutes, len(run.minutes.steps), pool)
             if run.routing:
                 of_run["routing"] = routing_view(run.routing, pool, detail)
             if run.advantages:
@@ -196,6 +198,7 @@ def _described(run: RunData, name: str) -> dict[str, Any]:
             for found in episodes_of(findings_of(run, thresholds))
         ],
         "samples": read_samples(run.folder, notes),
+        "minutes": None,
         "load": None,
         "routing": None,
         "advantages": None,

@@ -13,7 +13,7 @@ function lineTrace(run, runNumber, lineNumber, line, numRuns) {
   return {
     type: "scatter",
     mode: isRare ? "lines+markers" : "lines",
-    x: numbers(metric.steps),
+    x: positionsOf(run, numbers(metric.steps)),
     y: values,
     name: plain(numRuns > 1 ? `${run.name} · ${line.label}` : line.label),
     line: { color, width: 1.8, dash: numRuns > 1 ? DASHES[lineNumber % DASHES.length] : "solid" },
@@ -85,14 +85,14 @@ function drawLines(place, runs, { lines, reference, from_zero: fromZero, least_s
   // A long legend must not squeeze the chart.
   place.style.height = `${PLOT_HEIGHT + LEGEND_LINE * Math.max(0, Math.ceil(traces.length / 2) - 2)}px`;
   const layout = {
-    xaxis: axis({ title: { text: "step", standoff: 2 } }),
+    xaxis: stepAxis(),
     yaxis: axis({ rangemode: fromZero ? "tozero" : "normal", exponentformat: exponentsOf(traces), ...rangeOf(traces, leastSpan) }),
     hovermode: "x unified",
     showlegend: traces.length > 1,
   };
   if (bars) {
     layout.barmode = "group";
-    layout.xaxis = { ...layout.xaxis, type: "category", categoryorder: "array", categoryarray: stepsInOrder(traces) };
+    layout.xaxis = { ...axis({ title: { text: "step", standoff: 2 } }), type: "category", categoryorder: "array", categoryarray: stepsInOrder(traces) };
     return drawPlot(place, traces, layout);
   }
   return drawPlot(place, [...referenceTrace(traces, reference), ...traces], layout).then(() => shareSteps(place));

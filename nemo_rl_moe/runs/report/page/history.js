@@ -83,14 +83,14 @@ function addOutliers(parent, runs) {
       const traces = experts.map(({ which, layer, expert, values }, number) => ({
         type: "scatter",
         mode: "lines",
-        x: numbers(steps),
+        x: positionsOf(run, numbers(steps)),
         y: numbers(values),
         name: `layer ${layer}, expert ${expert}`,
         line: { width: 1.6, color: colorOf(number % 5), dash: which === "most" ? "solid" : "dot" },
         hovertemplate: "%{y:.3f}",
       }));
       const layout = {
-        xaxis: axis({ title: { text: "step", standoff: 2 } }),
+        xaxis: stepAxis(),
         yaxis: axis({ rangemode: "tozero" }),
         hovermode: "x unified",
         legend: { orientation: "v" },
@@ -133,7 +133,7 @@ function addWhatIf(parent, runs) {
         .map(({ size, values }, number) => ({
           type: "scatter",
           mode: "lines",
-          x: numbers(run.load.what_if.steps),
+          x: positionsOf(run, numbers(run.load.what_if.steps)),
           y: numbers(values),
           name: withLoad.length > 1 ? plain(run.name) : `EP ${size}`,
           line: { width: 1.8, color: colorOf(withLoad.length > 1 ? runNumber : number) },
@@ -141,7 +141,7 @@ function addWhatIf(parent, runs) {
         })),
     );
     const layout = {
-      xaxis: axis({ title: { text: "step", standoff: 2 } }),
+      xaxis: stepAxis(),
       yaxis: axis({}),
       hovermode: "x unified",
       showlegend: true,

@@ -47,6 +47,7 @@ async function buildReport() {
   const top = element("div", { class: "grid top" });
   document.getElementById("report").append(top);
   runs.forEach((run, runNumber) => addGuarded(top, () => top.append(runSummary(run, runNumber, report.without_load))));
+  addChoiceOfAxis(document.getElementById("contents"), runs);
   await loadBlobs();
   await runPlotly();
   if (runs.some((run) => run.samples.length > 0)) {

@@ -10,6 +10,7 @@ const DASHES = ["solid", "dot", "dash", "dashdot", "longdash"];
 const drawings = [];
 let numFailed = 0;
 const overSteps = new Set();
+let isOverTime = false;
 
 // A chart that cannot be drawn has a note instead, and does not affect other charts.
 function sayFailed(place, error) {
@@ -46,6 +47,38 @@ function axis(more) {
   return { gridcolor: line, zerolinecolor: line, linecolor: line, automargin: true, minexponent: 5, ...more };
 }
 
+// The horizontal axis of a chart over the steps: steps, or minutes since the run's first record.
+function stepAxis(more) {
+  return axis({ title: { text: isOverTime ? "minutes" : "step", standoff: 2 }, hoverformat: isOverTime ? ".1f" : "", ...more });
+}
+
+function positionsOf(run, steps) {
+  if (!isOverTime) {
+    return steps;
+  }
+  const known = numbers(run.minutes.steps);
+  const minutes = numbers(run.minutes.values);
+  const byStep = new Map(Array.from(known, (step, number) => [step, minutes[number]]));
+  return Array.from(steps, (step) => byStep.get(step) ?? null);
+}
+
+// A choice between steps and minutes for all charts over the steps.
+function addChoiceOfAxis(parent, runs) {
+  if (!runs.every((run) => run.minutes !== null)) {
+    return;
+  }
+  const options = [
+    ["step", "steps"],
+    ["minutes", "minutes"],
+  ].map(([value, text]) => element("option", { value }, text));
+  const choice = element("select", { "aria-label": "horizontal axis" }, ...options);
+  choice.addEventListener("change", () => {
+    isOverTime = choice.value === "minutes";
+    drawAll();
+  });
+  parent.append(element("label", { class: "controls" }, "charts over ", choice));
+}
+
 function layoutOf(more) {
   return {
     paper_bgcolor: "rgba(0,0,0,0)",
@@ -67,7 +100,27 @@ async function drawAll() {
 
 IS_DARK.addEventListener("change", drawAll);
 
+// The text of a chart for screen readers: first and last value of each line, or the range of a heat map.
+function spokenChart(heading, traces, unit) {
+  const parts = traces
+    .filter(({ hoverinfo }) => hoverinfo !== "skip")
+    .map(({ name, x, y, z }) => {
+      if (z) {
+        const values = z.flatMap((row) => Array.from(row)).filter(Number.isFinite);
+        const [low, high] = values.reduce(([low, high], v) => [Math.min(low, v), Math.max(high, v)], [Infinity, -Infinity]);
+        return `from ${low.toPrecision(3)} to ${high.toPrecision(3)}`;
+      }
+      const ends = Array.from(y.keys()).filter((number) => Number.isFinite(y[number]));
+      const texts = [ends[0], ends[ends.length - 1]].map((end) => `${Number(y[end]?.toPrecision(4))} at ${unit} ${x[end]}`);
+      return `${name || "value"} ${ends.length ? texts.join(", ") : "has no number"}`;
+    });
+  return `${heading}: ${parts.join("; ")}`;
+}
+
 function drawPlot(place, traces, layout) {
+  const heading = place.closest(".card").querySelector("h3").textContent;
+  place.setAttribute("role", "img");
+  place.setAttribute("aria-label", spokenChart(heading, traces, layout.xaxis.title?.text ?? ""));
   return Plotly.react(place, traces, layoutOf(layout), { responsive: true, displaylogo: false, displayModeBar: false });
 }
 
