@@ -33,7 +33,7 @@ class Axis(Enum):
 
 
 class Destination(Enum):
-    """Reader of a column."""
+    """Consumer of a column: the model or the loss."""
 
     MODEL = "model"
     """The model, in training, log-probability and evaluation passes."""

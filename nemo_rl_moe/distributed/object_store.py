@@ -41,7 +41,8 @@ class HeldObjects:
     """References that keep objects in Ray's store for `HELD_S` seconds, until their reader has its own reference.
 
     Otherwise Ray may free an object that a streaming task returns before Ray counts the reader's reference. This
-    happened to 3 of 8,420 objects in a trial, and to a fifth of a training step's when short tasks followed each other.
+    happened to 3 of 8,420 objects in a trial, and to a fifth of a training step's rows when short tasks followed each
+    other.
 
     Args:
         clock: Returns seconds of a monotonic clock.

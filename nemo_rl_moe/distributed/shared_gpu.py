@@ -101,7 +101,7 @@ class SharedGpu:
     # The engine
 
     def start_engine(self, event: str = "when engines start") -> None:
-        """Record the start of an engine, also of one that replaces a dead one. It takes all its memory at once."""
+        """Record the start of an engine, which takes all its memory at once. It may replace a dead engine."""
         self._require(self._has_room, event, "memory that the trainer has freed")
         self._engine_is_there = self._weights_awake = self._cache_awake = True
         self._has_weights = False
