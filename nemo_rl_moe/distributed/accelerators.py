@@ -46,7 +46,7 @@ ACCELERATORS: dict[str, Accelerator] = {
 def peak_flops_per_second(device_names: Iterable[str]) -> float | None:
     """Return the peak FLOP/s of dense bfloat16 matrix products of several devices. None if one is unknown.
 
-    Names are compared in full, as an H200 NVL or a slice of an H200 is not an H200.
+    Names are compared in full, as an H200 NVL or a MIG slice of an H200 is not an H200.
     """
     by_name = {name: card.bfloat16_tflops for card in ACCELERATORS.values() for name in card.device_names}
     tflops = [by_name.get(name) for name in device_names]
@@ -63,7 +63,7 @@ class Target:
 
     @property
     def overrides(self) -> list[str]:
-        """Overrides of a configuration for these machines."""
+        """Configuration overrides (`key=value`) that set these numbers of nodes and GPUs."""
         return [f"cluster.num_nodes={self.num_nodes}", f"cluster.gpus_per_node={self.gpus_per_node}"]
 
     def __str__(self) -> str:

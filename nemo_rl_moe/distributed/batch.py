@@ -33,7 +33,7 @@ class Axis(Enum):
 
 
 class Destination(Enum):
-    """Reader of a column."""
+    """Consumer of a column: the model or the loss."""
 
     MODEL = "model"
     """The model, in training, log-probability and evaluation passes."""
@@ -83,7 +83,7 @@ class Column:
             raise ValueError(f"a column must have sizes if it is ragged, and only then; got axis {self.axis.value}")
 
     def select(self, indices: Int[Tensor, " selected"], longest: int) -> "Column":
-        """Return the column of some sequences, in that order, cut to a number of tokens."""
+        """Return the column of the sequences at `indices`, in that order, cut to their first `longest` tokens."""
         if self.axis is Axis.SEQUENCE:
             return replace(self, values=self.values[indices])
         if self.axis is Axis.TOKEN:
@@ -94,7 +94,7 @@ class Column:
         return replace(self, values=torch.cat(chosen) if chosen else self.values[:0], sizes=self.sizes[indices])
 
     def with_empty_rows(self, number: int) -> "Column":
-        """Return the column with rows of fillers at the end. In a ragged column, they have no values."""
+        """Append `number` filler rows, which hold padding instead of a sequence. In a ragged column, they are empty."""
         if self.axis is Axis.RAGGED:
             assert self.sizes is not None
             return replace(self, sizes=torch.cat([self.sizes, self.sizes.new_zeros(number)]))
@@ -107,7 +107,7 @@ class Column:
         return replace(self, values=to_device(self.values, device), sizes=sizes)
 
     def of_targets(self) -> "Column":
-        """Return the column aligned with targets, like log-probabilities: without the value of the first token."""
+        """Return the column without each sequence's first token, which is never a target, as in log-probabilities."""
         return replace(self, values=self.values[:, 1:]) if self.axis is Axis.TOKEN else self
 
 
@@ -116,7 +116,7 @@ class StoredColumn:
     """A column for the model on the token axis whose values stay in a store until a rank fetches them.
 
     Attributes:
-        rows: Rows of each sequence, if it has any.
+        rows: For each sequence, the handle of its stored rows (one per token), or None if it has no rows.
         fill: Value on padding and for tokens without a row.
     """
 
@@ -130,7 +130,7 @@ class StoredColumn:
 
 
 def stored_per_token(rows: Sequence[StoredRows | None], fill: float = 0.0) -> StoredColumn | None:
-    """Return a stored column of sequences. None if no sequence has rows."""
+    """Return a column with the stored rows of each sequence, one row per token. None if no sequence has rows."""
     first = next((found for found in rows if found is not None), None)
     return None if first is None else StoredColumn(tuple(rows), first.row_shape, first.dtype, fill)
 
@@ -146,16 +146,19 @@ def per_token(
 
 
 def collate_inputs(inputs: Sequence[ModelInput], longest: int) -> Column:
-    """Return one column for the model with an input of each sequence.
+    """Combine one input of each sequence into a column for the model.
 
     Args:
-        inputs: On one axis, which is not `SHARED`. Their shapes may differ in the number of values only.
+        inputs: Inputs with the same axis, not `SHARED`. Their shapes may only differ in the number of values.
+        longest: Number of tokens to which inputs on the token axis are padded.
     """
     first = inputs[0]
     if first.axis is Axis.SHARED:
-        raise ValueError("shared inputs are no column: TokenBatch.with_inputs takes them")
+        raise ValueError("inputs on the shared axis cannot form a column: pass them to TokenBatch.with_inputs")
     if any(entry.axis is not first.axis for entry in inputs):
-        raise ValueError(f"a model input is on one axis, got {sorted({entry.axis.value for entry in inputs})}")
+        raise ValueError(
+            f"a model input needs the same axis in all sequences, got {sorted({entry.axis.value for entry in inputs})}"
+        )
     tensors = [torch.as_tensor(entry.values) for entry in inputs]
     if first.axis is Axis.SEQUENCE:
         return Column(torch.stack(tensors), Axis.SEQUENCE, Destination.MODEL)
@@ -177,12 +180,12 @@ class TokenBatch:
         token_mask: True on tokens that count in the loss *as a target* (position `t` is predicted from position
             `t - 1`), False on prompts and padding.
         sample_ids: Id of the sample of each sequence, for error messages.
-        group_size: Number of neighbours that always run in one microbatch. `policy.train_global_batch_size` and
-            `policy.train_micro_batch_size` count such groups.
+        group_size: Number of consecutive sequences that form a group. A group always runs in one microbatch.
+            `policy.train_micro_batch_size` counts groups.
         stored: Columns that a rank fetches when it needs them, by name.
         shared: Columns for the model whose arrays may be shared by sequences, by name.
-        sample_sizes: Number of sequences of each sample. They are neighbours. If empty, a sample is a group.
-            `policy.train_global_batch_size` counts samples. `select` drops it, as it may split samples.
+        sample_sizes: Number of consecutive sequences of each sample. If empty, each group is a sample.
+            `policy.train_global_batch_size` counts samples. `select` drops the sizes, as it may split samples.
         is_filler: True for rows without a sequence, which only give all ranks the same number of microbatches. They
             have no effect on any result. None without fillers.
     """
@@ -232,7 +235,7 @@ class TokenBatch:
         return replace(self, columns={**self.columns, **columns})
 
     def with_inputs(self, inputs: Sequence[Mapping[str, ModelInput]]) -> "TokenBatch":
-        """Return the batch with further inputs of the model. Their names are equal in all sequences."""
+        """Return the batch with further inputs of the model. Requires the same names of inputs in all sequences."""
         columns, shared = dict(self.columns), dict(self.shared)
         for name, first in inputs[0].items():
             of_sequences = [each[name] for each in inputs]
@@ -243,7 +246,7 @@ class TokenBatch:
         return replace(self, columns=columns, shared=shared)
 
     def columns_for(self, reader: Destination) -> dict[str, Column]:
-        """Return the columns of a reader, except stored ones."""
+        """Return the columns that a reader (model or loss) uses, except stored ones."""
         return {name: column for name, column in self.columns.items() if column.goes_to is reader}
 
     def with_stored(self, name: str, column: StoredColumn) -> "TokenBatch":
@@ -261,7 +264,7 @@ class TokenBatch:
         return replace(self, columns=self.columns_for(Destination.LOSS), stored={}, shared={})
 
     def with_shared_in(self, store: ArrayStore) -> "TokenBatch":
-        """Return the batch with handles instead of its shared arrays."""
+        """Put the shared arrays into a store, and return the batch with handles instead of these arrays."""
         shared = {name: replace(column, arrays=store.place(column.arrays)) for name, column in self.shared.items()}
         return replace(self, shared=shared)
 
@@ -326,7 +329,7 @@ def count_trained_sequences(batch: TokenBatch) -> int:
 
 
 def make_shard(batch: TokenBatch, microbatches: Sequence[Sequence[int]], totals: TokenBatch) -> GlobalBatchShard:
-    """Return the shard of one rank. See `make_shards`."""
+    """Return one rank's shard of the global batch `totals`, from the sequence indices of its microbatches."""
     return make_shards(batch, [microbatches], totals)[0]
 
 
@@ -360,7 +363,7 @@ def make_shards(
 
 
 def with_empty_rows(batch: TokenBatch, number: int) -> TokenBatch:
-    """Return the batch with fillers after its sequences. Fillers are rows of padding."""
+    """Return the batch with `number` fillers, rows of padding, after its sequences."""
     if not number:
         return batch
     longest = batch.input_ids.shape[1]
@@ -378,7 +381,7 @@ def with_empty_rows(batch: TokenBatch, number: int) -> TokenBatch:
 
 
 def append_fillers(batch: TokenBatch, fillers: Sequence[int]) -> TokenBatch:
-    """Return the batch with copies of the sequences `fillers` at the end. The loss does not count them."""
+    """Append copies of the sequences at the indices `fillers` to the batch. The loss does not count the copies."""
     if not fillers:
         return batch
     filled = batch.select([*range(len(batch)), *fillers])

@@ -10,7 +10,7 @@ from nemo_rl_moe.distributed.patch_limit import Images, PatchRoom
 from nemo_rl_moe.errors import ConfigurationError
 
 MOST_REFUSED = 64
-"""Number of items that a bin refuses for their patches before it is closed."""
+"""Number of items that a bin refuses because of their image patches. After these, it is closed to all items."""
 
 
 def round_up(length: int, multiple: int) -> int:
@@ -23,12 +23,14 @@ def first_fit_decreasing(
 ) -> list[list[int]]:
     """Pack items into few bins: the largest item first, each into the first bin that has room.
 
-    A bin that has refused `MOST_REFUSED` items for their patches is closed. Otherwise the time would be quadratic.
+    A bin that has refused `MOST_REFUSED` items because of their image patches gets no more items. Otherwise the time
+    would be quadratic.
 
     Args:
         sizes: Size of each item, from 1 to `capacity`.
         images: Images of each item. Empty without any.
-        most_patches: Maximum number of patches of the distinct images of a bin whose items have different images.
+        most_patches: Maximum number of patches of the distinct images in a bin. A bin may exceed it if all its items
+            have the same images. None for no limit.
 
     Returns:
         Items of each bin, largest first.
@@ -59,7 +61,7 @@ def first_fit_decreasing(
 
 
 class _RoomOfBins:
-    """Room left in bins.
+    """Room left in each bin, for a search by size.
 
     A heap-shaped tree of maxima finds the next bin with enough room in logarithmic time.
     """
@@ -69,7 +71,7 @@ class _RoomOfBins:
         self._room = [capacity] * (2 * self._leaves)
 
     def places_for(self, size: int) -> Iterator[int]:
-        """Yield bins with room for a size, in order."""
+        """Yield the indices of bins with room for an item of a size, in ascending order."""
         room, node = self._room, 1
         while room[node] >= size:
             while node < self._leaves:
@@ -94,7 +96,7 @@ class _RoomOfBins:
 
 
 def split_evenly(sizes: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return positions in two non-empty parts of about the same sum. `sizes` has at least two, largest first."""
+    """Split the positions of sizes into two parts of about the same sum. Requires two or more sizes, largest first."""
     halves: tuple[list[int], list[int]] = ([], [])
     totals = [0, 0]
     for position, size in enumerate(sizes):
@@ -105,10 +107,10 @@ def split_evenly(sizes: Sequence[int]) -> tuple[list[int], list[int]]:
 
 
 def deal_by_work(work: Sequence[int], num_ranks: int) -> list[list[int]]:
-    """Deal items to ranks in equal numbers, with about the same work at each turn and in total.
+    """Deal items, such as microbatches, to ranks in turns in which every rank gets one item.
 
-    Ranks that share experts wait for each other in every microbatch, so the items of one turn are neighbours in size.
-    Within a turn the largest goes to the rank with the least work so far.
+    The items of one turn are similar in work, because ranks that share experts wait for each other in every microbatch.
+    Within a turn, the item with the most work goes to the rank with the least work so far, so that totals are similar.
 
     Args:
         work: Work of each item. The number of items is a multiple of `num_ranks`.
@@ -128,7 +130,7 @@ def deal_by_work(work: Sequence[int], num_ranks: int) -> list[list[int]]:
 
 
 def rounded_number(num_microbatches: int, unit: int, num_items: int) -> int:
-    """Return the next multiple of `unit`. Raise an error if it exceeds the number of items."""
+    """Round a number of microbatches up to a multiple of `unit`. Raise an error if it then exceeds `num_items`."""
     target = round_up(num_microbatches, unit)
     if target > num_items:
         raise ConfigurationError(
@@ -145,11 +147,12 @@ def split_until(
     work: Callable[[list[int]], int],
     cut: Callable[[list[int]], tuple[Sequence[int], Sequence[int]]],
 ) -> list[list[int]]:
-    """Return the bins after splits of the fullest one, until their number is a multiple of `unit`.
+    """Split the bin with the most work, again and again, until the number of bins is a multiple of `unit`.
 
     Args:
-        unit: The number of bins becomes a multiple of this. At most the number of items.
-        cut: Splits a bin's items into two lists of positions.
+        unit: Number whose multiple the number of bins becomes. It is at most the number of items.
+        work: Returns the work of a bin's items.
+        cut: Splits a bin's items in two. Returns the positions of both parts in the list of items.
     """
     target = rounded_number(len(bins), unit, sum(map(len, bins)))
     # The first items differ, so that the lists are never compared and the order is deterministic.

@@ -103,7 +103,7 @@ class ChildProcess:
 
 
 def connect() -> Connection:  # pragma: no cover  (runs in other processes)
-    """Return the connection of a child to its parent. The child ends with its parent."""
+    """Return the connection of this child process to its parent. The child is killed when the parent ends."""
     for file in map(int, sys.argv[1:]):
         os.set_inheritable(file, False)  # an open copy in its children would hide the end of this process
     threading.Thread(target=_end_with_parent, args=(int(sys.argv[2]),), daemon=True).start()

@@ -79,16 +79,16 @@ class RayCluster:
     """Machines of a run, with reserved resources for every worker.
 
     Uses the Ray that this process is connected to, joins the cluster of RAY_ADDRESS ("host:port" or "auto"), or starts
-    a local Ray. The bundles of its placement group are on different machines.
+    a local Ray. Ray reserves the resources as a placement group with one bundle on each machine.
 
     Args:
-        beside: Cluster of the policy, if this one is for another role. The policy's cluster must be shut down later.
+        beside: Cluster of the policy, if this one is for another role. Requires that this one is shut down first.
         stored_bytes: Number of bytes in a local Ray's object store besides batches and metrics.
         placement_timeout_s: Seconds to wait for other jobs to free resources.
 
     Attributes:
         is_local: Whether all workers run on this machine.
-        num_threads: Number of threads of each worker by the user's `OMP_NUM_THREADS`. None if it is not set.
+        num_threads: Number of threads of each worker, from the user's `OMP_NUM_THREADS`. None if that is not set.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class RayCluster:
 
     @property
     def failure(self) -> str | None:
-        """Message on the death of one of a local Ray's servers. None while all live."""
+        """Error message if one of the local Ray's servers has died, otherwise None."""
         if self._beside is not None:
             return self._beside.failure
         return self._local_ray.failure if self._local_ray else None
@@ -136,7 +136,8 @@ class RayCluster:
         """Call a function once on every machine of the run, each in a separate process. Return the results.
 
         Args:
-            with_gpus: Whether the process gets all GPUs of the run on its machine. No worker may hold them.
+            with_gpus: Whether the process gets all GPUs of the run on its machine. Requires that no worker holds
+                them.
         """
         calls = []
         for bundle in range(self.config.num_nodes):
@@ -172,7 +173,7 @@ class RayCluster:
         self._local_ray, self._has_joined = None, False
 
     def _require_usable_gpus(self) -> None:
-        """Refuse GPUs that torch cannot use. Megatron-Core's workers would silently run on the CPUs."""
+        """Raise an error if torch cannot use the GPUs. Otherwise Megatron-Core's workers would silently run on CPUs."""
         problems = [problem for problem in self.call_on_each_machine(problem_with_gpus, with_gpus=True) if problem]
         if problems:
             raise ConfigurationError(problems)

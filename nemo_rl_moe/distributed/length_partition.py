@@ -8,30 +8,31 @@ import numpy as np
 
 _NEVER = 2**62
 _SCALE = 1 << 16
-"""Units of cost per token. Each run costs one unit more, so that fewer runs win among equal partitions."""
+"""Units of cost per token. Each microbatch costs one unit more, so that fewer microbatches win among equally cheap
+partitions."""
 
 
 def cheapest_partition(
     lengths: Sequence[int], max_tokens: int, overhead: int, unit: int, most: Sequence[int] | None = None
 ) -> list[int]:
-    """Split sorted lengths into runs of the least total cost, and return the ends of the runs.
+    """Split sorted sequences into runs (consecutive sequences that form a microbatch) of the least total cost.
 
-    A run costs its number of sequences times its longest, which is the padded computation, plus `overhead` tokens per
-    microbatch. The result is the cheapest of all partitions, also among partitions into other sets than neighbours in
-    length: exchanging sequences of overlapping runs never makes a longest one longer. (This does not hold with `most`.)
-    Fewer runs win among equal partitions.
+    A run costs its number of sequences times its longest length, which is the padded computation, plus `overhead`
+    tokens. Without `most`, no other partition is cheaper, not even one whose microbatches overlap in length, because
+    their sequences can be exchanged, without a higher cost, until they do not overlap. Fewer runs win among
+    equally cheap partitions.
 
     Args:
         lengths: Lengths of the sequences, longest first, each at least 1 and at most `max_tokens`.
         max_tokens: Maximum number of tokens of a run, padding included.
         overhead: Cost of a microbatch in tokens, at least 0.
-        unit: The number of runs is a multiple of `unit`. The fewest runs that hold the lengths, rounded up to such a
-            multiple, must not exceed the number of lengths.
-        most: For each length, the maximum number of lengths in a run that begins with it, at least 1. None for no
+        unit: Number of which the number of runs is a multiple. Requires that the fewest possible runs, rounded up to
+            a multiple, are at most as many as the lengths.
+        most: For each length, the maximum number of sequences in a run that begins with it, at least 1. None for no
             limit.
 
     Returns:
-        For each run, ascending, the index after its last length.
+        End of each run: the index after its last length, ascending.
     """
     number = len(lengths)
     # Cost of the cheapest partition of the first lengths, by their number and the number of runs modulo `unit`.

@@ -30,15 +30,15 @@ from nemo_rl_moe.errors import EXIT_RUN_FAILED, WorkerDiedError, printable, repo
 USUAL_OBJECT_STORE_BYTES = 512 * 1024**2
 SMALLEST_OBJECT_STORE_BYTES = 80 * 1024**2
 MOST_OF_THE_MEMORY = 0.3
-"""Share of a machine's memory that an object store may take, which is Ray's default."""
+"""Fraction of a machine's memory that an object store may take. 0.3 is also Ray's default."""
 SERVERS = ("gcs_server", "raylet")
 POLL_S = 0.1
 _NEWEST_BYTES, _LONGEST_ERROR = 8192, 300
 _ERROR_LINE = re.compile(r"\[[^\]]* [ECF] \d+ \d+\] \(\w+\) (.*)")
-"""A line of a server's log with an error or worse. The group is its text."""
+"""Pattern of a log line of one of Ray's servers with an error or worse. Its group is the text of the error."""
 _RAYS_EXCUSE = re.compile(r"An unexpected system state has occurred\..*?fix it\. ")
 _ACTION_BYTES = 1024
-"""At least the size of the C library's `struct sigaction`."""
+"""Size of a buffer in bytes, at least that of the C library's `struct sigaction`."""
 _GET_NODE = ray._private.services.get_node
 _LATE_AGENT = "Timed out waiting for file"
 _STARTING_AGAIN = (
@@ -47,11 +47,12 @@ _STARTING_AGAIN = (
 MOST_STARTS = 3
 MOST_REMOVALS = 20
 UNWINDING_S = 6.0
-"""Seconds for the program to end in order after the servers have died. Calls to Ray may then never return."""
+"""Seconds in which the program may end in order after a server has died. Then it is killed, because calls to Ray may
+never return."""
 
 
 def object_store_bytes(stored_bytes: int = 0) -> int:
-    """Return the bytes of an object store for batches and metrics, fewer if shared memory is scarce.
+    """Return the size in bytes of an object store for batches and metrics, smaller if shared memory is scarce.
 
     Args:
         stored_bytes: Number of further bytes that a run stores. Ray spills objects to the disk if the store is full.
@@ -80,9 +81,9 @@ def last_error(log: Path) -> str:
 
 @contextmanager
 def preserved_handlers() -> Iterator[None]:
-    """Keep `ray.init` from replacing the program's handling of SIGTERM and its output.
+    """Keep Ray from replacing the program's SIGTERM handler during `ray.init`, and from printing logs.
 
-    Ray prints pages of its servers' logs when a worker or server dies. The driver reports the same in its errors.
+    Ray would print pages of its servers' logs when a worker or server dies, although the driver's errors report it.
     """
     ray._private.worker.print_to_stdstream = lambda *args, **options: None
     handler, action = signal.getsignal(signal.SIGTERM), ctypes.create_string_buffer(_ACTION_BYTES)
@@ -111,7 +112,7 @@ def _blocked_stop_signals() -> Iterator[None]:
 
 
 class _DiedInTheStartError(Exception):
-    """A starting raylet has died. This is no `RuntimeError`, because Ray would try again after one."""
+    """A raylet has died while it started. Not a subclass of `RuntimeError`, because Ray retries after such errors."""
 
 
 class LocalRay:
@@ -169,11 +170,11 @@ class LocalRay:
 
     @property
     def failure(self) -> str | None:
-        """Message on the death of a server, after which calls to Ray may never return. None while all live."""
+        """Error message if a server has died, otherwise None. After a death, calls to Ray may never return."""
         return self._failure
 
     def let_die(self) -> None:
-        """Mark the servers as unneeded, so that their death is not a failure."""
+        """Mark the servers as unneeded, so that their death does not count as a failure of the run."""
         self._exit_code = 0
 
     def shutdown(self) -> None:
@@ -212,7 +213,7 @@ class LocalRay:
             (Path.home() / ".ray" / "auth_token").chmod(0o600)  # Ray lets other users read it
 
     def _get_node(self, *args: Any) -> Any:
-        """Replace Ray's function. That waits half a minute for a starting raylet, even if the raylet is dead."""
+        """Call Ray's `get_node`, but raise an error if the raylet dies. Ray's function would wait half a minute."""
         answer: Future[Any] = Future()
 
         def ask() -> None:
@@ -228,7 +229,7 @@ class LocalRay:
         raise _DiedInTheStartError(self._failure)
 
     def _clear_away(self) -> None:
-        """Clean up after a failed start, whose dead servers are not a failure of the run."""
+        """Clean up after a failed start of the servers, so that their death does not count as a failure of the run."""
         with self._lock:  # blocks the watch meanwhile
             end_processes(self._family())
             ray.shutdown()
@@ -266,7 +267,7 @@ class LocalRay:
         return None
 
     def _stop_watching(self) -> None:
-        """Stop the watch before the servers are ended on purpose, unless it has found them dead."""
+        """Stop the watching thread before the servers are ended on purpose, unless it has found a dead server."""
         if self._failure is None:
             self._stopped.set()
             self._thread.join()

@@ -22,7 +22,7 @@ from nemo_rl_moe.errors import ConfigurationError
 def padded_group_lengths(lengths: Sequence[int], group_size: int) -> list[int]:
     """Return the tokens of each group if every sequence is padded to the longest of its microbatch.
 
-    A microbatch has as many tokens as its number of groups times the largest number among them.
+    The tokens of a microbatch, padding included, are its number of groups times the largest returned number among them.
     """
     return [group_size * max(group) for group in _groups(lengths, group_size)]
 
@@ -33,13 +33,13 @@ def packed_group_lengths(lengths: Sequence[int], group_size: int, sequence_multi
 
 
 def sequences_of(groups: Sequence[int], group_size: int) -> tuple[int, ...]:
-    """Return the indices of the sequences of groups. The sequences of a group are neighbours."""
+    """Return the indices of the sequences of groups. A group consists of `group_size` consecutive sequences."""
     return tuple(group * group_size + member for group in groups for member in range(group_size))
 
 
 def _groups(lengths: Sequence[int], group_size: int) -> list[Sequence[int]]:
     if len(lengths) % group_size:
-        raise ValueError(f"{len(lengths)} sequences are no whole number of groups of {group_size}")
+        raise ValueError(f"{len(lengths)} sequences are not a multiple of the group size {group_size}")
     return [lengths[start : start + group_size] for start in range(0, len(lengths), group_size)]
 
 
@@ -62,8 +62,8 @@ class DynamicBatching:
 
     Attributes:
         overhead_tokens: Cost of a microbatch in tokens, besides its padded tokens.
-        max_patches: Maximum number of patches of distinct images, unless all sequences (or groups) have the same
-            images.
+        max_patches: Maximum number of image patches in a microbatch. Equal images count once. It does not apply to a
+            microbatch whose sequences (or groups) all have the same images. None for no limit.
     """
 
     max_tokens: int
@@ -76,7 +76,7 @@ class PackedBatching:
     """Sequences packed into one row of at most `max_tokens`, each padded to a multiple of `sequence_multiple`.
 
     Attributes:
-        max_patches: See `DynamicBatching`.
+        max_patches: Maximum number of image patches in a microbatch, as in `DynamicBatching`. None for no limit.
     """
 
     max_tokens: int
@@ -94,8 +94,8 @@ class MicrobatchPlan:
     Attributes:
         global_batches: Sequence indices in the full batch, by global batch, data-parallel rank and microbatch. Every
             rank of a global batch has the same number of microbatches.
-        num_fillers: Number of fillers, whose indices follow the sequences. Each is alone in a microbatch. See
-            `batch.with_empty_rows`.
+        num_fillers: Number of filler rows (padding without a sequence), each alone in a microbatch. Their indices
+            follow those of the sequences. `batch.with_empty_rows` appends them to a batch.
     """
 
     global_batches: tuple[RankMicrobatches, ...]
@@ -113,8 +113,9 @@ class EvaluationPlan:
 
     Attributes:
         by_rank: Microbatches by data-parallel rank, the same number for each.
-        fillers: Sequences that are repeated so that all ranks have this number. Filler `i` has the index `number of
-            sequences + i` in `by_rank` and must not count. See `batch.append_fillers`.
+        fillers: Sequences that are repeated so that all ranks have the same number of microbatches. The repetition
+            `fillers[i]` has the index `number of sequences + i` in `by_rank`, and must not count in results.
+            `batch.append_fillers` appends the repetitions to a batch.
     """
 
     by_rank: RankMicrobatches
@@ -136,15 +137,15 @@ def plan_microbatches(
 
     Args:
         lengths: Length of each sequence in tokens, at least 1.
-        global_batch_size: Number of groups, or of samples, of one optimizer step. They are neighbours in the batch.
+        global_batch_size: Number of consecutive groups of one optimizer step, or of samples if `sample_sizes` is set.
         batching: With `PlainBatching` and samples of one sequence, the microbatches do not depend on the number of
             ranks, and rank `r` runs the `r`-th block of them.
-        microbatch_multiple: Each rank has a multiple of this number of microbatches. An interleaved pipeline needs its
-            number of stages.
-        group_size: Number of neighbours that always run in one microbatch. All sizes above count such groups.
-        sample_sizes: Number of sequences of each sample. They are neighbours and run in one optimizer step. A global
-            batch with too few sequences for the microbatches of all ranks gets fillers. If empty, each group is a
-            sample.
+        microbatch_multiple: Number of which each rank's number of microbatches is a multiple. For an interleaved
+            pipeline schedule, it must be the number of stages.
+        group_size: Number of consecutive sequences that form a group, which always runs in one microbatch. All sizes
+            above count groups.
+        sample_sizes: Number of consecutive sequences of each sample, which run in one optimizer step. A global batch
+            with too few sequences for the microbatches of all ranks gets filler rows. If empty, each group is a sample.
         images: Images of each sequence. Empty without images, or without a limit on patches.
     """
     sizes = _group_lengths(lengths, group_size, batching)
@@ -179,7 +180,7 @@ def plan_microbatches(
             new = _num_fillers([sizes[index] for index in indices], _of(groups_images, indices), unit, batching)
             indices += range(len(lengths) + num_fillers, len(lengths) + num_fillers + new)
             num_fillers += new
-            sizes += [1] * new  # alone in a microbatch, they have room
+            sizes += [1] * new  # a filler fits, since it is alone in its microbatch
             groups_images += [{}] * (new if groups_images else 0)
         by_rank = _plan_one(sizes, groups_images, indices, num_data_parallel_ranks, unit, batching)
         global_batches.append(_with_sequences(by_rank, group_size))
@@ -195,7 +196,7 @@ def plan_evaluation(
     group_size: int = 1,
     images: Sequence[Images] = (),
 ) -> EvaluationPlan:
-    """Return a plan for a batch of any size. If the size does not divide, the shortest group is repeated.
+    """Return a plan for a batch of any size. The shortest group is repeated until the ranks get equal numbers.
 
     The arguments are described in `plan_microbatches`.
     """
@@ -226,7 +227,7 @@ def _plan_one(
 ) -> RankMicrobatches:
     """Return the microbatches of the groups at `indices`, in a number that is a multiple of `unit`."""
     if isinstance(batching, PlainBatching):
-        # As evenly as possible, as samples of several sequences need not divide.
+        # As evenly as possible, since the number of groups need not be a multiple if samples have several sequences.
         number = round_up(-(-len(indices) // batching.micro_batch_size), unit)
         ends = [len(indices) * (count + 1) // number for count in range(number)]
         microbatches = [tuple(indices[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
@@ -254,7 +255,7 @@ def _plan_one(
 
 
 def _num_fillers(sizes: Sequence[int], images: Sequence[Images], unit: int, batching: Batching) -> int:
-    """Return how many rows a global batch lacks to have one for each microbatch of all ranks."""
+    """Return the number of filler rows that a global batch needs so that each rank's microbatches have a row."""
     if len(sizes) % unit == 0:  # one per microbatch is enough
         return 0
     if isinstance(batching, PlainBatching):
@@ -275,7 +276,7 @@ def _of(images: Sequence[Images], indices: Sequence[int]) -> list[Images]:
 def _by_length(
     sizes: Sequence[int], images: Sequence[Images], batching: DynamicBatching
 ) -> tuple[list[int], list[int], list[int]]:
-    """Sort items by length, longest first. Return items, lengths, and how many from each on fit by patches."""
+    """Sort items by length, longest first. Return the items, their lengths, and `most_neighbours` of their images."""
     order = sorted(range(len(sizes)), key=lambda item: (-sizes[item], item))
     own = [images[item] for item in order] if images else [{}] * len(order)
     return order, [sizes[item] for item in order], most_neighbours(own, batching.max_patches)
@@ -300,7 +301,7 @@ def _cheapest_by_length(
 
 
 def _with_sequences(by_rank: RankMicrobatches, group_size: int) -> RankMicrobatches:
-    """Return microbatches with sequences instead of groups."""
+    """Return microbatches with the indices of sequences instead of groups."""
     return tuple(tuple(sequences_of(groups, group_size) for groups in microbatches) for microbatches in by_rank)
 
 

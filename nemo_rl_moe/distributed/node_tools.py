@@ -82,7 +82,7 @@ def folder_of_this_process(parent: Path, purpose: str) -> Path:
 
 
 def remove_folders_of(pids: Iterable[int]) -> None:
-    """Remove the temporary folders of killed processes, and of engines that died earlier with a server of Ray."""
+    """Remove the temporary folders of killed processes, and of other processes of this program that have ended."""
     killed = set(pids)
     for pid in killed:
         shutil.rmtree(ray_folder(pid), ignore_errors=True)
@@ -115,8 +115,8 @@ def usable_cores() -> int:
 
 THREADS = "OMP_NUM_THREADS"
 SHORTEST_WAIT = {"OMP_WAIT_POLICY": "passive"}
-"""Waiting threads of a worker sleep. By default they spin, and take the cores from the threads that they wait for: on
-two cores with a load of eight, two threads took 100 times as long as one."""
+"""Environment variables with which OpenMP's waiting threads sleep. By default they spin, and so take the cores from the
+threads that they wait for: on two cores with a load of eight, two threads took 100 times as long as one."""
 
 
 def threads_per_worker(cores: int, workers: int, chosen: int | None = None) -> int:

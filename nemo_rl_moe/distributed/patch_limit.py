@@ -2,9 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Limit on the patches of a microbatch's images, besides its tokens.
 
-Equal images count once, as the vision tower runs them once. A microbatch keeps the limit, or all its items have the
-same images, so that they have no more patches than one item alone. Both properties also hold for each part of a
-microbatch.
+Equal images count once, as the vision tower runs them once. A microbatch stays within the limit, unless all its items
+have the same images. Then it has no more patches than one item alone. A part of a valid microbatch is valid too.
 """
 
 from collections import Counter
@@ -15,15 +14,15 @@ Images = Mapping[int, int]
 
 
 class PatchRoom:
-    """Room for the images of a growing microbatch, which begins with one item."""
+    """Count of the image patches of a microbatch to which items are added, against a limit. It begins with one item."""
 
     def __init__(self, most: int | None, first: Images):
         self._most, self._first = most, first.keys()
         self._ids, self._patches = set(first), sum(first.values())
 
     def has_room_for(self, images: Images) -> bool:
-        """Return whether another item may join."""
-        # Items with the images of the first one add nothing. If these exceed the limit, no other images may join.
+        """Return whether an item with these images may join the microbatch."""
+        # Items with the images of the first item add nothing. If those images exceed the limit, no others may join.
         if self._most is None or images.keys() == self._first:
             return True
         return self._patches + self._added(images) <= self._most
@@ -37,7 +36,7 @@ class PatchRoom:
 
 
 def most_neighbours(images: Sequence[Images], most: int | None) -> list[int]:
-    """Return, for each item, how many neighbours may run together from this item on, at least one."""
+    """Return, for each item, how many consecutive items from it on may share a microbatch, by the limit on patches."""
     number = len(images)
     if most is None:
         return [number - start for start in range(number)]
@@ -62,7 +61,7 @@ def most_neighbours(images: Sequence[Images], most: int | None) -> list[int]:
 
 
 def of_groups(images: Sequence[Images], group_size: int) -> list[Images]:
-    """Return the images of each group of neighbours."""
+    """Return the images of each group of `group_size` consecutive sequences."""
     return [
         {number: size for own in images[start : start + group_size] for number, size in own.items()}
         for start in range(0, len(images), group_size)

@@ -37,7 +37,7 @@ SAME_REQUEST_S = 1.0
 STUBBORN_S = 10.0
 """Seconds after a second request to stop, after which the run is killed."""
 LOGGERS_GRACE_S = 5.0
-"""Seconds in which W&B's writer may end by itself, with all records on the disk."""
+"""Seconds in which W&B's service process may end by itself, so that it writes all records to the disk."""
 ENDING_LIMIT_S = 10.0
 LEAVING_S = 15.0
 """Seconds that a run's process may take to end after its work is done."""
@@ -46,7 +46,8 @@ OWNER = "NEMO_RL_MOE_OWNER"
 WATCHER_NAME = "run-watcher"
 _ENDING_POLL_S = 0.05
 _ENOUGH_LOOKS = 2
-"""Number of searches in a row without a process. One search may miss a process that is just being started."""
+"""Number of searches in a row that must find no process of a run before all count as ended. One search may miss a
+process that is just being started."""
 _POLL_S = 1.0
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
 _IN_ORDER, _REPORTED = b"\x00", b"\xff"  # other bytes in the watcher's pipe are numbers of signals
@@ -130,7 +131,7 @@ def stop_signals() -> set[signal.Signals]:
 
 
 def as_known(number: int) -> signal.Signals:
-    """Return SIGINT or SIGTERM, as callers that check exit codes know no other requests to stop."""
+    """Return SIGINT or SIGTERM for a stop signal, because programs that check exit codes know only these two."""
     return signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
 
 
@@ -141,7 +142,7 @@ def _write_to_stderr(message: str) -> None:
 
 
 def watch_this_process(report_end: Callable[[], None] = lambda: None) -> None:
-    """Fork the watcher of this process. The process must still have a single thread.
+    """Fork the watcher of this process. Requires that this process still has a single thread.
 
     Args:
         report_end: Called in the watcher after this process has failed, to print how to continue.
@@ -168,7 +169,7 @@ def watch_this_process(report_end: Callable[[], None] = lambda: None) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process at once, without exit handlers. The caller has reported any error, and the watcher cleans up."""
+    """End this process at once, without exit handlers. Requires that any error is reported. The watcher cleans up."""
     if _pipe_to_watcher is not None:
         with suppress(OSError):
             os.write(_pipe_to_watcher, _REPORTED)
@@ -178,7 +179,8 @@ def leave(code: int) -> NoReturn:
 def limit_ending(code: int) -> None:
     """Limit the time that a finished run takes to end.
 
-    Python waits for threads of a user's code. A tool that hangs in `asyncio.to_thread` would keep the process forever.
+    Without a limit, a user's tool that hangs in `asyncio.to_thread` would keep the process forever, because Python
+    waits for threads at its end.
     """
     if _pipe_to_watcher is not None:
         sys.stdout.flush()
@@ -198,7 +200,7 @@ def _end_in_order(watcher: int, owner: str) -> None:
 
 
 def _be_watcher(main: int, owner: str, reader: int, report_end: Callable[[], None]) -> NoReturn:
-    """Run the forked process, and exit."""
+    """Run the watcher in the forked process, and exit."""
     try:
         gc.disable()
         os.setsid()  # away from the terminal's signals
@@ -259,7 +261,7 @@ class _Watch:
 
 
 def _end_family(owner: str, main: int | None = None, spared: int | None = None) -> None:
-    """Kill every process of a run until none is left. Remove the folders of these processes and of `main`."""
+    """Kill every process of a run except `spared`, and remove the folders of these processes and of `main`."""
     start = time.monotonic()
     seen = {os.getpid() if main is None else main}
     empty_looks = 0

@@ -17,7 +17,7 @@ from jaxtyping import Shaped
 from nemo_rl_moe.distributed.stored_rows import Fetch, StoredRows, put_together
 
 SharedArray = Shaped[np.ndarray, " values"] | StoredRows
-"""An array, or the handle of a stored array, which has one piece."""
+"""An array, or the handle of a stored array. Such a handle has exactly one `Piece`, the entire array."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def num_bytes_of(array: SharedArray) -> int:
 
 
 def fetch_arrays(arrays: Iterable[SharedArray], fetch: Fetch) -> dict[int, Shaped[np.ndarray, " values"]]:
-    """Fetch arrays, each once. Return `id` of a handle -> array."""
+    """Fetch each stored array once. Return `id()` of the given array or handle -> array."""
     found, pieces = {}, {}
     for array in arrays:
         if isinstance(array, StoredRows):
@@ -57,7 +57,7 @@ def fetch_arrays(arrays: Iterable[SharedArray], fetch: Fetch) -> dict[int, Shape
 
 
 class ArrayStore:
-    """Store of shared arrays. Each array is stored once, and as long as this process uses it.
+    """Store of arrays that sequences share. Each array is stored once, and is freed when this process drops it.
 
     Args:
         put: Puts an array into the store, and returns a handle whose deletion frees it.
@@ -68,7 +68,7 @@ class ArrayStore:
         self._stored: dict[int, StoredRows] = {}
 
     def place(self, columns: Sequence[Sequence[SharedArray]]) -> tuple[tuple[SharedArray, ...], ...]:
-        """Return the handles of arrays, and store arrays that are not stored yet."""
+        """Store the arrays of each sequence, unless they are stored already. Return the handles for each sequence."""
         new = {
             id(array): array
             for arrays in columns

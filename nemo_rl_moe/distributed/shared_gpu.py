@@ -14,19 +14,18 @@ from nemo_rl_moe.errors import GenerationError
 
 @dataclass(frozen=True)
 class GpuBytes:
-    """Lower bounds of bytes on a GPU, each the size of the following. Without them, only the order of events is
-    checked.
+    """Sizes, in bytes, of the contents of a GPU's memory that `SharedGpu` counts. Each is a lower bound.
 
     Attributes:
-        process: Context of each process, and the buffers of its groups.
+        process: CUDA context of one process, and the buffers of its communication groups.
         weights: Weights of the trainer.
-        training: Gradients, master weights and moments.
+        training: Gradients, master weights and optimizer moments.
         in_a_step: Further peak memory of a training step.
         measuring: Further peak memory of a log-probability pass.
-        buckets: Buckets of weights that are sent, and the engine's copies until a layer is complete.
+        buckets: Buffers in which weights are sent, and the engine's copies until a layer is complete.
         engine_weights: Weights of the engine.
-        engine_share: Weights and key-value cache of the engine.
-        engine_kept: Memory of the sleeping engine, such as graphs and workspaces.
+        engine_share: Memory of the awake engine: its weights and key-value cache.
+        engine_kept: Memory that the sleeping engine does not free, such as graphs and workspaces.
     """
 
     process: int = 0
@@ -42,7 +41,7 @@ class GpuBytes:
 
 @dataclass(frozen=True)
 class Entry:
-    """Maximum number of bytes at one event."""
+    """Peak memory of a shared GPU at one event, such as "while training", in bytes."""
 
     event: str
     trainer: int
@@ -55,10 +54,13 @@ class Entry:
 
 
 class SharedGpu:
-    """Memory of the fullest GPU. Its methods are events, which raise `GenerationError` in a wrong state or over budget.
+    """Memory of the fullest GPU that trainer and engines share. Each method records one event before it happens.
+
+    A method raises `GenerationError` if its event is not allowed in the present state, or would exceed the budget.
 
     Args:
         moves_training_state: Whether training state is moved to the host while responses are generated.
+        sizes: Sizes of the memory's contents. If None, only the order of events is checked.
         budget: Number of bytes of the GPU. None if unknown.
 
     Attributes:
@@ -76,13 +78,13 @@ class SharedGpu:
     # The trainer
 
     def load(self, event: str = "when a checkpoint is loaded") -> None:
-        """Note that all training state is made, at the start of workers or when a checkpoint is read."""
+        """Record that all training state is allocated, at the start of workers or when a checkpoint is read."""
         self._require(self._sleeps, event, "engines asleep")
         self._training_is_here, self._has_room = True, False
         self._note(event, self._live)
 
     def make_room(self) -> None:
-        """Move training state to the host if `moves_training_state`, and release the allocator's cache."""
+        """Record that the trainer frees memory: its allocator's cache, and training state if `moves_training_state`."""
         self._training_is_here = self._training_is_here and not self._moves
         self._reserved, self._has_room = self._live, True
 
@@ -99,31 +101,31 @@ class SharedGpu:
     # The engine
 
     def start_engine(self, event: str = "when engines start") -> None:
-        """Start an engine, which takes its full share at once. It may replace one that died."""
-        self._require(self._has_room, event, "room beside the trainer")
+        """Record the start of an engine, which takes all its memory at once. It may replace a dead engine."""
+        self._require(self._has_room, event, "memory that the trainer has freed")
         self._engine_is_there = self._weights_awake = self._cache_awake = True
         self._has_weights = False
         self._note(event, self._live)
 
     def sleep_engine(self) -> None:
-        """Free the weights and key-value cache. The weights are lost."""
+        """Record that the engine falls asleep and frees its weights and key-value cache. The weights are lost."""
         self._weights_awake = self._cache_awake = self._has_weights = False
 
     def receive_weights(self, event: str = "when weights arrive") -> None:
-        """Receive weights, and allocate their memory if they sleep."""
+        """Record that the engine receives weights. It first allocates their memory if that was freed for sleep."""
         beside = " beside the cache" if self._cache_awake else ""
         self._require(self._engine_is_there, event, "engines")
-        self._require(self._has_room, event, "room beside the trainer")
+        self._require(self._has_room, event, "memory that the trainer has freed")
         self._weights_awake = True
         self._note(f"{event}{beside}", self._live + self._sizes.buckets)
         self._reserved = self._live  # ranks release their buckets
         self._has_weights = True
 
     def wake_cache(self, event: str = "when the key-value cache wakes") -> None:
-        """Allocate the key-value cache. Sleeping weights are allocated when they are received."""
+        """Record that the engine allocates its key-value cache. `receive_weights` allocates its weights."""
         if self._cache_awake or not self._engine_is_there:
             return
-        self._require(self._has_room, event, "room beside the trainer")
+        self._require(self._has_room, event, "memory that the trainer has freed")
         self._cache_awake = True
         self._note(event, self._live)
 
@@ -133,7 +135,7 @@ class SharedGpu:
         self._note(event, self._live)
 
     def end_engine(self) -> None:
-        """End the engine, or note that it has ended."""
+        """Record that the engine ends or has ended."""
         self.sleep_engine()
         self._engine_is_there = False
 
@@ -158,21 +160,22 @@ class SharedGpu:
             parts = {"weights": self._weights_awake, "key-value cache": self._cache_awake}
             awake = " and ".join(name for name, is_awake in parts.items() if is_awake) or "nothing"
             engines = f"engines (awake: {awake})" if self._engine_is_there else "no engines"
-            room = "room" if self._has_room else "no room"
+            room = "memory" if self._has_room else "no memory"
             raise GenerationError(
-                f"GPUs that trainer and engines share: {event}: expected {wanted}, found {engines} and {room} beside"
-                " the trainer"
+                f"GPUs that trainer and engines share: {event}: expected {wanted}, found {engines} and {room} that"
+                " the trainer has freed"
             )
 
     def _note(self, event: str, trainer: int) -> None:
-        """Add to the ledger. The trainer's allocator keeps freed memory until `make_room`."""
+        """Add an event to the ledger. Until `make_room`, the trainer's allocator keeps the memory that it once had."""
         self._reserved = max(self._reserved, trainer)
         processes = self._sizes.process * (2 if self._engine_is_there else 1)
         entry = Entry(event, self._reserved, self._engine_bytes(), processes)
         self.ledger.append(entry)
         if self._budget is not None and entry.total > self._budget:
             raise GenerationError(
-                f"GPUs that trainer and engines share: {event}: {entry.total / 1e9:.1f} GB of {self._budget / 1e9:.1f}"
+                f"GPUs that trainer and engines share: {event}: needs {entry.total / 1e9:.1f} GB, but the GPU has"
+                f" {self._budget / 1e9:.1f} GB"
             )
 
 

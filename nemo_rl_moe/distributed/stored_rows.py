@@ -16,7 +16,8 @@ import numpy as np
 from jaxtyping import Shaped
 
 Fetch = Callable[[Sequence[Any]], Sequence[Shaped[np.ndarray, "rows ..."] | None]]
-"""Returns arrays for their handles, None for lost ones. `list` if the handles are the arrays themselves."""
+"""Function that returns an array for each handle, or None if the array is lost. If the handles are the arrays
+themselves, `list` is such a function."""
 
 
 @cache
@@ -45,14 +46,17 @@ class Piece(NamedTuple):
         return self.start + self.num_rows
 
     def since(self, start: int) -> "Piece":
-        """Return the part for tokens from a position on."""
+        """Return the part of this piece for tokens from position `start` on."""
         skipped = max(0, start - self.start)
         return Piece(self.source, self.first + skipped, self.start + skipped, self.num_rows - skipped)
 
 
 @dataclass(frozen=True)
 class StoredRows:
-    """Rows of the known tokens of one sequence, in disjoint pieces in the order of the sequence."""
+    """Handle of one sequence's stored rows, with at most one row (values of any shape) per token.
+
+    The pieces do not overlap, and are in the order of the tokens.
+    """
 
     pieces: tuple[Piece, ...]
     row_shape: tuple[int, ...]
@@ -60,7 +64,7 @@ class StoredRows:
 
     @classmethod
     def of(cls, rows: Shaped[np.ndarray, "tokens ..."]) -> "StoredRows":
-        """Return the rows of an array as the rows of a sequence's first tokens."""
+        """Return a handle that holds an array itself. Row `i` of the array belongs to token `i` of the sequence."""
         return cls((Piece(rows, 0, 0, len(rows)),), rows.shape[1:], _name_of(rows.dtype))
 
     @property
@@ -70,11 +74,11 @@ class StoredRows:
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes that a reader gets."""
+        """Number of bytes of all rows, as a reader gets them."""
         return sum(piece.num_rows for piece in self.pieces) * prod(self.row_shape) * np.dtype(self.dtype).itemsize
 
     def moved(self, by: int) -> "StoredRows":
-        """Return the rows for tokens that are `by` positions later in the sequence."""
+        """Return the same rows, assigned to tokens `by` positions later in the sequence."""
         return replace(self, pieces=tuple(piece._replace(start=piece.start + by) for piece in self.pieces))
 
     def before(self, end: int) -> "StoredRows":
@@ -83,7 +87,7 @@ class StoredRows:
         return replace(self, pieces=tuple(piece for piece in kept if piece.num_rows > 0))
 
     def followed_by(self, later: "StoredRows") -> "StoredRows":
-        """Return these rows and rows of later tokens. If a token has two rows, the first counts."""
+        """Return these rows and the rows in `later` for tokens after them. These rows win if a token has both."""
         more = tuple(piece.since(self.end) for piece in later.pieces if piece.end > self.end)
         return replace(self, pieces=self.pieces + more)
 
@@ -93,15 +97,16 @@ def put_together(
     put: Callable[[Shaped[np.ndarray, "rows ..."]], Any],
     most_bytes: int = 1 << 20,
 ) -> list[StoredRows]:
-    """Store the rows of sequences, short sequences together, as each stored array has a cost. Return their handles.
+    """Store the rows of several sequences, and return a handle for each sequence.
 
-    A reader of one sequence fetches the full array over the network, so that arrays must be small. int16 numbers that
-    all fit int8, such as ids of up to 128 experts, are stored as int8.
+    Short sequences share an array, because each stored array has a cost. Shared arrays are small, because a reader of
+    one sequence fetches the full array over the network. int16 numbers that all fit int8, such as ids of up to 128
+    experts, are stored as int8.
 
     Args:
         arrays: Rows of each sequence from its first token on, all of one type and row shape.
         put: Puts an array into the store, and returns its handle.
-        most_bytes: Maximum size of an array of several sequences.
+        most_bytes: Maximum size in bytes of an array that several sequences share.
     """
     found: list[StoredRows] = []
     start = 0
@@ -132,14 +137,16 @@ class RowStore:
     """Store of rows between the process that computes them and their readers.
 
     Attributes:
-        put: Puts an array into the store and returns its handle. If None, handles are the arrays, in one process.
+        fetch: Returns the arrays of handles.
+        put: Puts an array into the store and returns its handle. If None, the handles are the arrays themselves, which
+            only works within one process.
     """
 
     fetch: Fetch = list
     put: Callable[[Shaped[np.ndarray, "rows ..."]], Any] | None = None
 
     def keep(self, arrays: Sequence[Shaped[np.ndarray, "tokens ..."]]) -> list[StoredRows]:
-        """Store the rows of sequences, from the first token on, all of one type and row shape. Return their handles."""
+        """Store each sequence's rows, from its first token on, all of one type and shape. Return a handle for each."""
         return [StoredRows.of(rows) for rows in arrays] if self.put is None else put_together(arrays, self.put)
 
 
@@ -154,7 +161,7 @@ def fetch_rows(
     row_shape: tuple[int, ...],
     dtype: str,
 ) -> Shaped[np.ndarray, "sequences longest ..."]:
-    """Return the rows of sequences in one array.
+    """Fetch the stored rows of sequences into one array, padded to `longest` tokens.
 
     Args:
         fill: Value of tokens without a row, or whose array is lost.

@@ -49,7 +49,7 @@ def outcome(call: Any) -> Any:
 
 
 def exit_reason(error: RayActorError) -> str:
-    """Return the cause of a process's end from Ray's message, in one line and without its guesses."""
+    """Return the cause of a process's end from Ray's message, in one line and without Ray's guesses."""
     text = " ".join(str(error).split())
     for start in ("Worker exit type:", "The actor is dead because"):
         if start in text:
@@ -74,7 +74,8 @@ def worker_environment(
     Args:
         places: Process and node of each rank, node after node.
         master_port: Port that is reserved on the node of rank 0.
-        network_interface: For ranks on several machines. If None, gloo and NCCL choose.
+        network_interface: Name of the network interface if ranks are on several machines. If None, gloo and NCCL choose
+            one.
         num_threads: Number of threads of each worker. None for an equal share of its machine's cores.
     """
     environments = []
@@ -106,7 +107,7 @@ def worker_environment(
 ROOT_CAUSE_WAIT_S = 3.0
 """Seconds to wait after the first failure. A peer's "connection closed" often arrives before the causing death."""
 LONGEST_WAIT_S = 1.0
-"""Seconds between two checks of Ray's servers, for which Ray itself would wait for a minute."""
+"""Seconds between two checks for a dead server of Ray during a call. Ray itself reports it only after a minute."""
 END_GRACE_S = 2.0
 """Seconds for Ray to kill the workers, before their remaining processes are killed."""
 LOG_TAIL_LINES = 30
@@ -385,7 +386,7 @@ class WorkerGroup(Generic[Worker]):
         self._stop_and_raise("\n".join([f"worker {first}; it {too_late}", *others]) + also)
 
     def _held(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Return the ranks whose processes cannot run, and why."""
+        """Return rank -> reason for the ranks whose processes cannot run, for example because of SIGSTOP."""
         by_node: defaultdict[str, list[int]] = defaultdict(list)
         for rank in ranks:
             if rank in self._places:
@@ -414,7 +415,7 @@ class WorkerGroup(Generic[Worker]):
         return f"rank {rank}{self._of_model} (pid {place.process.pid}{node})"
 
     def _names(self) -> dict[tuple[str, int], str]:
-        """Return address of a machine and process id -> name, for each process of this run."""
+        """Return (address of a machine, process id) -> name, for each process of this run."""
         names = {
             (place.node_ip, place.process.pid): f"rank {rank}{self._of_model}" for rank, place in self._places.items()
         }

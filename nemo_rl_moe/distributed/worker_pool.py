@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Worker processes for rewards and tools: Ray actors that reserve no resources, so that the ranks have them all."""
+"""Worker processes for rewards and tools: Ray actors without reserved resources, which are left to the ranks."""
 
 import threading
 import time
@@ -39,7 +39,7 @@ _ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Lost:
-    """End of a call whose worker was lost.
+    """Result of a call whose worker died or did not answer in time.
 
     Attributes:
         reason: Reason of the loss in one line.

@@ -49,7 +49,7 @@ class WorkerFailure:
 
     Attributes:
         details: The traceback from the worker's frame on, or only the message of an error for users.
-        headline: Text before the name of the worker that failed.
+        headline: Beginning of the error message, before the name of the worker that failed.
     """
 
     summary: str
@@ -102,7 +102,7 @@ class WorkerProcess:  # pragma: no cover  (runs in another process)
         world_size: int,
         timeout_s: float,
     ) -> WorkerFailure | UserError | None:
-        """Set the environment, then import and make the worker. Return the error made instead of it, if any.
+        """Set the environment, then import and make the worker. Return the error if that fails, otherwise None.
 
         If this hangs, for example because ranks cannot reach each other, it writes its stack to stderr before the
         driver gives up.

@@ -103,8 +103,7 @@ def test_failures_are_left_out_and_reported_at_the_start_while_it_runs_and_at_th
     )
     summary = done.stdout.partition("2 steps done.")[2]
     assert (
-        f"  warning: {len(failed)} responses could not be scored, {len(failed) / 32:.0%} of those of 2 steps;"
-        in summary
+        f"  warning: {len(failed)} responses could not be scored, {len(failed) / 32:.0%} of all in 2 steps;" in summary
     )
     assert f"the first at step 1: {cause}" in summary
     assert "  warning: the reward 'form' has been 0 in every response since step 1" in summary
@@ -141,7 +140,7 @@ def test_a_run_goes_on_behind_steps_without_any_score_and_they_change_no_weights
     # An update without a trained token is left out, and with it a step of the schedule.
     assert "train/loss" not in run.metrics
     assert "train/lr" not in run.metrics
-    assert "  warning: 32 responses could not be scored, 100% of those of 2 steps" in done.stdout
+    assert "  warning: 32 responses could not be scored, 100% of all in 2 steps" in done.stdout
 
 
 @pytest.mark.slow

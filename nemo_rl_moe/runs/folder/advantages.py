@@ -26,7 +26,11 @@ TABLE = StepTable(FOLDER_NAME, ("step", "layer", "expert"), {"score": pa.float32
 
 @dataclass(frozen=True)
 class AdvantageHistory:
-    """Scores of every expert over the steps of a run."""
+    """How much more each expert is used in responses with a high advantage, as a score for each step of a run.
+
+    Attributes:
+        scores: Number of standard deviations above the use by chance. NaN if unknown.
+    """
 
     steps: Int[np.ndarray, " steps"]
     layers: Int[np.ndarray, " layers"]
@@ -42,7 +46,7 @@ class AdvantageWriter(StepTableWriter["AdvantageScores"]):
 
 
 def read_advantages(run_folder: Path, first_step: int = 0) -> AdvantageHistory:
-    """Return the scores that a run has written so far.
+    """Return the scores of experts by advantage that a run has written so far, from a step on.
 
     Raises:
         FileNotFoundError: There is no step from `first_step` on.

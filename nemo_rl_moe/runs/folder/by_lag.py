@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`by_lag.parquet`: statistics of a step's tokens by their lag.
+"""`by_lag.parquet`: statistics of a step's tokens by their lag, the age in steps of the weights that sampled them.
 
 Its columns are `step`, `lag` (the lowest lag of the class) and `LAG_STATISTICS`.
 """
@@ -30,7 +30,13 @@ TABLE = StepTable(FOLDER_NAME, ("step", "lag"), dict.fromkeys(LAG_STATISTICS, pa
 
 @dataclass(frozen=True)
 class LagTable:
-    """`LAG_STATISTICS` of a step's trained tokens, for each of `LAG_CLASSES`. NaN if unknown or without tokens."""
+    """Statistics of a step's trained tokens by their lag.
+
+    Lag is the number of optimizer steps between the weights that sampled a token and the weights that train on it.
+
+    Attributes:
+        of: Name in `LAG_STATISTICS` -> value for each class of lags. NaN if unknown or without tokens.
+    """
 
     of: Mapping[str, Float[np.ndarray, " classes"]]
 

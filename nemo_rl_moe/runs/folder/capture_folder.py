@@ -107,8 +107,8 @@ class CaptureFolderWriter:
 
         Args:
             expert_bias: Bias of the training routers at this step. It is enough if one of the step's files has it.
-            expert_bias_before: The bias before the last optimizer step that was not skipped. Such a step changes it in
-                all layers.
+            expert_bias_before: The bias before the last optimizer step that was not skipped. Such an optimizer step
+                changes the bias of all layers.
         """
         records: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
         for sequence in sequences:
@@ -176,7 +176,7 @@ def read_description(folder: Path) -> CaptureDescription:
 
 
 def described_by(folder: Path) -> Path:
-    """Return the path of a folder's description file. It is the older name if only a file with that name exists."""
+    """Return the path of a folder's description file, under its older name if only a file with that name exists."""
     old = folder / _OLD_DESCRIPTION_FILE
     return old if old.is_file() and not (folder / DESCRIPTION_FILE).exists() else folder / DESCRIPTION_FILE
 
@@ -194,14 +194,14 @@ def steps_of(folder: Path) -> dict[int, list[Path]]:
 
 
 def rewind_capture(folder: Path, step: int) -> None:
-    """Remove the files of later steps, if the folder exists."""
+    """Remove the files of all steps after `step`, if the folder exists."""
     for found, paths in (steps_of(folder) if folder.is_dir() else {}).items():
         for path in paths if found > step else ():
             path.unlink()
 
 
 def writers_of(folder: Path) -> list[str]:
-    """Return the sorted names of a folder's writers."""
+    """Return the sorted names of the writers (such as ranks) of a folder's files."""
     return sorted({match[2] for path in folder.iterdir() if (match := _FILE_NAME.fullmatch(path.name))})
 
 

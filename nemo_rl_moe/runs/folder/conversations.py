@@ -56,7 +56,7 @@ class ConversationTurn:
     Attributes:
         role: Role of the message, `prompt` for a prompt without messages, or `environment` for other tokens.
         sequence: Index of the sequence with its tokens. None if the model has not read the turn.
-        tokens: First token and end (exclusive) in that sequence. Messages that were added together share them.
+        tokens: First token and end (exclusive) in that sequence. Messages that were added together have the same range.
         is_sampled: Whether the model wrote the turn.
         name: Name of the tool, if the turn is the result of a call.
         call_id: Id of the call whose result the turn is.
@@ -114,12 +114,12 @@ def covered(spans: Sequence[Span]) -> float:
 
 
 def trained(turns: Sequence[ConversationTurn]) -> list[ConversationTurn]:
-    """Return the turns, with those by the model marked as trained on."""
+    """Return the turns, and mark all turns that the model wrote as trained on."""
     return [replace(turn, is_trained=turn.is_sampled) for turn in turns]
 
 
 def says_more(turns: Sequence[ConversationTurn]) -> bool:
-    """Return whether a conversation has more than one prompt and one response, the texts of which every sample has."""
+    """Return whether a conversation has more than a prompt and a response, whose texts a sample stores anyway."""
     return len(turns) > 2 or any(turn.calls for turn in turns)
 
 

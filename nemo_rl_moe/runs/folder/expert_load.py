@@ -27,7 +27,7 @@ TABLE = StepTable(FOLDER_NAME, ("step", "layer", "expert"), {"count": pa.int64()
 
 @dataclass(frozen=True)
 class ExpertLoadHistory:
-    """Load of every expert over the steps of a run.
+    """Load of every expert (number of routed tokens) over the steps of a run.
 
     Attributes:
         image_counts: Counts of image tokens. None if the run did not count them separately.
@@ -61,7 +61,7 @@ def read_expert_load(run_folder: Path, first_step: int = 0) -> ExpertLoadHistory
     steps, layers, _ = rows.axes
     counts, image_counts = rows.values["count"], rows.values.get(IMAGE_COUNT)
     if image_counts is not None and (image_counts > counts).any():
-        raise DataError(f"{run_folder / FOLDER_NAME}: {IMAGE_COUNT} is above count, although it is a part of it")
+        raise DataError(f"{run_folder / FOLDER_NAME}: {IMAGE_COUNT} is above count, which includes image tokens")
     return ExpertLoadHistory(steps, layers, counts, image_counts)
 
 

@@ -23,7 +23,7 @@ _LONGEST_TEXT = 1000
 
 
 def failures_of(by_split: Mapping[str, Sequence[SavedTrajectory]]) -> list[FailedResponses]:
-    """Return the number of failures, and the first cause, for each split with failures."""
+    """Return the number of responses without a score, and the first cause, for each split with such responses."""
     found = []
     for split, trajectories in by_split.items():
         failed = [each for each in trajectories if each.fault is not None]
@@ -34,7 +34,7 @@ def failures_of(by_split: Mapping[str, Sequence[SavedTrajectory]]) -> list[Faile
 
 
 class FailureWriter:
-    """Writer of a run's failures. The first failure creates the file."""
+    """Writer of a run's responses that could not be scored. The first such response creates the file."""
 
     def __init__(self, run_folder: Path, warn: Callable[[str], None], message: Callable[[str], None]):
         self._path, self._warn, self._message = run_folder / FAILURES_FILE_NAME, warn, message
@@ -51,7 +51,7 @@ class FailureWriter:
 
 
 class FailuresTail(LineTail[OfStep[FailedResponses]]):
-    """Reader of the failures of a running or finished run."""
+    """Reader of the responses that could not be scored, of a running or finished run."""
 
     def __init__(self, run_folder: Path):
         super().__init__(run_folder / FAILURES_FILE_NAME, _parse)
@@ -61,7 +61,7 @@ def _parse(record: Any) -> OfStep[FailedResponses]:
     step, split, number, responses = (record[name] for name in ("step", "split", "failed", "responses"))
     numbers = (step, number, responses)
     if any(type(each) is not int for each in numbers) or not 0 <= step <= LAST_STEP or split not in _SPLITS:
-        raise ValueError("a step, a split or a number that cannot be")
+        raise ValueError("invalid step, split or number")
     if not 1 <= number <= responses <= LAST_STEP:
         raise ValueError("more failed responses than responses")
     return OfStep(step, FailedResponses(split, number, responses, str(record["first"])[:_LONGEST_TEXT]))

@@ -29,7 +29,7 @@ _MOST_BYTES_KEPT = 64 * 2**20
 
 
 def append_whole(file: FileIO, record: bytes) -> None:
-    """Append all of a record to an unbuffered file, or nothing. A part written before an error is cut off again."""
+    """Append a complete record to an unbuffered file. If an error comes in between, cut the written part off again."""
     end = file.seek(0, os.SEEK_END)
     rest = memoryview(record)
     try:
@@ -151,7 +151,7 @@ def _is_in_place(file: FileIO, path: Path) -> bool:
 
 
 def rewind_lines(path: Path, step: int) -> None:
-    """Remove the records of later steps from a file of JSON records with ascending steps, and a torn last line."""
+    """Remove records after `step`, and an incomplete last line, from a file of JSON records in order of steps."""
     with path.open("r+b") as file:
         end = 0
         for line in file:
@@ -164,7 +164,7 @@ def rewind_lines(path: Path, step: int) -> None:
 
 
 def _step_of(line: bytes) -> float:
-    """Return the step of a record. Minus infinity for other lines, so that they are kept."""
+    """Return the step of a record. Return minus infinity for a line without a step, so that the line is kept."""
     try:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):

@@ -99,7 +99,7 @@ def _step_record(record: Any) -> StepRecord:
     metrics = {RENAMED_METRICS.get(key, str(key)): float(value) for key, value in record["metrics"].items()}
     step, seconds = int(record["step"]), float(record["time"])
     if not (0 <= step <= LAST_STEP and 0 <= seconds <= _LAST_SECOND):
-        raise ValueError("a step or a time that cannot be")
+        raise ValueError("invalid step or time")
     return StepRecord(step, seconds, metrics)
 
 

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`routing.parquet` and `routing_anomalies.jsonl`: statistics and anomalies of the captured routes at every step.
 
-The table has a row per step and layer. Its columns are:
+The table has a row per step and layer. In the following, a row is the captured experts of a token in a layer. A row is
+usable if all its experts exist and differ. The columns are:
 
 - `expected` to `live_slots`: number of rows of the capture of each kind (`routing/agreement/row_kinds.py`)
 - `slots`: number of experts in usable rows, and `slot_chance`: share of these on which capture and router would agree
@@ -55,11 +56,15 @@ _LONGEST_TEXT = 1000
 class RoutingHistory:
     """Statistics of a run's captured routes over its steps.
 
+    A row is the captured experts of one token in one layer. A row is usable if all its experts exist and differ.
+
     Attributes:
+        rows: Number of rows of each kind in `Row`.
+        slots: Number of experts in usable rows.
         slot_chance: Share of `slots` on which capture and router agree by chance. NaN without usable rows.
-        margins: Number of usable rows, and of differing rows, by class of the router margin.
+        margins: Number of usable rows, and of rows in which capture and router differ, by class of the router margin.
         layer_overlap: In a sample of tokens, share of the captured experts of one layer that the routers of another
-            layer would choose. NaN if unknown. None if read from a run's folder, since it does not store this.
+            layer would choose. NaN if unknown. None if read from a run's folder, which does not store the overlap.
     """
 
     steps: Int[np.ndarray, " steps"]
@@ -118,7 +123,7 @@ def read_routing(run_folder: Path, first_step: int = 0) -> RoutingHistory:
 
 
 class AnomaliesTail(LineTail[OfStep[RoutingAnomaly]]):
-    """Reader of the anomalies of a running or finished run."""
+    """Reader of the anomalies of captured routes, of a running or finished run."""
 
     def __init__(self, run_folder: Path):
         super().__init__(run_folder / ANOMALIES_FILE_NAME, _parse)
@@ -127,6 +132,6 @@ class AnomaliesTail(LineTail[OfStep[RoutingAnomaly]]):
 def _parse(record: Any) -> OfStep[RoutingAnomaly]:
     step, kind, layer = int(record["step"]), record["kind"], record["layer"]
     if kind not in get_args(AnomalyKind) or not 0 <= step <= LAST_STEP:
-        raise ValueError("a kind or a step that cannot be")
+        raise ValueError("invalid kind or step")
     number = None if layer is None else int(layer)
     return OfStep(step, RoutingAnomaly(kind, str(record["text"])[:_LONGEST_TEXT], number))

@@ -81,8 +81,9 @@ class Console(Protocol):
 class SampleLog:
     """Writer of `samples.jsonl` and its thumbnails. It also prints responses of validations.
 
-    The same prompts come first in every validation. Only responses that `read_samples` may choose have thumbnails.
-    These are the first response to each of the first prompts, in validations and in steps with `has_images`.
+    Only responses that `read_samples` may choose for a report have thumbnails of their images: the first response to
+    each of the first prompts, in validations and in training steps for which `has_images` is true. The first prompts
+    are the same in every validation.
     """
 
     def __init__(self, run_folder: Path, console: Console, num_to_print: int, num_to_save: int | None):
@@ -101,7 +102,7 @@ class SampleLog:
         self._lines.close()
 
     def write(self, step: int, split: str, trajectories: Sequence[SavedTrajectory]) -> None:
-        """Write trajectories of a step, which are ordered by prompt."""
+        """Write the trajectories of a step. Requires that trajectories of one prompt follow each other."""
         kept = [*trajectories[: self._num_to_save], *self._further_failures(trajectories)]
         shown = _one_of_each_prompt(kept)[:PROMPTS_OF_A_STEP] if split == "val" or has_images(step) else []
         names = {id(trajectory): self._thumbnails.write(trajectory.images) for trajectory in shown}
@@ -112,7 +113,7 @@ class SampleLog:
             self._print(self.shown(step, split, trajectories))
 
     def shown(self, step: int, split: str, trajectories: Sequence[SavedTrajectory]) -> list[ShownSample]:
-        """Return the first response to each of the first prompts."""
+        """Return the samples to display: the first response to each of the first prompts."""
         chosen = _one_of_each_prompt(trajectories)[: self._num_to_print]
         return [shown_sample(_record(step, split, trajectory, ())) for trajectory in chosen]
 
@@ -124,7 +125,7 @@ class SampleLog:
             self._console.show(sample_lines(sample))
 
     def _further_failures(self, trajectories: Sequence[SavedTrajectory]) -> list[SavedTrajectory]:
-        """Return a few failed trajectories that come after the first `num_to_save`."""
+        """Return a few trajectories without a score from beyond the first `num_to_save`."""
         if not self._num_to_save:
             return []
         return [found for found in trajectories[self._num_to_save :] if found.fault is not None][:_FURTHER_FAILURES]

@@ -107,7 +107,7 @@ def _record_in(line: bytes) -> Any:
 
 
 def _thumbnails(record: Any) -> list[str]:
-    """Return the valid names in a record. The file may have been edited, and names become paths."""
+    """Return the valid thumbnail names in a record. Others are skipped, because names become paths."""
     names = record.get("thumbnails") if isinstance(record, dict) else None
     return [name for name in names[:IMAGES_OF_A_SAMPLE] if is_thumbnail_name(name)] if isinstance(names, list) else []
 

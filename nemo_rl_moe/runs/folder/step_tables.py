@@ -39,7 +39,7 @@ _FILE_NAME = re.compile(r"steps-(\d{8})-(\d{8})\.parquet")
 
 @dataclass(frozen=True)
 class StepTable:
-    """Layout of a table. Each step has a row for each combination of the other axes.
+    """Layout of a table. At each step, it has a row for each combination of its other axes, such as layer and expert.
 
     Attributes:
         values: Name -> type of the columns that are not axes. They have counts, or shares that are not negative or NaN.
@@ -66,7 +66,7 @@ class StepRows:
     values: Mapping[str, NDArray[Any]]
 
     def since(self, step: int) -> "StepRows":
-        """Return the rows from a step on."""
+        """Return the rows of the steps from `step` on."""
         later = self.axes[0] >= step
         if later.all():
             return self
@@ -105,7 +105,12 @@ class StepTableWriter(ABC, Generic[Artifact]):
         """Add one step. Steps must ascend."""
 
     def add(self, step: int, axes: Sequence[Sequence[int]], values: Mapping[str, NDArray[Any]]) -> None:
-        """Add the rows of a step: numbers on the other axes, and for each column an array of their shape."""
+        """Add the rows of a step.
+
+        Args:
+            axes: Numbers on each axis but the step, such as the layers and the experts.
+            values: Column -> array with one dimension for each of these axes.
+        """
         all_axes = (np.array([step]), *map(np.asarray, axes))
         self._kept.append(StepRows(all_axes, {name: of_step[None] for name, of_step in values.items()}))
         if len(self._kept) > _MOST_STEPS_KEPT:
@@ -195,7 +200,7 @@ def read_steps(table: StepTable, run_folder: Path, first_step: int = 0) -> StepR
 
 
 def rewind_steps(table: StepTable, run_folder: Path, step: int) -> None:
-    """Remove the rows of all later steps.
+    """Remove the rows of all steps after `step`.
 
     If the process is killed in between, the next call finishes the work. A damaged file is renamed, so that readers
     skip it.
@@ -284,7 +289,7 @@ def _file(table: StepTable, path: Path) -> pa.Table:
 
 
 def _as_rows(table: StepTable, content: pa.Table, last: int) -> StepRows:
-    """Return the rows of a file whose last step must be `last`, after checks."""
+    """Check the content of a file, whose last step must be `last`, and return its rows."""
     if any(column.null_count for column in content.columns):
         raise ValueError("it has rows without a number")
     numbers = [content[axis].to_numpy() for axis in table.axes]

@@ -101,7 +101,7 @@ def is_thumbnail_name(name: object) -> bool:
 
 
 def read_thumbnail(run_folder: Path, name: str) -> bytes:
-    """Return the content of a thumbnail's file. Its size is checked, and that it can be decoded."""
+    """Return the content of a thumbnail's file. Raise an error if it is too large or cannot be decoded."""
     from PIL import Image
 
     path = run_folder / FOLDER_NAME / f"{name}.png"
@@ -114,7 +114,9 @@ def read_thumbnail(run_folder: Path, name: str) -> bytes:
             raise DataError(f"{path}: has more than {MOST_BYTES:,} bytes")
         with Image.open(BytesIO(content), formats=("PNG",)) as image:
             if max(image.size) > LONGEST_SIDE:
-                raise DataError(f"{path}: has {image.width} x {image.height} pixels")
+                raise DataError(
+                    f"{path}: has {image.width} x {image.height} pixels, expected at most {LONGEST_SIDE} a side"
+                )
             image.load()
     except DataError:
         raise

@@ -57,7 +57,7 @@ class StepActivity:
 
 @dataclass(frozen=True)
 class TimeLine:
-    """The last steps of a run, newest last."""
+    """Activity of trainer and engines in the last steps of a run, newest step last."""
 
     steps: Sequence[StepActivity]
 
@@ -74,10 +74,12 @@ class TimeLineWriter(StepTableWriter[TimeLine]):
 
 @dataclass(frozen=True)
 class TimeLineHistory:
-    """States over the steps of a run.
+    """Activity of trainer and engines over the steps of a run.
 
     Attributes:
-        seconds: Duration of each step.
+        states: State of the trainer (index 0) and of the engines (1) in each bin of a step, as an index into
+            `TRAINER_STATES` or `ENGINE_STATES`.
+        seconds: Duration of each step in seconds.
     """
 
     steps: Int[np.ndarray, " steps"]
@@ -86,7 +88,7 @@ class TimeLineHistory:
 
 
 def read_time_line(run_folder: Path, first_step: int = 0) -> TimeLineHistory:
-    """Return the states that a run has written so far.
+    """Return the activity of trainer and engines that a run has written so far, from a step on.
 
     Raises:
         FileNotFoundError: There is no step from `first_step` on.
@@ -96,14 +98,14 @@ def read_time_line(run_folder: Path, first_step: int = 0) -> TimeLineHistory:
 
 
 def seconds_of(intervals: Sequence[Interval], state: int) -> float:
-    """Return the number of seconds in a state."""
+    """Return the number of seconds that intervals spend in a state."""
     return sum(each.end_s - each.start_s for each in intervals if each.state == state)
 
 
 def binned(intervals: Sequence[Interval], num_bins: int) -> Int[np.ndarray, " bins"]:
     """Return, for each bin, the state with the most seconds.
 
-    Of states with equal seconds, it is the one with the lowest number. `intervals` must have no gaps.
+    If states have equal seconds, the state with the lowest number wins. Requires intervals without gaps.
     """
     start_s, end_s = intervals[0].start_s, intervals[-1].end_s
     if end_s <= start_s:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`experts_by_writer.parquet`: loads of every expert at every step by the tokens' writer.
+"""`experts_by_writer.parquet`: loads of every expert at every step, by who wrote the tokens (prompt, model, tool).
 
 Its columns are `step`, `writer` (an index into `token_writers.WRITERS`), `layer`, `expert` and `count`. Steps without
 tokens from an environment have no rows.
@@ -26,7 +26,7 @@ TABLE = StepTable(FOLDER_NAME, ("step", "writer", "layer", "expert"), {"count": 
 
 @dataclass(frozen=True)
 class WriterLoadHistory:
-    """Loads by writer over the steps of a run."""
+    """Load of each expert over the steps of a run, by the writer of the tokens: prompt, call, result or answer."""
 
     steps: Int[np.ndarray, " steps"]
     layers: Int[np.ndarray, " layers"]
@@ -42,7 +42,7 @@ class WriterLoadWriter(StepTableWriter["WriterLoad"]):
 
 
 def read_writer_load(run_folder: Path, first_step: int = 0) -> WriterLoadHistory:
-    """Return the loads that a run has written so far.
+    """Return the expert loads by the writer of the tokens that a run has written so far, from a step on.
 
     Raises:
         FileNotFoundError: There is no step from `first_step` on.

@@ -1,6 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Alerts during a run about routing, failing reward functions and idle steps. Each episode has one alert."""
+"""Alerts during a run about routing, failing reward functions and idle steps.
+
+A problem that lasts for several steps is an episode, and has one alert.
+"""
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
@@ -68,11 +71,11 @@ class AlertWatch:
         return alerts_of(step, self._tracker.observe(step, metrics, layers, counts, failed))
 
     def observe_load(self, step: int, layers: Sequence[int], counts: Int[np.ndarray, "layers experts"]) -> None:
-        """Set the expert load of a step, before `observe`."""
+        """Set the expert load of a step, for the call of `observe` that follows."""
         self._load = step, layers, counts
 
     def observe_anomalies(self, step: int, anomalies: Sequence[RoutingAnomaly]) -> list[Alert]:
-        """Return the alerts about the capture of a step. It is called before `observe`: anomalies may end the run."""
+        """Return the alerts about a step's captured routes. Call it before `observe`, as anomalies may end the run."""
         return alerts_of(step, self._tracker.observe_anomalies(step, anomalies))
 
     def replay(self, run_folder: Path, last_step: int) -> None:
@@ -102,7 +105,7 @@ class AlertWatch:
 
 
 def alerts_of(step: int, begun: Iterable[Finding]) -> list[Alert]:
-    """Return one alert for each kind of the findings that begin at a step. It covers all layers."""
+    """Return one alert for each kind of finding that begins at a step. An alert covers all layers."""
     by_kind = itertools.groupby(sorted(begun, key=lambda finding: finding.kind), key=lambda finding: finding.kind)
     return [_alert(step, kind.replace("_", " "), list(findings)) for kind, findings in by_kind]
 

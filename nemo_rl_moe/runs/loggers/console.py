@@ -244,7 +244,7 @@ def quiet(*logger_names: str, least: int = logging.ERROR) -> Iterator[None]:
 
 
 class Notices:
-    """Shows messages and warnings from any thread (rich's console is thread-safe), otherwise on standard error."""
+    """Shows messages and warnings of any thread on the console, or on standard error if the console fails."""
 
     def __init__(self, message: Callable[[str], None], warn: Callable[[str], None]):
         self._message, self._warn = message, warn

@@ -46,8 +46,8 @@ def build_loggers(
 ) -> FanOutLogger:
     """Return the opened loggers: those of the configuration, the console and `metrics.jsonl`.
 
-    In a resumed run, steps that TensorBoard or a service lacks are sent again from `metrics.jsonl`. They may have
-    waited in a queue when the run was killed.
+    In a resumed run, steps that TensorBoard or a service lacks are sent again from `metrics.jsonl`, because they may
+    have waited in a queue when the run was killed.
     """
     notices = Notices(console.message, console.warn)
     run_ids = {**resume.run_ids, **read_logger_run_ids(run_folder)} if resume else {}

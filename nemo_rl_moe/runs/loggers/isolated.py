@@ -61,7 +61,8 @@ class IsolatedLogger:
 
     Args:
         open_backend: Function that opens the backend. It is called in the thread.
-        earlier_steps: Function that reads the steps from before a resume. The backend first gets those that it lacks.
+        earlier_steps: Function that reads the steps from before a resume. The backend first gets the earlier steps
+            that it lacks.
         abandon: Function that is called if the backend hangs at the end, to let the process end. It must be quick.
         run_id: Id of the run at the service, if known before the backend is open.
     """

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Plot of a step's tokens by their lag: number of tokens, and effects of staleness."""
+"""Plot of a step's tokens by their lag, the age in optimizer steps of the weights that sampled them."""
 
 from typing import TYPE_CHECKING
 
@@ -21,14 +21,19 @@ _BLUE, _RED = "#2166ac", "#b2182b"
 
 
 def lag_plots(step: int, table: LagTable) -> dict[str, bytes]:
-    """Return key -> PNG file of the plot. Empty without tokens."""
+    """Return key -> PNG file of a plot of a step's tokens by lag (see `draw_lags`). Empty without tokens."""
     if not np.any(table.of["num_valid_tokens"]):
         return {}
     return {LAG_KEY: as_png(draw_lags(step, table))}
 
 
 def draw_lags(step: int, table: LagTable) -> "Figure":
-    """Return a plot by lag: tokens, divergence and its parts, effective samples, agreement of routes or clipping."""
+    """Return a plot with four panels, each over the lag of tokens.
+
+    Lag is the number of optimizer steps between the weights that sampled a token and the weights that train on it.
+    The panels show the number of tokens, the divergence of rollout and training with its parts, the loss of effective
+    samples, and the disagreement of routes (clipping if routes are unknown).
+    """
     figure = new_figure((LEFT + 2 * _WIDTH + _GAP_X + 40, TOP + 2 * _HEIGHT + _GAP_Y + 64))
     panels = [
         axes_at(figure, LEFT + column * (_WIDTH + _GAP_X), TOP + 16 + row * (_HEIGHT + _GAP_Y), _WIDTH, _HEIGHT)
@@ -53,13 +58,13 @@ def draw_lags(step: int, table: LagTable) -> "Figure":
 
 
 def _divergence(axes: "Axes", table: LagTable) -> None:
-    """Draw each class's divergence as two stacked parts: mismatch of the engines below, staleness above."""
+    """Draw the divergence of each class of lags as stacked parts: mismatch of the engines, and above it staleness."""
     divergence, title = table.of["gen_kl_error"], "divergence of rollout and training"
     if np.isnan(table.of["kl_staleness"]).all():  # no step had a token without lag
         _bars(axes, divergence, title)
         return
     stale = np.nan_to_num(table.of["kl_staleness"])
-    _bars(axes, divergence - stale, title, label="as without lag: the engines")
+    _bars(axes, divergence - stale, title, label="mismatch of the engines, as at lag 0")
     axes.bar(range(len(LAG_CLASSES)), stale, bottom=divergence - stale, color=_RED, width=0.7, label="staleness")
     axes.legend(loc="best", frameon=False)
     axes.relim()

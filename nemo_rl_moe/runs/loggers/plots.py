@@ -77,14 +77,16 @@ _LEAST_AGREEMENT_SPAN = 0.01
 
 
 def routing_plots(step: int, layers: Sequence[int], rows: Int[np.ndarray, "layers kinds"]) -> dict[str, bytes]:
-    """Return key -> PNG file of the plot. Empty without usable rows."""
+    """Return key -> PNG file of a plot of the routers' agreement with the rollout. Empty without usable routes."""
     if not rows[:, Row.USABLE].any():
         return {}
     return {AGREEMENT_KEY: as_png(draw_agreement(step, layers, rows))}
 
 
 def draw_agreement(step: int, layers: Sequence[int], rows: Int[np.ndarray, "layers kinds"]) -> "Figure":
-    """Return a plot of each layer's agreement with the rollout: for the experts it took, and those it would choose."""
+    """Return a plot of each layer's agreement with the rollout: of the experts used in training, and of the
+    experts that the routers would choose without replay.
+    """
     figure = new_figure((1000, 560))
     axes = axes_at(figure, 80, TOP, 880, 560 - TOP - BOTTOM)
     known = np.flatnonzero(rows[:, Row.USABLE])
@@ -116,14 +118,14 @@ _LEAST_SPAN = 4.0
 
 
 def advantage_plots(step: int, layers: Sequence[int], scores: Float[np.ndarray, "layers experts"]) -> dict[str, bytes]:
-    """Return key -> PNG file of the plot. Empty without scores."""
+    """Return key -> PNG file of a plot of each expert's score by advantage. Empty without scores."""
     if np.isnan(scores).all():
         return {}
     return {ADVANTAGE_KEY: as_png(draw_advantages(step, layers, scores))}
 
 
 def draw_advantages(step: int, layers: Sequence[int], scores: Float[np.ndarray, "layers experts"]) -> "Figure":
-    """Return a plot of the score of each expert: red if it prefers a high advantage, blue if it prefers a low one."""
+    """Return a plot of each expert's score: red if its use is higher at high advantages, blue at low advantages."""
     figure, axes, bar = _layers_by_experts(layers, scores, max(float(np.nanmax(np.abs(scores))), _LEAST_SPAN))
     axes.set(xlabel="expert", ylabel="layer")
     bar.set_label("standard deviations from chance")
@@ -155,7 +157,7 @@ MODALITY_KEY = "plots/experts_by_modality"
 _MOST_CELLS_WITH_TEXT = 200
 _MOST_EXPERTS_WITH_TEXT = 20
 _STRONG = 0.6
-"""Smallest preference whose cell is dark."""
+"""Smallest preference (0 to 1) for one kind of tokens at which an expert's cell is dark, so that its text is white."""
 
 
 def modality_plots(
@@ -165,7 +167,7 @@ def modality_plots(
     image_counts: Int[np.ndarray, "layers experts"],
     topk: int | None,
 ) -> dict[str, bytes]:
-    """Return key -> PNG file of the plot. Empty if all tokens are of one kind."""
+    """Return key -> PNG file of a plot of image and text tokens by expert. Empty if all tokens are of one kind."""
     if image_counts.sum() in (0, counts.sum()):
         return {}
     return {MODALITY_KEY: as_png(draw_modalities(step, layers, counts, image_counts, topk))}
@@ -178,7 +180,7 @@ def draw_modalities(
     image_counts: Int[np.ndarray, "layers experts"],
     topk: int | None,
 ) -> "Figure":
-    """Return a plot of each expert's preference for image tokens (red) or text (blue), with its image share."""
+    """Return a plot of each expert's preference for image (red) or text tokens (blue), with its share of images."""
     leaning = specialization(counts, image_counts, topk)
     figure, axes, bar = _layers_by_experts(layers, leaning, 1)
     axes.set(xlabel="expert", ylabel="layer")

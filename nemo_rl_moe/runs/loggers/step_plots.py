@@ -10,7 +10,7 @@ from nemo_rl_moe.runs.loggers.interface import DrawPlots
 
 
 def is_plot_step(step: int, every_steps: int | None) -> bool:
-    """Return whether a step has plots: the first step, and multiples of `every_steps`. No step if that is None or 0."""
+    """Return whether a step has plots: the first step, and multiples of `every_steps`. No step if it is None or 0."""
     return bool(every_steps) and (step == 1 or step % (every_steps or 1) == 0)
 
 

@@ -50,7 +50,7 @@ def draw_time_line(step: int, time_line: TimeLine) -> "Figure":
     axes.set_xlim(0, total_s)
     axes.set_ylim(-0.5, 1.5)
     axes.set_yticks([0.0, 1.0], labels=["engines", "trainer"])
-    axes.set_xlabel(f"seconds; a line: training gets the rollouts of a step, the last one of step {step}")
+    axes.set_xlabel(f"seconds; at each line, training gets the rollouts of a step (last line: step {step})")
     _add_legend(axes)
     waiting = sum(seconds_of(found.trainer, WAITING) for found in steps) / total_s
     generating = sum(seconds_of(found.engines, GENERATING) for found in steps) / total_s

@@ -28,7 +28,7 @@ def wandb_files(folder: Path, run_id: str = "*") -> list[Path]:
 
 
 def wandb_history(path: Path) -> Iterator[tuple[int, dict[tuple[str, ...], Any]]]:
-    """Yield (step, row) of the history in a run file. A row has path -> value. A path is the key, or key and part."""
+    """Yield (step, row) of the history in a run file. A row maps the parts of a nested key to a value."""
     for history in wandb_records(path, "history"):
         row = {tuple(item.nested_key) or (item.key,): json.loads(item.value_json) for item in history.item}
         yield int(row["_step",]), row

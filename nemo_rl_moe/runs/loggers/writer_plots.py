@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Plot of a step's experts by the writer of tokens: a heatmap for each writer, and the divergence between writers."""
+"""Plot of a step's experts by who wrote the tokens: a heatmap for each writer, and the divergence between writers."""
 
 from typing import TYPE_CHECKING
 
@@ -36,16 +36,16 @@ _DARK = 0.5
 
 
 def writer_plots(step: int, load: WriterLoad) -> dict[str, bytes]:
-    """Return key -> PNG file of the plot. Empty without tokens."""
+    """Return key -> PNG file of a plot of expert loads by who wrote the tokens. Empty without tokens."""
     if not load.counts.any():
         return {}
     return {WRITER_KEY: as_png(draw_writers(f"Experts by who wrote the token at step {step}", load))}
 
 
 def draw_writers(title: str, load: WriterLoad) -> "Figure":
-    """Return a plot of each expert's load over its fair share, separately for the tokens of each writer.
+    """Return a plot of each expert's load over its fair share, separately by who wrote the tokens.
 
-    They are the tokens of the prompt, of calls, of results and of the last response (`WRITERS`).
+    The four panels are for the tokens of the prompt, of calls, of results and of the last response (`WRITERS`).
     """
     num_layers, loads = len(load.layers), load.counts.sum(-1)
     height = min(max(_HEIGHT_OF_LAYER * num_layers, _LEAST_HEIGHT), _MOST_HEIGHT)
@@ -76,7 +76,7 @@ def _draw_load(axes: "Axes", load: WriterLoad, writer: int) -> None:
 
 
 def _summary(load: WriterLoad) -> str:
-    """Return one line about the scale and the divergences."""
+    """Return one line about the colour scale, and the divergences of the loads by writer in bits."""
     parts = ["load over fair share: blue below, red above"]
     for name, words in (("results_from_own", "results from own tokens"), ("calls_from_answers", "calls from answers")):
         of_layers = divergences(load.counts)[name]

@@ -15,7 +15,7 @@ from nemo_rl_moe.runs.folder.run_data import Series
 from nemo_rl_moe.runs.folder.saved_samples import evenly_spaced
 
 ArrayReference = dict[str, Any]
-"""Where the page's script finds an array: `blob`, `dtype`, `shape` and `offset`."""
+"""Position of an array in the data of the page: `blob`, `dtype`, `shape` and `offset`."""
 
 _STEPS_AT_A_TIME = 64
 
@@ -56,7 +56,9 @@ def narrowest(counts: NDArray[np.int64]) -> NDArray[Any]:
 
 
 def thinned(series: Series, most: int) -> Series:
-    """Return at most `most` points: the lowest, highest and a non-finite one of each stretch, and the last point."""
+    """Return at most `most` points: of each stretch of steps, the lowest, the highest and a NaN or infinite point (if
+    any), and the last point of all.
+    """
     number = len(series.steps)
     if number <= most:
         return series
@@ -83,7 +85,7 @@ def highest_of_stretches(
 
 
 def in_parts(function: Callable[..., NDArray[Any]], *of_steps: NDArray[Any]) -> NDArray[Any]:
-    """Return a function's results for all steps. It gets 64 steps at a time, to save gigabytes of memory."""
+    """Call a function on 64 steps at a time, to save gigabytes of memory. Return its results for all steps."""
     starts = range(0, len(of_steps[0]), _STEPS_AT_A_TIME)
     return np.concatenate(
         [function(*(part[start : start + _STEPS_AT_A_TIME] for part in of_steps)) for start in starts]

@@ -31,9 +31,10 @@ def load_view(
     """Return the data of the charts about the expert load, without the loads themselves.
 
     - `layers`, `num_experts`, `num_steps`
-    - `by_layer`: spread and number of dead experts, `[stretches of steps, layers]`: the highest value of each stretch
+    - `by_layer`: spread of loads and number of dead experts, `[stretches, layers]`, as the highest value in each
+      stretch of consecutive steps
     - `outliers`: utilization over time of the most and least loaded experts
-    - `what_if`: overload over time for each expert-parallel size
+    - `what_if`: overload (work of the busiest rank over the mean) over time for each expert-parallel size
     """
     points = max(int(_MOST_POINTS * detail), _FEWEST)
     return {
@@ -126,7 +127,8 @@ def modality_view(
 
     - `layers`, `num_experts`, `num_steps`
     - `steps`, and the `counts`, `image_counts` and `specialization` (NaN for an expert without tokens) at these steps
-    - `by_layer`: separation, `[stretches of steps, layers]`: the highest value of each stretch. NaN if unknown.
+    - `by_layer`: separation of the experts of image and text tokens (0: chance, 1: no expert in common), `[stretches,
+      layers]`, as the highest value in each stretch of consecutive steps. NaN if unknown.
     - `table`: a row for each layer at the last of these steps
     """
     if load.image_counts is None:

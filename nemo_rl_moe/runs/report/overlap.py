@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Gain of a run by overlapping rollouts and training, and its cost by the lag of tokens."""
+"""Gain of a run from rollouts that overlap with training, and the cost of this, as tokens are from older weights."""
 
 from statistics import fmean
 
@@ -12,7 +12,7 @@ NUM_STEPS = 20
 
 
 def overlap_facts(run: RunData) -> list[tuple[str, str]]:
-    """Return pairs (label, value) if the last steps of a run trained on older tokens. Empty for other runs."""
+    """Return (label, value) pairs on gain and cost of overlapping rollouts and training. Empty without overlap."""
     balances = _last_balances(run)
     if not balances:
         return []

@@ -39,11 +39,11 @@ _OF_A_LAYER = re.compile(r"train/moe/(\w+)/(\w+)_layer_(\d{1,6})")
 
 
 def routing_view(routing: RoutingHistory, pool: ArrayPool, detail: float = 1.0) -> dict[str, Any]:
-    """Return the data of the cards about routing.
+    """Return the data of the cards about routing. A row is the captured experts of one token in one layer.
 
     - `layers`
-    - `by_layer`: share of rows for which the routers would choose other experts, `[stretches of steps, layers]`: the
-      highest value of each stretch. NaN without usable rows.
+    - `by_layer`: share of rows for which the routers would choose other experts, `[stretches, layers]`, as the highest
+      value in each stretch of consecutive steps. NaN without usable rows.
     - `margins`: number of rows by class of router margin (all rows, differing rows), `[classes, 2]`, at single steps
       and over all steps
     - `statistics`: number of rows by kind over all steps, and for each layer with wrong rows
@@ -76,7 +76,7 @@ def routing_view(routing: RoutingHistory, pool: ArrayPool, detail: float = 1.0) 
 
 
 def advantage_view(advantages: AdvantageHistory, pool: ArrayPool, detail: float = 1.0) -> dict[str, Any] | None:
-    """Return the data of the card about experts by advantage. None if no group had different advantages.
+    """Return the data of the card about experts by advantage. None if no group had responses of different advantages.
 
     `of_steps` has the scores at single `steps`. `of_all` has combined scores: the sum over the steps divided by the
     square root of their number. It is again a score if steps are independent (Stouffer's method). NaN without a score.

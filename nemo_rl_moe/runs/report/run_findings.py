@@ -87,7 +87,7 @@ def scoring_lines(run_folder: Path) -> list[str]:
                 sum(getattr(record.content, name) for record in failed) for name in ("number", "responses")
             )
             lines.append(
-                f"  warning: {number} {of} could not be scored, {number / all_of:.0%} of those of"
+                f"  warning: {number} {of} could not be scored, {number / all_of:.0%} of all in"
                 f" {counted(len(failed), 'step')}; the first at step {failed[0].step}: {failed[0].content.first}"
             )
     rewards = {key: series_of(points) for key, points in history.items() if key in _METRICS or is_reward_metric(key)}
@@ -96,7 +96,7 @@ def scoring_lines(run_folder: Path) -> list[str]:
 
 
 def episodes_of(findings: Sequence[Finding]) -> list[Episodes]:
-    """Return findings grouped by kind and layer. Current findings come first, and the entire model before layers."""
+    """Group findings by kind and layer. Current findings come first, and the entire model comes before layers."""
     of_key: dict[tuple[str, int | None], list[Finding]] = {}
     for finding in findings:
         of_key.setdefault(finding.key, []).append(finding)

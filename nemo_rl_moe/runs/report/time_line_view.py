@@ -13,7 +13,7 @@ STEPS_SHOWN = 12
 
 
 def time_line_view(found: TimeLineHistory, pool: ArrayPool) -> dict[str, Any]:
-    """Return the data of the time line. `trainer` and `engines` have the state in each bin of all shown steps."""
+    """Return the data of the time line. `trainer` and `engines` hold the state in each bin (part of a step)."""
     states = found.states[-STEPS_SHOWN:].astype(np.uint8)
     return {
         "steps": found.steps[-STEPS_SHOWN:].tolist(),

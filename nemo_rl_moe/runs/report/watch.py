@@ -42,7 +42,7 @@ _LEAST_INTERVAL, _LONGEST_INTERVAL = 0.1, 3600.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN_DIR", help="a run's folder, such as logs/sft/exp_001")
     parser.add_argument(
-        "--interval", type=_seconds, default=1.0, metavar="SECONDS", help="time between two frames; default: 1"
+        "--interval", type=_seconds, default=1.0, metavar="SECONDS", help="seconds between two frames; default: 1"
     )
     parser.add_argument("--once", action="store_true", help="print one frame and end")
 

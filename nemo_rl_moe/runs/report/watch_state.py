@@ -51,7 +51,7 @@ _STEPS_OF_A_PACE = 20
 
 @dataclass
 class WatchedRun:
-    """Content of a frame.
+    """State of a run, as one frame of the terminal view shows it.
 
     Attributes:
         described: The run's configuration, without its history.
@@ -145,13 +145,13 @@ class RunWatcher:
                 self._tracker.observe(record.step, record.metrics, layers, counts.get(record.step), failed)
 
     def _awaits_load(self, record: StepRecord) -> bool:
-        """Return whether the loads of a step may still be written. Loads of short steps are written together, later."""
+        """Return whether a step's loads may still be written, because the loads of short steps are written together."""
         if self.run.load is None or record.step <= self.run.load.steps[-1]:
             return False
         return time.time() - record.time < 2 * MAX_DELAY_S
 
     def _update_capture(self, records: Sequence[StepRecord], wrong: Mapping[int, Sequence[RoutingAnomaly]]) -> None:
-        """Observe the captures of new steps. A capture's anomalies may end the run. Then its step has no record."""
+        """Observe the captures of new steps, also of a last step without metrics, since anomalies may end the run."""
         with_capture = {record.step for record in records if ANOMALIES in record.metrics}
         for step in sorted(with_capture | wrong.keys()):
             if step > self._last_capture_step:

@@ -235,10 +235,10 @@ def test_an_engine_does_not_wake_beside_a_full_allocator(stand_in: ModuleType) -
     with pytest.raises(GenerationError) as caught:
         machine.generate()
     assert str(caught.value) == (
-        "GPUs that trainer and engines share: when the key-value cache wakes: expected room beside the trainer, found"
-        " engines (awake: nothing) and no room beside the trainer"
+        "GPUs that trainer and engines share: when the key-value cache wakes: expected memory that the trainer has"
+        " freed, found engines (awake: nothing) and no memory that the trainer has freed"
     )
-    with pytest.raises(GenerationError, match="when weights arrive: expected room beside the trainer"):
+    with pytest.raises(GenerationError, match="when weights arrive: expected memory that the trainer has freed"):
         machine.send()
     machine.refit()
     machine.generate()

@@ -96,9 +96,9 @@ def test_the_terminal_view_waits_for_the_step_of_a_failure(tmp_path: Path) -> No
 
 def test_lines_at_the_end_of_a_run(tmp_path: Path) -> None:
     assert scoring_lines(run_with_failures(tmp_path / "run")) == [
-        "  warning: 7 responses could not be scored, 22% of those of 2 steps; the first at step 2: ValueError: even"
+        "  warning: 7 responses could not be scored, 22% of all in 2 steps; the first at step 2: ValueError: even"
         " (sample grpo.jsonl:3)",
-        "  warning: 2 responses of validations could not be scored, 25% of those of 1 step; the first at step 2:"
+        "  warning: 2 responses of validations could not be scored, 25% of all in 1 step; the first at step 2:"
         " ValueError: even (sample val.jsonl:1)",
         "  warning: the reward 'format' has been 0 in every response since step 1: it distinguishes no responses",
     ]
