@@ -69,7 +69,7 @@ def attention_windows(config: TransformerConfig) -> list[int | None]:
 def linear_layer_indices(config: TransformerConfig) -> list[int]:
     """Return the layers with a gated delta net instead of attention.
 
-    These layers do not use Megatron-Core's `experimental_attention_variant`, because its layers cannot generate.
+    They do not use Megatron-Core's `experimental_attention_variant`, because layers of that variant cannot generate.
     """
     return [index for index, is_linear in enumerate(config.linear_attention_freq or ()) if is_linear]
 
@@ -158,7 +158,7 @@ def _layout_fields(policy: PolicyConfig) -> dict[str, Any]:
 
 
 def _implementation_fields(policy: PolicyConfig) -> dict[str, Any]:
-    """Return the fields that choose implementations on this machine."""
+    """Return the fields of TransformerConfig that select number formats and kernels for this machine."""
     dtype = DTYPES[policy.precision]
     fused = use_transformer_engine(policy)
     return {
@@ -259,7 +259,7 @@ def _problems_with_overrides(overrides: Mapping[str, Any], fields: Mapping[str, 
     if fields.get("multi_latent_attention") or fields.get("mrope_section"):
         wrong["apply_rope_fusion"] = "the fused kernel takes wrong angles for this model"
     if cpu_backend.ACTIVE:
-        why = "with interleaved stages, gloo then swaps what stages send each other, without an error"
+        why = "with interleaved stages, gloo then mixes up the tensors between stages, without an error"
         wrong |= {"batch_p2p_comm": why, "overlap_p2p_comm": why}
     return [
         f"{_KEY}model_overrides.{name}: got true, expected false: {why}"
@@ -295,7 +295,7 @@ def _problems_with_vision(policy: PolicyConfig, *, has_vision: bool) -> list[str
             " cannot share an image"
         ]
     if not has_vision:
-        why = "the model takes no images, so it lacks this part, or has no other part"
+        why = "the model takes no images: its language model is its only part"
         budgets = {name: getattr(policy, name).train_mb_patches for name in ("sequence_packing", "dynamic_batching")}
         return [f"{key}{name}: got true, expected false: {why}" for name, value in freeze if value] + [
             f"policy.{name}.train_mb_patches: got {most}, expected null: the model takes no images"
@@ -418,7 +418,7 @@ def _problems_with_stages(fields: dict[str, Any]) -> list[str]:
             for name, value in given.items()
         ]
     problems = [
-        f"{_KEY}{name}: got {value}, which does not divide by {_KEY}virtual_pipeline_model_parallel_size {pieces}"
+        f"{_KEY}{name}: got {value}, which is no multiple of {_KEY}virtual_pipeline_model_parallel_size {pieces}"
         for name, value in given.items()
         if value % pieces
     ]

@@ -152,7 +152,7 @@ class VisionInput:
 def placed(
     hidden: Float[Tensor, "columns rows hidden"], is_image: Tensor, features: Float[Tensor, "tokens hidden"]
 ) -> Float[Tensor, "columns rows hidden"]:
-    """Return the hidden states with features in place of image tokens, row after row. The host does not wait."""
+    """Return the hidden states with features in place of image tokens, row after row, without a wait for the GPU."""
     number = is_image.flatten().long().cumsum(0).sub_(1).clamp_(0, len(features) - 1)
     by_token = torch.nn.functional.embedding(number.view(is_image.shape).T, features.to(hidden.dtype))
     # Contiguous, because it may be sent to the next pipeline stage.
@@ -160,7 +160,7 @@ def placed(
 
 
 def add_vision(chunk: GPTModel, hf_config: Any, init_seed: int) -> None:
-    """Add its family's tower and projector to a chunk, and rotary positions for image tokens."""
+    """Add the tower and projector of the model's family to a chunk, and rotary positions for image tokens."""
     family = family_of(hf_config)
     vision = family.vision
     assert vision is not None

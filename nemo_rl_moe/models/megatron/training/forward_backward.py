@@ -52,7 +52,8 @@ class ForwardBackward:
     Attributes:
         packed: Whether sequences are packed, not padded.
         explicit_mask: Whether the core attention needs its causal mask as a tensor, as Megatron-Core's does.
-        counts: Whether training passes count in the agreement statistics. False for passes outside of the step.
+        counts: Whether training passes count in the statistics of the routers' agreement with captured experts. False
+            for passes outside of the step.
     """
 
     config: TransformerConfig

@@ -60,7 +60,7 @@ class MegatronModel:
     Args:
         weights_folder: Folder to read weights from, or None for random weights.
         tokenizer: Only needed for stop strings.
-        store: Store for the rows that batches refer to and that results contain.
+        store: Store for large arrays, such as routed experts and pixels. Batches and results contain only handles.
 
     Attributes:
         adapters: Switch of the model's adapters, or None without adapters.
@@ -204,7 +204,7 @@ class MegatronModel:
         return found, self._store.keep(routes) if self.coordinates.reports_loss else []
 
     def compare_routes(self, microbatches: Sequence[TokenBatch]) -> tuple[list[torch.Tensor], AgreementTotals]:
-        """Return `logprobs` with live routers, and the comparison of their experts with the capture.
+        """Return `logprobs` with freely choosing routers, and how far their experts agree with the captured experts.
 
         Every rank calls it.
         """
@@ -250,6 +250,10 @@ class MegatronModel:
     def receive_weights(self, transfer: TransportSpec, receiver: int, version: int) -> int:
         """Receive the weights of a trainer's ranks, and return the number of received bytes. Every rank calls it.
 
+        Args:
+            receiver: Index of this rank among all receivers of the transfer.
+            version: Number of optimizer steps of the received weights.
+
         Raises:
             WeightSyncError: Not every tensor arrived exactly once. The weights are a mixture of old and new values.
         """
@@ -294,7 +298,7 @@ class MegatronModel:
         return gather(self.chunks, self.config, self.hf_config, is_wanted)
 
     def begin_probe(self) -> None:
-        """Change the adapters' values until `end_probe`."""
+        """Change the adapters' values until `end_probe`, to check that an engine uses the adapters."""
         self._probe.begin()
 
     def end_probe(self) -> None:

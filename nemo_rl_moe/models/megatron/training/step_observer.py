@@ -50,7 +50,7 @@ class StepObserver:
     """
 
     def start_step(self, number: int, shards: Sequence[GlobalBatchShard]) -> None:
-        """Prepare for a `train` call."""
+        """Prepare for a `train` call, with its number in the run and its global batches."""
 
     def start_global_batch(self, shard: GlobalBatchShard, loss_function: LossFunction) -> None:
         """See the next global batch before it is trained on."""

@@ -45,7 +45,7 @@ class _Update:
     """Result of one global batch.
 
     Attributes:
-        num_of: Kind of mean -> number of tokens or sequences in it.
+        num_of: Kind of mean -> number of tokens or sequences in the mean.
         series: The loss function's metrics of this rank's microbatches.
     """
 
@@ -67,7 +67,7 @@ class MegatronTrainer(MegatronModel):
     Args:
         num_steps: Number of optimizer steps of the run, for the learning-rate schedule.
         tokenizer: Only needed for stop strings.
-        store: Store for the rows that batches refer to and that results contain.
+        store: Store for large arrays, such as routed experts and pixels. Batches and results contain only handles.
 
     Attributes:
         host_state: Moves the optimizer's state between the device and the host.
@@ -169,7 +169,7 @@ class MegatronTrainer(MegatronModel):
         return _Update(num_of, loss, grad_norm, lr, series, is_skipped=has_targets and not is_updated)
 
     def expert_biases(self) -> dict[int, Float[np.ndarray, "2 experts"]]:
-        """Return `ExpertBias.around_last_update`. The result is the same on all ranks of a stage."""
+        """Return MoE layer index -> expert bias before and after the last update, the same on all ranks of a stage."""
         return self._expert_bias.around_last_update()
 
     def reference_logprobs(self, microbatches: Sequence[TokenBatch]) -> list[torch.Tensor]:
