@@ -90,10 +90,10 @@ class _SnapshotWriter(FileSystemWriterAsync):
 
 
 class CheckpointWrite:
-    """Write of one rank's part of a checkpoint in progress.
+    """A running write of one rank's part of a checkpoint.
 
     Args:
-        plan: Plan of all ranks, on rank 0. None on others.
+        plan: Write plan of all ranks on rank 0, None on other ranks.
     """
 
     def __init__(self, writer: _SnapshotWriter, plan: Any):

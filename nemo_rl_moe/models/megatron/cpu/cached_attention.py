@@ -184,7 +184,7 @@ class SelfAttentionCache:
         self._products = None if context.rotation.of_rows else self._products_of(slice(None))
 
     def _factors(self, slots: slice) -> tuple[Float[Tensor, "some rows_or_1 1 heads dim"], ...]:
-        """Return cosines times the norms' weights, and sines times the swapped weights."""
+        """Return cosines times the norms' weights, and sines times the weights with swapped halves."""
         if self._products is None:
             return self._products_of(slots)
         return tuple(product[slots] for product in self._products)

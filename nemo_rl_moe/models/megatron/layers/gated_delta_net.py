@@ -330,7 +330,7 @@ class GatedDeltaNet(MegatronModule):
 
 
 def _in_sections(sharded: ShardedTensor, sizes: Sequence[int]) -> ShardedTensorFactory:
-    """Return a rank's rows of a parameter as blocks of a tensor whose sections are contiguous in every layout."""
+    """Return a rank's rows of a parameter, for a checkpoint, as blocks of a tensor with sections such as queries."""
     rows = sharded.local_shape[0]
     rank, ranks = sharded.global_offset[0] // rows, sharded.global_shape[0] // rows
     starts = [0, *itertools.accumulate(size * ranks for size in sizes)]

@@ -254,7 +254,7 @@ def build_transformer_config(policy: PolicyConfig, hf_config: Any) -> Transforme
 
 
 def _problems_with_overrides(overrides: Mapping[str, Any], fields: Mapping[str, Any]) -> list[str]:
-    """Return the problems of overrides that compute wrong numbers."""
+    """Return a message for each override that is on and makes this machine or model compute wrong numbers."""
     wrong = {}
     if fields.get("multi_latent_attention") or fields.get("mrope_section"):
         wrong["apply_rope_fusion"] = "the fused kernel takes wrong angles for this model"
@@ -320,7 +320,7 @@ def _problems_with_vision(policy: PolicyConfig, *, has_vision: bool) -> list[str
 
 
 def _problems_with_packed_sinks(policy: PolicyConfig) -> list[str]:
-    """Return the problem of packed sequences with attention sinks if Transformer Engine has no kernel for them."""
+    """Return a message if sequences are packed and Transformer Engine has no kernel for attention sinks in packs."""
     found, first = _transformer_engine_version(), FIRST_ENGINE_WITH_PACKED_SINKS
     # Zeros are an unknown release.
     is_too_old = use_transformer_engine(policy) and (0, 0) < found < first
@@ -361,7 +361,7 @@ def _problems_with_shared_sequences(fields: dict[str, Any]) -> list[str]:
 
 
 def _problems_with_fused_gradients(fields: dict[str, Any]) -> list[str]:
-    """Return the problem of fused accumulation of weight gradients without a kernel for the output layer."""
+    """Return a message if fused accumulation of weight gradients is on, but its kernel is not installed."""
     if not fields["gradient_accumulation_fusion"] or importlib.util.find_spec("fused_weight_gradient_mlp_cuda"):
         return []
     return [
@@ -371,7 +371,7 @@ def _problems_with_fused_gradients(fields: dict[str, Any]) -> list[str]:
 
 
 def _problems_with_fused_cross_entropy(fields: dict[str, Any]) -> list[str]:
-    """Return the problem of Megatron-Core's native kernel, which rounds all gradients of logits to bfloat16."""
+    """Return a message if float32 training uses Megatron-Core's fused cross entropy, which rounds to bfloat16."""
     is_native = fields.get("cross_entropy_fusion_impl", "native") == "native"
     if not fields.get("cross_entropy_loss_fusion") or not is_native or fields["params_dtype"] is torch.bfloat16:
         return []
@@ -382,7 +382,7 @@ def _problems_with_fused_cross_entropy(fields: dict[str, Any]) -> list[str]:
 
 
 def _problems_with_layers(fields: dict[str, Any]) -> list[str]:
-    """Return the problems of sizes that the layout does not divide."""
+    """Return a message for each size of the model that the pipeline or tensor-parallel layout does not divide."""
     tensor = fields["tensor_model_parallel_size"]
     sizes = {"query heads": fields["num_attention_heads"], "key and value heads": fields["num_query_groups"]}
     if any(fields.get("linear_attention_freq") or ()):
@@ -497,7 +497,7 @@ def _problems_with_experts(fields: dict[str, Any], *, grouped_kernels: bool) -> 
 
 
 def _problems_with_dispatcher(fields: dict[str, Any], *, on_gpus: bool) -> list[str]:
-    """Return the problem of a dispatcher without its library. Megatron-Core would raise in the first MoE layer."""
+    """Return a message if the flex dispatcher lacks its library: Megatron-Core would only raise in an MoE layer."""
     backend = fields.get("moe_flex_dispatcher_backend", "deepep")
     if not on_gpus or fields["moe_token_dispatcher_type"] != "flex" or backend not in _NEEDING_DEEP_EP:
         return []
@@ -510,7 +510,7 @@ def _problems_with_dispatcher(fields: dict[str, Any], *, on_gpus: bool) -> list[
 
 
 def _problems_with_groups(fields: dict[str, Any]) -> list[str]:
-    """Return the problem of a kernel that chooses groups of experts by another rule than the model does."""
+    """Return a message if the fused router kernel would choose groups of experts by another rule than the model."""
     if not fields.get("moe_router_fusion") or not fields["moe_router_group_topk"]:
         return []
     return [

@@ -121,7 +121,7 @@ class VisionInput:
         return found
 
     def image_features(self, columns: Mapping[str, Tensor]) -> TowerOutput | None:
-        """Run tower and projector once for each distinct image. Return a row for each image token, or None."""
+        """Run tower and projector once for each distinct image. Return a row for each image token, None without images."""
         tower, family = self.vision, self.family  # type: ignore[attr-defined]
         if IMAGE_SIZES not in columns or not len(columns[IMAGE_SIZES]):
             return None
@@ -138,7 +138,7 @@ class VisionInput:
         return TowerOutput(output.embeddings[rows], tuple(each[rows] for each in output.deep))
 
     def _zero_of_tower(self, device: torch.device) -> Tensor:
-        """Return 0 with a zero gradient for each trained weight of tower and projector."""
+        """Return 0, computed from all trained weights of tower and projector, so that each gets a gradient of 0."""
         # Overlapped gradient reduction waits for all gradients in each microbatch.
         tower = self.vision  # type: ignore[attr-defined]
         if not any(parameter.requires_grad for parameter in tower.parameters()):

@@ -121,10 +121,10 @@ class CapturedRoutes:
 def _in_order(
     routes: Int[np.ndarray, "moe_layers captured topk"], order: Int[np.ndarray, " tokens"]
 ) -> Int[np.ndarray, "tokens moe_layers topk"]:
-    """Return the routes of the tokens `order`, token by token.
+    """Return the routed experts of the tokens with the indices `order`, token by token.
 
-    numpy with one item per token and layer is several times as fast as an index of single experts, or as a tensor for
-    each of hundreds of short sequences.
+    An item of the numpy array has all experts of one (token, layer). This is several times as fast as an index of
+    single experts, or as a tensor for each of hundreds of short sequences.
     """
     layers, _, topk = routes.shape
     items = routes.view(np.dtype((np.void, topk * routes.itemsize)))[..., 0]

@@ -118,7 +118,7 @@ class MegatronModel:
         return any(hasattr(chunk, "vision") for chunk in self.chunks)
 
     def describe(self, config_json: Mapping[str, Any]) -> RankDescription:
-        """Return the description of the model at its start.
+        """Return this rank's coordinates, router settings, notices, FLOPs and GPU, for the log at the start.
 
         Args:
             config_json: The model's Hugging Face configuration, as in the file.
@@ -141,30 +141,30 @@ class MegatronModel:
         return self._series(results)
 
     def logprobs(self, microbatches: Sequence[TokenBatch]) -> list[torch.Tensor]:
-        """Return `ForwardBackward.logprobs` in host memory.
+        """Return for each microbatch the log-probability of every token given its prefix, `[sequences, longest]`.
 
-        Ranks that do not report the loss (`coordinates.reports_loss`) return an empty list.
+        The tensors are in host memory. Ranks without the loss (`coordinates.reports_loss`) return an empty list.
         """
         return self._on_host(self._forward_backward.logprobs, microbatches)
 
     def values(self, microbatches: Sequence[TokenBatch]) -> list[torch.Tensor]:
-        """Return `ForwardBackward.values` in host memory.
+        """Return for each microbatch the value of every token's prefix, `[sequences, longest]`.
 
-        Ranks that do not report the loss (`coordinates.reports_loss`) return an empty list.
+        The tensors are in host memory. Ranks without the loss (`coordinates.reports_loss`) return an empty list.
         """
         return self._on_host(self._forward_backward.values, microbatches)
 
     def scores(self, microbatches: Sequence[TokenBatch]) -> list[torch.Tensor]:
-        """Return `ForwardBackward.scores` in host memory.
+        """Return for each microbatch the value head's output at each sequence's last token, `[sequences, 1]`.
 
-        Ranks that do not report the loss (`coordinates.reports_loss`) return an empty list.
+        The tensors are in host memory. Ranks without the loss (`coordinates.reports_loss`) return an empty list.
         """
         return self._on_host(self._forward_backward.scores, microbatches)
 
     def candidate_logprobs(self, microbatches: Sequence[TokenBatch]) -> list[torch.Tensor]:
-        """Return `ForwardBackward.candidate_logprobs` in host memory.
+        """Return for each microbatch the log-probabilities of each token's candidates, `[sequences, longest, k]`.
 
-        Ranks that do not report the loss (`coordinates.reports_loss`) return an empty list.
+        The tensors are in host memory. Ranks without the loss (`coordinates.reports_loss`) return an empty list.
         """
         return self._on_host(self._forward_backward.candidate_logprobs, microbatches)
 
@@ -181,9 +181,10 @@ class MegatronModel:
     def top_candidates(
         self, microbatches: Sequence[TokenBatch], k: int, vocabulary_size: int
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return `ForwardBackward.top_candidates` in host memory.
+        """Return for each microbatch the likeliest tokens at the position of each token, and their log-probabilities.
 
-        Ranks that do not report the loss (`coordinates.reports_loss`) return an empty list.
+        Both are `[sequences, longest, k]` in host memory. Ranks without the loss (`coordinates.reports_loss`) return an
+        empty list.
         """
         self._evaluation_mode()
         with torch.no_grad():

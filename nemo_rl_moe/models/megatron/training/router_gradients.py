@@ -166,8 +166,8 @@ def counts_on_rank(config: TransformerConfig) -> float:
 def share_of_rank(config: TransformerConfig) -> float:
     """Return the weight of this rank's gradients in a sum over all ranks that equals the data-parallel wrapper's mean.
 
-    Tensor-parallel ranks see different tokens under sequence parallelism, and the same tokens otherwise.
-    Context-parallel ranks always see different tokens, and belong to the mean.
+    The mean is over data-parallel and context-parallel ranks. Tensor-parallel ranks see different tokens under sequence
+    parallelism, so all of them count. Otherwise they see the same tokens, so only one of them counts.
     """
     return counts_on_rank(config) / parallel_state.get_data_parallel_world_size(with_context_parallel=True)
 

@@ -67,7 +67,7 @@ class ChunkRoutes:
 
     @cached_property
     def by_layer(self) -> list[LayerRoutes]:
-        """The captured experts of each router, computed at the first use: not every pass replays or compares them."""
+        """The captured experts of each router. Computed at the first use, because not every pass needs them."""
         return self.rows.by_layer()
 
 
@@ -123,7 +123,7 @@ class RouterHooks:
 
     @property
     def positions(self) -> list[list[int]]:
-        """Indices into `layers` of each chunk's MoE layers."""
+        """For each chunk, the indices of its MoE layers among all MoE layers of the model."""
         return [sorted(hooks) for hooks in self._hooks]
 
     @contextmanager
@@ -188,7 +188,7 @@ class RouterHooks:
             self._count_waiting()
 
     def _count_waiting(self) -> None:
-        """Add the waiting passes to statistics, checks and probe."""
+        """Add the queued forward passes to statistics, checks and probe."""
         if not self._waiting:
             return
         first_tokens = len(self._waiting[0].fed)
@@ -208,7 +208,7 @@ class RouterHooks:
         self._probed.add(chunk)
 
     def watch_backward(self, output: Tensor, chunk: int, microbatch: ModelMicrobatch) -> None:
-        """Set the replayed experts again when the backward pass begins, which runs the routers if it recomputes."""
+        """Set the replayed experts again when the backward pass begins, for the routers that recomputation runs."""
         routes = self._routes(chunk, microbatch) if self._replays else None
         if routes is not None and output.requires_grad:
             output.register_hook(lambda _: self._give(chunk, routes))
@@ -255,7 +255,7 @@ class RouterHooks:
             _hide(hooks)
 
     def take(self) -> dict[int, list[RoutedTokens]]:
-        """Return index into `layers` -> choices of the router under `shown` since the last call."""
+        """Return index of an MoE layer -> its router's choices under `shown` since the last call."""
         return {position: hook.take() for hooks in self._hooks for position, hook in hooks.items()}
 
     @contextmanager

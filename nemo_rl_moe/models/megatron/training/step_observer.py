@@ -60,7 +60,7 @@ class StepObserver:
         return nullcontext()
 
     def after_forward(self, forward: TrainingForward, output: Tensor) -> None:
-        """See the output of a chunk. Its gradient hook runs when the backward pass begins."""
+        """Receive the output of a chunk. A gradient hook on the output runs when the backward pass begins."""
 
     def end_step(self) -> StepObservations:
         """Return the observations. Every rank calls it."""

@@ -195,7 +195,7 @@ class MegatronTrainer(MegatronModel):
         self.host_state.come_back()
 
     def start_checkpoint(self, directory: Path, with_optimizer: bool) -> None:
-        """Take a snapshot and begin to write it. The last checkpoint must be finished. Every rank calls it."""
+        """Take a snapshot and begin to write it. Requires that the last checkpoint is finished. Every rank calls it."""
         counters = TrainerCounters(self.num_updates, self._calls, self.scheduler.num_steps) if with_optimizer else None
         self._write = start_write(sharded_contents(self._training_objects, counters), directory, self._snapshots)
         if self._snapshots.has_frozen:
@@ -263,7 +263,7 @@ def _weighted_sum(weights: Sequence[float], values: Sequence[float]) -> float:
 
 
 def _over_all(updates: Sequence[_Update], kind_of_loss: Reduction) -> dict[str, MetricSeries]:
-    """Return one series for each metric over all global batches of a call."""
+    """Return one series for each metric over all global batches of a `train` call."""
     # Shares of each global batch's mean become shares of the mean over all batches. A global batch without a trained
     # token has neither means nor extremes, but its sums count.
     joined = {}

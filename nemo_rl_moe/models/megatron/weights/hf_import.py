@@ -228,7 +228,7 @@ def _agreed(plan: _Plan, hf_config: Any, folder: Path) -> list[str]:
 
 
 def _other_head(folder: SafetensorsFolder, hf_config: Any) -> list[str]:
-    """Return the problem of an output layer that differs from the embedding, although the configuration ties them.
+    """Return a message if the output layer differs from the embedding, although the configuration ties them.
 
     Rank 0 reads both tensors.
     """
