@@ -121,7 +121,7 @@ class VisionInput:
         return found
 
     def image_features(self, columns: Mapping[str, Tensor]) -> TowerOutput | None:
-        """Run tower and projector once for each distinct image. Return a row per image token, or None without images."""
+        """Run tower and projector once per distinct image. Return a row per image token, or None without images."""
         tower, family = self.vision, self.family  # type: ignore[attr-defined]
         if IMAGE_SIZES not in columns or not len(columns[IMAGE_SIZES]):
             return None
