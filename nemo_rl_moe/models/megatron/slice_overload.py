@@ -34,11 +34,11 @@ from nemo_rl_moe.routing.metrics.overload_factor import (
 def overload_of_rank(
     recorder: ExpertLoadRecorder, config: TransformerConfig, what_if_sizes: Sequence[int]
 ) -> tuple[OverloadSums, Float[Tensor, ""]]:
-    """Return the overload of this rank's share of the events, and the highest of `cumulative_peak_ratios`.
+    """Return this rank's part of the sums of a step's overload, and the highest of `cumulative_peak_ratios`.
 
-    The overload is that of the run's expert-parallel size and of other sizes. Events are layers in microbatches. Every
-    rank calls it: the ranks of a slice (see the module) sum their counts, and for sizes above the run's, slices
-    exchange counts. Neither collective makes the host wait for the GPU.
+    The overload is that of the run's expert-parallel size and of the sizes `what_if_sizes`. Every rank calls it. The
+    ranks that exchange tokens sum their counts, and divide the (microbatch, layer) pairs among themselves. For sizes
+    above the run's, these groups of ranks exchange counts too. Neither collective makes the host wait for the GPU.
     """
     chunks = moe_positions_of_chunks(config, parallel_state.get_pipeline_model_parallel_rank())
     held = [position for layers in chunks for position in layers]
@@ -65,7 +65,10 @@ def _on(held: Sequence[int], counts: Tensor) -> Int[Tensor, " held"]:
 def _counts_of_slice(
     recorder: ExpertLoadRecorder, held: Sequence[int], *, num_blocks: int
 ) -> Int[Tensor, "microbatches held blocks"]:
-    """Return the assignments to blocks of experts, summed over the ranks of a slice. No size splits a block."""
+    """Return the assignments to blocks of experts, summed over the ranks that exchange tokens (a slice).
+
+    Blocks are so small that no expert-parallel size splits a block.
+    """
     own = recorder.counts.index_select(1, _on(held, recorder.counts))
     # int32 can count the tokens of any microbatch.
     blocks: Tensor = rank_loads(own, num_blocks).to(torch.int32).contiguous()
@@ -78,7 +81,10 @@ def _counts_of_slice(
 def _share(
     counts: Int[Tensor, "events blocks"], *, exchange: bool
 ) -> tuple[Int[Tensor, "slices share blocks"], Int[Tensor, " share"]]:
-    """Return this rank's share of the events, and the events' indices. With `exchange`, it has counts of all slices."""
+    """Return the events, (microbatch, layer) pairs, that this rank evaluates, and the events' indices.
+
+    With `exchange`, the rank gets its events' counts of all slices, otherwise of its slice alone.
+    """
     # Ranks of a slice take events in turn, and so do slices after an exchange. All shares have the same length: some
     # are padded with empty events after the last event.
     rank = parallel_state.get_expert_tensor_and_model_parallel_rank()

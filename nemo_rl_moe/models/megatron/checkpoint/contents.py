@@ -48,7 +48,7 @@ _EXPERT_BIAS = ".router.expert_bias"
 
 
 def model_names(saved: Iterable[str]) -> dict[str, str]:
-    """Return this project's name -> name in the checkpoint (which may be Megatron-Core's), for a model's tensors."""
+    """Return this project's name of each model tensor -> its name in the checkpoint, which may be Megatron-Core's."""
     return {plain_norm_name(name): name for name in saved if _is_the_model_s(name)}
 
 
@@ -74,7 +74,7 @@ def check_names(
     Args:
         directory: Folder that the error message names.
         wanted: Names that this rank needs.
-        may_be_skipped: Whether a name in the checkpoint may be unused.
+        may_be_skipped: Function of a name in the checkpoint: whether the name may be unused.
 
     Returns:
         Unused names in the checkpoint.
@@ -130,7 +130,7 @@ def restore_random_states(states: Mapping[str, Tensor]) -> None:
 
 @dataclass(frozen=True)
 class TrainingObjects:
-    """Objects of one rank that training changes. The chunks are unwrapped."""
+    """Objects of one rank that training changes. The chunks are without the data-parallel wrapper."""
 
     chunks: Sequence[GPTModel]
     optimizer: MegatronOptimizer

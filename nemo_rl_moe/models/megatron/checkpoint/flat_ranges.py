@@ -82,7 +82,7 @@ def _offset_in(part: Tensor, parameter: Tensor, name: str) -> int:
     """Return the offset of a part in the flattened parameter."""
     shared = part.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
     if not (shared and part.is_contiguous() and parameter.is_contiguous()):
-        raise ValueError(f"{name}: its tensors in a checkpoint are no blocks of the parameter, so they cannot be cut")
+        raise ValueError(f"{name}: its tensors in a checkpoint are no contiguous blocks of the parameter")
     return int(part.storage_offset() - parameter.storage_offset())
 
 

@@ -72,7 +72,7 @@ class DataOnlyReader(FileSystemReader):
         return cast(IO[bytes], reader)
 
     def _compare(self) -> None:
-        """Compare the checksum of the complete tensor that was read last, even if reading it failed."""
+        """Compare the checksum of all bytes of the last tensor, even if reading the tensor failed."""
         if self._being_read is None:
             return
         assert self._parts is not None  # otherwise there is no HashingReader

@@ -151,7 +151,7 @@ def _sharded_of_plain(part: Any, by_parameter: Mapping[int, Sharded]) -> dict[st
 
 
 def _tensors_of_plain(part: Any) -> Iterator[tuple[str, Tensor, str, Tensor]]:
-    """Yield the name of a tensor, the model's parameter, the kind of tensor, and the tensor."""
+    """Yield name, model parameter, kind (moment or master) and values of each tensor of an unsharded optimizer."""
     for index, (parameter, main) in enumerate(_main_parameters(part)):
         state = part.optimizer.state[main]
         for kind in MOMENTS:
@@ -161,7 +161,7 @@ def _tensors_of_plain(part: Any) -> Iterator[tuple[str, Tensor, str, Tensor]]:
 
 
 def _main_parameters(part: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each parameter of the model with its master, or with itself if it has none."""
+    """Yield each parameter of the model with its float32 master, or with itself if it has no master."""
     if not isinstance(part, Float16OptimizerWithFloat16Params):
         for group in part.optimizer.param_groups:
             yield from ((parameter, parameter) for parameter in group["params"])

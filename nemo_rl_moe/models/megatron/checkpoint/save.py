@@ -53,7 +53,7 @@ class _SnapshotWriter(FileSystemWriterAsync):
         self.parts: dict[str, list[Part]] = {}
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan as it is. The original method would create a missing folder, which only this rank finds."""
+        """Return the plan unchanged. torch's method would create a missing folder, which only this rank would see."""
         return plan
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
@@ -90,10 +90,10 @@ class _SnapshotWriter(FileSystemWriterAsync):
 
 
 class CheckpointWrite:
-    """Write of one rank's part of a checkpoint in progress.
+    """A running write of one rank's part of a checkpoint.
 
     Args:
-        plan: Plan of all ranks, on rank 0. None on others.
+        plan: Write plan of all ranks on rank 0, None on other ranks.
     """
 
     def __init__(self, writer: _SnapshotWriter, plan: Any):

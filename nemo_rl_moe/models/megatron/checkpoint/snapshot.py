@@ -31,7 +31,7 @@ class Snapshots:
     def take(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return a tensor on the host for each tensor, or the tensor itself if it is frozen.
 
-        The tensors on the host have the current values after `wait`.
+        The tensors on the host have the current values only after `wait`, because the copies run in the background.
         """
         frozen = [self._is_frozen(tensor) for tensor in tensors]
         self.has_frozen = any(frozen)
@@ -53,7 +53,7 @@ class Snapshots:
         return self._kept
 
     def before_changes(self) -> None:
-        """Let the device wait for the copies. Call it before the tensors change."""
+        """Let the device wait for the copies. Must be called before the tensors change."""
         if self._copied is not None:
             torch.cuda.current_stream().wait_event(self._copied)
 

@@ -32,7 +32,7 @@ def packed_lengths(packed: PackedSeqParams, total: int) -> list[int]:
 
 
 def worth_padding(lengths: list[int]) -> bool:
-    """Return whether one padded batch of these sequences is faster than one call for each sequence."""
+    """Return whether one padded batch of sequences of these lengths is faster than one call for each sequence."""
     return max(lengths) * len(lengths) <= _LARGEST_PADDED_SHARE * sum(lengths)
 
 

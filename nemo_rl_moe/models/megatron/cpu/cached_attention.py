@@ -51,7 +51,7 @@ class Rotation:
         return torch.cat([heads[..., half:rotated], heads[..., :half], heads[..., rotated:]], -1)
 
     def keep_rows(self, rows: Int[Tensor, " kept"]) -> None:
-        """Keep only these rows of the batch."""
+        """Keep only the angles of the sequences with these row indices."""
         if self.of_rows:
             self.cosines, self.sines = self.cosines.index_select(1, rows), self.sines.index_select(1, rows)
 
@@ -83,7 +83,7 @@ class PaddedInferenceContext(StaticInferenceContext):
         self._mask = None
 
     def padding(self, queries: int) -> Bool[Tensor, "queries rows 1"] | None:
-        """Return True for each of the next slots that is padding, or None without padding, as after the prompts."""
+        """Return True for each of the next `queries` slots that is padding, or None if no slot is padding."""
         if self._hidden_slots is None or queries == 1:
             return None
         first = self.sequence_len_offset
@@ -92,7 +92,7 @@ class PaddedInferenceContext(StaticInferenceContext):
     def added_mask(self, queries: int, dtype: torch.dtype) -> Float[Tensor, "rows 1 queries keys"] | None:
         """Return an additive mask for the next slots: minus infinity for keys that are padding or later than a query.
 
-        Returns None without padding. All layers share the mask.
+        All layers share the mask. Returns None if no sequence has padding.
         """
         if self._hidden_slots is None:
             return None
@@ -184,7 +184,7 @@ class SelfAttentionCache:
         self._products = None if context.rotation.of_rows else self._products_of(slice(None))
 
     def _factors(self, slots: slice) -> tuple[Float[Tensor, "some rows_or_1 1 heads dim"], ...]:
-        """Return cosines times the norms' weights, and sines times the swapped weights."""
+        """Return cosines times the norms' weights, and sines times the weights with swapped halves."""
         if self._products is None:
             return self._products_of(slots)
         return tuple(product[slots] for product in self._products)
@@ -194,7 +194,7 @@ class SelfAttentionCache:
         return rotation.cosines[slots] * self._weight, rotation.sines[slots] * self._swapped
 
     def keep_rows(self, rows: Int[Tensor, " kept"]) -> None:
-        """Keep only these rows of the cache. The rotation stays, because all layers share it."""
+        """Keep only the sequences with these row indices. The rotation stays, because all layers share it."""
         self.keys_and_values = self.keys_and_values.index_select(0, rows)
 
     def attend(self, mixed: Float[Tensor, "queries rows mixed"]) -> Float[Tensor, "queries rows heads_dim"]:

@@ -136,7 +136,7 @@ class _CachedLayer:
         return bool(getattr(getattr(self._router, "router_replay", None), "shows", False))
 
     def _route(self, inputs: Tensor) -> None:
-        """Route all columns of a layer that computes only the last one."""
+        """Run the router for all columns of a layer that computes only the last, so that hooks record all of them."""
         router: Any = self._router
         if hasattr(router, "evaluate"):
             router.evaluate(inputs.view(-1, inputs.shape[-1]))
@@ -145,7 +145,7 @@ class _CachedLayer:
 
 
 def _attention(attention: Any, layer_number: int, context: PaddedInferenceContext) -> Apply:
-    """Return a function that computes an attention up to its output projection, and add its cache to the context."""
+    """Return a function for attention up to its output projection, and add the layer's cache to the context."""
     caches = context.key_value_memory_dict
     if isinstance(attention, LatentSelfAttention):
         latents = caches[layer_number] = LatentAttentionCache(attention, context, _linear)
@@ -167,7 +167,7 @@ def _attention(attention: Any, layer_number: int, context: PaddedInferenceContex
 def _pass_state(
     net: GatedDeltaNet, project: Apply, state: DeltaNetState, context: PaddedInferenceContext, inputs: Tensor
 ) -> Tensor:
-    """Mix the next tokens with the state of earlier tokens. Padding before a row leaves the state empty."""
+    """Mix the next tokens with the state of earlier tokens. Padding before a prompt leaves the state empty."""
     mixed, padding = project(inputs), context.padding(len(inputs))
     return net.mix(mixed if padding is None else mixed.masked_fill(padding, 0), state=state)
 

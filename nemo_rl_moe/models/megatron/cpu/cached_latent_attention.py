@@ -26,7 +26,7 @@ class LatentAttentionCache:
     """Cache of the keys and values of a layer with latent attention, and attention to them.
 
     Args:
-        apply: Function that turns a linear layer into a function.
+        apply: Function that turns a linear layer into a function of the layer's inputs.
     """
 
     def __init__(
@@ -53,13 +53,13 @@ class LatentAttentionCache:
         )
 
     def keep_rows(self, rows: Int[Tensor, " kept"]) -> None:
-        """Keep only these rows of the cache. The rotation stays, because all layers share it."""
+        """Keep only the sequences with these row indices. The rotation stays, because all layers share it."""
         self._keys, self._values = self._keys.index_select(0, rows), self._values.index_select(0, rows)
 
     def attend(self, inputs: Float[Tensor, "queries rows hidden"]) -> Float[Tensor, "queries rows heads_value_dim"]:
         """Cache keys and values of the next tokens, and return the attention to the full cache.
 
-        Several tokens in a row need an empty cache.
+        Requires an empty cache if there are several tokens in a row.
         """
         queries, rows, _ = inputs.shape
         first = self._context.sequence_len_offset

@@ -79,7 +79,7 @@ class DispatchFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, source: Tensor, rows_of_tokens: Tensor) -> Tensor:
-        """Gather tokens.
+        """Return the token of each row, `[tokens * k, hidden]`.
 
         Args:
             source: `[tokens * k]`, token of each row.

@@ -156,7 +156,7 @@ _FURTHER: Mapping[FastModule, Callable[[TransformerConfig], bool]] = {
 def eligible(module: FastModule, config: TransformerConfig) -> bool:
     """Return whether a fast module supports this configuration.
 
-    `local_routing` is the index router with the local dispatcher.
+    The module `local_routing` is `IndexTopKRouter` with `LocalTokenDispatcher`.
     """
     required = {**_EVERYWHERE, **_REQUIRED[module]}
     if any(getattr(config, field, value) != value for field, value in required.items()):

@@ -133,7 +133,8 @@ def _without_sequence_parallelism(chunks: Sequence[GPTModel], config: Transforme
 
 
 LEAVE_SHARE = 0.1
-"""Share of a batch's rows that must have ended before they are dropped. Each drop copies the cache."""
+"""Fraction of a batch's sequences that must have ended before they are dropped from the key-value cache, because each
+drop copies the cache."""
 
 
 class MegatronGenerator:
@@ -169,7 +170,7 @@ class MegatronGenerator:
             The responses on tensor-parallel rank 0 of the last pipeline stage, and an empty list on other ranks.
 
         Raises:
-            ValueError: The request is invalid. Nothing has been done.
+            ValueError: The request is invalid. Raised before any generation.
         """
         check_request(request, self._chunks[0], self._config, max_batch_size)
         stop = StopCondition(request.sampling, self._tokenizer)
@@ -190,7 +191,7 @@ class MegatronGenerator:
     def _run(
         self, request: GenerationBatch, batch: Sequence[int], stop: StopCondition
     ) -> tuple[Responses, CapturedRoutes | None]:
-        """Generate responses to a batch of prompts, and capture routes if there are hooks."""
+        """Generate responses to a batch of prompts, and capture the routed experts if the routers have hooks."""
         parameters = request.sampling
         plan = plan_slots(
             [request.prompts[index] for index in batch],
@@ -237,7 +238,7 @@ class MegatronGenerator:
     def _routed_experts(
         self, request: GenerationBatch, batch: Sequence[int], responses: Responses, routes: CapturedRoutes
     ) -> list[StoredRows]:
-        """Return the routes of each sequence's tokens without the last token, which was never an input."""
+        """Return the routed experts of each sequence's tokens, except the last token, which was never an input."""
         assert self._stages is not None  # hooks and stages come together
         prompts = np.array([len(request.prompts[index]) for index in batch])
         first_slots = prompts.max() - prompts if self._passes.padded else np.zeros_like(prompts)
@@ -247,7 +248,12 @@ class MegatronGenerator:
     def _choose(
         self, logits: Float[Tensor, "rows vocabulary"] | None, uniforms: Float[Tensor, " rows"], how: SamplingParameters
     ) -> tuple[Float[Tensor, "3 rows"], Int[Tensor, "rows k"] | None]:
-        """Sample on one rank for all ranks. Return token ids, log-probabilities and kept mass, and the kept tokens."""
+        """Sample tokens on one rank for all ranks.
+
+        Returns:
+            Token ids, log-probabilities, and the probability mass that top-k and top-p keep. Then the ids of the kept
+            tokens, on the sampling rank if the request asks for them, otherwise None.
+        """
         # Separate samples could diverge, because rounding can differ between ranks. Kept tokens stay on the sampling
         # rank, which returns the sequences.
         if logits is not None and self._coordinates.reports_loss:

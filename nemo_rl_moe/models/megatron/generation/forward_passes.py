@@ -28,7 +28,7 @@ class StockInferenceContext(StaticInferenceContext):
     """Megatron-Core's key-value cache, from which rows can be dropped."""
 
     def keep_rows(self, rows: Int[Tensor, " kept"]) -> None:
-        """Keep only these rows of the batch."""
+        """Keep only the sequences with these row indices."""
         memory = self.key_value_memory_dict
         for layer_number, kept in memory.items():
             if isinstance(kept, DeltaNetState):
@@ -69,7 +69,7 @@ class StockForward:
 
 @dataclass(frozen=True)
 class CachedBatch:
-    """A batch in the cache, with the forward pass of each chunk."""
+    """One batch of sequences in the key-value cache, with the forward pass of each model chunk."""
 
     context: PaddedInferenceContext | StockInferenceContext
     forwards: Sequence[CachedForward | StockForward]
@@ -77,7 +77,7 @@ class CachedBatch:
 
     @property
     def num_filled(self) -> int:
-        """Number of slots that hold a token."""
+        """Number of slots (token positions of the cache) that hold a token."""
         filled: int = self.context.sequence_len_offset
         return filled
 
@@ -91,7 +91,7 @@ class ForwardPasses:
     """Forward passes through all pipeline stages of the model.
 
     Attributes:
-        padded: Whether prompts are left-padded, for the fast modules.
+        padded: Whether prompts are left-padded. True if the fast modules for CPUs support all chunks.
     """
 
     def __init__(self, chunks: Sequence[GPTModel], config: TransformerConfig, device: torch.device):

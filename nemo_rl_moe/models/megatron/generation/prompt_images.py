@@ -26,15 +26,15 @@ def input_problem(inputs: Inputs, chunk: Any, num_tokens: int) -> str | None:
     if not inputs:
         return None
     if not isinstance(chunk, VisionInput):
-        return f"has inputs beside its tokens ({', '.join(sorted(inputs))}), but the model takes text alone"
+        return f"has other inputs than tokens ({', '.join(sorted(inputs))}), but the model takes text alone"
     if inputs.keys() != _OF_IMAGES:
         found, expected_names = (", ".join(sorted(names)) for names in (inputs, _OF_IMAGES))
-        return f"has the inputs {found}, expected {expected_names}, as image_inputs makes them"
+        return f"has the inputs {found}, expected {expected_names}, the result of image_inputs()"
     is_image, sizes = inputs[IS_IMAGE].values, inputs[IMAGE_SIZES].values
     if len(is_image) > num_tokens:
         return f"has {num_tokens} tokens, but {IS_IMAGE} describes {len(is_image)}"
     if not has_its_pixels(inputs):
-        return f"has {PIXELS} or {IMAGE_IDS} that are not those of its {len(sizes)} {IMAGE_SIZES}"
+        return f"has {PIXELS} or {IMAGE_IDS} that do not match its {len(sizes)} {IMAGE_SIZES}"
     family, expected = chunk.family, 0
     side = family.pixels_per_token(chunk.hf_config)
     for height, width in sizes.tolist():
@@ -48,10 +48,10 @@ def input_problem(inputs: Inputs, chunk: Any, num_tokens: int) -> str | None:
 
 
 class PromptImages:
-    """Images of a batch's prompts on one pipeline stage.
+    """Images of the prompts of a generation batch, on one pipeline stage.
 
-    The tower's output is kept once for each distinct image. Each slot with an image token has the index of a row of
-    this output.
+    The vision tower's output is kept once for each distinct image. For each slot (token position of the key-value
+    cache) with an image token, the index of its row in this output is kept.
 
     Attributes:
         positions: 3D positions of the slots, `[3, rows or 1, slots]`, or None for a family without 3D positions.
@@ -80,7 +80,11 @@ class PromptImages:
     def place(
         self, hidden: Float[Tensor, "columns rows hidden"], first_slot: int
     ) -> tuple[Float[Tensor, "columns rows hidden"], list[Float[Tensor, "columns rows hidden"]]]:
-        """Return the embeddings with features in place of image tokens, and the features that the first layers add."""
+        """Return the embeddings with features for image tokens, and the features to add after each of the first layers.
+
+        Args:
+            first_slot: Slot of the first column of `hidden`, the word embeddings.
+        """
         if self._features is None or first_slot >= self._end:
             self._features = None  # no later slot needs them
             return hidden, []
@@ -103,7 +107,7 @@ _WORD = -1
 
 
 class _ImagesOfPrompts:
-    """Distinct images of a batch's prompts, and the slots of their tokens.
+    """Distinct images of a batch's prompts, and the cache slots of their image tokens.
 
     Attributes:
         sizes: Digest of a distinct image -> its height and width in pixels.
@@ -131,7 +135,7 @@ class _ImagesOfPrompts:
         self.end = int((columns + self._starts[rows]).max(initial=-1)) + 1
 
     def distinct(self, device: torch.device) -> dict[str, Tensor]:
-        """Return each distinct image once, as columns of a microbatch."""
+        """Return pixels, size and id of each distinct image once: name of a microbatch's column -> tensor."""
         return {
             PIXELS: torch.from_numpy(np.concatenate(list(self._pixels.values()))).to(device),
             IMAGE_SIZES: torch.tensor(list(self.sizes.values())),
@@ -152,7 +156,7 @@ class _ImagesOfPrompts:
         return torch.from_numpy(numbers)
 
     def positions(self) -> Int[Tensor, "3 rows_or_1 slots"]:
-        """Return positions of all slots. Positions of padding before a prompt do not matter."""
+        """Return the 3D positions of all slots. Slots of padding before a prompt can have any position."""
         slots = torch.arange(self._num_slots)
         if not self.sizes:
             # Padding before text only shifts its positions, and rotary embedding is relative.

@@ -17,10 +17,10 @@ from nemo_rl_moe.models.kept_tokens import NONE_KEPT
 
 
 class SampledTokens(NamedTuple):
-    """One token for each row, its log-probability in nats before top-k and top-p, and the mass that top-k and top-p
-    keep.
+    """One sampled token for each row, its log-probability in nats, and the probability mass that top-k and top-p keep.
 
-    If the kept tokens are returned (`[rows, top_k]`, padded with -1), the log-probability is relative to them.
+    The log-probability is over the full vocabulary, before top-k and top-p. But if the ids of the kept tokens are
+    returned too (`kept_tokens`, padded with -1), it is over the kept tokens.
     """
 
     token_ids: Int[Tensor, " rows"]
@@ -54,7 +54,7 @@ def truncate(
 
 
 def draw(weights: Float[Tensor, "rows vocabulary"], uniforms: Float[Tensor, " rows"]) -> Int[Tensor, " rows"]:
-    """Return a token for each row: the inverse of the cumulative distribution at the row's number.
+    """Return a token for each row: the inverse of the cumulative distribution at the row's number in [0, 1).
 
     Tokens of weight 0 are never returned.
     """
@@ -95,7 +95,7 @@ def kept_tokens(weights: Float[Tensor, "rows vocabulary"], top_k: int) -> Int[Te
 
 @dataclass(frozen=True)
 class SlotPlan:
-    """A batch of prompts in slots of the cache.
+    """Arrangement of a batch of prompts in the slots (token positions) of the key-value cache.
 
     With padding before shorter prompts, all prompts end at the same slot. Otherwise all prompts begin at the first
     slot. The rest of longer prompts is then fed token by token, while responses to the shorter prompts are sampled.
@@ -113,7 +113,7 @@ class SlotPlan:
     prefill: int
 
     def keep(self, rows: Int[Tensor, " kept"]) -> "SlotPlan":
-        """Return the plan of the kept rows."""
+        """Return the plan for only the sequences with these row indices."""
         return SlotPlan(
             prompt_tokens=self.prompt_tokens.index_select(1, rows),
             uniforms=self.uniforms.index_select(1, rows),
@@ -150,7 +150,7 @@ _MARGIN = 8
 
 
 class StopCondition:
-    """End of responses: end-of-sequence tokens and stop strings."""
+    """Condition that ends a response: an end-of-sequence token or a stop string."""
 
     def __init__(self, parameters: SamplingParameters, tokenizer: Any):
         if parameters.stop_strings and tokenizer is None:
@@ -166,7 +166,7 @@ class StopCondition:
     def ended(
         self, responses: Int[np.ndarray, "rows columns"], lengths: Int[np.ndarray, " rows"]
     ) -> Bool[np.ndarray, " rows"]:
-        """Return, for each response, whether its last token ends it. Call it after every token."""
+        """Return whether each response ends with its last token. Must be called after every token, to miss no stop."""
         last = responses[np.arange(len(lengths)), np.maximum(lengths, 1) - 1]
         # Faster than numpy's isin for a few numbers.
         found = (last[:, None] == self._token_ids).any(1) & (lengths > 0)
@@ -209,7 +209,7 @@ class Responses:
 
         Args:
             responses: Index of the response of each row.
-            sampled: Whether a row's token was sampled. Otherwise it is a token of the prompt.
+            sampled: Whether a row's token was sampled. False for a token of the prompt, which is not added.
         """
         open_rows = sampled & ~self._ended(responses)
         growing = responses[open_rows]

@@ -30,7 +30,7 @@ class DeepLayer(TransformerLayer):
 
 
 def use_deep_layers(block: TransformerBlockSubmodules, num_layers: int) -> TransformerBlockSubmodules:
-    """Return a copy of the layer specs of a model's first block in which the first `num_layers` are deep layers."""
+    """Return a copy of the layer specs of a model's first block in which the first `num_layers` are `DeepLayer`s."""
     first, others = block.layer_specs[:num_layers], block.layer_specs[num_layers:]
     return dataclasses.replace(block, layer_specs=[*map(_deep, first), *others])
 

@@ -86,14 +86,14 @@ class DeltaNetSizes:
         return matrices + sum(self.convolved) * self.taps + 2 * self.value_heads + self.value_dim
 
     def state_bytes(self, itemsize: int) -> int:
-        """Return the bytes of a layer's state for one row: its float32 memory and the convolution's inputs."""
+        """Return the bytes of a layer's state for one sequence: float32 matrices and the convolution's last inputs."""
         memory = self.value_heads * self.key_dim * self.value_dim * torch.float32.itemsize
         return memory + sum(self.convolved) * (self.taps - 1) * itemsize
 
 
 @functools.cache
 def _kernel() -> Callable[..., tuple[Tensor, Tensor | None]] | None:
-    """Return flash-linear-attention's kernel of the rule, or None if it is not installed."""
+    """Return flash-linear-attention's kernel of the gated delta rule, or None if the package is not installed."""
     if importlib.util.find_spec("fla") is None:
         return None
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
@@ -111,7 +111,7 @@ class DeltaNetState:
     memory: Float[Tensor, "rows heads key_dim value_dim"] | None = None
 
     def keep_rows(self, rows: Int[Tensor, " kept"]) -> None:
-        """Keep only these rows of the batch."""
+        """Keep only the sequences with these row indices."""
         if self.inputs is not None and self.memory is not None:
             self.inputs, self.memory = self.inputs.index_select(0, rows), self.memory.index_select(0, rows)
 
@@ -157,14 +157,14 @@ class GatedNorm(nn.Module):
 
 @dataclass
 class GatedDeltaNetSubmodules:
-    """Linear layers before and after the rule. The first layer may contain the norm of its inputs."""
+    """Linear layers before and after the gated delta rule. The first may contain the norm of its inputs."""
 
     in_proj: ModuleSpec | type = IdentityOp
     out_proj: ModuleSpec | type = IdentityOp
 
 
 class GatedDeltaNet(MegatronModule):
-    """Causal layer that replaces self-attention."""
+    """Linear attention by the gated delta rule: a causal layer that replaces self-attention."""
 
     def __init__(
         self,
@@ -250,7 +250,8 @@ class GatedDeltaNet(MegatronModule):
 
         Args:
             boundaries: Boundaries of packed sequences.
-            state: State after the previous tokens. It is updated. Tokens of zeros leave an empty state empty.
+            state: State after the previous tokens, which is updated in place. Padding tokens of zeros leave an empty
+                state empty.
         """
         sizes = self.sizes
         convolved, gate, rate, decay = mixed.transpose(0, 1).split(
@@ -329,7 +330,7 @@ class GatedDeltaNet(MegatronModule):
 
 
 def _in_sections(sharded: ShardedTensor, sizes: Sequence[int]) -> ShardedTensorFactory:
-    """Return a rank's rows of a parameter as blocks of a tensor whose sections are contiguous in every layout."""
+    """Return a rank's rows of a parameter, for a checkpoint, as blocks of a tensor with sections such as queries."""
     rows = sharded.local_shape[0]
     rank, ranks = sharded.global_offset[0] // rows, sharded.global_shape[0] // rows
     starts = [0, *itertools.accumulate(size * ranks for size in sizes)]

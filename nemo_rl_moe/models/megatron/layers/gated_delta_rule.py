@@ -39,6 +39,7 @@ def causal_convolution(
     """Return the weighted sum of each channel's last inputs. The last tap weighs the current token.
 
     Args:
+        segments: Sequence number of each packed token. A sum includes only inputs of the token's sequence.
         before: Inputs before the first token, by default zeros.
     """
     tokens, taps = inputs.shape[1], weight.shape[1]
@@ -67,7 +68,11 @@ def recurrent_gated_delta_rule(
     *,
     state: Float[Tensor, "rows heads key_dim value_dim"] | None = None,
 ) -> tuple[Float[Tensor, "rows tokens heads value_dim"], Float[Tensor, "rows heads key_dim value_dim"]]:
-    """Compute the rule token by token in float32 or wider. Returns the outputs and the state after the last token."""
+    """Compute the gated delta rule (arXiv:2412.06464, eq. 10) token by token, in float32 or wider.
+
+    Returns:
+        Outputs, and the state after the last token.
+    """
     kind = torch.promote_types(query.dtype, torch.float32)
     queries, keys, values = (each.to(kind).unbind(1) for each in (query * query.shape[-1] ** -0.5, key, value))
     decays, betas = log_decay.to(kind).exp().unbind(1), beta.to(kind).unbind(1)
@@ -131,9 +136,13 @@ def chunked_gated_delta_rule(
     state: Float[Tensor, "rows heads key_dim value_dim"] | None = None,
     chunk_size: int = CHUNK_SIZE,
 ) -> tuple[Float[Tensor, "rows tokens heads value_dim"], Float[Tensor, "rows heads key_dim value_dim"]]:
-    """Compute the rule with matrix products for each chunk of tokens, in float32 or wider.
+    """Compute the gated delta rule with matrix products for each chunk of tokens, in float32 or wider.
 
-    A chunk's corrections solve a unit lower triangular system (section 3.3 of the paper).
+    A chunk's corrections solve a unit lower triangular system (arXiv:2412.06464, section 3.3).
+
+    Args:
+        segments: Sequence number of each packed token, in ascending order.
+        state: State before the first token, by default zeros.
 
     Returns:
         Outputs, and the state after the last token (of the last sequence, if packed).

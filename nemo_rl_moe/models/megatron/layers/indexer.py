@@ -12,7 +12,7 @@ from nemo_rl_moe.models.families import family_of
 
 
 class KeptTensors(nn.Module):
-    """Buffers with the names of a layer's parameters."""
+    """Weights that are kept but not used: buffers under the names of a layer's parameters."""
 
     def __init__(self, dtype: torch.dtype, **shapes: tuple[int, ...]):
         super().__init__()

@@ -89,7 +89,7 @@ class RouterLosses:
         is_on: Whether a loss is enabled.
         update: Size of the current global batch. Training losses are means over this batch.
         step: Size of all global batches of a step. Logged losses are means over all of them.
-        tokens: Index of a chunk -> tokens of the microbatch that runs through the chunk.
+        tokens: Index of a chunk -> sequence of each token in the microbatch that runs through the chunk.
     """
 
     def __init__(self, chunks: Sequence[GPTModel], config: TransformerConfig):

@@ -61,7 +61,7 @@ class GroupLimitedChoice:
         return values, self.counted
 
     def margins(self, scores: Tensor, topk: int, num_groups: int, group_topk: int) -> Tensor:
-        """Return the margin of each token's choice of experts or groups, `[tokens]`."""
+        """Return each token's margin, `[tokens]`: the smallest change of scores that changes its experts or groups."""
         return group_limited_margins(scores, topk, num_groups, group_topk, self._best_of_group)
 
 
@@ -120,7 +120,7 @@ def _without_capacity_in_evaluation(layer: MoELayer, forward: Callable[..., Any]
 
 
 FORCED_ROUTING_FIELDS = ("moe_router_force_load_balancing", "moe_router_force_biased", "moe_router_force_hot_rank")
-"""Fields of TransformerConfig, or attributes set on it if the release lacks the field."""
+"""Settings that force routing: fields of TransformerConfig, or attributes set on it if the release lacks the field."""
 
 # Added to a logit: far above real logits, and far from overflow in float32 and bfloat16.
 _HOT = 1.0e4

@@ -54,7 +54,7 @@ class Switch:
 
 @dataclass(frozen=True)
 class Base:
-    """A frozen linear layer of this rank, or the layers of its experts.
+    """A frozen linear layer of this rank, or one linear layer of each of the rank's experts.
 
     Attributes:
         weights: One matrix `[outputs, inputs]`. For experts, one matrix for each expert, or one tensor with all of
@@ -127,7 +127,7 @@ class Adapter(nn.Module):
 
     Args:
         hf_config: Configuration that determines the order of queries, keys and values.
-        switch: The model's switch.
+        switch: Switch that turns all adapters of the model on or off.
     """
 
     def __init__(self, base: Base, hf_config: object, settings: LoraConfig, switch: Switch, dtype: torch.dtype):
@@ -176,13 +176,15 @@ class Adapter(nn.Module):
             parameter.allreduce = False  # type: ignore[attr-defined]
 
     def down(self) -> Tensor:
-        """Return all `A` concatenated: `[n * rank, inputs]` or `[experts, n * rank, inputs]`."""
+        """Return the `A` of all `n` pairs concatenated: `[n * rank, inputs]` or `[experts, n * rank, inputs]`."""
         parts: list[Tensor] = [pair.lora_A for pair in self._pairs]
         return torch.cat(parts, -2) if len(parts) > 1 else parts[0]  # without a copy
 
     def up(self) -> Tensor:
-        """Return all `B` joined in the order of the weight's rows: `[outputs, n * rank]`, or for experts
-        `[experts, outputs, n * rank]`."""
+        """Return the `B` of all `n` pairs joined in the order of the weight's rows.
+
+        The shape is `[outputs, n * rank]`, or `[experts, outputs, n * rank]` if each expert has factors.
+        """
         pairs = self._pairs
         first = pairs[0].lora_B
         rank, count = first.shape[-1], len(pairs)

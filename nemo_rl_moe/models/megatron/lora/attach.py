@@ -193,7 +193,7 @@ def _attach_to_router(router: Any, adapter: Adapter) -> None:
 
 
 def _sampled(part: FactorPart, lora: LoraConfig, seed: int) -> Tensor:
-    """Return the full factor `A`, `[rank, inputs]`."""
+    """Return random initial values of a full factor `A`, `[rank, inputs]`, the same in every layout."""
     # The seed of a factor that experts share depends on its name with `{expert}` in it.
     name = part.name.removeprefix(PREFIX).removesuffix(".weight") if part.factor.is_stacked else part.factor.name
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) ^ zlib.crc32(str(seed).encode()))

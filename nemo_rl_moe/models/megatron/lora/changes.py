@@ -23,7 +23,10 @@ def block_of(name: str) -> str:
 
 
 def changed_by_adapters(chunks: Sequence[nn.Module]) -> Callable[[str], bool]:
-    """Return a function of a tensor's Hugging Face name: whether this pipeline stage has an adapter in its block."""
+    """Return a function of a Hugging Face tensor name: whether this pipeline stage adapts the tensor's block.
+
+    The block of a tensor is its layer's attention, MLP or norm (see `block_of`).
+    """
     modules = [module for adapter in adapters_in(chunks) for module in adapter.base.modules if module is not None]
     blocks = {block_of(f"{module}.weight") for module in modules}
     return lambda name: block_of(name) in blocks

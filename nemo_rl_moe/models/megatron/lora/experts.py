@@ -19,7 +19,7 @@ FC1, FC2 = "linear_fc1", "linear_fc2"
 
 
 class AdaptedExperts(GroupedExperts):
-    """`GroupedExperts` with an adapter on one or both of its products."""
+    """`GroupedExperts` with an adapter on one or both of its linear layers."""
 
     adapters: Mapping[str, Adapter]
 

@@ -59,7 +59,7 @@ def write_adapter(
     Args:
         factors: Result of `factors_on_first_rank`.
         base: Name or folder of the base model.
-        form: Form of the experts.
+        form: "per_expert" for separate factors of each expert, "fused" for one `A` and one `B` of a layer's experts.
     """
     folder.mkdir(parents=True, exist_ok=True)
     content = adapter_config(lora, hf_config, base, factors, form)
@@ -122,7 +122,11 @@ def _blocks(parts: Sequence[Tensor], halves: Sequence[int | None]) -> Tensor:
 
 
 def load_adapter(chunks: Sequence[GPTModel], folder: Path, rank: int, hf_config: Any) -> None:
-    """Fill this rank's factors from a peft folder or a run's checkpoint. Every rank calls it."""
+    """Fill this rank's factors from a peft folder or a run's checkpoint. Every rank calls it.
+
+    Args:
+        rank: Rank of the adapters' matrices.
+    """
     folder = folder_of_peft(folder)
     if holds_megatron_weights(folder):
         load_model(chunks, folder / MEGATRON_WEIGHTS_FOLDER)
@@ -225,5 +229,8 @@ def _half(parts: ExpertFactor, down: Tensor, up: Tensor, rank: int) -> Tensor | 
     others = torch.ones(up.shape[1], dtype=torch.bool)
     others[ranks] = False
     if len(down) != 2 * rank or up[rows][:, others].any():
-        return f"{parts.container}: {parts.fused} of rank {len(down)} is not two projections of rank {rank}"
+        return (
+            f"{parts.container}: the adapter of {parts.fused}, of rank {len(down)}, does not split into two projections"
+            f" of rank {rank}"
+        )
     return down[ranks] if parts.is_a else up[rows, ranks]

@@ -17,11 +17,11 @@ from nemo_rl_moe.models.megatron.lora.adapter import adapters_in
 from nemo_rl_moe.models.megatron.lora.transfer import factor_parts
 
 _SHARE_OF_WEIGHTS = 0.5
-"""Size of an adapter's term, relative to a matrix that preserves the norm of its inputs."""
+"""Root mean square of an adapter's output relative to its inputs, approximately."""
 
 
 class AdapterProbe:
-    """Temporary replacement of the values in a model's adapters."""
+    """Temporary replacement of the values in a model's adapters, to check that an engine uses the adapters."""
 
     def __init__(self, chunks: Sequence[nn.Module]):
         self._chunks = chunks

@@ -46,7 +46,7 @@ class FactorPart:
 
 
 def factor_parts(chunks: Sequence[nn.Module]) -> Iterator[FactorPart]:
-    """Yield this rank's parts, in the same order on all ranks of a pipeline stage."""
+    """Yield this rank's part of each adapter factor, in the same order on all ranks of a pipeline stage."""
     for adapter in adapters_in(chunks):
         for factor in adapter.factors():
             name = f"{PREFIX}{factor.name}.weight"

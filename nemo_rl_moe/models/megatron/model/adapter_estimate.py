@@ -29,11 +29,13 @@ class _Linear:
 def adapter_parameters(
     config: TransformerConfig, hf_config: Any, lora: LoraConfig, layers: Iterable[tuple[int, bool]]
 ) -> tuple[int, int]:
-    """Return two numbers of adapter parameters on a rank. The second counts factors of single routed experts, and the
-    first all others.
+    """Count the adapter parameters of a rank.
 
     Args:
         layers: Index of each of the rank's layers, and whether it has experts.
+
+    Returns:
+        Two counts. The second is of factors that belong to a single routed expert, the first of all other factors.
     """
     dense = experts = 0
     for index, has_experts in layers:

@@ -72,8 +72,8 @@ class SharedFailure:
 class DamageSearch:
     """Comparison of a folder's files with their checksums, in a thread, while the rank reads the same files.
 
-    The thread and the rank find each other's blocks in the page cache, so the disk is read only once. A rank must ask
-    for the damage before it uses the tensors. Without `files.json` no damage is found.
+    The thread and the rank find each other's blocks in the page cache, so the disk is read only once. A rank must call
+    `of_all_ranks` before it uses the tensors. Without `files.json`, which has the checksums, no damage is found.
     """
 
     def __init__(self, folder: Path, *, in_parts: bool | None = None):
@@ -97,7 +97,7 @@ class DamageSearch:
 
 
 def agree_on_model(config_json: Mapping[str, Any], folder: Path, *, with_weights: bool) -> None:
-    """Check that all ranks read the same model. Every rank calls it before the first step that depends on it."""
+    """Raise an error unless all ranks read the same model. Every rank calls it before it uses the model."""
     digest = hashlib.sha256(json.dumps(config_json, sort_keys=True).encode()).hexdigest()
     form = "Megatron-Core's" if with_weights and holds_megatron_weights(folder) else "Hugging Face's"
     found: list[Any] = [None] * dist.get_world_size()

@@ -34,9 +34,11 @@ class EngineMemory:
         return max(0, int(total * utilization) - self.weights)
 
     def fits_from(self, held_beside: int, utilization: float) -> float:
-        """Return the bytes of the smallest device with room for the engine's share and for `held_beside` other bytes.
+        """Return the bytes of the smallest device that has room for the engine, or infinity if no device has.
 
-        Infinity if no device has room.
+        Args:
+            held_beside: Bytes that others need on the device.
+            utilization: Fraction of the device's memory that the engine takes.
         """
         rest = 1 - utilization
         beside = 0.0 if held_beside == 0 else float("inf") if rest == 0 else held_beside / rest
@@ -70,7 +72,7 @@ def bytes_on_the_way(config: GRPOMasterConfig, transformer: TransformerConfig, h
     """Return the maximum bytes of buckets between trainer and engines while weights are sent.
 
     Each trainer rank has `MAX_UNACKNOWLEDGED` buckets in transit. A bucket is at least as large as a layer's largest
-    matrix. The buckets of embedding and output layer are even larger. Each of these two exists only once.
+    matrix. The buckets of embedding and output layer are even larger, but there is only one of each.
     """
     itemsize = transformer.params_dtype.itemsize
     widths = [transformer.num_attention_heads * transformer.kv_channels, transformer.moe_ffn_hidden_size or 0]
@@ -85,8 +87,8 @@ def bytes_on_the_way(config: GRPOMasterConfig, transformer: TransformerConfig, h
 def refit_bytes(config: GRPOMasterConfig, transformer: TransformerConfig, memory: EngineMemory) -> int:
     """Return the bytes that buffers need while weights arrive, on a GPU that trainer and engine share.
 
-    The engine buffers a layer until it is complete. With a transport on the device, the trainer's rank holds
-    `MAX_UNACKNOWLEDGED` sent buckets, and one bucket that it fills.
+    The engine buffers a layer until it is complete. With a transport in `ON_DEVICE`, the trainer's rank
+    holds `MAX_UNACKNOWLEDGED` sent buckets, and one bucket that it fills.
     """
     on_device = config.policy.generation.weight_transport in ON_DEVICE
     buckets = (MAX_UNACKNOWLEDGED + 1) * DEVICE_BUCKET_BYTES if on_device else 0

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 SLAB_BYTES = 2**30
-"""Size of an allocation. torch rounds pinned allocations up to a power of two."""
+"""Size of an allocation in bytes: a power of two, because torch rounds pinned allocations up to one."""
 _ALIGNMENT = 64
 
 

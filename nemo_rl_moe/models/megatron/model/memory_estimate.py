@@ -266,7 +266,7 @@ class WorkerMemory:
 
     @property
     def always(self) -> int:
-        """Bytes held all the time. If state moves to the host for generation, they are held only during training."""
+        """Bytes of weights, gradients and optimizer state. With `is_moved`, only training holds all of them."""
         return self.weights + self.gradients + self.optimizer.state
 
     @property
@@ -406,7 +406,7 @@ def _output_layer(config: MasterConfig, transformer: TransformerConfig, hf_confi
 
 
 def _kept_of_a_token(transformer: TransformerConfig, index: int) -> int:
-    """Return a lower bound of how many values a layer keeps of a token for the backward pass, besides its input."""
+    """Return a lower bound of the values that a layer keeps for the backward pass of a token, without its input."""
     if transformer.recompute_granularity == "full":
         return 0
     # Queries, keys, values and output of attention, then the output of its norm and the input of the MLP half.

@@ -22,11 +22,11 @@ KEPT_BYTES = 1_500_000_000
 
 @dataclass(frozen=True)
 class EngineShare:
-    """An engine's rank on a GPU of the trainer.
+    """Memory of an engine's rank on a GPU that it shares with the trainer.
 
     Attributes:
         share: Bytes that the engine takes while it is awake.
-        refit: Bytes of buckets and of a buffered layer while weights arrive.
+        refit: Bytes of transfer buckets and of a buffered layer while weights arrive.
     """
 
     memory: EngineMemory
@@ -35,7 +35,7 @@ class EngineShare:
 
 
 def moments(worker: WorkerMemory, engine: EngineShare | None) -> list[Entry]:
-    """Return the peak of each phase, in the order of a run."""
+    """Return the peak of GPU memory in each phase of a run, in the order of the phases."""
     gpu = SharedGpu(
         moves_training_state=worker.is_moved,
         sizes=GpuBytes(

@@ -83,8 +83,8 @@ _NEED_MORE = {
     "delay_wgrad_compute": "belongs to overlap_moe_expert_parallel_comm, which is not supported",
     "defer_embedding_wgrad_compute": "needs Megatron-Core's output layer, which training replaces to save memory",
     "wgrad_deferral_limit": "belongs to defer_embedding_wgrad_compute, which is not supported",
-    "mtp_": "is not supported: the layers that predict further tokens are left out",
-    "fp32_residual_connection": "is not supported: layers and pipeline stages hand on the type of policy.precision",
+    "mtp_": "is not supported: layers of multi-token prediction are not built",
+    "fp32_residual_connection": "is not supported: activations between layers have the type of policy.precision",
     "inference_": "belongs to Megatron-Core's own engine, which does not generate here",
     "flash_decode": "belongs to Megatron-Core's own engine, which does not generate here",
     "init_": "has no effect: weights are set by this program, the same in every layout",
@@ -113,10 +113,10 @@ _KEYS = {
     "recompute_granularity": "policy.megatron_cfg.activation_checkpointing",
     "recompute_method": "policy.megatron_cfg.activation_checkpointing",
     "recompute_num_layers": "policy.megatron_cfg.activation_checkpointing",
-    "calculate_per_token_loss": "loss_fn, which weighs tokens by itself",
+    "calculate_per_token_loss": "loss_fn, which sets the weight of each token",
     "pipeline_model_parallel_layout": "policy.megatron_cfg.num_layers_in_first_pipeline_stage and _last_",
 }
-"""Field -> key of the configuration, under another name, from which the field follows."""
+"""Field of TransformerConfig -> key of this project's configuration that sets it under another name."""
 _CUDA_GRAPHS = ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph")
 _NARROW_FORMATS = ("fp8", "fp4")
 _PAGE = "docs/sft.md#fields-without-a-key"

@@ -19,7 +19,7 @@ from nemo_rl_moe.models.megatron.cpu import cpu_backend
 from nemo_rl_moe.models.rank_results import ParallelCoordinates
 
 BACKLOG = 4096
-"""Maximum number of connections that wait to be accepted."""
+"""Maximum number of connections to the rendezvous store that wait to be accepted."""
 
 
 def rendezvous_store(rank: int, world_size: int, timeout: timedelta) -> TCPStore:
@@ -47,7 +47,7 @@ def rendezvous_store(rank: int, world_size: int, timeout: timedelta) -> TCPStore
 
 @contextmanager
 def shared_gloo_device() -> Iterator[None]:
-    """Use one network device, and so one thread, for all gloo process groups that are created inside.
+    """Use one network device, and so one thread, for all gloo process groups created while the context is open.
 
     A device's thread wakes up a hundred times a second. The threads of Megatron-Core's twenty groups would take 4% of a
     worker's core. torch.distributed has no option for sharing.
@@ -76,7 +76,7 @@ def shared_gloo_device() -> Iterator[None]:
 
 
 OF_SHARE, OF_RANK = "nemo-rl-moe-share", "nemo-rl-moe-rank"
-"""Names of random states. `OF_SHARE` differs between the shares of a batch, and is equal on tensor-parallel ranks.
+"""Names of random states. `OF_SHARE` is equal on the ranks of a tensor-parallel group, and differs between groups.
 `OF_RANK` differs on all ranks."""
 
 

@@ -46,14 +46,14 @@ _OF_THE_MODEL = frozenset(
     }
 )
 SIZES_OF_THE_MODEL = frozenset({"moe_ffn_hidden_size", "moe_layer_freq"})
-"""Settings that decide about weights. config.json has them under other names."""
+"""Settings that determine which weights exist, and their shapes. config.json has them under other names."""
 _KEY = "policy.megatron_cfg."
 
 
 def setting_sources(
     policy: PolicyConfig, hf_config: Any, config_json: _CONFIG_DICT, config: TransformerConfig
 ) -> dict[str, str]:
-    """Return name -> origin, for entries of `effective_moe_configuration` other than Megatron-Core's defaults."""
+    """Return name -> origin (such as a key of config.json) of each router setting without Megatron-Core's default."""
     family = family_of(hf_config)
     own = family.transformer_fields(hf_config)
     chosen = policy.megatron_cfg.moe_transformer_fields
@@ -203,6 +203,6 @@ def _as_transformers_has_it(hf_config: Any, content: _CONFIG_DICT, name: str) ->
 
 
 def _own(hf_config: Any, name: str) -> Any:
-    """Return the model's value of a setting."""
+    """Return the value of a setting in the model's own configuration."""
     fields = family_of(hf_config).transformer_fields(hf_config)
     return fields[name] if name in fields else getattr(TransformerConfig, name, None)

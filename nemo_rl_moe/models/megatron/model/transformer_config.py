@@ -69,7 +69,7 @@ def attention_windows(config: TransformerConfig) -> list[int | None]:
 def linear_layer_indices(config: TransformerConfig) -> list[int]:
     """Return the layers with a gated delta net instead of attention.
 
-    These layers do not use Megatron-Core's `experimental_attention_variant`, because its layers cannot generate.
+    They do not use Megatron-Core's `experimental_attention_variant`, because layers of that variant cannot generate.
     """
     return [index for index, is_linear in enumerate(config.linear_attention_freq or ()) if is_linear]
 
@@ -158,7 +158,7 @@ def _layout_fields(policy: PolicyConfig) -> dict[str, Any]:
 
 
 def _implementation_fields(policy: PolicyConfig) -> dict[str, Any]:
-    """Return the fields that choose implementations on this machine."""
+    """Return the fields of TransformerConfig that select number formats and kernels for this machine."""
     dtype = DTYPES[policy.precision]
     fused = use_transformer_engine(policy)
     return {
@@ -254,12 +254,12 @@ def build_transformer_config(policy: PolicyConfig, hf_config: Any) -> Transforme
 
 
 def _problems_with_overrides(overrides: Mapping[str, Any], fields: Mapping[str, Any]) -> list[str]:
-    """Return the problems of overrides that compute wrong numbers."""
+    """Return a message for each override that is on and makes this machine or model compute wrong numbers."""
     wrong = {}
     if fields.get("multi_latent_attention") or fields.get("mrope_section"):
         wrong["apply_rope_fusion"] = "the fused kernel takes wrong angles for this model"
     if cpu_backend.ACTIVE:
-        why = "with interleaved stages, gloo then swaps what stages send each other, without an error"
+        why = "with interleaved stages, gloo then mixes up the tensors between stages, without an error"
         wrong |= {"batch_p2p_comm": why, "overlap_p2p_comm": why}
     return [
         f"{_KEY}model_overrides.{name}: got true, expected false: {why}"
@@ -295,7 +295,7 @@ def _problems_with_vision(policy: PolicyConfig, *, has_vision: bool) -> list[str
             " cannot share an image"
         ]
     if not has_vision:
-        why = "the model takes no images, so it lacks this part, or has no other part"
+        why = "the model takes no images: its language model is its only part"
         budgets = {name: getattr(policy, name).train_mb_patches for name in ("sequence_packing", "dynamic_batching")}
         return [f"{key}{name}: got true, expected false: {why}" for name, value in freeze if value] + [
             f"policy.{name}.train_mb_patches: got {most}, expected null: the model takes no images"
@@ -320,7 +320,7 @@ def _problems_with_vision(policy: PolicyConfig, *, has_vision: bool) -> list[str
 
 
 def _problems_with_packed_sinks(policy: PolicyConfig) -> list[str]:
-    """Return the problem of packed sequences with attention sinks if Transformer Engine has no kernel for them."""
+    """Return a message if sequences are packed and Transformer Engine has no kernel for attention sinks in packs."""
     found, first = _transformer_engine_version(), FIRST_ENGINE_WITH_PACKED_SINKS
     # Zeros are an unknown release.
     is_too_old = use_transformer_engine(policy) and (0, 0) < found < first
@@ -361,7 +361,7 @@ def _problems_with_shared_sequences(fields: dict[str, Any]) -> list[str]:
 
 
 def _problems_with_fused_gradients(fields: dict[str, Any]) -> list[str]:
-    """Return the problem of fused accumulation of weight gradients without a kernel for the output layer."""
+    """Return a message if fused accumulation of weight gradients is on, but its kernel is not installed."""
     if not fields["gradient_accumulation_fusion"] or importlib.util.find_spec("fused_weight_gradient_mlp_cuda"):
         return []
     return [
@@ -371,7 +371,7 @@ def _problems_with_fused_gradients(fields: dict[str, Any]) -> list[str]:
 
 
 def _problems_with_fused_cross_entropy(fields: dict[str, Any]) -> list[str]:
-    """Return the problem of Megatron-Core's native kernel, which rounds all gradients of logits to bfloat16."""
+    """Return a message if float32 training uses Megatron-Core's fused cross entropy, which rounds to bfloat16."""
     is_native = fields.get("cross_entropy_fusion_impl", "native") == "native"
     if not fields.get("cross_entropy_loss_fusion") or not is_native or fields["params_dtype"] is torch.bfloat16:
         return []
@@ -382,7 +382,7 @@ def _problems_with_fused_cross_entropy(fields: dict[str, Any]) -> list[str]:
 
 
 def _problems_with_layers(fields: dict[str, Any]) -> list[str]:
-    """Return the problems of sizes that the layout does not divide."""
+    """Return a message for each size of the model that the pipeline or tensor-parallel layout does not divide."""
     tensor = fields["tensor_model_parallel_size"]
     sizes = {"query heads": fields["num_attention_heads"], "key and value heads": fields["num_query_groups"]}
     if any(fields.get("linear_attention_freq") or ()):
@@ -418,7 +418,7 @@ def _problems_with_stages(fields: dict[str, Any]) -> list[str]:
             for name, value in given.items()
         ]
     problems = [
-        f"{_KEY}{name}: got {value}, which does not divide by {_KEY}virtual_pipeline_model_parallel_size {pieces}"
+        f"{_KEY}{name}: got {value}, which is no multiple of {_KEY}virtual_pipeline_model_parallel_size {pieces}"
         for name, value in given.items()
         if value % pieces
     ]
@@ -497,7 +497,7 @@ def _problems_with_experts(fields: dict[str, Any], *, grouped_kernels: bool) -> 
 
 
 def _problems_with_dispatcher(fields: dict[str, Any], *, on_gpus: bool) -> list[str]:
-    """Return the problem of a dispatcher without its library. Megatron-Core would raise in the first MoE layer."""
+    """Return a message if the flex dispatcher lacks its library: Megatron-Core would only raise in an MoE layer."""
     backend = fields.get("moe_flex_dispatcher_backend", "deepep")
     if not on_gpus or fields["moe_token_dispatcher_type"] != "flex" or backend not in _NEEDING_DEEP_EP:
         return []
@@ -510,7 +510,7 @@ def _problems_with_dispatcher(fields: dict[str, Any], *, on_gpus: bool) -> list[
 
 
 def _problems_with_groups(fields: dict[str, Any]) -> list[str]:
-    """Return the problem of a kernel that chooses groups of experts by another rule than the model does."""
+    """Return a message if the fused router kernel would choose groups of experts by another rule than the model."""
     if not fields.get("moe_router_fusion") or not fields["moe_router_group_topk"]:
         return []
     return [

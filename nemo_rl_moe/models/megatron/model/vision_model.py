@@ -121,7 +121,7 @@ class VisionInput:
         return found
 
     def image_features(self, columns: Mapping[str, Tensor]) -> TowerOutput | None:
-        """Run tower and projector once for each distinct image. Return a row for each image token, or None."""
+        """Run tower and projector once per distinct image. Return a row per image token, or None without images."""
         tower, family = self.vision, self.family  # type: ignore[attr-defined]
         if IMAGE_SIZES not in columns or not len(columns[IMAGE_SIZES]):
             return None
@@ -138,7 +138,7 @@ class VisionInput:
         return TowerOutput(output.embeddings[rows], tuple(each[rows] for each in output.deep))
 
     def _zero_of_tower(self, device: torch.device) -> Tensor:
-        """Return 0 with a zero gradient for each trained weight of tower and projector."""
+        """Return 0, computed from all trained weights of tower and projector, so that each gets a gradient of 0."""
         # Overlapped gradient reduction waits for all gradients in each microbatch.
         tower = self.vision  # type: ignore[attr-defined]
         if not any(parameter.requires_grad for parameter in tower.parameters()):
@@ -152,7 +152,7 @@ class VisionInput:
 def placed(
     hidden: Float[Tensor, "columns rows hidden"], is_image: Tensor, features: Float[Tensor, "tokens hidden"]
 ) -> Float[Tensor, "columns rows hidden"]:
-    """Return the hidden states with features in place of image tokens, row after row. The host does not wait."""
+    """Return the hidden states with features in place of image tokens, row after row, without a wait for the GPU."""
     number = is_image.flatten().long().cumsum(0).sub_(1).clamp_(0, len(features) - 1)
     by_token = torch.nn.functional.embedding(number.view(is_image.shape).T, features.to(hidden.dtype))
     # Contiguous, because it may be sent to the next pipeline stage.
@@ -160,7 +160,7 @@ def placed(
 
 
 def add_vision(chunk: GPTModel, hf_config: Any, init_seed: int) -> None:
-    """Add its family's tower and projector to a chunk, and rotary positions for image tokens."""
+    """Add the tower and projector of the model's family to a chunk, and rotary positions for image tokens."""
     family = family_of(hf_config)
     vision = family.vision
     assert vision is not None

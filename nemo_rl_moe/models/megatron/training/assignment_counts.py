@@ -21,7 +21,8 @@ from nemo_rl_moe.routing.routers import RouterLayer, routed_experts, routers_of
 class AssignmentCounts:
     """Counts `n[r,i,e]` of this rank: number of tokens of row `r` that layer `i` sends to expert `e`.
 
-    The last row has the tokens that do not count. Only the decoder's routers are counted, as in a capture.
+    A row is a group of tokens, such as a sequence. The last row has the tokens that do not count. Only the decoder's
+    routers are counted, without multi-token prediction.
 
     Attributes:
         layers: Indices of the MoE layers on all pipeline stages.
@@ -43,18 +44,18 @@ class AssignmentCounts:
 
     @property
     def other_row(self) -> int:
-        """Row of the tokens that do not count."""
+        """Index of the last row, for tokens that do not count."""
         return len(self.counts) - 1
 
     @property
     def own_counts(self) -> Int[Tensor, "rows layers experts"]:
-        """Counts for a sum over all ranks: 0 if another rank counts the same tokens."""
+        """Counts without the last row, for a sum over all ranks: 0 if another rank counts the same tokens."""
         tensor_rank = parallel_state.get_tensor_model_parallel_rank()
         counts = self.counts[:-1]
         return counts if self._config.sequence_parallel or tensor_rank == 0 else torch.zeros_like(counts)
 
     def start(self, num_rows: int) -> None:
-        """Clear the counts, and resize them to `num_rows` rows and the row of the tokens that do not count."""
+        """Clear the counts, and resize them to `num_rows` rows, plus one for the tokens that do not count."""
         if len(self.counts) == num_rows + 1:
             self.counts.zero_()
         else:
@@ -65,7 +66,7 @@ class AssignmentCounts:
         """Count the experts that the routers choose while the context is open.
 
         Args:
-            rows: Row of each token, in the routers' order.
+            rows: Index of each token's row, in the order in which the routers see the tokens.
         """
         self._rows = rows
         try:

@@ -17,7 +17,10 @@ from nemo_rl_moe.routing.replay import UNKNOWN
 
 
 class StagesOfLayers:
-    """The pipeline stage of each MoE layer, exchanged once between the ranks of each pipeline."""
+    """The pipeline stage of each MoE layer, to gather the routed experts of all layers on the last stage.
+
+    The stages are exchanged once, between the ranks of each pipeline.
+    """
 
     def __init__(self, hooks: RouterHooks, device: torch.device):
         self._group = parallel_state.get_pipeline_model_parallel_group()
@@ -32,7 +35,7 @@ class StagesOfLayers:
         self._reports = parallel_state.get_tensor_and_context_parallel_group().rank() == 0
 
     def gather(self, routes: Int[Tensor, "... moe_layers topk"]) -> None:
-        """Fill in the layers of all stages on the last stage's reporting rank. Every rank calls it."""
+        """Fill in the layers of other stages on tensor and context rank 0 of the last stage. Every rank calls it."""
         last = self._group.size() - 1
         if last == 0 or not self._reports:
             return
@@ -54,10 +57,10 @@ _MOST_PASSES_KEPT = 64
 
 
 class CapturedRoutes:
-    """Routed experts of the tokens of one batch, by slot of the key-value cache.
+    """Routed experts of the tokens of one generation batch, by slot (token position) of the key-value cache.
 
-    The routes of many passes are concatenated at once: on small models, most of the time of a pass over one token of
-    each sequence is kernel launches.
+    The experts of many passes are concatenated at once, to save kernel launches. On small models, launches take most of
+    the time of a pass over one token of each sequence.
     """
 
     def __init__(self, hooks: RouterHooks, topk: int, device: torch.device):
@@ -86,7 +89,14 @@ class CapturedRoutes:
     def sequences(
         self, stages: StagesOfLayers, first_slots: Int[np.ndarray, " rows"], num_fed: Int[np.ndarray, " rows"]
     ) -> list[Int[np.ndarray, "tokens moe_layers topk"]]:
-        """Return each sequence's routes in all layers, on the reporting rank. Every rank calls it."""
+        """Return each sequence's routed experts. Every rank calls it.
+
+        Only the rank on which `stages` gathers has the experts of all layers.
+
+        Args:
+            first_slots: Slot of each sequence's first token.
+            num_fed: Number of tokens of each sequence that were inputs of the model.
+        """
         self._join()
         rows = np.concatenate(self._rows_of_slots)
         if len(self._own) == len(self._hooks.layers):
@@ -111,10 +121,10 @@ class CapturedRoutes:
 def _in_order(
     routes: Int[np.ndarray, "moe_layers captured topk"], order: Int[np.ndarray, " tokens"]
 ) -> Int[np.ndarray, "tokens moe_layers topk"]:
-    """Return the routes of the tokens `order`, token by token.
+    """Return the routed experts of the tokens with the indices `order`, token by token.
 
-    numpy with one item per token and layer is several times as fast as an index of single experts, or as a tensor for
-    each of hundreds of short sequences.
+    An item of the numpy array has all experts of one (token, layer). This is several times as fast as an index of
+    single experts, or as a tensor for each of hundreds of short sequences.
     """
     layers, _, topk = routes.shape
     items = routes.view(np.dtype((np.void, topk * routes.itemsize)))[..., 0]
@@ -127,7 +137,10 @@ def routes_of_microbatch(
     stages: StagesOfLayers,
     cut: SequenceCut,
 ) -> list[Int[np.ndarray, "tokens moe_layers topk"]]:
-    """Return each sequence's routes without its last token, which no engine feeds. Every rank calls it."""
+    """Return the routed experts of each sequence's tokens. Every rank calls it.
+
+    Each sequence's last token is omitted, because an engine never feeds it to the model.
+    """
     if cut.size > 1:
         blocks = [torch.empty_like(captured).view(torch.uint8) for _ in range(cut.size)]
         group = parallel_state.get_tensor_model_parallel_group()

@@ -22,7 +22,7 @@ from nemo_rl_moe.distributed.batch import to_device
 
 
 class ContextPlace(NamedTuple):
-    """Position of a rank in the group that shares each sequence."""
+    """Position of a rank in its context-parallel group, whose ranks share each sequence."""
 
     rank: int = 0
     size: int = 1
@@ -43,14 +43,16 @@ def place_of_rank() -> ContextPlace:
 
 
 def zigzag_columns(segments: Sequence[int], num_ranks: int) -> Int[Tensor, "ranks local_columns"]:
-    """Return the columns that each rank holds. Each segment (a row, or a packed sequence) is split separately.
+    """Return the columns that each rank holds: chunks `r` and `2 n - 1 - r` of each segment for rank `r` of `n`.
+
+    A segment is a row or a packed sequence. It is cut into `2 n` equal chunks.
 
     Args:
         segments: Number of columns of each segment.
     """
     num_chunks = 2 * num_ranks
     if wrong := [length for length in segments if length % num_chunks]:
-        raise ValueError(f"a segment of {wrong[0]} columns cannot be cut into {num_chunks} equal chunks")
+        raise ValueError(f"a row or packed sequence of {wrong[0]} tokens cannot be cut into {num_chunks} equal chunks")
     first = torch.arange(num_ranks)
     chunks_of_ranks = torch.stack([first, num_chunks - 1 - first], 1)
     columns = torch.arange(sum(segments)).split(list(segments))
@@ -74,7 +76,7 @@ class ContextCut:
 
     @staticmethod
     def of(segments: Sequence[int], place: ContextPlace) -> "ContextCut | None":
-        """Return the cut of a row that consists of these segments, or None if one rank holds the row.
+        """Return the cut of a row of segments (packed sequences or one row), or None if one rank holds the row.
 
         The cut's tensors are on the host.
         """

@@ -36,8 +36,11 @@ ADVANTAGES = "advantages"
 
 
 class ExpertAdvantageRecorder(StepObserver):
-    """Counts `n[s,i,e]` of one `train` call: number of tokens of sequence `s` that predict a trained token and that
-    layer `i` sends to expert `e`."""
+    """Observer that scores how the use of each expert relates to the advantages of sequences.
+
+    It counts in one `train` call `n[s,i,e]`, the number of tokens of sequence `s` that predict a trained token and that
+    layer `i` sends to expert `e`.
+    """
 
     def __init__(self, chunks: Sequence[GPTModel], config: TransformerConfig, device: torch.device, *, per_layer: bool):
         self._config, self._device, self._per_layer = config, device, per_layer
@@ -61,7 +64,7 @@ class ExpertAdvantageRecorder(StepObserver):
         return self._counter.counting(rows)
 
     def end_step(self) -> StepObservations:
-        """Return metrics and scores on rank 0. If the batch has advantages, this is a collective."""
+        """Return metrics and the experts' scores on rank 0. If the batch has advantages, this is a collective."""
         if not self._shards:
             return StepObservations()
         counts, facts = sum_over_ranks(self._of_whole_batch(), self._device)
@@ -82,7 +85,10 @@ class ExpertAdvantageRecorder(StepObserver):
         return StepObservations(metrics, {EXPERTS_BY_ADVANTAGE.name: found})
 
     def _of_whole_batch(self) -> list[Tensor]:
-        """Return this rank's counts and the facts of its sequences, both at the sequences' positions in the batch."""
+        """Return this rank's counts, and advantage, group, number of trained tokens and sample of its sequences.
+
+        Both are at the sequences' positions in the global batch.
+        """
         batches = [microbatch for shard in self._shards for microbatch in shard.microbatches]
         places = np.array([place for shard in self._shards for place in shard.places])
         num_sequences = self._shards[0].num_batch_sequences
@@ -100,7 +106,10 @@ class ExpertAdvantageRecorder(StepObserver):
 def rows_of_tokens(
     microbatch: ModelMicrobatch, first_row: int, other_row: int, cut: SequenceCut
 ) -> Int[Tensor, " tokens"]:
-    """Return each token's row in the routers' order: its sequence if it predicts a trained token, else `other_row`."""
+    """Return the row in which each token is counted, in the order in which the routers see the tokens.
+
+    It is the row of the token's sequence if the token predicts a trained token, else `other_row`.
+    """
     trained = microbatch.batch.token_mask[:, 1:]
     rows = torch.arange(first_row, first_row + len(trained), device=trained.device)[:, None].expand_as(trained)
     return in_router_order(microbatch.at_tokens(rows, trained, other_row), cut)

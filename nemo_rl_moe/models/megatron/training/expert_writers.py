@@ -25,7 +25,10 @@ from nemo_rl_moe.token_writers import TOKEN_WRITERS, WRITERS
 
 
 class ExpertWriterRecorder(StepObserver):
-    """Load of experts by who wrote a token, in steps with tokens that an environment wrote."""
+    """Load of experts by the writer of a token: the prompt, the model or the environment.
+
+    Counts only in steps whose batch has the writers of tokens.
+    """
 
     def __init__(self, chunks: Sequence[GPTModel], config: TransformerConfig, device: torch.device, *, per_layer: bool):
         self._config, self._device, self._per_layer = config, device, per_layer
@@ -45,7 +48,7 @@ class ExpertWriterRecorder(StepObserver):
         return self._counter.counting(rows)
 
     def end_step(self) -> StepObservations:
-        """Return metrics and loads on rank 0. If the step has writers, this is a collective."""
+        """Return metrics and loads on rank 0. If the step's batch has the writers of tokens, this is a collective."""
         if not self._counts_step:
             return StepObservations()
         (counts,) = sum_over_ranks([self._counter.own_counts], self._device)
@@ -57,7 +60,7 @@ class ExpertWriterRecorder(StepObserver):
 
 
 def _writers_of_tokens(microbatch: ModelMicrobatch, other_row: int, cut: SequenceCut) -> Int[Tensor, " tokens"]:
-    """Return the number of each token's writer, in the routers' order, and `other_row` on padding."""
+    """Return the index of each token's writer, or `other_row` on padding, in the order in which routers see tokens."""
     batch = microbatch.batch
     writers = batch.columns[TOKEN_WRITERS].values.long()
     is_token = first_tokens(batch.counted_lengths, writers.shape[1])

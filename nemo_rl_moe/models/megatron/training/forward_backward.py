@@ -52,7 +52,8 @@ class ForwardBackward:
     Attributes:
         packed: Whether sequences are packed, not padded.
         explicit_mask: Whether the core attention needs its causal mask as a tensor, as Megatron-Core's does.
-        counts: Whether training passes count in the agreement statistics. False for passes outside of the step.
+        counts: Whether training passes count in the statistics of the routers' agreement with captured experts. False
+            for passes outside of the step.
     """
 
     config: TransformerConfig
@@ -112,7 +113,7 @@ class ForwardBackward:
         return self._run_forward(chunks, microbatches, collect, {Head.LOGPROBS})
 
     def values(self, chunks: Sequence[MegatronModule], microbatches: Sequence[TokenBatch]) -> list[Tensor]:
-        """Return the values of a model with a value head, in the layout of `logprobs`."""
+        """Return for each microbatch the value head's value of every token's prefix, in the layout of `logprobs`."""
 
         def collect(microbatch: ModelMicrobatch, statistics: TokenStatistics) -> Tensor:
             assert statistics.values is not None
@@ -199,7 +200,7 @@ class ForwardBackward:
         return results
 
     def prepare(self, token_batches: Sequence[TokenBatch]) -> list[ModelMicrobatch]:
-        """Return the microbatches in the model's layout."""
+        """Return the microbatches as inputs of the model, padded or packed, on the device."""
         place = place_of_rank()
         multiple = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
         multiple *= place.sequence_multiple

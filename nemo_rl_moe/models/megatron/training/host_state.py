@@ -70,7 +70,7 @@ class HostState:
         self.is_away = False
 
     def is_frozen(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is in the host memory of an offloaded state. The next `leave` overwrites it."""
+        """Return whether a tensor is in the host memory of the moved state. If so, only the next `leave` changes it."""
         return self.is_away and tensor.untyped_storage().data_ptr() in self._slabs
 
     def hold(self, wait: Callable[[], object]) -> None:

@@ -60,7 +60,7 @@ class MegatronModel:
     Args:
         weights_folder: Folder to read weights from, or None for random weights.
         tokenizer: Only needed for stop strings.
-        store: Store for the rows that batches refer to and that results contain.
+        store: Store for large arrays, such as routed experts and pixels. Batches and results contain only handles.
 
     Attributes:
         adapters: Switch of the model's adapters, or None without adapters.
@@ -118,7 +118,7 @@ class MegatronModel:
         return any(hasattr(chunk, "vision") for chunk in self.chunks)
 
     def describe(self, config_json: Mapping[str, Any]) -> RankDescription:
-        """Return the description of the model at its start.
+        """Return this rank's coordinates, router settings, notices, FLOPs and GPU, for the log at the start.
 
         Args:
             config_json: The model's Hugging Face configuration, as in the file.
@@ -141,30 +141,30 @@ class MegatronModel:
         return self._series(results)
 
     def logprobs(self, microbatches: Sequence[TokenBatch]) -> list[torch.Tensor]:
-        """Return `ForwardBackward.logprobs` in host memory.
+        """Return for each microbatch the log-probability of every token given its prefix, `[sequences, longest]`.
 
-        Ranks that do not report the loss (`coordinates.reports_loss`) return an empty list.
+        The tensors are in host memory. Ranks without the loss (`coordinates.reports_loss`) return an empty list.
         """
         return self._on_host(self._forward_backward.logprobs, microbatches)
 
     def values(self, microbatches: Sequence[TokenBatch]) -> list[torch.Tensor]:
-        """Return `ForwardBackward.values` in host memory.
+        """Return for each microbatch the value of every token's prefix, `[sequences, longest]`.
 
-        Ranks that do not report the loss (`coordinates.reports_loss`) return an empty list.
+        The tensors are in host memory. Ranks without the loss (`coordinates.reports_loss`) return an empty list.
         """
         return self._on_host(self._forward_backward.values, microbatches)
 
     def scores(self, microbatches: Sequence[TokenBatch]) -> list[torch.Tensor]:
-        """Return `ForwardBackward.scores` in host memory.
+        """Return for each microbatch the value head's output at each sequence's last token, `[sequences, 1]`.
 
-        Ranks that do not report the loss (`coordinates.reports_loss`) return an empty list.
+        The tensors are in host memory. Ranks without the loss (`coordinates.reports_loss`) return an empty list.
         """
         return self._on_host(self._forward_backward.scores, microbatches)
 
     def candidate_logprobs(self, microbatches: Sequence[TokenBatch]) -> list[torch.Tensor]:
-        """Return `ForwardBackward.candidate_logprobs` in host memory.
+        """Return for each microbatch the log-probabilities of each token's candidates, `[sequences, longest, k]`.
 
-        Ranks that do not report the loss (`coordinates.reports_loss`) return an empty list.
+        The tensors are in host memory. Ranks without the loss (`coordinates.reports_loss`) return an empty list.
         """
         return self._on_host(self._forward_backward.candidate_logprobs, microbatches)
 
@@ -181,9 +181,10 @@ class MegatronModel:
     def top_candidates(
         self, microbatches: Sequence[TokenBatch], k: int, vocabulary_size: int
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return `ForwardBackward.top_candidates` in host memory.
+        """Return for each microbatch the likeliest tokens at the position of each token, and their log-probabilities.
 
-        Ranks that do not report the loss (`coordinates.reports_loss`) return an empty list.
+        Both are `[sequences, longest, k]` in host memory. Ranks without the loss (`coordinates.reports_loss`) return an
+        empty list.
         """
         self._evaluation_mode()
         with torch.no_grad():
@@ -204,7 +205,7 @@ class MegatronModel:
         return found, self._store.keep(routes) if self.coordinates.reports_loss else []
 
     def compare_routes(self, microbatches: Sequence[TokenBatch]) -> tuple[list[torch.Tensor], AgreementTotals]:
-        """Return `logprobs` with live routers, and the comparison of their experts with the capture.
+        """Return `logprobs` with freely choosing routers, and how far their experts agree with the captured experts.
 
         Every rank calls it.
         """
@@ -250,6 +251,10 @@ class MegatronModel:
     def receive_weights(self, transfer: TransportSpec, receiver: int, version: int) -> int:
         """Receive the weights of a trainer's ranks, and return the number of received bytes. Every rank calls it.
 
+        Args:
+            receiver: Index of this rank among all receivers of the transfer.
+            version: Number of optimizer steps of the received weights.
+
         Raises:
             WeightSyncError: Not every tensor arrived exactly once. The weights are a mixture of old and new values.
         """
@@ -294,7 +299,7 @@ class MegatronModel:
         return gather(self.chunks, self.config, self.hf_config, is_wanted)
 
     def begin_probe(self) -> None:
-        """Change the adapters' values until `end_probe`."""
+        """Change the adapters' values until `end_probe`, to check that an engine uses the adapters."""
         self._probe.begin()
 
     def end_probe(self) -> None:

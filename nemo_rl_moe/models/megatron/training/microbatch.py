@@ -70,8 +70,13 @@ class ModelMicrobatch:
     def at_tokens(
         self, values: Shaped[Tensor, "batch tokens"], counts: Bool[Tensor, "batch tokens"], other: Any
     ) -> Shaped[Tensor, "rows columns"]:
-        """Return values of the sequences' first tokens in the layout of `input_ids`. All positions without a value, or
-        where `counts` is False, get `other`."""
+        """Return values in the layout of `input_ids`.
+
+        Args:
+            values: Values of the first `tokens` tokens of each of the `batch` sequences.
+            counts: Whether each value is used.
+            other: Value of all other positions.
+        """
         rows, columns = self.input_ids.shape[0], self.num_columns
         if self.packed_seq_params is None:  # sequences are rows: fewer operations
             found = torch.full((rows, columns), other, dtype=values.dtype, device=values.device)
@@ -84,7 +89,9 @@ class ModelMicrobatch:
         return self.part(flat[:-1].view(rows, columns))
 
     def per_sequence(self, values: Tensor) -> Tensor:
-        """Return a row for each sequence with the values of its targets, `[batch, longest - 1, ...]`. Calls `whole`.
+        """Return a row for each sequence with the values of its targets, `[batch, longest - 1, ...]`.
+
+        With context parallelism this is a collective of the ranks that share the rows.
 
         Entries beyond a sequence's length belong to other positions and must be masked.
         """
@@ -97,7 +104,7 @@ class ModelMicrobatch:
         return values.flatten(0, 1)[index]
 
     def at_last_tokens(self, values: Tensor) -> Tensor:
-        """Return the value of each sequence's last token, `[batch]`. Calls `whole`."""
+        """Return the value of each sequence's last token, `[batch]`. A collective with context parallelism."""
         return self.whole(values).flatten(0, 1)[self.sequence_start + self.batch.lengths - 1]
 
 

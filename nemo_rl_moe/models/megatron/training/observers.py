@@ -111,7 +111,7 @@ class ExpertLoadReports(StepObserver):
 
 
 class RoutingReports(StepObserver):
-    """Report on the captured routes of a step, and on the routers' agreement with them."""
+    """Report on a step's captured experts, and on the agreement of the routers' free choices with them."""
 
     def __init__(self, hooks: RouterHooks, *, per_layer: bool):
         self._hooks, self._per_layer = hooks, per_layer

@@ -23,12 +23,15 @@ NUM_SEQUENCES, NUM_TOKENS = 2, 48
 """Number of sequences in the sample from each rank's first microbatch, and number of tokens from each sequence: the
 last tokens that were fed to the engine."""
 MOST_RANKS = 8
-"""Maximum number of data-parallel ranks that sample, because the sample must not grow with the job."""
+"""Maximum number of data-parallel ranks in the sample, because the sample must not grow with the job."""
 _CAPTURE, _LIVE = 0, 1
 
 
 class RouteProbe:
-    """The sample of one step. Only one rank has each (token, layer), so a sum over ranks collects the sample."""
+    """Sample of one step: captured and freely chosen experts of a few tokens in every MoE layer.
+
+    Each (token, layer) is on only one rank, so a sum over ranks collects the sample.
+    """
 
     def __init__(self, num_layers: int, topk: int, device: torch.device):
         ranks = min(parallel_state.get_data_parallel_world_size(), MOST_RANKS)
@@ -89,13 +92,20 @@ class RouteChecks:
         self._in_float32, self._num_updates = in_float32, 1
 
     def start(self, num_updates: int) -> None:
-        """Start a step. If the step has several updates, only the first update has the weights of the capture."""
+        """Clear the counts for a step with `num_updates` optimizer steps.
+
+        Exact agreement is only expected of one update, because later updates have other weights than the capture.
+        """
         self.repeats.counts.zero_()
         self.by_lag.counts.zero_()
         self._num_updates = num_updates
 
     def reduced(self, rows: Int[Tensor, "layers kinds"]) -> CheckTotals:
-        """Return the sums over all ranks, in one collective. Every rank calls it."""
+        """Return the counts of all checks, summed over all ranks in one collective. Every rank calls it.
+
+        Args:
+            rows: This rank's number of captured (token, layer) entries by layer and kind, such as missing entries.
+        """
         by_slot = rows_by_rank(rows, parallel_state.get_data_parallel_rank())
         counts = [self.repeats.counts, by_slot, self.by_lag.counts]
         repeats, slots, by_lag = sum_over_ranks(counts, rows.device)

@@ -36,12 +36,12 @@ from nemo_rl_moe.routing.metrics.gradient_sources import (
 from nemo_rl_moe.routing.routers import routers_of
 
 _ROUNDING = {True: 1e-4, False: 0.05}
-"""Whether training is in float32 -> the shortest gradient of balancing losses that is compared, as a share of its
-uncancelled terms."""
+"""Whether training is in float32 -> smallest norm of the balancing losses' gradient that is compared, relative to the
+norm of the gradient's terms before they cancel. A shorter gradient is mostly rounding."""
 
 
 class RouterGradients(StepObserver):
-    """Measurement of the gradient of every router's weight, split by source.
+    """Measurement of the gradient of every router's weight, split by source (the algorithm's loss, auxiliary losses).
 
     Each part is the optimizer's gradient from one source over the measured microbatches, scaled to a full global batch.
     The parts add up to the gradient of a pass with all sources over the same microbatches. If all microbatches of the
@@ -74,7 +74,7 @@ class RouterGradients(StepObserver):
         self._is_due, self._metrics = is_due(number, self._every), {}
 
     def start_global_batch(self, shard: GlobalBatchShard, loss_function: LossFunction) -> None:
-        """Measure the first global batch of a step that is due. Every rank calls it.
+        """Measure the gradients of the step's first global batch, if the step is due. Every rank calls it.
 
         Weights, random states and counts stay the same, bit by bit.
         """
@@ -96,7 +96,7 @@ class RouterGradients(StepObserver):
         return StepObservations(self._metrics)
 
     def parts(self, shard: GlobalBatchShard, loss_function: LossFunction) -> Tensor:
-        """Return this rank's share of each part, `[sources, MoE layers, experts, hidden]`. Their sum is the part."""
+        """Return this rank's term of each part, `[sources, MoE layers, experts, hidden]`, for a sum over all ranks."""
         config = self._config
         shape = (len(self.sources), len(self._layers), config.num_moe_experts, config.hidden_size)
         parts = torch.zeros(shape, dtype=torch.float32, device=self._device)
@@ -159,15 +159,15 @@ def sources_of(config: TransformerConfig) -> tuple[str, ...]:
 
 
 def counts_on_rank(config: TransformerConfig) -> float:
-    """Return 0 if another tensor-parallel rank counts the same tokens, else 1."""
+    """Return a rank's factor in a sum over ranks: 0 if another tensor-parallel rank counts the same tokens, else 1."""
     return float(config.sequence_parallel or parallel_state.get_tensor_model_parallel_rank() == 0)
 
 
 def share_of_rank(config: TransformerConfig) -> float:
     """Return the weight of this rank's gradients in a sum over all ranks that equals the data-parallel wrapper's mean.
 
-    Tensor-parallel ranks see different tokens under sequence parallelism, and the same tokens otherwise.
-    Context-parallel ranks always see different tokens, and belong to the mean.
+    The mean is over data-parallel and context-parallel ranks. Tensor-parallel ranks see different tokens under sequence
+    parallelism, so all of them count. Otherwise they see the same tokens, so only one of them counts.
     """
     return counts_on_rank(config) / parallel_state.get_data_parallel_world_size(with_context_parallel=True)
 

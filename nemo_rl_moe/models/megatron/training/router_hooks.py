@@ -61,18 +61,18 @@ def cut_of_rank(config: TransformerConfig) -> SequenceCut:
 
 @dataclass(frozen=True)
 class ChunkRoutes:
-    """Capture of one microbatch for the routers of a chunk."""
+    """Captured experts of one microbatch's tokens, for the routers of a model chunk."""
 
     rows: ReplayRoutes
 
     @cached_property
     def by_layer(self) -> list[LayerRoutes]:
-        """The routes of each router. They are only computed if they are replayed or compared."""
+        """The captured experts of each router. Computed at the first use, because not every pass needs them."""
         return self.rows.by_layer()
 
 
 class RouterHooks:
-    """Hooks on all routers of this rank.
+    """Hooks on all routers of this rank. They replay the capture (the recorded experts of tokens) or compare with it.
 
     Args:
         replays: Whether training passes replay the capture.
@@ -123,7 +123,7 @@ class RouterHooks:
 
     @property
     def positions(self) -> list[list[int]]:
-        """Indices into `layers` of each chunk's MoE layers."""
+        """For each chunk, the indices of its MoE layers among all MoE layers of the model."""
         return [sorted(hooks) for hooks in self._hooks]
 
     @contextmanager
@@ -132,8 +132,13 @@ class RouterHooks:
     ) -> Iterator[None]:
         """Set up the hooks for the forward pass of a chunk over one microbatch.
 
-        A training pass replays the microbatch's capture if the configuration asks for it. Any other pass replays it
-        unless the pass is compared with it.
+        A training pass replays the captured experts if the configuration asks for it. Any other pass replays them,
+        except under `comparing`.
+
+        Args:
+            number: Number of the microbatch within the `train` call.
+            trains: Whether it is a training pass.
+            counts: Whether the pass counts in the step's statistics.
         """
         routes = self._routes(chunk, microbatch)
         statistics = self.statistics if counts else self._compared
@@ -183,7 +188,7 @@ class RouterHooks:
             self._count_waiting()
 
     def _count_waiting(self) -> None:
-        """Add the waiting passes to statistics, checks and probe."""
+        """Add the queued forward passes to statistics, checks and probe."""
         if not self._waiting:
             return
         first_tokens = len(self._waiting[0].fed)
@@ -203,7 +208,7 @@ class RouterHooks:
         self._probed.add(chunk)
 
     def watch_backward(self, output: Tensor, chunk: int, microbatch: ModelMicrobatch) -> None:
-        """Set the routes again when the backward pass from the chunk's output begins."""
+        """Set the replayed experts again when the backward pass begins, for the routers that recomputation runs."""
         routes = self._routes(chunk, microbatch) if self._replays else None
         if routes is not None and output.requires_grad:
             output.register_hook(lambda _: self._give(chunk, routes))
@@ -250,12 +255,12 @@ class RouterHooks:
             _hide(hooks)
 
     def take(self) -> dict[int, list[RoutedTokens]]:
-        """Return index into `layers` -> choices of the router under `shown` since the last call."""
+        """Return index of an MoE layer -> its router's choices under `shown` since the last call."""
         return {position: hook.take() for hooks in self._hooks for position, hook in hooks.items()}
 
     @contextmanager
     def capturing(self) -> Iterator[list[tuple[ModelMicrobatch, Int[Tensor, "tokens moe_layers topk"]]]]:
-        """Collect each microbatch with its routes, in the order of the forward passes, while the context is open.
+        """Collect each microbatch with its routed experts, in the order of forward passes, while the context is open.
 
         Yields a list that is filled at exit.
         """
@@ -269,9 +274,9 @@ class RouterHooks:
 
     @contextmanager
     def comparing(self) -> Iterator[Callable[[], AgreementTotals]]:
-        """Compare live forward passes with their capture while the context is open.
+        """Let routers choose freely and compare their experts with the capture, while the context is open.
 
-        Yields a function that returns the counts, summed over all ranks.
+        Yields a function that returns the counts of equal and different experts, summed over all ranks.
         """
         statistics = AgreementStatistics(len(self.layers), self._config.num_moe_experts, self.statistics.rows.device)
         self._compared = statistics
@@ -365,7 +370,10 @@ def sequences_of_tokens(microbatch: ModelMicrobatch, cut: SequenceCut) -> Sequen
 
 
 def row_lags(microbatch: ModelMicrobatch, cut: SequenceCut) -> Int[Tensor, " tokens"] | None:
-    """Return the lag of the token that each of the rank's tokens predicts, or None without lags."""
+    """Return the lag of the token after each of the rank's tokens, or None if the batch has no lags.
+
+    A lag is the number of optimizer steps between the weights that sampled a token and the weights that train on it.
+    """
     batch = microbatch.batch
     if TOKEN_LAG not in batch.columns:
         return None
@@ -388,7 +396,7 @@ def following_tokens(microbatch: ModelMicrobatch, cut: SequenceCut) -> Bool[Tens
 
 
 def _count_for_bias(router: Any, hook: RouterHook) -> None:
-    """Let the expert bias count the experts of the hook's `counted` under replay."""
+    """Let the expert bias count the hook's `counted` experts, not the replayed experts."""
     # Without this change, Megatron-Core counts the replayed experts.
     apply_bias = router._apply_expert_bias
 

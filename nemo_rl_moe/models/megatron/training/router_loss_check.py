@@ -139,7 +139,7 @@ class RouterLossCheck:
         return ~in_router_order(padding, self._cut)
 
     def _totals(self, shard: GlobalBatchShard) -> tuple[float, float]:
-        """Return the number of tokens and of sequences with a token, counted on all data-parallel ranks."""
+        """Return the number of tokens, and the number of sequences with a token, over all data-parallel ranks."""
         lengths = torch.cat([batch.counted_lengths for batch in shard.microbatches])
         totals = torch.tensor([float(lengths.sum()), float((lengths > 0).sum())], device=self._device)
         dist.all_reduce(totals, group=parallel_state.get_data_parallel_group())

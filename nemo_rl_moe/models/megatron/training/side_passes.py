@@ -22,8 +22,8 @@ from nemo_rl_moe.models.megatron.model.releases import recorded_auxiliary_losses
 def side_pass(chunks: Sequence[DistributedDataParallel], config: TransformerConfig) -> Iterator[None]:
     """Keep the unreduced gradients of a forward and backward pass in `main_grad`, and undo the pass at exit.
 
-    Gradients are 0 when the context opens and when it closes. The expert-load recorder and the hooks still count: the
-    caller controls them.
+    Gradients are 0 when the context opens and when it closes. The expert-load recorder and the router hooks still count
+    the pass, unless the caller switches them off.
     """
     zero_gradients(chunks)
     with ExitStack() as stack:

@@ -50,7 +50,7 @@ class StepObserver:
     """
 
     def start_step(self, number: int, shards: Sequence[GlobalBatchShard]) -> None:
-        """Prepare for a `train` call."""
+        """Prepare for a `train` call, with its number in the run and its global batches."""
 
     def start_global_batch(self, shard: GlobalBatchShard, loss_function: LossFunction) -> None:
         """See the next global batch before it is trained on."""
@@ -60,7 +60,7 @@ class StepObserver:
         return nullcontext()
 
     def after_forward(self, forward: TrainingForward, output: Tensor) -> None:
-        """See the output of a chunk. Its gradient hook runs when the backward pass begins."""
+        """Receive the output of a chunk. A gradient hook on the output runs when the backward pass begins."""
 
     def end_step(self) -> StepObservations:
         """Return the observations. Every rank calls it."""

@@ -38,7 +38,9 @@ class TokenStatistics(NamedTuple):
         return TokenStatistics(torch.zeros_like(values), None, None, values)
 
     def over_kept(self, kept_tokens: Int[Tensor, "*tokens k"]) -> "TokenStatistics":
-        """Return the statistics with log-probabilities over the kept tokens `K`, which are the candidates here.
+        """Return the statistics with log-probabilities over the tokens `K` that top-k and top-p kept in sampling.
+
+        Requires that `candidates` are the log-probabilities of the kept tokens.
 
         A log-probability becomes `log p(y) - log sum_{v in K} p(v)`, the log-softmax with all logits outside of `K`
         masked ("keep sampling mask", DeepSeek-V3.2, arXiv:2512.02556, section 3.1). Positions without kept tokens stay

@@ -45,7 +45,7 @@ class _Update:
     """Result of one global batch.
 
     Attributes:
-        num_of: Kind of mean -> number of tokens or sequences in it.
+        num_of: Kind of mean -> number of tokens or sequences in the mean.
         series: The loss function's metrics of this rank's microbatches.
     """
 
@@ -67,7 +67,7 @@ class MegatronTrainer(MegatronModel):
     Args:
         num_steps: Number of optimizer steps of the run, for the learning-rate schedule.
         tokenizer: Only needed for stop strings.
-        store: Store for the rows that batches refer to and that results contain.
+        store: Store for large arrays, such as routed experts and pixels. Batches and results contain only handles.
 
     Attributes:
         host_state: Moves the optimizer's state between the device and the host.
@@ -169,7 +169,7 @@ class MegatronTrainer(MegatronModel):
         return _Update(num_of, loss, grad_norm, lr, series, is_skipped=has_targets and not is_updated)
 
     def expert_biases(self) -> dict[int, Float[np.ndarray, "2 experts"]]:
-        """Return `ExpertBias.around_last_update`. The result is the same on all ranks of a stage."""
+        """Return MoE layer index -> expert bias before and after the last update, the same on all ranks of a stage."""
         return self._expert_bias.around_last_update()
 
     def reference_logprobs(self, microbatches: Sequence[TokenBatch]) -> list[torch.Tensor]:
@@ -195,7 +195,7 @@ class MegatronTrainer(MegatronModel):
         self.host_state.come_back()
 
     def start_checkpoint(self, directory: Path, with_optimizer: bool) -> None:
-        """Take a snapshot and begin to write it. The last checkpoint must be finished. Every rank calls it."""
+        """Take a snapshot and begin to write it. Requires that the last checkpoint is finished. Every rank calls it."""
         counters = TrainerCounters(self.num_updates, self._calls, self.scheduler.num_steps) if with_optimizer else None
         self._write = start_write(sharded_contents(self._training_objects, counters), directory, self._snapshots)
         if self._snapshots.has_frozen:
@@ -263,7 +263,7 @@ def _weighted_sum(weights: Sequence[float], values: Sequence[float]) -> float:
 
 
 def _over_all(updates: Sequence[_Update], kind_of_loss: Reduction) -> dict[str, MetricSeries]:
-    """Return one series for each metric over all global batches of a call."""
+    """Return one series for each metric over all global batches of a `train` call."""
     # Shares of each global batch's mean become shares of the mean over all batches. A global batch without a trained
     # token has neither means nor extremes, but its sums count.
     joined = {}

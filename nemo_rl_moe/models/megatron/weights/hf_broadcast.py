@@ -34,7 +34,7 @@ def round_of(name: str) -> str:
 
 @dataclass(frozen=True)
 class Broadcast:
-    """Tensors that one rank sends in one round."""
+    """Tensors that the rank `root` sends to all ranks in one round: its tensors of a layer, or one other tensor."""
 
     round: str
     root: int
@@ -42,10 +42,10 @@ class Broadcast:
 
 
 def plan_broadcasts(rows_of_ranks: Sequence[Sequence[Row]]) -> list[Broadcast]:
-    """Return the broadcasts in their order on all ranks, round by round.
+    """Return the broadcasts in the order in which all ranks enter them, layer by layer.
 
     Args:
-        rows_of_ranks: Tensors that each rank gathers, in the order of its plan.
+        rows_of_ranks: For each rank, the headers of the tensors that it gathers, in the order of gathering.
     """
     by_round: dict[str, dict[int, list[Row]]] = {}
     for rank, rows in enumerate(rows_of_ranks):
@@ -57,7 +57,7 @@ def plan_broadcasts(rows_of_ranks: Sequence[Sequence[Row]]) -> list[Broadcast]:
 
 
 def rows_of(deliveries: Sequence[Delivery]) -> list[Row]:
-    """Return the tensors that this rank gathers."""
+    """Return the headers of the tensors that this rank gathers."""
     headers = [delivery.header for delivery in deliveries if delivery.is_mine]
     return [row_of(header.name, header.dtype, header.shape) for header in headers]
 
@@ -93,7 +93,7 @@ def tensors_on_every_rank(
 
 
 def _gathered(deliveries: Sequence[Delivery], hf_config: Any, failure: SharedFailure) -> dict[str, Tensor]:
-    """Return the tensors of a round that this rank gathers. They may be views of parameters."""
+    """Return name -> tensor for the tensors of a round that this rank gathers. They may be views of parameters."""
     found: dict[str, Tensor] = {}
     for delivery in deliveries:
         full = whole_tensor(delivery, hf_config, failure, move=lambda entry: entry)

@@ -127,7 +127,7 @@ def _host_copy(tensor: Tensor) -> Tensor:
 def raise_problems(failure: SharedFailure) -> None:
     """Raise a RuntimeError on all ranks if any rank has failed."""
     if problems := _problems_of_all(failure.text):
-        raise RuntimeError(f"the weights cannot be handed out: {problems}")
+        raise RuntimeError(f"the weights cannot be exported: {problems}")
 
 
 def _begin(
@@ -151,7 +151,7 @@ def _write(
     has_files: bool,
     progress: Callable[[float], None],
 ) -> str | None:
-    """Write this rank's files, and return the problem or None. After a failure, only take part in collectives."""
+    """Write this rank's files, and return the problem or None. After a failure, the rank only joins in collectives."""
     failure = SharedFailure()
     with failure.caught():
         if has_files and not staging.is_dir():

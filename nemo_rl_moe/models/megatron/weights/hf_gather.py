@@ -59,7 +59,7 @@ class _Spread:
         self._bytes: dict[tuple[int, ...], int] = dict.fromkeys(itertools.product(*map(range, sizes)), 0)
 
     def assign(self, num_bytes: int) -> tuple[int, ...]:
-        """Add to the first rank with the fewest bytes, and return its coordinates."""
+        """Assign `num_bytes` to the first rank with the fewest bytes, and return the rank's coordinates."""
         coordinates = min(self._bytes, key=self._bytes.__getitem__)
         self._bytes[coordinates] += num_bytes
         return coordinates
@@ -135,7 +135,7 @@ def _assigned(tensors: Sequence[tuple[TensorHeader, bool, tuple[tuple[ParameterP
 def gather_tensors(delivery: Delivery, hf_config: Any, failure: SharedFailure) -> Iterator[Tensor]:
     """Yield the tensor, or each expert of a stacked tensor, on the gathering rank's device, and nothing on other ranks.
 
-    What is yielded may be a view of a parameter. Every rank must run through all deliveries in order, each to its end.
+    A yielded tensor may be a view of a parameter. Every rank must exhaust the iterators of all deliveries in order.
     """
     if not delivery.takes_part:
         return

@@ -33,7 +33,7 @@ _TIED = "the output layer is the embedding (tie_word_embeddings)"
 
 
 def unused_patterns(hf_config: Any) -> dict[str, str]:
-    """Return regular expression of tensor names -> reason why such a model ignores these tensors."""
+    """Return regular expression of tensor names -> reason why a model with this configuration ignores these tensors."""
     family = family_of(hf_config)
     output = family.rules.find(_OUTPUT_LAYER) if hf_config.tie_word_embeddings else None
     tied = {} if output is None else {re.escape(source.name): _TIED for source in output.sources}
@@ -175,7 +175,8 @@ def _plan(chunks: Sequence[GPTModel], config: TransformerConfig, hf_config: Any,
         plan.readings.append(_Reading(piece, rule, forms[chosen]))
     if without_rule:
         plan.problems.append(
-            f"policy.model_name: {folder}: no tensor is known for {listed(without_rule)} of a {hf_config.model_type}"
+            f"policy.model_name: {folder}: no Hugging Face tensor of {hf_config.model_type} is known for the parameters"
+            f" {listed(without_rule)}"
         )
     order = {name: (tensor.file, name) for name, tensor in plan.folder.tensors.items()}
     plan.readings.sort(key=lambda reading: order.get(reading.parts[0].source.name, ("", "")))
@@ -185,7 +186,10 @@ def _plan(chunks: Sequence[GPTModel], config: TransformerConfig, hf_config: Any,
 def _forms_in(
     folder: SafetensorsFolder, piece: ParameterPiece, rule: Rule, hf_config: Any, num_experts: int | None
 ) -> list[list[SourcePart]]:
-    """Return the parts of a piece for each form of its tensors that the folder has, or for the rule's form if none."""
+    """Return the parts of a piece for each form of its tensors in the folder, such as a stacked tensor of all experts.
+
+    If the folder has none of the known forms, the result has the parts of the first form.
+    """
     forms = [
         source_parts(piece, rule, sources, hf_config, num_experts)
         for sources in (rule.sources, *rule.alternatives)
@@ -195,7 +199,7 @@ def _forms_in(
 
 
 def _fitting(folder: SafetensorsFolder, forms: Sequence[Sequence[SourcePart]]) -> list[int]:
-    """Return the indices of the forms whose shapes equal the shapes of the folder's tensors."""
+    """Return the indices of the forms of a piece whose shapes equal the shapes of the folder's tensors."""
     tensors = folder.tensors
     return [
         index
@@ -224,7 +228,7 @@ def _agreed(plan: _Plan, hf_config: Any, folder: Path) -> list[str]:
 
 
 def _other_head(folder: SafetensorsFolder, hf_config: Any) -> list[str]:
-    """Return the problem of an output layer that differs from the embedding, although the configuration ties them.
+    """Return a message if the output layer differs from the embedding, although the configuration ties them.
 
     Rank 0 reads both tensors.
     """

@@ -57,7 +57,7 @@ class _Filling:
     """A piece of a parameter that is filled when all of its parts have arrived.
 
     Attributes:
-        arrived: Number of a part -> the part.
+        arrived: Index of a part among the piece's parts -> the part.
     """
 
     piece: ParameterPiece
@@ -86,7 +86,7 @@ def _awaited(
     for piece in parameter_pieces(chunks, config):
         rule = rule_of(piece, hf_config)
         if rule is None:
-            raise WeightSyncError(f"no tensor is known for {piece.name} of a {hf_config.model_type}")
+            raise WeightSyncError(f"no Hugging Face tensor of {hf_config.model_type} is known for {piece.name}")
         filling = _Filling(piece, rule, source_parts(piece, rule, rule.sources, hf_config, config.num_moe_experts))
         for number, part in enumerate(filling.parts):
             awaited[part.source.name].append((filling, number))

@@ -40,7 +40,7 @@ class SourcePart:
 
 
 def rule_of(piece: ParameterPiece, hf_config: Any) -> Rule | None:
-    """Return the rule of a parameter, or None if the family has no tensor for it."""
+    """Return the rule of a parameter: its Hugging Face tensors. None if the model's family has no tensor for it."""
     tied = piece.name == "output_layer.weight" and hf_config.tie_word_embeddings
     return family_of(hf_config).rules.find("embedding.word_embeddings.weight" if tied else piece.name)
 

@@ -38,7 +38,7 @@ def test_columns_by_hand() -> None:
     # Of eight columns chunks of two, of four behind them chunks of one.
     assert zigzag_columns([8, 4], 2).tolist() == [[0, 1, 6, 7, 8, 11], [2, 3, 4, 5, 9, 10]]
     assert zigzag_columns([6], 3).tolist() == [[0, 5], [1, 4], [2, 3]]
-    with pytest.raises(ValueError, match="a segment of 6 columns cannot be cut into 4 equal chunks"):
+    with pytest.raises(ValueError, match="a row or packed sequence of 6 tokens cannot be cut into 4 equal chunks"):
         zigzag_columns([8, 6], 2)
 
 

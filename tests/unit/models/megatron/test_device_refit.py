@@ -97,7 +97,7 @@ PACKAGE = "nemo_rl_moe.models.megatron.weights"
 )
 def test_a_rank_without_memory_keeps_nobody_waiting(function: str) -> None:
     policy = tiny_policy(2, **layout(tp=2, etp=2))
-    failed = "the weights cannot be handed out: rank 1: not enough memory"
+    failed = "the weights cannot be exported: rank 1: not enough memory"
     assert run_ranks(outcomes_with_failure, 2, policy, function) == [[failed, "True"]] * 2
 
 

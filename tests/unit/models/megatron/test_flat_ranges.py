@@ -85,7 +85,7 @@ def test_what_is_no_block_of_its_parameter_is_refused() -> None:
         return [ShardedTensor.from_rank_offsets(key, data.T.contiguous(), replica_id=replica)]
 
     factory = ShardedTensorFactory("name", torch.zeros(4, 3), transposed, lambda _: None, (0, 0, 0))
-    with pytest.raises(ValueError, match="name: its tensors in a checkpoint are no blocks of the parameter"):
+    with pytest.raises(ValueError, match="name: its tensors in a checkpoint are no contiguous blocks of the parameter"):
         sharded_range(factory, 0, torch.zeros(3), prefix="moment", replica=0)
 
 

@@ -219,7 +219,7 @@ REFUSED = {
     "has the inputs is_image, expected image_ids, image_sizes, is_image, pixels": lambda inputs: {
         IS_IMAGE: inputs[IS_IMAGE]
     },
-    "has pixels or image_ids that are not those of its 1 image_sizes": lambda inputs: {
+    "has pixels or image_ids that do not match its 1 image_sizes": lambda inputs: {
         **inputs,
         "pixels": dataclasses.replace(inputs["pixels"], values=(inputs["pixels"].values[0][3:],)),
     },

@@ -120,7 +120,7 @@ def test_rank_without_memory_keeps_nobody_waiting(sizes: dict[str, int], functio
     assert first == second
     handed_out, written, last = first
     problem = "rank 1: not enough memory: you tried to allocate 7 bytes"
-    assert handed_out == (f"the weights cannot be handed out: {problem}" if "Writer" not in function else "done")
+    assert handed_out == (f"the weights cannot be exported: {problem}" if "Writer" not in function else "done")
     assert (written, last) == (f"{folder}: cannot be written: {problem}", "done")
 
 

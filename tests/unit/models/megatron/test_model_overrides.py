@@ -109,11 +109,11 @@ PAGE = "docs/sft.md#fields-without-a-key"
         ("test_mode", True, ANOTHER_MODEL),
         ("cuda_graph_warmup_steps", 1, "belongs to CUDA graphs, which are not supported"),
         ("qk_l2_norm", True, ANOTHER_MODEL),
-        ("mtp_num_layers", 1, "is not supported: the layers that predict further tokens are left out"),
+        ("mtp_num_layers", 1, "is not supported: layers of multi-token prediction are not built"),
         (
             "fp32_residual_connection",
             True,
-            "is not supported: layers and pipeline stages hand on the type of policy.precision",
+            "is not supported: activations between layers have the type of policy.precision",
         ),
         ("tp_comm_overlap", True, "needs buffers of Transformer Engine that this program does not make"),
         ("rotary_interleaved", True, ANOTHER_MODEL),

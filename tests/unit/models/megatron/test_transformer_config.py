@@ -166,7 +166,7 @@ def test_layers_of_stages_are_those_that_megatron_builds(
         (
             6,
             {"pp": 2, "vpp": 2, "first": 3, "last": 3},
-            "num_layers_in_first_pipeline_stage: got 3, which does not divide by"
+            "num_layers_in_first_pipeline_stage: got 3, which is no multiple of"
             " policy.megatron_cfg.virtual_pipeline_model_parallel_size 2",
         ),
     ],
@@ -234,7 +234,7 @@ def test_latent_experts_need_transformer_engine() -> None:
 def test_overrides_that_undo_a_correction_are_refused(name: str) -> None:
     assert problems_of(model_overrides=f"{{{name}: true}}") == [
         f"policy.megatron_cfg.model_overrides.{name}: got true, expected false: with interleaved stages, gloo then"
-        " swaps what stages send each other, without an error"
+        " mixes up the tensors between stages, without an error"
     ]
 
 
