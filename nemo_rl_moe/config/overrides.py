@@ -92,7 +92,7 @@ def apply_overrides(
         elif override.add or name in known or name in present_keys(changed):
             _set(changed, override.key, override.value)
         elif name == ALGORITHM_KEY:
-            problems.append(f"{name}: is read from the file alone, which `nemo-rl-moe run --config FILE` starts")
+            problems.append(f"{name}: can only be set in the file, which `nemo-rl-moe run --config FILE` starts")
         else:
             problems.append(unknown_key(name, [*known, *present_keys(changed)]))
     return changed, problems

@@ -379,7 +379,7 @@ def _problem_of_entry(
 
 
 def _keys_beside(schema: type[BaseModel], location: Sequence[Any], values: Any) -> list[str]:
-    """Return the full keys of the section with a free name that the location leads into. Empty if there is none."""
+    """Return the full keys of the section at or above the location whose name the user chose, or an empty list."""
     for size in range(1, len(location)):
         place, field = field_at(schema, location[:size], values)
         entry = None if field is None else entry_annotation(field.annotation)
@@ -391,7 +391,7 @@ def _keys_beside(schema: type[BaseModel], location: Sequence[Any], values: Any) 
 
 
 def _is_entry(schema: type[BaseModel], place: Sequence[str]) -> bool:
-    """Return whether the position is that of a section with a free name."""
+    """Return whether the position is that of a section whose name the user chose."""
     _, above = field_at(schema, place[:-1])
     return above is not None and entry_annotation(above.annotation) is not None
 
