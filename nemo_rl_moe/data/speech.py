@@ -99,7 +99,7 @@ class Speech:
         return tuple(token.text for token in self.stop_tokens)
 
     def end_of_response(self, stop_token_ids: Sequence[int]) -> tuple[int, ...]:
-        """Return the token that must end a response that was not sampled, in a tuple. Empty without stop tokens.
+        """Return the token to append to a response that was not sampled, in a tuple. Empty without stop tokens.
 
         Args:
             stop_token_ids: The run's stop tokens. The token of `turn_end` is returned if it is among them, else the
