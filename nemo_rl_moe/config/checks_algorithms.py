@@ -56,7 +56,7 @@ def overlong_buffer_fits_the_response(config: GRPOMasterConfig) -> Iterator[str]
 
 
 def divergence_in_the_reward_has_a_meaning(config: GRPOMasterConfig) -> Iterator[str]:
-    """Check that a divergence in the reward has a weight above 0, the estimator k1, and no choice of its gradient."""
+    """Check that a divergence in the reward has a weight above 0, the estimator k1, and the gradient `estimate`."""
     loss = config.loss_fn
     if not loss.use_kl_in_reward:
         return

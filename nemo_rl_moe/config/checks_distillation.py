@@ -29,7 +29,7 @@ def responses_have_a_teacher(config: DistillationMasterConfig) -> Iterator[str]:
         if len(teachers) > 1:
             yield (
                 f"{_KEY}.teacher_by_environment: got {{}}, expected a teacher for each environment, or"
-                f" {_KEY}.teacher_key: there are {len(teachers)} ({', '.join(teachers)})"
+                f" {_KEY}.teacher_key: there are {len(teachers)} teachers ({', '.join(teachers)})"
             )
         return
     environments = [name for name in config.env.environments if name]

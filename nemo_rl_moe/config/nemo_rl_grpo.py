@@ -48,7 +48,7 @@ def estimator(theirs: Theirs, translation: Translation) -> None:
 
 
 def _several_rewards(theirs: Theirs) -> str:
-    """Return advice on how to set an estimator of named rewards here, which a function of the user must return."""
+    """Return advice on how to set an estimator of named rewards here, with a function of the user for the rewards."""
     names = ["correctness", "integer", "format"] if theirs.has("env.math_multi_reward") else []
     weights = theirs.get("grpo.adv_estimator.reward_weights", [1.0] * len(names))
     names = names if len(names) == len(weights) else [f"reward_{place}" for place in range(1, len(weights) + 1)]

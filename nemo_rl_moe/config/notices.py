@@ -150,12 +150,12 @@ def ipo_by_sums(config: LoopMasterConfig, num_steps: int) -> Iterator[str]:
 
 
 MOST_BFLOAT16_PARTS = 16
-"""Maximum number of microbatches whose gradients may be summed in bfloat16. Each of 16 equal parts keeps 4 of its 8
-bits."""
+"""Maximum number of microbatches whose gradients may be summed in bfloat16. In a sum of 16 equal parts, each keeps 4
+of its 8 bits."""
 
 
 MOST_OF_FULL_LENGTH = 64
-"""Maximum number of these microbatches if they are filled by tokens, counted as if all samples had maximum length."""
+"""Like `MOST_BFLOAT16_PARTS`, for microbatches that are filled by tokens, counted for samples of maximum length."""
 
 
 def gradients_add_up_in_bfloat16(config: LoopMasterConfig, num_steps: int) -> Iterator[str]:

@@ -65,7 +65,7 @@ def apply_overrides(
     overrides: Sequence[str],
     known_around: Callable[[Sequence[str], Mapping[str, Any]], Sequence[str]],
 ) -> tuple[dict[str, Any], list[str]]:
-    """Apply overrides in order, except that kinds of sections come first, since a new kind replaces its section.
+    """Apply overrides in order, but overrides of a section's `kind` first, since a new kind replaces the section.
 
     Args:
         known_around: Function of an override's key and the current values. It returns every full key of the schema, and

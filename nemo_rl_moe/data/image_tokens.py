@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Image tokens: the rendered text has one per image, and the sample as many as the model needs.
+"""Image tokens: the rendered text has one for each image, and the tokenized sample has as many as the model needs.
 
 A sample keeps references to its images, because the pixels of all images would fill gigabytes. Images are decoded once
 as a check, and again for each batch.

@@ -122,7 +122,7 @@ class Speech:
         """Yield the lines of a description for the user."""
         yield f"stop tokens: {', '.join(map(str, self.stop_tokens)) or 'none'}"
         for token, reason in self.no_stops:
-            yield f"no stop token: {token}: {reason} ({STOPS_KEY} names tokens)"
+            yield f"no stop token: {token}: {reason} ({STOPS_KEY} sets the stop tokens)"
         if self.turn_end:
             calls = f", of calls with {self.call_end!r}" if self.call_end not in ("", self.turn_end) else ""
             opened = f"; generation prompt {self.generation_prompt!r}" if self.generation_prompt else ""

@@ -50,7 +50,7 @@ BROKEN = [
         SECOND,
         "responses_have_a_teacher",
         f"{KEY}.teacher_by_environment: got {{}}, expected a teacher for each environment, or {KEY}.teacher_key: there"
-        " are 2 (teacher, writer)",
+        " are 2 teachers (teacher, writer)",
     ),
     (
         (*BOTH, f"{KEY}.teacher_key=by"),
