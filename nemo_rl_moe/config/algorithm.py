@@ -54,14 +54,14 @@ class Algorithm:
         needs_reference: Whether workers keep the initial weights.
         roles: Models other than the policy with separate workers, by role. `cluster.roles` assigns machines to them.
             `roles_of` adds the reward model of rollouts.
-        optional_places: Roles without a separate model that may get machines in `cluster.roles`, with a description.
-            Without an entry there they share the policy's machines.
+        optional_places: Role -> description, for roles without a model of their own, such as generation engines, that
+            may get machines in `cluster.roles`. Without an entry there, a role shares the policy's machines.
         responses_at_a_time: Maximum number of responses that are generated at the same time. None: the algorithm
             generates nothing.
         rollouts_run_ahead: Whether `run` takes its trajectories from `launch.grpo.start_source` and notifies the source
             of each update of the weights. If not, `grpo.rollouts.mode: asynchronous` is refused.
         losses: Loss functions that `run` trains with. Each is called once on three tokens before anything starts, to
-            report errors in its loss or metrics early. Other losses fail when the first step trains.
+            report errors in its loss or metrics early. An error in another loss appears when the first step trains.
         best_metric: Metric of `checkpointing.metric_name: auto`, of which higher values are better.
         reference: `package.module:ATTRIBUTE` by which configurations name it, set at import. None: built in.
     """
@@ -117,7 +117,7 @@ class Algorithm:
 
 
 def grpo_responses_at_a_time(config: GRPOMasterConfig) -> int:
-    """Return the number of responses of a step or, if known and larger, of a validation."""
+    """Return the number of responses of a step, or of a validation if that number is known and larger."""
     validation = 0
     if config.data.validation is not None and config.grpo.max_val_samples is not None:
         validation = config.grpo.max_val_samples * config.grpo.val_num_generations
@@ -136,8 +136,8 @@ def _has_binary_reward(env: EnvironmentConfig) -> bool:
 
 
 def places_of_engines(config: GRPOMasterConfig) -> Mapping[str, str]:
-    """Return the role of generation engines with its description, if the engine has a copy of the weights. Such engines
-    may have separate machines."""
+    """Return role -> description of the generation engines if they may have separate machines, because they keep a copy
+    of the weights. Otherwise, return an empty mapping."""
     return {} if config.policy.generation.engine.shares_weights else {GENERATION_ROLE: "generation engines"}
 
 

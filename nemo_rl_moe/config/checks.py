@@ -85,7 +85,7 @@ def model_parallel_fits_world(config: MasterConfig) -> Iterator[str]:
 
 
 def context_parallel_has_an_attention(config: MasterConfig) -> Iterator[str]:
-    """Check that context parallelism has Transformer Engine's attention. No other attention supports it."""
+    """Check that context parallelism has Transformer Engine's attention, since no other attention supports it."""
     megatron = config.policy.megatron_cfg
     without = {
         "on CPUs (cluster.gpus_per_node 0)": config.cluster.gpus_per_node == 0,
@@ -101,7 +101,7 @@ def context_parallel_has_an_attention(config: MasterConfig) -> Iterator[str]:
 
 
 def sequence_parallel_goes_with_tensor_parallel(config: MasterConfig) -> Iterator[str]:
-    """Check that sequence parallelism is on if and only if tensor parallelism is on. MoE layers need this."""
+    """Check that sequence parallelism is on if and only if tensor parallelism is on, because MoE layers need this."""
     megatron = config.policy.megatron_cfg
     if megatron.sequence_parallel and megatron.tensor_model_parallel_size == 1:
         yield f"{MEGATRON}.sequence_parallel: true needs {MEGATRON}.tensor_model_parallel_size above 1"
@@ -137,7 +137,7 @@ def environment_leaves_ranks_their_places(config: MasterConfig) -> Iterator[str]
     """Check that the workers' environment variables are valid, and are not variables that the run sets itself."""
     for name, value in config.policy.megatron_cfg.env_vars.items():
         if name in RANK_VARIABLES:
-            yield f"{MEGATRON}.env_vars.{name}: got {value!r}, expected no such variable: it follows from the cluster"
+            yield f"{MEGATRON}.env_vars.{name}: got {value!r}, expected no such variable: the run sets it itself"
         elif not name or "=" in name or "\0" in name + value:
             yield f"{MEGATRON}.env_vars: got {name!r}, expected a name without = and NUL, and a value without NUL"
 
@@ -149,14 +149,14 @@ def hybridep_has_batches_of_one_size(config: MasterConfig) -> Iterator[str]:
     if megatron.moe_flex_dispatcher_backend == "hybridep" and not megatron.moe_hybridep_pad_uneven_dispatch_inputs:
         yield (
             f"{MEGATRON}.moe_flex_dispatcher_backend: got 'hybridep', expected 'deepep' or, with Megatron-Core 0.19,"
-            f" {MEGATRON}.moe_hybridep_pad_uneven_dispatch_inputs=true: its buffer is as large as the first batch, and"
-            " later ones are longer"
+            f" {MEGATRON}.moe_hybridep_pad_uneven_dispatch_inputs=true: its buffer is as large as the first batch,"
+            " and later batches may be larger"
         )
 
 
 def virtual_pipeline_is_possible(config: MasterConfig) -> Iterator[str]:
-    """Check that the interleaved schedule has several stages, several pieces, and a multiple of the stages as the
-    number of microbatches."""
+    """Check that the interleaved schedule has several stages, several pieces per stage, and a number of microbatches
+    that is a multiple of the number of stages."""
     megatron = config.policy.megatron_cfg
     pieces, stages = megatron.virtual_pipeline_model_parallel_size, megatron.pipeline_model_parallel_size
     name = f"{MEGATRON}.virtual_pipeline_model_parallel_size"
@@ -195,8 +195,8 @@ def packing_has_an_attention(config: MasterConfig) -> Iterator[str]:
 
 
 def a_microbatch_holds_the_longest_sample(config: MasterConfig) -> Iterator[str]:
-    """Check that the token budget of a microbatch is enough for the longest sample. A sample may consist of two
-    sequences."""
+    """Check that the token budget of a microbatch is enough for the longest sample, which consists of two sequences if
+    samples are pairs."""
     num_sequences = algorithm_of(config).sequences_per_sample
     is_pair, ranks = num_sequences == 2, config.policy.megatron_cfg.context_parallel_size
     multiple = sequence_multiple(ranks)
@@ -232,7 +232,7 @@ def global_batch_divides(config: MasterConfig) -> Iterator[str]:
 
 
 def per_layer_logging_needs_tracking(config: MasterConfig) -> Iterator[str]:
-    """Check that per-layer MoE metrics are tracked."""
+    """Check that MoE metrics are tracked if they are logged for each layer."""
     megatron = config.policy.megatron_cfg
     if megatron.moe_per_layer_logging and not megatron.track_moe_metrics:
         yield f"{MEGATRON}.moe_per_layer_logging: true needs {MEGATRON}.track_moe_metrics true"

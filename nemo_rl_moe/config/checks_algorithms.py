@@ -56,7 +56,7 @@ def overlong_buffer_fits_the_response(config: GRPOMasterConfig) -> Iterator[str]
 
 
 def divergence_in_the_reward_has_a_meaning(config: GRPOMasterConfig) -> Iterator[str]:
-    """Check that a divergence in the reward has a weight, is estimated by k1, and has no separate gradient."""
+    """Check that a divergence in the reward has a weight above 0, the estimator k1, and the gradient `estimate`."""
     loss = config.loss_fn
     if not loss.use_kl_in_reward:
         return
@@ -65,7 +65,7 @@ def divergence_in_the_reward_has_a_meaning(config: GRPOMasterConfig) -> Iterator
     if loss.reference_policy_kl_type != "k1":
         yield (
             f"loss_fn.reference_policy_kl_type: got {loss.reference_policy_kl_type}, expected k1 with"
-            " loss_fn.use_kl_in_reward true: in a reward the others do not lead to a smaller divergence"
+            " loss_fn.use_kl_in_reward true: in a reward, the other estimators do not lead to a smaller divergence"
         )
     if loss.reference_policy_kl_gradient != "estimate":
         yield (
@@ -132,7 +132,7 @@ def sampled_prompts_are_held_out(config: GRPOMasterConfig) -> Iterator[str]:
 
 
 def greedy_validation_asks_once(config: GRPOMasterConfig) -> Iterator[str]:
-    """Check that greedy validation asks once, since all its responses to a prompt are the same."""
+    """Check that greedy validation generates one response to each prompt, since further ones would be the same."""
     loop = config.grpo
     if loop.val_temperature == 0 and loop.val_num_generations > 1:
         yield (
@@ -152,8 +152,8 @@ def dynamic_sampling_may_replace_groups(config: GRPOMasterConfig) -> Iterator[st
 
 
 def named_rewards_come_from_somewhere(config: GRPOMasterConfig) -> Iterator[str]:
-    """Check that the scorer returns several rewards if there are weights of named rewards, and that one weight is not
-    0."""
+    """Check that the scorer returns several rewards if named rewards have weights, and that at least one of these
+    weights is not 0."""
     for name, env in config.env.environments.items():
         weights, section = env.reward_weights, environment_key(name)
         key = f"{section}.reward_weights"
@@ -206,7 +206,7 @@ def engine_has_what_it_needs(config: GRPOMasterConfig) -> Iterator[str]:
 
 
 def weights_can_travel(config: GRPOMasterConfig) -> Iterator[str]:
-    """Check the transport of weights to engines. NCCL needs engines with separate GPUs, and CUDA IPC engines on the
+    """Check the transport of weights to engines: NCCL needs engines with separate GPUs, CUDA IPC needs engines on the
     trainer's GPUs."""
     generation, key = config.policy.generation, "policy.generation.weight_transport"
     chosen, has_own = generation.weight_transport, GENERATION_ROLE in config.cluster.roles
@@ -227,8 +227,8 @@ def _largest_divisor(number: int, limit: int) -> int:
 
 
 def replay_has_routes(config: GRPOMasterConfig) -> Iterator[str]:
-    """Check that nothing else controls the routers under replay, and that `old_policy` has several updates in a
-    step."""
+    """Check that no other setting controls the routers if routes are replayed, and that a step has several updates if
+    `old_policy` replays them."""
     megatron = config.policy.megatron_cfg
     key, replay = "policy.megatron_cfg.routing_replay", megatron.routing_replay
     if replay == "none":
@@ -275,7 +275,7 @@ GRPO_RULES = (
 
 
 def some_loss_has_weight(config: DPOMasterConfig) -> Iterator[str]:
-    """Check that one of the losses has a weight above 0."""
+    """Check that at least one of the two losses has a weight above 0."""
     if config.dpo.preference_loss_weight == 0 and config.dpo.sft_loss_weight == 0:
         yield "dpo.preference_loss_weight and dpo.sft_loss_weight: both are 0, so that nothing would be trained"
 

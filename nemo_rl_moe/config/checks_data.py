@@ -16,7 +16,7 @@ def tools_are_definitions(config: Any) -> Iterator[str]:
 
 
 def template_names_are_free(config: Any) -> Iterator[str]:
-    """Check that the run does not set the variables of the chat template itself."""
+    """Check that `data.chat_template_kwargs` has no variable that the run itself sets."""
     if (problem := reserved_name_problem(config.data.chat_template_kwargs)) is not None:
         yield f"data.chat_template_kwargs: {problem}"
 

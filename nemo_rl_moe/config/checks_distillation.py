@@ -19,7 +19,7 @@ def responses_have_a_teacher(config: DistillationMasterConfig) -> Iterator[str]:
         yield f"{_KEY}.teachers: got none, expected one or more, each with model_name, logprob_batch_size, megatron_cfg"
     for name in teachers:
         if name in (POLICY_ROLE, GENERATION_ROLE, REWARD_MODEL_ROLE):
-            yield f"{_KEY}.teachers.{name}: expected another name, which cluster.roles does not use for something else"
+            yield f"{_KEY}.teachers.{name}: expected another name: cluster.roles uses this one for another role"
     key = config.distillation.teacher_key
     if key is not None:
         if by_environment:
@@ -29,7 +29,7 @@ def responses_have_a_teacher(config: DistillationMasterConfig) -> Iterator[str]:
         if len(teachers) > 1:
             yield (
                 f"{_KEY}.teacher_by_environment: got {{}}, expected a teacher for each environment, or"
-                f" {_KEY}.teacher_key: there are {len(teachers)} ({', '.join(teachers)})"
+                f" {_KEY}.teacher_key: there are {len(teachers)} teachers ({', '.join(teachers)})"
             )
         return
     environments = [name for name in config.env.environments if name]
@@ -52,18 +52,18 @@ def divergence_has_candidates(config: DistillationMasterConfig) -> Iterator[str]
     if settings.topk_logits_k is None and settings.kl_type != "reverse":
         yield (
             f"{_KEY}.topk_logits_k: got null, expected a number of candidates with {_KEY}.kl_type {settings.kl_type}:"
-            " the sampled token alone gives reverse"
+            " only reverse can be estimated from the sampled token"
         )
 
 
 def some_component_has_weight(config: DistillationMasterConfig) -> Iterator[str]:
     """Check that the teacher's component has a weight above 0."""
     if config.distillation.kl_weight == 0:
-        yield f"{_KEY}.kl_weight: got 0, expected more: without the divergence it is GRPO (algorithm: grpo)"
+        yield f"{_KEY}.kl_weight: got 0, expected more: without the divergence, the run is GRPO (algorithm: grpo)"
 
 
 def policy_is_sampled_as_it_is(config: DistillationMasterConfig) -> Iterator[str]:
-    """Check that the policy samples from its logits without changes, since the teacher's distribution has none."""
+    """Check that the policy samples from unchanged logits, since the teacher's distribution comes from such logits."""
     generation, key = config.policy.generation, "policy.generation"
     for name, found, expected in (
         ("temperature", generation.temperature, 1),
@@ -115,8 +115,8 @@ def estimates_from_old_tokens_are_bounded(config: DistillationMasterConfig) -> I
     if settings.topk_logits_k is None and lag > 0 and config.loss_fn.importance_sampling_correction == "none":
         yield (
             f"{_KEY}.topk_logits_k: got null with {LAG_KEY} {lag} and loss_fn.importance_sampling_correction none: the"
-            " weights of tokens that older weights sampled would have no bound; a correction, such as truncated, sets"
-            " one, and candidates need no weights"
+            " importance weights of tokens of an older policy would have no bound; a correction, such as truncated,"
+            " sets one, and candidates need no importance weights"
         )
 
 

@@ -14,7 +14,7 @@ _ADAPTER_TRANSPORTS = ("files", "gloo")
 
 
 def rollouts_know_the_adapters(config: MasterConfig) -> Iterator[str]:
-    """Check that an engine accepts adapters, and that training and rollouts compute the same."""
+    """Check that engine and transport accept adapters if only these are sent, and that dropout is 0, as in rollouts."""
     if not isinstance(config, GRPOMasterConfig):
         return
     lora, generation = config.policy.lora, config.policy.generation
@@ -77,8 +77,9 @@ def shared_experts_run_alone(config: MasterConfig) -> Iterator[str]:
 
 
 def factors_are_there_when_used(config: MasterConfig) -> Iterator[str]:
-    """Refuse to gather weights during the next forward pass. Megatron-Core waits for a module's parameters when the
-    module is called, but the modules that hold an adapter's factors `A` and `B` are never called."""
+    """Refuse `overlap_param_gather`, which gathers weights during the next forward pass. Megatron-Core waits for a
+    module's parameters when the module is called, but the modules that hold an adapter's factors `A` and `B` are never
+    called."""
     parallel = config.policy.megatron_cfg.distributed_data_parallel_config
     if config.policy.lora is not None and parallel.overlap_param_gather:
         yield (

@@ -47,7 +47,7 @@ def environments_share_validation(config: GRPOMasterConfig) -> Iterator[str]:
 
 
 def shared_prompts_are_read(config: GRPOMasterConfig) -> Iterator[str]:
-    """Check that prompts that environments share come from records, since a record can name its environment."""
+    """Check that prompts that environments share come from records, since only a record can name its environment."""
     if not config.env.mixture or config.data.environments:
         return
     for name, source in (("train", config.data.train), ("validation", config.data.validation)):

@@ -14,7 +14,7 @@ _ESTIMATOR = "grpo.adv_estimator.name"
 def gae_has_a_critic(config: GRPOMasterConfig) -> Iterator[str]:
     """Check that an algorithm without a critic has an estimator that needs none."""
     if config.grpo.adv_estimator.name == GAE.name:
-        yield f"{_ESTIMATOR}: got {GAE.name}, expected another: it needs the critic of the algorithm ppo"
+        yield f"{_ESTIMATOR}: got {GAE.name}, expected an estimator that needs no critic; the algorithm ppo has one"
 
 
 def critic_makes_the_advantages(config: PPOMasterConfig) -> Iterator[str]:
@@ -24,8 +24,8 @@ def critic_makes_the_advantages(config: PPOMasterConfig) -> Iterator[str]:
 
 
 def policy_trains_after_all(config: PPOMasterConfig) -> Iterator[str]:
-    """Check that the critic does not train alone in all steps, nor with asynchronous rollouts, which count updates of
-    the policy."""
+    """Check that the critic does not train alone in all steps. With asynchronous rollouts, which count updates of the
+    policy, it must not train alone in any step."""
     start, last = config.ppo.policy_training_start_step, config.grpo.max_num_steps
     key = "ppo.policy_training_start_step"
     if start and last is not None and start >= last:

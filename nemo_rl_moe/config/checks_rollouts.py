@@ -42,8 +42,8 @@ def lag_is_a_number_of_steps(config: GRPOMasterConfig) -> Iterator[str]:
     if 0 < lag < updates:
         key = LAG_KEY if target is None else f"{KEY}.target_lag"
         yield (
-            f"{key}: got {lag}, expected 0 or at least {updates}: a step is {updates} optimizer steps, and fewer let no"
-            " group run ahead"
+            f"{key}: got {lag}, expected 0 or at least {updates}: a step is {updates} optimizer steps, and with"
+            " fewer no group could run ahead"
         )
 
 
@@ -60,8 +60,8 @@ def old_tokens_are_corrected(config: GRPOMasterConfig) -> Iterator[str]:
     for setting, is_chosen in forced.items():
         if is_chosen:
             yield (
-                f"{setting} with loss_fn.importance_sampling_correction none and {cause}: old weights sampled the"
-                " tokens, and nothing would weigh them; a correction, such as truncated, does"
+                f"{setting} with loss_fn.importance_sampling_correction none and {cause}: older weights sampled"
+                " the tokens, and no importance weight would correct this; a correction, such as truncated, does"
             )
 
 
@@ -83,7 +83,7 @@ def schedule_is_read(config: GRPOMasterConfig) -> Iterator[str]:
 
 
 def replayed_mask_is_bounded_and_returned(config: GRPOMasterConfig) -> Iterator[str]:
-    """Check that the engine returns the sampling mask of `loss_fn.sampling_mask`, and that top-k bounds it."""
+    """Check that the engine returns the sampling mask of `loss_fn.sampling_mask`, and that top-k bounds its size."""
     if config.loss_fn.sampling_mask == "none":
         return
     key, generation = "loss_fn.sampling_mask", config.policy.generation

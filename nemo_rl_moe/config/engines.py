@@ -30,8 +30,8 @@ BUILT_IN: dict[str, Engine] = {name: import_attribute(name, reference) for name,
 def find_engine(backend: str) -> Engine:
     """Return the record of the built-in engine `backend`, or import the record that `package.module:ENGINE` names.
 
-    The name may also refer to a function of an `EngineSetup`, for an engine without further properties. Modules are
-    also searched in the working folder.
+    For an engine without further properties, the name may also be that of a function that takes an `EngineSetup`.
+    Modules are also searched in the working folder.
     """
     if backend in BUILT_IN:
         return BUILT_IN[backend]

@@ -112,8 +112,8 @@ def _read_with_defaults(path: Path, including: tuple[Path, ...], shipped: bool, 
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `base` with `over` merged into it, section by section. Other values, and sections of another kind, are
-    replaced."""
+    """Return `base` with `over` merged into it, section by section. A value of `over` that is no section, or a section
+    with another `kind`, replaces the value of `base`."""
     merged = dict(base)
     for key, value in over.items():
         below = merged.get(key)

@@ -40,7 +40,7 @@ def _completed(section: Mapping[str, Any], name: str, shared: Mapping[str, Any])
 
 
 def _over(shared: Any, entry: Any) -> Any:
-    """Return an environment's entry merged over the shared section. Dicts with free names replace the shared dicts."""
+    """Return an environment's entry merged over the shared section. Dicts other than `_SECTIONS` are replaced."""
     if not (isinstance(shared, Mapping) and isinstance(entry, Mapping)):
         return entry
     if KIND_KEY in entry and entry[KIND_KEY] != shared.get(KIND_KEY):

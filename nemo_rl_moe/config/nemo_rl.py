@@ -86,8 +86,8 @@ def _sections_of_others(theirs: Theirs) -> Iterator[str]:
 
 
 def _translate_key(translation: Translation, key: str, values: Mapping[str, Any], off: list[str]) -> bool:
-    """Translate one key by its row of the table, or report why it has no counterpart. Return whether a rule must
-    translate it."""
+    """Translate one key by its row of the table, or report why it has no counterpart. Return whether a rule, instead of
+    the row, must translate the key."""
     value = values[key]
     section = next((above for above in off if key.startswith(f"{above}.") or key == above), None)
     if section is not None:
@@ -110,7 +110,7 @@ def _translate_key(translation: Translation, key: str, values: Mapping[str, Any]
 
 
 def _report(translation: Translation, key: str, value: Any, off: Any, why: str) -> None:
-    """Report a key without a counterpart. If its value has no effect (such as `off`), report it as idle."""
+    """Report a key without a counterpart, as idle if its value has no effect: null, false, zero, empty, or `off`."""
     if value in (None, False, 0, "", off) or value in ({}, []):
         translation.idle.append(f"{key}: {shown(value)}")
     else:
@@ -119,6 +119,6 @@ def _report(translation: Translation, key: str, value: Any, off: Any, why: str) 
 
 @cache
 def _keys_of(algorithm: str) -> frozenset[str]:
-    """Return the algorithm's keys, with the key of the engines' machines."""
+    """Return the keys of an algorithm's configuration, with `cluster.roles.generation` if it generates responses."""
     own = {PLACE_OF_ENGINES} if algorithm in RULES_OF else set()
     return frozenset(known_keys(ALGORITHMS[algorithm].config_class)) | own

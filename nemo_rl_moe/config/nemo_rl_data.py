@@ -14,8 +14,8 @@ _WANTED: dict[str, tuple[Form, str]] = {
     "dpo": ("pairs", "its records are no pairs: write `chosen` and `rejected`"),
 }
 _ANSWERS: tuple[Form, str] = ("answers", "its records have no question with an answer under keys of their own")
-"""Algorithm -> form of the records that it reads, and the advice for records of another form. Other algorithms:
-`_ANSWERS`."""
+"""Form of the records that an algorithm reads, and the advice for records of another form: `_WANTED` for SFT and DPO,
+`_ANSWERS` for other algorithms."""
 _NAMED = {
     "sft": {"chat_key": "messages_key", "system_key": "system_key"},
     "dpo": {name: name for name in ("prompt_key", "chosen_key", "rejected_key")},
@@ -83,14 +83,14 @@ DATASETS = {
 
 
 def one_set_of_samples(theirs: Mapping[str, Any], translation: Translation) -> Mapping[str, Any]:
-    """Return the configuration with one set of samples for training and validation each: the first of several."""
+    """Return the configuration with only the first of several sets of samples, for training and for validation."""
     samples = theirs.get("data")
     if not isinstance(samples, Mapping):
         return theirs
     chosen = dict(samples)
     for part in ("train", "validation"):
         if isinstance(sets := samples.get(part), list):
-            translation.without += [f"data.{part}: {shown(other)}: one set of samples" for other in sets[1:]]
+            translation.without += [f"data.{part}: {shown(other)}: only the first set is read" for other in sets[1:]]
             chosen[part] = sets[0] if sets else None
     return {**theirs, "data": chosen}
 
@@ -108,7 +108,7 @@ def data(theirs: Theirs, translation: Translation) -> None:
         for key in ("data.train.prompt_file", "data.default.prompt_file"):
             if (file := theirs.get(key)) is not None:
                 translation.without.append(
-                    f"{key}: {file}: put its text into data.prompt_template, {{prompt}} in place of {{}}"
+                    f"{key}: {file}: put its text into data.prompt_template, with {{prompt}} for {{}}"
                 )
                 break
 
@@ -137,7 +137,7 @@ def _samples(theirs: Theirs, translation: Translation, part: str) -> None:
                 f"data.{part}: keys {keys[0]} and {keys[1]}: the keys of the training data are used"
             )
         if known.system_key is not None and translation.generates:
-            translation.without.append(f"data.{part}: {known.system_key}, a system turn there: no part of the prompt")
+            translation.without.append(f"data.{part}: {known.system_key}: a system turn in NeMo-RL, not read here")
         elif known.system_key is not None:
             values.setdefault("data.system_key", known.system_key)
     for theirs_key, ours in _NAMED.get(translation.algorithm, {}).items():

@@ -38,23 +38,24 @@ def estimator(theirs: Theirs, translation: Translation) -> None:
     values[f"{section}.use_leave_one_out_baseline"] = leave_one_out
     if leave_one_out and normalize:
         translation.changed.append(
-            f"{section}: leaving one out, the advantage is divided by the whole group's standard deviation; theirs"
-            " leaves the response out there too"
+            f"{section}: with a leave-one-out baseline, the advantage is divided by the standard deviation of the full"
+            " group; NeMo-RL excludes the response from the standard deviation too"
         )
     elif chosen.startswith("reinforce_plus_plus"):
-        translation.changed.append(f"{section}.name: {chosen} counts each response once, theirs each token")
+        translation.changed.append(
+            f"{section}.name: {chosen}: its means count each response once; NeMo-RL counts each token"
+        )
 
 
 def _several_rewards(theirs: Theirs) -> str:
-    """Return advice on how to set an estimator of named rewards here. A function of the user must return the
-    rewards."""
+    """Return advice on how to set an estimator of named rewards here, with a function of the user for the rewards."""
     names = ["correctness", "integer", "format"] if theirs.has("env.math_multi_reward") else []
     weights = theirs.get("grpo.adv_estimator.reward_weights", [1.0] * len(names))
     names = names if len(names) == len(weights) else [f"reward_{place}" for place in range(1, len(weights) + 1)]
     weighed = ", ".join(f"{name}: {weight}" for name, weight in zip(names, weights, strict=True)) or "NAME: 1.0"
     return (
-        "it is here too, for rewards that have names: set it with env.reward.kind: callable, a function that returns"
-        f" them as a dict, and env.reward_weights: {{{weighed}}}"
+        "this package has it too, for named rewards: set it together with env.reward.kind: callable, a function that"
+        f" returns the rewards as a dict, and env.reward_weights: {{{weighed}}}"
     )
 
 
@@ -107,12 +108,15 @@ def policy_loss(theirs: Theirs, translation: Translation) -> None:
     values[f"{loss}.reference_policy_kl_type"] = "k1" if in_reward else kind
     values[f"{loss}.reference_policy_kl_gradient"] = "estimate" if in_reward else "divergence"
     if in_reward and kind != "k1":
-        translation.changed.append(f"{loss}.reference_policy_kl_type: {kind}: k1, as it is in the reward")
+        translation.changed.append(
+            f"{loss}.reference_policy_kl_type: {kind}: k1, the only estimator for a divergence in the reward"
+        )
     if in_reward:
-        translation.changed.append(f"{loss}.use_kl_in_reward: of whole responses, by k1, before advantages")
+        translation.changed.append(f"{loss}.use_kl_in_reward: estimated by k1 for each response, before advantages")
     elif has_divergence and theirs.get(f"{loss}.use_on_policy_kl_approximation", False):
         translation.changed.append(
-            f"{loss}.use_on_policy_kl_approximation: weighed by the policy over that before the step, not the engine's"
+            f"{loss}.use_on_policy_kl_approximation: weighted by the ratio of the policy to the policy before the step,"
+            " not to the engine"
         )
     if not theirs.get(f"{loss}.use_importance_sampling_correction", False):
         values[f"{loss}.importance_sampling_correction"] = "none"
@@ -139,13 +143,13 @@ def generation(theirs: Theirs, translation: Translation) -> None:
         experts, tensor = (theirs.get(f"{engine}.{name}_parallel_size", 1) for name in ("expert", "tensor"))
         if experts not in (1, tensor):
             translation.changed.append(
-                f"{engine}.expert_parallel_size: {experts}: over the {tensor} GPUs of an engine, which has no others"
+                f"{engine}.expert_parallel_size: {experts}: {tensor}, as experts are divided over all GPUs of an engine"
             )
     dtype = theirs.get(f"{engine}.precision")
     if dtype in ("float32", "bfloat16", "float16"):
         values["policy.generation.vllm.dtype"] = dtype
     elif dtype is not None:
-        translation.without.append(f"{engine}.precision: {dtype}: no such format of engines")
+        translation.without.append(f"{engine}.precision: {dtype}: engines have no such number format")
 
 
 def environment(theirs: Theirs, translation: Translation) -> None:
@@ -185,8 +189,8 @@ def images(theirs: Theirs, translation: Translation) -> None:
             ours = _REWARDS_OF_IMAGES[name]
             values |= {"env.reward.kind": ours, "env.reward.answer_after": _ANSWER}
             translation.changed.append(
-                f"{section}.reward_functions: {name}: env.reward.kind {ours}: of all that follows the last {_ANSWER};"
-                " ask for no closing tag in data.prompt_template"
+                f"{section}.reward_functions: {name}: env.reward.kind {ours}, which scores all text after the last"
+                f" {_ANSWER}; data.prompt_template must not ask for a closing tag"
             )
         else:
             why = "one such reward a run" if name in known else "no such reward"

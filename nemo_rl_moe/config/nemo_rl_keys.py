@@ -27,8 +27,8 @@ class Row:
         convert: Function that converts the value. None: a rule converts the value together with other keys.
         off: Value that has no effect, in addition to null, false, zero and empty.
         of_sft: Full key here in supervised fine-tuning, if it differs from `ours`.
-        repeats: Another key of NeMo-RL. If this key has the same value, it needs no counterpart. For all keys of a
-            section, `section.*`.
+        repeats: Another key of NeMo-RL, or `section.*` for all keys of a section. If it has the same value as `theirs`,
+            `theirs` needs no counterpart.
     """
 
     theirs: str
@@ -44,8 +44,8 @@ class Row:
         return self.of_sft if algorithm == "sft" and self.of_sft else self.ours
 
     def repeated_by(self, key: str) -> str:
-        """Return the key that has the same value if `key`, a key of this row, needs no counterpart. Empty: there is no
-        such key."""
+        """Return the key that `repeats` names for `key`, a key of this row: if both have the same value, `key` needs no
+        counterpart. Empty: there is no such key."""
         repeats, above = self.repeats or "", self.theirs.removesuffix("*")
         return repeats if above == self.theirs else repeats.removesuffix("*") + key.removeprefix(above)
 
@@ -57,7 +57,7 @@ def metric_name(name: Any) -> Any:
 
 
 def _or_never(period: Any) -> Any:
-    """Return the validation period here. NeMo-RL writes never as a negative number too, this package as 0."""
+    """Return the validation period here, with 0 for never. NeMo-RL also uses negative numbers for never."""
     return max(period or 0, 0)
 
 

@@ -22,11 +22,11 @@ def critic(theirs: Theirs, translation: Translation) -> None:
     values["value.lr_warmup_iters"] = 0 if warmup is None else warmup
     name = theirs.get("ppo.adv_estimator.name", "gae")
     if name != "gae":
-        translation.without.append(f"ppo.adv_estimator.name: {name}: PPO has gae alone, which is set")
+        translation.without.append(f"ppo.adv_estimator.name: {name}: PPO only has gae, which the translation sets")
 
 
 def teacher(theirs: Theirs, translation: Translation) -> None:
-    """Translate the teacher. Distillation trains on no reward, so that a response needs no group."""
+    """Translate the teacher, and set an estimator without groups, because distillation trains on no reward."""
     values = translation.values
     if not theirs.has("teacher"):
         translation.obstacles.append("distillation.teachers: no section teacher there: name the models to learn from")

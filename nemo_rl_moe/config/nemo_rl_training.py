@@ -72,7 +72,9 @@ def _recomputed(theirs: Theirs, translation: Translation, engine: str) -> str:
         return "full"
     modules = theirs.get(f"{engine}.recompute_modules", [])
     if modules != ["moe"]:
-        translation.changed.append(f"{engine}.recompute_modules: {shown(modules)}: all of each layer: full")
+        translation.changed.append(
+            f"{engine}.recompute_modules: {shown(modules)}: full, which recomputes all of each layer"
+        )
     return "moe" if modules == ["moe"] else "full"
 
 

@@ -95,7 +95,7 @@ class Theirs:
         return default if value is None else value
 
     def has(self, key: str) -> bool:
-        """Return whether the key exists, even with the value null. The key then does not count as read."""
+        """Return whether the key exists, even with the value null. Unlike `get`, does not count the key as read."""
         section, _, name = key.rpartition(".")
         above = value_at(self.tree, section) if section else self.tree
         return isinstance(above, Mapping) and name in above

@@ -46,7 +46,7 @@ def left_out_of_an_epoch(config: LoopMasterConfig, num_steps: int, num_samples: 
 
 
 def epochs_end_the_run(config: LoopMasterConfig, num_steps: int) -> Iterator[str]:
-    """Warn if the passes over the data end before the number of steps."""
+    """Warn if the passes over the data end the run before its maximum number of steps."""
     name, loop = loop_section(config)
     if loop.max_num_steps is not None and num_steps < loop.max_num_steps:
         yield (
@@ -144,17 +144,18 @@ def ipo_by_sums(config: LoopMasterConfig, num_steps: int) -> Iterator[str]:
     if not config.dpo.preference_average_log_probs:
         yield (
             "dpo.preference_average_log_probs: false compares sums of log-probabilities, which grow with the length of"
-            " a response, while the margin that ipo aims at does not; true divides them by it, as IPO's authors do"
+            " a response, while the margin that ipo aims at does not; true divides the sums by the length, as IPO's"
+            " authors do"
         )
 
 
 MOST_BFLOAT16_PARTS = 16
-"""Maximum number of microbatches whose gradients may be summed in bfloat16. Each of 16 equal parts keeps 4 of its 8
-bits."""
+"""Maximum number of microbatches whose gradients may be summed in bfloat16. In a sum of 16 equal parts, each keeps 4
+of its 8 bits."""
 
 
 MOST_OF_FULL_LENGTH = 64
-"""Maximum number if it depends on the samples' lengths, counted for samples of maximum length."""
+"""Like `MOST_BFLOAT16_PARTS`, for microbatches that are filled by tokens, counted for samples of maximum length."""
 
 
 def gradients_add_up_in_bfloat16(config: LoopMasterConfig, num_steps: int) -> Iterator[str]:
@@ -170,14 +171,14 @@ def gradients_add_up_in_bfloat16(config: LoopMasterConfig, num_steps: int) -> It
             parts, up_to = -(-samples * policy.max_total_sequence_length // budget.train_mb_tokens), "up to "
     if parts > most:
         yield (
-            f"gradients of {up_to}{parts} microbatches a rank add up in bfloat16, whose 8 bits each part is rounded to;"
-            " policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32=true keeps them, at 2 bytes"
-            " a parameter"
+            f"gradients of {up_to}{parts} microbatches a rank add up in bfloat16, which rounds each sum to 8 bits;"
+            " policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32=true adds them in float32, at 2"
+            " more bytes a parameter"
         )
 
 
 def rollouts_draw_from_a_part(config: LoopMasterConfig, num_steps: int) -> Iterator[str]:
-    """Warn of top-p and top-k: the ratio between rollout and training ignores them."""
+    """Warn of top-p and top-k, since importance weights ignore that only some tokens could be sampled."""
     policy = generating(config.policy)
     if policy is None or (isinstance(config, GRPOMasterConfig) and config.loss_fn.sampling_mask == "replay"):
         return

@@ -65,7 +65,7 @@ def apply_overrides(
     overrides: Sequence[str],
     known_around: Callable[[Sequence[str], Mapping[str, Any]], Sequence[str]],
 ) -> tuple[dict[str, Any], list[str]]:
-    """Apply overrides in order, except that kinds of sections come first, since a new kind replaces its section.
+    """Apply overrides in order, but overrides of a section's `kind` first, since a new kind replaces the section.
 
     Args:
         known_around: Function of an override's key and the current values. It returns every full key of the schema, and
@@ -92,7 +92,7 @@ def apply_overrides(
         elif override.add or name in known or name in present_keys(changed):
             _set(changed, override.key, override.value)
         elif name == ALGORITHM_KEY:
-            problems.append(f"{name}: is read from the file alone, which `nemo-rl-moe run --config FILE` starts")
+            problems.append(f"{name}: can only be set in the file, which `nemo-rl-moe run --config FILE` starts")
         else:
             problems.append(unknown_key(name, [*known, *present_keys(changed)]))
     return changed, problems

@@ -22,7 +22,7 @@ _OTHER_NAMES = {
 }
 """Key in `policy` -> key in the role's section, for settings with another name there, if the role has them."""
 _UNEVEN_STAGES = re.compile(r"; expected, for one, num_layers_in_first_pipeline_stage=.*")
-"""Advice that only applies to the policy."""
+"""End of an error line, with advice that only applies to the policy."""
 
 
 def key_of_role(config: MasterConfig, role: str) -> str:
@@ -57,7 +57,7 @@ def _own_names(model: RoleModelConfig) -> dict[str, str]:
 
 
 def _keys_of(section: BaseModel | Mapping[str, object], model: RoleModelConfig) -> Iterator[str]:
-    """Yield the keys in a section at which this model is found, the same object."""
+    """Yield the full keys, relative to a section, whose value is `model` itself (the same object)."""
     for name, value in section.items() if isinstance(section, Mapping) else section:
         if value is model:
             yield name

@@ -14,7 +14,7 @@ from pydantic_core import CoreSchema, core_schema
 
 @dataclass(frozen=True)
 class ExpectedWords:
-    """Description of a text's allowed values for error messages, if the type of the text does not imply it."""
+    """Description of a text's allowed values for error messages, if the text's type does not imply these values."""
 
     words: str
 

@@ -16,7 +16,7 @@ class TeacherConfig(RoleModelConfig):
 
     def as_policy(self, policy: PolicyConfig) -> PolicyConfig:
         """Return the teacher as a `policy` section. The teacher captures its routes if the policy captures or replays
-        routes. It replays none."""
+        routes, but replays none."""
         role, of_policy = super().as_policy(policy), policy.megatron_cfg
         if not isinstance(of_policy, RolloutMegatronConfig):
             return role

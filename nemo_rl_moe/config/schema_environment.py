@@ -41,9 +41,9 @@ class EnvironmentConfig(StrictModel):
     score_truncated: bool
     """true: score responses that were truncated at the length limit. false: truncated responses get reward 0."""
     rollout_timeout_s: Seconds | None
-    """Time limit in seconds for the code and tools of one trajectory of a function, tools or an agent. A trajectory
-    that exceeds the limit has failed. Waiting for the model, `session.score()` or other trajectories does not count.
-    null: no limit."""
+    """Time limit in seconds for the code and tools of one trajectory, if the driver is a function, tools or an agent. A
+    trajectory that exceeds the limit has failed. Waiting for the model, `session.score()` or other trajectories does
+    not count. null: no limit."""
     rewritten_turns: Literal["begin_anew", "keep"]
     """How `session.append_message` continues if the chat template renders earlier turns differently now, for example
     without their thinking. begin_anew: start a new training sequence from a fresh rendering, as the model will be used.

@@ -27,8 +27,8 @@ _LONGEST_VALUE = 60
 
 
 def section_models(annotation: Any) -> list[type[BaseModel]]:
-    """Return the models of a field that is a section or null: one model, or one for each kind of section. Empty for
-    other fields."""
+    """Return the pydantic models of a field that is a section or null: one model, or one for each kind of section.
+    Empty for other fields."""
     if get_origin(annotation) is Annotated:
         return section_models(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
@@ -51,7 +51,7 @@ def kinds_of(model: type[BaseModel]) -> tuple[str, ...]:
 
 
 def entry_annotation(annotation: Any) -> Any:
-    """Return the type of the sections if a field maps free names to sections, else None."""
+    """Return the type of the sections if a field maps names of the user's choice to sections, else None."""
     is_entries = get_origin(annotation) is dict and section_models(get_args(annotation)[1])
     return get_args(annotation)[1] if is_entries else None
 
@@ -73,10 +73,10 @@ def _entry(values: Any, name: str) -> Any:
 
 
 def keys_around(model: type[BaseModel], path: Sequence[str], values: Mapping[str, Any]) -> list[str]:
-    """Return every full key of the schema, and the keys of the entry that `path` leads into if a field maps free names
-    to sections.
+    """Return every full key of the schema, and the keys of the entry that `path` leads into if a field maps names of
+    the user's choice to sections.
 
-    A field that maps free names to plain values, such as `policy.megatron_cfg.env_vars`, may have any key.
+    A field that maps such names to plain values, such as `policy.megatron_cfg.env_vars`, may have any key.
     """
     known = [*known_keys(model, values=values), *_keys_beside(model, path, values)]
     place, field = field_at(model, path, values)
@@ -357,7 +357,7 @@ def _suggestion(field: FieldInfo, value: Any) -> str | None:
 
 
 def _entry_types(annotation: Any) -> tuple[Any, Any] | None:
-    """Return the types of names and values if a field maps free names to plain values, else None."""
+    """Return the types of names and values if a field maps the user's names to plain values, else None."""
     for candidate in (annotation, *get_args(annotation)):
         if get_origin(candidate) is dict and not section_models(get_args(candidate)[1]):
             names, values = get_args(candidate)
@@ -368,8 +368,8 @@ def _entry_types(annotation: Any) -> tuple[Any, Any] | None:
 def _problem_of_entry(
     place: tuple[str, ...], rest: Sequence[Any], value: Mapping[Any, Any], entry: tuple[Any, Any]
 ) -> tuple[tuple[Any, ...], str]:
-    """Return position and error line of an entry in a field that maps free names to plain values: its name or its value
-    is wrong."""
+    """Return position and error line of an entry whose name or value is wrong, in a field that maps the user's names to
+    plain values."""
     shown = shortened(_dotted((*place, rest[0])))
     if rest[-1] == "[key]":
         return (*place, rest[0]), f"{shown}: got the name {shortened(repr(rest[0]))}, expected {_expected(entry[0])}"
@@ -379,7 +379,7 @@ def _problem_of_entry(
 
 
 def _keys_beside(schema: type[BaseModel], location: Sequence[Any], values: Any) -> list[str]:
-    """Return the full keys of the section with a free name that the location leads into. Empty if there is none."""
+    """Return the full keys of the section at or above the location whose name the user chose, or an empty list."""
     for size in range(1, len(location)):
         place, field = field_at(schema, location[:size], values)
         entry = None if field is None else entry_annotation(field.annotation)
@@ -391,7 +391,7 @@ def _keys_beside(schema: type[BaseModel], location: Sequence[Any], values: Any) 
 
 
 def _is_entry(schema: type[BaseModel], place: Sequence[str]) -> bool:
-    """Return whether the position is that of a section with a free name."""
+    """Return whether the position is that of a section whose name the user chose."""
     _, above = field_at(schema, place[:-1])
     return above is not None and entry_annotation(above.annotation) is not None
 

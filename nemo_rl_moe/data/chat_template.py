@@ -51,7 +51,7 @@ def renderer_for(
 
 
 def prompt_renderer_for(tokenizer: "PreTrainedTokenizerBase", run_wide: TemplateInputs = NO_INPUTS) -> PromptRenderer:
-    """Return a function that renders prompts in the same way as `renderer_for` renders these turns for training.
+    """Return a function that renders prompts, in the same way as `renderer_for` renders the same turns for training.
 
     With a chat template, the text ends with the generation prompt. Without a template, a prompt must be a string, and
     the begin token precedes it if the tokenizer begins every text with that token.

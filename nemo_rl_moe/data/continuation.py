@@ -69,10 +69,10 @@ class Extension:
     """Continuation of a conversation after a sampled turn.
 
     Attributes:
-        token_ids: Tokens to append to the sampled tokens: the end token if the turn has none, the glue, the new
-            messages and the next generation prompt.
-        messages: The conversation so far, which is `before` of the next turn. Stand-ins replace turns with calls if the
-            template takes calls only as structured fields.
+        token_ids: Tokens to append to the sampled tokens: the end token if the turn has none, the template's text
+            between turns, the new messages and the next generation prompt.
+        messages: The conversation so far, which is `before` of the next turn. If the template takes calls only as
+            structured fields, turns with such calls replace turns whose calls are sampled text.
         text: Rendering of `messages`, which is `text_before` of the next turn.
         begins_anew: Whether `token_ids` are the entire conversation, rendered anew, instead of tokens to append.
     """
@@ -86,8 +86,9 @@ class Extension:
 class Continuation:
     """Continues conversations with one tokenizer and its chat template.
 
-    Glue and messages are rendered in a conversation of one question and a stand-in for the turn. A rendering of the
-    entire conversation then proves that it ends with the same text, and that its beginning is unchanged.
+    The text to append is found in a short conversation: one question, a stand-in for the sampled turn, and the new
+    messages. The entire conversation is rendered too, as a check that it ends with the same text and that its beginning
+    is unchanged.
 
     Args:
         keep_rewritten: Whether to continue even if the chat template would now render earlier turns in another way,
@@ -110,8 +111,8 @@ class Continuation:
         self._glue = GlueFinder(self._render, self._controls)
 
     def extend(self, turn: SampledTurn, messages: Sequence[Mapping[str, object]]) -> Extension:
-        """Return the tokens that append answers to a sampled turn, and the next generation prompt. Answers have
-        `ANSWERING_ROLES`.
+        """Return the tokens that append answers, and the next generation prompt, to a sampled turn. Answers are
+        messages with a role in `ANSWERING_ROLES`.
 
         Raises:
             RecordError: A message is malformed, or the template does not show it.
@@ -282,12 +283,12 @@ class Continuation:
             raise Refusal(str(error)) from None
 
     def _ids(self, glue: Glue, turn: SampledTurn) -> list[int]:
-        """Return the tokens of the glue, without the end token if the turn already has it."""
+        """Return the tokens of the text after the turn's content, without the end token if the turn already has it."""
         sampled = turn.end_token_id
         if sampled is not None and sampled != glue.end and self._is_special(sampled):
             raise OtherEnd(
                 f"the turn ends with {self._text_of(sampled)!r}, and the chat template ends it with"
-                f" {self._text_of(glue.end)!r} once another follows"
+                f" {self._text_of(glue.end)!r} if another turn follows"
             )
         ids = self._encode(glue.text, glue.plain)
         # Encoded with the end token at the beginning, so that the rest is tokenized as in a conversation.

@@ -123,8 +123,8 @@ def content_spans(
         end = len(text) - len(tail)
         if not found or _MARK in tail or end < len(head) or not (text.startswith(head) and text.endswith(tail)):
             raise RenderError(
-                f"messages[{index}].content has the text of a control token, and where the chat template shows the"
-                " content cannot be told"
+                f"messages[{index}].content has the text of a control token, and the position of the content in the"
+                " chat template's text cannot be found"
             )
         spans.append((len(head), end))
     return spans

@@ -17,8 +17,8 @@ ends."""
 
 
 def most_characters(max_tokens: int) -> int:
-    """Return the number of characters of a text that are tokenized if `max_tokens` are needed. Tokenization uses 200
-    bytes per character."""
+    """Return the number of characters of a text that are tokenized if `max_tokens` tokens are needed. The rest is cut,
+    because tokenization uses 200 bytes per character."""
     return CHARACTERS_PER_TOKEN * (max_tokens + 1)
 
 

@@ -87,7 +87,7 @@ def _parse_text(text: str, name: str) -> ImageReference:
 
 
 def parse_image_part(part: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Parse a part of type image. Return the part. Its image is None if the record's list of images has it."""
+    """Parse and return a part of type image. Its image is None if the part only marks the position of an image."""
     given = [key for key in _VALUE_KEYS if part.get(key) is not None]
     if not given:
         return {"type": IMAGE_PART, IMAGE_PART: None}

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Image tokens: the rendered text has one per image, and the sample as many as the model needs.
+"""Image tokens: the rendered text has one for each image, and the tokenized sample has as many as the model needs.
 
 A sample keeps references to its images, because the pixels of all images would fill gigabytes. Images are decoded once
 as a check, and again for each batch.
@@ -153,7 +153,7 @@ class ImageTokenizer:
     def _problem(self, record: Example | PromptRecord, rendered: Rendered) -> str | None:
         """Return the reason why image tokens and the record's images may not match, or None if they do."""
         if self.token in rendered.text and any(self.token in text for text in _texts(record.messages)):
-            return f"a text spells {self.token}, which stands for an image; a part of type image shows one"
+            return f"a text contains {self.token}, which stands for an image; use a part of type image instead"
         if (shown := rendered.text.count(self.token)) != len(record.images):
             return (
                 f"the chat template shows {shown} of {len(record.images)} images; set "
@@ -172,7 +172,7 @@ class ImageTokenizer:
         """
         places = np.flatnonzero(input_ids == self.rule.token_id)
         if len(places) > len(images) or (len(places) < len(images) and len(input_ids) <= max_length):
-            return f"the tokenizer makes {len(places)} tokens of {len(images)} times {self.token}"
+            return f"the tokenizer makes {len(places)} image tokens of {len(images)} times the text {self.token}"
         counts = np.array([self.rule.num_tokens(image.height, image.width) for image in images], dtype=np.int64)
         around = len(self.before) + len(self.behind)
         repeats = np.ones(len(input_ids), dtype=np.int64)

@@ -92,8 +92,8 @@ def environments_by_weight(weights: Mapping[str, float], given: dict[str, int]) 
 
 
 def interleaved(datasets: Mapping[str, Sequence[Prompt]]) -> list[Prompt]:
-    """Return the prompts of all environments, evenly mixed: the first prompts, however many, have the proportions of
-    all."""
+    """Return the prompts of all environments, evenly mixed, so that any number of first prompts has about the same
+    proportions as all prompts."""
     keyed = [
         ((index + 0.5) / len(dataset), number, prompt)
         for number, dataset in enumerate(datasets.values())

@@ -146,7 +146,7 @@ def pair_parser(image_key: str | None, keys: Keys) -> Callable[[object, str], Pr
 def preference_columns(
     path: str, names: Sequence[str], image_key: str | None = None, keys: Keys = NO_KEYS
 ) -> list[str]:
-    """Return the columns of a table to read."""
+    """Return the columns to read, out of the columns `names` of a table. Raises `DataError` if it has no responses."""
     named = columns_of(path, names, {f"data.{own}_key": key for own, key in keys.items()})
     if not named and not any(name in names for name in RESPONSE_KEYS):
         raise DataError(f"{path}: has no chosen and rejected; its columns: {names_in(names)}; {_OTHER_KEYS}")

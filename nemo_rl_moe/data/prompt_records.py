@@ -24,7 +24,8 @@ _WHOLE_FLOATS = 2**53
 CHOICES = "choices"
 """Key of the list of a question's choices, as in MMLU."""
 ROW = "row"
-"""Key of the library's item in a record from a library's own data. The item's number is its `example_id`."""
+"""Key of a record made from an environment library's own data. It holds the library's item, with its number as
+`example_id`."""
 
 
 @dataclass(frozen=True)

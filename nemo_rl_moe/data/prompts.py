@@ -64,7 +64,7 @@ class Prompt:
 
 
 def prompt_inputs(prompts: Sequence[Prompt]) -> list[dict[str, ModelInput]]:
-    """Return the model's inputs besides tokens for each prompt. They are empty for a text-only model. Each image is
+    """Return the model's inputs besides tokens for each prompt, which are empty for a text-only model. Each image is
     decoded once."""
     return batch_inputs([(prompt.images, len(prompt.token_ids)) for prompt in prompts])
 

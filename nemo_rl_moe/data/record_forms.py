@@ -42,14 +42,14 @@ _FIRST_SPEAKER, _ANSWER = re.compile(r"\s*Human:"), "\n\nAssistant:"
 _ROLES = {"Human": "user", "Assistant": "assistant"}
 
 Keys = Mapping[str, str]
-"""Our key -> key that the configuration names for it, such as `{"prompt": "question"}` for `data.prompt_key:
-question`."""
+"""Key of this package -> key that the configuration names for it, such as `{"prompt": "question"}` for
+`data.prompt_key: question`."""
 NO_KEYS: Keys = {}
 
 
 @dataclass(frozen=True)
 class OwnForm:
-    """A record with our keys. `names` maps our keys to the data's keys, for error messages."""
+    """A record with this package's keys. `names` maps these to the data's keys, for error messages."""
 
     record: Mapping[str, Any]
     names: Mapping[str, str] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class OwnForm:
         return [key for key in self.record if key not in self.names]
 
     def name(self, own: str) -> str:
-        """Return the data's key for our key `own`."""
+        """Return the data's key for this package's key `own`."""
         return self.names.get(own, own)
 
 
@@ -90,7 +90,7 @@ class FormOfLines:
 
 
 def own_sample(record: Mapping[str, Any], keys: Keys) -> OwnForm:
-    """Convert a record for supervised fine-tuning to our form. A record of an unknown form is not changed."""
+    """Convert a conversation's record to this package's keys. A record of an unknown form is not changed."""
     if "messages" in keys:
         whole = _named_value(record, "messages", keys)
         others = {name: None for name in SAMPLE_KEYS if name in record}
@@ -103,7 +103,7 @@ def own_sample(record: Mapping[str, Any], keys: Keys) -> OwnForm:
 
 
 def own_pair(record: Mapping[str, Any], keys: Keys) -> OwnForm:
-    """Convert a record with two responses to our form. A record of an unknown form is not changed."""
+    """Convert a record with two responses to this package's keys. A record of an unknown form is not changed."""
     names = _names_of_responses(record, keys)
     if names is None:
         return _chosen_messages(record)
@@ -203,8 +203,8 @@ def _named_value(record: Mapping[str, Any], own: str, keys: Keys) -> Any:
 
 
 def _name_of(record: Mapping[str, Any], own: str, usual: Sequence[str], keys: Keys) -> str | None:
-    """Return the data's key for our key `own`: the configuration's key, our key, or the only usual key in the record.
-    None if the record has none."""
+    """Return the data's key for this package's key `own`: the key in the configuration, `own` itself, or the only usual
+    key in the record. None if the record has none."""
     if own in keys:
         return keys[own]
     found = [name for name in usual if record.get(name) is not None]
@@ -220,7 +220,7 @@ def _name_of(record: Mapping[str, Any], own: str, usual: Sequence[str], keys: Ke
 
 
 def _with_values(record: Mapping[str, Any], names: Mapping[str, str], keys: Keys) -> OwnForm:
-    """Return the record with the values of the data's keys in `names` under our keys."""
+    """Return the record with the values of the data's keys in `names` under this package's keys."""
     values = {own: _named_value(record, own, keys) if own in keys else record.get(name) for own, name in names.items()}
     other = {own: name for own, name in names.items() if name != own}
     if not other and not keys:

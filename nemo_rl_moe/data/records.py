@@ -126,8 +126,8 @@ def with_images(
 
 
 def behind(before: Sequence[Message], messages: Sequence[Message]) -> list[Message]:
-    """Return messages with the turns of `turns_before` before them. If the messages have a system turn, it stays the
-    only one."""
+    """Return `messages` preceded by the turns `before`. If the messages have a system turn, it replaces the system turn
+    of `before`."""
     if messages[0]["role"] not in SYSTEM_ROLES:
         return [*before, *messages]
     return [messages[0], *(turn for turn in before if turn["role"] not in SYSTEM_ROLES), *messages[1:]]

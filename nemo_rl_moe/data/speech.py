@@ -99,7 +99,7 @@ class Speech:
         return tuple(token.text for token in self.stop_tokens)
 
     def end_of_response(self, stop_token_ids: Sequence[int]) -> tuple[int, ...]:
-        """Return the token that must end a response that was not sampled, in a tuple. Empty without stop tokens.
+        """Return the token to append to a response that was not sampled, in a tuple. Empty without stop tokens.
 
         Args:
             stop_token_ids: The run's stop tokens. The token of `turn_end` is returned if it is among them, else the
@@ -122,7 +122,7 @@ class Speech:
         """Yield the lines of a description for the user."""
         yield f"stop tokens: {', '.join(map(str, self.stop_tokens)) or 'none'}"
         for token, reason in self.no_stops:
-            yield f"no stop token: {token}: {reason} ({STOPS_KEY} names tokens)"
+            yield f"no stop token: {token}: {reason} ({STOPS_KEY} sets the stop tokens)"
         if self.turn_end:
             calls = f", of calls with {self.call_end!r}" if self.call_end not in ("", self.turn_end) else ""
             opened = f"; generation prompt {self.generation_prompt!r}" if self.generation_prompt else ""

@@ -60,7 +60,10 @@ class Glue:
 
 
 class GlueFinder:
-    """Finds glue. Checks that only depend on the template and the roles of messages are made once."""
+    """Finds glue, the text that a chat template writes after the content of a turn.
+
+    Checks that only depend on the template and the roles of messages are made once.
+    """
 
     def __init__(self, render: Render, controls: ControlTokens | None):
         self._render, self._controls = render, controls
@@ -72,7 +75,8 @@ class GlueFinder:
         """Return the glue after a turn's content if the messages `new` follow.
 
         Args:
-            form: Index of the stand-in in `stand_ins`.
+            form: Index of `stand_in` in the result of `stand_ins`.
+            stand_in: Makes the turn that replaces the sampled turn.
             ends: Text -> id of the tokens that end the model's turns.
 
         Raises:
@@ -82,7 +86,7 @@ class GlueFinder:
         def behind(messages: Sequence[Message], mark: str = _MARKS[0]) -> str:
             _, found, tail = self._render([_QUESTION, stand_in(mark), *messages], inputs).partition(mark)
             if not found or mark in tail:
-                raise NoExtension("the chat template does not show the text of a turn once")
+                raise NoExtension("the chat template does not show the text of a turn exactly once")
             return tail
 
         key = form, bool(inputs.tools), *ends, *(message["role"] for message in new)
@@ -100,7 +104,7 @@ class GlueFinder:
         start: str,
         ends: Mapping[str, int],
     ) -> Glue:
-        """Return the glue after a turn that the template shows exactly as it was sampled.
+        """Return the template's text after a turn (`Glue`), if the template shows the turn exactly as it was sampled.
 
         Args:
             shown: Function that renders the conversation with messages after the turn.
@@ -161,15 +165,15 @@ def _end_of_turn(behind: Callable[[Sequence[Message]], str], new: Sequence[Messa
     places = [(before.index(text), -len(text), token_id) for text, token_id in ends.items() if text and text in before]
     if not places:
         raise OtherEnd(
-            "the chat template ends a turn that another follows with no token that ends the model's own, which are "
-            + (", ".join(map(repr, ends)) or "none")
+            "if another turn follows, the chat template ends a turn with none of the tokens that end the model's turns:"
+            " " + (", ".join(map(repr, ends)) or "none")
         )
     return min(places)[2]
 
 
 def stand_ins(new: Sequence[Message]) -> Iterator[StandIn]:
-    """Yield stand-ins of the forms that the sampled turn may have: calls if results answer it, a text, and calls with
-    thinking.
+    """Yield stand-ins, which replace the sampled turn in a rendering, in the forms that it may have: calls if results
+    answer it, a text, and calls with thinking.
 
     The last form is for templates whose generation prompt opens a think block, but that show the block only in turns
     with thinking.

@@ -79,8 +79,8 @@ def turn_spans(
 
 
 def trained_spans(spans: list[Span], messages: Sequence[Message], trained: Collection[int]) -> list[Span]:
-    """Return the spans of turns to train on, out of `spans`, in which a template has marked one piece per assistant
-    turn."""
+    """Return those of a template's marked `spans` that are turns to train on. If some turns are context, the template
+    must mark one span per assistant turn."""
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if len(trained) == len(turns):
         return spans

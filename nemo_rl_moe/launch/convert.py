@@ -49,8 +49,8 @@ _FORMAT_OF_TYPE = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64"
 """Name of a type in safetensors files -> number format."""
 
 MOST_TIMES = 4
-"""By the sizes in `config.json`, a model may have up to this many times the stored numbers. Its missing tensors are
-then reported by name."""
+"""Maximum ratio of the parameters by `config.json` to the numbers in the files. Up to this ratio, missing tensors are
+reported by name. A model above it is refused."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ megatron  config.json, tokenizer, and weights in Megatron-Core's torch_dist form
 adapter   only the adapter, as peft reads it: --adapter names it, and --input its base
 
 With --adapter and another format, the adapter is merged into the weights.
-Runs can start from both (policy.model_name=DIR policy.init=pretrained). The output is written completely or not at all.
+Runs can start from both hf and megatron folders (policy.model_name=DIR policy.init=pretrained). The output is written
+completely or not at all.
 Needs as much host memory as the weights. A missing or unknown tensor, a wrong shape, or a field of config.json that is
 not supported ends with a line that names it, and exit code 2.
 """
@@ -50,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--experts",
         choices=("per_expert", "fused"),
-        help="with --to adapter: a tensor for each expert, or one for all of a layer (default: fused)",
+        help="with --to adapter: a tensor for each expert, or one for all experts of a layer (default: fused)",
     )
 
 

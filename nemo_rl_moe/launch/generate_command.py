@@ -25,10 +25,10 @@ is written completely or not at all; progress goes to standard error:
 
   {{"sample_id": "prompts.txt:1", "sample": 0, "prompt": "7+8=", "response": "15", "finish_reason": "stop", ...}}
 
-finish_reason is "length" for a response that was truncated at --max-new-tokens. With --logprobs there are token_ids and
-logprobs too: of the softmax of all logits divided by the temperature, in nats.
+finish_reason is "length" for a response that was truncated at --max-new-tokens. With --logprobs, a line
+also has token_ids and logprobs: by the softmax of all logits divided by the temperature, in nats.
 
-One worker on a CPU in float32 unless overrides say otherwise. They change {BASE_CONFIG}, as the options do.
+By default, one worker runs on a CPU in float32. Overrides (KEY=VALUE) change keys of {BASE_CONFIG}, as the options do.
 
 examples:
   nemo-rl-moe generate --model results/sft_tiny_moe/final --prompts prompts.txt

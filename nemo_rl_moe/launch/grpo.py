@@ -94,7 +94,7 @@ class PreparedRollouts:
         return MixtureLoader(self.training, weights, size, seed, shuffle=shuffle)
 
     def fingerprints(self, config: GRPOMasterConfig) -> dict[str, str]:
-        """Return the fingerprint of the training prompts, by the name of this input."""
+        """Return the fingerprint of the training prompts, under the name by which a resumed run compares it."""
         paths = dict.fromkeys(config.data.of(name).train.path or _SAMPLED for name in self.training)
         all_prompts = chain.from_iterable(self.training.values())
         return {TRAINING_DATA: samples_fingerprint(", ".join(paths), _token_ids_and_images(all_prompts))}

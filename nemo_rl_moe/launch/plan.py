@@ -154,7 +154,7 @@ def _memory_rows(config: MasterConfig, workers: Sequence[WorkerMemory], patches:
             [worker.activations_at_least for worker in workers],
         ),
         (
-            f"{_TOWER}, up to {patches} patches (in no sum): activations, at least",
+            f"{_TOWER}, up to {patches} patches (not in the sums): activations, at least",
             [worker.tower_activations for worker in workers],
         ),
         (f"{_IN_THE_OPTIMIZER}: gradients (float32)", [worker.optimizer.float32_gradients for worker in workers]),

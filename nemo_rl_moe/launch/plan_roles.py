@@ -23,7 +23,8 @@ class RoleMemory:
     """Bytes that each worker of a role always holds, calculated for the fullest pipeline stage.
 
     Attributes:
-        gradients: Like `optimizer`, 0 if the role does not train.
+        gradients: 0 if the role does not train.
+        optimizer: 0 if the role does not train.
         process: An estimate for CUDA's context and NCCL, 0 on CPUs.
     """
 

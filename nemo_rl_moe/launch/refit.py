@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 
 PROBE_OF_TEXT = 16
-"""Number of tokens of sequences without images. They show whether the vision tower or the decoder has wrong weights."""
+"""Number of tokens of a sequence without images. Its scores show whether vision tower or decoder have wrong weights."""
 
 
 def make_refit_check(
@@ -127,8 +127,10 @@ def explain_by_text(
     expected = start_scores(policy, sequences, model_inputs=[none] * count)()
     gap = gap_between(engine.score(sequences, temperature)[copy], expected)
     if gap.largest <= FLOAT32_BOUND:
-        return "Without images they agree: weights of the vision tower or of its projector are not the trainer's."
-    return f"Without images they differ by {gap.largest:.2g} nats, too: weights of the decoder are not the trainer's."
+        return "Without images, log-probs agree: weights of the vision tower or of its projector are not the trainer's."
+    return (
+        f"Without images, log-probs differ too ({gap.largest:.2g} nats): weights of the decoder are not the trainer's."
+    )
 
 
 def start_scores(

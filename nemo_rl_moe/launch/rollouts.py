@@ -67,7 +67,7 @@ class RolloutPlan:
 
 
 def plan_rollouts(config: GRPOMasterConfig) -> RolloutPlan:
-    """Return the order of a run's groups. In a synchronous run no group is stale."""
+    """Return the order of a run's groups. In a synchronous run, this is the order of the prompts."""
     rollouts = config.grpo.rollouts
     if not rollouts.is_asynchronous:
         bounds = Bounds(config.grpo.num_prompts_per_step, updates_per_step=config.updates_per_step)

@@ -199,8 +199,8 @@ class SavedTraining:
             raise CheckpointError(f"{weights}: cannot be written: {one_line(error)}") from None
 
     def origin_of_weights(self, step: int) -> dict[str, Any]:
-        """Return what identifies the training of the final weights, since the same folder may hold weights of another
-        training."""
+        """Return the run's id and its steps. They identify the training of the final weights, because the same folder
+        may hold weights of another training."""
         return {"first_run_id": self._first_run_id, "step": step, "num_steps": self.num_steps}
 
     def checkpoint_dir(self, run_folder: Path) -> Path:

@@ -32,15 +32,15 @@ granularity. Routers are random and small (the standard deviation is initializer
     shipped configurations have it. In bfloat16 two copies can tie, and a token takes a slice of each: with SmolLM2-135M
     and granularity 2 in 0.2% of the routers' choices, and for 6% of the tokens in at least one layer.
 
-Qwen2-MoE has a shared expert with a gate. It becomes one more copy of the MLP with a gate of one half, and the
-weights of the routed experts add up to the other half.
+Qwen2-MoE has a shared expert with a gate. This expert becomes one more copy of the MLP with a gate of one half, and
+the weights of the routed experts add up to the other half.
 
 Then both models compute the logits of 64 random tokens, one after the other, in float32, if the new one takes half of
 the free memory or less (--check: always, --no-check: never). The largest difference is printed.
 
 Tensors are read and written one by one, in files of up to 5 GB; the output is written completely or not at all. A model
-without a counterpart, numbers that do not divide, tensors that are missing, weights that are NaN or infinite: each ends
-with a line and exit code 2, and no output.
+without a counterpart, numbers that do not divide, missing tensors, and NaN or infinite weights are errors: the command
+prints a line, writes no output, and ends with exit code 2.
 """
 EXAMPLES = """\
 examples:

@@ -186,7 +186,7 @@ def test_the_vision_towers_activations(capsys: pytest.CaptureFixture[str]) -> No
         return values(printed)
 
     a_patch = 27 * (8 * 1152 + 2 * 4304) * 2
-    row = "+ of the vision tower, up to {} patches (in no sum): activations, at least"
+    row = "+ of the vision tower, up to {} patches (not in the sums): activations, at least"
     assert rows_of()[row.format(8192 * 4)].split() == [f"{a_patch * 8192 * 4 / 1e9:.2f}", "0.00"]
     limited = rows_of("policy.sequence_packing.train_mb_patches=6000")
     assert limited[row.format(6000)].split() == [f"{a_patch * 6000 / 1e9:.2f}", "0.00"]

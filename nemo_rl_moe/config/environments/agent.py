@@ -21,8 +21,8 @@ class AgentProgramLimitsConfig(AgentLimitsConfig):
     """Limits of agents that are the user's programs."""
 
     agents_per_worker: PositiveInt
-    """Number of agents that a process runs at the same time. More than 1 needs an `async def`. An agent that blocks
-    delays the others of its process."""
+    """Number of agents that a process runs at the same time. More than 1 requires that `program` is an `async def`
+    function. An agent that blocks delays the others of its process."""
 
 
 class EndpointDriverConfig(DriverConfig):

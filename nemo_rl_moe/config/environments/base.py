@@ -13,7 +13,7 @@ class DriverConfig(StrictModel):
     """Driver of trajectories. It decides how the model's responses and the messages between them follow each other."""
 
     kind: str
-    """Name of the kind."""
+    """Name of the kind of driver, such as `tools`."""
 
     scoring: ClassVar[Literal["by_reward", "by_either", "by_driver"]] = "by_reward"
     """Source of a trajectory's reward: `env.reward`, the driver, or whichever of the two the user's code chooses."""

@@ -21,7 +21,7 @@ class RewardConfig(StrictModel):
     """How responses are scored."""
 
     kind: str
-    """Name of the kind."""
+    """Name of the kind of reward, such as `math`."""
 
     needs_answer: ClassVar[bool] = True
     """Whether a response is compared with the answer of its record."""

@@ -34,7 +34,7 @@ _SHARED_WEIGHTS = (
     " trained; megatron_separate and vllm have copies and can run ahead"
 )
 _FEWER_THAN_A_STEP = (
-    f"{_LAG}: got 1, expected 0 or at least 2: a step is 2 optimizer steps, and fewer let no group run ahead"
+    f"{_LAG}: got 1, expected 0 or at least 2: a step is 2 optimizer steps, and with fewer no group could run ahead"
 )
 _STALENESS = {"staleness_1": 1, "staleness_2": 2, "drop": 1}
 

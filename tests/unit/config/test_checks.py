@@ -21,13 +21,13 @@ PIPELINE_2 = f"{M}.pipeline_model_parallel_size=2"
     [
         (
             (f"{M}.env_vars={{RANK: '1', NCCL_DEBUG: INFO}}",),
-            "policy.megatron_cfg.env_vars.RANK: got '1', expected no such variable: it follows from the cluster",
+            "policy.megatron_cfg.env_vars.RANK: got '1', expected no such variable: the run sets it itself",
         ),
         (
             (f"{M}.moe_token_dispatcher_type=flex", f"{M}.moe_flex_dispatcher_backend=hybridep"),
             "policy.megatron_cfg.moe_flex_dispatcher_backend: got 'hybridep', expected 'deepep' or, with Megatron-Core"
             " 0.19, policy.megatron_cfg.moe_hybridep_pad_uneven_dispatch_inputs=true: its buffer is as large as the"
-            " first batch, and later ones are longer",
+            " first batch, and later batches may be larger",
         ),
         (
             (PIPELINE_2, "cluster.cpu_workers_per_node=3"),

@@ -38,8 +38,8 @@ BROKEN = [
         ),
         "estimates_from_old_tokens_are_bounded",
         f"{KEY}.topk_logits_k: got null with grpo.rollouts.max_staleness 1 and loss_fn.importance_sampling_correction"
-        " none: the weights of tokens that older weights sampled would have no bound; a correction, such as truncated,"
-        " sets one, and candidates need no weights",
+        " none: the importance weights of tokens of an older policy would have no bound; a correction, such as"
+        " truncated, sets one, and candidates need no importance weights",
     ),
     (
         (f"{KEY}.teachers={{}}", "cluster.roles={}"),
@@ -50,7 +50,7 @@ BROKEN = [
         SECOND,
         "responses_have_a_teacher",
         f"{KEY}.teacher_by_environment: got {{}}, expected a teacher for each environment, or {KEY}.teacher_key: there"
-        " are 2 (teacher, writer)",
+        " are 2 teachers (teacher, writer)",
     ),
     (
         (*BOTH, f"{KEY}.teacher_key=by"),
@@ -80,13 +80,13 @@ BROKEN = [
     (
         (f"{KEY}.topk_logits_k=null", f"{KEY}.kl_type=forward"),
         "divergence_has_candidates",
-        f"{KEY}.topk_logits_k: got null, expected a number of candidates with {KEY}.kl_type forward: the sampled token"
-        " alone gives reverse",
+        f"{KEY}.topk_logits_k: got null, expected a number of candidates with {KEY}.kl_type forward: only reverse"
+        " can be estimated from the sampled token",
     ),
     (
         (f"{KEY}.kl_weight=0.0",),
         "some_component_has_weight",
-        f"{KEY}.kl_weight: got 0, expected more: without the divergence it is GRPO (algorithm: grpo)",
+        f"{KEY}.kl_weight: got 0, expected more: without the divergence, the run is GRPO (algorithm: grpo)",
     ),
     (
         ("policy.generation.top_p=0.9",),

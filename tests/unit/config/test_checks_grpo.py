@@ -92,28 +92,28 @@ BROKEN = [
     (
         (*AHEAD, "grpo.num_prompts_per_step=32"),
         "lag_is_a_number_of_steps",
-        f"{LAG}: got 1, expected 0 or at least 2: a step is 2 optimizer steps, and fewer let no group run ahead",
+        f"{LAG}: got 1, expected 0 or at least 2: a step is 2 optimizer steps, and with fewer no group could run ahead",
     ),
     (
         (*AHEAD, f"{LAG}=2", "loss_fn.force_on_policy_ratio=always"),
         "old_tokens_are_corrected",
         "loss_fn.force_on_policy_ratio: got always, expected auto or never with"
-        f" loss_fn.importance_sampling_correction none and {LAG} 2: old weights sampled the tokens, and nothing would"
-        " weigh them; a correction, such as truncated, does",
+        f" loss_fn.importance_sampling_correction none and {LAG} 2: older weights sampled the tokens, and no"
+        " importance weight would correct this; a correction, such as truncated, does",
     ),
     (
         (*AHEAD, f"{LAG}=0", f"{ROLLOUTS}.replay_schedule=old.jsonl", "loss_fn.force_on_policy_ratio=always"),
         "old_tokens_are_corrected",
         "loss_fn.force_on_policy_ratio: got always, expected auto or never with"
-        f" loss_fn.importance_sampling_correction none and {ROLLOUTS}.replay_schedule: old weights sampled the tokens,"
-        " and nothing would weigh them; a correction, such as truncated, does",
+        f" loss_fn.importance_sampling_correction none and {ROLLOUTS}.replay_schedule: older weights sampled the"
+        " tokens, and no importance weight would correct this; a correction, such as truncated, does",
     ),
     (
         (*AHEAD, "loss_fn.objective=reinforce"),
         "old_tokens_are_corrected",
         "loss_fn.objective: got reinforce, expected clipped or cispo with loss_fn.importance_sampling_correction none"
-        f" and {LAG} 1: old weights sampled the tokens, and nothing would weigh them; a correction, such as truncated,"
-        " does",
+        f" and {LAG} 1: older weights sampled the tokens, and no importance weight would correct this; a correction,"
+        " such as truncated, does",
     ),
     (
         (*AHEAD, f"{LAG}=2", "grpo.num_prompts_per_step=32", f"{REPLAY}=old_policy"),
@@ -305,8 +305,8 @@ BROKEN = [
     (
         ("loss_fn.use_kl_in_reward=true", "loss_fn.reference_policy_kl_penalty=0.1"),
         "divergence_in_the_reward_has_a_meaning",
-        "loss_fn.reference_policy_kl_type: got k3, expected k1 with loss_fn.use_kl_in_reward true: in a reward the"
-        " others do not lead to a smaller divergence",
+        "loss_fn.reference_policy_kl_type: got k3, expected k1 with loss_fn.use_kl_in_reward true: in a reward,"
+        " the other estimators do not lead to a smaller divergence",
     ),
     (
         (

@@ -213,8 +213,8 @@ def test_gradients_of_many_microbatches_in_bfloat16_are_reported() -> None:
     ranks = ("cluster.cpu_workers_per_node=2",)
     (line,) = lines("sft", *many, *ranks, f"{ddp}=false")
     assert line == (
-        "gradients of 17 microbatches a rank add up in bfloat16, whose 8 bits each part is rounded to;"
-        f" {ddp}=true keeps them, at 2 bytes a parameter"
+        "gradients of 17 microbatches a rank add up in bfloat16, which rounds each sum to 8 bits;"
+        f" {ddp}=true adds them in float32, at 2 more bytes a parameter"
     )
     assert lines("sft", *many, *ranks, f"{ddp}=true") == []
     assert lines("sft", *many, *ranks, f"{ddp}=false", "policy.precision=float32") == []

@@ -50,7 +50,7 @@ def test_override_acts_before_interpolation() -> None:
 
 def test_an_algorithm_is_named_in_the_file() -> None:
     _, problems = apply_overrides({"grpo": {"seed": 1}}, ["algorithm=my_module:ALGORITHM"], lambda *_: ["grpo.seed"])
-    assert problems == ["algorithm: is read from the file alone, which `nemo-rl-moe run --config FILE` starts"]
+    assert problems == ["algorithm: can only be set in the file, which `nemo-rl-moe run --config FILE` starts"]
 
 
 @pytest.mark.parametrize("name", exemplar_names())

@@ -22,7 +22,7 @@ from tests.support.conversations import ALL, TOOL, Conversation, Family, Message
 from tests.support.quick_list import some_of
 
 STANDS_BEFORE = "the chat template renders the turns before this one in another way when it follows"
-OTHER_END = "the chat template ends a turn that another follows with no token that ends the model's own"
+OTHER_END = "if another turn follows, the chat template ends a turn with none of the tokens that end the model's turns"
 REFUSED = {
     **{
         (name, False, role): (STANDS_BEFORE, 0)
@@ -219,13 +219,13 @@ TWICE = NEWLINE_BETWEEN_TURNS.replace("m.content + '<|end|>'", "m.content + m.co
     ("template", "new", "problem"),
     [
         (DEPENDS, USER, "the text that the chat template writes after a turn depends on the turn's text"),
-        (TWICE, USER, "the chat template does not show the text of a turn once"),
+        (TWICE, USER, "the chat template does not show the text of a turn exactly once"),
         (
             WITHOUT_DEVELOPERS,
             {**USER, "role": "developer"},
             "messages[0] is of role developer, and the chat template leaves it out; set policy.tokenizer.chat_template",
         ),
-        (QUESTIONS_END_ALONE, USER, f"{OTHER_END}, which are '<|end|>'"),
+        (QUESTIONS_END_ALONE, USER, f"{OTHER_END}: '<|end|>'"),
         (None, USER, "the tokenizer has no chat template; set policy.tokenizer.chat_template"),
         (THINKING, {**USER, "role": "assistant"}, "messages[0].role is 'assistant', expected tool, user, system, "),
         (

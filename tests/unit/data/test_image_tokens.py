@@ -136,7 +136,7 @@ def test_a_sample_is_never_cut_within_an_image(qwen: Kit, tmp_path: Path, write_
     ("record", "reason"),
     [
         (asked("no.png"), r"messages\[0\].content\[0\].image: .*no.png does not exist"),
-        (asked(answer="4 <|image_pad|>"), r"a text spells <\|image_pad\|>, which stands for an image"),
+        (asked(answer="4 <|image_pad|>"), r"a text contains <\|image_pad\|>, which stands for an image"),
         ({"images": "long.png", **asked()}, "has 8 x 1616 pixels, expected no side more than 200 times the other"),
     ],
 )

@@ -103,7 +103,7 @@ def test_a_token_that_the_template_writes_inside_a_turn_ends_none() -> None:
     reason = "the chat template writes it inside a turn"
     assert found.no_stops == ((StopToken(inside, "<s>", ("generation_config.json",)), reason),)
     key = "policy.generation.stop_token_ids"
-    line = f"no stop token: '<s>' {inside} (generation_config.json): {reason} ({key} names tokens)"
+    line = f"no stop token: '<s>' {inside} (generation_config.json): {reason} ({key} sets the stop tokens)"
     assert line in found.lines()
 
 
