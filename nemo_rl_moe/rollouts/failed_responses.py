@@ -68,7 +68,7 @@ class FailureRule:
     ) -> Float[Tensor, "groups generations ..."]:
         """Return advantages, clamped to at most 0 for failed responses.
 
-        A baseline that is not the mean of the group can make such advantages positive.
+        This is needed because a baseline other than the mean of the group can make these advantages positive.
         """
         num_generations = advantages.shape[1]
         may_gain = scored_responses(trajectories, num_generations)
@@ -77,7 +77,7 @@ class FailureRule:
         return advantages.where(of_each, advantages.clamp(max=0.0))
 
     def counted(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """Return the trajectories whose rewards count in metrics."""
+        """Return the trajectories whose rewards count in metrics: scored ones, and failed ones that get reward 0."""
         return [found for found in trajectories if found.fault is None or self.of(found) == "zero"]
 
     def unscored_metrics(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:

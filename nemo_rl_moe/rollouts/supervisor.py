@@ -20,7 +20,7 @@ STOP_GRACE_S = 10.0
 QUIET_S = 10.0
 """Seconds without progress until stragglers are reported first. Each further report waits twice as long."""
 SETTLING_TURNS = 8
-"""Loop iterations within which a group that replaces another one has made its requests."""
+"""Number of event-loop iterations to wait, in which a replacement group makes its first requests."""
 MANY = 4096
 """Number of trajectories above which the interval between checks grows in proportion."""
 _MOST_REPORTED = 4
@@ -87,12 +87,12 @@ class Supervisor:
         self._stop_seen_at: float | None = None
 
     def begin(self) -> None:
-        """Begin in the running loop. Do nothing the second time."""
+        """Begin to supervise, in the running event loop. A second call has no effect."""
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._supervise())
 
     async def end(self) -> None:
-        """End the supervision. All trajectories must have been cancelled."""
+        """End the supervision. Requires that all trajectories have been cancelled."""
         await cancelled([self._task])
 
     def add(self, trajectory: RunningTrajectory) -> None:
@@ -140,8 +140,8 @@ class Supervisor:
             self._stop_seen_at = now if self._stop_seen_at is None else self._stop_seen_at
             if now - max(self._stop_seen_at, self._progress_at) > STOP_GRACE_S:
                 text = (
-                    f"{reason}: rollouts are given up, as no trajectory has gone on for {STOP_GRACE_S:g} s; waited for"
-                    f" {_described(running)}"
+                    f"{reason}: rollouts are given up, as no trajectory has made progress for {STOP_GRACE_S:g} s;"
+                    f" waited for {_described(running)}"
                 )
                 self._reports.warn(text)
                 raise RolloutsGivenUpError(text)

@@ -81,7 +81,8 @@ def training_batch(
 
     Returns:
         A batch with the columns `advantages`, `generation_logprobs`, the model's inputs, and `token_writers` if an
-        environment wrote tokens. If the engine reports `routed_experts` and `kept_tokens`, they are stored columns.
+        environment wrote tokens. If the engine reports `routed_experts` and `kept_tokens`, the batch has
+        them in its field `stored`.
     """
     sequences, owners = sequences_of(trajectories), trajectory_of_each_sequence(trajectories)
     lengths = [len(sequence) for sequence in sequences]

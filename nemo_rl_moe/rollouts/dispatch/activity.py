@@ -26,7 +26,7 @@ STEPS_SHOWN = 8
 
 
 class StateRecorder:
-    """Consecutive intervals of states.
+    """Recorder of the states of an engine or trainer, as consecutive intervals of time.
 
     Args:
         state: The first state.

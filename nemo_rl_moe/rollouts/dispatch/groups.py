@@ -46,7 +46,7 @@ class Ticket:
         admitted_version: Version (number of optimizer steps) of the weights at the admission of the group. The age for
             policies counts from here, so that restarts do not postpone a long group forever.
         attempt: Number of earlier cancelled groups of this prompt.
-        num_faults: Number of these groups that failed or took too long.
+        num_faults: Number of earlier groups of this prompt that failed or took too long.
         lost_s: Seconds of generation lost by restarts.
     """
 

@@ -110,7 +110,7 @@ def replay_policy(schedule: Sequence[ScheduledStep], bounds: Bounds) -> Stalenes
                 live[version].add(group.position)
 
     def choose(view: QueueView) -> Sequence[int]:
-        """Choose the groups of the recorded step once all groups that were live then are finished."""
+        """Choose the groups of the recorded step, once all groups that were dispatched by then are finished."""
         ready = {group.position for group in view.ready}
         return consumed[view.version] if live[view.version].issubset(ready) else []
 
@@ -175,7 +175,11 @@ class ReplayedFeed:
         return Ticket(self._prompts[group.position], group.position, version, version, group.attempt)
 
     def give_back(self, ticket: Ticket, reason: Reason) -> bool:
-        """Take back the prompt of a cancelled group, to generate it as the same attempt again. Return False."""
+        """Take back the prompt of a cancelled group, to generate the same attempt again.
+
+        Returns:
+            False, as no prompt is given up.
+        """
         num_faults = ticket.num_faults + reason.is_own_fault
         if num_faults >= self._max_faults:
             raise UserError(

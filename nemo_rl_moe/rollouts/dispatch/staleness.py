@@ -97,7 +97,7 @@ class StalenessPolicy:
     def stale(self, groups: Sequence[LiveGroup], version: int) -> list[int]:
         """Return the positions of groups that are too old to be trained on at a version.
 
-        With `wait` there are none, unless a run was resumed with a smaller bound.
+        With `on_stale: wait` no group is too old, unless a run was resumed with a smaller bound.
         """
         return [group.position for group in groups if self.bounds.is_stale(group.admitted_version, version)]
 
