@@ -207,9 +207,7 @@ class RoutingMeasurements(RunObserver):
         return metrics
 
     def _noise(self, own: TokenBatch, logprobs: Float[Tensor, "sequences tokens"]) -> dict[str, float]:
-        """Return the trainer's noise floor: differences of the pass of `own` and `logprobs` from one with each sequence
-        alone.
-        """
+        """Return the trainer's noise floor: differences of the pass of `own` from a pass with single sequences."""
         rows = _noise_rows(own)
         part = own.select(rows)
         again = self._policy.compare_routes(part, one_at_a_time=True)
@@ -220,7 +218,7 @@ class RoutingMeasurements(RunObserver):
 
 
 def sampled_sequences(batch: TokenBatch, share: float, seed: Sequence[int]) -> list[int]:
-    """Return the rows of random sequences, in ascending order, that have at least a share of the trained tokens.
+    """Return the sorted rows of random sequences which together have at least a share of the batch's trained tokens.
 
     Args:
         share: Share of the trained tokens, above 0 and at most 1.
