@@ -207,7 +207,7 @@ class RoutingMeasurements(RunObserver):
         return metrics
 
     def _noise(self, own: TokenBatch, logprobs: Float[Tensor, "sequences tokens"]) -> dict[str, float]:
-        """Return the trainer's noise floor: differences of the pass of `own` from a pass with single sequences."""
+        """Return the trainer's noise floor: how experts and log-probabilities change if each sequence is one batch."""
         rows = _noise_rows(own)
         part = own.select(rows)
         again = self._policy.compare_routes(part, one_at_a_time=True)

@@ -230,7 +230,8 @@ class RolloutRunner:
     async def score(self, item: ScoringItem, place: int) -> Score:
         """Return the score of one response.
 
-        In lockstep, all waiting responses are scored together, sorted by `place`, the index of the trajectory.
+        In lockstep (the engine answers only when all trajectories wait), all waiting responses are scored together,
+        sorted by `place`, the index of the trajectory.
         """
         return await self._scores.ask(item, place)
 

@@ -44,7 +44,7 @@ class RunningTrajectory:
 
     Args:
         answers: Runner that answers its requests, or a connection to the runner.
-        place: Index by which an engine in lockstep sorts requests.
+        place: Index by which requests are sorted if the engine answers all of them together, in lockstep.
         note_change: Called when it ends, begins to wait or gets an answer.
         note_sequence: Called with each of its sequences.
 
@@ -52,7 +52,7 @@ class RunningTrajectory:
         task: Runs its code. Set by `start`.
         waits_for: "generation", "rewards" or "a process" while it waits for an answer from there. None while its code
             runs or awaits anything else.
-        seen_at: Line at which its code was last seen, if the code runs in another process. None if it runs in this process.
+        seen_at: Line at which its code was last seen, if the code runs in another process. None otherwise.
     """
 
     task: "asyncio.Task[Trajectory]"
@@ -107,7 +107,7 @@ class RunningTrajectory:
     async def wait_aside(self, process: Coroutine[Any, Any, Result]) -> Result:
         """Wait for a limited resource, such as a free process, and return it.
 
-        In lockstep, the requests of the other trajectories are answered during this wait.
+        An engine in lockstep, which answers only when all trajectories wait, answers the others during this wait.
         """
         return await self._wait_for("a process", process)
 

@@ -64,7 +64,8 @@ class Supervisor:
     """Supervises the trajectories of one event loop.
 
     Args:
-        queues: Queues of an engine in lockstep. None if the engine answers requests as they arrive.
+        queues: Queues of an engine in lockstep, which answers requests only when all trajectories wait. None if the
+            engine answers requests as they arrive.
         note_failure: Called when the supervisor ends with an error.
 
     Attributes:
@@ -153,7 +154,7 @@ class Supervisor:
             )
 
     async def _answer_or_wait(self, unfinished: Sequence[RunningTrajectory]) -> None:
-        """In lockstep, answer if every trajectory waits."""
+        """Answer requests if the engine is in lockstep and every trajectory waits. Otherwise wait."""
         queues = self._queues
         if queues is None or any(each.is_running for each in unfinished):
             await self._wait_for_a_change(unfinished)
@@ -177,7 +178,7 @@ class Supervisor:
         return self._num_changes == before
 
     async def _wait_for_a_change(self, unfinished: Sequence[RunningTrajectory]) -> None:
-        """Wait until the next check. In lockstep, return earlier if a trajectory resumes."""
+        """Wait until the next check. With an engine in lockstep, return earlier if a trajectory resumes."""
         waits = {"reward_model"} if self.num_adding else {each.waits_for for each in unfinished}
         phase = next((name for name in ("generation", "rewards", "reward_model") if name in waits), None)
         self._is_idle = not unfinished and not self.num_adding

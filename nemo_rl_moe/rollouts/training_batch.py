@@ -53,7 +53,7 @@ def _padded_masks(masks: Sequence[Bool[np.ndarray, " tokens"]]) -> Bool[Tensor, 
 
 
 def token_lags(trajectories: Sequence[Trajectory], weight_version: int) -> Int[Tensor, "sequences tokens"]:
-    """Return the lag of each sampled token as int32, and `NO_LAG` for all other tokens.
+    """Return the lag (optimizer steps since sampling) of each sampled token as int32, else `NO_LAG`.
 
     Args:
         weight_version: Version (number of optimizer steps) of the weights that are trained.

@@ -245,8 +245,8 @@ def rollout_metrics(
     Over all trajectories, of which unscored ones count as not correct:
 
     - `accuracy`, `truncation_rate`, `mean_gen_tokens_per_sample`, `max_gen_tokens_per_sample` (sampled tokens)
-    - if a trajectory has several turns: `mean_turns_per_sample`, `truncation_rate_by_turns`, `truncation_rate_by_time`
-      (the rates also if they are above 0)
+    - if a trajectory has several turns: `mean_turns_per_sample`
+    - if a trajectory has several turns, or if above 0: `truncation_rate_by_turns`, `truncation_rate_by_time`
     - if a trajectory has several sequences: `mean_sequences_per_sample`
     - if above 0: `env/num_overlong` (tokens of the environment did not fit), `env/num_retries` (failed attempts)
     - means of the environment's metrics

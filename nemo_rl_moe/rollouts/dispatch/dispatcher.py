@@ -130,7 +130,7 @@ class Dispatcher:
 
     @property
     def running(self) -> list[Ticket]:
-        """Tickets of groups that are not finished, in the order of their prompts."""
+        """Tickets (prompts with weight versions) of unfinished groups, in the order of the prompts."""
         return [live.ticket for live in self._in_order() if live.finished is None]
 
     @property

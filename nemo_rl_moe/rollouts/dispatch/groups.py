@@ -40,7 +40,7 @@ class Ticket:
     """Permission to generate the group of one prompt.
 
     Attributes:
-        position: Index of the prompt in the order of all epochs. It identifies a live group.
+        position: Index of the prompt in the order of all epochs. It identifies a group that runs or waits in the queue.
         version: Version (number of optimizer steps) of the weights at the dispatch of the group, or at its last
             restart.
         admitted_version: Version (number of optimizer steps) of the weights at the admission of the group. The age for

@@ -88,7 +88,7 @@ class TicketSource(Protocol):
 
     @property
     def num_left(self) -> int:
-        """Number of prompts that have no ticket now and may get one later."""
+        """Number of prompts whose groups are not dispatched now and may be dispatched later."""
         ...
 
     def next(self, version: int) -> Ticket | None:
@@ -104,7 +104,7 @@ class TicketSource(Protocol):
         ...
 
     def restore(self, state: QueueState) -> None:
-        """Continue from a state. Called before the first ticket."""
+        """Continue from a state. Called before the first `next`."""
         ...
 
 

@@ -141,7 +141,7 @@ def _check_steps(schedule: Sequence[ScheduledStep], bounds: Bounds) -> None:
 
 
 class ReplayedFeed:
-    """A ticket source that dispatches the groups of a schedule, each at its version.
+    """A `TicketSource` that permits the groups of a schedule to run, each at its recorded version.
 
     Args:
         schedule: The recorded steps, from version 0 on.
@@ -166,7 +166,7 @@ class ReplayedFeed:
         return len(self._waiting) + len(self._returned)
 
     def next(self, version: int) -> Ticket | None:
-        """Return the next ticket of a version. None if all its groups have been dispatched."""
+        """Return the ticket of the next group at a version. None if all groups of the version have been dispatched."""
         if self._returned:
             return self._returned.pop(0)
         if not self._waiting or self._waiting[0].version > version:

@@ -87,7 +87,13 @@ POLICIES: Mapping[str, Choose] = {"in_order": in_order, "windowed": windowed, "r
 
 @dataclass(frozen=True)
 class StalenessPolicy:
-    """A policy function with the rules on staleness. `name` is its name in messages."""
+    """A policy function (`choose`), together with two rules that hold for every policy.
+
+    Stale groups are never trained on. With `on_stale: wait`, groups are trained on before they become stale.
+
+    Attributes:
+        name: Name of the policy in messages.
+    """
 
     choose: Choose
     bounds: Bounds
