@@ -110,7 +110,7 @@ class Teachers:
         return scored, metrics
 
     def _check_numbers(self, scored: TokenBatch, rows: Mapping[str, Sequence[int]]) -> None:
-        """Raise an error if each response of a teacher has a score that is not finite. A few cost only an update."""
+        """Raise an error if each response of a teacher has a non-finite score. A few such scores cost an update."""
         is_wrong = ~scored.columns[TEACHER_LOGPROBS].values.isfinite()
         is_wrong = is_wrong.flatten(2).any(-1) if is_wrong.ndim > 2 else is_wrong
         for name, chosen in rows.items():

@@ -41,9 +41,9 @@ def group_metrics(groups: RolloutGroups, failures: FailureRule) -> dict[str, flo
     - `frac_zero_std_groups`: share of groups with equal rewards, among groups with trainable responses
     - `env/num_groups_left_out`: number of groups of the step without trainable responses, because the environment
       failed
-    - if dynamic sampling has replaced groups: `dynamic_sampling/num_gen_batches`, the number of generated
-      groups over that of trained groups,
-      `dynamic_sampling/num_filled_groups`, and `filtered_reward`, the mean reward of trained trajectories
+    - if dynamic sampling has replaced groups: `dynamic_sampling/num_gen_batches`, the number of generated groups
+      divided by the number of trained groups, `dynamic_sampling/num_filled_groups`, and `filtered_reward`, the mean
+      reward of trained trajectories
     - `env/NAME/...`: the metrics of each of several environments, with `share`, its share of the step's responses
     """
     if not groups.generated:

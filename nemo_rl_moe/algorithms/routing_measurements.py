@@ -95,7 +95,7 @@ class RoutingMeasurements(RunObserver):
         """Measure the policy that sampled a step's tokens, if the step is due.
 
         Args:
-            batch: The step's batch, with the rollouts' capture if there is one.
+            batch: The step's batch, with the routed experts of the rollouts if the engine reports them.
             trajectories: Trajectories of the batch, needed if a capture is saved.
             clock: Clock on which the phase `routing_measurements` is timed.
 

@@ -107,7 +107,7 @@ class Conversation:
         """
         continuation = self._require_continuation()
         if not self._is_sampled:
-            raise RuntimeError("a message answers a response of the model; await session.generate() before")
+            raise RuntimeError("a message answers a response of the model; await session.generate() first")
         earlier = self._answer
         new = [*(earlier.messages if earlier is not None else ()), *messages]
         turn = SampledTurn(self._before, self._turn, self._stop_token_ids, self._inputs, self._text_before)

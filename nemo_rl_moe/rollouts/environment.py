@@ -374,7 +374,7 @@ class Session:
             RuntimeError: There is no response yet, or an earlier request is still pending.
         """
         if not self.turns:
-            raise RuntimeError("a score was asked for before the first response; await session.generate() before")
+            raise RuntimeError("a score was asked for before the first response; await session.generate() first")
         last = self.turns[-1]
         text = last.text if response is None else response
         prompt = self.prompt
@@ -392,7 +392,7 @@ class Session:
             ValueError: The amount is not a number, or too large.
         """
         if not self.turns:
-            raise RuntimeError("a reward was given before the first response; await session.generate() before")
+            raise RuntimeError("a reward was given before the first response; await session.generate() first")
         if not -LARGEST_REWARD <= amount <= LARGEST_REWARD:
             raise ValueError(
                 f"a turn's reward is {amount}, expected a number from {-LARGEST_REWARD:,.0f} to {LARGEST_REWARD:,.0f}"

@@ -128,5 +128,5 @@ class GrowingSequences:
         return [each for each in self._sequences if each.has_sampled] or self._sequences[:1]
 
     def finished(self, model_inputs: Mapping[str, ModelInput]) -> tuple[TokenSequence, ...]:
-        """Return the `kept` sequences as they are now."""
+        """Return the sequences in `kept` as they are now, with further inputs of the model."""
         return tuple(sequence.finished(model_inputs) for sequence in self.kept)

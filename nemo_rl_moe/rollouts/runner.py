@@ -94,7 +94,7 @@ class RolloutRunner:
         sampling: SamplingParameters,
         note: Callable[[GeneratedSequence], object] = lambda sequence: None,
     ) -> Iterator[tuple[int, list[Trajectory]]]:
-        """Yield the index of each prompt with its group of trajectories, as they end.
+        """Yield the index of a prompt with its group of trajectories, as soon as the group ends.
 
         Args:
             seeds: Seeds of the trajectories of each prompt.

@@ -44,7 +44,7 @@ class Bounds:
         """Return how many groups may have been admitted since version 0 when the weights have this version.
 
         The number counts groups that were trained on, run or wait in the queue. Training consumes all of them in order,
-        at most `lag` optimizer steps after this version.
+        at most `lag` (`target_lag`, or `max_staleness` if it is None) optimizer steps after this version.
         """
         return ((version + self.lag) // self.updates_per_step + 1) * self.groups_per_step
 

@@ -133,7 +133,7 @@ def _check_steps(schedule: Sequence[ScheduledStep], bounds: Bounds) -> None:
     for step in schedule:
         for group in step.groups:
             if group.version > step.version or group.position in seen:
-                what = "is trained on twice" if group.position in seen else f"begins at version {group.version}"
+                what = "is trained on twice" if group.position in seen else f"is dispatched at version {group.version}"
                 raise DataError(
                     f"the schedule's prompt {group.position} {what}, in the step that trains version {step.version}"
                 )

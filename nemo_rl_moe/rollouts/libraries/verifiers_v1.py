@@ -67,7 +67,7 @@ def load_environment(driver: VerifiersV1Config) -> Any:
 
 
 def check_taskset(driver: VerifiersV1Config) -> None:
-    """Check that a taskset can be played, and the settings of the validation taskset."""
+    """Check that a taskset can be played, and check the settings of the validation taskset."""
     if isinstance(driver.validation, Mapping):
         _environment_config(driver, "taskset", "validation")
     load_environment(driver)
