@@ -39,7 +39,7 @@ class MeasuredPass:
 
 @dataclass(frozen=True)
 class CapturedRow:
-    """Trajectory and sequence of a row of a batch."""
+    """One row of a batch: its sequence, and the trajectory of the sequence."""
 
     trajectory: Trajectory
     sequence: TokenSequence
@@ -82,7 +82,7 @@ class CaptureWriter:
         repeated: MeasuredPass,
         expert_biases: Float[np.ndarray, "2 layers experts"] | None = None,
     ) -> None:
-        """Add a step.
+        """Add the measurements of one step.
 
         Args:
             step: Counted from 1.

@@ -39,7 +39,7 @@ def custom_advantages(
 ) -> Float[Tensor, "groups generations"] | Float[Tensor, "groups generations tokens"]:
     """Return the advantages that the custom function `name` (`package.module:function`) computes.
 
-    A response that does not take part gets the mean reward of its group.
+    The function gets the mean reward of the group for each response that does not take part.
     """
     function = import_function(KEY, name, "the EstimatorInputs")
     found = function(with_group_means(inputs))
@@ -57,8 +57,9 @@ def custom_advantages(
 
 
 def with_group_means(inputs: EstimatorInputs) -> EstimatorInputs:
-    """Return inputs in which a reward that does not count is its group's mean, or the step's mean in groups without
-    one.
+    """Return inputs in which a response that does not take part has the mean reward of the others in its group.
+
+    If no response of a group takes part, the mean of the step is used.
     """
     present = inputs.takes_part
     if bool(present.all()):

@@ -51,7 +51,7 @@ class Teachers:
     by_sample: Mapping[str, str] = field(default_factory=dict)
 
     def loss(self, policy_gradient: PolicyGradientLoss) -> LossFunction:
-        """Return the loss of a step. It includes the loss of the rewards, `policy_gradient`, if the policy samples."""
+        """Return the loss of a step. If the policy samples the responses, the loss includes `policy_gradient`."""
         settings = self.config.distillation
         is_given = settings.responses == "given"
         return DistillationLoss(
@@ -110,7 +110,7 @@ class Teachers:
         return scored, metrics
 
     def _check_numbers(self, scored: TokenBatch, rows: Mapping[str, Sequence[int]]) -> None:
-        """Raise an error if a teacher gives no response only finite scores. A few wrong scores only cost an update."""
+        """Raise an error if each response of a teacher has a non-finite score. A few such scores cost an update."""
         is_wrong = ~scored.columns[TEACHER_LOGPROBS].values.isfinite()
         is_wrong = is_wrong.flatten(2).any(-1) if is_wrong.ndim > 2 else is_wrong
         for name, chosen in rows.items():
@@ -123,7 +123,7 @@ class Teachers:
                 )
 
     def rows_of(self, trajectories: Sequence[Trajectory]) -> dict[str, list[int]]:
-        """Return teacher -> rows of the batch that it scores, for teachers with rows."""
+        """Return the name of each teacher of a trajectory -> rows of the batch that this teacher scores."""
         rows: dict[str, list[int]] = {}
         for trajectory, own in zip(trajectories, rows_of(trajectories), strict=True):
             teacher = self.teacher_of(trajectory)

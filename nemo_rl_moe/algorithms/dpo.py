@@ -28,7 +28,7 @@ MeasureLogprobs = Callable[[TokenBatch], Float[Tensor, "batch sequence"]]
 def add_reference_sums(policy: "MegatronPolicy", batch: TokenBatch, clock: PhaseClock) -> TokenBatch:
     """Return the batch with the column `reference_sums`: the reference model's log-probability of each response.
 
-    The policy keeps the reference weights, which measure them.
+    The policy computes the log-probabilities with the reference weights that it keeps.
 
     Args:
         clock: Clock on which the phase `reference_logprobs` is timed.

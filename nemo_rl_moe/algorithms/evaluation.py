@@ -17,10 +17,10 @@ from nemo_rl_moe.rollouts.trajectory import Trajectory, group_correctness, group
 
 @dataclass(frozen=True)
 class Estimate:
-    """Estimate of the mean over all prompts of this kind, from a sample of prompts.
+    """Estimate of the mean over all prompts of the distribution from which the evaluated prompts are a sample.
 
     Attributes:
-        standard_error: Standard deviation of the mean. None with one prompt, since it shows no variation.
+        standard_error: Standard deviation of the mean. None with one prompt, since one prompt shows no variation.
     """
 
     mean: float

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 def shaped_rewards(config: GRPOMasterConfig, groups: RolloutGroups) -> Float[Tensor, "groups generations"]:
-    """Return the rewards of the trained groups minus the penalty of each trajectory's longest response."""
+    """Return the rewards of the trained groups, minus a length penalty for each trajectory's longest response."""
     num_generations = config.grpo.num_generations_per_prompt
     return shape_rewards(
         group_rewards(groups.trained, num_generations),
@@ -61,7 +61,7 @@ def failure_rule(config: GRPOMasterConfig) -> FailureRule:
     """Return the treatment of responses that the environment failed to score.
 
     If the estimator compares responses in their group or in the step, a response takes part only if there is another
-    one.
+    response to compare with.
     """
     baseline = find_estimator(config.grpo.adv_estimator.name).baseline
     compares_groups = baseline == "group" and config.grpo.num_generations_per_prompt > 1
@@ -71,7 +71,7 @@ def failure_rule(config: GRPOMasterConfig) -> FailureRule:
 
 
 def dynamic_sampling(config: GRPOMasterConfig) -> DynamicSampling | None:
-    """Return the rule that replaces groups that teach the run's estimator nothing, or None without dynamic sampling."""
+    """Return the rule by which groups without a signal for the estimator are replaced. None if it is not configured."""
     if not config.grpo.use_dynamic_sampling:
         return None
     return DynamicSampling(lambda group: bool(informative_groups(config, group).all()), config.grpo.most_groups)
@@ -151,7 +151,7 @@ def make_batch(config: GRPOMasterConfig, groups: RolloutGroups, pad_token_id: in
         takes_part=failure_rule(config).taking_part(groups.trained, groups.num_generations),
     )
     if config.loss_fn.sampling_mask == "replay" and KEPT_TOKENS not in batch.stored:
-        raise RuntimeError("loss_fn.sampling_mask: replay: the engine has returned no kept tokens")
+        raise RuntimeError("loss_fn.sampling_mask: replay: the engine has returned no sampling masks")
     lags = token_lags(groups.trained, weight_version)
     return batch.with_columns(**{TOKEN_LAG: per_token(lags, fill=NO_LAG)}) if bool((lags > 0).any()) else batch
 
@@ -229,8 +229,10 @@ def prev_is_current(config: GRPOMasterConfig) -> bool:
 
 
 def make_loss(config: GRPOMasterConfig, *, is_on_policy: bool) -> PolicyGradientLoss:
-    """Return the loss of a step. Without a correction, the ratio of older tokens is relative to their sampling
-    probability.
+    """Return the loss of a step.
+
+    If older weights sampled tokens and no importance-sampling correction is configured, the probability ratio in the
+    objective is relative to the engine's log-probabilities.
 
     Args:
         is_on_policy: Whether the trained weights sampled every token of the step.

@@ -41,8 +41,9 @@ def group_metrics(groups: RolloutGroups, failures: FailureRule) -> dict[str, flo
     - `frac_zero_std_groups`: share of groups with equal rewards, among groups with trainable responses
     - `env/num_groups_left_out`: number of groups of the step without trainable responses, because the environment
       failed
-    - if dynamic sampling has replaced groups: `dynamic_sampling/num_gen_batches`, generated over trained groups,
-      `dynamic_sampling/num_filled_groups`, and `filtered_reward`, the mean reward of trained trajectories
+    - if dynamic sampling has replaced groups: `dynamic_sampling/num_gen_batches`, the number of generated groups
+      divided by the number of trained groups, `dynamic_sampling/num_filled_groups`, and `filtered_reward`, the mean
+      reward of trained trajectories
     - `env/NAME/...`: the metrics of each of several environments, with `share`, its share of the step's responses
     """
     if not groups.generated:
@@ -166,7 +167,7 @@ class Validator:
 def pass_at_k(correct: Int[Tensor, " prompts"], num_generations: int, k: int) -> Float[Tensor, " prompts"]:
     """Return an unbiased estimate of the probability that one of `k` responses is correct (arXiv:2107.03374, eq. 1).
 
-    It is the share with a correct response of all choices of `k` among a prompt's `n` responses:
+    Of all choices of `k` among a prompt's `n` responses, the estimate is the share with a correct response:
     `1 - C(n-c, k) / C(n, k)`.
 
     Args:

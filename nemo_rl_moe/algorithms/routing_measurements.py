@@ -95,7 +95,7 @@ class RoutingMeasurements(RunObserver):
         """Measure the policy that sampled a step's tokens, if the step is due.
 
         Args:
-            batch: The step's batch, with the rollouts' capture if there is one.
+            batch: The step's batch, with the routed experts of the rollouts if the engine reports them.
             trajectories: Trajectories of the batch, needed if a capture is saved.
             clock: Clock on which the phase `routing_measurements` is timed.
 
@@ -207,9 +207,7 @@ class RoutingMeasurements(RunObserver):
         return metrics
 
     def _noise(self, own: TokenBatch, logprobs: Float[Tensor, "sequences tokens"]) -> dict[str, float]:
-        """Return the trainer's noise floor: differences of the pass of `own` and `logprobs` from one with each sequence
-        alone.
-        """
+        """Return the trainer's noise floor: how experts and log-probabilities change if each sequence is one batch."""
         rows = _noise_rows(own)
         part = own.select(rows)
         again = self._policy.compare_routes(part, one_at_a_time=True)
@@ -220,7 +218,7 @@ class RoutingMeasurements(RunObserver):
 
 
 def sampled_sequences(batch: TokenBatch, share: float, seed: Sequence[int]) -> list[int]:
-    """Return the rows of random sequences, in ascending order, that have at least a share of the trained tokens.
+    """Return the sorted rows of random sequences which together have at least a share of the batch's trained tokens.
 
     Args:
         share: Share of the trained tokens, above 0 and at most 1.

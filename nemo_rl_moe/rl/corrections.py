@@ -95,7 +95,8 @@ CORRECTIONS: dict[str, Correction] = {
 def bounds_old_tokens(config: PolicyGradientLossConfig) -> bool:
     """Return whether the correction bounds the weight of tokens that older weights sampled.
 
-    The clip of an objective does so only if its ratio is relative to the weights that sampled the tokens.
+    The clip of an objective bounds that weight only if the objective's ratio is relative to the weights that sampled
+    the tokens.
     """
     return CORRECTIONS[config.importance_sampling_correction].effect is not None
 
@@ -108,7 +109,7 @@ def importance_bounds_are_in_order(config: GRPOMasterConfig) -> Iterator[str]:
     if correction.lower_bound is None and loss.importance_sampling_ratio_min is None:
         yield (
             "loss_fn.importance_sampling_ratio_min: got null, expected a number with"
-            f" loss_fn.importance_sampling_correction {correction.name}, such as 0.999 beside a"
+            f" loss_fn.importance_sampling_correction {correction.name}, such as 0.999 with a"
             " loss_fn.importance_sampling_ratio_max of 1.002"
         )
     elif correction.effect is not None and lower >= upper:

@@ -105,9 +105,9 @@ def generalized_advantages(
 def whitened(
     advantages: Float[Tensor, "trajectories tokens"], mask: Bool[Tensor, "trajectories tokens"]
 ) -> Float[Tensor, "trajectories tokens"]:
-    """Return advantages minus their mean over the tokens of a step, over their sample standard deviation.
+    """Return advantages minus their mean over the tokens of a step, divided by their sample standard deviation.
 
-    They are 0 where masked. A single token is only centred.
+    Masked advantages are 0. With a single token, only the mean is subtracted.
     """
     import torch
 

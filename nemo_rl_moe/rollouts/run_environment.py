@@ -57,7 +57,7 @@ def score_items(environments: Environments, items: Sequence[ScoringItem]) -> lis
 
 
 def watch_trajectories(environments: Environments, trajectories: Sequence[Trajectory]) -> None:
-    """Show the trajectories of a step or validation to the watches of their environments."""
+    """Pass the trajectories of a step or validation to `watch` of their environments, which may end the run."""
     for name, own in environments_in(trajectories).items():
         if (watch := environments[name].watch) is not None:
             watch.observe(own)

@@ -25,7 +25,7 @@ CallTool = Callable[[str, Mapping[str, object], float], Awaitable[ToolResult]]
 CALLS, WRONG_CALLS, FAILED_CALLS = "tools/calls", "tools/wrong_calls", "tools/failed_calls"
 RESULTS_CUT, SECONDS = "tools/cut_results", "tools/seconds"
 UNKNOWN_CALLS = "tools/unknown_calls"
-"""Calls without a result, in environments of other libraries."""
+"""Metric: number of calls without a result, only in environments of other libraries."""
 METRICS = (CALLS, WRONG_CALLS, FAILED_CALLS, RESULTS_CUT, SECONDS)
 _OUTCOMES: dict[Fault, Outcome] = {Fault.ERROR: "error", Fault.TIMEOUT: "timeout", Fault.DIED: "died"}
 NO_TOOL = "unknown"

@@ -53,7 +53,7 @@ def _padded_masks(masks: Sequence[Bool[np.ndarray, " tokens"]]) -> Bool[Tensor, 
 
 
 def token_lags(trajectories: Sequence[Trajectory], weight_version: int) -> Int[Tensor, "sequences tokens"]:
-    """Return the lag of each sampled token as int32, and `NO_LAG` for all other tokens.
+    """Return the lag (optimizer steps since sampling) of each sampled token as int32, else `NO_LAG`.
 
     Args:
         weight_version: Version (number of optimizer steps) of the weights that are trained.
@@ -81,7 +81,8 @@ def training_batch(
 
     Returns:
         A batch with the columns `advantages`, `generation_logprobs`, the model's inputs, and `token_writers` if an
-        environment wrote tokens. If the engine reports `routed_experts` and `kept_tokens`, they are stored columns.
+        environment wrote tokens. If the engine reports `routed_experts` and `kept_tokens`, the batch has
+        them in its field `stored`.
     """
     sequences, owners = sequences_of(trajectories), trajectory_of_each_sequence(trajectories)
     lengths = [len(sequence) for sequence in sequences]

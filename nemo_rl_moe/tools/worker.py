@@ -71,7 +71,7 @@ class ToolWorker:  # pragma: no cover  (runs in other processes)
 
 
 def call_within(limit_s: float, call: Callable[[], str], most_characters: int) -> ToolResult:
-    """Return the result of a call, or its error. Only works in the main thread.
+    """Return the result of a call, or its error. Requires the main thread, as the limit uses an alarm signal.
 
     Args:
         limit_s: Maximum number of seconds of the call. Code that never returns to the interpreter is not interrupted.

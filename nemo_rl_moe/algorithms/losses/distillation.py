@@ -24,9 +24,9 @@ from nemo_rl_moe.rl.corrections import CORRECTIONS
 TEACHER_LOGPROBS = "teacher_logprobs"
 """Column: log-probability of each token, `[batch, sequence]`, or of its candidates, `[batch, sequence, k]`."""
 TEACHER_SHARE = "teacher_share"
-"""Column per token: 1 over the number of tokens with a teacher in the global batch, and 0 at other tokens."""
+"""Column per token: 0 without a teacher, otherwise 1 / number of tokens with a teacher in the global batch."""
 TEACHER_PART = "teacher_part"
-"""Column per sequence: of the step's tokens with a teacher, the share in the sequence's global batch."""
+"""Column per sequence: number of tokens with a teacher in its global batch, divided by their number in the step."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class DistillationLoss:
 
     @property
     def reduction(self) -> Reduction:
-        """Kind of mean: that of the policy gradient, or over trained tokens without a policy gradient."""
+        """How the loss is averaged: like the policy gradient or, without a policy gradient, over trained tokens."""
         return Reduction.SHARE if self.policy_gradient is None else self.policy_gradient.reduction
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:

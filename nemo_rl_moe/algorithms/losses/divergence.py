@@ -50,8 +50,8 @@ def kl_estimate(
 ) -> Float[Tensor, "*shape"]:
     """Return the estimate of `KL(policy || reference)` per token, in nats, from tokens that the policy sampled.
 
-    In `k3`, `d` is bounded by `LARGEST_LOG_RATIO` in both terms. Beyond this bound the gradient is 0, and so never
-    infinite or of the wrong sign.
+    In `k3 = exp(d) - 1 - d`, `d = log reference - log policy` is at most `LARGEST_LOG_RATIO`. Beyond this bound the
+    gradient is 0, and so never infinite or of the wrong sign.
     """
     log_ratio = reference_logprobs - logprobs
     if kind == "k1":

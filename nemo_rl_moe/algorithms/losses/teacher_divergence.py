@@ -24,9 +24,9 @@ from nemo_rl_moe.algorithms.losses.divergence import kl_estimate
 KlType = Literal["forward", "reverse", "mixed", "jensen_shannon"]
 
 LOWEST_TAIL = 1e-6
-"""Smallest probability of a tail. A lower `1 - sum` in float32 is only rounding, and so is its logarithm's gradient."""
+"""Smallest probability of the tail, all tokens that are not candidates. Below it, `1 - sum` in float32 is rounding."""
 LOWEST_TEACHER_LOGPROB = -80.0
-"""Lower bound of a teacher's log-probabilities. It keeps the divergence finite for tokens that it rules out."""
+"""Lower bound of a teacher's log-probabilities. It keeps the divergence finite for tokens that a teacher rules out."""
 
 
 def with_tail(logprobs: Float[Tensor, "*tokens k"]) -> Float[Tensor, "*tokens outcomes"]:

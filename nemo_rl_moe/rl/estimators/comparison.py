@@ -85,7 +85,7 @@ def divide_by_spread_of_step(
     values: Float[Tensor, "groups generations"],
     takes_part: Bool[Tensor, "groups generations"],
 ) -> Float[Tensor, "groups generations"]:
-    """Return the advantages over the sample standard deviation of a step's values, plus `STANDARD_DEVIATION_FLOOR`.
+    """Return advantages divided by a step's sample standard deviation of values plus `STANDARD_DEVIATION_FLOOR`.
 
     Values of responses that are alone in their group do not count.
     """

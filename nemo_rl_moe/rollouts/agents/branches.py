@@ -22,7 +22,7 @@ class _Response:
     Attributes:
         keys: Keys of all messages, the response included.
         prompted: The messages before the response, with their tokens.
-        sequence: The sequence that has the response, whose tokens end before index `size`.
+        sequence: The sequence with the response. The tokens of the response end before index `size`.
     """
 
     keys: tuple[MessageKey, ...]
@@ -69,7 +69,7 @@ class Branches:
 
         Raises:
             TooLong: A response would have no room. Nothing has changed.
-            NoExtension: No tokens are known for the messages.
+            NoExtension: There is no chat template, or no tokens for a control token in a message.
             RecordError: The chat template does not show the messages.
         """
         number, limit = num_characters((request.messages, request.tools)), self._session.max_tokens
@@ -89,7 +89,12 @@ class Branches:
         return Place(request, self._session.begin_sequence(extension.token_ids, request.messages), extension)
 
     def add(self, place: Place, message: Message, token_ids: TokenIds) -> None:
-        """Add a response whose tokens the sequence has now. `message` is the response as the agent gets it."""
+        """Record a response, so that later requests can continue it.
+
+        Args:
+            place: Result of `place` for the request. Its sequence must already include the tokens of the response.
+            message: The response as the agent gets it.
+        """
         keys = (*map(key_of, place.request.messages), key_of(message))
         tools, sequence = place.request.tools, place.sequence
         self._responses.append(_Response(keys, tools, place.prompted, token_ids, sequence, len(sequence)))

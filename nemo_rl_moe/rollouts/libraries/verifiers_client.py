@@ -83,7 +83,7 @@ class SessionClient(Client):
         )
 
     def note_end(self, messages: Sequence[Any]) -> None:
-        """Note the final conversation of the environment. It may have results after the last response."""
+        """Record results of tool calls that follow the last response in the final conversation of the environment."""
         if self._wire is not None:
             self._wire.note_results(map(_as_mapping, messages))
 

@@ -67,7 +67,7 @@ def load_environment(driver: VerifiersV1Config) -> Any:
 
 
 def check_taskset(driver: VerifiersV1Config) -> None:
-    """Check that a taskset can be played, and the settings of the validation taskset."""
+    """Check that a taskset can be played, and check the settings of the validation taskset."""
     if isinstance(driver.validation, Mapping):
         _environment_config(driver, "taskset", "validation")
     load_environment(driver)
@@ -103,10 +103,13 @@ def _chosen(taskset: Any, driver: VerifiersV1Config, source: PromptSourceConfig,
     if not taskset.bounded:
         key = f"data.{'train' if trains else 'validation'}.num_items"
         if source.num_items is None:
-            raise ConfigurationError(f"{key}: got null, expected a number of tasks, as {driver.id} has no end")
+            raise ConfigurationError(
+                f"{key}: got null, expected a number of tasks, as the taskset {driver.id} is infinite"
+            )
         if held_out:
             raise ConfigurationError(
-                f"{_KEY}.validation: got {held_out}, but {driver.id} has no end, and thus no last tasks to hold out"
+                f"{_KEY}.validation: got {held_out}, but the taskset {driver.id} is infinite, so it has no last"
+                " tasks to hold out"
             )
         return list(islice(taskset, source.num_items))
     tasks = list(taskset)
@@ -123,7 +126,9 @@ def _chosen(taskset: Any, driver: VerifiersV1Config, source: PromptSourceConfig,
 
 def _record(data: Any, sample_id: str) -> PromptRecord:
     if data.prompt is None:
-        raise RecordError("prompt is null: a user of the environment would open the conversation, expected a prompt")
+        raise RecordError(
+            "prompt is null, so the environment's simulated user would begin the conversation; expected a prompt"
+        )
     item = data.model_dump(mode="json")
     given = [{"role": "user", "content": data.prompt}] if isinstance(data.prompt, str) else item["prompt"]
     system = [] if data.system_prompt is None else [{"role": "system", "content": data.system_prompt}]

@@ -261,7 +261,7 @@ BROKEN = [
         ("loss_fn.importance_sampling_correction=sequence_mask",),
         "importance_bounds_are_in_order",
         "loss_fn.importance_sampling_ratio_min: got null, expected a number with"
-        " loss_fn.importance_sampling_correction sequence_mask, such as 0.999 beside a"
+        " loss_fn.importance_sampling_correction sequence_mask, such as 0.999 with a"
         " loss_fn.importance_sampling_ratio_max of 1.002",
     ),
     (
@@ -539,13 +539,13 @@ BROKEN = [
         (f"{ESTIMATOR}=gdpo",),
         "rewards_are_named",
         f"{WEIGHTS}: got null, expected a weight for each reward with grpo.adv_estimator.name gdpo, which compares each"
-        " named reward apart",
+        " named reward separately",
     ),
     (
         (*NAMED, "grpo.reward_shaping={enabled: true, overlong_buffer_length: 31, overlong_buffer_penalty: 1.0}"),
         "rewards_are_named",
         "grpo.reward_shaping.enabled: got true, expected false with grpo.adv_estimator.name gdpo, which compares each"
-        " named reward apart: there is no single reward to change",
+        " named reward separately: there is no single reward to change",
     ),
     (
         (*NAMED, "grpo.adv_estimator.normalize_over=batch"),

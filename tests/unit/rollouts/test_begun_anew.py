@@ -198,16 +198,16 @@ def test_an_end_token_that_the_template_replaces() -> None:
             ASKED,
             ["<|channel|>commentary to=functions.add<|message|>{}<|call|>", "<|channel|>final<|message|>b<|return|>"],
             [{**RESULT, "name": "add"}, USER],
-            "; it cannot be rendered afresh either: the chat template accepts turns with calls only as structured"
-            " fields",
+            "; the conversation cannot be rendered afresh either: the chat template accepts turns with calls only as"
+            " structured fields",
         ),
         (
             GPT_OSS,
             ASKED,
             ["no header<|return|>"],
             [USER],
-            "; it cannot be rendered afresh either: the chat template writes '<|channel|>final<|message|>' before a"
-            " text, and the turn does not have it",
+            "; the conversation cannot be rendered afresh either: the chat template writes"
+            " '<|channel|>final<|message|>' before a text, and the turn does not have it",
         ),
     ],
 )

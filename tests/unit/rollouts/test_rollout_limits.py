@@ -185,7 +185,8 @@ def test_a_request_to_stop_gives_up_rollouts_that_make_no_progress() -> None:
     with pytest.raises(RolloutsGivenUpError) as error:
         rollouts.run()
     expected = (
-        "SIGTERM: rollouts are given up, as no trajectory has gone on for 10 s; waited for train:1, response 1 of 1"
+        "SIGTERM: rollouts are given up, as no trajectory has made progress for 10 s; waited for train:1, response 1"
+        " of 1"
     )
     assert str(error.value).startswith(expected)
     assert str(error.value) in rollouts.reported

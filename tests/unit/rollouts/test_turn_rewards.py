@@ -86,7 +86,7 @@ def of_amount(amount: float) -> Rollout:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (too_early, "RuntimeError: a reward was given before the first response; await session.generate() before"),
+        (too_early, "RuntimeError: a reward was given before the first response; await session.generate() first"),
         (of_amount(float("nan")), "ValueError: a turn's reward is nan, expected a number from -1,000,000 to 1,000,000"),
         (of_amount(float("-inf")), "ValueError: a turn's reward is -inf, expected a number from -1,000,000"),
         (of_amount(1e6), "ValueError: the reward with those of its turns is 1000002.0, expected a number from"),

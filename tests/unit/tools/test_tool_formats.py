@@ -126,7 +126,7 @@ def test_the_format_is_shown_as_a_line() -> None:
         "{% endfor %}"
     )
     assert calls_line(make_byte_tokenizer(unknown)) == (
-        "tool calls: in a format that is not known; env.driver.format names one"
+        "tool calls: the chat template writes them in an unknown format; set env.driver.format"
     )
 
 
@@ -425,7 +425,7 @@ def test_a_chat_template_without_a_known_format_is_refused(family: str, message:
 def test_tools_need_a_chat_template() -> None:
     tokenizer: Any = make_byte_tokenizer("")
     tokenizer.chat_template = None
-    with pytest.raises(ConfigurationError, match="the tokenizer has no chat template that could show them"):
+    with pytest.raises(ConfigurationError, match="the tokenizer has no chat template that could show tools"):
         format_of(tokenizer, "hermes", NO_INPUTS)
 
 

@@ -202,7 +202,7 @@ def test_a_schedule_of_other_steps_is_refused() -> None:
     ("groups", "problem"),
     [
         ([(0, 0), (2, 1)], "prompt 0 is trained on twice, in the step that trains version 1"),
-        ([(2, 0), (3, 2)], "prompt 3 begins at version 2, in the step that trains version 1"),
+        ([(2, 0), (3, 2)], "prompt 3 is dispatched at version 2, in the step that trains version 1"),
     ],
 )
 def test_a_schedule_that_no_run_has_recorded_is_refused(groups: list[tuple[int, int]], problem: str) -> None:

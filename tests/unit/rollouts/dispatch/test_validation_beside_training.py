@@ -182,4 +182,4 @@ def test_who_holds_a_place_for_ever_is_named_and_given_up_when_the_run_is_stoppe
         assert waiting.wait(LIMIT_S)
         is_asked.set()
         within_the_limit(validate)
-    assert "no trajectory has gone on" in warned[0]
+    assert "no trajectory has made progress" in warned[0]
