@@ -30,7 +30,7 @@ UNUSED = ("triton",)
 
 
 def requirements_of(wheel: Path) -> list[str]:
-    """Return the requirements of a wheel on this machine, without extras and without `LEFT_OUT`."""
+    """Return a wheel's requirements on this machine, without extras and the skipped packages (`LEFT_OUT`)."""
     with zipfile.ZipFile(wheel) as archive:
         name = next(each for each in archive.namelist() if each.endswith(".dist-info/METADATA"))
         metadata = HeaderParser().parsestr(archive.read(name).decode())

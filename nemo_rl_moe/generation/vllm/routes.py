@@ -93,7 +93,7 @@ class RouteRecorder:
         return whole
 
     def _note(self, position: int, experts: Tensor) -> None:
-        """Copy a router's choice to the buffer. A CUDA graph that captures this repeats it at each replay."""
+        """Copy a router's choice to the buffer. A CUDA graph that captures the copy repeats it at each replay."""
         if self._buffer is None:
             shape = (int(self._runner.max_num_tokens), self.num_layers, experts.shape[1])
             self._buffer = torch.full(shape, UNKNOWN, dtype=torch.int16, device=experts.device)

@@ -265,7 +265,10 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
         return dict(found)
 
     def receive(self, spec: TransportSpec, first_receiver: int) -> str | None:
-        """Receive weights on all ranks of the engine; return the problem or None."""
+        """Receive weights on all ranks of the engine; return the problem or None.
+
+        `first_receiver` is the number of the engine's first rank among all receivers of the transfer.
+        """
         try:
             problems = self._engine.collective_rpc(_receive, args=(spec, first_receiver, self._settings.image_settings))
             # The scheduler would reuse image embeddings of the old tower.
