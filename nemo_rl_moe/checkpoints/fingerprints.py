@@ -44,7 +44,7 @@ def model_fingerprint(model_name: str) -> str:
     It does not depend on times of files, so that a copy is the same model.
 
     Args:
-        model_name: A folder, or a name on a hub. The latter is returned unchanged.
+        model_name: A folder, or a name on a hub. A name on a hub is returned unchanged.
     """
     folder = Path(model_name)
     if not folder.is_dir():

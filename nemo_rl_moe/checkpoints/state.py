@@ -58,7 +58,7 @@ class RunDescription(BaseModel):
         algorithm: Name of its configuration section, such as `sft`.
         first_run_id: Id of the run that started at step 0. It identifies a history of training.
         run_folder: Absolute path of the run's folder.
-        logger_run_ids: Logger -> id under which it resumes.
+        logger_run_ids: Logger -> id under which the logger resumes the run.
         layout: Parallel dimension -> size, from `layout_of`.
         fingerprints: Name of an input -> fingerprint.
     """

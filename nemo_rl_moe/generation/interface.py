@@ -29,8 +29,8 @@ class SamplingParameters:
         max_new_tokens: Maximum length of a response, including its end token.
         temperature: Divides the logits; 0 is greedy.
         stop_token_ids: End tokens. A response ends with the first end token, and includes it.
-        stop_strings: Strings that end a response. It ends with the token that completes one of the strings, and
-            includes the token.
+        stop_strings: Strings that end a response. The response ends with the token that completes one of the
+            strings, and includes the token.
         returns_kept_tokens: Whether to return the sampling mask of each token, and log-probabilities over the tokens of
             the mask. Needs top-k, which bounds the size of a mask.
     """
@@ -185,7 +185,7 @@ class GeneratedSequence:
 def store_routes(sequences: Sequence[GeneratedSequence], store: RowStore) -> list[GeneratedSequence]:
     """Put the sequences' routed experts into a store, and return the sequences with references to them.
 
-    Either all sequences have routes in memory, or none has. Without routes they are returned as they are.
+    Requires that all sequences or none have routes in memory. Without routes, the sequences are returned unchanged.
     """
     routes = [sequence.routed_experts.pieces[0].source for sequence in sequences if sequence.routed_experts is not None]
     if len(routes) < len(sequences):

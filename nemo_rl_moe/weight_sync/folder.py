@@ -76,10 +76,10 @@ class TransportSpec:
             return _Sender(self, sender).send(tensors)
 
     def receive(self, receiver: int, load: Callable[[Iterator[NamedTensor]], object]) -> int:
-        """Pass the tensors of all senders to a loader. Return the number of bytes. Every engine worker calls it.
+        """Pass the tensors of all senders to a loader. Return the number of bytes.
 
-        An error of `load` ends the transfer for all, and is raised here unchanged. After any error the weights may be a
-        mixture.
+        Every engine worker must call this method. An error of `load` ends the transfer for all, and is raised here
+        unchanged. After any error the worker may have a mixture of old and new weights.
 
         Args:
             load: Must consume all tensors. They come in any order. A tensor is valid only until the next one: copy it
@@ -107,7 +107,7 @@ class TransportSpec:
         return after
 
     def abort(self, reason: str) -> None:
-        """End the transfer for all participants. The first reason stays."""
+        """End the transfer for all participants. The reason of the first call is kept."""
         with suppress(WeightSyncError):  # the driver has closed it already
             self.board.put_first(_FAILED, reason)
 

@@ -130,7 +130,7 @@ class WeightTransport:
             raise
 
     def abort(self, reason: str) -> None:
-        """End the transfer for all participants. The first reason stays. Any thread may call it."""
+        """End the transfer for all participants. Any thread may call this. The reason of the first call is kept."""
         if self._transfer is not None:
             self._transfer.abort(reason)
 

@@ -36,7 +36,7 @@ request."""
 CPU_DELTA_NET_TAPS = 4
 """The only supported number of convolution taps: vLLM packs no other at loading, but its kernel reads all as packed."""
 TEXT_MODULES = {"Qwen3_5ForCausalLM": "qwen3_5", "Qwen3_5MoeForCausalLM": "qwen3_5"}
-"""Text model -> its module, if that imports modules of image models, which need torchvision."""
+"""Text model -> its vLLM module. These modules import image models, which need torchvision."""
 
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.")
 _OF_EXPERTS = re.compile(r"(.+\.experts)\.")

@@ -26,7 +26,7 @@ from nemo_rl_moe.generation.vllm.actors import PROGRESS, EngineActor, EngineActo
 LOOK_S = 0.05
 """Maximum seconds of one wait for results. Streams that start meanwhile are included in the next wait."""
 POLL_S = 2.0
-"""Seconds between two questions for the progress of engines."""
+"""Seconds between two checks of the engines' progress."""
 
 
 @dataclass(frozen=True)
