@@ -52,7 +52,7 @@ class Lockstep(Generic[Request, Result]):
 
     @property
     def is_waited_for(self) -> bool:
-        """Whether a task waits that was not cancelled."""
+        """Whether any task waits for a result. Cancelled tasks do not count."""
         return any(not future.done() for *_, future in self._queued)
 
     def answer_all(self) -> Iterator[Result]:

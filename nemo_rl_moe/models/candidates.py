@@ -26,5 +26,5 @@ class Candidates:
 
 
 def candidate_column(ids: Int[Tensor, "batch sequence k"]) -> Column:
-    """Return the column `candidate_ids`. In it the candidates for a token are at the position before the token."""
+    """Return the column `candidate_ids`, in which the candidates for a token are at the position before the token."""
     return per_token(torch.nn.functional.pad(ids[:, 1:], (0, 0, 0, 1)), Destination.MODEL)

@@ -20,7 +20,8 @@ def image_positions(
 
     Args:
         is_image: True for image tokens.
-        grids: Number of rows and columns of tokens of each image, in the order of the images' tokens over all rows.
+        grids: Number of rows and columns of tokens of each image, in the order of the images' tokens over all
+            sequences.
     """
     rows, columns = is_image.shape
     positions = torch.arange(columns).expand(3, rows, columns).clone()

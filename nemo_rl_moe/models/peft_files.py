@@ -265,6 +265,6 @@ def _targets(names: Iterable[str], parameters: Iterable[str]) -> set[str]:
 
 
 def fused_module(container: str, fused: str, parameters: Collection[str]) -> str:
-    """Return peft's module for the factors of a fused parameter. Of two in a container, peft nests one in the other."""
+    """Return peft's module for a fused parameter's factors. peft nests the modules of two parameters in a container."""
     is_inner = fused == "gate_up_proj" and "down_proj" in parameters
     return f"{container}.base_layer" if is_inner else container

@@ -34,7 +34,7 @@ def copies_have_places(config: "GRPOMasterConfig") -> Iterator[str]:
 
 
 def size(config: "GRPOMasterConfig") -> EngineSize:
-    """Return the plan of one copy on each worker of the role."""
+    """Return the engine's size: one copy of the weights on each worker of `cluster.roles.generation`."""
     cluster = config.cluster
     place = cluster.place_of(GENERATION_ROLE) if GENERATION_ROLE in cluster.roles else cluster
     return EngineSize(num_copies=place.world_size, ranks=1, dtype=config.policy.precision)

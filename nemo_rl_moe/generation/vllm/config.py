@@ -83,7 +83,10 @@ def engines_have_places(config: "GRPOMasterConfig") -> Iterator[str]:
 
 
 def prefix_cache_fits(config: "GRPOMasterConfig") -> Iterator[str]:
-    """Yield the problems of a prefix cache: captured routes, or `keep` that has no use or no correction."""
+    """Yield a problem for each setting that excludes the chosen `prefix_caching`.
+
+    Captured routes exclude a cache. Synchronous rollouts, or no importance-sampling correction, exclude `keep`.
+    """
     chosen, key = section_of(config).prefix_caching, f"{KEY}.prefix_caching"
     if chosen == "none":
         return
@@ -105,6 +108,9 @@ def prefix_cache_fits(config: "GRPOMasterConfig") -> Iterator[str]:
 
 
 def captures_routes(config: "GRPOMasterConfig") -> bool:
-    """Return whether sequences have routed experts: on GPUs only for replay, as capture excludes a prefix cache."""
+    """Return whether engines capture routed experts.
+
+    On GPUs they do so only for replay, because captured routes exclude a prefix cache.
+    """
     megatron, on_gpus = config.policy.megatron_cfg, config.cluster.gpus_per_node > 0
     return megatron.routing_replay == "rollout" or (megatron.capture_routing and not on_gpus)

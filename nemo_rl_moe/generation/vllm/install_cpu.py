@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Installation of the community build of vLLM for CPUs into this environment: `make vllm`.
 
-An extra of this project cannot list the build. It requires the CPU build of torch by its local version, and older
-releases of some packages than this project has. An engine that is called from Python never imports those packages.
-These requirements are skipped, so `pip check` reports them afterwards. Other requirements of the build are installed
-under this project's constraints.
+An extra of this project cannot list the build. The build requires the CPU build of torch by its local version, and
+older releases of some packages than this project has. An engine that is called from Python never imports those
+packages. These requirements are skipped, so `pip check` reports them afterwards. Other requirements of the build are
+installed under this project's constraints.
 """
 
 import argparse
@@ -30,7 +30,7 @@ UNUSED = ("triton",)
 
 
 def requirements_of(wheel: Path) -> list[str]:
-    """Return the requirements of a wheel on this machine, without extras and without `LEFT_OUT`."""
+    """Return a wheel's requirements on this machine, without extras and the skipped packages (`LEFT_OUT`)."""
     with zipfile.ZipFile(wheel) as archive:
         name = next(each for each in archive.namelist() if each.endswith(".dist-info/METADATA"))
         metadata = HeaderParser().parsestr(archive.read(name).decode())

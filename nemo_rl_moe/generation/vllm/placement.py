@@ -40,7 +40,7 @@ class Placement:
         return {**resources, "scheduling_strategy": strategy}
 
     def gpus(self, number: int) -> tuple[int, ...]:
-        """Return the GPUs of its machine that an engine shares with the trainer; empty if Ray assigns its GPUs."""
+        """Return the indices, on its machine, of the GPUs that engine `number` shares with the trainer, if any."""
         if not self.is_shared:
             return ()
         first = number % self.engines_per_machine * self.gpus_per_engine

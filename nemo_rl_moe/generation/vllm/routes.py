@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recording of the routed experts of every token that a vLLM engine computes, by request and position.
 
-All of vLLM's releases, model runners and Triton kernels call the callback of its routers. It copies into one buffer on
-the device, so that a captured CUDA graph includes the copy. Python reads the buffer once per step. vLLM's own report
-(`enable_return_routed_experts`) needs its other model runner, whose sampler cannot return log-probabilities at the
-temperature.
+All of vLLM's releases, model runners and Triton kernels call the callback of its routers. The callback copies into
+one buffer on the device, so that a captured CUDA graph includes the copy. Python reads the buffer once per step. vLLM's
+own report (`enable_return_routed_experts`) needs its other model runner, whose sampler cannot return log-probabilities
+at the temperature.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from nemo_rl_moe.errors import GenerationError
 from nemo_rl_moe.routing.replay import UNKNOWN
 
 _FIRST_TOKENS = 256
-"""Initial capacity of a request's rows, in tokens. It doubles as needed."""
+"""Initial capacity, in tokens, for the routes of a request. The capacity doubles as needed."""
 
 
 @dataclass
@@ -93,7 +93,7 @@ class RouteRecorder:
         return whole
 
     def _note(self, position: int, experts: Tensor) -> None:
-        """Copy a router's choice to the buffer. A CUDA graph that captures this repeats it at each replay."""
+        """Copy a router's choice to the buffer. A CUDA graph that captures the copy repeats it at each replay."""
         if self._buffer is None:
             shape = (int(self._runner.max_num_tokens), self.num_layers, experts.shape[1])
             self._buffer = torch.full(shape, UNKNOWN, dtype=torch.int16, device=experts.device)

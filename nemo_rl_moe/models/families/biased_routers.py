@@ -78,7 +78,7 @@ def group_fields(hf_config: Any) -> dict[str, int | None]:
 
 
 def layer_fields(hf_config: Any) -> dict[str, Any]:
-    """Return the fields of MoE layers, shared experts, and the precision and scaling of scores."""
+    """Return the TransformerConfig fields of MoE layers, shared experts, and precision and scaling of router scores."""
     return {
         "moe_layer_freq": moe_layer_pattern(hf_config),
         "moe_shared_expert_intermediate_size": hf_config.moe_intermediate_size * hf_config.n_shared_experts,
@@ -91,7 +91,7 @@ def layer_fields(hf_config: Any) -> dict[str, Any]:
 def moe_layer_pattern(hf_config: Any) -> list[int]:
     """Return 0 for each of the first, dense layers and 1 for each MoE layer.
 
-    transformers uses `mlp_layer_types` if a family has it, and engines use `first_k_dense_replace`.
+    Raises an error if `mlp_layer_types` (used by transformers) and `first_k_dense_replace` (used by engines) differ.
     """
     num_layers, kinds = hf_config.num_hidden_layers, getattr(hf_config, "mlp_layer_types", None)
     num_dense: Any = getattr(hf_config, "first_k_dense_replace", None)
@@ -116,9 +116,9 @@ def unused_tensors(hf_config: Any) -> Mapping[str, str]:
 
 
 def unused_layers(hf_config: Any, number: int | None) -> Mapping[str, str]:
-    """Return pattern of tensors -> reason why they are unused, for `number` multi-token prediction layers.
+    """Return pattern of tensors -> reason why they are unused, for the `number` multi-token prediction layers.
 
-    These layers follow the model's layers.
+    Their indices come after the indices of the decoder layers.
     """
     first_extra = hf_config.num_hidden_layers
     extra_layers = range(first_extra, first_extra + max(number or 0, 0))

@@ -334,7 +334,11 @@ class MegatronPolicy(TrainableModel):
     ) -> WeightTransport:
         """Return a transport of the current weights to one engine, as a context manager.
 
-        `generation.refit.refit` explains the arguments.
+        Args:
+            altered: Whether to send weights that differ from the policy's in every tensor, for the refit check.
+            whole: Whether to send frozen weights too, even if the engine has them.
+            then: Called after the ranks have been asked to send. The ranks execute requests of
+                `then` after sending.
         """
         send = partial(self._send_weights, altered, then)
         # Over NCCL rank 0 sends for all ranks: each sender would need a communicator with buffers in all receivers.
@@ -356,7 +360,7 @@ class MegatronPolicy(TrainableModel):
         return lambda: {name: found for of_rank in by_rank().values() for name, found in of_rank.items()}
 
     def probe_adapters(self, is_on: bool) -> None:
-        """Give the adapters other values if `is_on` is true. Otherwise restore their own values bit by bit."""
+        """Give the adapters other values for a refit check if `is_on` is true. Otherwise restore their own values."""
         self._workers.call_all(MegatronModel.begin_probe if is_on else MegatronModel.end_probe)
 
     def _transfer_folder(self) -> Path:

@@ -221,7 +221,7 @@ class ModelWorkers:
     def _plan_forward(
         self, batch: TokenBatch, batching: Batching, num_copies: int | None = None
     ) -> tuple[EvaluationPlan, TokenBatch]:
-        """Return a plan of microbatches for `num_copies` data-parallel ranks (default: all), and the filled batch."""
+        """Return the microbatches of `num_copies` data-parallel ranks (default: all), and the batch with fillers."""
         batch = batch.with_shared_in(self._images)
         plan = plan_evaluation(
             batch.lengths.tolist(),
@@ -247,9 +247,9 @@ class ModelWorkers:
         return plan, filled, [[filled.select(indices) for indices in microbatches] for microbatches in plan.by_rank]
 
     def _to_ranks(self, shares: Sequence[Share], *further: *Further) -> Sequence[tuple[Share, *Further] | None]:
-        """Return each worker's arguments: the share of its data-parallel rank, and `further`.
+        """Return each worker's arguments: the part (`shares`) for its data-parallel rank, and `further`.
 
-        If there are fewer shares than data-parallel ranks, the last ranks get None.
+        If there are fewer parts than data-parallel ranks, the last ranks get None.
         """
         ranks = [place.data_parallel_rank for place in self._coordinates]
         return [(shares[rank], *further) if rank < len(shares) else None for rank in ranks]
@@ -280,7 +280,7 @@ def _has_its_own_experts(megatron: MegatronConfig) -> bool:
 
 
 def in_rows(plan: EvaluationPlan, by_rank: Sequence[Sequence[Tensor]], batch: TokenBatch, filled: TokenBatch) -> Tensor:
-    """Return the values of all ranks' microbatches as `[batch, sequence, ...]`, without fillers, and 0 on padding."""
+    """Return the values of all ranks' microbatches as `[batch, sequence, ...]`, 0 on padding, without filler rows."""
     first = by_rank[0][0]
     result = first.new_zeros((*filled.input_ids.shape, *first.shape[2:]))
     for microbatches, found in zip(plan.by_rank, by_rank, strict=True):

@@ -183,7 +183,7 @@ def test_closing_leaves_no_thread_at_work(make_run: MakeRun, monkeypatch: pytest
     while not syncing.wait(0.01):
         run.checkpointer.poll()
     run.checkpointer.close(0.05)
-    assert run.warnings == [f"{run.store.folder}: the disk has not answered for 0.05 s and is not waited for"]
+    assert run.warnings == [f"{run.store.folder}: gave up waiting for the disk after 0.05 s"]
     may_sync.set()
     run.checkpointer.close(60)
     assert len(run.warnings) == 1

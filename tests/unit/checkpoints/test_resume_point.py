@@ -32,7 +32,7 @@ def test_the_newest_run_that_has_a_checkpoint(place: Place) -> None:
     assert point.run_folder == place.folder / "logs" / "exp_1000"
     assert place.warnings == []
     assert point.summary(50) == f"going on from {point.folder}: 20 of 50 steps are done"
-    assert "20 of 20 steps are done. For more of them set a higher sft.max_num_steps" in point.summary(20)
+    assert "20 of 20 steps are done. For more steps set a higher sft.max_num_steps" in point.summary(20)
     assert place.find(NEVER) is None
     assert place.warnings == []
 
@@ -104,7 +104,7 @@ def test_changes_are_reported_in_one_line_and_the_layout_in_another(place: Place
         "the configuration differs from the checkpoint's: policy.max_grad_norm 1.0 -> null;"
         " policy.megatron_cfg.moe_z_loss_coeff not set -> 0.001; policy.train_micro_batch_size 64 -> 32;"
         " sft.max_num_steps 200 -> 400",
-        "continues in another layout, equal within rounding and not to the last bit: data_parallel_size 2 -> 4;"
+        "the parallel layout has changed, so results may differ by rounding: data_parallel_size 2 -> 4;"
         " expert_model_parallel_size 1 -> 2; workers 2 -> 4",
     ]
 

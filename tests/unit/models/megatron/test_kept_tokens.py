@@ -231,5 +231,5 @@ def test_a_trained_token_without_kept_tokens_is_an_error(sequences: list[Generat
     assert column is not None
     lost = replace(batch.select(range(len(sequences))), stored={KEPT_TOKENS: column}).fetched(list)
     count, total = len(sequences[0].token_ids), sum(len(each.token_ids) for each in sequences)
-    with pytest.raises(RuntimeError, match=rf"sampling_mask: replay: {count} of {total} trained tokens have no kept"):
+    with pytest.raises(RuntimeError, match=rf"sampling_mask: replay: {count} of {total} trained tokens have no "):
         check_kept_tokens(lost)
