@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Additions to Megatron-Core's routers: groups of experts, forced routing, expert bias."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ from jaxtyping import Float
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_data_parallel_rng_tracker_name
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
@@ -117,6 +118,27 @@ def _without_capacity_in_evaluation(layer: MoELayer, forward: Callable[..., Any]
         return forward(*args, **options)
     finally:
         config.moe_expert_capacity_factor, dispatcher.drop_and_pad = capacity, pads
+
+
+_OF_A_DISPATCH = (
+    *("probs", "routing_map", "reversed_local_input_permutation_mapping", "local_probs", "local_map"),
+    *("token_probs", "token_indices", "dispatched_probs", "dispatched_indices", "dispatched_routing_map"),
+    "reversed_mapping_for_combine",
+)
+"""Attributes by which Megatron-Core's token dispatchers pass the tensors of a microbatch from dispatch to combine."""
+
+
+def release_dispatches(chunks: Iterable[MegatronModule]) -> None:
+    """Free the tensors that token dispatchers keep of the last microbatch.
+
+    Megatron-Core keeps them until the next forward pass, and with them the graph of the recomputation: with
+    `activation_checkpointing: moe` and Qwen3-30B-A3B 81 MB in each layer during refit and generation.
+    """
+    for layer in (module for chunk in chunks for module in chunk.modules() if isinstance(module, MoELayer)):
+        for owner in (layer.token_dispatcher, getattr(layer.token_dispatcher, "_comm_manager", None)):
+            for name in _OF_A_DISPATCH:
+                if getattr(owner, name, None) is not None:
+                    setattr(owner, name, None)
 
 
 FORCED_ROUTING_FIELDS = ("moe_router_force_load_balancing", "moe_router_force_biased", "moe_router_force_hot_rank")
