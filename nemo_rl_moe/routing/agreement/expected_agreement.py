@@ -49,8 +49,8 @@ def unexplained_disagreement(totals: AgreementTotals, layers: Sequence[int]) -> 
         return []
     numbers = ", ".join(str(layers[place]) for place in low.tolist())
     text = (
-        f"the routes of layer{'s' if len(low) > 1 else ''} {numbers} are not those of these tokens: they agree in"
-        f" {agreement[low].mean():.3f} of the experts, by chance it would be {chance[low].mean():.3f}"
+        f"the routes of layer{'s' if len(low) > 1 else ''} {numbers} are not those of these tokens: they agree with"
+        f" the routers in {agreement[low].mean():.3f} of the experts, and would in {chance[low].mean():.3f} by chance"
     )
     return [RoutingAnomaly("unrelated", text, int(layers[low[0]]) if len(low) == 1 else None)]
 

@@ -52,7 +52,7 @@ class Renumbering:
         text = f"captured expert ids are a permutation of the router's ({', '.join(named[:_MOST_NAMED] + more)})"
         if self.after is None:
             return f"{text}: the router chooses these in {self.before:.3f} of their rows"
-        return f"{text}: agreement {self.before:.3f} becomes {self.after:.3f} under it"
+        return f"{text}: agreement {self.before:.3f} becomes {self.after:.3f} after renumbering"
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ def rank_anomalies(
         return []
     text = (
         f"{name_of(found.slot)} has routes that are not its tokens': its routers would choose them in"
-        f" {1 - found.share:.3f} of the rows, the other ranks' routers in {1 - found.of_others:.3f}"
+        f" {1 - found.share:.3f} of the rows, the other ranks' routers theirs in {1 - found.of_others:.3f}"
     )
     return [RoutingAnomaly("rank", text)]
 

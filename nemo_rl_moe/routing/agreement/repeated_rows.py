@@ -67,6 +67,6 @@ def repeat_anomalies(counts: Int[Tensor, " kinds"]) -> list[RoutingAnomaly]:
         return []
     text = (
         f"{captured:,} of {fed:,} tokens carry the routes of the token before them in every layer, where routers would"
-        f" choose others; the other way round it is {by_router:,}"
+        f" choose others; only the routers repeat them for {by_router:,} tokens"
     )
     return [RoutingAnomaly("repeated", text)]

@@ -259,8 +259,8 @@ def _strangers(hot: OneHot, names: Sequence[str], named: AbstractSet[int]) -> li
         return []
     own, others = (f"{number} of the experts" for number in _agreement_of(hot, found))
     whose = f"sequence{'s' if len(found) > 1 else ''} {_named(found, names)}"
-    text = f"the routes of {whose} are not {'their' if len(found) > 1 else 'its'} own"
-    return [RoutingAnomaly("sequence", f"{text}: they agree in {own}, with those of other sequences in {others}")]
+    text = f"the routes of {whose} are not {'their' if len(found) > 1 else 'its'} own: they agree"
+    return [RoutingAnomaly("sequence", f"{text} with the routers in {own}, for other sequences in {others}")]
 
 
 def _agreement_of(hot: OneHot, places: Sequence[int]) -> tuple[str, str]:
@@ -281,8 +281,8 @@ def foreign_capture(slot_kappa: float | None) -> list[RoutingAnomaly]:
     """Report a capture of different tokens, such as the previous step's, if the kappa over all rows shows it."""
     if slot_kappa is None or slot_kappa >= LEAST_KAPPA:
         return []
-    text = f"the routes are not those of these tokens: beyond chance they agree in {slot_kappa:.3f} of the experts"
-    return [RoutingAnomaly("sequence", f"{text}, right ones in more than {LEAST_KAPPA}")]
+    text = f"the routes are not those of these tokens: their agreement with routers beyond chance is {slot_kappa:.3f}"
+    return [RoutingAnomaly("sequence", f"{text}, that of right routes above {LEAST_KAPPA}")]
 
 
 def _winners(
@@ -300,7 +300,7 @@ def _winners(
 
 
 def _compared(shares: Float[np.ndarray, " partners"], right: int, best: int) -> str:
-    return f"they agree in {shares[best]:.3f} of the experts, with their own in {shares[right]:.3f}"
+    return f"they agree with routers there in {shares[best]:.3f} of the experts, with their own in {shares[right]:.3f}"
 
 
 def _named(places: Sequence[int], names: Sequence[str]) -> str:

@@ -67,9 +67,9 @@ class ExactCounts:
         if not unequal:
             return []
         places = [
-            "no row of routes differs before (attention, a dense layer or the output layer)"
+            "the routes before are equal (attention, a dense layer or the output layer differs)"
             if layer is None
-            else f"routes part first in layer {layer}"
+            else f"routes first differ in layer {layer}"
             for layer, _ in self.parted.most_common(_MOST_LAYERS)
         ]
         numbers = [number for _, number in self.parted.most_common(_MOST_LAYERS)]

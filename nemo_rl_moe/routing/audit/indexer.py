@@ -98,7 +98,7 @@ class IndexerCounts:
         if ahead := int(counts[Indexed.AHEAD]):
             shifted = int(counts[Indexed.SHIFTED])
             more = (
-                f"; {shifted:,} are right minus the start of their sequence: they count from the packed batch"
+                f"; {shifted:,} are right if their sequence's start is subtracted: they count from the batch's start"
                 if shifted > ahead // 2
                 else ""
             )

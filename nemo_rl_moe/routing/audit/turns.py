@@ -107,8 +107,8 @@ class TurnCounts:
             here, there = (of[kind] / max(of[Place.TOKENS], 1) for of in (ends, others))
             if here >= _FEW and here - there >= _FEW:
                 text = (
-                    f"the last token of {int(ends[kind])} of {number} turns {what}, and {there:.1%} of the other"
-                    " tokens: its row comes with the request of the next turn"
+                    f"the last token of {int(ends[kind])} of {number} turns {what}, as do {there:.1%} of the other"
+                    " tokens: only the request of the next turn returns its routes"
                 )
                 return [RoutingAnomaly("turn_end", text)]
         rows = int(ends[Place.ROWS])

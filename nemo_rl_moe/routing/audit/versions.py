@@ -87,9 +87,9 @@ def version_note(rows: float, agreement: float, of_own: float, of_newest: float)
     """Return a line about which version the routes of older tokens belong to."""
     place = (agreement - of_own) / (of_newest - of_own)
     compared = (
-        f"agree with training in {agreement:.3f} of {rows:,.0f} rows, of their own version {of_own:.3f} would, of"
+        f"routes agree with training in {agreement:.3f} of {rows:,.0f} rows, routes of their own version would in"
     )
-    compared += f" the newest {of_newest:.3f}"
+    compared += f" {of_own:.3f}, of the newest in {of_newest:.3f}"
     if place <= _OWN:
         held = "each token carries the routes of the version that sampled it"
     elif place >= _NEWEST:
@@ -97,4 +97,4 @@ def version_note(rows: float, agreement: float, of_own: float, of_newest: float)
     else:
         held = "neither the own version's routes nor the newest one's"
     better = "newest" if of_newest > of_own else "own version's"
-    return f"responses of several weight versions: {held}: older tokens {compared}; the {better} fit training better"
+    return f"responses of several weight versions: {held}: older tokens' {compared}; the {better} fit training better"

@@ -110,8 +110,8 @@ class EngineSignal:
             ((start, low), (last, high)), ((again, _), _) = self._tooth, before
             text = (
                 f"the log-prob gap rose from {low:.2g} to {high:.2g} over the steps {start} to {last}, and was"
-                f" {gap:.2g} again at step {{}}, as after the steps {again} to {start - 1}: what a restart of the"
-                " engine resets, such as a prefix cache or a recurrent state of older weights"
+                f" {gap:.2g} again at step {{}}, as after the steps {again} to {start - 1}: a restart of the"
+                " engine resets the cause, such as a prefix cache or a recurrent state of older weights"
             )
             return {"resetting_gap": (text, True)}
         self._gaps.append((step, gap))
@@ -120,9 +120,9 @@ class EngineSignal:
         (start, low) = self._gaps[0]
         though = ", though the weight versions advance" if self._has_advanced else ""
         text = (
-            f"the log-prob gap has grown step by step from {low:.2g} at step {start} to {gap:.2g}{though}: with the"
-            " distance from the first weights, as where the engine does not get the new ones, gets an adapter twice,"
-            " or keeps a state of older ones"
+            f"the log-prob gap has grown step by step from {low:.2g} at step {start} to {gap:.2g}{though}: it follows"
+            " the distance from the first weights, as if the engine did not get the new ones, got an adapter twice,"
+            " or kept a state of older ones"
         )
         return {"growing_gap": (text, True)}
 
@@ -147,7 +147,7 @@ def _of_subset(metrics: Mapping[str, float]) -> dict[EngineKind, tuple[str, bool
     text = (
         "the rollout's log-probs have been normalised over a subset of the vocabulary (top-p, top-k) since step {},"
         f" training's have not: they are higher at nearly every token, and the subset keeps {metrics[MASS]:.3f} of the"
-        f" probability, at the least {metrics[FLOOR]:.2f}; train with the same subset, or sample without"
+        f" probability on average, at least {metrics[FLOOR]:.2f}; train with the same subset, or sample without"
     )
     return {"sampling_mask": (text, True)}
 

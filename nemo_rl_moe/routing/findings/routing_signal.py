@@ -53,7 +53,7 @@ class RoutingSignal:
             if self._agreement.leaves(agreement, upwards=False):
                 found["low_agreement"] = (
                     f"routers would choose the rollout's experts in {agreement:.3f} of the rows since step {{}},"
-                    f" before in {usual:.3f}: weights, routes or number formats of rollout and training differ"
+                    f" and in {usual:.3f} before: weights, routes or number formats of rollout and training differ"
                 )
         flips = metrics.get(FLOAT32_FLIPS, 0.0)
         if flips > MOST_FLOAT32_FLIPS:

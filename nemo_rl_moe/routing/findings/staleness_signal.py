@@ -87,7 +87,7 @@ class StalenessSignal:
         if balance is not None and not balance.pays:
             yield (
                 "staleness_outweighs_overlap",
-                f"older tokens have cost more than overlap can have gained since step {{}}: they count as"
-                f" {balance.effective_samples:.0%} of their number of fresh tokens, and the run is at most"
+                f"older tokens have cost more than overlap can have gained since step {{}}: each token counts as"
+                f" {balance.effective_samples:.0%} of a fresh one, and the run is at most"
                 f" {balance.most_speedup:.2f} times as fast as with alternating rollouts and updates",
             )

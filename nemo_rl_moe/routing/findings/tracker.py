@@ -288,8 +288,8 @@ class FindingTracker:
         for row in np.flatnonzero(self._imbalanced.length >= self._thresholds.sustained_steps).tolist():
             since = int(self._imbalanced.since[row])
             text = (
-                f"layer {layers[row]}: the loads of its experts have spread by {cv[row]:.2f} of their mean since step "
-                f"{since}; by chance it would be {math.sqrt(variance[row]):.2f}"
+                f"layer {layers[row]}: the standard deviation of its experts' loads has been {cv[row]:.2f} times their "
+                f"mean since step {since}; by chance it would be {math.sqrt(variance[row]):.2f}"
             )
             yield Finding("imbalance", int(layers[row]), since, step, False, text)
 
