@@ -85,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_words(words: Sequence[str]) -> None:
-    """Run `nemo-rl-moe audit` with these arguments. It raises the errors of `run`."""
+    """Run `nemo-rl-moe audit` with these arguments. Raises the same errors as `run`."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     run(parser.parse_args(words))
