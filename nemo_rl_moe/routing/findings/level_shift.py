@@ -40,7 +40,7 @@ class RunningLevel:
         """Add a value. Return True if it is above (or else below) the median by six spreads and the least distance.
 
         Infinite values and NaN are ignored. The spread is the standard deviation of the level's n values times
-        1 + 5 / n, since the deviation is uncertain itself. With five values a change must be twelve standard deviations.
+        1 + 5 / n, since it is uncertain itself. So with five values a change must be twelve standard deviations.
         """
         if not isfinite(value):
             return False

@@ -37,8 +37,8 @@ class OverlapBalance:
 
     @property
     def most_speedup(self) -> float:
-        """Largest possible speedup by overlap, `2 - waiting - idle`, because a step without overlap would take the working
-        times of generation and of training one after the other. 1 means no overlap.
+        """Largest possible speedup by overlap, `2 - waiting - idle`, because a step without overlap would take the
+        working times of generation and of training one after the other. 1 means no overlap.
         """
         return max(1.0, 2 - self.waiting - self.idle)
 

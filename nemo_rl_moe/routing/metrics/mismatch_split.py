@@ -21,7 +21,7 @@ import numpy as np
 from nemo_rl_moe.shapes import Float
 
 LARGEST_LOG_RATIO = 20.0
-"""Largest exponent, as in the losses: e^20 is half a billion."""
+"""Largest log-ratio of probabilities that is exponentiated, as in the losses: e^20 is half a billion."""
 
 PerToken = Float[np.ndarray, " tokens"]
 
