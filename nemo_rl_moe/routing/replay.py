@@ -49,7 +49,7 @@ def in_order(routes: Int[Tensor, "... topk"]) -> Int[Tensor, "... topk"]:
 
 
 def plane_type(num_experts: int) -> torch.dtype:
-    """Return the dtype for `in_planes`: 8 bits if they hold all expert ids and `UNKNOWN` (as 255), otherwise 16."""
+    """Return the dtype for `in_planes`: 8 bits if these hold all expert ids and `UNKNOWN` (as 255), otherwise 16."""
     return torch.uint8 if num_experts < 256 else torch.int16
 
 

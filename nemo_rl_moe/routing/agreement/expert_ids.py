@@ -26,7 +26,8 @@ _LEAST_LEAD, _SIGMAS = 0.1, 6.0
 _CLEAR_LEAD = 0.5
 """Gain in agreement, as a share, from which a cycle of ids counts as renumbered even if it has few rows."""
 _LEAST_ROWS, _LEAST_OF_EITHER, _MOST_AGREED = 36, 12, 0.25
-"""Limits to call two ids exchanged by their counts alone: least larger count, least smaller count, most agreement."""
+"""Limits for two ids that their counts alone show as exchanged: least tokens with each id, least tokens with it in the
+capture and in the router's choice each, and highest share of tokens with both."""
 _MOST_NAMED = 4
 
 
@@ -36,7 +37,7 @@ class Renumbering:
 
     Attributes:
         router_ids: Captured id -> router's id, for ids that differ and are known.
-        before: Share of the captured experts that the router chooses. If `after` is None, only of the renumbered ids.
+        before: Share of the captured experts that the router chooses. If `after` is None, only renumbered ids count.
         after: The same share after renumbering. None if the sample has too few rows.
     """
 

@@ -10,7 +10,7 @@ from nemo_rl_moe.shapes import Bool, Int
 from nemo_rl_moe.token_lag import LAG_CLASSES, lag_classes
 
 LagCounts = Int[Tensor, "classes 2"]
-"""By class of lag: number of usable rows, and number of these with the routers' choice as captured experts."""
+"""By class of lag: number of usable rows, and number of rows whose set of experts the routers would choose."""
 
 
 class LagAgreement:

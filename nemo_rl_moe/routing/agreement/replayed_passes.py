@@ -13,7 +13,7 @@ from nemo_rl_moe.routing.replay import ReplayRoutes, RoutedTokens
 from nemo_rl_moe.shapes import Bool, Int
 
 MOST_ENTRIES = 1 << 18
-"""Largest number of captured experts in joined passes. A larger pass is counted at once, so that it holds no memory."""
+"""Largest number of captured experts in joined passes. A larger pass is counted immediately, to free its memory."""
 
 
 @dataclass(frozen=True)

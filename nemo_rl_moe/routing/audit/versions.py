@@ -3,9 +3,9 @@
 """Routes of responses that several weight versions sampled: does a row come from its token's version or the newest one?
 
 A request that a refit interrupts continues with new weights. Some engines return the routes of each pass (miles#2278),
-others the routes of the last prefill over all tokens (verl#6029). Tokens that the newest version
-of their sequence sampled show how far the routers of training agree with routes of a version. The agreement of older
-tokens is compared with that of both versions.
+others the routes of the last prefill over all tokens (verl#6029). Tokens that the newest version of their sequence
+sampled show how far the routers of training agree with routes of this version. The agreement of older tokens is
+compared with that of their own version and of the newest one.
 """
 
 import numpy as np

@@ -37,10 +37,11 @@ class RunningLevel:
         return median(self._values) if len(self._values) >= LEAST_VALUES else float("nan")
 
     def leaves(self, value: float, *, upwards: bool) -> bool:
-        """Add a value. Return True if it is above (or else below) the median by six spreads and the least distance.
+        """Add a value. Return True if it is far above the median (far below, if not `upwards`).
 
-        Infinite values and NaN are ignored. The spread is the standard deviation of the level's n values times
-        1 + 5 / n, since it is uncertain itself. So with five values a change must be twelve standard deviations.
+        Far means by six spreads and the least distance. The spread is the standard deviation of the level's n values
+        times 1 + 5 / n, since it is uncertain itself. So with five values a change must be twelve standard deviations.
+        Infinite values and NaN are ignored.
         """
         if not isfinite(value):
             return False
@@ -79,6 +80,6 @@ class SuddenlyIdle:
         self._earlier.append(utilization(counts))
 
     def for_steps(self, num_steps: int | None) -> Bool[np.ndarray, "layers experts"]:
-        """Return a mask of experts that have been idle so for at least `num_steps` steps. No expert if it is None."""
+        """Return a mask of experts that have been suddenly idle for at least `num_steps` steps. None: no expert."""
         chosen: Bool[np.ndarray, "layers experts"] = self.steps >= (np.inf if num_steps is None else max(num_steps, 1))
         return chosen

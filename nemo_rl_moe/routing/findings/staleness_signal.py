@@ -16,7 +16,7 @@ EFFECTIVE_SAMPLES = "train/by_lag/effective_samples"
 STEP_S, WAIT_S = "timing/step/seconds", "timing/generation/seconds"
 """Metrics: seconds of a step, and seconds of it in which training waits for rollouts."""
 TRAINER_IDLE, ENGINES_IDLE = "train/rollouts/idle_share/trainer", "train/rollouts/idle_share/engines"
-"""Metrics: shares of a step in which training waits for rollouts, and no engine generates. Not in runs up to 0.2.0."""
+"""Metrics: shares of a step in which training waits for rollouts, and in which no engine generates. New after 0.2.0."""
 METRICS = (UNBOUNDED_LAG, EFFECTIVE_SAMPLES, STEP_S, WAIT_S, TRAINER_IDLE, ENGINES_IDLE)
 """Keys that `StalenessSignal` reads."""
 

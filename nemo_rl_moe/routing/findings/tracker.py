@@ -67,7 +67,7 @@ ROUTER_LOSS_METRICS = tuple(
 MOST_GRADIENT_ERROR = 0.05
 """Largest distance between a router loss's gradient and that of its equation, relative to the gradient's length."""
 MOST_ROUNDED_SCALE = 1.5
-"""Largest ratio of that gradient to its equation's in bfloat16, since transformers rounds it by up to a fifth there."""
+"""Largest ratio of a router loss's gradient to that of its equation in bfloat16, which rounds it by up to a fifth."""
 _MOST_LAYERS_NAMED = 8
 _SUDDEN_OVERLOAD = 0.25
 """Least rise of the overload factor above its usual level after which it is reported soon, if above its limit too."""
@@ -85,7 +85,7 @@ class Thresholds:
         sustained_steps: Number of successive steps in which `excess_cv` or `overload_factor` must be exceeded.
         idle_steps: Number of successive steps of reinforcement learning that teach nothing. Also the number of steps
             from the start of a run in which a reward never varies.
-        missing_routes_share: Share of missing rows in a rollout's capture.
+        missing_routes_share: Share of rows (tokens x layers) that a rollout's capture lacks.
         missing_routes_steps: Number of successive steps in which `missing_routes_share` must be exceeded.
         sudden_steps: Number of successive steps of one of these conditions: an expert that had its share of tokens gets
             none, an expert never had a token while all others of its layer have some, the overload factor is far above

@@ -29,7 +29,8 @@ class RoutedPass:
     """Routes of one forward pass, on the host.
 
     Attributes:
-        experts: Experts of every row of the routers' inputs (a token), int16. Slots of dropped tokens are `UNKNOWN`.
+        experts: Experts of every row, which is a token in the routers' input, int16. Slots of dropped tokens are
+            `UNKNOWN`.
         margins: Score of the last chosen expert minus the best score of an unchosen expert, by layer. None if the
             router returns no logits, or chooses by scores unknown to `margins_of_call`.
         shape: (number of sequences, tokens per sequence), if rows are ordered by sequence. None if the order is

@@ -62,8 +62,8 @@ def load_distance(
 ) -> Float[np.ndarray, "*steps layers"]:
     """Return the distance between two loads beyond sampling noise, from the differences of their utilizations.
 
-    It is `sqrt(max(0, sum_e (u_e - v_e)^2 / (E - 1) - null_u - null_v))`. The null variances of independent tokens add
-    up. A layer without load has the distance 0.
+    It is `sqrt(max(0, sum_e (u_e - v_e)^2 / (E - 1) - null_u - null_v))` of the utilizations `u` and `v` and their
+    `null_variance`. These variances of independent tokens add up. A layer without load has the distance 0.
     """
     difference = utilization(counts) - utilization(others)
     squared = (difference * difference).sum(-1) / max(counts.shape[-1] - 1, 1)
@@ -78,7 +78,7 @@ def highest_coefficient_of_variation_by_chance(
     """Return the coefficient of variation that random routing exceeds with about this probability (below 0.5).
 
     The sum of squared deviations over its expectation is approximately chi-square with `E - 1` degrees of freedom over
-    `E - 1`. The quantile is the approximation of Wilson and Hilferty (1931).
+    `E - 1`. Its quantile is the approximation of Wilson and Hilferty (1931).
     """
     num_experts = counts.shape[-1]
     degrees = max(num_experts - 1, 1)

@@ -62,8 +62,8 @@ def overload_factors(
 ) -> Float[Tensor, " slices *events"]:
     """Return the highest load of a rank over the mean load, for each slice (ranks that exchange tokens) and event.
 
-    The factor is `of_nothing` without tokens.
-    Counts are integers, so balanced loads and a single rank give exactly 1, and all tokens on one rank exactly R.
+    The factor is `of_nothing` without tokens. Counts are integers, so balanced loads and a single rank give exactly 1,
+    and all tokens on one of R ranks give exactly R.
     """
     loads = loads_DMLR.to(torch.float64)
     total = loads.sum(-1)

@@ -120,8 +120,8 @@ def beyond_length(
 ) -> Float[Tensor, "sequences *layers experts"]:
     """Return a sequence's assignments minus the number expected from its length: `n[s,e] - T[s] p[g,e]`.
 
-    `T[s] = sum_e n[s,e]`, and `p[g,e]` is the expert's share of all tokens of the sequence's group. The sum over the
-    experts of a sequence is 0, and so is the sum over the sequences of a group.
+    `n[s,e]` are the counts, `T[s] = sum_e n[s,e]`, and `p[g,e]` is the expert's share of all tokens of the sequence's
+    group. The sum over the experts of a sequence is 0, and so is the sum over the sequences of a group.
     """
     lengths, all_lengths = counts.sum(-1, keepdim=True), of_groups.sum(-1, keepdim=True)
     return (counts * all_lengths - lengths * of_groups) / all_lengths.clamp(min=1)

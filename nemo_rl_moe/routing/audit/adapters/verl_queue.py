@@ -65,7 +65,7 @@ def _fields(made: Any, where: str) -> Mapping[str, Any]:
 
 
 def _of_each(values: Any, count: int) -> Sequence[torch.Tensor] | None:
-    """Return a field's tensors, one per sequence, or None if the field has another number."""
+    """Return a field's tensors, one per sequence, or None if the field does not have `count` of them."""
     if isinstance(values, torch.Tensor | list) and len(values) == count:
         return list(values)
     return None
