@@ -142,8 +142,8 @@ class BatchReward(Protocol):
 
 
 class NoReward:
-    """Reward function of an environment whose driver scores the trajectories, so that it must not be called. It returns
-    a fault for every response."""
+    """Reward function of an environment whose driver scores the trajectories. It should not be called. If it is, it
+    returns a fault for every response."""
 
     def score(self, items: Sequence[ScoringItem]) -> list[Score]:
         return [_failed(f"{REWARD_KEY}: null scores nothing; the driver of a trajectory gives its score")] * len(items)
