@@ -136,7 +136,7 @@ def work_out(left: str, right: str, slip: tuple[int, int] = (0, 0)) -> tuple[str
     """Add two numbers column by column. Return the working and the answer.
 
     Args:
-        slip: Column with an error, counted from the right, and the number that is added to its sum.
+        slip: Column with an error, counted from 0 at the right, and the number that is added to its sum.
     """
     steps, carry, answer = [], 0, 0
     for column, (a, b) in enumerate(zip(reversed(left), reversed(right), strict=True)):
@@ -230,7 +230,7 @@ def is_made(folder: Path, parameters: Parameters) -> bool:
 
 
 def holds(folder: Path, manifest: Callable[[], dict[str, object]]) -> bool:
-    """Return whether the manifest in a folder equals `manifest()`, the manifest of the folder's present files."""
+    """Return whether the manifest file in a folder equals `manifest()`, which is computed from the folder's files."""
     try:
         return bool(json.loads((folder / "manifest.json").read_text(encoding="utf-8")) == manifest())
     except (OSError, ValueError):
@@ -298,7 +298,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def show_progress(what: str, total: int) -> Callable[[int], None]:
-    """Return a function of the number of items done. It shows progress on a terminal, and does nothing elsewhere."""
+    """Return a function to call with the number of items done. It shows progress if standard error is a terminal."""
     if not sys.stderr.isatty():
         return lambda _: None
 

@@ -128,7 +128,7 @@ def _plain(text: str) -> str:
 
 
 def from_last_boxes(response: str) -> str:
-    r"""Return a response from its last answer in boxes on, or the entire response if no box precedes that answer.
+    r"""Return the end of a response, from its last boxed answer on, or all of it if no box precedes this answer.
 
     math-verify would compare the set of all boxes, including boxes that a later box corrects.
     """
@@ -138,7 +138,7 @@ def from_last_boxes(response: str) -> str:
 
 
 def last_box(text: str) -> str | None:
-    """Return the content of the last answer in boxes, or None if this answer does not consist of exactly one box."""
+    """Return the content of the box of the last boxed answer. None unless this answer consists of exactly one box."""
     last = _last_answer(text, closed_boxes(text))
     return text[text.index("{", last[0][0]) + 1 : last[0][1] - 1] if len(last) == 1 else None
 
@@ -155,7 +155,7 @@ def _last_answer(text: str, boxes: Sequence[tuple[int, int]]) -> Sequence[tuple[
 
 
 def closed_boxes(text: str) -> list[tuple[int, int]]:
-    """Return start and end of each closed box that is not inside of another closed box."""
+    """Return start and end position of each `\\boxed{...}` that is closed and not inside of another closed one."""
     found: list[tuple[int, int]] = []
     opened: list[int | None] = []
     for brace in _BRACES.finditer(text):

@@ -29,7 +29,7 @@ class AnswerReward:
     """Reward function that passes only the answer in a response to another reward function.
 
     Args:
-        answer_after: See `answer_in`.
+        answer_after: Text after whose last occurrence the answer begins. None: the answer is the entire response.
         score_truncated: Whether to score responses that were truncated at the length limit. If not, they are wrong and
             get reward 0.
         reward_names: Names of the rewards if the function returns several. Empty: it returns one number.

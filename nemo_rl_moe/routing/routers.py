@@ -89,7 +89,7 @@ def routers_of(model: nn.Module) -> list[tuple[RouterLayer, nn.Module]]:
 def routed_experts(
     layer: RouterLayer, router: nn.Module, outputs: Any
 ) -> Bool[Tensor, "tokens experts"] | Int[Tensor, "tokens topk"]:
-    """Return each token's experts from a router's output, as a map or indices, without slots that only fill capacity.
+    """Return each token's experts from a router's output, as a map or indices. Unused capacity does not count.
 
     Raises:
         TypeError: The output contains neither a map nor indices.

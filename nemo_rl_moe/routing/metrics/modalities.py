@@ -82,7 +82,7 @@ def modality_overlap(
 def _num_tokens(
     counts: Int[np.ndarray, "*steps layers experts"], topk: int | None
 ) -> Float[np.ndarray, "*steps layers"]:
-    """Return `T`, or the tokens of the busiest expert if they are more, since a capacity dropped assignments."""
+    """Return `T`: assignments over top-k, or the busiest expert's tokens if more, as a capacity drops assignments."""
     return np.maximum(counts.sum(-1) / (topk or 1), counts.max(-1, initial=0))
 
 

@@ -58,7 +58,7 @@ def _batch(batch: Mapping[str, Any], where: str, number: int) -> Iterator[Captur
 
 
 def _at_first(rewards: np.ndarray, real: np.ndarray) -> np.ndarray:
-    """Return each sequence's reward at its first token, and 0 at its other tokens."""
+    """Return rewards per token: a sequence's reward at its first token, and 0 at its other tokens."""
     found = np.zeros(real.shape)
     found[np.arange(len(real)), real.argmax(1)] = rewards
     return found

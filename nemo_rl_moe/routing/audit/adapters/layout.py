@@ -45,7 +45,7 @@ def array(value: Any, where: str) -> Shaped[np.ndarray, "..."]:
 
 
 def _num_numbers(value: list[Any] | tuple[Any, ...], known: dict[int, int], depth: int = 0) -> int:
-    """Return the number of values in nested lists. A repeated list counts each time, but is visited once."""
+    """Return the number of values in nested lists. If a list object occurs repeatedly, its values count each time."""
     if not value or not isinstance(value[0], list | tuple) or depth > _MOST_DIMENSIONS:
         return len(value)
     if id(value) not in known:
@@ -109,7 +109,7 @@ def sequence(
     """Return a sequence of a capture.
 
     Args:
-        prompt_length: Number of tokens before the response. If it is None, every column covers the full sequence.
+        prompt_length: Number of tokens before the response. None: every column covers the full sequence.
         columns: Name -> values for the full sequence or for the response. A column that is None is skipped.
 
     Raises:
@@ -203,7 +203,7 @@ def padded_sequences(
     """Yield the sequences of a batch without its padding.
 
     Args:
-        rewards: Reward of each token. NaN means unknown and does not count.
+        rewards: Reward of each token, to be added up per sequence. NaN means unknown and is skipped.
         prompts: Name of each sequence's prompt.
     """
     for number, mask in enumerate(real):

@@ -28,7 +28,7 @@ _COLUMNS = {
 
 
 def _state(content: Any) -> Any:
-    """Return the state of a pickled batch, or None. Newer releases rebuild the batch by a function of its state."""
+    """Return the state of a pickled batch, or None. In newer releases, a function in the pickle gets it."""
     if not isinstance(content, Inert) or not content.path.startswith(("skyrl.", "skyrl_train.")):
         return None
     state = content.args[1] if content.state is None and len(content.args) > 1 else content.state
