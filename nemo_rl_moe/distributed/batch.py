@@ -186,6 +186,7 @@ class TokenBatch:
         shared: Columns for the model whose arrays may be shared by sequences, by name.
         sample_sizes: Number of consecutive sequences of each sample. If empty, each group is a sample.
             `policy.train_global_batch_size` counts samples. `select` drops the sizes, as it may split samples.
+        shares_prefixes: Whether the model computes a prefix that sequences of a microbatch share only once.
         is_filler: True for rows without a sequence, which only give all ranks the same number of microbatches. They
             have no effect on any result. None without fillers.
     """
@@ -200,6 +201,7 @@ class TokenBatch:
     shared: Mapping[str, SharedColumn] = field(default_factory=dict)
     sample_sizes: tuple[int, ...] = ()
     is_filler: Bool[Tensor, " batch"] | None = None
+    shares_prefixes: bool = False
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
@@ -218,6 +220,7 @@ class TokenBatch:
             stored={name: column.select(index) for name, column in self.stored.items()},
             shared={name: column.select(indices) for name, column in self.shared.items()},
             is_filler=None if self.is_filler is None else self.is_filler[index],
+            shares_prefixes=self.shares_prefixes,
         )
 
     @property

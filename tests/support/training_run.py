@@ -13,6 +13,7 @@ from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from nemo_rl_moe.models.megatron.weights.parameter_layout import ParameterPiece, parameter_pieces
+from nemo_rl_moe.models.rank_results import RankTrainResult
 from tests.support.family_models import FAMILY_MODELS
 from tests.support.tiny_model import (
     MICROBATCHES,
@@ -72,18 +73,18 @@ def train_run(settings: RunSettings) -> RankRun:
     """Run on every rank of the job."""
     with parallel_job(settings.policy):
         trainer = build_trainer(settings)
-        losses, norms, metrics = [], [], []
-        for step in range(settings.num_steps):
-            shard = shard_of_step(trainer, settings, step)
-            result = trainer.train([shard], sft_loss)
-            losses.append(result.global_loss)
-            norms.append(result.grad_norm)
-            metrics.append(result.moe_metrics)
-        pieces, shards = {}, {}
-        for piece in parameter_pieces(trainer.chunks, trainer.config):
-            pieces[piece.name, piece.shard_rank] = piece.local.float().numpy().copy()
-            shards[piece.name] = (piece.shard_dimension, piece.num_shards, piece.sections)
-        return RankRun(losses, norms, metrics, pieces, shards)
+        steps = (shard_of_step(trainer, settings, step) for step in range(settings.num_steps))
+        return weights_of(trainer, [trainer.train([shard], sft_loss) for shard in steps])
+
+
+def weights_of(trainer: MegatronTrainer, results: Sequence[RankTrainResult]) -> RankRun:
+    """Return the results of a rank's steps and its weights after them."""
+    pieces, shards = {}, {}
+    for piece in parameter_pieces(trainer.chunks, trainer.config):
+        pieces[piece.name, piece.shard_rank] = piece.local.float().numpy().copy()
+        shards[piece.name] = (piece.shard_dimension, piece.num_shards, piece.sections)
+    losses, norms = [result.global_loss for result in results], [result.grad_norm for result in results]
+    return RankRun(losses, norms, [result.moe_metrics for result in results], pieces, shards)
 
 
 def build_trainer(settings: RunSettings) -> MegatronTrainer:

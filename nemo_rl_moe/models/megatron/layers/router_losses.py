@@ -71,15 +71,21 @@ class SequencesOfTokens:
     Attributes:
         sequence: `[tokens]`, index of each token's sequence, in the routers' order. -1 on padding.
         is_token: `[tokens]`, 1 for tokens, 0 for padding.
+        copies: `[tokens]`, the routers' token for each of these tokens, if sequences share tokens. Otherwise None.
     """
 
     sequence: Tensor
     is_token: Tensor
     num_sequences: int
+    copies: Tensor | None = None
 
     @classmethod
-    def of(cls, sequence: Tensor, num_sequences: int) -> "SequencesOfTokens":
-        return cls(sequence, (sequence >= 0).float(), num_sequences)
+    def of(cls, sequence: Tensor, num_sequences: int, copies: Tensor | None = None) -> "SequencesOfTokens":
+        return cls(sequence, (sequence >= 0).float(), num_sequences, copies)
+
+    def of_tokens(self, values: Tensor) -> Tensor:
+        """Return a router's values, `[its tokens, ...]`, for the tokens of the sequences, `[tokens, ...]`."""
+        return values if self.copies is None else values[self.copies]
 
 
 class RouterLosses:
@@ -130,7 +136,9 @@ class _LossesOfRouter:
         coefficient = self._router.config.moe_z_loss_coeff
         if coefficient is None or not self._router.training or not torch.is_grad_enabled():
             return logits
-        return self._attach(logits, Z_LOSS, coefficient, z_loss_sum(logits, self._tokens.is_token))
+        return self._attach(
+            logits, Z_LOSS, coefficient, z_loss_sum(self._tokens.of_tokens(logits), self._tokens.is_token)
+        )
 
     def attach_balancing_losses(self, probs: Tensor, scores: Tensor, top_experts: Tensor, **_mask: Any) -> Tensor:
         """Return the probabilities with all balancing losses attached to their backward pass.
@@ -152,6 +160,7 @@ class _LossesOfRouter:
 
     def _balancing_sum(self, name: str, scores: Tensor, assignments: Tensor) -> Tensor:
         router, tokens = self._router, self._tokens
+        scores, assignments = tokens.of_tokens(scores), tokens.of_tokens(assignments)
         if name == NAME_OF_BALANCING_TYPE["seq_aux_loss"]:
             load = load_of_sequences(assignments, tokens.sequence, tokens.num_sequences)
             load = sum_over_group(load, router.tp_cp_group)

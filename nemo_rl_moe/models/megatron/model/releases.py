@@ -13,6 +13,8 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from nemo_rl_moe.routing.routers import token_copies
+
 MEGATRON_VERSION: str = importlib.metadata.version("megatron-core")
 HAS_MOE_METRICS_TRACKER: bool = tuple(int(part) for part in MEGATRON_VERSION.split(".")[:2]) >= (0, 17)
 
@@ -105,7 +107,9 @@ def _count_tokens_for_expert_bias(self: Any, routing_map: Tensor, padding_mask: 
     """Replace TopKRouter._apply_expert_bias, whose mask lacks the expert dimension and cannot be broadcast."""
     if self.enable_expert_bias and torch.is_grad_enabled():
         with torch.no_grad():
-            if padding_mask is not None:
+            if (copies := token_copies(self)) is not None:
+                routing_map = routing_map[copies]
+            elif padding_mask is not None:
                 routing_map = routing_map & ~padding_mask.reshape(-1, 1)
             self.local_tokens_per_expert += routing_map.sum(dim=0)
 

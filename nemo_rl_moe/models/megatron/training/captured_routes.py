@@ -11,8 +11,8 @@ from jaxtyping import Int
 from megatron.core import parallel_state
 from torch import Tensor
 
-from nemo_rl_moe.models.megatron.training.microbatch import ModelMicrobatch
-from nemo_rl_moe.models.megatron.training.router_hooks import RouterHooks, SequenceCut
+from nemo_rl_moe.models.megatron.training.microbatch import ModelMicrobatch, SequenceCut
+from nemo_rl_moe.models.megatron.training.router_hooks import RouterHooks
 from nemo_rl_moe.routing.replay import UNKNOWN
 
 
@@ -146,7 +146,8 @@ def routes_of_microbatch(
         group = parallel_state.get_tensor_model_parallel_group()
         dist.all_gather(blocks, captured.contiguous().view(torch.uint8), group=group)
         captured = torch.cat([block.view(torch.int16) for block in blocks])
-    by_row = microbatch.whole(captured.unflatten(0, (-1, microbatch.input_ids.shape[0])).transpose(0, 1)).contiguous()
+    by_row = captured.unflatten(0, (-1, microbatch.input_ids.shape[0])).transpose(0, 1)
+    by_row = microbatch.whole(microbatch.of_inputs(by_row)).contiguous()
     stages.gather(by_row)
     on_host = by_row.cpu().numpy()
     lengths, starts = microbatch.batch.lengths.tolist(), microbatch.sequence_start.tolist()
