@@ -365,6 +365,12 @@ def make_shards(
     ]
 
 
+def shared_with_previous(batch: TokenBatch) -> list[int]:
+    """Return for each sequence the number of its first tokens that it shares with the sequence before it."""
+    equal = (batch.input_ids[1:] == batch.input_ids[:-1]).long().cumprod(1).sum(1)
+    return [0, *torch.minimum(equal, torch.minimum(batch.lengths[1:], batch.lengths[:-1])).tolist()][: len(batch)]
+
+
 def with_empty_rows(batch: TokenBatch, number: int) -> TokenBatch:
     """Return the batch with `number` fillers, rows of padding, after its sequences."""
     if not number:

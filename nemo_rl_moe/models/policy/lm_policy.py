@@ -90,7 +90,7 @@ class TrainableModel(ModelWorkers):
         """Take one optimizer step for each global batch in `batch`, and return the results."""
         self._require_heads(loss_function)
         size = self._policy.train_global_batch_size
-        batch = batch.with_shared_in(self._images)
+        batch, shared = self._sharing(batch.with_shared_in(self._images))
         plan = plan_microbatches(
             batch.lengths.tolist(),
             num_data_parallel_ranks=self._data_parallel_size,
@@ -100,6 +100,7 @@ class TrainableModel(ModelWorkers):
             group_size=batch.group_size,
             sample_sizes=batch.sample_sizes,
             images=image_patches(batch, self._num_patches),
+            shared=shared,
         )
         starts = [*batch.first_rows_of_samples()[::size], len(batch)]
         global_batches = [batch.select(range(start, end)) for start, end in pairwise(starts)]

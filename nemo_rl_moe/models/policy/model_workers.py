@@ -3,6 +3,7 @@
 """The driver's side of a model. It splits batches among the data-parallel ranks and calls the workers."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar, TypeVarTuple, cast
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from nemo_rl_moe.config.schema_grpo import generating
 from nemo_rl_moe.config.schema_policy import MegatronConfig, PolicyConfig, sequence_multiple
 from nemo_rl_moe.config.schema_run import POLICY_ROLE
-from nemo_rl_moe.distributed.batch import TokenBatch, append_fillers, make_shards
+from nemo_rl_moe.distributed.batch import TokenBatch, append_fillers, make_shards, shared_with_previous
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.microbatches import (
     Batching,
@@ -35,6 +36,8 @@ from nemo_rl_moe.models.megatron.training.megatron_model import MegatronModel
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from nemo_rl_moe.models.policy.start_rank import start_rank
 
+LEAST_SAVED = 1 / 3
+"""Share of a batch's tokens that shared prefixes must save with `policy.shared_prefix: auto`."""
 Share = TypeVar("Share")
 Further = TypeVarTuple("Further")
 Result = TypeVar("Result")
@@ -222,7 +225,7 @@ class ModelWorkers:
         self, batch: TokenBatch, batching: Batching, num_copies: int | None = None
     ) -> tuple[EvaluationPlan, TokenBatch]:
         """Return the microbatches of `num_copies` data-parallel ranks (default: all), and the batch with fillers."""
-        batch = batch.with_shared_in(self._images)
+        batch, shared = self._sharing(batch.with_shared_in(self._images))
         plan = plan_evaluation(
             batch.lengths.tolist(),
             num_data_parallel_ranks=num_copies or self._data_parallel_size,
@@ -230,8 +233,18 @@ class ModelWorkers:
             microbatch_multiple=self._microbatch_multiple,
             group_size=batch.group_size,
             images=image_patches(batch, self._num_patches),
+            shared=shared,
         )
         return plan, append_fillers(batch, plan.fillers)
+
+    def _sharing(self, batch: TokenBatch) -> tuple[TokenBatch, list[int]]:
+        """Decide whether the batch shares prefixes. Return it with this choice, and `shared` of `plan_microbatches`."""
+        if self._policy.shared_prefix is False:
+            return batch, []
+        shared = shared_with_previous(batch)
+        if self._policy.shared_prefix == "auto" and sum(shared) < LEAST_SAVED * int(batch.lengths.sum()):
+            return batch, []
+        return replace(batch, shares_prefixes=True), shared
 
     def _plan_logprobs(
         self, batch: TokenBatch, batching: Batching, num_copies: int | None = None
