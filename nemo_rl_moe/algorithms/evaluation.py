@@ -17,7 +17,7 @@ from nemo_rl_moe.rollouts.trajectory import Trajectory, group_correctness, group
 
 @dataclass(frozen=True)
 class Estimate:
-    """Estimate of the mean over all prompts of the distribution from which the evaluated prompts are a sample.
+    """Estimated mean over a distribution of prompts, from a sample of prompts.
 
     Attributes:
         standard_error: Standard deviation of the mean. None with one prompt, since one prompt shows no variation.
@@ -97,7 +97,7 @@ def summarise_evaluation(
 def _mean_rewards(
     trajectories: Sequence[Trajectory], num_generations: int, failures: FailureRule
 ) -> Float[Tensor, " prompts"]:
-    """Return the mean of the counted rewards of each prompt's responses, for prompts that have any."""
+    """Return each prompt's mean reward over the responses that `failures` counts. Prompts without any are omitted."""
     groups = [trajectories[start : start + num_generations] for start in range(0, len(trajectories), num_generations)]
     counted = [[found.reward for found in failures.counted(group)] for group in groups]
     return torch.tensor([sum(rewards) / len(rewards) for rewards in counted if rewards], dtype=torch.float64)
