@@ -48,9 +48,9 @@ class EvaluationSummary:
 def estimate(of_prompts: Float[Tensor, " prompts"]) -> Estimate:
     """Return the mean over prompts, and its standard error.
 
-    Prompts are independent samples. Responses to one prompt are similar. So their mean counts as one observation. The
-    error is `s / sqrt(n)` with the sample standard deviation `s` of `n` prompts (the clustered standard error of
-    Miller, https://arxiv.org/abs/2411.00640, for clusters of equal size).
+    Prompts are independent samples, but responses to one prompt are similar, so the mean of a prompt's responses counts
+    as one observation. The error is `s / sqrt(n)` with the sample standard deviation `s` of `n` prompts (the clustered
+    standard error of Miller, https://arxiv.org/abs/2411.00640, for clusters of equal size).
     """
     values = of_prompts.double()
     number = len(values)

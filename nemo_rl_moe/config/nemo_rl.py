@@ -46,8 +46,8 @@ def translate_tree(theirs: Mapping[str, Any], path: Path) -> Translation:
 
 
 def _sections_off(tree: Mapping[str, Any], above: str = "") -> Iterator[str]:
-    """Yield the keys of the outermost sections with `enabled: false`, except for `_KEPT_WHILE_OFF`, whose values are
-    kept."""
+    """Yield the keys of the outermost sections with `enabled: false`. Sections in `_KEPT_WHILE_OFF` are not yielded, so
+    that their values are translated although they are off."""
     for name, value in tree.items():
         key = f"{above}{name}"
         if not isinstance(value, Mapping):

@@ -203,7 +203,7 @@ class Continuation:
     def _plain(
         self, render: Callable[[Sequence[Message]], str], whole: Sequence[Message], first: int, text: str
     ) -> list[Span]:
-        """Return the spans of contents that the environment wrote and that have control tokens."""
+        """Return the spans in `text` of message contents that contain control tokens and are not the model's."""
         controls = self._require_controls()
         chosen = [
             index
@@ -311,8 +311,8 @@ class Continuation:
         return self._controls
 
     def _as_text(self, turn: SampledTurn, prompted: str) -> Message:
-        """Return the turn as a message with the sampled text. If the generation prompt opened its thinking, the start
-        mark is added."""
+        """Return the turn as a message with the sampled text. If the generation prompt ends with the mark that begins
+        thinking, the text begins with this mark."""
         text = self._sampled_text(turn)
         is_opened = prompted.rstrip().endswith(THINK_START) and THINK_END in text
         return {"role": "assistant", "content": prompted[prompted.rindex(THINK_START) :] + text if is_opened else text}

@@ -94,8 +94,8 @@ def _read_list(path: Path, parse: Parse[Parsed]) -> list[Parsed | BadLine]:
 
 
 def _read_csv(path: Path, parse: Parse[Parsed], choose_columns: ChooseColumns) -> list[Parsed | BadLine]:
-    """Read a table with a header. Each row becomes a record of unchanged texts. The number of the row's first line is in
-    the record's sample id."""
+    """Read a table with a header. Each row becomes a record of unchanged texts. The record's sample id has the number
+    of the row's first line."""
     csv.field_size_limit(_LONGEST_CELL)
     rows = csv.reader(io.StringIO(_whole_text(path), newline=""), strict=True)
     header = _header(rows, path)

@@ -37,11 +37,11 @@ class Refusal(NoExtension):
 
 
 class OtherEnd(NoExtension):
-    """If another turn follows, the template ends a turn with another token than the model does."""
+    """The template ends a turn that is not the last one with another token than the model has sampled."""
 
 
 class Rewritten(NoExtension):
-    """If messages follow, the chat template renders the conversation before them in another way."""
+    """The chat template renders a conversation in another way as soon as further messages follow."""
 
 
 @dataclass(frozen=True)
