@@ -161,8 +161,8 @@ def write_inventory(folder: Path, parts: Mapping[str, Sequence[Part]] | None = N
 def accept_files(folder: Path) -> None:
     """Write a new `files.json` for the files as they are now, without comparing them with the old one.
 
-    A file whose size has not changed keeps its division into parts, so that ranks share its comparison and a report
-    names the damaged tensor.
+    A file of unchanged size is still listed in parts. So ranks can later divide the work of comparing this file, and a
+    report can name the damaged tensor.
 
     Raises:
         OSError: A file cannot be read, or `files.json` cannot be written.
@@ -218,7 +218,7 @@ def read_inventory(folder: Path) -> dict[str, FileEntry]:
         raise InventoryError(f"{path}: damaged: {f'{place}: ' if place else ''}{first['msg']}") from None
     for name, entry in entries.items():
         if entry.parts and sum(part.num_bytes for part in entry.parts) != entry.num_bytes:
-            raise InventoryError(f"{path}: damaged: the parts of {name} are not {entry.num_bytes} bytes")
+            raise InventoryError(f"{path}: damaged: the parts of {name} do not add up to {entry.num_bytes} bytes")
     return entries
 
 

@@ -38,10 +38,10 @@ class BestMetric:
 
 
 def choice_in_force(settings: CheckpointingConfig, metric: str | None, *, validates: bool) -> CheckpointingConfig:
-    """Return the settings with `metric_name` resolved: None for a `val:` metric if the run has no validation.
+    """Return the settings with `metric` as `metric_name`, or None if `metric` needs a validation and the run has none.
 
     Args:
-        metric: The resolved `metric_name` (`config.algorithm.metric_in_force`).
+        metric: Metric that the configuration chooses, with `auto` resolved (`config.algorithm.metric_in_force`).
     """
     is_measured = validates or metric is None or not metric.startswith("val:")
     return settings.model_copy(update={"metric_name": metric if is_measured else None})

@@ -111,8 +111,8 @@ def wrong_changes(
 def other_experiment(algorithm: Algorithm, changes: Mapping[str, tuple[str, str]]) -> tuple[str, str, str] | None:
     """Return the first change that makes a run another experiment: key, old and new value. None if there is none.
 
-    Such keys are the model, the tokenizer, the training data, their order, and the loop's seed. A key that the
-    checkpoint's release did not have does not count.
+    The keys that define an experiment are the model, the tokenizer, the training data, their order, and the loop's
+    seed. A key is ignored if the release that wrote the checkpoint did not have the key yet.
     """
     for name in (*_EXPERIMENT, f"{algorithm.loop_name}.seed"):
         for key, (old, new) in changes.items():

@@ -99,7 +99,7 @@ class Checkpointer:
         metrics: Mapping[str, float],
         write_more: Callable[[Path], None] = lambda folder: None,
     ) -> None:
-        """Begin to save after an earlier save has ended. Do nothing for the step that was saved last.
+        """Wait until an earlier save has ended, then begin to save. Do nothing for the step that was saved last.
 
         Args:
             write_more: Writes further state into the checkpoint's folder. Called in another thread.

@@ -65,7 +65,7 @@ def model_fingerprint(model_name: str) -> str:
 
 
 def model_fingerprints(config: MasterConfig) -> dict[str, str]:
-    """Return the fingerprint of each model that a resumed run reads again, by the model's name in messages.
+    """Return description -> fingerprint of each model that a resumed run reads again. Messages use the description.
 
     Such models are teachers, a reward model, and the policy's initial model if it is the reference or the base of
     adapters.

@@ -171,7 +171,7 @@ def _refuse_damage_alone(store: CheckpointStore, usable: Sequence[Checkpoint]) -
 
 
 def _newest_of_same_experiment(config: MasterConfig, warn: Callable[[str], None]) -> Checkpoint | None:
-    """Return the newest checkpoint of the newest run that has one. Warn and return None for another experiment."""
+    """Return the newest checkpoint of the newest run that has one. Warn and return None if the experiment differs."""
     resolved = dump_resolved(config)
     algorithm = algorithm_of(config)
     for store in _stores(config, warn):
@@ -188,8 +188,8 @@ def _newest_of_same_experiment(config: MasterConfig, warn: Callable[[str], None]
             other = different
         key, old, new = other
         warn(
-            f"{store.folder.parent} is passed over, and this run starts anew: {key} was {old} there and is {new} here;"
-            f" to go on from it nonetheless, set checkpointing.checkpoint_dir={store.folder}"
+            f"{store.folder.parent} is not resumed, and this run starts anew: {key} was {old} there and is {new} here;"
+            f" to resume that run nonetheless, set checkpointing.checkpoint_dir={store.folder}"
         )
         return None
     return None
@@ -237,13 +237,19 @@ def _run_folder_of(checkpoint: Checkpoint, config: MasterConfig, warn: Callable[
     around = checkpoint.folder.parent.parent
     is_copy = checkpoint.folder.parent.resolve() != Path(state.checkpoint_dir)
     if is_copy and (config.checkpointing.checkpoint_dir is not None or _belongs_to(recorded, state)):
-        warn(f"{checkpoint.folder} is a copy: its run {recorded} stays as it is, and metrics go on in a new folder")
+        warn(
+            f"{checkpoint.folder} is a copy: the folder of its run, {recorded}, stays unchanged, and this run writes"
+            " its metrics to a new folder"
+        )
         return None
     # A moved run folder, or the same one under the path that the user gave. Otherwise the recorded one.
     folder = around if is_copy or around.resolve() == recorded.resolve() else recorded
     if _belongs_to(folder, state):
         return folder
-    warn(f"{folder}, which {checkpoint.folder} belongs to, is not there: metrics go on in a new folder")
+    warn(
+        f"{folder}, the folder of the run that wrote {checkpoint.folder}, is missing: this run writes its metrics to a"
+        " new folder"
+    )
     return None
 
 

@@ -36,7 +36,8 @@ class LoopState:
     """State of a training loop between two steps, without the models.
 
     Attributes:
-        batches_taken: Number of global batches (with rollouts: of steps' batches of prompts) taken from the data.
+        batches_taken: Number of batches taken from the data: global batches or, with rollouts, the prompts of one step
+            as one batch.
         first_validation: Metrics of the first validation, for the summary. Empty before it.
         skipped_in_a_row: Number of consecutive skipped updates up to this step.
     """
@@ -55,7 +56,7 @@ class RunDescription(BaseModel):
     """Description of a run in each of its checkpoints.
 
     Attributes:
-        algorithm: Name of its configuration section, such as `sft`.
+        algorithm: Name of the run's algorithm, such as `sft`.
         first_run_id: Id of the run that started at step 0. It identifies a history of training.
         run_folder: Absolute path of the run's folder.
         logger_run_ids: Logger -> id under which the logger resumes the run.

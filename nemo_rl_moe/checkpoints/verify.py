@@ -45,7 +45,7 @@ def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
         # Inner folders first, as the list of an outer one has the checksum of the inner list.
         for folder in reversed(folders):
             checksums.accept_files(folder)
-            print(f"{folder}: checksums of the files as they are now")
+            print(f"{folder}: wrote checksums of the files as they are now")
         return
     problems = []
     for folder in folders:
@@ -58,7 +58,7 @@ def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
         if checked:
             print(f"{folder}: {len(checked)} files, {size / 1e6:,.1f} MB: all as they were written", flush=True)
         else:
-            print(f"{folder}: {len(entries)} files have the sizes that an earlier release listed, without checksums")
+            print(f"{folder}: {len(entries)} files have the listed sizes; an earlier release listed no checksums")
     if problems:
         raise DamageFoundError(problems)
 

@@ -319,7 +319,7 @@ def loop_lets_rollouts_run_ahead(config: MasterConfig) -> Iterator[str]:
     if is_asynchronous and not algorithm.rollouts_run_ahead:
         yield (
             f"grpo.rollouts.mode: got asynchronous, expected synchronous with the algorithm {algorithm.name}, whose"
-            " loop generates the responses of a step when it begins"
+            " loop generates a step's responses only when the step begins"
         )
 
 

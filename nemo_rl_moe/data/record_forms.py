@@ -67,8 +67,8 @@ class OwnForm:
 class FormOfLines:
     """The keys of prompt and responses in the first line of a data set. All other lines must have the same keys.
 
-    If a line lacks a key, another usual key that it has, such as `answer` instead of `completion`, often has another
-    meaning.
+    This rule is needed because a key is not replaced by another one of the same usual meaning: in a line without
+    `completion`, for example, `answer` often means something else.
     """
 
     _first: dict[str, tuple[str, str]] = field(default_factory=dict)

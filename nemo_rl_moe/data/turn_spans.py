@@ -45,8 +45,8 @@ class RenderError(ValueError):
 
 @dataclass(frozen=True)
 class TurnSpans:
-    """Spans of assistant turns. `unprompted`: whether another text than the generation prompt precedes one of the
-    turns."""
+    """Spans of assistant turns. `unprompted` is True if the text before any of these turns does not end with the
+    generation prompt."""
 
     spans: list[Span]
     unprompted: bool
@@ -79,8 +79,8 @@ def turn_spans(
 
 
 def trained_spans(spans: list[Span], messages: Sequence[Message], trained: Collection[int]) -> list[Span]:
-    """Return those of a template's marked `spans` that are turns to train on. If some turns are context, the template
-    must mark one span per assistant turn."""
+    """Return the spans of turns to train on, out of the `spans` that a template marks. If some turns are context, the
+    template must mark one span per assistant turn."""
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if len(trained) == len(turns):
         return spans
@@ -126,8 +126,8 @@ class _Turn:
         self._stand_ins = _with_stand_ins(messages[index], _STAND_IN)
 
     def start(self) -> tuple[int, bool]:
-        """Return the start of the turn, the first character after the generation prompt, and whether the complete
-        generation prompt precedes it."""
+        """Return the index of the turn's first character after the generation prompt. Also return whether the complete
+        generation prompt precedes the turn."""
         prompt = self._render(self._before, True) if self._before else ""
         if self._before and self._text.startswith(prompt):
             return len(prompt), True
@@ -230,9 +230,14 @@ def _first_result(attempts: Iterable[Callable[[], Result]]) -> Result:
 
 
 def _spaced_as(between: str, prompted: str) -> str:
-    """Return the generation prompt, with the blank space before its header that the conversation has there.
+    """Return the generation prompt with the same blank space before its header as in the conversation.
 
-    Some templates put a newline after an assistant turn only if another turn follows.
+    The blank space may differ, because some templates put a newline after an assistant turn only if another turn
+    follows.
+
+    Args:
+        between: Text of the conversation from the previous turn to the turn.
+        prompted: The generation prompt in the same position.
     """
     end = common_start(between, prompted)
     header, opening = prompted[len(end) :], between[len(end) :]
@@ -280,8 +285,8 @@ def _block_at_end(text: str) -> re.Match[str]:
 
 
 def _role_header(text: str, opening: str, special_tokens: Collection[str]) -> int:
-    """Return the length of the longest beginning of the generation prompt with which a text begins. 0 if this beginning
-    has no special token at its start."""
+    """Return the length of the longest common beginning of a text and the generation prompt `opening`. 0 if this
+    beginning does not start with a special token."""
     # A template may omit this beginning in the prompt after a tool's result, but write it in the conversation.
     same = common_start(text, opening)
     return len(same) if first_token(same, special_tokens) else 0

@@ -85,7 +85,7 @@ def problem_with_extension() -> str | None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Compile Transformer Engine against the torch that is installed.")
-    parser.add_argument("--constraint", type=Path, help="file with the releases of packages, for pip")
+    parser.add_argument("--constraint", type=Path, help="pip constraints file that fixes the releases of packages")
     parsed = parser.parse_args(arguments)
     import torch
 

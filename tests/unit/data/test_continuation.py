@@ -198,7 +198,7 @@ def test_the_conversation_so_far_holds_what_was_sampled() -> None:
 
 def test_an_end_token_of_another_kind() -> None:
     family = Family(make_byte_tokenizer(THINKING), ("<|end|>", "<s>"))
-    with pytest.raises(NoExtension, match=r"^the turn ends with '<s>', and .* ends it with '<\|end\|>' once another"):
+    with pytest.raises(NoExtension, match=r"^the turn ends with '<s>', but if another .* ends it with '<\|end\|>'"):
         extended(family, "a<s>", USER)
     # A stop token that is a text like any other stands in the turn.
     family = Family(make_byte_tokenizer(THINKING), ("<|end|>", ">"))

@@ -207,7 +207,7 @@ def test_an_end_token_that_the_template_replaces() -> None:
             ["no header<|return|>"],
             [USER],
             "; the conversation cannot be rendered afresh either: the chat template writes"
-            " '<|channel|>final<|message|>' before a text, and the turn does not have it",
+            " '<|channel|>final<|message|>' before a turn's text, but the model has not",
         ),
     ],
 )
