@@ -79,7 +79,7 @@ class LatentAttentionCache:
         return attend_to_cache(query.unsqueeze(3), keys, values, self._context, self._scale)
 
     def _rotate(self, heads: Float[Tensor, "queries rows heads dim"], slots: slice) -> Tensor:
-        """Apply rotary embedding to pairs of neighbouring entries. Return the first entries of all pairs, then the second."""
+        """Apply rotary embedding to pairs of neighbouring entries. Return all first, then all second entries."""
         rotation = self._context.rotation
         halves = torch.cat([heads[..., 0::2], heads[..., 1::2]], -1)
         return rotate(halves, rotation.cosines[slots].squeeze(2), rotation.sines[slots].squeeze(2))
