@@ -51,7 +51,7 @@ class DataError(UserError):
 
 
 class CheckpointError(UserError):
-    """A checkpoint is damaged, refused, or does not fit the run."""
+    """A checkpoint is damaged, not safe to load, or does not fit the run."""
 
 
 class DamagedCheckpointError(CheckpointError):
@@ -209,7 +209,7 @@ def json_problem(error: json.JSONDecodeError) -> str:
 
 
 def without_addresses(text: str) -> str:
-    """Return a text without the memory addresses of objects, such as `<function score>`."""
+    """Return a text without the memory addresses of objects, such as ` at 0x7f12` in `<function score at 0x7f12>`."""
     return _ADDRESS.sub("", text)
 
 

@@ -42,7 +42,7 @@ _OPENED = re.compile(r"(?<![\w-])(?P<key>[\w-]+)[\"']?\s*[=:]\s*[\[{]")
 
 
 def is_secret(key: str) -> bool:
-    """Return whether the last part of a dotted key, or the name of an environment variable, is that of a secret."""
+    """Return whether a dotted key (by its last part) or the name of an environment variable names a secret."""
     name = key.rpartition(".")[2]
     words = [word.lower() for word in _WORD.findall(name)]
     if not words or _PLACE.fullmatch(words[-1]):

@@ -213,7 +213,8 @@ def _sampled(
     task = env.reward if env is not None else None
     if not isinstance(task, ReasoningGymConfig) or source.num_items is None:
         raise ConfigurationError(
-            "data: a path of null samples prompts from a task of env.reward.kind reasoning_gym, and needs num_items"
+            "data: if path is null, prompts are sampled from a task, which needs env.reward.kind reasoning_gym and"
+            " num_items"
         )
     sampled = draw_items(task, source.num_items, source.seed)
     name = f"{task.task}[seed {source.seed}]"
@@ -307,7 +308,7 @@ def without_training_prompts(held_out: PromptDataset, training: Iterable[Prompt]
     if not kept:
         raise DataError(
             f"data.validation: each of the {counted(len(held_out), 'prompt')} of {held_out.report.name} is a training "
-            "prompt too; name held-out data, or null"
+            "prompt too; set data.validation to held-out data or to null"
         )
     report = replace(
         held_out.report,

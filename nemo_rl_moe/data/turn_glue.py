@@ -165,7 +165,7 @@ def _end_of_turn(behind: Callable[[Sequence[Message]], str], new: Sequence[Messa
     places = [(before.index(text), -len(text), token_id) for text, token_id in ends.items() if text and text in before]
     if not places:
         raise OtherEnd(
-            "if another turn follows, the chat template ends a turn with none of the tokens that end the model's turns:"
+            "after a turn that is not the last, the chat template writes none of the tokens that end the model's turns:"
             " " + (", ".join(map(repr, ends)) or "none")
         )
     return min(places)[2]
@@ -231,7 +231,7 @@ def require_unchanged(text: str, prompted: str, said: str, shown: str | None) ->
         Rewritten: A part has changed or is missing.
     """
     if not text.startswith(prompted):
-        raise Rewritten("the chat template renders the turns before this one in another way when it follows")
+        raise Rewritten("the chat template renders the turns before the sampled turn in another way once it follows")
     # Blank space may differ, because templates trim texts.
     if shown is not None and _without_blanks(said) not in _without_blanks(shown[len(prompted) :]):
         raise Rewritten("the chat template leaves out a part of the turn, such as thinking, once others follow")

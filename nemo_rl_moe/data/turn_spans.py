@@ -87,7 +87,7 @@ def trained_spans(spans: list[Span], messages: Sequence[Message], trained: Colle
     if len(spans) != len(turns):
         raise RenderError(
             f"the chat template marks {len(spans)} pieces in {len(turns)} assistant turns, "
-            "so that those to train on cannot be distinguished from context"
+            "so that the turns to train on cannot be distinguished from context"
         )
     return [span for index, span in zip(turns, spans, strict=True) if index in trained]
 
@@ -158,13 +158,13 @@ class _Turn:
             elif (closed := _without_thinking(between, prompted, self._special_tokens)) is not None:
                 opened = closed
             else:
-                raise self._unstable(f"it opens with {between!r}, and the generation prompt with {prompted!r}")
+                raise self._unstable(f"the turn opens with {between!r}, and the generation prompt with {prompted!r}")
             start = len(head) - len(between) + opened
             if _is_closed(prompted) and self._text[start:].lstrip().startswith(_OPENING_MARKS):
-                raise self._unstable("it thinks, and the generation prompt closes the think block")
+                raise self._unstable("the turn contains thinking, and the generation prompt closes the think block")
             if self._text.startswith(head[:start]):
                 return start, between.startswith(prompted)
-        raise self._unstable("the messages before it are rendered in another way when it follows")
+        raise self._unstable("the messages before the turn are rendered in another way when the turn follows")
 
     def end(self, start: int) -> int:
         """Return the end of the turn after its end token."""
@@ -181,7 +181,7 @@ class _Turn:
         too."""
         header = first_token(opening.strip(), self._special_tokens) or opening.strip()
         if header and self._before[-1]["role"] == "assistant" and header in self._text[start:end]:
-            raise self._unstable(f"{header!r} is written between it and the assistant's turn before it")
+            raise self._unstable(f"{header!r} is written between the turn and the assistant's turn before it")
 
     def _end_by(self, stand_in: Message, start: int) -> int:
         text = self._text
@@ -195,19 +195,19 @@ class _Turn:
         elif token == ending.strip() and first_token(tail, self._special_tokens):
             rest = tail  # the model does not write its end token, so only its text is trained on
         else:
-            raise self._unstable("it is rendered in another way when further turns follow")
+            raise self._unstable("the turn is rendered in another way when further turns follow")
         end = len(text) - len(rest)
         if not text.endswith(rest) or end < start:
-            raise self._unstable("it is rendered in another way when further turns follow")
+            raise self._unstable("the turn is rendered in another way when further turns follow")
         changed = with_changes(self._messages, self._index + 1, content=_STAND_IN_AFTER)
         if not self._render(changed, False).startswith(text[:end]):
-            raise self._unstable("a part of it is written after the next turn")
+            raise self._unstable("a part of the turn is written after the next turn")
         return end
 
     def _behind(self, stand_in: str, text: str) -> str:
         _, found, behind = text.partition(stand_in)
         if not found or stand_in in behind:
-            raise self._unstable("its text or the text before it does not appear exactly once")
+            raise self._unstable("the text of the turn or before the turn does not appear exactly once")
         return behind
 
     def _unstable(self, what: str) -> RenderError:

@@ -310,7 +310,7 @@ class GlobalBatchShard:
         global_valid_tokens: Number of targets in the loss, over all ranks.
         global_sequences: Number of sequences with such a target, over all ranks.
         global_tokens: Number of tokens without padding, over all ranks.
-        global_rows: Number of sequences with a token, over all ranks.
+        global_rows: Number of sequences, not counting filler rows, over all ranks.
         places: For each sequence of the microbatches, its index in the full batch.
         samples: For each sequence of the microbatches, the index of its sample in the full batch.
         num_batch_sequences: Number of sequences of the full batch, over all ranks and global batches.

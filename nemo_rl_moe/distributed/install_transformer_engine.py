@@ -112,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"[gpu] 2/2: Transformer Engine for torch {torch.__version__} (compiles for many minutes)", flush=True)
     subprocess.run(compile_command(pip, limits, torch.__version__), check=True, env=environment)
     if driver is None:
-        print("[gpu] this machine has no NVIDIA driver, so nothing has been loaded", flush=True)
+        print("[gpu] Transformer Engine is installed, but not tested: this machine has no NVIDIA driver", flush=True)
     elif problem := problem_with_extension():
         report_error(problem)
         return EXIT_RUN_FAILED

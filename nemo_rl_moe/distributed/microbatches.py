@@ -20,9 +20,10 @@ from nemo_rl_moe.errors import ConfigurationError
 
 
 def padded_group_lengths(lengths: Sequence[int], group_size: int) -> list[int]:
-    """Return the tokens of each group if every sequence is padded to the longest of its microbatch.
+    """Return the number of tokens of each group if all its sequences are padded to the longest of them.
 
-    The tokens of a microbatch, padding included, are its number of groups times the largest returned number among them.
+    In a microbatch, all groups are padded to the largest of these numbers, so the number of tokens of a microbatch is
+    its number of groups times this maximum.
     """
     return [group_size * max(group) for group in _groups(lengths, group_size)]
 
@@ -138,7 +139,8 @@ def plan_microbatches(
 
     Args:
         lengths: Length of each sequence in tokens, at least 1.
-        global_batch_size: Number of consecutive groups of one optimizer step, or of samples if `sample_sizes` is set.
+        global_batch_size: Number of consecutive groups that one optimizer step uses. If `sample_sizes` is set, it is a
+            number of samples.
         batching: With `PlainBatching` and samples of one sequence, the microbatches do not depend on the number of
             ranks, and rank `r` runs the `r`-th block of them.
         microbatch_multiple: Number of which each rank's number of microbatches is a multiple. For an interleaved
@@ -201,7 +203,9 @@ def plan_evaluation(
     images: Sequence[Images] = (),
     shared: Sequence[int] = (),
 ) -> EvaluationPlan:
-    """Return a plan for a batch of any size. The shortest group is repeated until the ranks get equal numbers.
+    """Return a plan for a batch of any size.
+
+    The shortest group is repeated until all ranks can get the same number of microbatches.
 
     The arguments are described in `plan_microbatches`.
     """
@@ -314,7 +318,7 @@ def _tokens_of(family: range, sizes: Sequence[int], shared: Sequence[int]) -> in
 
 
 def _num_fillers(sizes: Sequence[int], images: Sequence[Images], unit: int, batching: Batching) -> int:
-    """Return the number of filler rows that a global batch needs so that each rank's microbatches have a row."""
+    """Return the number of filler rows that a global batch needs so that no microbatch of any rank is empty."""
     if len(sizes) % unit == 0:  # one per microbatch is enough
         return 0
     if isinstance(batching, PlainBatching):

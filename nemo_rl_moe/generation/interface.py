@@ -254,8 +254,8 @@ class GenerationEngine:
     async def pause(self) -> None:
         """Answer all running requests with the tokens so far (`is_partial`). Called in the event loop of the requests.
 
-        The default returns at once, and all requests are completed. The caller makes no new request until
-        `update_weights` has returned.
+        An engine that does not override this method completes the requests instead. The caller makes no new request
+        until `update_weights` has returned.
         """
 
     def score(

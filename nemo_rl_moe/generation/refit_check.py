@@ -57,7 +57,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class Gap:
-    """Difference of two scorings of the same tokens, in nats: infinite if a score is not finite."""
+    """Largest and mean difference of two scorings of the same tokens, in nats: infinite if a score is not finite."""
 
     largest: float
     mean: float
@@ -75,7 +75,10 @@ class Finding:
 
 
 def gap_between(found: Scores, expected: Scores, copy: int = 0) -> Gap:
-    """Return the difference of log-probs over all tokens. `copy` is the copy of the weights that gave `found`."""
+    """Return the largest and mean difference of the log-probs of all tokens.
+
+    `copy` is the index of the copy of the weights that computed `found`.
+    """
     difference = np.abs(np.concatenate(found).astype(np.float64) - np.concatenate(expected))
     if not np.isfinite(difference).all():
         return Gap(np.inf, np.inf, copy)
@@ -106,8 +109,8 @@ class RefitCheck:
         in_float32: Whether engine and trainer both hold the weights in float32.
         bound_nats: Largest allowed difference of two log-probs; None for the bound of the number format.
         refits_again: Whether to send the weights once more before giving up.
-        repeats_bits: Whether two scorings by the engine are bitwise equal. If not, as ranks may sum by NCCL, the scores
-            of the round trip must only agree within rounding.
+        repeats_bits: Whether two scorings by the engine are bitwise equal. They may differ if ranks sum by NCCL. If
+            False, the scores of the round trip must only agree within rounding.
         start_fingerprints: Starts the trainer's fingerprints; returns a function that waits for them. None: the engine
             returns no fingerprints.
         probe_adapters: Gives the trainer's adapters other values (True), or their own again (False). None: no adapters.
@@ -187,7 +190,8 @@ class RefitCheck:
             probe(False)
         if (problem := self._problem(found)) is not None:
             raise WeightSyncError(
-                f"the engine does not follow changed adapters: with other values, {problem}{self._explanation(found)}"
+                f"the engine does not use changed adapters: after a refit with other adapters, {problem}"
+                f"{self._explanation(found)}"
             )
         self.refit(False)
         self._require_same(first, self._score(engine))

@@ -16,7 +16,9 @@ CANDIDATE_IDS = "candidate_ids"
 
 @dataclass(frozen=True)
 class Candidates:
-    """Distinct candidates for each token of a batch, and their log-probabilities given the token's prefix, in nats.
+    """Candidates for each token of a batch: `k` distinct token ids, such as the most probable tokens of a teacher.
+
+    Their log-probabilities are given the token's prefix, in nats.
 
     The values for the first token of a sequence and for padding are undefined.
     """

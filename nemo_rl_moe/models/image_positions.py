@@ -16,7 +16,7 @@ from torch import Tensor
 def image_positions(
     is_image: Bool[Tensor, "rows columns"], grids: Sequence[tuple[int, int]]
 ) -> Int[Tensor, "3 rows columns"]:
-    """Return the positions of sequences, one sequence per row. Responses and padding count up as text.
+    """Return the positions of sequences, one per row. Responses and padding have consecutive positions, as text has.
 
     Args:
         is_image: True for image tokens.

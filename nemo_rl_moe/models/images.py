@@ -100,7 +100,7 @@ def image_patches(batch: TokenBatch, num_patches: Callable[[int, int], int] | No
 
 
 def distinct_images(ids: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return the position of each distinct id's first occurrence, and for each id its index in this list."""
+    """Return the position of each distinct id's first occurrence, and each id's index among the distinct ids."""
     first: dict[int, int] = {}
     for position, digest in enumerate(ids):
         first.setdefault(digest, position)

@@ -240,7 +240,7 @@ def test_an_engine_that_sleeps_is_not_asked(place: tuple[RayCluster, Path]) -> N
         engine: Any = engines.engine
         refit(engine, engines.policy)
         engine.sleep()
-        asleep = r"^vLLM engine 0 cannot generate: asleep are {}; call wake\(\) before, and after sleep\(\) send new"
+        asleep = r"^vLLM engine 0 cannot generate: still asleep: {}; call wake\(\) before requests, and send new"
         # Weights come by themselves, the cache does not.
         with pytest.raises(GenerationError, match=asleep.format("kv_cache, scheduler")):
             generated(engine, requests(1))

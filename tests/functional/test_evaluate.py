@@ -153,6 +153,6 @@ def test_a_prompt_that_leaves_no_room_is_reported_before_a_worker_starts(trained
     assert (done.returncode, done.stdout) == (2, "")
     assert "starting" not in done.stderr
     assert done.stderr.splitlines()[-1] == (
-        "error: --prompts: 1 of the prompts are longer than 256 tokens: a sequence has 512 tokens, less"
-        " policy.generation.max_new_tokens 256"
+        "error: --prompts: 1 of the prompts are longer than 256 tokens: a sequence has 512 tokens, of"
+        " which 256 are for the response (policy.generation.max_new_tokens)"
     )

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class MegatronSeparateConfig(StrictModel):
-    """Copies of `backend: megatron_separate`, one on each worker of `cluster.roles.generation`."""
+    """Settings of `backend: megatron_separate`: a copy of the model on each worker of `cluster.roles.generation`."""
 
     cpu_threads: Processes
     """Number of threads of each copy on CPUs."""

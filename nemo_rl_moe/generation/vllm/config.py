@@ -18,7 +18,7 @@ PrefixCaching = Literal["none", "reset", "keep"]
 
 
 class VllmConfig(StrictModel):
-    """Engines of `backend: vllm`."""
+    """Settings of the engines of `backend: vllm`."""
 
     num_engines: PositiveInt | None
     """Number of engines. They share the prompts. null: number of GPUs over `tensor_parallel_size`, or 1 on CPUs."""
@@ -83,9 +83,10 @@ def engines_have_places(config: "GRPOMasterConfig") -> Iterator[str]:
 
 
 def prefix_cache_fits(config: "GRPOMasterConfig") -> Iterator[str]:
-    """Yield a problem for each setting that excludes the chosen `prefix_caching`.
+    """Yield a problem for each setting that is not compatible with the chosen `prefix_caching`.
 
-    Captured routes exclude a cache. Synchronous rollouts, or no importance-sampling correction, exclude `keep`.
+    With captured routes only `none` is allowed. `keep` requires asynchronous rollouts and importance-sampling
+    correction.
     """
     chosen, key = section_of(config).prefix_caching, f"{KEY}.prefix_caching"
     if chosen == "none":
@@ -102,8 +103,8 @@ def prefix_cache_fits(config: "GRPOMasterConfig") -> Iterator[str]:
         )
     if chosen == "keep" and config.loss_fn.importance_sampling_correction == "none":
         yield (
-            f"{key}: got 'keep', expected 'reset' with loss_fn.importance_sampling_correction none: nothing would weigh"
-            " tokens sampled after keys and values of old weights"
+            f"{key}: got 'keep', expected 'reset' with loss_fn.importance_sampling_correction none: without the"
+            " correction, tokens sampled from keys and values of old weights would count in full"
         )
 
 

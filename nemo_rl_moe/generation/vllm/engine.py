@@ -200,7 +200,7 @@ class VllmEngine(GenerationEngine):
         self._wake("kv_cache")
 
     def _wake(self, part: str, actors: Sequence[EngineActor] | None = None) -> None:
-        """Allocate a freed part again, of the given engines (default: all)."""
+        """Allocate a part, such as the key-value cache, again in the engines (default: all) that have freed it."""
         asleep = [actor for actor in (self._actors.present if actors is None else actors) if part in actor.asleep]
         for actor, _ in self._actors.ask(lambda handle: handle.wake.remote(part), asleep)[0]:
             actor.asleep.remove(part)
@@ -210,8 +210,8 @@ class VllmEngine(GenerationEngine):
         for actor, parts in self._actors.ask(lambda handle: handle.asleep.remote())[0]:
             if parts:
                 raise GenerationError(
-                    f"{actor.name} cannot generate: asleep are {', '.join(parts)}; call wake() before, and after"
-                    " sleep() send new weights"
+                    f"{actor.name} cannot generate: still asleep: {', '.join(parts)}; call wake() before requests, and"
+                    " send new weights after sleep()"
                 )
 
     def shutdown(self) -> None:

@@ -12,7 +12,7 @@ from nemo_rl_moe.distributed.cluster import RayCluster
 
 @dataclass(frozen=True)
 class Placement:
-    """Machines and GPUs of engines. Engines that share them with the trainer work in turn with it."""
+    """Machines and GPUs of engines. If the engines share them with the trainer, engines and trainer alternate."""
 
     cluster: RayCluster
     gpus_per_engine: int

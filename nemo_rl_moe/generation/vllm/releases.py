@@ -177,7 +177,10 @@ def set_environment(*, on_gpus: bool) -> None:
 
 
 def register_text_models(architectures: Sequence[str]) -> None:  # pragma: no cover  (runs in the engine's process)
-    """Register the `TEXT_MODULES` among these classes. A stand-in replaces torchvision, which the CPU build lacks."""
+    """Register with vLLM each of these classes that `TEXT_MODULES` lists.
+
+    A stand-in replaces torchvision, which their modules import and the CPU build lacks.
+    """
     for name in architectures:
         if name in TEXT_MODULES:
             with stand_in_for_torchvision():
@@ -305,7 +308,10 @@ def broken_off(engine: Any) -> list[Any]:
 
 
 def waits_for_text(state: Any) -> bool:
-    """Return whether a request has stop strings: a continuation could miss a stop string that has begun before."""
+    """Return whether a request has stop strings, so that it must be completed before a pause.
+
+    Otherwise its continuation could miss a stop string that began before the pause.
+    """
     return bool(getattr(state.detokenizer, "stop", None))
 
 

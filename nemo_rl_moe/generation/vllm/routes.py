@@ -41,10 +41,10 @@ class _Step:
 
 
 class RouteRecorder:
-    """Routes of the requests of a model runner, recorded on the engine's first rank (`reports`).
+    """Routes of the requests of a model runner. Only an engine's first rank records them (`reports` is true).
 
-    On GPUs it must be created before CUDA graphs are captured. A forward pass raises a GenerationError if the routers
-    of some MoE layers report nothing.
+    On GPUs the recorder must be created before CUDA graphs are captured. A forward pass raises a GenerationError if the
+    routers of some MoE layers report nothing.
     """
 
     def __init__(self, runner: Any, *, reports: bool = True):
@@ -120,7 +120,10 @@ class RouteRecorder:
         self._step = _Step(requests, starts, done, rows, copied)
 
     def _settle(self) -> None:
-        """Store the routes of the last step by request. Its copy has finished by now: the tokens are sampled."""
+        """Store the routes of the last step by request.
+
+        Their copy to the host has finished by now, because the tokens of the step have been sampled.
+        """
         if self._step is None:
             return
         step, self._step = self._step, None

@@ -93,7 +93,10 @@ class Serving:
         self._task = loop.create_task(self._serve())
 
     async def _serve(self) -> None:
-        """Serve until no request waits. Start after tasks that are already scheduled have made their requests."""
+        """Serve requests until none waits.
+
+        As a new task, this begins after the tasks that are already scheduled have made their requests.
+        """
         try:
             self.drain()
             most_lost = self._actors.num_lost + 2 * self._actors.number

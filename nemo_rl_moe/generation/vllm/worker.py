@@ -166,7 +166,7 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
         self._added.put(requests)
 
     def break_off(self, is_wanted: bool) -> None:
-        """Make `generate` return each sequence with its tokens so far, until called with False."""
+        """Make `generate` return each sequence with its tokens so far (True), or complete sequences again (False)."""
         if is_wanted:
             self._breaks_off.set()
         else:

@@ -50,7 +50,7 @@ SHARED_EXPERTS = decoder.swiglu("mlp.shared_experts", "mlp.shared_experts")
 
 
 def score_fields(hf_config: Any, family: str) -> dict[str, Any]:
-    """Return the fields of sigmoid scores with an expert bias."""
+    """Return the TransformerConfig fields of routers with sigmoid scores and an expert bias."""
     if hf_config.num_experts_per_tok < 2:
         raise ConfigurationError(
             f"{WHERE} num_experts_per_tok: got {hf_config.num_experts_per_tok}, supported for {family}: 2 or more"
@@ -66,7 +66,7 @@ def score_fields(hf_config: Any, family: str) -> dict[str, Any]:
 
 
 def group_fields(hf_config: Any) -> dict[str, int | None]:
-    """Return the fields of expert groups. Their values are None if a token may use all groups."""
+    """Return the TransformerConfig fields of expert groups. Their values are None if a token may use all groups."""
     groups, usable = hf_config.n_group, hf_config.topk_group
     limited = groups is not None and usable is not None and usable < groups
     if limited and usable * hf_config.n_routed_experts // groups < hf_config.num_experts_per_tok:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def field_names(text: str) -> frozenset[str]:
-    """Return the names in a text."""
+    """Return the names that a text lists, separated by blank space."""
     return frozenset(text.split())
 
 
@@ -82,7 +82,7 @@ class ConfigFields:
 
 
 def _problem_with(name: str, value: Any) -> str | None:
-    """Return the problem of a number in a `config.json` that no family allows, or None."""
+    """Return the problem if no family allows this number as value of the `config.json` field `name`, else None."""
     if isinstance(value, float) and not math.isfinite(value):
         return f"got {value}, expected a finite number"
     least = 1 if name in _NEVER_ZERO else 0

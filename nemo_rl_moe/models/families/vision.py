@@ -44,7 +44,8 @@ class VisionFamily:
         decoder: The decoder's family, or None if `text_config` names the family.
         config_fields: Fields of `config.json` outside its sections. Flattened configurations keep the fields in `read`.
         tower_fields: Fields of `vision_config`.
-        decoder_name: Function of a tensor's name in the decoder as a text model that returns the name in files.
+        decoder_name: Function that takes a decoder tensor's name in files of a text model, and returns the name in
+            files of this family.
         prefixes: Prefix of canonical names of tower and projector -> prefix in files.
         projector: Prefixes of the projector's canonical names. Other names under `vision.` belong to the tower.
         build: Function that builds tower and projector.

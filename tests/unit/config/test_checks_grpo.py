@@ -174,7 +174,7 @@ BROKEN = [
         (*AHEAD, f"{VLLM}.prefix_caching=keep", "policy.megatron_cfg.capture_routing=false"),
         "engine_has_what_it_needs",
         f"{VLLM}.prefix_caching: got 'keep', expected 'reset' with loss_fn.importance_sampling_correction none:"
-        " nothing would weigh tokens sampled after keys and values of old weights",
+        " without the correction, tokens sampled from keys and values of old weights would count in full",
     ),
     (
         (*ON_GPUS, "+cluster.roles.generation={gpus_per_node: 2}", f"{VLLM}.tensor_parallel_size=4"),

@@ -21,8 +21,8 @@ from tests.support.chat_templates import (
 from tests.support.conversations import ALL, TOOL, Conversation, Family, Message
 from tests.support.quick_list import some_of
 
-STANDS_BEFORE = "the chat template renders the turns before this one in another way when it follows"
-OTHER_END = "if another turn follows, the chat template ends a turn with none of the tokens that end the model's turns"
+STANDS_BEFORE = "the chat template renders the turns before the sampled turn in another way once it follows"
+OTHER_END = "after a turn that is not the last, the chat template writes none of the tokens that end the model's turns"
 REFUSED = {
     **{
         (name, False, role): (STANDS_BEFORE, 0)

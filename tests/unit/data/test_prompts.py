@@ -431,7 +431,8 @@ def test_training_prompts_are_left_out_of_validation(demo_tokenizer: Any, write_
     with pytest.raises(DataError) as caught:
         without_training_prompts(held_out, held_out)
     assert caught.value.problems == [
-        f"data.validation: each of the 3 prompts of {path} is a training prompt too; name held-out data, or null"
+        f"data.validation: each of the 3 prompts of {path} is a training prompt too; set data.validation to held-out"
+        " data or to null"
     ]
 
 

@@ -223,7 +223,7 @@ def test_a_turn_that_opens_another_way_than_the_prompt_is_an_error(byte_tokenize
     with pytest.raises(DataError) as error:
         marked(byte_tokenizer(template), user("q"), assistant("a"))
     assert error.value.problems == [
-        "f:1: the tokens of turn 1 cannot be distinguished from the rest: with this chat template it opens with "
+        "f:1: the tokens of turn 1 cannot be distinguished from the rest: with this chat template the turn opens with "
         "'<Assistant>[x]', and the generation prompt with '<Assistant><think>\\n'; "
         "set policy.tokenizer.chat_template to a template with {% generation %} tags"
     ]

@@ -94,4 +94,4 @@ def test_the_header_of_a_second_turn_in_a_row_is_not_trained_on():
     text, found = spans(NO_PROMPT_BEHIND_ASSISTANT, QUESTION, A1, QUESTION, A2)
     assert found == ["a1<|end|>", "a2<|end|>"], text
     result = spans(NO_PROMPT_BEHIND_ASSISTANT.replace("<|start|>", "head"), QUESTION, A1, A2)
-    assert "'headassistant' is written between it and the assistant's turn before it" in str(result)
+    assert "'headassistant' is written between the turn and the assistant's turn before it" in str(result)

@@ -205,7 +205,10 @@ class FastSelfAttention(SelfAttention):
         return known_angles and not recomputed and all(value is None for value in others.values())
 
     def _attend(self, mixed: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-        """Attend with mixed queries, keys and values `[sequence, batch, ...]`. Angles of later tokens are ignored."""
+        """Attend with mixed queries, keys and values `[sequence, batch, ...]`.
+
+        Cosines and sines of positions from `sequence` on are ignored.
+        """
         sequence = len(mixed)
         layout, scale = self.head_layout, self.softmax_scale
         cosines, sines = cosines[:sequence], sines[:sequence]

@@ -223,7 +223,7 @@ def test_a_prompt_that_is_given_up_is_reported_and_its_tokens_are_counted(tmp_pa
             step += 1
             source.update_pending(step)
             source.updated(step)
-    assert any("train:3 is given up after 2 groups (deadline)" in line for line in warned)
+    assert any("train:3 is given up after 2 attempts (deadline)" in line for line in warned)
     wasted = [found for found in metrics if found["rollouts/wasted_tokens"]]
     assert wasted, "tokens of a group that was cancelled"
     assert all(found["rollouts/wasted_tokens"] == found["rollouts/wasted_tokens/deadline"] for found in wasted)
