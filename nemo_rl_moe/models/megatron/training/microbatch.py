@@ -145,7 +145,7 @@ class ModelMicrobatch:
             copies = self.shared.copies_of(cut).positions
             index = positions.new_full((self.input_ids.numel(),), -1)
             index[copies] = torch.arange(len(copies), device=index.device)
-            return index[positions]
+            return index[positions.clamp(max=len(index) - 1)]
         row, column = positions // self.num_columns, self.local_columns(positions % self.num_columns)
         return column * self.input_ids.shape[0] + row - cut.rank * (self.input_ids.numel() // cut.size)
 
