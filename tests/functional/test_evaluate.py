@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.functional import grpo_runs, sft_runs, shared_ray
-from tests.support.logged_metrics import read_jsonl
+from tests.support.loggers import read_jsonl
 
 pytestmark = pytest.mark.shared_ray
 

@@ -20,7 +20,7 @@ from nemo_rl_moe.generation.vllm.engine import VllmEngine
 from nemo_rl_moe.generation.vllm.releases import installed_release
 from nemo_rl_moe.models.megatron.generation.sampling import StopCondition
 from nemo_rl_moe.weight_sync.board import FolderBoard
-from tests.support.all_requests import generate_all
+from tests.support.scripted_rollouts import generate_all
 from tests.support.vllm_engines import (
     FREE,
     VOCABULARY_SIZE,

@@ -92,3 +92,9 @@ def test_pages_keep_within_their_word_budget() -> None:
     assert {name: count for name, count in words.items() if count > 2500 and name not in generated} == {}
     assert words["README.md"] <= 500
     assert sum(words.values()) <= 61_000
+
+
+def test_the_index_of_the_tests_support_names_every_module_once() -> None:
+    support = REPOSITORY_ROOT / "tests/support"
+    named = re.findall(r"^- `(.+?)`: ", (support / "README.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert sorted(named) == sorted(path.relative_to(support).as_posix() for path in support.rglob("*.py"))

@@ -17,7 +17,7 @@ from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.errors import ConfigurationError, UserCodeError
 from tests.support import custom_parts
 from tests.support.custom_parts import NAME
-from tests.support.estimators import advantages_of_rewards
+from tests.support.grpo_inputs import advantages_of_rewards
 from tests.unit.algorithms.policy_loss_reference import config_of, random_inputs
 
 

@@ -14,9 +14,8 @@ from nemo_rl_moe.checkpoints.best_metric import choice_in_force
 from nemo_rl_moe.checkpoints.resume import ResumePoint
 from nemo_rl_moe.checkpoints.state import LoopState
 from nemo_rl_moe.errors import CheckpointError, CheckpointSaveError
-from tests.support.checkpoint_writer import ThreadedWriter, is_whole
-from tests.support.full_disk import file_system_of, files_no_longer_than
-from tests.support.saving_run import Run
+from tests.support.clocks_and_disks import file_system_of, files_no_longer_than
+from tests.support.saving_runs import Run, ThreadedWriter, is_whole
 
 MakeRun = Callable[..., Run]
 C = "checkpointing"

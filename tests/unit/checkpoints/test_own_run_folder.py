@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from tests.support.place_of_runs import Place, saved
+from tests.support.saving_runs import Place, saved
 
 NEW_FOLDER = "this run writes its metrics to a new folder"
 

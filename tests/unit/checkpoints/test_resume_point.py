@@ -9,7 +9,7 @@ import pytest
 from nemo_rl_moe.checkpoints.changes import changed_keys, other_experiment
 from nemo_rl_moe.config.algorithm import ALGORITHMS
 from nemo_rl_moe.errors import CheckpointError
-from tests.support.place_of_runs import NEVER, Place, saved
+from tests.support.saving_runs import NEVER, Place, saved
 
 
 def test_nothing_to_go_on_from(place: Place) -> None:

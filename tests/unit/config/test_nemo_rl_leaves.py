@@ -16,7 +16,7 @@ from nemo_rl_moe.config.nemo_rl import translate
 from nemo_rl_moe.config.nemo_rl_files import read_theirs
 from nemo_rl_moe.config.nemo_rl_keys import row_of
 from nemo_rl_moe.data.records import parse_record
-from tests.support.nemo_rl_leaves import fates_of, places
+from tests.nemo_rl_leaves import fates_of, places
 from tests.unit.config.test_nemo_rl import COMMON, GENERATION, GRPO, write
 from tests.unit.config.test_nemo_rl_images import IMAGES
 from tests.unit.config.test_nemo_rl_roles import DISTILLATION, PPO
@@ -291,6 +291,6 @@ def test_the_result_is_checked_as_a_run_is_that_starts(
 @pytest.mark.skipif(THEIRS not in os.environ, reason=f"{THEIRS} names no folder of NeMo-RL's configurations")
 def test_no_leaf_of_their_own_files_is_lost() -> None:
     """About a second a file: `NEMO_RL_CONFIGS=RL/examples/configs pytest ...`."""
-    from tests.support.nemo_rl_leaves import main as walk
+    from tests.nemo_rl_leaves import main as walk
 
     assert walk(Path(os.environ[THEIRS])) == 0

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from nemo_rl_moe.data.chat import MERGED, batch_tokenizer, tokens_in_spans
 from nemo_rl_moe.data.records import BadLine, parse_record
 from nemo_rl_moe.errors import DataError
-from tests.support.one_example import tokenize_example
+from tests.support.chat_templates import tokenize_example
 
 CHATML = (
     "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"

@@ -11,11 +11,11 @@ import pytest
 from nemo_rl_moe.data.continuation import Continuation, Extension, NoExtension, SampledTurn
 from nemo_rl_moe.data.record_values import RecordError
 from nemo_rl_moe.data.template_inputs import TemplateInputs
-from tests.support.byte_tokenizer import make_byte_tokenizer
 from tests.support.chat_templates import (
     NEWLINE_BETWEEN_TURNS,
     OPENS_AND_KEEPS_THINKING,
     THINKING,
+    make_byte_tokenizer,
     with_think_blocks,
 )
 from tests.support.conversations import ALL, TOOL, Conversation, Family, Message

@@ -16,7 +16,7 @@ from nemo_rl_moe.config.schema_grpo import PromptDataConfig, PromptSourceConfig
 from nemo_rl_moe.data.prompts import Prompt, PromptLoader, load_prompts, without_training_prompts
 from nemo_rl_moe.data.sft import load_sft_dataset
 from nemo_rl_moe.errors import ConfigurationError, DataError
-from tests.support.environment_sections import environment_section
+from tests.support.grpo_inputs import environment_section
 
 CHATML = (
     "{% for message in messages %}<|start|>{{ message.role }}\n{{ message.content }}<|end|>\n{% endfor %}"

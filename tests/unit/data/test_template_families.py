@@ -7,8 +7,13 @@ import pytest
 
 from nemo_rl_moe.data.records import parse_record
 from nemo_rl_moe.errors import DataError
-from tests.support.chat_templates import CHANNELS, NEWLINE_BETWEEN_TURNS, PROMPT_OPENS_THINKING, THINKING
-from tests.support.one_example import tokenize_example
+from tests.support.chat_templates import (
+    CHANNELS,
+    NEWLINE_BETWEEN_TURNS,
+    PROMPT_OPENS_THINKING,
+    THINKING,
+    tokenize_example,
+)
 
 
 def user(text):

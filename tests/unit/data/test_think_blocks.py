@@ -8,8 +8,7 @@ from nemo_rl_moe.data.chat_template import renderer_for
 from nemo_rl_moe.data.left_out import EARLIER_THINKING, EMPTY_THINKING
 from nemo_rl_moe.data.records import parse_record
 from nemo_rl_moe.data.turn_spans import UNPROMPTED
-from tests.support.byte_tokenizer import make_byte_tokenizer
-from tests.support.chat_templates import OPENS_AND_KEEPS_THINKING, with_think_blocks
+from tests.support.chat_templates import OPENS_AND_KEEPS_THINKING, make_byte_tokenizer, with_think_blocks
 
 QUESTION = {"role": "user", "content": "q"}
 GLM, NEMOTRON, DEEPSEEK, COHERE = (

@@ -6,7 +6,7 @@ import pytest
 
 from nemo_rl_moe.data.chat_template import renderer_for
 from nemo_rl_moe.data.records import parse_record
-from tests.support.byte_tokenizer import make_byte_tokenizer
+from tests.support.chat_templates import make_byte_tokenizer
 
 QUESTION = {"role": "user", "content": "q"}
 A1, A2 = ({"role": "assistant", "content": text} for text in ("a1", "a2"))

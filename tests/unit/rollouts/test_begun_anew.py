@@ -15,8 +15,7 @@ from nemo_rl_moe.rewards.interface import Fault
 from nemo_rl_moe.rollouts.environment import Session
 from nemo_rl_moe.rollouts.training_batch import training_batch
 from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED, TokenSequence, Trajectory, rollout_metrics
-from tests.support.conversations import ALL, Family, Message
-from tests.support.scripted_session import LOGPROB, WEIGHT_VERSION, script_of, scripted_session
+from tests.support.conversations import ALL, LOGPROB, WEIGHT_VERSION, Family, Message, script_of, scripted_session
 from tests.unit.rollouts.test_messages import ASKED, RIGHT, USER, run
 
 FAMILY = ALL["THINKING"]

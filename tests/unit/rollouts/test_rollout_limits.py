@@ -17,8 +17,8 @@ from nemo_rl_moe.rollouts.loops import CallersLoop
 from nemo_rl_moe.rollouts.rollout_function import RolloutFunction
 from nemo_rl_moe.rollouts.supervisor import QUIET_S, STOP_GRACE_S, RolloutReports, RolloutsGivenUpError, check_s
 from nemo_rl_moe.rollouts.trajectory import Trajectory
+from tests.support.clocks_and_disks import MovedClock
 from tests.support.grpo_fakes import SAMPLING, FakeEngine, FakeRewardFunction, make_runner, prompts
-from tests.support.moved_clock import MovedClock
 
 FOR_EVER_S = 3600.0
 TIMEOUT_S = 600.0

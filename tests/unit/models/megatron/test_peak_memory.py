@@ -63,7 +63,7 @@ def test_cpus_have_none() -> None:
 def graphs_after_a_step(settings: RunSettings) -> list[torch.Size]:
     """Run on every rank: return the shapes of the tensors that keep a graph alive after a training step."""
     with parallel_job(settings.policy):
-        trainer = build_trainer(settings)
+        trainer = build_trainer(settings.policy, settings.model)
         trainer.train([shard_of_step(trainer, settings, 0)], sft_loss)
         gc.collect()
         tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]

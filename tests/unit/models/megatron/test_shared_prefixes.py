@@ -15,7 +15,7 @@ from nemo_rl_moe.distributed.batch import TokenBatch
 from nemo_rl_moe.models.megatron.training.prefix_tree import PrefixTree
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import layout, logprobs_by_sequence, parallel_job, shard_of_rank, tiny_policy
-from tests.support.training_run import RankRun, RunSettings, build_trainer, difference, weights_of
+from tests.support.training_run import RankRun, build_trainer, difference, weights_of
 
 GROUPS = ((0, 1, 2, 3), (4, 5, 6, 7))
 
@@ -64,7 +64,7 @@ class Measured:
 def train_groups(policy: PolicyConfig, shares: bool, model: dict[str, Any]) -> Measured:
     """Run on every rank: return the run of two steps, and the log-probabilities before it."""
     with parallel_job(policy):
-        trainer = build_trainer(RunSettings(policy, model))
+        trainer = build_trainer(policy, model)
         place = trainer.coordinates
         batches = [replace(grouped_batch(seed), shares_prefixes=shares) for seed in (1, 2)]
         shards = [shard_of_rank(batch, place.data_parallel_rank, place.data_parallel_size, GROUPS) for batch in batches]

@@ -28,6 +28,7 @@ from nemo_rl_moe.rollouts.rollout_function import RolloutFunction
 from nemo_rl_moe.rollouts.runner import RolloutRunner
 from nemo_rl_moe.rollouts.supervisor import QUIET_S, STOP_GRACE_S, RolloutReports, RolloutsGivenUpError
 from nemo_rl_moe.rollouts.trajectory import Trajectory
+from tests.support.clocks_and_disks import MovedClock
 from tests.support.grpo_fakes import (
     SAMPLING,
     FakeEngine,
@@ -35,8 +36,7 @@ from tests.support.grpo_fakes import (
     make_runner,
     small_config,
 )
-from tests.support.moved_clock import MovedClock
-from tests.support.scripted_engine import ScriptedEngine, loader
+from tests.support.scripted_rollouts import ScriptedEngine, loader
 
 WITH_COPY = ("policy.generation.backend=vllm",)
 EngineOf = Callable[[], GenerationEngine]

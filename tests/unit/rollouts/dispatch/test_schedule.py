@@ -27,11 +27,10 @@ from nemo_rl_moe.rollouts.dispatch.schedule import (
     read_schedule,
     replay_policy,
 )
+from tests.support.clocks_and_disks import run_virtually
 from tests.support.grpo_fakes import small_config
 from tests.support.quick_list import examples
-from tests.support.scripted_engine import loader
-from tests.support.scripted_rollouts import Fate, ScriptedRun, scripted_prompts
-from tests.support.virtual_clock import run_virtually
+from tests.support.scripted_rollouts import Fate, ScriptedRun, loader, scripted_prompts
 from tests.unit.rollouts.dispatch.test_field_bugs_of_ends import started
 
 DAMAGED = "{path}:1: not a step of a schedule; expected schedule.jsonl of an asynchronous run"

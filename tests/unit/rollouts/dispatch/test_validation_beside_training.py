@@ -32,6 +32,7 @@ from nemo_rl_moe.rollouts.run_environment import RunEnvironment
 from nemo_rl_moe.rollouts.runner import RolloutRunner
 from nemo_rl_moe.rollouts.supervisor import STOP_GRACE_S, RolloutReports, RolloutsGivenUpError
 from nemo_rl_moe.rollouts.trajectory import Trajectory
+from tests.support.clocks_and_disks import MovedClock
 from tests.support.conversations import ALL
 from tests.support.grpo_fakes import (
     SAMPLING,
@@ -40,8 +41,7 @@ from tests.support.grpo_fakes import (
     prompts,
     small_config,
 )
-from tests.support.moved_clock import MovedClock
-from tests.support.scripted_engine import ScriptedEngine, loader
+from tests.support.scripted_rollouts import ScriptedEngine, loader
 
 Found = TypeVar("Found")
 LIMIT_S = 120.0

@@ -1,15 +1,23 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""An event loop whose time is simulated: it leaps to the next timer where a real one would wait for it.
+"""Clocks that tests move, and disks that fill up.
 
-Hours pass in milliseconds, and two runs of one script are the same. Where nothing is left that could ever happen,
-waiting is an error at once, instead of a test that hangs.
+In simulated time an event loop leaps to the next timer where a real one would wait for it: hours pass in milliseconds,
+and two runs of one script are the same. Where nothing is left that could ever happen, waiting is an error at once,
+instead of a test that hangs.
 """
 
 import asyncio
+import resource
 import selectors
-from collections.abc import Coroutine
+import subprocess
+import time
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
+
+import pytest
 
 Result = TypeVar("Result")
 LONGEST_S = 10_000.0
@@ -51,7 +59,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         super().__init__(self._virtual)
 
     def time(self) -> float:
-        """Return the virtual seconds."""
         return self._virtual.now_s
 
     def let_pass(self, seconds: float) -> None:
@@ -59,7 +66,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._virtual.now_s += seconds
 
     def rewind(self) -> None:
-        """Begin at 0 again."""
         self._virtual.now_s, self._virtual.num_turns = 0.0, 0
 
 
@@ -80,3 +86,58 @@ def run_virtually(coroutine: Coroutine[Any, Any, Result]) -> Result:
     if errors:
         raise errors[0]
     return result
+
+
+class MovedClock:
+    """Real seconds, and those by which a test has moved the clock."""
+
+    def __init__(self) -> None:
+        self._moved_s = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self._moved_s
+
+    def move(self, seconds: float) -> None:
+        self._moved_s += seconds
+
+    def move_soon(self, seconds: float) -> None:
+        """Move it while everything waits."""
+        asyncio.get_running_loop().call_later(0.02, self.move, seconds)
+
+    def loop(self) -> asyncio.AbstractEventLoop:
+        found = asyncio.new_event_loop()
+        found.time = self  # type: ignore[method-assign]
+        return found
+
+
+@contextmanager
+def file_system_of(size: str, folder: Path) -> Iterator[Path]:
+    """A file system of a size, such as `128k`, at a folder that is made; skips the test where it may not be mounted."""
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    if subprocess.run(command, capture_output=True, check=False).returncode != 0:
+        pytest.skip("this user may not mount a file system")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def fill(folder: Path) -> Path:
+    """Return a new file that takes all the space that is left."""
+    filler = folder / "filler"
+    with pytest.raises(OSError, match="No space left"), filler.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    return filler
+
+
+@contextmanager
+def files_no_longer_than(size: int) -> Iterator[None]:
+    """The operating system refuses what goes beyond, after it has taken what fits: a full disk for one process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -1,16 +1,59 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A stand-in for Transformer Engine's FusedAdam in plain torch, and the frame in which Megatron-Core finds it."""
+"""What stands in for a GPU: memory that others open by a name, and Transformer Engine's optimizer in plain torch."""
 
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import resource_tracker, shared_memory
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from torch import Tensor
+
+KEPT: list[shared_memory.SharedMemory] = []
+PLACE = ["nowhere"]
+"""Of this process."""
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """What `CudaMemory` is on GPUs.
+
+    Attributes:
+        is_everywhere: All processes are on one GPU; otherwise each is where `PLACE` says.
+    """
+
+    is_everywhere: bool = True
+
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def place(self) -> str:
+        return "GPU-0" if self.is_everywhere else PLACE[0]
+
+    def shared(self, buffer: Tensor) -> Mapping[str, Any]:
+        block = shared_memory.SharedMemory(create=True, size=max(1, buffer.nbytes))
+        np.frombuffer(block.buf, np.uint8)[: buffer.nbytes] = buffer.numpy()
+        resource_tracker.unregister(block._name, "shared_memory")  # type: ignore[attr-defined]
+        KEPT.append(block)
+        return {"name": block.name, "bytes": buffer.nbytes}
+
+    @contextmanager
+    def mapped(self, handle: Mapping[str, Any]) -> Iterator[Tensor]:
+        block = shared_memory.SharedMemory(handle["name"])
+        resource_tracker.unregister(block._name, "shared_memory")  # type: ignore[attr-defined]
+        yield torch.frombuffer(block.buf, dtype=torch.uint8)[: handle["bytes"]]
+
+
+def forget_kept() -> None:
+    while KEPT:
+        Path("/dev/shm", KEPT.pop().name).unlink()
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -55,7 +98,6 @@ class FusedAdam(torch.optim.Optimizer):
         }
 
     def initialize_state(self, param: Tensor, store_param_remainders: bool) -> None:
-        """Make moments of zero and a master of a parameter."""
         self.state[param] = {kind: torch.zeros_like(param, dtype=dtype) for kind, dtype in self._dtypes.items()}
         self.set_scaled_state(param, "master_param", param.detach().float())
 
@@ -70,7 +112,6 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update of each group."""
         for group in self.param_groups:
             if not group["params"]:
                 continue

@@ -38,7 +38,7 @@ class WorkerServer:
 
     def problems(self) -> list[str]:
         """Return what NCCL would not have carried of what workers have said since the last call."""
-        from tests.support.nccl_order import take_problems
+        from tests.support.rank_state import take_problems
 
         return take_problems(Path(self._folder))
 

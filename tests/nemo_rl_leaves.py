@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Find out what becomes of each leaf of NeMo-RL's configurations in a translation: carried over, named, or lost.
 
-Usage: python -m tests.support.nemo_rl_leaves RL/examples/configs
+Usage: python -m tests.nemo_rl_leaves RL/examples/configs
 
 walks the YAML files below a folder and prints how many leaves were carried over or named, which ones were lost, how
 many results a start would take, and what would stop the others. Exit code 1 where a leaf was lost.

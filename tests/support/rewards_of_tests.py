@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""An environment that fails in every way an environment can; the response says in which."""
+"""Reward functions that fail in every way, cost a run its engine, say which process scores, or are learned quickly."""
 
 import itertools
 import math
@@ -9,13 +9,15 @@ import re
 import signal
 import sys
 import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
 
 from nemo_rl_moe.rewards.interface import ScoringItem
 
 
 class UnprintableError(Exception):
-    """Has no text that could be shown."""
-
     def __str__(self) -> str:
         raise RuntimeError("no text")
 
@@ -112,3 +114,42 @@ FAILURES = {
 
 def _recurse(depth: int) -> object:
     return _recurse(depth + 1)
+
+
+MARK = "MARK_OF_THE_KILLED_ENGINE"
+"""Variable of a run whose engine is to be killed: a file that says that it has been."""
+ENGINE_TITLE = "ray::VllmWorker"
+
+
+def share_of_digits(item: ScoringItem) -> float:
+    """Return how many of twelve characters are digits; where a run has the mark, the first response kills its
+    engine.
+    """
+    mark = os.environ.get(MARK)
+    if mark and not Path(mark).exists():
+        for process in psutil.process_iter():
+            with suppress(psutil.Error, ProcessLookupError):
+                if "".join(process.cmdline()[:1]).startswith(ENGINE_TITLE) and process.environ().get(MARK) == mark:
+                    os.kill(process.pid, signal.SIGKILL)
+                    Path(mark).touch()
+    return sum(character.isdigit() for character in item.response) / 12
+
+
+NOTES = "DRILL_REWARD_WORKERS"
+"""Environment variable with the folder in which each process that scores leaves its id."""
+SECONDS_A_RESPONSE = 0.01
+NUM_REWARDS = 8
+
+if NOTES in os.environ:
+    Path(os.environ[NOTES], str(os.getpid())).touch()
+
+
+def grade(item: ScoringItem) -> float:
+    """Return a reward between 0 and 1 that depends on all characters of the response and on nothing else."""
+    time.sleep(SECONDS_A_RESPONSE)
+    return sum(map(ord, item.response)) % NUM_REWARDS / (NUM_REWARDS - 1)
+
+
+def share_of_vowels(item: ScoringItem) -> float:
+    """Reward of which most groups have a spread."""
+    return sum(letter in "aeiou" for letter in item.response) / max(1, len(item.response))

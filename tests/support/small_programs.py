@@ -1,18 +1,20 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Small programs in the place of a run: each starts a family that ends by nothing but SIGKILL, and notes its ids."""
+"""Small programs and checks in the place of real ones: of a run, of cases of a campaign, and of a GPU."""
 
+import argparse
+import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
-
-from tests.functional.sft_runs import running
 
 LIMIT_S = 200.0
 PRELUDE = """
@@ -66,7 +68,8 @@ def noted(folder: Path, name: str = "*") -> list[int]:
 
 
 def is_running(pid: int) -> bool:
-    """Return True for a process that has not ended."""
+    from tests.functional.sft_runs import running  # with all that runs import, which the programs do without
+
     return psutil.pid_exists(pid) and bool(running([psutil.Process(pid)]))
 
 
@@ -84,3 +87,66 @@ def end_of(process: subprocess.Popen[str], folder: Path) -> tuple[int, str]:
     errors = process.communicate(timeout=LIMIT_S)[1]
     assert [pid for pid in noted(folder) if is_running(pid)] == []
     return process.returncode, errors
+
+
+class Measured(AssertionError):
+    def __init__(self, why: str):
+        super().__init__(why)
+        self.numbers = {"speed": 3}
+
+
+def passes(*, rehearse: bool) -> Iterator[dict[str, Any]]:
+    """Yield what it was told, and a second result."""
+    yield {"rehearse": rehearse}
+    yield {"second": 2}
+
+
+def fails(*, rehearse: bool) -> Iterator[dict[str, Any]]:
+    """Yield a result, then raise with numbers."""
+    yield {"speed": 1}
+    raise Measured("too slow")
+
+
+def crashes(*, rehearse: bool) -> Iterator[dict[str, Any]]:
+    """Yield a result, then die as a process does in a kernel."""
+    yield {"speed": 2}
+    print("about to die", flush=True)
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def hangs(*, rehearse: bool) -> Iterator[dict[str, Any]]:
+    """Never end, and do not listen."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    print("waiting", flush=True)
+    time.sleep(600)
+    yield {}
+
+
+def main() -> int:
+    """Run the cases named, one after the other: each does what its name says, and none computes anything."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seed")
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--here", action="store_true")
+    parser.add_argument("--cases", nargs="+")
+    options = parser.parse_args()
+    for name in options.cases:
+        if name == "exits":
+            return 7
+        if name == "hangs":
+            time.sleep(1000)
+        if name == "leaves":
+            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True)
+        faults = ["step 1: a token is lost"] if name == "fails" else []
+        folder = options.output / name
+        folder.mkdir(parents=True)
+        staging = folder / "staging"
+        staging.write_text(json.dumps({"case": name, "settings": "", "faults": faults, "seconds": 1.0}))
+        staging.rename(folder / "result.json")
+        if faults:
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
