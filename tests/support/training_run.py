@@ -149,10 +149,13 @@ def difference(runs: Sequence[RankRun], reference: RankRun) -> Difference:
         loss=max(_relative(run.losses, reference.losses) for run in runs),
         grad_norm=max(_relative(run.grad_norms, reference.grad_norms) for run in runs),
         moe_metrics=max(
-            abs(value - expected_metrics[name])
-            for steps in found
-            for metrics, expected_metrics in zip(steps, wanted, strict=True)
-            for name, value in metrics.items()
+            (
+                abs(value - expected_metrics[name])
+                for steps in found
+                for metrics, expected_metrics in zip(steps, wanted, strict=True)
+                for name, value in metrics.items()
+            ),
+            default=0.0,
         ),
         weights=max(float(np.abs(weights[name] - expected[name][: len(weights[name])]).max()) for name in weights),
     )
