@@ -34,7 +34,9 @@ def image_positions(
             height, width = next(remaining, (0, 0))
             last = first_of_image + height * width - 1
             if height * width == 0 or last >= len(marked) or marked[last] != start + height * width - 1:
-                raise ValueError(f"row {row}: the image tokens from {start} on do not fit an image in grids")
+                raise ValueError(
+                    f"row {row}: the image tokens from position {start} on do not match the next image's size in grids"
+                )
             here = int(positions[0, row, start])
             down, right = torch.arange(height)[:, None], torch.arange(width)[None]
             block = torch.stack([torch.zeros(height, width, dtype=torch.long), *torch.broadcast_tensors(down, right)])

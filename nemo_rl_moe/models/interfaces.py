@@ -65,7 +65,7 @@ class LossInputs:
             return column.values[:, None].expand_as(self.logprobs)
         if column.axis is Axis.TOKEN:
             return column.values
-        raise ValueError(f"the column {name} is ragged: it has no value for each target")
+        raise ValueError(f"the column {name} is ragged: it does not have one value for each target")
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ def _custom(config: CustomRewardConfig) -> RewardFunction:
         raise
     except Exception as error:
         raise ConfigurationError(
-            f"{key}: {config.factory} raised while it was made: {error_in_user_code(error)}"
+            f"{key}: {config.factory} raised while making the reward function: {error_in_user_code(error)}"
         ) from error
     if not callable(getattr(reward_function, "score", None)):
         raise ConfigurationError(

@@ -71,8 +71,8 @@ def group_fields(hf_config: Any) -> dict[str, int | None]:
     limited = groups is not None and usable is not None and usable < groups
     if limited and usable * hf_config.n_routed_experts // groups < hf_config.num_experts_per_tok:
         raise ConfigurationError(
-            f"{WHERE} num_experts_per_tok: got {hf_config.num_experts_per_tok}, more than the experts in {usable} of "
-            f"{groups} groups"
+            f"{WHERE} num_experts_per_tok: got {hf_config.num_experts_per_tok}, more than the experts in the {usable} "
+            f"of {groups} groups that a token may use"
         )
     return {"moe_router_num_groups": groups if limited else None, "moe_router_group_topk": usable if limited else None}
 

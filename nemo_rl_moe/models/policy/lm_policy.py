@@ -217,7 +217,7 @@ class MegatronPolicy(TrainableModel):
     """The policy of a run: a trainable model that also generates, or sends its weights to engines.
 
     Attributes:
-        gpu: Model of the memory of a GPU that the policy's ranks and engines share.
+        gpu: Account of the memory of a GPU that the policy's ranks and the engines share. It checks each phase's use.
     """
 
     def __init__(

@@ -144,8 +144,8 @@ class ModelWorkers:
         """Start `logprobs` after the workers' pending calls. Return a function that waits for the result.
 
         Args:
-            by_one_copy: Whether to use only the ranks of one data-parallel copy, if the copy has all experts. With few
-                sequences, the cost of a pass on a rank hardly depends on their number.
+            by_one_copy: Whether to use only the ranks of one data-parallel copy, if the copy has all experts. For few
+                sequences this saves work, because their number hardly changes the cost of a rank's pass.
             reference: Whether to use the reference model, which must have been kept.
         """
         alone = by_one_copy and _has_its_own_experts(self._policy.megatron_cfg)
@@ -224,7 +224,11 @@ class ModelWorkers:
     def _plan_forward(
         self, batch: TokenBatch, batching: Batching, num_copies: int | None = None
     ) -> tuple[EvaluationPlan, TokenBatch]:
-        """Return the microbatches of `num_copies` data-parallel ranks (default: all), and the batch with fillers."""
+        """Return the microbatches of `num_copies` data-parallel ranks (default: all), and the batch with filler rows.
+
+        Filler rows repeat sequences, so that all ranks have the same number of microbatches. Their results do not
+        count.
+        """
         batch, shared = self._sharing(batch.with_shared_in(self._images))
         plan = plan_evaluation(
             batch.lengths.tolist(),

@@ -112,7 +112,7 @@ class EnteredTrajectory:
 
 
 class _Steps(Coroutine[Any, Any, Trajectory]):
-    """A coroutine that notes its trajectory as entered while it runs."""
+    """A trajectory's coroutine that stores the trajectory's number in `EnteredTrajectory` while its code runs."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, Trajectory], number: int, entered: EnteredTrajectory):
         self._coroutine, self._number, self._entered = coroutine, number, entered

@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--write-capture", type=Path, metavar="DIR", help="also write the sequences as a capture folder"
     )
-    parser.add_argument("--steps", type=_steps, metavar="FIRST:LAST", help="only these steps; either may be omitted")
+    parser.add_argument("--steps", type=_steps, metavar="FIRST:LAST", help="only steps FIRST to LAST (each optional)")
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="write one HTML file; it opens from disk, without a network"
     )

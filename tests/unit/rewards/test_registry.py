@@ -83,7 +83,7 @@ def test_weights_by_name_are_those_of_a_rollout_where_the_environment_gives_one_
         (
             "custom",
             {"factory": f"{NAME}:raising"},
-            f"env.reward.factory: {NAME}:raising raised while it was made: KeyError: 'no such key'",
+            f"env.reward.factory: {NAME}:raising raised while making the reward function: KeyError: 'no such key'",
         ),
     ],
 )

@@ -215,7 +215,7 @@ def test_a_template_that_refuses_a_message_costs_its_trajectory_alone() -> None:
 
 def test_a_message_before_the_first_response() -> None:
     session = scripted_session(CHATML, ASKED, [])
-    with pytest.raises(RuntimeError, match=r"answers a response of the model; await session\.generate\(\) before$"):
+    with pytest.raises(RuntimeError, match=r"before a response of the model; await session\.generate\(\) first$"):
         session.append_message(USER)
 
 

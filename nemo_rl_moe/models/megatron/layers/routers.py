@@ -39,10 +39,10 @@ def group_limited_topk(
 
 
 class GroupLimitedChoice:
-    """Group-limited top-k with the interface of `RouterReplay`, which selects a router's experts.
+    """Group-limited top-k. It selects a router's experts through the interface of Megatron-Core's `RouterReplay`.
 
     Attributes:
-        counted: `[tokens, topk]`, the experts of the last choice, which the balancing losses count.
+        counted: `[tokens, topk]`, the experts chosen in the last call, as load for the balancing losses.
     """
 
     def __init__(self, best_of_group: int):
@@ -87,7 +87,7 @@ def limit_groups(model: nn.Module, *, as_deepseek: bool) -> None:
 
 
 def _replay_or_choose(replay: Callable[..., Any], choice: GroupLimitedChoice, *arguments: Any) -> Any:
-    """Call a `RouterReplay` with group-limited top-k in place of the last argument, its default choice."""
+    """Call a `RouterReplay`. Replace its last argument, the function that chooses without replay, by `choice`."""
     return replay(*arguments[:-1], choice.get_replay_topk)
 
 
@@ -131,8 +131,8 @@ _OF_A_DISPATCH = (
 def release_dispatches(chunks: Iterable[MegatronModule]) -> None:
     """Free the tensors that token dispatchers keep of the last microbatch.
 
-    Megatron-Core keeps them until the next forward pass, and with them the graph of the recomputation: with
-    `activation_checkpointing: moe` and Qwen3-30B-A3B 81 MB in each layer during refit and generation.
+    Megatron-Core keeps these tensors, and the graph of the recomputation, until the next forward pass. For
+    Qwen3-30B-A3B with `activation_checkpointing: moe`, they would take 81 MB per layer during refit and generation.
     """
     for layer in (module for chunk in chunks for module in chunk.modules() if isinstance(module, MoELayer)):
         for owner in (layer.token_dispatcher, getattr(layer.token_dispatcher, "_comm_manager", None)):
@@ -223,8 +223,9 @@ def _biased(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
 
 @contextmanager
 def unconverted_state(chunks: Sequence[GPTModel]) -> Iterator[None]:
-    """Keep the buffers of routers and indexers, and parameters that stay in float32, while the chunks are converted to
-    another number format.
+    """Exempt some tensors from a conversion of the chunks to another number format while the context is open.
+
+    They are the buffers of routers and indexers, and parameters that stay in float32.
 
     Megatron-Core converts the routers' buffers together with the weights. It converts the bias back to float32, but the
     bias has been rounded by then. Token counts would stay in bfloat16, which cannot represent odd numbers above 256.

@@ -64,9 +64,10 @@ class _PolicyOutput:
         entropy: Entropies of the last pass, [batch, sequence], with their graph. The code that reads them clears them.
         candidate_column: Column of token ids whose log-probabilities the training pass also computes, or None.
         candidates: Log-probabilities of the ids in `candidate_column`, [batch, sequence, k]. Cleared like `entropy`.
-        model_columns: Name -> column of the microbatch, `[rows, columns, ...]` on the token axis, not split by sequence
-            parallelism. Set on every pipeline stage during the forward pass, but empty during activation recomputation:
-            read it before the layers, or pass it to the layers.
+        model_columns: Name -> additional input of the microbatch. An input with a value per token has the shape
+            `[rows, columns, ...]`, like the token ids, and is not split by sequence parallelism. Set
+            on every pipeline stage during the forward pass, but empty during activation recomputation: read it before
+            the layers, or pass it to the layers.
     """
 
     real_vocabulary_size: int
@@ -85,7 +86,7 @@ class _PolicyOutput:
     model_columns: Mapping[str, Tensor] = MappingProxyType({})
 
     def forward(self, *args: Any, model_columns: Mapping[str, Tensor] | None = None, **kwargs: Any) -> Any:
-        """Run the chunk. `model_columns` is set during the pass."""
+        """Run the chunk's forward pass, during which the attribute `model_columns` has the argument's value."""
         if not model_columns:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         self.model_columns = model_columns

@@ -66,9 +66,9 @@ def mark_expert_parameters(model: nn.Module) -> None:
     expert parallel 1 and expert-tensor parallel 1, it then never reduces the expert gradients (up to 0.18). With the
     mark in every layout, an optimizer checkpoint can also move between expert-parallel sizes.
 
-    Megatron treats the bias of an expert's second product like that of a tensor-parallel layer: under sequence
-    parallelism it sums the ranks' gradients, even of different experts (0.16.1 to 0.19.2), and only the first rank
-    counts these gradients in the gradient norm (0.16.1).
+    The function also corrects the bias of an expert's second product, which Megatron marks like that of a
+    tensor-parallel layer. Under sequence parallelism, Megatron would sum the ranks' gradients of this bias, even of
+    different experts (0.16.1 to 0.19.2), and count only the first rank's in the gradient norm (0.16.1).
     """
     for name, parameter in model.named_parameters():
         if is_routed_expert(name):

@@ -123,8 +123,8 @@ def _in_order(
 ) -> Int[np.ndarray, "tokens moe_layers topk"]:
     """Return the routed experts of the tokens with the indices `order`, token by token.
 
-    An item of the numpy array has all experts of one (token, layer). This is several times as fast as an index of
-    single experts, or as a tensor for each of hundreds of short sequences.
+    The routes are indexed as a numpy array whose items contain all experts of one (token, layer). This is several
+    times as fast as indexing single experts, or as one torch operation for each of hundreds of short sequences.
     """
     layers, _, topk = routes.shape
     items = routes.view(np.dtype((np.void, topk * routes.itemsize)))[..., 0]

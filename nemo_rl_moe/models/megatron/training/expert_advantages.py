@@ -85,9 +85,10 @@ class ExpertAdvantageRecorder(StepObserver):
         return StepObservations(metrics, {EXPERTS_BY_ADVANTAGE.name: found})
 
     def _of_whole_batch(self) -> list[Tensor]:
-        """Return this rank's counts, and advantage, group, number of trained tokens and sample of its sequences.
+        """Return two tensors with a position for each sequence of the global batch, filled for this rank's sequences.
 
-        Both are at the sequences' positions in the global batch.
+        The first has the counts, `[sequences, layers, experts]`. The second, `[4, sequences]`, has the advantage, the
+        group, the number of trained tokens and the sample of each sequence.
         """
         batches = [microbatch for shard in self._shards for microbatch in shard.microbatches]
         places = np.array([place for shard in self._shards for place in shard.places])

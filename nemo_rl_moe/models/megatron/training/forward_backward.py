@@ -324,7 +324,10 @@ class ForwardBackward:
 
 
 def _candidate_column(microbatch: ModelMicrobatch, heads: Collection[Head]) -> str | None:
-    """Return the column of ids whose log-probabilities are needed: kept tokens, or candidates of the loss."""
+    """Return the name of the column with the token ids whose log-probabilities are needed, or None.
+
+    They are the tokens that top-k and top-p kept in sampling, or the candidates that the loss asks for.
+    """
     if Head.LOGPROBS in heads and KEPT_TOKENS in microbatch.model_columns:
         return KEPT_TOKENS
     return CANDIDATE_IDS if Head.CANDIDATES in heads else None

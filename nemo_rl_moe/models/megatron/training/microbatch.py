@@ -99,9 +99,10 @@ class ModelMicrobatch:
         packed_seq_params: Boundaries of packed sequences. None if sequences are padded.
         sequence_start: Flat position of each sequence's first token.
         batch: The sequences with the columns for the loss, on the device.
-        model_columns: Name -> column of the batch for the model. On the token axis it is `[rows, columns, ...]`, with
-            the column's fill value on padding. On the sequence axis it is `[rows, ...]`, or `[sequences, ...]` if
-            packed. A ragged column has all sequences' values in order. `models.images` describes the pixels.
+        model_columns: Name -> column of the batch for the model. A column with a value per token becomes
+            `[rows, columns, ...]`, with the column's fill value on padding. A column with a value per sequence becomes
+            `[rows, ...]`, or `[sequences, ...]` if packed. A ragged column, with any number of values per sequence, has
+            the values of all sequences in order. `models.images` describes the pixels.
         shared: The model's inputs if the sequences share prefixes. All other attributes describe separate sequences.
     """
 

@@ -179,7 +179,7 @@ class RouterHooks:
             self._give(chunk, None)
 
     def _wait(self, chunk: int, microbatch: ModelMicrobatch, found: ReplayedPass) -> None:
-        """Queue a pass, and count it together with other small passes of the chunk."""
+        """Queue a pass, so that its experts are compared and counted together with those of other small passes."""
         if self._waiting:
             first = self._waiting[0]
             entries = found.num_entries + sum(each.num_entries for each in self._waiting)

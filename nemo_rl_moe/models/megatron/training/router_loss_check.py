@@ -36,8 +36,9 @@ class ExpectedGradients(NamedTuple):
     """Gradients of a router's weight, `[experts, hidden]`.
 
     Attributes:
-        uncancelled: Gradient of the balancing losses without the part that changes all scores alike. The true gradient
-            is a difference of such terms. If it is far shorter than these terms, it is only rounding.
+        uncancelled: Scale of the rounding errors in `balancing`: the gradient of the balancing losses as if no score
+            fell when another score rises. In `balancing`, these terms cancel in part. If `balancing` is far
+            shorter than `uncancelled`, it consists of rounding errors.
     """
 
     balancing: Tensor

@@ -45,7 +45,7 @@ class _Update:
     """Result of one global batch.
 
     Attributes:
-        num_of: Kind of mean -> number of tokens or sequences in the mean.
+        num_of: Kind of mean (over tokens or over sequences) -> number of tokens or sequences in the global batch.
         series: The loss function's metrics of this rank's microbatches.
     """
 

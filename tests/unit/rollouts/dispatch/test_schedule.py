@@ -132,7 +132,7 @@ def test_a_damaged_file_is_named_with_its_line(tmp_path: Path, line: str) -> Non
             b'{"version": true, "groups": []}',
             DAMAGED,
         ),
-        (b'{"version": 0, "groups": []}\n', "the schedule has steps of another size than the 2 groups of this run"),
+        (b'{"version": 0, "groups": []}\n', "the schedule has a step with more or fewer than this run's 2 groups"),
     ],
 )
 def test_a_schedule_that_cannot_be_repeated_is_reported_with_its_key(
