@@ -47,7 +47,7 @@ def turns_of_tokens(trajectories: Sequence[Trajectory]) -> Int[Tensor, "trajecto
 
 
 def sampled_tokens(trajectories: Sequence[Trajectory]) -> Bool[Tensor, "sequences tokens"]:
-    """Return the loss mask of each sequence, also of truncated trajectories, padded with False."""
+    """Return the loss mask of each sequence, padded with False. Truncated trajectories keep their masks."""
     return _padded_masks([sequence.loss_mask for sequence in sequences_of(trajectories)])
 
 

@@ -205,7 +205,7 @@ def find_anomalies(
 
 
 def _renumbered(hot: OneHot, counts: Int[np.ndarray, "kinds layers experts"] | None) -> dict[int, Renumbering]:
-    """Return position of the layer -> renumbering, for the layers whose expert ids are renumbered."""
+    """Return the renumbering of each layer whose expert ids are renumbered, by the layer's position."""
     if counts is None:
         both = (hot.capture * hot.has_live[..., None], hot.live * (hot.num_named > 0)[..., None])
         counts = np.stack([of.sum((0, 1)) for of in (*both, hot.capture * hot.live)]).round().astype(np.int64)

@@ -147,7 +147,7 @@ class AgreementStatistics:
         return torch.cat([everywhere, above, torch.zeros_like(everywhere)]).diff(dim=0).neg_().long()
 
     def _find_places(self, layers: Int[Tensor, " layers"]) -> None:
-        """Find the positions of some layers' experts in the counts, unless the same layers were used last."""
+        """Set `_places_of_experts` for some layers, unless it was last set for the same ones."""
         if layers is self._last_layers:
             return
         self._last_layers = layers
