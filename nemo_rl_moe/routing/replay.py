@@ -73,7 +73,10 @@ def named_too(
 def num_in_common(
     some: Int[Tensor, "topk *layers tokens"], others: Int[Tensor, "topk *layers tokens"]
 ) -> Int[Tensor, "*layers tokens"]:
-    """Return the number of common experts of each token in each layer. In usable rows, `topk` means equal sets."""
+    """Return the number of common experts of each token in each layer.
+
+    If no expert occurs twice, the number `topk` means that both sets are equal.
+    """
     return named_too(some, others).sum(0, dtype=torch.uint8)
 
 
@@ -133,7 +136,7 @@ def replayed(live: Int[Tensor, "tokens topk"], routes: LayerRoutes) -> Int[Tenso
 def or_tied(
     live: Int[Tensor, "tokens topk"], scores: Float[Tensor, "tokens experts"], captured: LayerRoutes
 ) -> Int[Tensor, "tokens topk"]:
-    """Return a router's choice for each token, or the captured experts if all score as high as the last chosen one."""
+    """Return a router's choice for each token, or the captured experts if none scores below the last chosen expert."""
     named = captured.experts.clamp(0, scores.shape[1] - 1)
     last = scores.gather(1, live).amin(1, keepdim=True)
     is_as_good = (scores.gather(1, named) >= last).all(1) & (captured.num_usable > 0)

@@ -40,7 +40,7 @@ class TransportSpec:
     """One transfer of weights, pickled to its participants.
 
     Attributes:
-        folder: A new folder that all processes reach. With `store` only its name is used.
+        folder: A new folder that all processes reach. If `store` is given, only the name of the folder is used.
         store: Key-value store for the notes, in place of the folder. None if all processes reach the folder.
         max_unacknowledged: Maximum number of buckets of a sender that some receiver has not taken yet.
         stall_timeout_s: Seconds without progress after which a process gives up, as a killed peer leaves no trace.
@@ -90,7 +90,7 @@ class TransportSpec:
             tensors = arrivals.tensors()
             load(tensors)
             if left := sum(1 for _ in tensors):
-                raise WeightSyncError(f"its loader ended before the last {left} tensors")
+                raise WeightSyncError(f"its loader did not take the last {left} tensors")
             return arrivals.num_bytes
 
     def label(self, sender: int, bucket: int) -> BucketLabel:
@@ -98,7 +98,7 @@ class TransportSpec:
         return BucketLabel(self.folder.name, self.version, sender, bucket)
 
     def queue(self, name: str, after: int) -> int:
-        """Put a bucket at the first free position, from `after` on, of the order in which receivers take buckets.
+        """Append a bucket to the order in which receivers take buckets, at the first free position from `after` on.
 
         Returns the position.
         """
@@ -322,8 +322,8 @@ class _Receiver:
     def _waits_for(self, senders: list[int], names: set[str]) -> str:
         """Return, for an error message, what this receiver waits for.
 
-        Other receivers that have not taken their buckets hold up the senders. Without such receivers, this receiver
-        waits for tensors of the senders.
+        If other receivers have not taken their buckets, the senders wait for them, and so does this receiver.
+        Otherwise this receiver waits for tensors of the senders.
         """
         sends_to_all = self._transfer.backend.place() is None
         receivers = list(range(self._transfer.num_receivers)) if sends_to_all else [self._receiver]

@@ -136,9 +136,10 @@ class WeightTransport:
 
 
 def folder_of_one_machine(num_senders: int) -> Path:
-    """Return the folder for a transfer on one machine: shared memory if twice the buckets in flight fit.
+    """Return the folder for a transfer on one machine.
 
-    Otherwise the temporary folder, because containers have only 64 MiB of shared memory by default.
+    It is in shared memory if this has room for twice the buckets in flight. Otherwise it is the temporary folder, since
+    containers have only 64 MiB of shared memory by default.
     """
     needed = 2 * num_senders * MAX_UNACKNOWLEDGED * BUCKET_BYTES
     has_room = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free >= needed

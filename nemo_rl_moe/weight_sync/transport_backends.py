@@ -120,8 +120,9 @@ _groups: dict[tuple[str, int], _Connections] = {}
 class CollectiveTransport:
     """Broadcasts from each sender to all receivers, in one process group per sender.
 
-    Receivers take the buckets in the global order in which they became ready. Senders wait for each other in the
-    trainer's collectives while they gather tensors, so two receivers in broadcasts of different senders would deadlock.
+    Receivers take the buckets in the global order in which they became ready. In another order, two
+    receivers could wait in broadcasts of different senders. This would be a deadlock, because senders wait for each
+    other in the trainer's collectives while they gather tensors.
 
     Attributes:
         group: Name of the connections. Other processes, or a failed transfer, require a new name.

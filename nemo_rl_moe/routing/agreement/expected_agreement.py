@@ -33,7 +33,8 @@ this fraction of the share of differing rows over all classes.
 def unexplained_disagreement(totals: AgreementTotals, layers: Sequence[int]) -> list[RoutingAnomaly]:
     """Report the layers whose captured routes agree with the routers by little more than chance, as one anomaly.
 
-    The agreement of such a layer is below the middle between chance and 1 by at least 0.1 and six standard errors.
+    The agreement of such a layer is below the middle between chance and 1, by more than 0.1 and by more than six
+    standard errors.
     """
     kappa = agreement_metrics(totals, tuple(layers), per_layer=False).get("routing/slot_kappa")
     if found := foreign_capture(kappa):
@@ -56,7 +57,7 @@ def unexplained_disagreement(totals: AgreementTotals, layers: Sequence[int]) -> 
 
 
 def _ties_alone(totals: AgreementTotals) -> Bool[np.ndarray, " layers"]:
-    """Return True for layers whose differing rows mostly have the narrowest router margins: near ties explain these."""
+    """Return True for layers whose differing rows mostly have the narrowest margins, so near ties explain them."""
     margins = totals.margins.numpy()
     usable, differing = margins.sum(1).T
     of_others, differing_of_others = margins[:, 1:].sum(1).T
@@ -66,8 +67,9 @@ def _ties_alone(totals: AgreementTotals) -> Bool[np.ndarray, " layers"]:
 def clear_differences(totals: AgreementTotals, layers: Sequence[int]) -> dict[str, float]:
     """Return metrics of the layer whose clear rows differ most. Empty if near ties explain the differences.
 
-    Clear rows have the widest margins between chosen and unchosen experts. Neither rounding nor a few updates is the
-    cause if the share of clear rows that differ is at least 5%, and at least three quarters of the share of all rows.
+    Clear rows have the widest margins between chosen and unchosen experts. A layer counts if the share of its clear
+    rows that differ is at least 5%, and at least three quarters of the share of all its rows that differ. Then neither
+    rounding nor a few updates is the cause.
     """
     margins = totals.margins.numpy()
     found: dict[str, float] = {}

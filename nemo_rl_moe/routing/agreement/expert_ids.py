@@ -76,7 +76,9 @@ class ExpertCounts:
         return found[0], found[1]
 
     def exchanged(self) -> dict[int, int]:
-        """Return {one: other, other: one} if only two ids disagree and their counts are exchanged. Otherwise empty."""
+        """Return {one: other, other: one} if only two ids disagree, and the router chooses each about as often as the
+        other is captured. Otherwise return an empty dictionary.
+        """
         most = np.maximum(self.captured, self.live)
         (found,) = np.nonzero((most >= _LEAST_ROWS) & (self.agreed <= _MOST_AGREED * most))
         others = np.delete(np.stack([self.agreed, self.captured]), found, 1).sum(1)
@@ -139,7 +141,7 @@ class _Together:
         live: Float[np.ndarray, "rows experts"],
         ids: tuple[Int[np.ndarray, " some"], Int[np.ndarray, " others"]],
     ) -> "_Together":
-        """Count the tokens of a part of a sample."""
+        """Count tokens (rows) with the captured ids `ids[0]`, with the router's ids `ids[1]`, and with each pair."""
         named, chosen, same = captured[:, ids[0]], live[:, ids[1]], live[:, ids[0]]
         return cls(
             ids, named.T @ chosen, named.sum(0), chosen.sum(0), (named * same).sum(0), same.sum(0), len(captured)
@@ -205,7 +207,7 @@ def _halves(known: Bool[np.ndarray, "sequences tokens"]) -> tuple[Bool[np.ndarra
 
 
 def _explained(router_ids: Mapping[int, int], together: _Together, counts: ExpertCounts) -> dict[int, int]:
-    """Return the cycles of a renumbering after which the ids agree clearly better, and beyond chance."""
+    """Return only the cycles of a renumbering that make its ids agree clearly better, and beyond chance."""
     found: dict[int, int] = {}
     for chain in _chains(router_ids):
         after = together.under(chain)
@@ -220,7 +222,7 @@ def _explained(router_ids: Mapping[int, int], together: _Together, counts: Exper
 
 
 def _closed(router_ids: Mapping[int, int], counts: ExpertCounts) -> dict[int, int]:
-    """Return the renumbering, with its only open chain of ids closed (last id -> first) if the counts of both fit."""
+    """Return the renumbering. A single open chain of ids is closed (last id -> first) if both ids are as frequent."""
     (*starts,) = router_ids.keys() - set(router_ids.values())
     (*ends,) = set(router_ids.values()) - router_ids.keys()
     if len(starts) != 1:
@@ -231,13 +233,13 @@ def _closed(router_ids: Mapping[int, int], counts: ExpertCounts) -> dict[int, in
 
 
 def _agreed_share(router_ids: Mapping[int, int], counts: ExpertCounts) -> float:
-    """Return the agreement of all ids of a renumbering without renumbering, over all rows of the step."""
+    """Return the agreement with the router of ids before they are renumbered, over all rows of the step."""
     ids = sorted(router_ids.keys() | set(router_ids.values()))
     return float(counts.agreed[ids].sum() / max(counts.captured[ids].sum(), 1))
 
 
 def _lead(rows: float) -> float:
-    """Return from which size a difference of shares of `rows` rows is significant: 0.1 and six standard errors."""
+    """Return the smallest significant difference of shares of `rows` rows: 0.1 or, if larger, six standard errors."""
     return max(_LEAST_LEAD, _SIGMAS * 0.5 / rows**0.5)
 
 

@@ -14,7 +14,10 @@ LagCounts = Int[Tensor, "classes 2"]
 
 
 class LagAgreement:
-    """Counts of one step of training on one rank: rows by lag, and how many of them the routers would choose."""
+    """Counts of one training step on one rank, by lag: usable rows, and rows that the routers would choose as well.
+
+    A row has the captured experts of one token in one layer.
+    """
 
     def __init__(self, device: torch.device):
         self.counts: LagCounts = torch.zeros(len(LAG_CLASSES), 2, dtype=torch.long, device=device)

@@ -50,7 +50,8 @@ def rank_anomalies(
 ) -> list[RoutingAnomaly]:
     """Report the rank whose capture disagrees with its routers while the other ranks' captures agree.
 
-    Its agreement is lower by at least 0.2 and six standard errors. For the errors, a token counts once, not per layer.
+    Its agreement is lower by at least 0.2 and by at least six standard errors. In the standard error, a token counts
+    once, and not once per layer.
     """
     rows = by_slot.numpy()
     usable = rows[:, Row.USABLE]
@@ -68,7 +69,7 @@ def rank_anomalies(
 
 
 def rank_name(slot: int, num_ranks: int) -> str:
-    """Return the name of the data-parallel rank that uses a slot, or of all such ranks in a larger job."""
+    """Return the name of the data-parallel rank that uses a slot. If several ranks share the slot, name all of them."""
     if num_ranks <= SLOTS:
         return f"data-parallel rank {slot}"
     return f"one of the data-parallel ranks {', '.join(map(str, range(slot, num_ranks, SLOTS)))}"

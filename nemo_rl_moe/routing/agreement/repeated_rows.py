@@ -21,7 +21,7 @@ _SIGMAS = 6.0
 
 
 class Repeat(IntEnum):
-    """Kinds of tokens that are counted to detect repeated rows."""
+    """Kinds of tokens that are counted to detect rows that repeat the experts of the previous token."""
 
     CAPTURE = 0
     """The capture repeats the experts of the previous token in every layer, and the routers would choose others."""
@@ -43,7 +43,7 @@ class RepeatedRows:
         distance: int,
         follows: Bool[Tensor, " tokens"],
     ) -> None:
-        """Count the repeated rows of the forward pass of some layers over a microbatch."""
+        """Count tokens that repeat the previous token's experts, in a pass of some layers over a microbatch."""
         of_capture_and_router = torch.stack([routes.planes[:, :_MOST_LAYERS], live[:, :_MOST_LAYERS]], 1)
         here, before = of_capture_and_router[..., distance:], of_capture_and_router[..., :-distance]
         repeated = all_of((num_in_common(here, before) == len(live)).transpose(0, 1))
@@ -57,10 +57,11 @@ class RepeatedRows:
 
 
 def repeat_anomalies(counts: Int[Tensor, " kinds"]) -> list[RoutingAnomaly]:
-    """Report repeated rows, by McNemar's test with six standard deviations.
+    """Report captured rows that repeat the experts of the previous token, by McNemar's test (six standard deviations).
 
-    If the routes belong to these tokens, capture and routers alone repeat a row equally often (`Repeat.CAPTURE`,
-    `Repeat.ROUTER`). The difference of the two counts then has the standard deviation `sqrt(capture + router)`.
+    If the routes belong to these tokens, repetitions in the capture alone (`Repeat.CAPTURE`) are as frequent as
+    repetitions by the routers alone (`Repeat.ROUTER`). The difference of the two counts then has the standard deviation
+    `sqrt(capture + router)`.
     """
     captured, by_router, fed = (int(counts[kind]) for kind in (Repeat.CAPTURE, Repeat.ROUTER, Repeat.FED))
     if captured - by_router <= _SIGMAS * (captured + by_router) ** 0.5:

@@ -40,7 +40,7 @@ class CheckTotals:
     by_lag: LagCounts | None = None
 
     def metrics(self) -> dict[str, float]:
-        """Return the agreement by lag of the tokens, and metrics that only a step with a fault has."""
+        """Return the agreement by lag of the tokens. A faulty step has more metrics, such as missing rows of a rank."""
         found = {} if self.by_lag is None else lag_agreement_metrics(self.by_lag)
         if self.is_exact and not self._has_older_weights:
             rows = self.by_slot.sum(0).tolist()

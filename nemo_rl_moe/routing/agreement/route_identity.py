@@ -135,7 +135,7 @@ def shift_overlap(hot: OneHot) -> Overlap:
 
 
 def sequence_overlap(hot: OneHot) -> Overlap:
-    """Return the share of sequence `i`'s captured experts that routers would choose there in sequence `j`."""
+    """Return the share of sequence `i`'s captured experts that routers choose at the same positions of sequence `j`."""
     number = len(hot.capture)
     matches = hot.capture.reshape(number, -1) @ hot.live.reshape(number, -1).T
     known = hot.num_named.reshape(number, -1) @ hot.has_live.reshape(number, -1).T
@@ -150,10 +150,10 @@ def ownership(hot: OneHot) -> tuple[Float[np.ndarray, " sequences"], Int[np.ndar
     other sequences (1 if all routes are its own, near 0 if none), and the number of compared rows.
 
     Routes of another step or response agree a little with every sequence: texts begin alike, and some experts are
-    popular. So a row counts only if the routers choose differently for another sequence at the same position. Of
-    a captured row, `own` experts are in the choice for its own sequence, and `other` experts in the choice for the
-    other sequence. The two choices have `common` experts in common. Then the ownership is `sum(own - other) /
-    sum(topk - common)`.
+    popular. So a row counts only if the routers choose differently for another sequence at the same position. The
+    ownership is `sum(own - other) / sum(topk - common)` over these rows: `own` is the number of captured experts in the
+    choice for the row's own sequence, `other` the number in the choice for the other sequence, and `common` the number
+    of experts in both choices.
     """
     # Pairs of a sequence and another one, at all positions at once.
     found, common = hot.both.transpose(0, 2, 3, 1, 4) @ hot.live.transpose(1, 2, 3, 0)
@@ -181,8 +181,9 @@ def find_anomalies(
 ) -> list[RoutingAnomaly]:
     """Report captured rows that belong to another layer, token or sequence, or whose ids mean other experts.
 
-    Captured rows belong to another layer, token or sequence if they agree better with its routers' choices than with
-    their own, by at least 0.1 and six standard errors of a share, and if this agreement beyond chance is at least 0.5.
+    Captured rows belong to another layer, token or sequence if they agree better with the routers' choices there than
+    with the choices for themselves, by at least 0.1 and by at least six standard errors of a share. In addition, their
+    agreement there, corrected for chance (kappa), must be at least 0.5.
     """
     names = list(sequences) or [str(number) for number in range(len(sample.capture))]
     hot = OneHot(sample, num_experts)
@@ -204,7 +205,7 @@ def find_anomalies(
 
 
 def _renumbered(hot: OneHot, counts: Int[np.ndarray, "kinds layers experts"] | None) -> dict[int, Renumbering]:
-    """Return position of the layer -> renumbering, for the layers whose expert ids are renumbered."""
+    """Return the renumbering of each layer whose expert ids are renumbered, by the layer's position."""
     if counts is None:
         both = (hot.capture * hot.has_live[..., None], hot.live * (hot.num_named > 0)[..., None])
         counts = np.stack([of.sum((0, 1)) for of in (*both, hot.capture * hot.live)]).round().astype(np.int64)
@@ -264,7 +265,7 @@ def _strangers(hot: OneHot, names: Sequence[str], named: AbstractSet[int]) -> li
 
 
 def _agreement_of(hot: OneHot, places: Sequence[int]) -> tuple[str, str]:
-    """Return the mean agreement of some sequences' captured routes with routers for these, and for other sequences."""
+    """Return the mean agreement of captured routes with the routers' choices for the same sequence, and for others."""
     overlap = sequence_overlap(hot).share[places]
     is_same = np.zeros(overlap.shape, dtype=bool)
     is_same[np.arange(len(places)), places] = True
@@ -272,7 +273,7 @@ def _agreement_of(hot: OneHot, places: Sequence[int]) -> tuple[str, str]:
 
 
 def least_lead(counts: Int[np.ndarray, "*rows"]) -> Float[np.ndarray, "*rows"]:
-    """Return from which size a difference of shares of `counts` rows is significant: 0.1 and six standard errors."""
+    """Return the smallest significant difference of shares of `counts` rows: 0.1 or, if larger, six standard errors."""
     lead: Float[np.ndarray, "*rows"] = np.maximum(_LEAST_LEAD, _SIGMAS * 0.5 / np.sqrt(np.maximum(counts, 1)))
     return lead
 

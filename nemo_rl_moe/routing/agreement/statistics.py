@@ -76,8 +76,9 @@ class AgreementStatistics:
         fed: Bool[Tensor, " tokens"],
         seen: Sequence[RoutedTokens],
     ) -> Int[Tensor, "topk layers tokens"] | None:
-        """Count the rows of a forward pass of some layers over one or several microbatches. Return the router choices,
-        `in_planes`.
+        """Count the rows of a forward pass of some layers over one or several microbatches.
+
+        Return the routers' choices in the layout of `in_planes`. None if no choices were recorded.
 
         Args:
             number: Index of the microbatch in the step, the same on all pipeline stages. For several microbatches:
@@ -119,7 +120,10 @@ class AgreementStatistics:
         usable: Bool[Tensor, "layers tokens"],
         seen: Sequence[RoutedTokens],
     ) -> dict[Row, Tensor]:
-        """Return masks of agreeing rows, and the agreeing experts per row. Also count margins and mark tokens."""
+        """Return masks of agreeing rows, and the number of agreeing experts per row.
+
+        Also count rows by margin of the router, and mark tokens as compared and as different.
+        """
         live_same = taken_same = slots == len(live)
         if any(of_layer.taken is not of_layer.live for of_layer in seen):
             taken = in_planes(torch.stack([of_layer.taken for of_layer in seen]).transpose(0, 1), self._num_experts)
@@ -137,13 +141,13 @@ class AgreementStatistics:
     def _classes(
         self, margin: Float[Tensor, "layers tokens"], of_kinds: Bool[Tensor, "2 layers tokens"]
     ) -> Int[Tensor, "classes 2 layers"]:
-        """Return the number of tokens by class of margin, from the numbers above its lower and its upper bound."""
+        """Return the number of tokens in each class of margin: above the lower bound, minus above the upper bound."""
         above = ((margin > self._edges)[:, None] & of_kinds).sum(-1, dtype=torch.int32)
         everywhere = of_kinds.sum(-1, dtype=torch.int32)[None]
         return torch.cat([everywhere, above, torch.zeros_like(everywhere)]).diff(dim=0).neg_().long()
 
     def _find_places(self, layers: Int[Tensor, " layers"]) -> None:
-        """Find the positions of some layers' experts in the counts, unless the same layers were used last."""
+        """Set `_places_of_experts` for some layers, unless it was last set for the same ones."""
         if layers is self._last_layers:
             return
         self._last_layers = layers

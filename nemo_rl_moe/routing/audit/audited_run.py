@@ -91,7 +91,10 @@ class SideFinding:
 
 
 def findings_over_steps(run: AuditedRun) -> list[SideFinding]:
-    """Return the findings that need several steps, as in a live run. Findings of one step are anomalies."""
+    """Return the findings that need several steps, as a live run reports them.
+
+    Wrong routes of a single step are excluded, because they are reported as anomalies.
+    """
     skipped = {*WRONG_ROUTES.values(), *get_args(IdleKind)}  # findings of single steps, and of rewards
     return [
         SideFinding(side.label or "", episode.latest)
@@ -102,7 +105,7 @@ def findings_over_steps(run: AuditedRun) -> list[SideFinding]:
 
 
 def sides_of(run: AuditedRun, name: str = "") -> list[RunData]:
-    """Return rollout and training as two runs, to be shown like runs. If one of them has no data, it is omitted.
+    """Return the data of rollout and training in the form of two runs, for reports. A side without data is omitted.
 
     The rollout has its expert load and everything about its routes: missing and malformed ones, agreement with
     training, wrong routes. Training has its expert load, the log-probability mismatch and the noise floor.

@@ -66,7 +66,7 @@ def audit_step(
     writers: Sequence[str] = (),
     history: RunHistory | None = None,
 ) -> AuditedStep:
-    """Return the audit of one step. Each of the `parts` has a few of its sequences.
+    """Return the audit of one step. Each of the `parts` has a few sequences of the step.
 
     Args:
         writers: Names of the processes that wrote the capture. If given, a process with wrong routes is named.

@@ -57,7 +57,7 @@ class Comparison:
 
     @property
     def problems(self) -> list[str]:
-        """A line for each anomaly in a comparison of the sequences that both runs have, except anomalies of one run."""
+        """A line for each anomaly between the runs, in sequences that both have. Anomalies of one run are excluded."""
         return [
             f"against {self.other.path}: step {step.step}: {side}: {anomaly.text}"
             for side, steps in self.same.items()
@@ -165,7 +165,10 @@ def _same_sequences(
     read: Callable[[], Iterator[CapturedRows]],
     read_other: Callable[[], Iterator[CapturedRows]],
 ) -> dict[str, CapturedRows]:
-    """Return side (rollout, training) -> sequences that both runs have, with that side of the other run as training."""
+    """Return side (rollout, training) -> sequences that both runs have.
+
+    They have this side of the first run as rollout, and the same side of the other run as training, for `audit_step`.
+    """
     theirs: dict[bytes, Mapping[str, np.ndarray]] = {}
     tokens = 0
     for _, columns in _sequences(read_other()):

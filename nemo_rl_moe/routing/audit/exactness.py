@@ -20,8 +20,8 @@ class ExactCounts:
     Attributes:
         tokens: Number of trained tokens, and number of tokens with unequal log-probabilities.
         sequences: Number of all sequences, and number of sequences with an unequal token.
-        parted: First layer with different routes before the first unequal token of a sequence -> number of sequences.
-            None instead of a layer if the routes are equal. Then attention, a dense layer or the output layer differs.
+        parted: Layer -> number of sequences whose routes first differ in this layer, before their first unequal token.
+            The key None counts sequences with equal routes: attention, a dense layer or the output layer differs.
     """
 
     def __init__(self, layers: Sequence[int]):
@@ -45,7 +45,7 @@ class ExactCounts:
                 self.parted[self._first_layer(rows, first, first + int(places[0]))] += 1
 
     def _first_layer(self, rows: CapturedRows, first: int, token: int) -> int | None:
-        """Return the first layer with different routes on which a token's log-probability depends, or None."""
+        """Return the layer of the first different routes in the tokens from `first` up to `token`, or None."""
         names = ("rollout_experts", "training_experts")
         if not all(name in rows.columns for name in names):
             return None

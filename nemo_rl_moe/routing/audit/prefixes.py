@@ -29,7 +29,8 @@ class PrefixRows:
         places: Token ids of a prefix -> index of its row in `rows`.
         rows: Routes by the rollout and by training, with experts in ascending order.
         versions: Version of the rollout's weights, -1 if unknown.
-        fresh: Number of response tokens x layers with routes of both sides, and in how many the routes differ.
+        fresh: Number of response tokens x layers with routes of both rollout and training, and how many of these
+            differ.
     """
 
     places: Mapping[bytes, int]
@@ -91,16 +92,17 @@ def _sorted(
 
 
 class PrefixHistory:
-    """Prefixes of earlier steps: of all recent steps, and of fewer steps the older they are."""
+    """Prefixes of earlier steps: of all recent steps, and of some older steps."""
 
     def __init__(self) -> None:
         self._earlier: list[tuple[int, PrefixRows]] = []
 
     def compared(self, step: int, now: PrefixRows | None) -> dict[str, float]:
-        """Add the next step, and return in which shares of rows engine and training have changed since an earlier step.
+        """Add the next step, and return the shares of rows whose routes have changed since an earlier step.
 
-        The earlier step is the latest one since which training has changed at least 30 rows, and four times as many as
-        differed between the sides at that step. Empty without such a step.
+        The shares are computed for the engine and for training. The earlier step is the latest one since which training
+        has changed at least 30 rows, and at least four times as many rows as differed between engine and training at
+        that step. Empty without such a step.
         """
         if now is None:
             return {}
@@ -114,7 +116,7 @@ class PrefixHistory:
         return with_prefix("moe/engine", found)
 
     def _thin_out(self) -> None:
-        """Keep the first step, the last 8 steps, and before these two steps for each doubling of the distance."""
+        """Keep the first step, the last 8 steps and, of older steps, two for each doubling of their age."""
         kept, of_power = [], dict[int, int]()
         for age, pair in enumerate(reversed(self._earlier)):
             power = (age + 1).bit_length()

@@ -144,7 +144,7 @@ def _only(steps: dict[int, list[Path]], chosen: Steps | None, path: Path) -> dic
         if (first is None or step >= first) and (last is None or step <= last)
     }
     if not kept:
-        raise DataError(f"{path}: holds no step{' of those chosen' if chosen else ''}")
+        raise DataError(f"{path}: holds {'none of the chosen steps' if chosen else 'no step'}")
     return kept
 
 
@@ -270,7 +270,7 @@ class _Converted:
         self.notices: list[str] = []
 
     def description(self) -> CaptureDescription:
-        """Return the capture's layers and experts: of the model's configuration or, without one, by all files."""
+        """Return the capture's layers and experts: from the model's configuration or, without one, from all files."""
         made_by, indexer = self._files.adapter.made_by, self._indexer_shape()
         shape: tuple[int, ...] | None = None
         largest, written = -1, np.zeros(0, dtype=bool)
@@ -345,7 +345,7 @@ def _of_moe_layers(values: np.ndarray, model: RouterShape, where: str) -> np.nda
 
 
 class _Partners:
-    """Sequences of training files, found by token ids for the sequences of a rollout: their *partners*."""
+    """Sequences of training files. Each is the *partner* of the rollout's sequence with the same token ids."""
 
     def __init__(self, files: _Files | _CapturedRoutes, step: int):
         self._path, self._missing, self._joined = files.path, 0, 0
@@ -358,8 +358,9 @@ class _Partners:
                         self._columns.setdefault(token_key(sequence.columns), []).append(_as_training(sequence))
 
     def joined(self, sequence: CapturedSequence) -> CapturedSequence:
-        """Return the sequence with the columns of the training sequence that has the same token ids. If several have
-        them, each is used once.
+        """Return the sequence with the columns of its partner, the training sequence with the same token ids.
+
+        If several training sequences have these ids, each is the partner of one sequence.
         """
         if "token_ids" not in sequence.columns:
             raise DataError(f"--training {self._path}: sequence {sequence.name} has no token ids to find it by")

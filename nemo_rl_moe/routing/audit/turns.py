@@ -24,8 +24,8 @@ _LEAST_ENDS, _LEAST_ROWS, _BELONG, _SAMPLED = 4, 24, 0.8, 2048
 
 
 class Place(IntEnum):
-    """Kinds of counts of tokens and their routes. Each kind is counted twice: for tokens at the end of a turn, and for
-    other tokens before a trained token.
+    """Kinds of counts that show wrong or missing routes at the ends of turns. Each kind is counted twice: for tokens at
+    the end of a turn, and for other tokens before a trained token.
     """
 
     TOKENS = 0
@@ -78,7 +78,7 @@ class TurnCounts:
                 self.places[place] += _counts(capture[chosen], None if live is None else live[chosen])
 
     def anomalies(self) -> list[RoutingAnomaly]:
-        """Report numbers of turns whose sequences lack routes, and wrong routes at the ends of turns."""
+        """Report if sequences with some number of turns lack routes, and report wrong routes at the ends of turns."""
         return [*self._paths(), *self._ends()]
 
     def _paths(self) -> list[RoutingAnomaly]:

@@ -21,7 +21,7 @@ PREFIX = "moe/routing/versions/"
 
 class VersionRows:
     """Counts of one step: (version that sampled a token, newest version of its sequence) -> number of usable rows, and
-    number of rows that training would choose too.
+    number of rows whose experts the routers of training would choose too.
 
     A row has the experts, in one layer, of the token before the sampled token.
     """
@@ -55,8 +55,10 @@ class VersionRows:
             found += (usable.sum(), same.sum())
 
     def metrics(self) -> dict[str, float]:
-        """Return the agreement of older tokens' routes with training, and the agreement that routes of the tokens' own
-        version and of the newest version would have. Empty if the versions do not differ clearly.
+        """Return the agreement of older tokens' routes with training, and two expected values of this agreement.
+
+        One is expected if the weights that sampled the tokens chose the routes, the other if the newest weights did.
+        Empty if the expected values do not differ clearly.
         """
         of_version = {own: counts for (own, last), counts in self._counts.items() if own == last}
         total, expected = np.zeros(2), np.zeros(2)

@@ -39,9 +39,9 @@ class RunningLevel:
     def leaves(self, value: float, *, upwards: bool) -> bool:
         """Add a value. Return True if it is far above the median (far below, if not `upwards`).
 
-        Far means by six spreads and the least distance. The spread is the standard deviation of the level's n values
-        times 1 + 5 / n, since it is uncertain itself. So with five values a change must be twelve standard deviations.
-        Infinite values and NaN are ignored.
+        A value is far from the median if their distance exceeds six spreads and the metric's least distance. The spread
+        is the standard deviation of the level's n values times 1 + 5 / n, since it is uncertain itself. So with five
+        values a change must be twelve standard deviations. Infinite values and NaN are ignored.
         """
         if not isfinite(value):
             return False

@@ -23,7 +23,7 @@ METRICS = (UNBOUNDED_LAG, EFFECTIVE_SAMPLES, STEP_S, WAIT_S, TRAINER_IDLE, ENGIN
 
 @dataclass(frozen=True)
 class OverlapBalance:
-    """Whether overlapping rollouts with training pays in a step: its speedup, and its cost in effective samples.
+    """Gain and cost of overlapping rollouts with training in one step: speedup, and loss of effective samples.
 
     Attributes:
         waiting: Share of the time in which training waits for rollouts.

@@ -185,7 +185,7 @@ class FindingTracker:
         return self._continue({key for key in self._latest if key[0] in WRONG_ROUTES.values()}, found)
 
     def _continue(self, known: Set[tuple[str, int | None]], found: Sequence[Finding]) -> list[Finding]:
-        """Continue the episodes with `known` keys that are found again, and end the others. Return the new findings."""
+        """Continue the findings with `known` keys that are found again, and end the others. Return the new findings."""
         present = {finding.key: finding for finding in found}
         begun = []
         for key in known - present.keys():
@@ -270,7 +270,7 @@ class FindingTracker:
             yield Finding("missing_routes", None, since, step, False, text)
 
     def _since(self, kind: FindingKind, layer: int | None, step: int) -> int:
-        """Return the first step of a condition that holds at `step`: of its earlier episode, if that continues."""
+        """Return the first step of a condition that holds at `step`, or of the finding that the condition continues."""
         latest = self._latest.get((kind, layer))
         return step if latest is None or not _is_same_episode(latest, step) else latest.first_step
 
@@ -354,7 +354,7 @@ class _Streaks:
 
 
 class _IdleExperts:
-    """For each expert, the number of last steps without a token, and the tokens that a fair share would have been."""
+    """For each expert, the number of latest steps without a token, and the number of tokens of a fair share in them."""
 
     def __init__(self, shape: tuple[int, ...]):
         self.shape = shape
@@ -373,7 +373,11 @@ class _IdleExperts:
         self._total += counts
 
     def longer_than(self, num_steps: int, share: float = 1.0) -> Bool[np.ndarray, "layers experts"]:
-        """Return experts without tokens for at least `num_steps` steps, and for longer than chance explains."""
+        """Return a mask of experts without tokens for at least `num_steps` steps, and for longer than chance explains.
+
+        Args:
+            share: Load that an expert is expected to have, as a factor of its fair share.
+        """
         # By chance an expert misses all its expected tokens with probability exp(-expected). For any of the E experts
         # of a layer the probability is at most E times higher.
         beyond_chance = share * self._expected > math.log(max(self.shape[1], 1) / CHANCE)

@@ -137,7 +137,9 @@ class RouteRecorder(ForwardWatcher):
 
 
 def _seen_by_themselves(masks: Any, shape: tuple[int, int], num_cached: int) -> Bool[Tensor, "batch tokens"]:
-    """Return a mask of real tokens, which attend to themselves in 4-dimensional masks. All True without such masks."""
+    """Return a mask of real tokens. In 4-dimensional attention masks, only real tokens attend to themselves and to no
+    later token. All True without such masks.
+    """
     # A cache of fixed size gets such masks, prepared before the model is entered. No token attends to padding. Some
     # kernels cannot process a row that attends to nothing. The masks then let such a row attend to every key, even to
     # later ones, to which no real token attends.
@@ -153,7 +155,7 @@ def _seen_by_themselves(masks: Any, shape: tuple[int, int], num_cached: int) -> 
 
 
 def _by_sequence(rows: Tensor, shape: tuple[int, int]) -> Tensor:
-    """Return rows of tokens ordered by sequence, from rows in Megatron-Core's order, by position first."""
+    """Return rows of tokens ordered by sequence, from rows that are ordered by position, as in Megatron-Core."""
     return rows.unflatten(0, shape[::-1]).transpose(0, 1).flatten(0, 1)
 
 

@@ -380,7 +380,7 @@ def _place() -> _Place:
 
 
 def _not_taken(totals: AgreementTotals, layers: Sequence[int]) -> list[RoutingAnomaly]:
-    """Report target experts that a router has not taken, such as a fused router that does not read targets."""
+    """Report target experts that a router has not taken, because, for example, a fused router reads no targets."""
     missed = totals.rows[:, Row.USABLE] - totals.rows[:, Row.TAKEN_SAME]
     compared = int(totals.tokens[0]) > 0
     return [

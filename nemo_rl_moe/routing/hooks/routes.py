@@ -60,7 +60,10 @@ class Routes:
         return sequences_of(self.passes)
 
     def capture(self, rollout: "Routes | None" = None) -> list[CapturedSequence]:
-        """Return the sequences as in a capture, these routes as training and the routes of `rollout` as rollout."""
+        """Return the sequences in the form of a capture, with these routes as the routes of training.
+
+        The routes of `rollout`, if given, become the routes of the rollout.
+        """
         if rollout is None:
             return training_sequences(self.sequences())
         return paired_sequences(rollout.sequences(), self.sequences())

@@ -28,8 +28,8 @@ class RoutedSequence:
 def sequences_of(passes: Sequence[RoutedPass]) -> list[RoutedSequence]:
     """Return the sequences of some passes.
 
-    A pass with a key-value cache continues the sequences of the previous pass if it begins where this pass ends. Passes
-    that continue an unrecorded pass, and passes without token ids, are skipped.
+    A pass with a key-value cache continues the sequences of the previous pass if it begins at the position at which the
+    previous pass ends. Passes that continue an unrecorded pass, and passes without token ids, are skipped.
     """
     found: list[RoutedSequence] = []
     parts: list[RoutedPass] = []
@@ -92,8 +92,8 @@ def paired_sequences(
     """Return sequences of training with the routes of the rollout that sampled them. Others are dropped.
 
     The model's inputs in a rollout are all but the last token of a sequence, and then padding if other sequences of the
-    batch are longer. So a recorded rollout sampled a training sequence if it has the same tokens before the last one,
-    and then ends or has the last one too.
+    batch are longer. So a recorded rollout belongs to a training sequence if it has the same tokens before the last
+    token, and then either ends or has the same last token.
     """
     found = []
     for number, sequence in enumerate(training, start=first):

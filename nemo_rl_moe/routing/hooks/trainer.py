@@ -180,7 +180,7 @@ def _balancing_coefficient(model: nn.Module) -> float:
 
 
 def _matrix(loads: dict[int, LayerLoad] | dict[str, LayerLoad]) -> tuple[tuple[int, ...], Any]:
-    """Return the layers, and their counts as one matrix if their numbers of experts are equal."""
+    """Return the layers, and their counts as one matrix. It is None if numbers of experts differ between layers."""
     indices = indices_of_layers(loads)
     counts = [loads[key]["expert_load"] for key in indices]  # type: ignore[index]
     alike = len({len(row) for row in counts}) == 1

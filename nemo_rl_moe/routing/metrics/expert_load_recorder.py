@@ -110,7 +110,10 @@ class ExpertLoadRecorder:
         routed: Bool[Tensor, "tokens experts"] | Int[Tensor, "tokens topk"],
         padding: Bool[Tensor, "..."] | None,
     ) -> None:
-        """Count the experts of one router call. Does nothing outside of `training_forward`, whose end counts ids."""
+        """Count the experts of one router call: a map now, and ids at the end of `training_forward`.
+
+        Does nothing outside of `training_forward`.
+        """
         if self._microbatch is None:
             return
         if routed.dtype == torch.bool:

@@ -63,7 +63,8 @@ def load_distance(
     """Return the distance between two loads beyond sampling noise, from the differences of their utilizations.
 
     It is `sqrt(max(0, sum_e (u_e - v_e)^2 / (E - 1) - null_u - null_v))` of the utilizations `u` and `v` and their
-    `null_variance`. These variances of independent tokens add up. A layer without load has the distance 0.
+    `null_variance`. Both variances are subtracted, because they add up for loads of independent tokens. A layer
+    without load has the distance 0.
     """
     difference = utilization(counts) - utilization(others)
     squared = (difference * difference).sum(-1) / max(counts.shape[-1] - 1, 1)

@@ -149,7 +149,9 @@ def valid_tokens(attention_mask: Tensor | None, num_tokens: int) -> Tensor | Non
 
 
 def entry_of(model: nn.Module, router: nn.Module) -> nn.Module:
-    """Return the innermost module that contains the router and takes token ids, because some loops call it directly."""
+    """Return the innermost module that contains the router and takes token ids. Some training loops call this module
+    instead of the model.
+    """
     modules = dict(model.named_modules())
     path = next(name for name, module in modules.items() if module is router)
     while path:

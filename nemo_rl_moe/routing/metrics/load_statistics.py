@@ -58,7 +58,9 @@ _MOST_SORTED = 1024
 
 
 def positions_at_ranks(values: Float[Tensor, " n"], ranks: Sequence[int]) -> Int[Tensor, " ranks"]:
-    """Return the positions of the values with some ranks: `sorted(range(n), key=lambda i: (values[i], i))[rank]`.
+    """Return the positions of the values that have some ranks in ascending order.
+
+    The position for a rank is `sorted(range(n), key=lambda i: (values[i], i))[rank]`.
 
     Equal values are ordered by position, so that every run picks the same ones.
     """
@@ -141,7 +143,7 @@ def layer_statistics(
 
 
 def joined(parts: Sequence[LayerStatistics], rows: Sequence[int]) -> LayerStatistics:
-    """Return the statistics of several groups of layers as one. `rows` has the position of each layer in it."""
+    """Return the statistics of several groups of layers as one. `rows` has each layer's position in the result."""
     order = sorted(range(len(rows)), key=rows.__getitem__)
     num_experts = [number for part in parts for number in part.num_experts]
     utilization = torch.cat([part.utilization for part in parts]).split(num_experts)

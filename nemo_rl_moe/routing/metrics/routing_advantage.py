@@ -147,7 +147,8 @@ def advantage_scores(
 ) -> tuple[Float[Tensor, "layers experts"], Float[Tensor, "layers experts"]]:
     """Return how far experts get tokens of high advantages beyond chance, `z = (S - E) / sqrt(Var)`.
 
-    The first result is of token counts, the second of shares (`beyond_length`). NaN if the variance is 0. See
+    The first result is computed from token counts, and the second from token counts minus the counts expected from the
+    lengths of the sequences (`beyond_length`). NaN if the variance is 0. See
     `permutation_moments` for `S`, `E` and `Var`.
     """
     numbers, groups = groups.unique(return_inverse=True)

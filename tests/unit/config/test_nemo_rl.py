@@ -406,7 +406,7 @@ def test_what_is_still_wrong_is_reported_behind_the_translation(
     assert main(["config", "--from-nemo-rl", str(path)]) == 2
     captured = capsys.readouterr()
     assert "defaults: grpo.yaml" in captured.out
-    assert "translated, but not yet right: cluster: 6 workers" in captured.err
+    assert "translated, but needs a correction: cluster: 6 workers" in captured.err
 
 
 def test_it_stands_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -264,8 +264,8 @@ def test_samples_that_sft_cannot_read_end_with_code_2(tmp_path: Path, capsys: py
     reported = capsys.readouterr()
     for line in (
         "not carried over: data.default.prompt_file: prompts/math.txt: data.prompt_template is no key of sft",
-        "error: " + f"{path}: translated, but not yet right: data.train.dataset_name: HelpSteer3: nvidia/HelpSteer3;"
-        " its records are pairs: name the responses to train on as data.completion_key",
+        "error: " + f"{path}: translated, but needs a correction: data.train.dataset_name: HelpSteer3:"
+        " nvidia/HelpSteer3; its records are pairs: name the responses to train on as data.completion_key",
     ):
         assert line in reported.err.splitlines()
     assert "chat_template: null" in reported.out
@@ -282,7 +282,7 @@ def test_the_result_is_checked_as_a_run_is_that_starts(
     assert main(["config", "--from-nemo-rl", str(path)]) == 2
     reported = capsys.readouterr().err
     for key in ("data.train.path: mine.jsonl", "policy.tokenizer.chat_template: mine.jinja"):
-        assert f"translated, but not yet right: {key} not found in the working folder {tmp_path}" in reported
+        assert f"translated, but needs a correction: {key} not found in the working folder {tmp_path}" in reported
     for name in ("mine.jsonl", "mine.jinja"):
         (tmp_path / name).write_text("x")
     assert main(["config", "--from-nemo-rl", str(path)]) == 0

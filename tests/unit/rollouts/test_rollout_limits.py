@@ -166,7 +166,7 @@ def test_who_is_waited_for_is_reported_again_and_again_but_ever_less_often() -> 
     rollouts.run()
     assert len(rollouts.reported) == 3, rollouts.reported  # after 10, 20 and 40 seconds
     assert rollouts.reported[0].startswith(
-        "rollouts: no progress for 11 s; 2 of 3 trajectories have ended or wait for the others; running: train:1,"
+        "rollouts: no progress for 11 s; 2 of 3 trajectories have ended or wait for running ones; running: train:1,"
         " response 1 of 1 (11 of 600 s, at test_rollout_limits.py:"
     )
     assert rollouts.reported[0].endswith(" in waits)")

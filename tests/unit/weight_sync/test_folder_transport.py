@@ -247,7 +247,7 @@ def lazy_receive(spec: TransportSpec, receiver: int) -> None:
 def test_a_loader_takes_all_tensors(tmp_path: Path) -> None:
     found = transfer(tmp_path, all_senders(1), [partial(lazy_receive, receiver=0)])
     num_left = len(tensors_of(0)) - 3
-    assert found["receiver 0"] == f"WeightSyncError: receiver 0: its loader ended before the last {num_left} tensors"
+    assert found["receiver 0"] == f"WeightSyncError: receiver 0: its loader did not take the last {num_left} tensors"
 
 
 def killed_send(spec: TransportSpec, sender: int) -> None:

@@ -27,7 +27,7 @@ _NEEDED = {"input_ids", "attention_mask", "loss_mask", "logprobs", "versions"}
 
 
 def claims(content: Any) -> bool:
-    """Return True for a batch or a list of batches."""
+    """Return True if the content of a file is a batch of AReaL, or a list of batches."""
     batches = content if isinstance(content, list) else [content]
     return bool(batches) and isinstance(batches[0], dict) and batches[0].keys() >= _NEEDED
 

@@ -141,7 +141,7 @@ def _tensor(storage: torch.Tensor, offset: int, size: Iterable[int], stride: Ite
         raise RefusedError(f"it holds a tensor {size} that lies outside of its storage")
     if prod(size) > max(_MOST_REPEATED, 4 * len(storage)):
         raise RefusedError(
-            f"it holds a tensor {size} of a storage of {len(storage)} numbers, which it repeats many times"
+            f"it holds a tensor {size} that repeats the {len(storage)} numbers of its storage many times"
         )
     return torch.as_strided(storage, size, stride, offset)
 
@@ -170,9 +170,9 @@ def _jagged(parts: Mapping[str, Any]) -> list[torch.Tensor]:
     """Return the tensors of a nested tensor as a list, from their concatenated values."""
     values, offsets = parts["values"], parts["offsets"]
     if parts["_ragged_idx"] != 1 or parts["lengths"] is not None:
-        raise RefusedError("it holds a nested tensor that is ragged in another than its first dimension")
+        raise RefusedError("it holds a nested tensor whose parts are not simply concatenated")
     if offsets.nbytes > offsets.untyped_storage().nbytes():  # a stride of 0 repeats one number any number of times
-        raise RefusedError("it holds a nested tensor with more offsets than the file")
+        raise RefusedError("it holds a nested tensor with more offsets than the file contains")
     return [values[first:end] for first, end in pairwise(offsets.tolist())]
 
 

@@ -53,7 +53,7 @@ def test_mlflow_server_that_never_answers(tmp_path: Path, silent_server: str) ->
         log_steps(loggers, range(1, 21))
     assert warnings_in(stream) == [
         "warning: logger mlflow did not open within 1 s; training starts without it, its steps are kept (up to 1000)",
-        "warning: logger mlflow did not end within 1 s and is abandoned; 20 steps that waited for it are not in it",
+        "warning: logger mlflow did not end within 1 s and is abandoned; 20 steps in its queue are not logged there",
     ]
     assert read_jsonl(tmp_path / "metrics.jsonl") == STEPS
 
