@@ -81,7 +81,7 @@ def train_run(settings: RunSettings) -> RankRun:
             metrics.append(result.moe_metrics)
         pieces, shards = {}, {}
         for piece in parameter_pieces(trainer.chunks, trainer.config):
-            pieces[piece.name, piece.shard_rank] = piece.local.float().numpy().copy()
+            pieces[piece.name, piece.shard_rank] = piece.local.float().cpu().numpy().copy()
             shards[piece.name] = (piece.shard_dimension, piece.num_shards, piece.sections)
         return RankRun(losses, norms, metrics, pieces, shards)
 
