@@ -101,6 +101,8 @@ def asked_for(libraries: Iterable[Path]) -> tuple[dict[str, set[str]], dict[str,
     for library in libraries:
         dynamic = _output("readelf", "--dynamic", library)
         files |= dict.fromkeys(re.findall(r"NEEDED.*\[(lib(?:cu|nv|nccl)[^\]]*)\]", dynamic), "")
+        # Functions of NVML are found by name at run time, and torch ends where it does not find one of them.
+        symbols["libnvidia-ml"] |= {name.decode() for name in re.findall(rb"\0(nvml[A-Z]\w+)\0", library.read_bytes())}
         for symbol, version in re.findall(r" [Uw] (\w+)(?:@+(\S+))?$", _output("nm", "-D", library), re.MULTILINE):
             name = library_of(symbol)
             if name is not None:
