@@ -89,7 +89,7 @@ def weights_of(trainer: MegatronTrainer, results: Sequence[RankTrainResult]) -> 
     """Return the results of a rank's steps and its weights after them."""
     pieces, shards = {}, {}
     for piece in parameter_pieces(trainer.chunks, trainer.config):
-        pieces[piece.name, piece.shard_rank] = piece.local.float().numpy().copy()
+        pieces[piece.name, piece.shard_rank] = piece.local.float().cpu().numpy().copy()
         shards[piece.name] = (piece.shard_dimension, piece.num_shards, piece.sections)
     losses, norms = [result.global_loss for result in results], [result.grad_norm for result in results]
     return RankRun(losses, norms, [result.moe_metrics for result in results], pieces, shards)
