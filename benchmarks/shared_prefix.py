@@ -123,7 +123,10 @@ def measured(
             if turn:  # the first turn warms up
                 found.append([results[False][0], results[True][0]])
             if name == "logprobs":
-                rows = [dict(zip(shards[s].places, (r for m in results[s][1] for r in m), strict=True)) for s in (0, 1)]
+                rows = [
+                    dict(zip(shards[s].places, (r for m in results[s][1] for r in m), strict=True))
+                    for s in (False, True)
+                ]
                 differences += [
                     float((rows[0][i][: batch.lengths[i]] - rows[1][i][: batch.lengths[i]]).abs().max())
                     for i in range(len(batch))
