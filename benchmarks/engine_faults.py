@@ -168,7 +168,7 @@ FAULTS: Mapping[str, Fault] = {
     ),
     "packed_indexer": Fault(
         "the indexer's positions are those of a packed batch",
-        "they count from the packed batch",
+        "they count from the batch",
         Scene(has_indexer=True),
         changed=_of_packed_batch,
     ),

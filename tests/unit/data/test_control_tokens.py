@@ -130,7 +130,7 @@ def test_added_tokens_that_are_not_special_are_controls_where_the_template_write
 def test_a_token_without_other_tokens_for_its_text() -> None:
     tokenizer = make_byte_tokenizer(THINKING, more_special=["\u00a7"])
     with pytest.raises(
-        RenderError, match=r"^a message has the text of a control token, for which the tokenizer has no"
+        RenderError, match=r"^a message has the text of a control token, which the tokenizer cannot encode"
     ):
         ControlTokens(tokenizer).encode("a\u00a7b", [(1, 2)])
 
@@ -146,7 +146,7 @@ def test_a_content_that_the_template_shows_twice() -> None:
     tokenizer = make_byte_tokenizer(twice)
     family = Family(tokenizer, ("<|end|>",))
     turn = SampledTurn(ASKED, family.encode("a<|end|>"), family.end_ids)
-    with pytest.raises(NoExtension, match=r"^messages\[0\]\.content has the text of a control token, and where"):
+    with pytest.raises(NoExtension, match=r"^messages\[0\]\.content has the text of a control token, and the position"):
         Continuation(tokenizer).extend(turn, [{"role": "user", "content": "<s>"}])
 
 
@@ -160,5 +160,5 @@ def test_a_template_that_answers_to_the_text_of_a_control_token() -> None:
     shouts = THINKING.replace("'<|start|>' + m.role", "'<|start|>' + ('!' if '<s>' in m.content else '') + m.role")
     family = Family(make_byte_tokenizer(shouts), ("<|end|>",))
     turn = SampledTurn(ASKED, family.encode("a<|end|>"), family.end_ids)
-    with pytest.raises(NoExtension, match=r"^messages\[0\]\.content has the text of a control token, and where"):
+    with pytest.raises(NoExtension, match=r"^messages\[0\]\.content has the text of a control token, and the position"):
         Continuation(family.tokenizer).extend(turn, [{"role": "user", "content": "<s>"}])

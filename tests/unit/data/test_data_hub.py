@@ -114,6 +114,6 @@ def test_many_long_names_of_columns_are_cut(tmp_path):
         open_source(str(path), "train")
     (problem,) = error.value.problems
     assert f"its columns: 0{'x' * 59}... (10,001 characters), 1x" in problem
-    assert " and 10 more; data.messages_key" in problem
+    assert " and 10 more; to use" in problem
     assert len(problem) < 3000
     assert len(problem) < 3000

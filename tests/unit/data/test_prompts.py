@@ -262,7 +262,7 @@ def test_sampled_prompts(byte_tokenizer):
 def test_nothing_to_draw_from(byte_tokenizer):
     with pytest.raises(ConfigurationError, match="has no such parameter"):
         load(byte_tokenizer(), None, "reasoning_gym", num_items=3, parameters={"digits": 3})
-    with pytest.raises(ConfigurationError, match="and needs num_items"):
+    with pytest.raises(ConfigurationError, match="reasoning_gym and num_items"):
         load(byte_tokenizer(), None, "reasoning_gym")
 
 

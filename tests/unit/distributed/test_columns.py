@@ -80,7 +80,7 @@ def test_inputs_of_sequences_become_one_column() -> None:
     assert ragged.values.shape == (3, 3)
     assert ragged.sizes is not None
     assert ragged.sizes.tolist() == [2, 1]
-    with pytest.raises(ValueError, match="one axis"):
+    with pytest.raises(ValueError, match="same axis"):
         collate_inputs([tokens[0], ModelInput(np.zeros(2), Axis.SEQUENCE)], 4)
     with pytest.raises(ValueError, match="with_inputs"):
         collate_inputs([ModelInput((np.zeros(2),), Axis.SHARED)], 4)

@@ -162,7 +162,7 @@ class RewardFunction:
 
 
 @pytest.mark.parametrize(
-    ("logprob", "words"), [(-1.0, "of the vision tower or"), (-1.1, "0.1 nats, too: weights of the dec")]
+    ("logprob", "words"), [(-1.0, "of the vision tower or"), (-1.1, "differ too (0.1 nats): weights of the dec")]
 )
 def test_text_says_on_which_side_weights_differ(logprob: float, words: str) -> None:
     policy, engine, hf_config = RewardFunction(-1.0), RewardFunction(logprob), load_hf_config(QWEN)

@@ -241,7 +241,7 @@ def refuse(policy: PolicyConfig, folder: Path | None) -> None:
     assert request.prompts[0].count(IMAGE) == 4
     with parallel_job(policy):
         if folder is None:
-            with pytest.raises(ValueError, match=r"prompt 0 has inputs .* the model takes text alone"):
+            with pytest.raises(ValueError, match=r"prompt 0 has other inputs .* the model takes text alone"):
                 build_trainer(policy).generate(request, None)
             return
         trainer = trainer_of(policy, folder)

@@ -202,8 +202,8 @@ def measure_with_fault(policy: Any, fault: str) -> dict[str, float]:
         elif fault == "mask":
             of = router_losses.SequencesOfTokens.of
 
-            def without_mask(sequence: torch.Tensor, num_sequences: int) -> Any:
-                return replace(of(sequence, num_sequences), is_token=torch.ones(len(sequence)))
+            def without_mask(sequence: torch.Tensor, num_sequences: int, copies: Any = None) -> Any:
+                return replace(of(sequence, num_sequences, copies), is_token=torch.ones(len(sequence)))
 
             stack.enter_context(mock.patch.object(router_losses.SequencesOfTokens, "of", without_mask))
         else:

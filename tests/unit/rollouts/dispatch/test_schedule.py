@@ -189,7 +189,7 @@ def test_other_prompts_are_refused() -> None:
 
 def test_a_schedule_of_other_steps_is_refused() -> None:
     schedule = [ScheduledStep.of(batch) for batch in recorded([1.0] * 12).batches]
-    with pytest.raises(DataError, match="another size than the 3 groups"):
+    with pytest.raises(DataError, match="more or fewer than this run's 3 groups"):
         replay_policy(schedule, Bounds(groups_per_step=3))
     with pytest.raises(DataError, match="trains version 2 after 0, expected 1: steps are missing, or have another"):
         replay_policy([schedule[0], *schedule[2:]], Bounds(groups_per_step=2))

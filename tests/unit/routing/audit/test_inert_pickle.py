@@ -184,8 +184,8 @@ def shared_lists(members: int, depth: int) -> list[Any]:
     [
         (np.empty((0, 20_000, 7_500), np.int16), "expected integers [tokens, layers, topk]"),
         (np.empty((0, 1_000, 1_000), np.int16), "would fill 1,000,000,000 numbers, expected at most 268,435,456"),
-        (shared_lists(12, 9), "lists that share their parts"),
-        ([[[0] * 30_000] * 5_000] * 9, "lists that share their parts"),
+        (shared_lists(12, 9), "lists that repeat the same list"),
+        ([[[0] * 30_000] * 5_000] * 9, "lists that repeat the same list"),
         (np.full((9, 2, 2), -7, np.int16), "got the expert -7, expected 0 to 32767, or -1 for none"),
     ],
     ids=("no rows", "few rows", "nested", "rows", "negative"),
@@ -202,7 +202,7 @@ def test_lists_may_share_rows_of_padding() -> None:
 
 def test_a_tensor_does_not_stand_for_many_times_its_storage(tmp_path: Path) -> None:
     torch.save(torch.zeros(1, dtype=torch.int32).as_strided((10, 20_000, 7_500), (0, 0, 0)), tmp_path / "a.pt")
-    with pytest.raises(DataError, match="which it repeats many times"):
+    with pytest.raises(DataError, match="of its storage many times"):
         read_pickle((tmp_path / "a.pt").read_bytes(), "x")
     torch.save(torch.zeros(1).expand(1_000), tmp_path / "a.pt")
     assert read_pickle((tmp_path / "a.pt").read_bytes(), "x").shape == (1_000,)
