@@ -150,10 +150,12 @@ def test_room_is_made_before_an_engine_gets_weights_and_given_back_before_traini
 
 
 def test_without_held_out_prompts_nothing_is_validated() -> None:
-    assert Loop(small_config("grpo.max_num_steps=2", *VALIDATES), has_validation=False).diary == [
+    loop = Loop(small_config("grpo.max_num_steps=2", *VALIDATES), has_validation=False)
+    assert loop.diary == [
         *("generate", "score", "train", "log 1"),
         *("generate", "score", "train", "save 2", "log 2", "finish"),
     ]
+    assert (loop.summary.first_validation, loop.summary.last_validation) == ({}, {})
 
 
 def test_order_of_the_phases_with_everything() -> None:
@@ -282,42 +284,23 @@ def test_observers_see_each_phase_in_their_order() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        ((), []),
-        (("grpo.val_at_start=true",), [0]),
-        (("grpo.val_at_end=true",), [6]),
-        (("grpo.val_period=4",), [4]),
-        (("grpo.val_period=2", *VALIDATES), [0, 2, 4, 6]),
-        (("grpo.val_period=5", "grpo.val_at_end=true"), [5, 6]),
-        (("grpo.val_period=7",), []),
-    ],
-)
-def test_when_it_validates(overrides: tuple[str, ...], expected: list[int]) -> None:
-    loop = Loop(small_config("grpo.max_num_epochs=2", *overrides))
-    assert loop.logger.steps_with("val/accuracy") == loop.logger.steps_with("timing/validation/seconds") == expected
-    assert [step for step, split, _ in loop.samples if split == "val"] == expected
-    assert loop.logger.steps_with("train/loss") == [1, 2, 3, 4, 5, 6]
-    assert loop.diary.count("generate") == 6 + len(expected)
-
-
 @settings(max_examples=examples(25), deadline=None)
 @given(
     period=st.integers(0, 4),
     at_start=st.booleans(),
+    at_end=st.booleans(),
     epochs=st.integers(1, 2),
     max_steps=st.none() | st.integers(1, 7),
     dynamic=st.booleans(),
 )
-def test_one_record_a_step_and_one_save(
-    period: int, at_start: bool, epochs: int, max_steps: int | None, dynamic: bool
+def test_one_record_a_step_one_save_and_when_it_validates(
+    period: int, at_start: bool, at_end: bool, epochs: int, max_steps: int | None, dynamic: bool
 ) -> None:
     loop = Loop(
         small_config(
             f"grpo.val_period={period}",
             f"grpo.val_at_start={str(at_start).lower()}",
-            "grpo.val_at_end=true",
+            f"grpo.val_at_end={str(at_end).lower()}",
             f"grpo.max_num_epochs={epochs}",
             f"grpo.max_num_steps={'null' if max_steps is None else max_steps}",
             f"grpo.use_dynamic_sampling={str(dynamic).lower()}",
@@ -328,8 +311,15 @@ def test_one_record_a_step_and_one_save(
     assert last == min(3 * epochs, max_steps or 99) or dynamic
     assert [state.step for state in loop.checkpoints.states] == [last]
     assert loop.diary[-3:] == [f"save {last}", f"log {last}", "finish"]
-    assert loop.logger.steps_with("val/accuracy")[-1] == last, "the last step is validated, however it comes about"
+    due = {0} if at_start else set()
+    due |= set(range(period, last + 1, period)) if period else set()
+    due |= {last} if at_end else set()  # however the last step comes about
+    validated = [step for step, split, _ in loop.samples if split == "val"]
+    assert validated == loop.logger.steps_with("val/accuracy") == sorted(due)
+    assert loop.logger.steps_with("timing/validation/seconds") == validated
     assert [step for step, split, _ in loop.samples if split == "train"] == list(range(1, last + 1))
+    assert loop.logger.steps_with("train/loss") == list(range(1, last + 1))
+    assert dynamic or loop.diary.count("generate") == last + len(due)
 
 
 def test_each_epoch_takes_each_prompt_at_most_once_in_an_order_of_its_own() -> None:
@@ -570,12 +560,6 @@ def test_summary() -> None:
     assert not [name for name in summary.first_validation if name.startswith("timing/")]
     assert summary.last_training["train/loss"] == pytest.approx(1 / 3)
     assert all(name.startswith("train/") for name in summary.last_training)
-
-
-def test_without_validation_data() -> None:
-    loop = Loop(small_config(), has_validation=False)
-    assert loop.diary.count("generate") == 3
-    assert (loop.summary.first_validation, loop.summary.last_validation) == ({}, {})
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
