@@ -184,22 +184,5 @@ def test_each_trained_token_stands_beside_its_own_logprob(rollouts: list[Traject
         assert not mask[0], "the first token has nothing before it"
 
 
-def test_metrics_by_hand() -> None:
-    rollouts = [
-        trajectory(reward=1.0, is_correct=True, response_ids=[5, 1]),
-        trajectory(reward=0.0, response_ids=[5, 6, 7, 8], is_truncated=True),
-        trajectory(reward=0.5, response_ids=[5, 6, 1]),
-        trajectory(reward=1.5, is_correct=True, response_ids=[1]),
-    ]
-    assert rollout_metrics(rollouts) == {
-        "reward": 0.75,
-        "reward_std": pytest.approx(np.sqrt((0.0625 + 0.5625 + 0.0625 + 0.5625) / 3)),
-        "accuracy": 0.5,
-        "mean_gen_tokens_per_sample": 2.5,
-        "max_gen_tokens_per_sample": 4.0,
-        "truncation_rate": 0.25,
-    }
-
-
 def test_a_single_response_has_no_spread() -> None:
     assert rollout_metrics([trajectory(reward=0.3)])["reward_std"] == 0.0

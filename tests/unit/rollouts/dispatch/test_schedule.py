@@ -50,6 +50,10 @@ def recorded(seconds: list[float], **options: object) -> ScriptedRun:
     return run_virtually(body())
 
 
+def schedule_of(seconds: list[float]) -> list[ScheduledStep]:
+    return [ScheduledStep.of(batch) for batch in recorded(seconds).batches]
+
+
 def repeated(schedule: list[ScheduledStep], fates: dict[int, Fate], concurrency: int | None = None) -> ScriptedRun:
     async def body() -> ScriptedRun:
         bounds = ScriptedRun(concurrency=concurrency).bounds
@@ -101,7 +105,7 @@ def test_a_repeated_run_goes_on_from_a_checkpoint() -> None:
 
 
 def test_a_file_keeps_a_schedule(tmp_path: Path) -> None:
-    steps = [ScheduledStep.of(batch) for batch in recorded([1.0, 3.0] * 6).batches]
+    steps = schedule_of([1.0, 3.0] * 6)
     path = tmp_path / "schedule.jsonl"
     # The run went on from a checkpoint after step 2.
     path.write_text("".join(f"{line_of(step, step.version + 1)}\n" for step in [*steps, *steps[2:]]))
@@ -129,10 +133,7 @@ def test_a_damaged_file_is_named_with_its_line(tmp_path: Path, line: str) -> Non
         (None, "{path} cannot be read: No such file or directory"),
         (b"", "{path}: has no steps"),
         (b"\xff\n", DAMAGED),
-        (
-            b'{"version": true, "groups": []}',
-            DAMAGED,
-        ),
+        (b'{"version": true, "groups": []}', DAMAGED),
         (b'{"version": 0, "groups": []}\n', "the schedule has steps of another size than the 2 groups of this run"),
     ],
 )
@@ -183,13 +184,13 @@ def test_a_schedule_of_another_run_is_reported_before_workers_start(
 
 
 def test_other_prompts_are_refused() -> None:
-    schedule = [ScheduledStep.of(batch) for batch in recorded([1.0] * 12).batches]
+    schedule = schedule_of([1.0] * 12)
     with pytest.raises(DataError, match="prompt 2 is prompt 2; in this run's data it is missing"):
         ReplayedFeed(schedule, scripted_prompts(2))
 
 
 def test_a_schedule_of_other_steps_is_refused() -> None:
-    schedule = [ScheduledStep.of(batch) for batch in recorded([1.0] * 12).batches]
+    schedule = schedule_of([1.0] * 12)
     with pytest.raises(DataError, match="another size than the 3 groups"):
         replay_policy(schedule, Bounds(groups_per_step=3))
     with pytest.raises(DataError, match="trains version 2 after 0, expected 1: steps are missing, or have another"):
@@ -214,23 +215,18 @@ def test_a_schedule_that_no_run_has_recorded_is_refused(groups: list[tuple[int, 
         replay_policy(steps, Bounds(groups_per_step=2))
 
 
-def test_a_version_with_too_many_digits_is_a_schedule_that_begins_later() -> None:
-    groups = tuple(ScheduledGroup(at, f"prompt {at}", 0, 0, 0) for at in range(2))
-    schedule = [ScheduledStep(10**30, groups)]
-    replay_policy(schedule, Bounds(groups_per_step=2))
-    feed = ReplayedFeed(schedule, scripted_prompts(12))
-    with pytest.raises(DataError, match=f"the schedule begins at version {10**30}, and this run at 0"):
-        feed.restore(QueueState(0, 0, (), (), ()))
-
-
 def test_a_schedule_that_begins_later_is_that_of_a_run_which_went_on() -> None:
-    schedule = [ScheduledStep.of(batch) for batch in recorded([1.0, 4.0, 0.5, 2.5] * 3).batches]
+    schedule = schedule_of([1.0, 4.0, 0.5, 2.5] * 3)
     feed = ReplayedFeed(schedule[2:], scripted_prompts(12))
     for version in (2, 3, 4):
         feed.restore(QueueState(version, 0, (), (), ()))
         assert feed.num_left == 2 * (4 - version)
     with pytest.raises(DataError, match="the schedule begins at version 2, and this run at 0"):
         feed.restore(QueueState(0, 0, (), (), ()))
+    of_many_digits = [replace(schedule[0], version=10**30)]
+    replay_policy(of_many_digits, Bounds(groups_per_step=2))
+    with pytest.raises(DataError, match=f"the schedule begins at version {10**30}, and this run at 0"):
+        ReplayedFeed(of_many_digits, scripted_prompts(12)).restore(QueueState(0, 0, (), (), ()))
 
 
 def test_of_a_queue_that_comes_back_a_schedule_takes_what_it_needs() -> None:
@@ -256,7 +252,7 @@ def test_of_a_queue_that_comes_back_a_schedule_takes_what_it_needs() -> None:
 
 
 def test_a_group_that_fails_once_is_repeated_and_then_the_run_ends() -> None:
-    schedule = [ScheduledStep.of(batch) for batch in recorded([1.0] * 12).batches]
+    schedule = schedule_of([1.0] * 12)
     with pytest.raises(UserError, match=r"the group of its prompt 1 .* fails again"):
         repeated(schedule, {1: OSError("lost")})
 
