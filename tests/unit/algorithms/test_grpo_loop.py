@@ -133,6 +133,25 @@ class Loop:
         return [step for step, _ in self.logger.records]
 
 
+def rewards_of(loop: Loop) -> torch.Tensor:
+    """The environment's rewards of a first step."""
+    return torch.tensor([found.reward for found in loop.samples[0][2]]).view(2, 3)
+
+
+def lengths_of(loop: Loop) -> torch.Tensor:
+    return torch.tensor([float(found.num_sampled_tokens) for found in loop.samples[0][2]]).view(2, 3)
+
+
+def advantages_of(loop: Loop) -> torch.Tensor:
+    """The advantages of a run of one step."""
+    (batch,) = loop.policy.batches
+    return batch.columns["advantages"].values.view(2, 3)
+
+
+def by_group(rewards: torch.Tensor) -> torch.Tensor:
+    return (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)
+
+
 def test_order_of_the_phases() -> None:
     assert Loop(small_config("grpo.max_num_steps=2", *VALIDATES)).diary == [
         *("generate", "score", "log 0"),
@@ -329,13 +348,6 @@ def test_each_epoch_takes_each_prompt_at_most_once_in_an_order_of_its_own() -> N
     assert epochs[0] != epochs[1]
 
 
-def test_no_two_steps_draw_the_same_random_numbers() -> None:
-    loop = Loop(small_config("grpo.max_num_epochs=2", "grpo.val_at_start=true"))
-    seeds = [seed for request in loop.engine.requests for seed in request.seeds]
-    assert len(loop.engine.requests) == 7
-    assert len(set(seeds)) == len(seeds)
-
-
 def test_the_same_seed_gives_the_same_run() -> None:
     def trained(*overrides: str) -> list[list[list[int]]]:
         return [batch.input_ids.tolist() for batch in Loop(small_config(*overrides)).policy.batches]
@@ -372,12 +384,7 @@ def test_rewards_by_name_are_weighed_and_compared_each_apart() -> None:
     assert a.std(1).max() > 0
     assert b.std(1).max() > 0
 
-    def by_group(rewards: torch.Tensor) -> torch.Tensor:
-        return (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)
-
-    found = {
-        name: loop.policy.batches[0].columns["advantages"].values.double().view(2, 3) for name, loop in loops.items()
-    }
+    found = {name: advantages_of(loop).double() for name, loop in loops.items()}
     torch.testing.assert_close(found["grpo"], by_group(a + 0.5 * b).clamp(max=1.2), rtol=1e-5, atol=1e-6)
     decoupled = by_group(a) + 0.5 * by_group(b)
     expected = (decoupled / (decoupled.std() + 1e-6)).clamp(max=1.2)
@@ -388,10 +395,8 @@ def test_what_is_trained_on() -> None:
     loop = Loop(small_config("grpo.max_num_steps=1"))
     (batch,) = loop.policy.batches
     assert batch.columns.keys() == {"advantages", "generation_logprobs"}, "on policy, no pass over log-probabilities"
-    rewards = torch.tensor([found.reward for found in loop.samples[0][2]]).view(2, 3)
-    expected = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)
-    assert rewards.std(1).max() > 0
-    torch.testing.assert_close(batch.columns["advantages"].values.view(2, 3), expected)
+    assert rewards_of(loop).std(1).max() > 0
+    torch.testing.assert_close(advantages_of(loop), by_group(rewards_of(loop)))
     (loss,) = loop.policy.losses
     assert isinstance(loss, PolicyGradientLoss)
     assert (loss.config, loss.prev_is_current) == (loop.config.loss_fn, True)
@@ -436,16 +441,12 @@ def test_a_penalty_in_the_reward() -> None:
     estimator = ("grpo.adv_estimator.normalize_rewards=false",)
     loop = Loop(small_config("grpo.max_num_steps=1", *KL, *in_reward, *estimator))
     assert loop.diary.index("logprobs") < loop.diary.index("reference_logprobs") < loop.diary.index("train")
-    trained = loop.samples[0][2]
-    lengths = torch.tensor([float(found.num_sampled_tokens) for found in trained])
-    assert lengths.view(2, 3).std(1).min() > 0
-    rewards = (torch.tensor([found.reward for found in trained]) - 0.1 * lengths).view(2, 3)
-    (batch,) = loop.policy.batches
-    expected = rewards - rewards.mean(1, keepdim=True)
-    torch.testing.assert_close(batch.columns["advantages"].values.view(2, 3), expected)
+    assert lengths_of(loop).std(1).min() > 0
+    rewards = rewards_of(loop) - 0.1 * lengths_of(loop)
+    torch.testing.assert_close(advantages_of(loop), rewards - rewards.mean(1, keepdim=True))
     metrics = loop.logger.records[-1][1]
     assert metrics["train/kl_penalty"] == 1.0
-    assert metrics["train/reward"] == pytest.approx(sum(found.reward for found in trained) / 6), "the environment's"
+    assert metrics["train/reward"] == pytest.approx(float(rewards_of(loop).mean())), "the environment's"
 
 
 def test_responses_left_out_of_the_loss_pay_for_their_divergence_too() -> None:
@@ -453,10 +454,8 @@ def test_responses_left_out_of_the_loss_pay_for_their_divergence_too() -> None:
     loop = Loop(small_config("grpo.max_num_steps=1", *KL, *settings), truncates=True)
     assert any(found.is_truncated for found in loop.samples[0][2])
     assert loop.logger.records[-1][1]["train/kl_penalty"] == 1.0
-    (batch,) = loop.policy.batches
-    rewards = torch.tensor([found.reward - 0.1 * found.num_sampled_tokens for found in loop.samples[0][2]]).view(2, 3)
-    expected = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)
-    torch.testing.assert_close(batch.columns["advantages"].values.view(2, 3), expected, rtol=1e-4, atol=1e-5)
+    expected = by_group(rewards_of(loop) - 0.1 * lengths_of(loop))
+    torch.testing.assert_close(advantages_of(loop), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_what_a_step_logs() -> None:
@@ -533,13 +532,9 @@ def test_dynamic_sampling_that_uses_up_the_prompts_ends_the_run_as_any_other() -
 def test_long_responses_are_punished() -> None:
     shaping = "grpo.reward_shaping={enabled: true, overlong_buffer_length: 4, overlong_buffer_penalty: 1.0}"
     loop = Loop(small_config("grpo.max_num_steps=1", shaping), reward_function=FakeRewardFunction(reward=lambda _: 1.0))
-    (batch,) = loop.policy.batches
-    lengths = torch.tensor([found.num_sampled_tokens for found in loop.samples[0][2]]).view(2, 3)
-    assert len(set(lengths.flatten().tolist())) > 1
-    rewards = 1 - (lengths - 2).clamp(0, 4) / 4
-    differs = rewards.std(1) > 0
-    advantages = batch.columns["advantages"].values.view(2, 3)
-    assert torch.equal(advantages.abs().amax(1) > 0, differs), "shaped rewards make the advantages"
+    assert len(set(lengths_of(loop).flatten().tolist())) > 1
+    differs = (1 - (lengths_of(loop) - 2).clamp(0, 4) / 4).std(1) > 0
+    assert torch.equal(advantages_of(loop).abs().amax(1) > 0, differs), "shaped rewards make the advantages"
     assert loop.logger.records[0][1]["train/reward"] == 1.0, "the reward that is reported is the environment's"
 
 

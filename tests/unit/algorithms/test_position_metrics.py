@@ -12,7 +12,6 @@ from torch import Tensor
 
 from nemo_rl_moe.algorithms.losses.position_sums import QUARTERS, PositionSum, quarters_of, sum_key
 from nemo_rl_moe.algorithms.position_metrics import PositionMetrics
-from nemo_rl_moe.algorithms.step_metrics import training_metrics
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.interfaces import LossInputs
 from tests.support.quick_list import examples
@@ -74,11 +73,6 @@ def test_a_quarter_without_tokens_has_no_metric() -> None:
 
 def test_another_loss_has_none() -> None:
     assert PositionMetrics().after_update(result_of({}), PhaseClock()) == {}
-
-
-def test_sums_are_not_logged() -> None:
-    logged = training_metrics(result_of(series_of(random_inputs(0))))
-    assert not [name for name in logged if "by_position" in name]
 
 
 @given(st.integers(0, 10_000), st.integers(1, 4), st.integers(1, 20))

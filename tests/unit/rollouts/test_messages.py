@@ -104,6 +104,7 @@ def test_results_one_by_one_are_the_results_at_once() -> None:
         assert only_sequence(first).token_ids.tolist() == only_sequence(second).token_ids.tolist()
         assert only_sequence(first).loss_mask.tolist() == only_sequence(second).loss_mask.tolist()
         assert sessions[0].messages == sessions[1].messages
+        assert first.conversation == second.conversation
         assert text_of(sessions[0], first).count(family.ends[0]) > 1
 
 

@@ -137,15 +137,6 @@ def test_seeds_differ_in_every_group_and_step() -> None:
     assert len(set(seeds)) == len(seeds) == 8 * 6
 
 
-def test_seeds_depend_on_the_configured_one() -> None:
-    engine = FakeEngine()
-    for seed in (11, 11, 12):
-        collect({0, 1}, f"grpo.seed={seed}", engine=engine)
-    first, again, other = (request.seeds for request in engine.requests)
-    assert first == again
-    assert set(first).isdisjoint(other)
-
-
 def test_phases_of_all_rounds_count() -> None:
     engine, clock = FakeEngine(), PhaseClock()
     groups = groups_of_step(source_of(make_runner(engine, RewardFunctionOfPrompts(set())), *DYNAMIC), 0, clock)

@@ -233,14 +233,6 @@ def test_a_response_that_nobody_waits_for_is_no_answer_to_the_next_request() -> 
 
 
 @pytest.mark.full
-def test_an_error_of_a_trajectory_alone() -> None:
-    with hosted("returns_nothing") as there:
-        found = there.make()
-    assert [each.fault for each in found] == [None, Fault.ERROR, None]
-    assert "returned None" in found[1].fault_message
-
-
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("start", "error", "message"),
     [
