@@ -547,16 +547,6 @@ def test_cut_responses_are_left_out_where_asked_for(filters: bool) -> None:
     assert is_trained == [not (filters and was_cut) for was_cut in cut]
 
 
-def test_summary() -> None:
-    summary = Loop(small_config(*VALIDATES)).summary
-    assert summary.num_steps == 3
-    assert summary.first_validation == summary.last_validation
-    assert "val/accuracy" in summary.first_validation
-    assert not [name for name in summary.first_validation if name.startswith("timing/")]
-    assert summary.last_training["train/loss"] == pytest.approx(1 / 3)
-    assert all(name.startswith("train/") for name in summary.last_training)
-
-
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("stop_after", [1, 2, 4])
 def test_a_run_that_is_stopped_and_resumed_does_what_one_that_never_stopped_does(

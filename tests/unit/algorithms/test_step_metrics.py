@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from nemo_rl_moe.algorithms.step_metrics import performance_metrics, training_metrics, validation_metrics
-from nemo_rl_moe.metrics import MetricSeries, PhaseClock, Reduction, timing_metrics, with_prefix
+from nemo_rl_moe.metrics import MetricSeries, PhaseClock, Reduction, with_prefix
 from nemo_rl_moe.models.interfaces import GpuUse, TrainResult
 
 SERIES = {
@@ -110,14 +110,6 @@ def test_a_cpu_has_no_performance_metrics() -> None:
 def test_what_a_loop_does_not_time_has_no_speed() -> None:
     found = performance_metrics(replace(RESULT, gpu_use=USE), PhaseClock())
     assert found == {"performance/max_memory_allocated_gb": 64.5}
-
-
-def test_timing_metrics() -> None:
-    assert timing_metrics("validation", 2.0) == {"timing/validation/seconds": 2.0}
-    assert timing_metrics("train", 2.0, 512) == {
-        "timing/train/seconds": 2.0,
-        "timing/train/tokens_per_second": 256.0,
-    }
 
 
 @pytest.mark.parametrize(("metrics", "expected"), [({}, {}), ({"a": 1.0, "b/c": 2.0}, {"x/a": 1.0, "x/b/c": 2.0})])

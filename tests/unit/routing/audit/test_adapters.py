@@ -542,23 +542,18 @@ def test_the_layout_of_the_json_stands(capsys: pytest.CaptureFixture[str]) -> No
         assert f"`{key}`" in layout, key
 
 
-PAGES = [DOCS / "audit-frameworks.md"]
-SHOWN = {
-    path: page
-    for page in PAGES
-    for path in re.findall(r"^error: (\w+/\w+): step 3: .+$", page.read_text(), re.MULTILINE)
-}
+PAGE = (DOCS / "audit-frameworks.md").read_text()
+SHOWN = sorted(set(re.findall(r"^error: (\w+/\w+): step 3: .+$", PAGE, re.MULTILINE)))
 
 
-@pytest.mark.parametrize("path", sorted(SHOWN))
+@pytest.mark.parametrize("path", SHOWN)
 def test_the_page_shows_what_is_printed(
     path: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(EXAMPLES)
-    page = SHOWN[path].read_text()
-    assert f"\nnemo-rl-moe audit {path} --model model --training transformers\n" in page
+    assert f"\nnemo-rl-moe audit {path} --model model --training transformers\n" in PAGE
     assert main(["audit", path, "--model", "model", "--training", "transformers"]) == 1
-    assert capsys.readouterr().err in page
+    assert capsys.readouterr().err in PAGE
 
 
 def test_each_framework_has_its_fault_on_a_page() -> None:
@@ -566,15 +561,7 @@ def test_each_framework_has_its_fault_on_a_page() -> None:
     assert {path.partition("/")[0] for path in SHOWN} == folders
 
 
-COMMANDS = sorted(
-    {
-        command
-        for page in PAGES
-        for command in re.findall(
-            r"^nemo-rl-moe audit (\w+(?:/healthy)? --model model.*)$", page.read_text(), re.MULTILINE
-        )
-    }
-)
+COMMANDS = sorted(set(re.findall(r"^nemo-rl-moe audit (\w+(?:/healthy)? --model model.*)$", PAGE, re.MULTILINE)))
 
 
 @pytest.mark.parametrize("command", COMMANDS)
