@@ -138,10 +138,7 @@ def test_sums_are_not_logged() -> None:
     inputs = random_inputs(0)
     series = series_of(with_lags(inputs, random_lags(inputs, 0)))
     logged = training_metrics(result_of(series))
-    assert {name for name in logged if "by_lag" in name} == {
-        "train/by_lag/max_lag",
-        "train/by_lag/max_unbounded_lag",
-    }
+    assert {name for name in logged if "by_lag" in name} == {"train/by_lag/max_lag", "train/by_lag/max_unbounded_lag"}
     sums = [of for name, of in series.items() if "by_lag" in name and of.reduction is Reduction.PART]
     assert len(sums) == len(LAG_CLASSES) * len(LagSum)
 

@@ -122,18 +122,13 @@ def run_loop(config: SFTConfig, *, tracks_experts: bool = False, with_validation
         return sequential_batches(held_out, BATCH_SIZE, pad_token_id=0, max_batches=config.val_batches)
 
     summary = train_sft(
-        config,
-        policy,
-        loader,
-        validation_batches if with_validation else None,
-        make_recorder(logger, loads, **keeping),
+        config, policy, loader, validation_batches if with_validation else None, make_recorder(logger, loads, **keeping)
     )
     return Loop(policy, logger, loads, summary)
 
 
 @pytest.mark.parametrize(
-    ("epochs", "max_steps", "expected"),
-    [(1, None, 3), (4, None, 12), (4, 5, 5), (1, 5, 3), (2, 6, 6), (1, 1, 1)],
+    ("epochs", "max_steps", "expected"), [(1, None, 3), (4, None, 12), (4, 5, 5), (1, 5, 3), (2, 6, 6), (1, 1, 1)]
 )
 def test_number_of_steps(epochs: int, max_steps: int | None, expected: int) -> None:
     config = sft_config(max_num_epochs=epochs, max_num_steps=max_steps)

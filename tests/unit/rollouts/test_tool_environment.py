@@ -131,11 +131,7 @@ def test_t07_several_calls_of_a_turn_are_made_in_their_order_and_answered_once_e
     calls = Calls()
     both = called("add", a=1, b=2) + "\n" + called("say", text="x") + "\n" + called("add", a="3")
     session, found = play([both, "done"], calls)
-    assert [made[:2] for made in calls.made] == [
-        ("add", {"a": 1, "b": 2}),
-        ("say", {"text": "x"}),
-        ("add", {"a": 3}),
-    ]
+    assert [made[:2] for made in calls.made] == [("add", {"a": 1, "b": 2}), ("say", {"text": "x"}), ("add", {"a": 3})]
     assert answers(session) == ["3", "x", "4"]
     ids = [message["tool_call_id"] for message in session.messages if message["role"] == "tool"]
     assert len(set(ids)) == 3

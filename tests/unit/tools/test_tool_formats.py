@@ -232,12 +232,8 @@ MALFORMED = {
         "<tool_call><arg_key>a</arg_key></tool_call>": "expected the name of a tool after <tool_call>",
         "<tool_call>add\n<arg_key>a</arg_key></tool_call>": "expected </tool_call> before '<arg_key>",
     },
-    "minimax_m2": {
-        "<minimax:tool_call>add</minimax:tool_call>": "expected <invoke name= and the name of a tool",
-    },
-    "kimi_k2": {
-        "<|tool_call_begin|>add<|tool_call_argument_begin|>{}": "expected functions.NAME:NUMBER<|tool_call_a",
-    },
+    "minimax_m2": {"<minimax:tool_call>add</minimax:tool_call>": "expected <invoke name= and the name of a tool"},
+    "kimi_k2": {"<|tool_call_begin|>add<|tool_call_argument_begin|>{}": "expected functions.NAME:NUMBER<|tool_call_a"},
     "mistral": {'[TOOL_CALLS] "add"': "expected a list of objects"},
     "mistral_args": {'[TOOL_CALLS] [{"name": "add"}]': "expected the name of a tool and [ARGS]"},
     "llama3_json": {'{"name": "add", "parameters": {"a" 1}}': "invalid JSON: Expecting ':' delimiter"},

@@ -29,13 +29,7 @@ from nemo_rl_moe.rollouts.runner import RolloutRunner
 from nemo_rl_moe.rollouts.source import PromptRounds, RolloutGroups
 from nemo_rl_moe.rollouts.supervisor import QUIET_S, STOP_GRACE_S, RolloutReports, RolloutsGivenUpError
 from nemo_rl_moe.rollouts.trajectory import Trajectory
-from tests.support.grpo_fakes import (
-    SAMPLING,
-    FakeEngine,
-    FakeRewardFunction,
-    make_runner,
-    small_config,
-)
+from tests.support.grpo_fakes import SAMPLING, FakeEngine, FakeRewardFunction, make_runner, small_config
 from tests.support.moved_clock import MovedClock
 from tests.support.scripted_engine import ScriptedEngine, loader
 
