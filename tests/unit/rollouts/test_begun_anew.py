@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sequences of a conversation that begins anew: a fresh rendering, in which no token is trained on again."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
 import pytest
@@ -22,21 +22,13 @@ RESULT = {"role": "tool", "content": "3"}
 FRESH = "<|start|>user\nq<|end|>\n<|start|>assistant\nfirst<|end|>\n<|start|>user\nr<|end|>\n<|start|>assistant\n"
 
 
-def answers(*messages: Message) -> Callable[[Session], Awaitable[Trajectory]]:
+def after_responses(*answers: Sequence[Message]) -> Callable[[Session], Awaitable[Trajectory]]:
+    """Messages after the first response, after the second one, and so on."""
+
     async def function(session: Session) -> Trajectory:
-        await session.generate()
-        session.append_messages(messages)
-        await session.generate()
-        return session.finish(RIGHT)
-
-    return function
-
-
-def one_after_each_response(*messages: Message) -> Callable[[Session], Awaitable[Trajectory]]:
-    async def function(session: Session) -> Trajectory:
-        for message in messages:
+        for messages in answers:
             await session.generate()
-            session.append_message(message)
+            session.append_messages(messages)
         await session.generate()
         return session.finish(RIGHT)
 
@@ -45,7 +37,7 @@ def one_after_each_response(*messages: Message) -> Callable[[Session], Awaitable
 
 def test_thinking_that_the_template_drops_begins_another_sequence() -> None:
     session = scripted_session(FAMILY, ASKED, [THOUGHT, "second<|end|>"])
-    found = run(session, answers(USER))
+    found = run(session, after_responses([USER]))
     assert found.fault is None
     asked = "<|start|>user\nq<|end|>\n<|start|>assistant\n"
     assert texts_of(FAMILY, found) == [(f"{asked}{THOUGHT}", THOUGHT), (f"{FRESH}second<|end|>", "second<|end|>")]
@@ -69,14 +61,14 @@ def test_thinking_that_the_template_drops_begins_another_sequence() -> None:
 def test_one_sequence_where_rewritten_turns_are_kept() -> None:
     kept = Continuation(FAMILY.tokenizer, keep_rewritten=True)
     session = scripted_session(FAMILY, ASKED, [THOUGHT, "second<|end|>"], continuation=kept)
-    ((text, trained),) = texts_of(FAMILY, run(session, answers(USER)))
+    ((text, trained),) = texts_of(FAMILY, run(session, after_responses([USER])))
     assert trained == f"{THOUGHT}second<|end|>"
     assert text.endswith(f"{THOUGHT}\n<|start|>user\nr<|end|>\n<|start|>assistant\nsecond<|end|>")
 
 
 def test_later_turns_continue_the_new_sequence() -> None:
     session = scripted_session(FAMILY, ASKED, [THOUGHT, "b<|end|>", THOUGHT, "d<|end|>", "e<|end|>"])
-    found = run(session, one_after_each_response(RESULT, USER, RESULT, USER))
+    found = run(session, after_responses([RESULT], [USER], [RESULT], [USER]))
     assert [trained for _, trained in texts_of(FAMILY, found)] == [
         f"{THOUGHT}b<|end|>",
         f"{THOUGHT}d<|end|>",
@@ -98,7 +90,7 @@ def test_messages_one_by_one_of_which_the_last_begins_anew() -> None:
 
     responses = [THOUGHT, "second<|end|>"]
     found = run(scripted_session(FAMILY, ASKED, responses), one_by_one)
-    at_once = run(scripted_session(FAMILY, ASKED, responses), answers(RESULT, USER, {**USER, "content": "s"}))
+    at_once = run(scripted_session(FAMILY, ASKED, responses), after_responses([RESULT, USER, {**USER, "content": "s"}]))
     assert found.num_sequences == 2
     assert texts_of(FAMILY, found) == texts_of(FAMILY, at_once)
     assert texts_of(FAMILY, found)[0][0].endswith(THOUGHT)
@@ -138,7 +130,7 @@ def test_a_conversation_that_does_not_fit_into_a_sequence(more: int) -> None:
 def test_control_tokens_in_earlier_messages_stay_plain_text() -> None:
     messages = ({"role": "tool", "content": "<s>"}, {"role": "user", "content": "<|end|>"})
     session = scripted_session(FAMILY, ASKED, [THOUGHT, "b<|end|>", "c<|end|>"])
-    found = run(session, one_after_each_response(*messages))
+    found = run(session, after_responses(*([message] for message in messages)))
     _, last = found.sequences
     start, end, other = FAMILY.tokenizer.convert_tokens_to_ids(["<|start|>", "<|end|>", "<s>"])
     ids = last.token_ids.tolist()
@@ -153,7 +145,7 @@ def test_an_end_token_that_the_template_replaces() -> None:
     """As `<|return|>`; the model writes the header of its channel itself, which the template writes before any text."""
     sampled = "<|channel|>analysis<|message|>t<|end|><|start|>assistant<|channel|>final<|message|>first<|return|>"
     session = scripted_session(GPT_OSS, ASKED, [sampled, "<|channel|>final<|message|>second<|return|>"])
-    found = run(session, answers(USER))
+    found = run(session, after_responses([USER]))
     assert found.fault is None, found.fault_message
     (_, first), (text, second) = texts_of(GPT_OSS, found)
     assert (first, second) == (sampled, "<|channel|>final<|message|>second<|return|>")
@@ -179,7 +171,7 @@ def test_an_end_token_that_the_template_replaces() -> None:
 def test_what_cannot_be_rendered_afresh_costs_its_trajectory(
     responses: list[str], messages: list[Message], problem: str
 ) -> None:
-    found = run(scripted_session(GPT_OSS, ASKED, responses), one_after_each_response(*messages))
+    found = run(scripted_session(GPT_OSS, ASKED, responses), after_responses(*([message] for message in messages)))
     assert found.fault is Fault.ERROR
     assert found.fault_message.startswith("NoExtension: ")
     assert f"; the conversation cannot be rendered afresh either: {problem}" in found.fault_message

@@ -31,43 +31,35 @@ from tests.support.grpo_fakes import small_config
 from tests.support.quick_list import examples
 from tests.support.scripted_engine import loader
 from tests.support.scripted_rollouts import Fate, ScriptedRun, scripted_prompts
-from tests.support.virtual_clock import run_virtually
-from tests.unit.rollouts.dispatch.test_field_bugs_of_ends import started
+from tests.unit.rollouts.dispatch.test_field_bugs_of_ends import started, virtually
 
 DAMAGED = "{path}:1: not a step of a schedule; expected schedule.jsonl of an asynchronous run"
 SECONDS = st.lists(st.sampled_from([0.5, 1.0, 2.5, 5.0]), min_size=12, max_size=12)
 
 
-def recorded(seconds: list[float], **options: object) -> ScriptedRun:
+@virtually
+async def recorded(seconds: list[float], **options: object) -> ScriptedRun:
     """Train on groups that overtake each other."""
-
-    async def body() -> ScriptedRun:
-        options_with_defaults = {"policy": "ready_first", "max_staleness": 2, "num_prompts": 12, **options}
-        run = started(lambda ticket: seconds[ticket.position] + ticket.attempt, **options_with_defaults)
-        await run.train(4)
-        return run
-
-    return run_virtually(body())
+    options_with_defaults = {"policy": "ready_first", "max_staleness": 2, "num_prompts": 12, **options}
+    run = started(lambda ticket: seconds[ticket.position] + ticket.attempt, **options_with_defaults)
+    await run.train(4)
+    return run
 
 
 def schedule_of(seconds: list[float]) -> list[ScheduledStep]:
     return [ScheduledStep.of(batch) for batch in recorded(seconds).batches]
 
 
-def repeated(schedule: list[ScheduledStep], fates: dict[int, Fate], concurrency: int | None = None) -> ScriptedRun:
-    async def body() -> ScriptedRun:
-        bounds = ScriptedRun(concurrency=concurrency).bounds
-        run = started(
-            fates,
-            concurrency=concurrency,
-            policy=replay_policy(schedule, bounds),
-            feed=ReplayedFeed(schedule, scripted_prompts(12)),
-        )
-        await run.train()
-        run.check_each_group_ended_once()
-        return run
-
-    return run_virtually(body())
+@virtually
+async def repeated(
+    schedule: list[ScheduledStep], fates: dict[int, Fate], concurrency: int | None = None
+) -> ScriptedRun:
+    policy = replay_policy(schedule, ScriptedRun(concurrency=concurrency).bounds)
+    feed = ReplayedFeed(schedule, scripted_prompts(12))
+    run = started(fates, concurrency=concurrency, policy=policy, feed=feed)
+    await run.train()
+    run.check_each_group_ended_once()
+    return run
 
 
 @settings(deadline=None, max_examples=examples(30))
@@ -90,9 +82,9 @@ def test_a_repeated_run_goes_on_from_a_checkpoint() -> None:
     first = recorded([1.0, 4.0, 0.5, 2.5] * 3)
     schedule = [ScheduledStep.of(batch) for batch in first.batches]
 
-    async def body() -> list[list[int]]:
-        bounds = ScriptedRun().bounds
-        policy, state, consumed = replay_policy(schedule, bounds), None, list[list[int]]()
+    @virtually
+    async def in_three_runs() -> list[list[int]]:
+        policy, state, consumed = replay_policy(schedule, ScriptedRun().bounds), None, list[list[int]]()
         for num_steps in (1, 2, 1):
             run = started(policy=policy, feed=ReplayedFeed(schedule, scripted_prompts(12)), state=state)
             assert await run.train(num_steps) == num_steps
@@ -101,7 +93,7 @@ def test_a_repeated_run_goes_on_from_a_checkpoint() -> None:
         assert run.dispatcher.is_used_up
         return consumed
 
-    assert run_virtually(body()) == first.consumed
+    assert in_three_runs() == first.consumed
 
 
 def test_a_file_keeps_a_schedule(tmp_path: Path) -> None:
@@ -232,22 +224,24 @@ def test_a_schedule_that_begins_later_is_that_of_a_run_which_went_on() -> None:
 def test_of_a_queue_that_comes_back_a_schedule_takes_what_it_needs() -> None:
     """The queue of the recorded run is longer than its schedule: it was interrupted with groups ahead."""
 
+    @virtually
     async def ahead() -> ScriptedRun:
         run = started(max_staleness=2, num_prompts=12)
         await run.train(2)
         await asyncio.sleep(9.0)
         return run
 
+    @virtually
     async def goes_on(schedule: list[ScheduledStep], state: QueueState) -> ScriptedRun:
         policy, feed = replay_policy(schedule, Bounds(groups_per_step=2)), ReplayedFeed(schedule, scripted_prompts(12))
         run = started(policy=policy, feed=feed, state=needed_of(schedule, state))
         await run.train()
         return run
 
-    run = run_virtually(ahead())
+    run = ahead()
     schedule, state = [ScheduledStep.of(batch) for batch in run.batches], run.state()
     assert len(state.queue) == 6
-    again = run_virtually(goes_on(schedule, state))
+    again = goes_on(schedule, state)
     assert (again.consumed, again.dispatcher.is_used_up) == ([], True)
 
 

@@ -13,7 +13,7 @@ from nemo_rl_moe.rollouts.dispatch.prompts import PromptFeed
 from nemo_rl_moe.rollouts.dispatch.staleness import POLICIES, QueueView, StalenessPolicy
 from tests.support.scripted_rollouts import ScriptedRun, Ticket, red_on
 from tests.support.virtual_clock import run_virtually
-from tests.unit.rollouts.dispatch.test_field_bugs_of_ends import in_place_of
+from tests.unit.rollouts.dispatch.test_field_bugs_of_ends import in_place_of, started
 
 NUM_STEPS, WARM_UP, GROUPS_PER_STEP = 220, 20, 4
 MOST_STANDARD_ERRORS = 4.0
@@ -38,9 +38,8 @@ def standard_errors(consumed: set[tuple[int, int]], generated: set[tuple[int, in
 async def steady_run(**options: Any) -> tuple[ScriptedRun, list[Ticket], list[Ticket]]:
     """Return a run, and the tickets of what was trained on and of what was begun in the same steps."""
     seconds: Callable[[Ticket], float] = lambda ticket: seconds_of(ticket.position, ticket.attempt, 0)  # noqa: E731
-    defaults = {"fates": seconds, "groups_per_step": GROUPS_PER_STEP, "max_staleness": 3}
-    run = ScriptedRun(**defaults | {"num_prompts": GROUPS_PER_STEP * (NUM_STEPS + 10)} | options)
-    run.dispatcher.start()
+    defaults: dict[str, Any] = {"fates": seconds, "groups_per_step": GROUPS_PER_STEP, "max_staleness": 3}
+    run = started(**defaults | {"num_prompts": GROUPS_PER_STEP * (NUM_STEPS + 10)} | options)
     await run.train(WARM_UP)
     num_begun = len(run.dispatched)
     await run.train(NUM_STEPS - WARM_UP)
@@ -120,8 +119,7 @@ def test_dropping_favours_short_groups_and_its_waste_is_seen() -> None:
 
 
 async def test_with_drop_every_prompt_is_trained_on_in_the_end() -> None:
-    run = ScriptedRun(of_position, max_staleness=1, policy="ready_first", on_stale="drop", num_prompts=40)
-    run.dispatcher.start()
+    run = started(of_position, max_staleness=1, policy="ready_first", on_stale="drop", num_prompts=40)
     await run.train()
     assert run.positions == list(range(40))
     assert any(each.reason == "stale" for each in run.cancelled)
@@ -139,14 +137,13 @@ async def test_a23_short_groups_that_are_favoured_are_seen() -> None:
 
 
 async def train_with_deadline(**options: Any) -> ScriptedRun:
-    run = ScriptedRun(
+    run = started(
         lambda ticket: 2 * seconds_of(ticket.position, 0, 0),
         groups_per_step=GROUPS_PER_STEP,
         num_prompts=400,
         deadline_s=DEADLINE_S,
         **options,
     )
-    run.dispatcher.start()
     await run.train()
     await run.stop()
     run.check_each_group_ended_once()
