@@ -132,7 +132,10 @@ def record_first_validation(validate: Validator, recorder: StepRecorder) -> bool
 
 
 def validated(validate: Validator) -> tuple[dict[str, float], dict[str, list[Trajectory]]]:
-    """Return the metrics of a validation, and `val` -> its trajectories. Empty if a request to stop interrupted it."""
+    """Return the metrics of a validation, and a mapping from `val` to the validation's trajectories.
+
+    Both are empty if a request to stop interrupted the validation.
+    """
     try:
         metrics = validate()
     except RolloutsGivenUpError:

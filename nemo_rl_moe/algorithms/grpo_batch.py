@@ -60,8 +60,8 @@ def shaped_rewards(config: GRPOMasterConfig, groups: RolloutGroups) -> Float[Ten
 def failure_rule(config: GRPOMasterConfig) -> FailureRule:
     """Return the treatment of responses that the environment failed to score.
 
-    If the estimator compares responses in their group or in the step, a response takes part only if there is another
-    response to compare with.
+    If the estimator compares responses of a group or of the step, a response is trained on only if there is another
+    response to compare it with.
     """
     baseline = find_estimator(config.grpo.adv_estimator.name).baseline
     compares_groups = baseline == "group" and config.grpo.num_generations_per_prompt > 1
@@ -88,7 +88,7 @@ def informative_groups(config: GRPOMasterConfig, trajectories: Sequence[Trajecto
 def estimator_inputs(
     config: GRPOMasterConfig, trajectories: Sequence[Trajectory], rewards: Float[Tensor, "groups generations"]
 ) -> EstimatorInputs:
-    """Return the estimator's inputs for trajectories, ordered by group, and their rewards."""
+    """Return the estimator's inputs, made of trajectories (group after group) and of the given rewards."""
     size = config.grpo.num_generations_per_prompt
     failures = failure_rule(config)
     weights = config.named_reward_weights
@@ -138,7 +138,9 @@ def advantages_of_groups(config: GRPOMasterConfig, groups: RolloutGroups) -> Flo
 
 
 def make_batch(config: GRPOMasterConfig, groups: RolloutGroups, pad_token_id: int, weight_version: int) -> TokenBatch:
-    """Return the trained groups with their advantages, and with the lags of tokens if any is above 0.
+    """Return the trained groups with their advantages and, if older weights sampled any token, the tokens' lags.
+
+    The lag of a token is the number of optimizer steps since it was sampled.
 
     Args:
         weight_version: Number of optimizer steps that the trained weights have taken.
@@ -223,7 +225,7 @@ def old_logprobs(
 def prev_is_current(config: GRPOMasterConfig) -> bool:
     """Return whether the training pass gives the log-probabilities before the update, so that no other pass is needed.
 
-    It does if a step is one update. The age of the weights that sampled the tokens does not matter.
+    This is so if a step has only one update, even if older weights sampled the tokens.
     """
     return config.updates_per_step == 1 and config.loss_fn.force_on_policy_ratio != "never"
 

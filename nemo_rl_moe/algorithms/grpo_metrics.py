@@ -97,7 +97,10 @@ def _metrics_of(groups: RolloutGroups, failures: FailureRule) -> dict[str, float
 
 
 def advantage_metrics(batch: TokenBatch, takes_part: Bool[Tensor, "groups generations"]) -> dict[str, float]:
-    """Return `advantages/{mean,min,max}` over trajectories that take part, or over trained tokens."""
+    """Return `advantages/{mean,min,max}`: over trained tokens if each token has its own advantage.
+
+    Otherwise they are over the trajectories that are trained on (`takes_part`).
+    """
     advantages = batch.columns["advantages"].values.double()
     if advantages.ndim > 1:
         advantages = advantages[batch.token_mask]
@@ -119,7 +122,7 @@ class Validator:
         sampling: Sampling parameters of training responses. Validation changes the temperature.
         failures: Treatment of responses that the environment failed to score. Such responses are not correct, and their
             rewards count as in training.
-        report_progress: Function that receives the number of sequences so far.
+        report_progress: Function that receives the number of sequences that have been generated so far.
     """
 
     def __init__(

@@ -40,7 +40,7 @@ class LagSums:
 
     @property
     def total(self) -> "LagSums":
-        """Sums over the tokens of all classes, in arrays with one class."""
+        """Sums over the tokens of all classes together. Each array has one element."""
         return LagSums({each: values.sum(keepdims=True) for each, values in self.of.items()})
 
     def mean(self, quantity: LagSum) -> PerClass:
@@ -50,7 +50,7 @@ class LagSums:
 
     @property
     def effective_samples(self) -> PerClass:
-        """`(sum w)^2 / (n sum w^2)` of the importance ratios `w` of each class. It is 1 if all are equal."""
+        """`(sum w)^2 / (n sum w^2)` for the `n` importance ratios `w` of each class. 1 if all ratios are equal."""
         return self.mean(LagSum.WEIGHT) ** 2 / self.mean(LagSum.SQUARED_WEIGHT)
 
 
@@ -75,7 +75,7 @@ def lag_table(sums: LagSums, of_engines: float, live_agreement: PerClass) -> Lag
     - `sampling_logp_difference`, `gen_kl_error`, `clip_fraction` (both bounds): like the metrics of the loss with these
       names
     - `kl_staleness`: `staleness_part` of `gen_kl_error`
-    - `effective_samples`: of the importance ratios before any correction
+    - `effective_samples`: relative effective sample size, from 0 to 1, of the importance ratios before any correction
     - `live_agreement`: share of the rollout's rows (experts of a token in a layer) that the routers would also choose,
       NaN without a capture
     """
@@ -94,7 +94,7 @@ def lag_table(sums: LagSums, of_engines: float, live_agreement: PerClass) -> Lag
 
 
 def metrics_of_table(table: LagTable) -> dict[str, float]:
-    """Return `by_lag/{class}/{name}` of the classes with tokens, except for `live_agreement`, a metric of routing."""
+    """Return `by_lag/{class}/{name}` for classes with tokens. `live_agreement` is omitted: it is a routing metric."""
     return {
         f"by_lag/{lag_class}/{name}": float(values[number])
         for number, lag_class in enumerate(LAG_CLASSES)

@@ -140,8 +140,8 @@ class RoutingMeasurements(RunObserver):
     def after_refit(self, clock: PhaseClock) -> dict[str, float]:
         """Measure the engine's noise floor, if the step is measured and the engine scores tokens.
 
-        The same sequences are scored together and one at a time, with the new weights, since an engine that sleeps
-        while training runs has no other weights.
+        The same sequences are scored together and one at a time, both with the new weights. The previous weights cannot
+        be used, because an engine that sleeps during training does not keep them.
 
         Returns:
             `moe/routing_noise/{mean_abs,max_abs,kl}_engine`.
@@ -169,7 +169,7 @@ class RoutingMeasurements(RunObserver):
             return {f"moe/routing_noise/{name}_engine": gap[name] for name in ("mean_abs", "max_abs", "kl")}
 
     def _scored(self, sample: TokenBatch) -> list[int]:
-        """Return the rows of sequences for the engine's noise floor, the shortest first."""
+        """Return the rows of the sequences that the engine scores to measure its noise floor, the shortest first."""
         # An engine computes the logits of all scored tokens. For thousands of tokens this takes gigabytes. It also
         # samples one more token, and the longest sequences have no room for it.
         order = sample.lengths.argsort().tolist()
@@ -232,7 +232,7 @@ def sampled_sequences(batch: TokenBatch, share: float, seed: Sequence[int]) -> l
 
 
 def _noise_rows(sample: TokenBatch) -> list[int]:
-    """Return the rows of the noise floor. They are a part of the sample, since a batch for each sequence is slow."""
+    """Return the rows that measure the noise floor: only a part of the sample, because one batch per row is slow."""
     return list(range(-(-len(sample) // NOISE_DIVISOR)))
 
 

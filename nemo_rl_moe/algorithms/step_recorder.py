@@ -69,8 +69,8 @@ class RecordSinks:
     Attributes:
         log_artifact: Receives the step, and name and content of each artifact, before the step's metrics are logged.
         log_samples: Receives the step, `train` or `val`, and the responses, if there are any, after the step's metrics.
-        show_samples: Receives the same before the step's metrics, for loggers that show responses and metrics in one
-            row.
+        show_samples: Receives the same arguments as `log_samples`, but before the step's metrics, for loggers that show
+            the responses and the metrics of a step in one row.
         log_failures: Receives the step, and failures of its responses or validation, before the step's metrics.
         flush: Writes records that wait to be written together with later steps.
     """

@@ -61,8 +61,9 @@ class Correction:
             bounds, and the section `loss_fn`.
         effect: What happens to tokens out of bounds. It is a part of the name of the metric
             `importance_weight_{effect}_fraction`. None means a correction without bounds.
-        bounds_geometric_mean: Whether the bounds are compared with the geometric mean of the sequence's ratios, instead
-            of the ratio of `importance_sampling_level`.
+        bounds_geometric_mean: Whether the bounds are compared with the geometric mean of the ratios of a sequence's
+            tokens. If False, they are compared with the ratio of the token or sequence that
+            `importance_sampling_level` selects.
         lower_bound: Bound if `importance_sampling_ratio_min` is null. If it is None, the setting must be a number.
     """
 
@@ -93,10 +94,10 @@ CORRECTIONS: dict[str, Correction] = {
 
 
 def bounds_old_tokens(config: PolicyGradientLossConfig) -> bool:
-    """Return whether the correction bounds the weight of tokens that older weights sampled.
+    """Return whether the correction bounds the importance weights of tokens that an older policy sampled.
 
-    The clip of an objective bounds that weight only if the objective's ratio is relative to the weights that sampled
-    the tokens.
+    Without such a correction, these importance weights are only bounded if the objective clips its ratio and computes
+    it relative to the policy that sampled the tokens.
     """
     return CORRECTIONS[config.importance_sampling_correction].effect is not None
 

@@ -96,7 +96,7 @@ class Conversation:
         return self._continuation
 
     def answer(self, messages: Sequence[Mapping[str, object]]) -> Answer:
-        """Return new messages after the last turn, preceded by earlier messages after that turn, with their tokens.
+        """Return all messages after the model's last turn, with their tokens: earlier ones, and the new `messages`.
 
         If the template would change earlier tokens, the entire conversation is rendered anew, for another sequence.
 
@@ -107,7 +107,7 @@ class Conversation:
         """
         continuation = self._require_continuation()
         if not self._is_sampled:
-            raise RuntimeError("a message answers a response of the model; await session.generate() first")
+            raise RuntimeError("a message was added before a response of the model; await session.generate() first")
         earlier = self._answer
         new = [*(earlier.messages if earlier is not None else ()), *messages]
         turn = SampledTurn(self._before, self._turn, self._stop_token_ids, self._inputs, self._text_before)

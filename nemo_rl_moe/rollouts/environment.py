@@ -518,7 +518,7 @@ class SingleTurn:
 
 
 def _seed_of_turn(seed: int, turn: int) -> int:
-    """Return the trajectory's seed for its first response, and for later ones seeds that no other trajectory has."""
+    """Return the seed of a turn: the trajectory's for turn 0, and for later turns one that no other trajectory has."""
     if turn == 0:
         return seed
     return int(np.random.SeedSequence([seed, turn]).generate_state(1, np.uint64)[0])

@@ -34,8 +34,8 @@ class RolloutRunner:
     """Makes trajectories: an environment drives them, the engine continues them, a reward function scores them.
 
     Usually, a trajectory resumes as soon as its sequence has arrived, and is scored as soon as it asks for a score. In
-    lockstep, requests wait until every trajectory waits. Then all sequences are generated together, or else all scores
-    are computed together, so that a run can be repeated bit for bit.
+    lockstep, requests wait until every trajectory waits. Then all requested sequences are generated together or, if no
+    sequence is requested, all requested scores are computed together. So a run can be repeated bit for bit.
 
     Args:
         max_tokens: Maximum number of tokens of a trajectory.
@@ -80,7 +80,7 @@ class RolloutRunner:
 
     @property
     def clock(self) -> PhaseClock:
-        """Clock that gets the current phases `generation`, `rewards` and `reward_model`."""
+        """Clock that adds up the time of the phases `generation`, `rewards` and `reward_model`."""
         return self._supervisor.clock
 
     @clock.setter

@@ -88,7 +88,7 @@ class RunningTrajectory:
 
         Args:
             label: Name in messages.
-            timeout_s: Maximum seconds, without waiting for answers. None for no limit.
+            timeout_s: Maximum seconds, not counting waits for answers. None for no limit.
             steps: Wraps the coroutine, to observe its steps.
         """
         self._session, self.label, self._coroutine, self._timeout_s = session, label, coroutine, timeout_s
@@ -107,7 +107,8 @@ class RunningTrajectory:
     async def wait_aside(self, process: Coroutine[Any, Any, Result]) -> Result:
         """Wait for a limited resource, such as a free process, and return it.
 
-        An engine in lockstep, which answers only when all trajectories wait, answers the others during this wait.
+        An engine in lockstep answers only when all trajectories wait. This wait counts, so that the engine can answer
+        the other trajectories meanwhile.
         """
         return await self._wait_for("a process", process)
 
@@ -173,7 +174,7 @@ class RunningTrajectory:
         return self._failed if self._failed is not None else self.task.result()
 
     def leave_out(self, seconds: float) -> None:
-        """Deduct `seconds`, in which the engine computed in the thread of its code, from its running time."""
+        """Deduct `seconds` from its running time, because the engine computed in the same thread meanwhile."""
         self._own_s -= seconds
         self._stop_time()
         self._start_time()
@@ -252,7 +253,7 @@ class RetriedTrajectory:
 
 
 def seed_of_attempt(seed: int, attempt: int) -> int:
-    """Return a trajectory's seed for its first attempt, and for later ones seeds that no other trajectory has."""
+    """Return the seed of one attempt: `seed` for the first, and for each later one a seed of no other trajectory."""
     if attempt == 0:
         return seed
     return int(np.random.SeedSequence([seed, 0, attempt]).generate_state(1, np.uint64)[0])

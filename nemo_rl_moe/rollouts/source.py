@@ -47,7 +47,7 @@ class SourceState:
 
     Attributes:
         batches_taken: Number of rounds of prompts (the prompts of one step) that were taken from the data.
-        write: Writes the rest of the state into the checkpoint's folder, now or later.
+        write: Writes the rest of the state into the checkpoint's folder. If called later, it still writes this state.
     """
 
     batches_taken: int
@@ -81,7 +81,7 @@ class RolloutSource(Protocol):
         ...
 
     def updated(self, step: int) -> None:
-        """Resume. Called when the engine has the weights after `step` steps, and also before the first step."""
+        """Resume. Called when the engine has received the weights of step `step`, and also before the first step."""
         ...
 
     def state(self, step: int) -> SourceState:

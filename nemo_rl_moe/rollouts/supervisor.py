@@ -69,7 +69,7 @@ class Supervisor:
         note_failure: Called when the supervisor ends with an error.
 
     Attributes:
-        clock: Gets the current phases `generation`, `rewards` and `reward_model`.
+        clock: Adds up the time of the phases `generation`, `rewards` and `reward_model`.
         num_adding: Number of groups that wait for added rewards.
         failure: The error with which the supervisor has ended.
     """
@@ -150,7 +150,8 @@ class Supervisor:
             self._next_notice_s *= 2
             self._reports.message(
                 f"rollouts: no progress for {now - self._progress_at:.0f} s; {len(self._started) - len(running)} of"
-                f" {len(self._started)} trajectories have ended or wait for the others; running: {_described(running)}"
+                f" {len(self._started)} trajectories have ended or wait for running ones; running:"
+                f" {_described(running)}"
             )
 
     async def _answer_or_wait(self, unfinished: Sequence[RunningTrajectory]) -> None:

@@ -22,14 +22,17 @@ NO_TURN = -1
 
 
 def loss_masks(trajectories: Sequence[Trajectory]) -> Bool[Tensor, "trajectories tokens"]:
-    """Return the loss mask of each trajectory's concatenated sequences, padded with False, also if truncated."""
+    """Return the loss mask of each trajectory's concatenated sequences, padded with False.
+
+    A truncated trajectory keeps its mask.
+    """
     return _padded_masks(
         [np.concatenate([each.loss_mask for each in trajectory.sequences]) for trajectory in trajectories]
     )
 
 
 def turns_of_tokens(trajectories: Sequence[Trajectory]) -> Int[Tensor, "trajectories tokens"]:
-    """Return the index in time of the turn of each sampled token, and `NO_TURN` for all other tokens.
+    """Return for each sampled token the index of its turn in order of time, and `NO_TURN` for all other tokens.
 
     The sequences of a trajectory are concatenated, as in `loss_masks`.
     """
@@ -44,7 +47,7 @@ def turns_of_tokens(trajectories: Sequence[Trajectory]) -> Int[Tensor, "trajecto
 
 
 def sampled_tokens(trajectories: Sequence[Trajectory]) -> Bool[Tensor, "sequences tokens"]:
-    """Return the loss mask of each sequence, also of truncated trajectories, padded with False."""
+    """Return the loss mask of each sequence, padded with False. Truncated trajectories keep their masks."""
     return _padded_masks([sequence.loss_mask for sequence in sequences_of(trajectories)])
 
 

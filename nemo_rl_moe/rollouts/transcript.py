@@ -176,7 +176,7 @@ def _name(value: object) -> str:
 
 
 def _calls_of(calls: object) -> str:
-    """Return the calls of a message that was not sampled, a line each."""
+    """Return the calls of a message that was not sampled, each on its own line."""
     functions = [call.get("function") for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
     return "".join(f"\n{each.get('name')} {each.get('arguments')}" for each in functions if isinstance(each, dict))
 

@@ -42,7 +42,7 @@ class CallMetrics:
     """Names of the metrics that count calls.
 
     Attributes:
-        made: Calls that the program got.
+        made: Calls of the model that the user's program has received.
         wrong: Malformed calls.
         failed: Calls whose results show an error.
         unknown: Calls without a result.

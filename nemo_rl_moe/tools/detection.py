@@ -99,7 +99,7 @@ def calls_line(tokenizer: "PreTrainedTokenizerBase") -> str | None:
 def require_continuable(
     continuation: Continuation, tool_format: ToolFormat, encode: Callable[[str], Sequence[int]], stops: Sequence[int]
 ) -> None:
-    """Check that the chat template can show results after a turn with calls, at least in a new rendering.
+    """Check that the chat template can show results after a turn with calls, at least if all turns are rendered anew.
 
     Raises:
         ConfigurationError: The results cannot be shown.

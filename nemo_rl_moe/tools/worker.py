@@ -56,8 +56,8 @@ class ToolWorker:  # pragma: no cover  (runs in other processes)
     def call(self, name: str, arguments: Mapping[str, object], limit_s: float) -> ToolResult:
         """Call a tool, and return its result or error.
 
-        If the alarm cannot interrupt the tool's code, such as a loop in C, this process is ended, and the driver
-        replaces it.
+        An alarm signal interrupts the tool after `limit_s` seconds. If the signal cannot interrupt the tool's code,
+        such as a loop in C, this process is ended, and the driver replaces it.
         """
         tool = self._tools[name]
         try:

@@ -17,7 +17,7 @@ from nemo_rl_moe.token_lag import LAG_CLASSES, NO_LAG, TOKEN_LAG, lag_classes
 
 
 class LagSum(StrEnum):
-    """Quantity that is summed over tokens."""
+    """Quantity that the loss sums over the tokens of each class of lag, for metrics by lag."""
 
     TOKENS = "tokens"
     LAG = "lag"

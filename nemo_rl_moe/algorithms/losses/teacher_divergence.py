@@ -30,7 +30,7 @@ LOWEST_TEACHER_LOGPROB = -80.0
 
 
 def with_tail(logprobs: Float[Tensor, "*tokens k"]) -> Float[Tensor, "*tokens outcomes"]:
-    """Return the log-probabilities with that of the tail, all tokens that are not candidates, appended.
+    """Append the log-probability of the tail to the candidates' log-probabilities. The tail is all other tokens.
 
     The probability of the tail is at least `LOWEST_TAIL`. If the true probability is lower, the gradient is smaller,
     but not 0: a policy that is sure of its candidates must still learn that the teacher is not sure.

@@ -69,13 +69,14 @@ class Branches:
 
         Raises:
             TooLong: A response would have no room. Nothing has changed.
-            NoExtension: There is no chat template, or no tokens for a control token in a message.
+            NoExtension: There is no chat template, or a message has the text of a control token that cannot be
+                tokenized as plain text.
             RecordError: The chat template does not show the messages.
         """
         number, limit = num_characters((request.messages, request.tools)), self._session.max_tokens
         if number > most_characters(limit):
             raise TooLong(
-                f"messages and tools have {number:,} characters, which leaves no room for a response below {limit:,}"
+                f"messages and tools have {number:,} characters, so no response fits into the limit of {limit:,}"
                 " tokens (policy.max_total_sequence_length)"
             )
         earlier = self._earlier(request)
@@ -125,6 +126,6 @@ class Branches:
         size, limit = size_before + len(extension.token_ids), self._session.max_tokens
         if size >= limit:
             raise TooLong(
-                f"the messages have {size:,} tokens, which leaves no room for a response below {limit:,}"
+                f"the messages have {size:,} tokens, so no response fits into the limit of {limit:,}"
                 " (policy.max_total_sequence_length)"
             )

@@ -33,7 +33,7 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def _is_of_us(record: logging.LogRecord) -> bool:
-    """Return False for an error of a request that is not HTTP, since any process of the machine can send one."""
+    """Return False for log records on requests that are not HTTP, because any process of the machine can send them."""
     return not isinstance(record.exc_info[1] if record.exc_info else None, HttpProcessingError)
 
 

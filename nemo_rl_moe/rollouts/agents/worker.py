@@ -108,7 +108,10 @@ def main() -> None:  # pragma: no cover
 
 
 async def _run_together(tasks: Connection, run: Callable[[AgentTask], object]) -> None:  # pragma: no cover
-    """Run tasks as coroutines of one loop until the connection is closed. A number with None cancels its task."""
+    """Run tasks as coroutines of one loop until the connection is closed.
+
+    A message is a task's number with the task. A number with None instead cancels the task with this number.
+    """
     loop, is_over = asyncio.get_running_loop(), asyncio.Event()
     running: dict[int, asyncio.Task[None]] = {}
 

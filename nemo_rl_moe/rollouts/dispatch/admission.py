@@ -85,7 +85,8 @@ class Admission:
     def resumed(bounds: Bounds, version: int, finished: int = 0) -> "Admission":
         """Return the counts at the start of a run, or of a run resumed after `version` optimizer steps.
 
-        The groups of the earlier steps count as consumed. Otherwise as many groups would be admitted at once.
+        The groups of the earlier steps count as consumed. Otherwise the run would admit that many additional groups at
+        once.
 
         Args:
             finished: Number of groups that are restored into the queue.

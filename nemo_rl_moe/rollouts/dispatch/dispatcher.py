@@ -169,7 +169,7 @@ class Dispatcher:
         """
         began_s = _now()
         if version < self.version:
-            raise ValueError(f"weights of version {version} are trained while the engines have version {self.version}")
+            raise ValueError(f"weights of version {version} are trained, but the engines already have {self.version}")
         while True:
             self._changed.clear()
             if self._error is not None:
@@ -229,8 +229,8 @@ class Dispatcher:
     async def stop(self) -> tuple[Cancellation, ...]:
         """Cancel all groups, including those in the queue. Return the cancellations that no batch has reported.
 
-        A pending update may still call `updated`. Call `state` before `stop`, because `stop` empties the queue, so that
-        its prompts count as not generated.
+        After `stop`, `updated` may still be called for a pending update. Requires that `state` is called before, if at
+        all, because `stop` empties the queue, so that its prompts would count as not generated.
         """
         self._is_stopped = True
         for live in list(self._live.values()):
@@ -259,7 +259,10 @@ class Dispatcher:
             live.timer = loop.call_later(self._deadline_s, self._ending_the_run, self._expire, live)
 
     def _ending_the_run(self, callback: Callable[..., None], *args: Any) -> None:
-        """Call a function whose error ends the run. The loop would only log it, and the trainer would wait forever."""
+        """Call a function whose error ends the run.
+
+        The event loop would only log the error, so that the trainer would wait forever.
+        """
         try:
             callback(*args)
         except Exception as error:
@@ -296,7 +299,7 @@ class Dispatcher:
 
     @property
     def _may_be_replaced(self) -> bool:
-        """Whether the bound of dynamic sampling and the prompts left allow to replace a group."""
+        """Whether dynamic sampling may replace a group: its bound is not reached, and enough prompts are left."""
         dynamic, size = self._dynamic_sampling, self.bounds.groups_per_step
         return (
             dynamic is not None

@@ -76,8 +76,9 @@ def drawn_again(state: QueueState, version: int, is_usable: Callable[[Group], bo
 
     Args:
         state: State in a checkpoint.
-        version: Version (number of optimizer steps) of the checkpoint's weights by the run's settings. If it differs
-            from the state's, the ages in the queue are meaningless, and all groups are generated again.
+        version: Version of the checkpoint's weights: the number of its training steps, times this run's optimizer steps
+            per training step. If it differs from the state's version, the ages in the queue are meaningless, and all
+            groups are generated again.
         is_usable: Returns whether the run can train on a group.
     """
     return state.keeping(lambda found: version == state.version and is_usable(found.group), version)

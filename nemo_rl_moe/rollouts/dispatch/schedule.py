@@ -122,7 +122,7 @@ def replay_policy(schedule: Sequence[ScheduledStep], bounds: Bounds) -> Stalenes
 
 def _check_steps(schedule: Sequence[ScheduledStep], bounds: Bounds) -> None:
     if any(len(step.groups) != bounds.groups_per_step for step in schedule):
-        raise DataError(f"the schedule has steps of another size than the {bounds.groups_per_step} groups of this run")
+        raise DataError(f"the schedule has a step with more or fewer than this run's {bounds.groups_per_step} groups")
     for before, step in pairwise(schedule):
         if step.version != (expected := before.version + bounds.updates_per_step):
             raise DataError(

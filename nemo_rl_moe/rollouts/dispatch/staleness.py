@@ -125,7 +125,10 @@ class StalenessPolicy:
         return sorted(chosen)
 
     def _claims(self, groups: Sequence[LiveGroup], version: int) -> Iterator[tuple[Sequence[LiveGroup], int]]:
-        """Yield growing sets of groups, the most urgent first, each with the fewest that this step must take."""
+        """Yield sets of groups, each with the smallest number of its groups on which this step must train.
+
+        The first set has the most urgent groups. Each further set also contains the groups of the set before.
+        """
         # Of the groups that become stale after `n` further steps, these steps train on at most `n * groups_per_step`,
         # and this step must train on the rest.
         size = self.bounds.groups_per_step

@@ -111,7 +111,7 @@ class SessionClient(Client):
         """Do nothing: the session belongs to the run."""
 
     def _calls(self, turn: Turn, tools: Sequence[Any]) -> list[ToolCall]:
-        """Return the calls in a response without malformed ones, as servers of models do."""
+        """Return the well-formed calls in a response. Malformed calls are dropped, as by model servers."""
         if self._format is None or self._wire is None or not tools:
             return []
         schemas = {tool.name: properties_of(tool.parameters) for tool in tools}

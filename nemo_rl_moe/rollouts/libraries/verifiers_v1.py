@@ -207,7 +207,7 @@ class _Player:  # pragma: no cover
 
 
 def _run_chat_programs_here() -> None:  # pragma: no cover
-    """Run the chat program of the harnesses `null` and `bash` with this Python, which has its packages.
+    """Run the chat program of the harnesses `null` and `bash` with this Python, which has the program's packages.
 
     The library would make a Python environment for this program with uv, which needs a package index.
     """
@@ -226,7 +226,10 @@ def _run_chat_programs_here() -> None:  # pragma: no cover
 
 
 def _environment_config(driver: VerifiersV1Config, *sections: str) -> Any:
-    """Check sections of taskset settings (default: `taskset`), and return the configuration with the last section."""
+    """Check sections of taskset settings (default: `taskset`), and return the environment's configuration.
+
+    The configuration has the settings of the last of the `sections`.
+    """
     _require_library()
     _require_taskset(driver.id)
     from verifiers.v1.configs.agent import AgentConfig
@@ -255,7 +258,10 @@ def _environment_config(driver: VerifiersV1Config, *sections: str) -> Any:
 
 
 def _problems(section: str, kind: Any, settings: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a line for each setting that the library refuses, if it is one of the section's `own`."""
+    """Yield a line for each setting that the library refuses.
+
+    Settings that the section takes over from another section are omitted: only those in `own` are reported.
+    """
     try:
         kind.model_validate(deepcopy(settings))
     except ValidationError as error:

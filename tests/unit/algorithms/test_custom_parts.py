@@ -17,7 +17,7 @@ from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.errors import ConfigurationError, UserCodeError
 from tests.support import custom_parts
 from tests.support.custom_parts import NAME
-from tests.support.estimators import advantages_of_rewards
+from tests.support.grpo_inputs import advantages_of_rewards
 from tests.unit.algorithms.policy_loss_reference import config_of, random_inputs
 
 
@@ -71,13 +71,13 @@ def place_of(name: str) -> str:
         (ESTIMATOR, "NOT_CALLABLE", f"{NAME}:NOT_CALLABLE is 3 (int), expected a function"),
         (ESTIMATOR, "one_for_each_group", "returned shape [16], expected a tensor of shape [16, 8]: one advantage for"),
         (ESTIMATOR, "divided_by_the_spread", "returned NaN or infinity, expected finite advantages"),
-        (ESTIMATOR, "raising", "raised, on rewards of 0 and 1: KeyError: 'no such key'"),
+        (ESTIMATOR, "raising", "raised in a trial with rewards of 0 and 1: KeyError: 'no such key'"),
         (ESTIMATOR, "two_arguments", "cannot be called with the EstimatorInputs: missing a required argument: 'conf"),
         (OBJECTIVE, "mean_loss", "returned shape [], expected a tensor of shape [2, 3]: the loss of each token"),
         (OBJECTIVE, "detached", "returned a loss without a gradient, expected one that depends on logprobs or ratio"),
-        (OBJECTIVE, "raising", "raised, on three tokens: KeyError: 'no such key'"),
-        (OBJECTIVE, "leaving", "raised, on three tokens: SystemExit: 3"),
-        (OBJECTIVE, "without_numbers", "returned, on three tokens, a loss whose value or gradient is NaN or infinite"),
+        (OBJECTIVE, "raising", "raised in a trial on three tokens: KeyError: 'no such key'"),
+        (OBJECTIVE, "leaving", "raised in a trial on three tokens: SystemExit: 3"),
+        (OBJECTIVE, "without_numbers", "returned a loss whose value or gradient is NaN or infinite in a trial"),
         (OBJECTIVE, "two_arguments", "cannot be called with the ObjectiveInputs: missing a required argument: 'conf"),
     ],
 )

@@ -26,7 +26,7 @@ GIVEN = (
     "grpo.adv_estimator.normalize_rewards=false",
     "policy.megatron_cfg.capture_routing=false",
 )
-NOBODY = f"with {KEY}.responses given, which are not sampled"
+NOBODY = f"with {KEY}.responses given: given responses are not sampled"
 
 BROKEN = [
     (
@@ -38,8 +38,8 @@ BROKEN = [
         ),
         "estimates_from_old_tokens_are_bounded",
         f"{KEY}.topk_logits_k: got null with grpo.rollouts.max_staleness 1 and loss_fn.importance_sampling_correction"
-        " none: the importance weights of tokens of an older policy would have no bound; a correction, such as"
-        " truncated, sets one, and candidates need no importance weights",
+        " none: tokens that older weights sampled would have importance weights without a bound; set a correction such"
+        " as truncated, which bounds the weights, or a number of candidates, which need no weights",
     ),
     (
         (f"{KEY}.teachers={{}}", "cluster.roles={}"),
@@ -91,7 +91,8 @@ BROKEN = [
     (
         ("policy.generation.top_p=0.9",),
         "policy_is_sampled_as_it_is",
-        "policy.generation.top_p: got 0.9, expected 1 with teachers, whose distribution is that of unchanged logits",
+        "policy.generation.top_p: got 0.9, expected 1 with teachers: they score with unchanged logits, so the policy"
+        " must sample from unchanged logits too",
     ),
     (
         (f"{KEY}.cross_entropy_weight=0.5",),

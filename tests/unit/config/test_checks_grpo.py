@@ -92,7 +92,8 @@ BROKEN = [
     (
         (*AHEAD, "grpo.num_prompts_per_step=32"),
         "lag_is_a_number_of_steps",
-        f"{LAG}: got 1, expected 0 or at least 2: a step is 2 optimizer steps, and with fewer no group could run ahead",
+        f"{LAG}: got 1, expected 0 or at least 2: a step is 2 optimizer steps, and with a smaller lag no group could be"
+        " generated ahead of its step",
     ),
     (
         (*AHEAD, f"{LAG}=2", "loss_fn.force_on_policy_ratio=always"),
@@ -173,7 +174,7 @@ BROKEN = [
         (*AHEAD, f"{VLLM}.prefix_caching=keep", "policy.megatron_cfg.capture_routing=false"),
         "engine_has_what_it_needs",
         f"{VLLM}.prefix_caching: got 'keep', expected 'reset' with loss_fn.importance_sampling_correction none:"
-        " nothing would weigh tokens sampled after keys and values of old weights",
+        " without the correction, tokens sampled from keys and values of old weights would count in full",
     ),
     (
         (*ON_GPUS, "+cluster.roles.generation={gpus_per_node: 2}", f"{VLLM}.tensor_parallel_size=4"),
@@ -316,8 +317,8 @@ BROKEN = [
             "loss_fn.reference_policy_kl_gradient=divergence",
         ),
         "divergence_in_the_reward_has_a_meaning",
-        "loss_fn.reference_policy_kl_gradient: got divergence, expected estimate with loss_fn.use_kl_in_reward true,"
-        " which adds nothing to the loss",
+        "loss_fn.reference_policy_kl_gradient: got divergence, expected estimate with loss_fn.use_kl_in_reward true:"
+        " the divergence is then in the reward, and has no gradient in the loss",
     ),
     (
         (f"{REPLAY}=rollout", "policy.megatron_cfg.moe_router_fusion=true"),
@@ -444,8 +445,8 @@ BROKEN = [
     (
         (*TASKSET, "env.driver.validation=null"),
         "environments_have_their_parts",
-        "env.driver.validation: got null, expected settings such as {split: test} or a number of tasks that are held"
-        " out; or data.validation: null",
+        "env.driver.validation: got null, expected the settings of held-out tasks, such as {split: test}, or their"
+        " number; or set data.validation: null",
     ),
     (
         (*TASKSET, "+env.driver.agent.max_turns=3"),
@@ -522,7 +523,8 @@ BROKEN = [
     (
         (*CALLABLE, f"{WEIGHTS}={{}}"),
         "named_rewards_come_from_somewhere",
-        f"{WEIGHTS}: got no name, expected a weight for each reward, such as {{accuracy: 1.0, format: 0.5}}, or null",
+        f"{WEIGHTS}: got {{}}, expected the weight of each reward by name, such as {{accuracy: 1.0, format: 0.5}}, or"
+        " null",
     ),
     (
         (*CALLABLE, f"{WEIGHTS}={{a: 0.0, b: 0}}"),
@@ -573,8 +575,8 @@ BROKEN = [
     (
         (f"{EXPERT_PARALLEL}=2", "+policy.megatron_cfg.moe_token_dispatcher_type=allgather"),
         "ranks_may_have_different_numbers_of_tokens",
-        "policy.megatron_cfg.moe_token_dispatcher_type: got allgather, which needs as many tokens on every rank; while"
-        " generating, experts that are shared between ranks need alltoall",
+        "policy.megatron_cfg.moe_token_dispatcher_type: got allgather, expected alltoall with experts that are divided"
+        " between ranks: allgather needs the same number of tokens on every rank, and generation does not ensure that",
     ),
     (
         (*BY_MODEL,),

@@ -45,7 +45,8 @@ GPUS = ("cluster.gpus_per_node=8", "policy.train_global_batch_size=512")
         ),
         (
             (OFFLOAD,),
-            f"{O}.optimizer_cpu_offload: true needs {O}.use_precision_aware_optimizer=true, whose gradients it takes",
+            f"{O}.optimizer_cpu_offload: true needs {O}.use_precision_aware_optimizer=true, which provides its"
+            " gradients",
         ),
         (
             (f"{O}.overlap_cpu_optimizer_d2h_h2d=true",),

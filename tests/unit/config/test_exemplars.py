@@ -86,7 +86,7 @@ def test_base_file_starts_no_run_and_is_not_offered() -> None:
     with pytest.raises(ConfigurationError) as caught:
         load_any_config(BASE_NAME, check_paths=False)
     assert caught.value.problems == [
-        "base.yaml: no section names its algorithm; expected sft or dpo or grpo or ppo or distillation"
+        "base.yaml: has no section of an algorithm, expected sft or dpo or grpo or ppo or distillation"
     ]
 
 

@@ -33,7 +33,7 @@ def test_shipped_configurations_have_none(name: str) -> None:
 def test_a_short_run_is_reported_that_it_only_warms_up(decay: str) -> None:
     assert lines("sft", "sft.max_num_steps=3", f"{STYLE}={decay}", num_steps=3) == [
         "the learning rate is still warming up when the run ends: 3 of the 20 steps of"
-        " policy.megatron_cfg.scheduler.lr_warmup_iters, so that it comes to 15% of lr"
+        " policy.megatron_cfg.scheduler.lr_warmup_iters, so the learning rate ends at 15% of lr"
     ]
     assert lines("sft", "sft.max_num_steps=20", f"{STYLE}={decay}", num_steps=20) == []
 
@@ -105,8 +105,8 @@ def test_samples_that_fill_no_step_are_counted(
 def test_a_critic_that_only_warms_up_is_reported_by_its_own_key() -> None:
     config: Any = load_any_config("ppo_tiny_moe.yaml", ["value.lr_warmup_iters=40"], check_paths=False)
     assert [line for line in notices(config, 30) if "warming" in line] == [
-        "the learning rate is still warming up when the run ends: 30 of the 40 steps of value.lr_warmup_iters, so that"
-        " it comes to 75% of lr"
+        "the learning rate is still warming up when the run ends: 30 of the 40 steps of value.lr_warmup_iters, so the"
+        " learning rate ends at 75% of lr"
     ]
 
 
@@ -115,7 +115,7 @@ def test_a_policy_that_trains_after_its_critic_warms_up_in_the_steps_that_are_le
     config: Any = load_any_config("ppo_tiny_moe.yaml", overrides, check_paths=False)
     assert [line for line in notices(config, 30) if "warming" in line] == [
         "the learning rate is still warming up when the run ends: 6 of the 8 steps of"
-        " policy.megatron_cfg.scheduler.lr_warmup_iters, so that it comes to 75% of lr"
+        " policy.megatron_cfg.scheduler.lr_warmup_iters, so the learning rate ends at 75% of lr"
     ]
 
 

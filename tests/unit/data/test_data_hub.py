@@ -66,7 +66,7 @@ def test_columns_that_are_missing(tmp_path):
         open_source(str(tmp_path / "set"), "train")
     assert error.value.problems == [
         f"{tmp_path}/set: has neither messages nor prompt and completion; its columns: text;"
-        " data.messages_key, or data.prompt_key and data.completion_key, name others"
+        " to use other keys, set data.messages_key, or data.prompt_key and data.completion_key"
     ]
 
 

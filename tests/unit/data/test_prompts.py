@@ -16,7 +16,7 @@ from nemo_rl_moe.config.schema_grpo import PromptDataConfig, PromptSourceConfig
 from nemo_rl_moe.data.prompts import Prompt, PromptLoader, load_prompts, without_training_prompts
 from nemo_rl_moe.data.sft import load_sft_dataset
 from nemo_rl_moe.errors import ConfigurationError, DataError
-from tests.support.environment_sections import environment_section
+from tests.support.grpo_inputs import environment_section
 
 CHATML = (
     "{% for message in messages %}<|start|>{{ message.role }}\n{{ message.content }}<|end|>\n{% endfor %}"
@@ -431,7 +431,8 @@ def test_training_prompts_are_left_out_of_validation(demo_tokenizer: Any, write_
     with pytest.raises(DataError) as caught:
         without_training_prompts(held_out, held_out)
     assert caught.value.problems == [
-        f"data.validation: each of the 3 prompts of {path} is a training prompt too; name held-out data, or null"
+        f"data.validation: each of the 3 prompts of {path} is a training prompt too; set data.validation to held-out"
+        " data or to null"
     ]
 
 

@@ -9,7 +9,7 @@ import pytest
 from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.data.prompts import PromptDataset, load_prompts
 from nemo_rl_moe.errors import DataError
-from tests.support.byte_tokenizer import make_byte_tokenizer
+from tests.support.chat_templates import make_byte_tokenizer
 
 
 def load(path: Path, *overrides: str) -> PromptDataset:

@@ -13,8 +13,7 @@ from nemo_rl_moe.rewards.interface import Fault
 from nemo_rl_moe.rollouts.environment import Session
 from nemo_rl_moe.rollouts.training_batch import training_batch
 from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED, Trajectory, rollout_metrics
-from tests.support.conversations import ALL, Message
-from tests.support.scripted_session import LOGPROB, WEIGHT_VERSION, scripted_session
+from tests.support.conversations import ALL, LOGPROB, WEIGHT_VERSION, Message, scripted_session
 from tests.unit.rollouts.test_messages import ASKED, RIGHT, THOUGHT, USER, run, texts_of
 
 FAMILY = ALL["THINKING"]
@@ -164,7 +163,7 @@ def test_an_end_token_that_the_template_replaces() -> None:
         (
             ["no header<|return|>"],
             [USER],
-            "the chat template writes '<|channel|>final<|message|>' before a text, and the turn does not have it",
+            "the chat template writes '<|channel|>final<|message|>' before a turn's text, but the model has not",
         ),
     ],
 )

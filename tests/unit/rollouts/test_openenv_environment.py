@@ -22,10 +22,8 @@ from nemo_rl_moe.rollouts.libraries.openenv_environment import OpenEnvRollout
 from nemo_rl_moe.rollouts.libraries.openenv_servers import OpenEnvServer
 from nemo_rl_moe.rollouts.rollout_function import RolloutFunction
 from nemo_rl_moe.rollouts.trajectory import Trajectory
-from tests.support.conversations import ALL
-from tests.support.environment_sections import openenv_section
-from tests.support.scripted_session import scripted_session
-from tests.support.trajectories import only_sequence, sampled_ids
+from tests.support.conversations import ALL, scripted_session
+from tests.support.grpo_inputs import only_sequence, openenv_section, sampled_ids
 
 QWEN = ALL["Qwen2.5, Qwen2-MoE"]
 APP = "tests.support.openenv_app:app"

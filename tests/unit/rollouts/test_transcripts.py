@@ -21,9 +21,8 @@ from nemo_rl_moe.rollouts.transcript import Transcript
 from nemo_rl_moe.runs.folder.conversations import ConversationTurn, ToolUse, conversation_json, conversation_of
 from nemo_rl_moe.tools.detection import format_of
 from nemo_rl_moe.tools.results import ToolResult, as_text
-from tests.support.conversations import ALL, Family
-from tests.support.environment_sections import tools_section
-from tests.support.scripted_session import scripted_session
+from tests.support.conversations import ALL, Family, scripted_session
+from tests.support.grpo_inputs import tools_section
 from tests.unit.rollouts.test_tool_environment import INPUTS, TOOLS, called, ended
 
 DRIVER = tools_section(tools=["calculator"])

@@ -13,7 +13,7 @@ from nemo_rl_moe.rollouts.environment import Session
 from nemo_rl_moe.rollouts.rollout_function import RolloutFunction
 from nemo_rl_moe.rollouts.trajectory import KEPT_MASS, Trajectory, group_turn_rewards, rollout_metrics
 from tests.support.grpo_fakes import SAMPLING, FakeEngine, FakeRewardFunction, make_runner, prompts, trajectory
-from tests.support.trajectories import only_sequence, tokens_of, with_tokens
+from tests.support.grpo_inputs import only_sequence, tokens_of, with_tokens
 
 Rollout = Callable[[Session], Awaitable[Trajectory]]
 

@@ -20,9 +20,9 @@ from nemo_rl_moe.tools.formats import vllm_parsers
 from nemo_rl_moe.tools.formats.interface import MalformedCall, ToolCall, ToolFormat
 from nemo_rl_moe.tools.formats.registry import TOOL_FORMATS
 from nemo_rl_moe.tools.formats.scanning import MOST_MALFORMED
-from tests.support.byte_tokenizer import make_byte_tokenizer
-from tests.support.call_templates import CALL_TEMPLATES
+from tests.support.chat_templates import make_byte_tokenizer
 from tests.support.conversations import ALL
+from tests.support.published_templates import CALL_TEMPLATES
 from tests.support.quick_list import examples, some_of
 
 SCHEMA = {

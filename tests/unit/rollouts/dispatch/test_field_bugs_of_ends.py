@@ -16,8 +16,8 @@ from nemo_rl_moe.rollouts.dispatch.admission import Admission
 from nemo_rl_moe.rollouts.dispatch.dispatcher import Dispatcher
 from nemo_rl_moe.rollouts.dispatch.groups import Reason
 from nemo_rl_moe.rollouts.dispatch.prompts import PromptFeed
+from tests.support.clocks_and_disks import run_virtually
 from tests.support.scripted_rollouts import STUCK, ScriptedRun, red_on
-from tests.support.virtual_clock import run_virtually
 
 Patch = pytest.MonkeyPatch
 Result = TypeVar("Result")

@@ -29,9 +29,9 @@ from nemo_rl_moe.rollouts.runner import RolloutRunner
 from nemo_rl_moe.rollouts.source import PromptRounds, RolloutGroups
 from nemo_rl_moe.rollouts.supervisor import QUIET_S, STOP_GRACE_S, RolloutReports, RolloutsGivenUpError
 from nemo_rl_moe.rollouts.trajectory import Trajectory
+from tests.support.clocks_and_disks import MovedClock
 from tests.support.grpo_fakes import SAMPLING, FakeEngine, FakeRewardFunction, make_runner, small_config
-from tests.support.moved_clock import MovedClock
-from tests.support.scripted_engine import ScriptedEngine, loader
+from tests.support.scripted_rollouts import ScriptedEngine, loader
 
 WITH_COPY = ("policy.generation.backend=vllm",)
 EngineOf = Callable[[], GenerationEngine]
@@ -212,7 +212,7 @@ def test_a_prompt_that_is_given_up_is_reported_and_its_tokens_are_counted(tmp_pa
     with source_of(runner, tmp_path, "grpo.rollouts.group_timeout_s=0.5", warn=warned.append) as source:
         while not source.is_used_up and len(metrics) < 4:
             metrics.append(dict(groups_of_step(source, len(metrics)).metrics))
-    assert any("train:3 is given up after 2 groups (deadline)" in line for line in warned)
+    assert any("train:3 is given up after 2 attempts (deadline)" in line for line in warned)
     wasted = [found for found in metrics if found["rollouts/wasted_tokens"]]
     assert wasted, "tokens of a group that was cancelled"
     assert all(found["rollouts/wasted_tokens"] == found["rollouts/wasted_tokens/deadline"] for found in wasted)

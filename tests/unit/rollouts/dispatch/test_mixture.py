@@ -12,7 +12,7 @@ from nemo_rl_moe.rollouts.loops import LoopThread
 from nemo_rl_moe.rollouts.run_environment import RunEnvironment
 from nemo_rl_moe.rollouts.runner import RolloutRunner
 from tests.support.grpo_fakes import FakeRewardFunction, as_numbers, from_numbers, prompts
-from tests.support.scripted_engine import ScriptedEngine, TwoTurns
+from tests.support.scripted_rollouts import ScriptedEngine, TwoTurns
 from tests.unit.rollouts.dispatch.test_groups_of_a_run import groups_of_step, source_of
 
 

@@ -29,8 +29,7 @@ from nemo_rl_moe.rollouts.dispatch.schedule import (
 )
 from tests.support.grpo_fakes import small_config
 from tests.support.quick_list import examples
-from tests.support.scripted_engine import loader
-from tests.support.scripted_rollouts import Fate, ScriptedRun, scripted_prompts
+from tests.support.scripted_rollouts import Fate, ScriptedRun, loader, scripted_prompts
 from tests.unit.rollouts.dispatch.test_field_bugs_of_ends import started, virtually
 
 DAMAGED = "{path}:1: not a step of a schedule; expected schedule.jsonl of an asynchronous run"
@@ -126,7 +125,7 @@ def test_a_damaged_file_is_named_with_its_line(tmp_path: Path, line: str) -> Non
         (b"", "{path}: has no steps"),
         (b"\xff\n", DAMAGED),
         (b'{"version": true, "groups": []}', DAMAGED),
-        (b'{"version": 0, "groups": []}\n', "the schedule has steps of another size than the 2 groups of this run"),
+        (b'{"version": 0, "groups": []}\n', "the schedule has a step with more or fewer than this run's 2 groups"),
     ],
 )
 def test_a_schedule_that_cannot_be_repeated_is_reported_with_its_key(
@@ -183,7 +182,7 @@ def test_other_prompts_are_refused() -> None:
 
 def test_a_schedule_of_other_steps_is_refused() -> None:
     schedule = schedule_of([1.0] * 12)
-    with pytest.raises(DataError, match="another size than the 3 groups"):
+    with pytest.raises(DataError, match="more or fewer than this run's 3 groups"):
         replay_policy(schedule, Bounds(groups_per_step=3))
     with pytest.raises(DataError, match="trains version 2 after 0, expected 1: steps are missing, or have another"):
         replay_policy([schedule[0], *schedule[2:]], Bounds(groups_per_step=2))

@@ -29,10 +29,10 @@ from nemo_rl_moe.rollouts.run_environment import RunEnvironment
 from nemo_rl_moe.rollouts.runner import RolloutRunner
 from nemo_rl_moe.rollouts.supervisor import STOP_GRACE_S, RolloutReports, RolloutsGivenUpError
 from nemo_rl_moe.rollouts.trajectory import Trajectory
+from tests.support.clocks_and_disks import MovedClock
 from tests.support.conversations import ALL
 from tests.support.grpo_fakes import SAMPLING, FakeRewardFunction, prompts
-from tests.support.moved_clock import MovedClock
-from tests.support.scripted_engine import ScriptedEngine
+from tests.support.scripted_rollouts import ScriptedEngine
 from tests.unit.rollouts.dispatch.test_groups_of_a_run import groups_of_step, runner_of, source_of
 
 Found = TypeVar("Found")

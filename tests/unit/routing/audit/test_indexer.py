@@ -43,7 +43,7 @@ def test_right_positions_have_no_finding() -> None:
         (
             chosen() >= 0,
             chosen()[chosen() >= 0] + 100,
-            "58 are right minus the start of their sequence: they count from the packed batch",
+            "58 are right if their sequence's start is subtracted: they count from the batch's start",
         ),
         (np.s_[5, 0, 0], 9, "1 of 58 rows of the indexer name positions after their token"),
         (np.s_[20, 1], chosen()[20, 1, 0], "1 of 58 rows of the indexer name a position twice"),
