@@ -4,14 +4,17 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
 from nemo_rl_moe.config.schema_grpo import PolicyGradientLossConfig
 from nemo_rl_moe.distributed.batch import Column, per_sequence, per_token
-from nemo_rl_moe.models.interfaces import LossInputs
+from nemo_rl_moe.metrics import MetricSeries
+from nemo_rl_moe.models.interfaces import LossInputs, TrainResult
 
 PLAIN = {
     "ratio_clip_min": 0.2,
@@ -61,6 +64,33 @@ def columns_of(values: Mapping[str, Tensor]) -> dict[str, Column]:
 def values_of(inputs: LossInputs) -> dict[str, Tensor]:
     """The tensors of the columns."""
     return {name: column.values for name, column in inputs.columns.items()}
+
+
+def cut_at(inputs: LossInputs, row: int) -> list[LossInputs]:
+    """The sequences before a row, and those from it on, as two microbatches."""
+    return [
+        replace(
+            inputs,
+            logprobs=inputs.logprobs[rows],
+            token_mask=inputs.token_mask[rows],
+            columns={name: replace(column, values=column.values[rows]) for name, column in inputs.columns.items()},
+        )
+        for rows in (slice(row), slice(row, None))
+    ]
+
+
+def series_of(*parts: LossInputs, **changes: Any) -> dict[str, MetricSeries]:
+    """The metrics that ranks report of microbatches."""
+    loss = PolicyGradientLoss(config_of(**changes), prev_is_current=False)
+    of_parts = [loss(part).metrics for part in parts]
+    return {
+        name: MetricSeries(tuple(float(of[name][0]) for of in of_parts), reduction)
+        for name, (_, reduction) in of_parts[0].items()
+    }
+
+
+def result_of(series: dict[str, MetricSeries], moe: dict[str, float] | None = None) -> TrainResult:
+    return TrainResult(0.0, 0.0, 0.0, 1, 1, series, moe or {})
 
 
 def random_inputs(seed: int, sequences: int = 5, targets: int = 4, spread: float = 0.5) -> LossInputs:

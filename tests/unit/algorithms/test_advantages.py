@@ -48,25 +48,6 @@ def test_leave_one_out_by_hand(name: str) -> None:
     assert advantages.tolist() == [[5.0, -3.0, 1.0, -3.0]]
 
 
-def test_division_by_the_groups_own_standard_deviation() -> None:
-    # Deviations 1, -1 with ddof 1: std sqrt(2); 10, -10: std 10 * sqrt(2).
-    advantages = advantages_of_rewards(rewards_of([2.0, 0.0], [20.0, 0.0]), config_of(normalize=True))
-    small, large = 1 / (math.sqrt(2) + 1e-6), 10 / (10 * math.sqrt(2) + 1e-6)
-    assert advantages.flatten().tolist() == pytest.approx([small, -small, large, -large], rel=1e-14)
-
-
-def test_division_by_the_standard_deviation_of_the_batch() -> None:
-    # Rewards 2, 0, 20, 0: mean 5.5, the sum of squares 404 - 4 x 5.5^2 = 283, over 4 - 1. Differences 1, -1, 10, -10.
-    scale = math.sqrt(283 / 3) + 1e-6
-    rewards = rewards_of([2.0, 0.0], [20.0, 0.0])
-    plain = advantages_of_rewards(rewards, config_of(normalize=True, over="batch"))
-    assert plain.flatten().tolist() == pytest.approx([x / scale for x in (1, -1, 10, -10)], rel=1e-14)
-    left_out = advantages_of_rewards(rewards, config_of(normalize=True, over="batch", leave_one_out=True))
-    assert left_out.flatten().tolist() == pytest.approx([x / scale for x in (2, -2, 20, -20)], rel=1e-14)
-    equal = advantages_of_rewards(torch.full((2, 3), 0.7), config_of(normalize=True, over="batch"))
-    assert equal.tolist() == [[0.0] * 3] * 2
-
-
 def test_two_rewards_by_hand_each_in_its_group_before_they_are_added() -> None:
     # Right and wrong, with and without the format: (1, 0), (0, 1), (1, 1), (0, 0). Each reward has the deviations +-0.5
     # in its group, of which the sample standard deviation is sqrt(1 / 3), so that each part is +-sqrt(3) / 2 = u.
@@ -132,41 +113,60 @@ def test_bounds_of_advantages(low: float | None, high: float | None, expected: l
     assert clip_advantages(rewards_of([math.nan]), low, high).isnan().all()
 
 
-def test_leave_one_out_divides_by_the_standard_deviation_of_the_whole_group() -> None:
+def test_division_by_the_groups_own_standard_deviation() -> None:
+    # Deviations 1, -1 with ddof 1: std sqrt(2); 10, -10: std 10 * sqrt(2).
+    advantages = advantages_of_rewards(rewards_of([2.0, 0.0], [20.0, 0.0]), config_of(normalize=True))
+    small, large = 1 / (math.sqrt(2) + 1e-6), 10 / (10 * math.sqrt(2) + 1e-6)
+    assert advantages.flatten().tolist() == pytest.approx([small, -small, large, -large], rel=1e-14)
+    # Leaving one out divides by that of the whole group, too.
     rewards = rewards_of([1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 2.0])
     plain = advantages_of_rewards(rewards, config_of(normalize=True))
     leave_one_out = advantages_of_rewards(rewards, config_of(normalize=True, leave_one_out=True))
     torch.testing.assert_close(leave_one_out, plain * 4 / 3, rtol=1e-14, atol=0)
 
 
-def test_reinforce_plus_plus_compares_with_the_whole_batch() -> None:
-    # Mean 2; deviations -1, -1, 1, 1 and, in a group without any spread, 0, 0: the sum of squares is 4, over 6 - 1.
-    rewards = rewards_of([1.0, 1.0], [3.0, 3.0], [2.0, 2.0])
-    plain = advantages_of_rewards(rewards, config_of("reinforce_plus_plus"))
-    assert plain.tolist() == [[-1.0, -1.0], [1.0, 1.0], [0.0, 0.0]]
-    scale = math.sqrt(4 / 5) + 1e-6
-    normalized = advantages_of_rewards(rewards, config_of("reinforce_plus_plus", normalize=True))
-    torch.testing.assert_close(normalized, plain / scale, rtol=1e-14, atol=0)
+@pytest.mark.parametrize(
+    ("groups", "expected", "variance"),
+    [
+        # Mean 2; deviations -1, -1, 1, 1 and, in a group without any spread, 0, 0: the sum of squares is 4, over 6 - 1.
+        ([[1.0, 1.0], [3.0, 3.0], [2.0, 2.0]], [[-1.0, -1.0], [1.0, 1.0], [0.0, 0.0]], 4 / 5),
+        # One generation a prompt; the sum of squares is 1, over 4 - 1.
+        ([[1.0], [0.0], [0.0], [1.0]], [[0.5], [-0.5], [-0.5], [0.5]], 1 / 3),
+    ],
+)
+def test_reinforce_plus_plus_compares_with_the_whole_batch(
+    groups: list[list[float]], expected: list[list[float]], variance: float
+) -> None:
+    plain = advantages_of_rewards(rewards_of(*groups), config_of("reinforce_plus_plus"))
+    assert plain.tolist() == expected
+    normalized = advantages_of_rewards(rewards_of(*groups), config_of("reinforce_plus_plus", normalize=True))
+    torch.testing.assert_close(normalized, plain / (math.sqrt(variance) + 1e-6), rtol=1e-14, atol=0)
     equal = advantages_of_rewards(torch.full((2, 3), 0.7), config_of("reinforce_plus_plus", normalize=True))
     assert equal.tolist() == [[0.0] * 3] * 2
 
 
-def test_reinforce_plus_plus_divides_by_the_standard_deviation_of_the_batch() -> None:
-    advantages = advantages_of_rewards(
-        rewards_of([2.0, 0.0], [20.0, 0.0]), config_of("reinforce_plus_plus_baseline", normalize=True)
-    )
-    # Differences 1, -1, 10, -10: the sum of squares is 202, over 4 - 1.
-    scale = math.sqrt(202 / 3) + 1e-6
-    assert advantages.flatten().tolist() == pytest.approx([x / scale for x in (1, -1, 10, -10)], rel=1e-14)
-
-
-def test_reinforce_plus_plus_has_mean_0_and_standard_deviation_1() -> None:
-    rewards = torch.rand(16, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    for leave_one_out in (False, True):
-        config = config_of("reinforce_plus_plus_baseline", normalize=True, leave_one_out=leave_one_out)
-        advantages = advantages_of_rewards(rewards, config)
-        assert advantages.mean().item() == pytest.approx(0, abs=1e-14)
-        assert advantages.std().item() == pytest.approx(1, abs=1e-5)
+@pytest.mark.parametrize(
+    ("config", "scale"),
+    [
+        # Of the batch's rewards, about their mean 5.5, the sum of squares is 404 - 4 x 5.5^2 = 283, over 4 - 1.
+        (config_of(normalize=True, over="batch"), math.sqrt(283 / 3)),
+        # Of the differences 1, -1, 10, -10 it is 202.
+        (config_of("reinforce_plus_plus_baseline", normalize=True), math.sqrt(202 / 3)),
+    ],
+    ids=["grpo, over the batch", "reinforce_plus_plus_baseline"],
+)
+def test_division_by_the_standard_deviation_of_the_batch(config: AdvantageConfig, scale: float) -> None:
+    rewards = rewards_of([2.0, 0.0], [20.0, 0.0])
+    plain = advantages_of_rewards(rewards, config)
+    assert plain.flatten().tolist() == pytest.approx([x / (scale + 1e-6) for x in (1, -1, 10, -10)], rel=1e-14)
+    left_out = advantages_of_rewards(rewards, config.model_copy(update={"use_leave_one_out_baseline": True}))
+    if config.name == "grpo":
+        assert left_out.flatten().tolist() == pytest.approx([x / (scale + 1e-6) for x in (2, -2, 20, -20)], rel=1e-14)
+    else:  # the differences are twice as large, and so is what they are divided by
+        expected = [2 * x / (2 * scale + 1e-6) for x in (1, -1, 10, -10)]
+        assert left_out.flatten().tolist() == pytest.approx(expected, rel=1e-14)
+    equal = advantages_of_rewards(torch.full((2, 3), 0.7), config)
+    assert equal.tolist() == [[0.0] * 3] * 2
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
@@ -208,17 +208,6 @@ def test_one_generation_has_nothing_to_be_compared_with() -> None:
         advantages_of_rewards(rewards_of([1.0], [0.0]), config_of())
     with pytest.raises(ValueError, match="at least two generations"):
         advantages_of_rewards(rewards_of([1.0]), config_of("reinforce_plus_plus"))
-
-
-def test_reinforce_plus_plus_takes_one_generation_a_prompt() -> None:
-    rewards = [1.0, 0.0, 0.0, 1.0]
-    alone = advantages_of_rewards(rewards_of(*([reward] for reward in rewards)), config_of("reinforce_plus_plus"))
-    assert alone.tolist() == [[0.5], [-0.5], [-0.5], [0.5]]
-    normalized = advantages_of_rewards(
-        rewards_of(*([reward] for reward in rewards)), config_of("reinforce_plus_plus", normalize=True)
-    )
-    # The sum of squares is 1, over 4 - 1.
-    assert normalized.flatten().tolist() == pytest.approx([sign * 0.5 / (3**-0.5 + 1e-6) for sign in (1, -1, -1, 1)])
 
 
 @settings(deadline=None)

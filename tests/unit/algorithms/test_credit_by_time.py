@@ -8,28 +8,19 @@ Its main conversation has the turns 0 and 2, and the answer is the last one; the
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from nemo_rl_moe.algorithms.grpo_batch import advantages_of_groups, shaped_rewards
 from nemo_rl_moe.rollouts.agents.task import AgentTask
-from nemo_rl_moe.rollouts.trajectory import TokenSequence, Trajectory
+from nemo_rl_moe.rollouts.trajectory import Trajectory
 from tests.support.conversations import ALL, MODEL, client_of, ended, play
 from tests.support.grpo_fakes import small_config, trajectory
 from tests.support.grpo_inputs import tokens_of, with_tokens
 from tests.unit.algorithms.test_critic import PLAIN, columns_of, ppo_config, values_of
 from tests.unit.algorithms.test_reward_model import scored
-from tests.unit.algorithms.test_turn_credit import config_of, groups_of
+from tests.unit.algorithms.test_turn_credit import config_of, groups_of, joined
 
 QWEN = ALL["Qwen3, Qwen3-MoE"]
-
-
-def joined(*parts: TokenSequence) -> TokenSequence:
-    ids, mask, logprobs, versions = (
-        np.concatenate([vars(part)[name] for part in parts])
-        for name in ("token_ids", "loss_mask", "logprobs", "weight_versions")
-    )
-    return TokenSequence(ids, mask, logprobs, versions)
 
 
 def with_sub_agent(turn_rewards: tuple[float, ...] = (), reward: float = 1.0) -> Trajectory:

@@ -49,71 +49,70 @@ def test_twice_the_loss_is_twice_the_loss_with_all_that_is_around_it(corrected: 
     torch.testing.assert_close(gradients[1], 2 * gradients[0])
 
 
-@pytest.mark.parametrize(
-    ("name", "problem"),
-    [
-        (f"{NAME}:form_median", f"{NAME}:form_median: {NAME} has no form_median; did you mean from_median?"),
-        (f"{NAME}:NOT_CALLABLE", f"{NAME}:NOT_CALLABLE is 3 (int), expected a function"),
-        (f"{NAME}:one_for_each_group", "returned shape [16], expected a tensor of shape [16, 8]: one advantage for"),
-        (f"{NAME}:divided_by_the_spread", "returned NaN or infinity, expected finite advantages"),
-        (f"{NAME}:raising", "raised in a trial with rewards of 0 and 1: KeyError: 'no such key'"),
-        (f"{NAME}:two_arguments", "cannot be called with the EstimatorInputs: missing a required argument: 'config'"),
-    ],
-)
-def test_an_estimator_that_cannot_be_used_is_one_line(name: str, problem: str) -> None:
-    with pytest.raises(ConfigurationError) as error:
+def check(key: str, name: str) -> None:
+    """Check a function as an estimator, or as an objective."""
+    if key == ESTIMATOR:
         check_estimator(config_with(name))
-    (line,) = error.value.problems
-    assert line.startswith(f"{ESTIMATOR}: {name}")
-    assert problem in line
-
-
-@pytest.mark.parametrize(
-    ("name", "problem"),
-    [
-        ("no_such_module:doubled", "there is no module no_such_module, neither installed nor in the working folder"),
-        (f"{NAME}:mean_loss", "returned shape [], expected a tensor of shape [2, 3]: the loss of each token"),
-        (f"{NAME}:detached", "returned a loss without a gradient, expected one that depends on logprobs or ratio"),
-        (f"{NAME}:raising", "raised in a trial on three tokens: KeyError: 'no such key'"),
-        (f"{NAME}:leaving", "raised in a trial on three tokens: SystemExit: 3"),
-        (f"{NAME}:without_numbers", "returned a loss whose value or gradient is NaN or infinite in a trial"),
-        (f"{NAME}:two_arguments", "cannot be called with the ObjectiveInputs: missing a required argument: 'config'"),
-    ],
-)
-def test_an_objective_that_cannot_be_used_is_one_line(name: str, problem: str) -> None:
-    with pytest.raises(ConfigurationError) as error:
+    else:
         check_objective(config_of(objective=name))
-    (line,) = error.value.problems
-    assert line.startswith(f"{OBJECTIVE}: {name}")
-    assert problem in line
 
 
-@pytest.mark.parametrize("name", ["raising", "raising_below"])
-def test_an_error_has_the_line_of_the_users_file(name: str) -> None:
-    """Also where the file calls a library that raises."""
+def place_of(name: str) -> str:
+    """The line of the users' file at which one of its functions raises."""
     source = inspect.getsource(custom_parts).splitlines()
     number = 1 + next(index for index, line in enumerate(source) if f"# {name}" in line)
-    reference = f"{NAME}:{name}"
-    for check in (
-        lambda: check_estimator(config_with(reference)),
-        lambda: check_objective(config_of(objective=reference)),
-    ):
-        with pytest.raises(ConfigurationError, match=rf" \(custom_parts\.py:{number}\)$"):
-            check()
+    return f" (custom_parts.py:{number})"
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "problem"),
+    [
+        (ESTIMATOR, "form_median", f"{NAME}:form_median: {NAME} has no form_median; did you mean from_median?"),
+        (ESTIMATOR, "NOT_CALLABLE", f"{NAME}:NOT_CALLABLE is 3 (int), expected a function"),
+        (ESTIMATOR, "one_for_each_group", "returned shape [16], expected a tensor of shape [16, 8]: one advantage for"),
+        (ESTIMATOR, "divided_by_the_spread", "returned NaN or infinity, expected finite advantages"),
+        (ESTIMATOR, "raising", "raised in a trial with rewards of 0 and 1: KeyError: 'no such key'"),
+        (ESTIMATOR, "two_arguments", "cannot be called with the EstimatorInputs: missing a required argument: 'conf"),
+        (OBJECTIVE, "mean_loss", "returned shape [], expected a tensor of shape [2, 3]: the loss of each token"),
+        (OBJECTIVE, "detached", "returned a loss without a gradient, expected one that depends on logprobs or ratio"),
+        (OBJECTIVE, "raising", "raised in a trial on three tokens: KeyError: 'no such key'"),
+        (OBJECTIVE, "leaving", "raised in a trial on three tokens: SystemExit: 3"),
+        (OBJECTIVE, "without_numbers", "returned a loss whose value or gradient is NaN or infinite in a trial"),
+        (OBJECTIVE, "two_arguments", "cannot be called with the ObjectiveInputs: missing a required argument: 'conf"),
+    ],
+)
+def test_what_cannot_be_used_is_one_line(key: str, name: str, problem: str) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        check(key, f"{NAME}:{name}")
+    (line,) = error.value.problems
+    assert line.startswith(f"{key}: {NAME}:{name}")
+    assert problem in line
+
+
+def test_a_module_that_is_not_there_is_one_line() -> None:
+    problem = "no_such_module:doubled: there is no module no_such_module, neither installed nor in the working folder"
+    with pytest.raises(ConfigurationError, match=f"^{OBJECTIVE}: {problem}"):
+        check(OBJECTIVE, "no_such_module:doubled")
+
+
+@pytest.mark.parametrize("key", [ESTIMATOR, OBJECTIVE])
+@pytest.mark.parametrize("name", ["raising", "raising_below"])
+def test_an_error_has_the_line_of_the_users_file(name: str, key: str) -> None:
+    """Also where the file calls a library that raises."""
+    with pytest.raises(ConfigurationError) as error:
+        check(key, f"{NAME}:{name}")
+    assert str(error.value).endswith(place_of(name))
 
 
 def test_what_can_be_used_passes() -> None:
-    check_estimator(config_with(f"{NAME}:from_median"))
-    check_estimator(config_with("grpo"))
-    check_objective(config_of(objective=f"{NAME}:doubled"))
+    for key, name in ((ESTIMATOR, f"{NAME}:from_median"), (ESTIMATOR, "grpo"), (OBJECTIVE, f"{NAME}:doubled")):
+        check(key, name)
     check_objective(config_of())
 
 
 @pytest.mark.parametrize("name", ["raising", "raising_below"])
 def test_an_error_in_a_run_begins_with_key_value_and_the_users_line(name: str) -> None:
     """What passes on three tokens may still fail on those of a run."""
-    source = inspect.getsource(custom_parts).splitlines()
-    number = 1 + next(index for index, line in enumerate(source) if f"# {name}" in line)
     reference = f"{NAME}:{name}"
     loss = PolicyGradientLoss(config_of(objective=reference), prev_is_current=False)
     for key, call in (
@@ -124,7 +123,7 @@ def test_an_error_in_a_run_begins_with_key_value_and_the_users_line(name: str) -
             call()
         first, second, *_ = str(error.value).splitlines()
         assert first.startswith(f"{key}: {reference} raised ")
-        assert first.endswith(f" (custom_parts.py:{number})")
+        assert first.endswith(place_of(name))
         assert second == "Traceback (most recent call last):"
 
 

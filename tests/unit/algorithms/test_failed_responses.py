@@ -50,10 +50,7 @@ ESTIMATORS: dict[str, tuple[str, ...]] = {
     "grpo": (),
     "grpo, divided": ("grpo.adv_estimator.normalize_rewards=true",),
     "grpo, leave one out": ("grpo.adv_estimator.use_leave_one_out_baseline=true",),
-    "grpo, over the step": (
-        "grpo.adv_estimator.normalize_rewards=true",
-        "grpo.adv_estimator.normalize_over=batch",
-    ),
+    "grpo, over the step": ("grpo.adv_estimator.normalize_rewards=true", "grpo.adv_estimator.normalize_over=batch"),
     "gdpo": ("grpo.adv_estimator.name=gdpo", *NAMED),
     "reinforce": ("grpo.adv_estimator.name=reinforce", "grpo.adv_estimator.normalize_rewards=false"),
     "reinforce_plus_plus": ("grpo.adv_estimator.name=reinforce_plus_plus",),

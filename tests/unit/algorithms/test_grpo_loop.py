@@ -133,6 +133,25 @@ class Loop:
         return [step for step, _ in self.logger.records]
 
 
+def rewards_of(loop: Loop) -> torch.Tensor:
+    """The environment's rewards of a first step."""
+    return torch.tensor([found.reward for found in loop.samples[0][2]]).view(2, 3)
+
+
+def lengths_of(loop: Loop) -> torch.Tensor:
+    return torch.tensor([float(found.num_sampled_tokens) for found in loop.samples[0][2]]).view(2, 3)
+
+
+def advantages_of(loop: Loop) -> torch.Tensor:
+    """The advantages of a run of one step."""
+    (batch,) = loop.policy.batches
+    return batch.columns["advantages"].values.view(2, 3)
+
+
+def by_group(rewards: torch.Tensor) -> torch.Tensor:
+    return (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)
+
+
 def test_order_of_the_phases() -> None:
     assert Loop(small_config("grpo.max_num_steps=2", *VALIDATES)).diary == [
         *("generate", "score", "log 0"),
@@ -150,10 +169,12 @@ def test_room_is_made_before_an_engine_gets_weights_and_given_back_before_traini
 
 
 def test_without_held_out_prompts_nothing_is_validated() -> None:
-    assert Loop(small_config("grpo.max_num_steps=2", *VALIDATES), has_validation=False).diary == [
+    loop = Loop(small_config("grpo.max_num_steps=2", *VALIDATES), has_validation=False)
+    assert loop.diary == [
         *("generate", "score", "train", "log 1"),
         *("generate", "score", "train", "save 2", "log 2", "finish"),
     ]
+    assert (loop.summary.first_validation, loop.summary.last_validation) == ({}, {})
 
 
 def test_order_of_the_phases_with_everything() -> None:
@@ -282,42 +303,23 @@ def test_observers_see_each_phase_in_their_order() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        ((), []),
-        (("grpo.val_at_start=true",), [0]),
-        (("grpo.val_at_end=true",), [6]),
-        (("grpo.val_period=4",), [4]),
-        (("grpo.val_period=2", *VALIDATES), [0, 2, 4, 6]),
-        (("grpo.val_period=5", "grpo.val_at_end=true"), [5, 6]),
-        (("grpo.val_period=7",), []),
-    ],
-)
-def test_when_it_validates(overrides: tuple[str, ...], expected: list[int]) -> None:
-    loop = Loop(small_config("grpo.max_num_epochs=2", *overrides))
-    assert loop.logger.steps_with("val/accuracy") == loop.logger.steps_with("timing/validation/seconds") == expected
-    assert [step for step, split, _ in loop.samples if split == "val"] == expected
-    assert loop.logger.steps_with("train/loss") == [1, 2, 3, 4, 5, 6]
-    assert loop.diary.count("generate") == 6 + len(expected)
-
-
 @settings(max_examples=examples(25), deadline=None)
 @given(
     period=st.integers(0, 4),
     at_start=st.booleans(),
+    at_end=st.booleans(),
     epochs=st.integers(1, 2),
     max_steps=st.none() | st.integers(1, 7),
     dynamic=st.booleans(),
 )
-def test_one_record_a_step_and_one_save(
-    period: int, at_start: bool, epochs: int, max_steps: int | None, dynamic: bool
+def test_one_record_a_step_one_save_and_when_it_validates(
+    period: int, at_start: bool, at_end: bool, epochs: int, max_steps: int | None, dynamic: bool
 ) -> None:
     loop = Loop(
         small_config(
             f"grpo.val_period={period}",
             f"grpo.val_at_start={str(at_start).lower()}",
-            "grpo.val_at_end=true",
+            f"grpo.val_at_end={str(at_end).lower()}",
             f"grpo.max_num_epochs={epochs}",
             f"grpo.max_num_steps={'null' if max_steps is None else max_steps}",
             f"grpo.use_dynamic_sampling={str(dynamic).lower()}",
@@ -328,8 +330,15 @@ def test_one_record_a_step_and_one_save(
     assert last == min(3 * epochs, max_steps or 99) or dynamic
     assert [state.step for state in loop.checkpoints.states] == [last]
     assert loop.diary[-3:] == [f"save {last}", f"log {last}", "finish"]
-    assert loop.logger.steps_with("val/accuracy")[-1] == last, "the last step is validated, however it comes about"
+    due = {0} if at_start else set()
+    due |= set(range(period, last + 1, period)) if period else set()
+    due |= {last} if at_end else set()  # however the last step comes about
+    validated = [step for step, split, _ in loop.samples if split == "val"]
+    assert validated == loop.logger.steps_with("val/accuracy") == sorted(due)
+    assert loop.logger.steps_with("timing/validation/seconds") == validated
     assert [step for step, split, _ in loop.samples if split == "train"] == list(range(1, last + 1))
+    assert loop.logger.steps_with("train/loss") == list(range(1, last + 1))
+    assert dynamic or loop.diary.count("generate") == last + len(due)
 
 
 def test_each_epoch_takes_each_prompt_at_most_once_in_an_order_of_its_own() -> None:
@@ -337,13 +346,6 @@ def test_each_epoch_takes_each_prompt_at_most_once_in_an_order_of_its_own() -> N
     epochs = [[name for batch in batches[start : start + 3] for name in batch[::3]] for start in (0, 3)]
     assert all(len(set(epoch)) == 6 for epoch in epochs)
     assert epochs[0] != epochs[1]
-
-
-def test_no_two_steps_draw_the_same_random_numbers() -> None:
-    loop = Loop(small_config("grpo.max_num_epochs=2", "grpo.val_at_start=true"))
-    seeds = [seed for request in loop.engine.requests for seed in request.seeds]
-    assert len(loop.engine.requests) == 7
-    assert len(set(seeds)) == len(seeds)
 
 
 def test_the_same_seed_gives_the_same_run() -> None:
@@ -382,12 +384,7 @@ def test_rewards_by_name_are_weighed_and_compared_each_apart() -> None:
     assert a.std(1).max() > 0
     assert b.std(1).max() > 0
 
-    def by_group(rewards: torch.Tensor) -> torch.Tensor:
-        return (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)
-
-    found = {
-        name: loop.policy.batches[0].columns["advantages"].values.double().view(2, 3) for name, loop in loops.items()
-    }
+    found = {name: advantages_of(loop).double() for name, loop in loops.items()}
     torch.testing.assert_close(found["grpo"], by_group(a + 0.5 * b).clamp(max=1.2), rtol=1e-5, atol=1e-6)
     decoupled = by_group(a) + 0.5 * by_group(b)
     expected = (decoupled / (decoupled.std() + 1e-6)).clamp(max=1.2)
@@ -398,10 +395,8 @@ def test_what_is_trained_on() -> None:
     loop = Loop(small_config("grpo.max_num_steps=1"))
     (batch,) = loop.policy.batches
     assert batch.columns.keys() == {"advantages", "generation_logprobs"}, "on policy, no pass over log-probabilities"
-    rewards = torch.tensor([found.reward for found in loop.samples[0][2]]).view(2, 3)
-    expected = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)
-    assert rewards.std(1).max() > 0
-    torch.testing.assert_close(batch.columns["advantages"].values.view(2, 3), expected)
+    assert rewards_of(loop).std(1).max() > 0
+    torch.testing.assert_close(advantages_of(loop), by_group(rewards_of(loop)))
     (loss,) = loop.policy.losses
     assert isinstance(loss, PolicyGradientLoss)
     assert (loss.config, loss.prev_is_current) == (loop.config.loss_fn, True)
@@ -446,16 +441,12 @@ def test_a_penalty_in_the_reward() -> None:
     estimator = ("grpo.adv_estimator.normalize_rewards=false",)
     loop = Loop(small_config("grpo.max_num_steps=1", *KL, *in_reward, *estimator))
     assert loop.diary.index("logprobs") < loop.diary.index("reference_logprobs") < loop.diary.index("train")
-    trained = loop.samples[0][2]
-    lengths = torch.tensor([float(found.num_sampled_tokens) for found in trained])
-    assert lengths.view(2, 3).std(1).min() > 0
-    rewards = (torch.tensor([found.reward for found in trained]) - 0.1 * lengths).view(2, 3)
-    (batch,) = loop.policy.batches
-    expected = rewards - rewards.mean(1, keepdim=True)
-    torch.testing.assert_close(batch.columns["advantages"].values.view(2, 3), expected)
+    assert lengths_of(loop).std(1).min() > 0
+    rewards = rewards_of(loop) - 0.1 * lengths_of(loop)
+    torch.testing.assert_close(advantages_of(loop), rewards - rewards.mean(1, keepdim=True))
     metrics = loop.logger.records[-1][1]
     assert metrics["train/kl_penalty"] == 1.0
-    assert metrics["train/reward"] == pytest.approx(sum(found.reward for found in trained) / 6), "the environment's"
+    assert metrics["train/reward"] == pytest.approx(float(rewards_of(loop).mean())), "the environment's"
 
 
 def test_responses_left_out_of_the_loss_pay_for_their_divergence_too() -> None:
@@ -463,10 +454,8 @@ def test_responses_left_out_of_the_loss_pay_for_their_divergence_too() -> None:
     loop = Loop(small_config("grpo.max_num_steps=1", *KL, *settings), truncates=True)
     assert any(found.is_truncated for found in loop.samples[0][2])
     assert loop.logger.records[-1][1]["train/kl_penalty"] == 1.0
-    (batch,) = loop.policy.batches
-    rewards = torch.tensor([found.reward - 0.1 * found.num_sampled_tokens for found in loop.samples[0][2]]).view(2, 3)
-    expected = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)
-    torch.testing.assert_close(batch.columns["advantages"].values.view(2, 3), expected, rtol=1e-4, atol=1e-5)
+    expected = by_group(rewards_of(loop) - 0.1 * lengths_of(loop))
+    torch.testing.assert_close(advantages_of(loop), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_what_a_step_logs() -> None:
@@ -543,13 +532,9 @@ def test_dynamic_sampling_that_uses_up_the_prompts_ends_the_run_as_any_other() -
 def test_long_responses_are_punished() -> None:
     shaping = "grpo.reward_shaping={enabled: true, overlong_buffer_length: 4, overlong_buffer_penalty: 1.0}"
     loop = Loop(small_config("grpo.max_num_steps=1", shaping), reward_function=FakeRewardFunction(reward=lambda _: 1.0))
-    (batch,) = loop.policy.batches
-    lengths = torch.tensor([found.num_sampled_tokens for found in loop.samples[0][2]]).view(2, 3)
-    assert len(set(lengths.flatten().tolist())) > 1
-    rewards = 1 - (lengths - 2).clamp(0, 4) / 4
-    differs = rewards.std(1) > 0
-    advantages = batch.columns["advantages"].values.view(2, 3)
-    assert torch.equal(advantages.abs().amax(1) > 0, differs), "shaped rewards make the advantages"
+    assert len(set(lengths_of(loop).flatten().tolist())) > 1
+    differs = (1 - (lengths_of(loop) - 2).clamp(0, 4) / 4).std(1) > 0
+    assert torch.equal(advantages_of(loop).abs().amax(1) > 0, differs), "shaped rewards make the advantages"
     assert loop.logger.records[0][1]["train/reward"] == 1.0, "the reward that is reported is the environment's"
 
 
@@ -560,22 +545,6 @@ def test_cut_responses_are_left_out_where_asked_for(filters: bool) -> None:
     assert {True, False} == set(cut)
     is_trained = [trained for batch in loop.policy.batches for trained in batch.token_mask.any(dim=1).tolist()]
     assert is_trained == [not (filters and was_cut) for was_cut in cut]
-
-
-def test_summary() -> None:
-    summary = Loop(small_config(*VALIDATES)).summary
-    assert summary.num_steps == 3
-    assert summary.first_validation == summary.last_validation
-    assert "val/accuracy" in summary.first_validation
-    assert not [name for name in summary.first_validation if name.startswith("timing/")]
-    assert summary.last_training["train/loss"] == pytest.approx(1 / 3)
-    assert all(name.startswith("train/") for name in summary.last_training)
-
-
-def test_without_validation_data() -> None:
-    loop = Loop(small_config(), has_validation=False)
-    assert loop.diary.count("generate") == 3
-    assert (loop.summary.first_validation, loop.summary.last_validation) == ({}, {})
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

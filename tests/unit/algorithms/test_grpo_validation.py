@@ -82,9 +82,3 @@ def test_what_is_reported() -> None:
         "val/env/failed_share": 0.0,
         "val/pass_at_2": pytest.approx(2 / 3),
     }
-
-
-@pytest.mark.parametrize(("generations", "values_of_k"), [(1, []), (4, [2, 4]), (3, [2, 3])])
-def test_pass_at_k_depends_on_the_number_of_responses(generations: int, values_of_k: list[int]) -> None:
-    metrics = Validation((f"grpo.val_num_generations={generations}",)).validate()
-    assert [name for name in metrics if "pass_at" in name] == [f"val/pass_at_{k}" for k in values_of_k]

@@ -2,13 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The weights of the importance-sampling correction, by hand."""
 
-import math
 from typing import Any
 
 import pytest
 import torch
 
-from nemo_rl_moe.algorithms.losses.ratios import importance_ratio, importance_ratios
+from nemo_rl_moe.algorithms.losses.ratios import importance_ratios
 from nemo_rl_moe.config.schema_grpo import PolicyGradientLossConfig
 from nemo_rl_moe.rl.corrections import CORRECTIONS, out_of_bounds
 from tests.unit.algorithms.policy_loss_reference import config_of
@@ -76,18 +75,3 @@ def test_weights_of_sequences_by_hand(settings: tuple[str, str, float, float], w
     names = ("correction", "level", "ratio_min", "ratio_max")
     chosen = {f"importance_sampling_{name}": value for name, value in zip(names, settings, strict=True)}
     assert weights_of(**chosen) == pytest.approx(weights, rel=1e-12)
-
-
-def test_ratio_is_training_over_generation_and_constant() -> None:
-    training = torch.tensor([0.6, 0.1], dtype=torch.float64).log().requires_grad_()
-    generation = torch.tensor([0.2, 0.4], dtype=torch.float64).log()
-    ratio = importance_ratio(training, generation)
-    assert ratio.tolist() == pytest.approx([3.0, 0.25])
-    assert not ratio.requires_grad
-
-
-@pytest.mark.parametrize("correction", ["truncated", "icepop"])
-def test_nan_stays_nan(correction: str) -> None:
-    nan = torch.tensor([math.nan])
-    weights = importance_weights(nan, nan, config_of(importance_sampling_correction=correction))
-    assert weights.isnan().all()

@@ -20,7 +20,7 @@ from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
 from nemo_rl_moe.algorithms.step_metrics import training_metrics
 from nemo_rl_moe.distributed.batch import per_token
 from nemo_rl_moe.metrics import MetricSeries, PhaseClock, Reduction
-from nemo_rl_moe.models.interfaces import LossInputs, TrainResult
+from nemo_rl_moe.models.interfaces import LossInputs
 from nemo_rl_moe.rollouts.source import RolloutGroups
 from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED
 from nemo_rl_moe.routing.metrics.mismatch_split import gap_metrics
@@ -29,7 +29,7 @@ from nemo_rl_moe.token_lag import LAG_CLASSES, LOWEST_LAGS, NO_LAG, TOKEN_LAG, l
 from tests.support.grpo_fakes import PAD_TOKEN, small_config, trajectory
 from tests.support.grpo_inputs import with_tokens
 from tests.support.quick_list import examples
-from tests.unit.algorithms.policy_loss_reference import config_of, random_inputs
+from tests.unit.algorithms.policy_loss_reference import config_of, cut_at, random_inputs, result_of, series_of
 
 NAN = float("nan")
 NO_AGREEMENT = np.full(len(LAG_CLASSES), NAN)
@@ -44,16 +44,6 @@ def random_lags(inputs: LossInputs, seed: int, highest: int = 8) -> Tensor:
     return torch.randint(0, highest + 1, inputs.logprobs.shape, generator=generator, dtype=torch.int32)
 
 
-def series_of(*parts: LossInputs, **changes: Any) -> dict[str, MetricSeries]:
-    """Metrics of microbatches, as ranks report them."""
-    loss = PolicyGradientLoss(config_of(**changes), prev_is_current=False)
-    of_parts = [loss(part).metrics for part in parts]
-    return {
-        name: MetricSeries(tuple(float(of[name][0]) for of in of_parts), reduction)
-        for name, (_, reduction) in of_parts[0].items()
-    }
-
-
 def sums_of(*parts: LossInputs, **changes: Any) -> LagSums:
     found = LagSums.from_series(series_of(*parts, **changes))
     assert found is not None
@@ -62,10 +52,6 @@ def sums_of(*parts: LossInputs, **changes: Any) -> LagSums:
 
 def table_of(sums: LagSums, of_engines: float = NAN) -> LagTable:
     return lag_table(sums, of_engines, NO_AGREEMENT)
-
-
-def result_of(series: dict[str, MetricSeries], moe: dict[str, float] | None = None) -> TrainResult:
-    return TrainResult(0.0, 0.0, 0.0, 1, 1, series, moe or {})
 
 
 def of_class(number: int, inputs: LossInputs) -> np.ndarray[Any, Any]:
@@ -114,17 +100,8 @@ def test_the_mean_over_lags_weighted_by_tokens_is_the_metric_of_the_loss(seed: i
     inputs = random_inputs(seed)
     inputs = replace(inputs, global_valid_tokens=int(inputs.token_mask.sum()))
     inputs = with_lags(inputs, random_lags(inputs, seed, highest))
-    halves = [
-        replace(
-            inputs,
-            logprobs=inputs.logprobs[rows],
-            token_mask=inputs.token_mask[rows],
-            columns={name: replace(column, values=column.values[rows]) for name, column in inputs.columns.items()},
-        )
-        for rows in (slice(cut), slice(cut, None))
-    ]
     whole = {name: of.reduce() for name, of in series_of(inputs).items()}
-    sums = sums_of(*halves)  # of two microbatches
+    sums = sums_of(*cut_at(inputs, cut))
     table, tokens = table_of(sums).of, sums.of[LagSum.TOKENS]
     assert tokens.sum() == whole["num_valid_tokens"]
     for name in ("gen_kl_error", "sampling_logp_difference"):
@@ -161,10 +138,7 @@ def test_sums_are_not_logged() -> None:
     inputs = random_inputs(0)
     series = series_of(with_lags(inputs, random_lags(inputs, 0)))
     logged = training_metrics(result_of(series))
-    assert {name for name in logged if "by_lag" in name} == {
-        "train/by_lag/max_lag",
-        "train/by_lag/max_unbounded_lag",
-    }
+    assert {name for name in logged if "by_lag" in name} == {"train/by_lag/max_lag", "train/by_lag/max_unbounded_lag"}
     sums = [of for name, of in series.items() if "by_lag" in name and of.reduction is Reduction.PART]
     assert len(sums) == len(LAG_CLASSES) * len(LagSum)
 

@@ -7,6 +7,7 @@ import pytest
 from nemo_rl_moe.algorithms.logged_samples import NOT_IN_BATCH, TRUNCATED, logged_samples
 from nemo_rl_moe.rewards.interface import Fault
 from nemo_rl_moe.rollouts.source import RolloutGroups
+from nemo_rl_moe.rollouts.trajectory import Trajectory
 from tests.support.grpo_fakes import small_config, trajectory
 
 RULE = "(env.on_failure: leave_out)"
@@ -26,16 +27,16 @@ def test_what_is_left_out_says_why() -> None:
     assert found[-1].response_text == "gone"
 
 
-@pytest.mark.parametrize(("filters", "expected"), [("true", [TRUNCATED, "", ""]), ("false", ["", "", ""])])
-def test_truncated_ones_are_left_out_where_they_are_filtered(filters: str, expected: list[str]) -> None:
-    trained = [trajectory(is_truncated=True), trajectory(), trajectory()]
+@pytest.mark.parametrize(
+    ("first", "setting", "expected"),
+    [
+        (trajectory(is_truncated=True), "grpo.overlong_filtering=true", TRUNCATED),
+        (trajectory(is_truncated=True), "grpo.overlong_filtering=false", ""),
+        (trajectory(fault=Fault.ERROR), "env.on_failure=lowest", ""),
+    ],
+    ids=["truncated and filtered", "truncated and not filtered", "failed and counted"],
+)
+def test_what_counts_is_not_left_out(first: Trajectory, setting: str, expected: str) -> None:
+    trained = [first, trajectory(), trajectory()]
     groups = RolloutGroups(trained, trained, num_generations=3, num_filled=0)
-    config = small_config(f"grpo.overlong_filtering={filters}")
-    assert [one.left_out for one in logged_samples(config, groups)] == expected
-
-
-def test_failed_ones_that_count_are_not_left_out() -> None:
-    trained = [trajectory(fault=Fault.ERROR), trajectory(), trajectory()]
-    groups = RolloutGroups(trained, trained, num_generations=3, num_filled=0)
-    config = small_config("env.on_failure=lowest")
-    assert [one.left_out for one in logged_samples(config, groups)] == ["", "", ""]
+    assert [one.left_out for one in logged_samples(small_config(setting), groups)] == [expected, "", ""]

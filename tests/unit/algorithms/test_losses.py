@@ -38,19 +38,6 @@ def test_sft_loss_by_hand() -> None:
     assert outputs.metrics == {"num_valid_tokens": (torch.tensor(4), Reduction.SUM)}
 
 
-def test_sft_loss_divides_by_the_tokens_of_the_global_batch() -> None:
-    outputs = sft_loss(inputs_of(torch.full((2, 3), -2.0), torch.tensor(MASKS), global_valid_tokens=16))
-    assert outputs.loss.item() == 4 * 2.0 / 16
-
-
-def test_accuracy_counts_trained_tokens_only() -> None:
-    matches = torch.tensor([[True, True, False], [True, True, True]])
-    outputs = sft_loss(inputs_of(torch.zeros(2, 3), torch.tensor(MASKS), global_valid_tokens=8, greedy_matches=matches))
-    accuracy, reduction = outputs.metrics["accuracy"]
-    assert accuracy.item() == 3 / 8
-    assert reduction is Reduction.SHARE
-
-
 def test_gradient_of_sft_loss() -> None:
     generator = torch.Generator().manual_seed(0)
     logprobs = -torch.rand(2, 3, dtype=torch.float64, generator=generator)
@@ -103,6 +90,7 @@ def test_shares_add_up_however_the_batch_is_cut(sizes: list[int]) -> None:
         for values, counted, matched in zip(logprobs.split(sizes), mask.split(sizes), matches.split(sizes), strict=True)
     ]
     assert sum(each.loss.item() for each in outputs) == pytest.approx(-logprobs[mask].mean().item(), rel=1e-14)
+    assert {each.metrics["accuracy"][1] for each in outputs} == {Reduction.SHARE}
     shares = [each.metrics["accuracy"][0].item() for each in outputs]
     assert sum(shares) == pytest.approx(matches[mask].double().mean().item(), rel=1e-6)
     assert sum(each.metrics["num_valid_tokens"][0].item() for each in outputs) == total

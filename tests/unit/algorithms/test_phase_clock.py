@@ -5,27 +5,25 @@ import pytest
 from nemo_rl_moe.metrics import PhaseClock
 
 
-class ClockByHand:
-    """Shows what a test has set."""
+class ClockByHand(PhaseClock):
+    """Phases by a clock that shows what a test has set."""
 
     def __init__(self) -> None:
         self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+        super().__init__(lambda: self.now)
 
 
 def test_phases_add_up_and_may_lie_in_each_other() -> None:
-    hand = ClockByHand()
-    clock = PhaseClock(hand)
+    clock = ClockByHand()
+    assert clock.metrics() == {}
     with clock.phase("step"):
         with clock.phase("generation"):
-            hand.now += 2.0
-        hand.now += 0.5
+            clock.now += 2.0
+        clock.now += 0.5
         with clock.phase("train"):
-            hand.now += 4.0
+            clock.now += 4.0
         with clock.phase("generation"):
-            hand.now += 3.0
+            clock.now += 3.0
     assert clock.metrics() == {
         "timing/step/seconds": 9.5,
         "timing/generation/seconds": 5.0,
@@ -33,44 +31,27 @@ def test_phases_add_up_and_may_lie_in_each_other() -> None:
     }
 
 
-def test_tokens_a_second_are_over_all_of_a_phase() -> None:
-    hand = ClockByHand()
-    clock = PhaseClock(hand)
-    for seconds, tokens in ((2.0, 30), (3.0, 20)):
+@pytest.mark.parametrize(
+    ("tokens", "speed"),
+    [([30, 20], {"timing/generation/tokens_per_second": 10.0}), ([0, 0], {})],
+    ids=["over all of a phase", "none without tokens"],
+)
+def test_tokens_a_second(tokens: list[int], speed: dict[str, float]) -> None:
+    clock = ClockByHand()
+    for seconds, count in zip((2.0, 3.0), tokens, strict=True):
         with clock.phase("generation"):
-            hand.now += seconds
-        clock.count_tokens("generation", tokens)
-    assert clock.metrics() == {"timing/generation/seconds": 5.0, "timing/generation/tokens_per_second": 10.0}
+            clock.now += seconds
+        clock.count_tokens("generation", count)
+    assert clock.metrics() == {"timing/generation/seconds": 5.0} | speed
 
 
 def test_a_phase_that_fails_counts_and_lets_the_error_through() -> None:
-    hand = ClockByHand()
-    clock = PhaseClock(hand)
+    clock = ClockByHand()
 
     def fail() -> None:
-        hand.now += 1.5
+        clock.now += 1.5
         raise KeyError("x")
 
     with pytest.raises(KeyError), clock.phase("rewards"):
         fail()
     assert clock.metrics() == {"timing/rewards/seconds": 1.5}
-
-
-def test_nothing_measured_gives_nothing() -> None:
-    assert PhaseClock().metrics() == {}
-
-
-def test_a_phase_without_tokens_has_no_speed() -> None:
-    hand = ClockByHand()
-    clock = PhaseClock(hand)
-    with clock.phase("generation"):
-        hand.now += 1.0
-    clock.count_tokens("generation", 0)
-    assert clock.metrics() == {"timing/generation/seconds": 1.0}
-
-
-def test_the_real_clock_goes_forward() -> None:
-    clock = PhaseClock()
-    with clock.phase("train"):
-        pass
-    assert clock.metrics()["timing/train/seconds"] > 0

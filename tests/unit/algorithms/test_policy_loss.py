@@ -47,11 +47,7 @@ def all_cases() -> list[tuple[PolicyGradientLossConfig, bool]]:
     return cases
 
 
-MEANS = [
-    {"token_level_loss": True},
-    {"token_level_loss": False},
-    {"token_level_loss": False, "length_normalizer": 7},
-]
+MEANS = [{"token_level_loss": True}, {"token_level_loss": False}, {"token_level_loss": False, "length_normalizer": 7}]
 CORRECTIONS: list[dict[str, object]] = [
     {"importance_sampling_correction": "none"},
     {"importance_sampling_correction": "truncated", "importance_sampling_ratio_min": 0.8},

@@ -73,12 +73,7 @@ def whole_batch(seed: int) -> LossInputs:
 
 
 @settings(deadline=None, max_examples=examples(150))
-@given(
-    config=configurations,
-    on_policy=st.booleans(),
-    ranks=cuts(),
-    seed=st.integers(0, 1000),
-)
+@given(config=configurations, on_policy=st.booleans(), ranks=cuts(), seed=st.integers(0, 1000))
 def test_any_cut_adds_up_to_the_same(
     config: PolicyGradientLossConfig, on_policy: bool, ranks: list[list[Cut]], seed: int
 ) -> None:

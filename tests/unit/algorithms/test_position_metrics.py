@@ -10,29 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
 from nemo_rl_moe.algorithms.losses.position_sums import QUARTERS, PositionSum, quarters_of, sum_key
 from nemo_rl_moe.algorithms.position_metrics import PositionMetrics
-from nemo_rl_moe.algorithms.step_metrics import training_metrics
-from nemo_rl_moe.metrics import MetricSeries, PhaseClock
-from nemo_rl_moe.models.interfaces import LossInputs, TrainResult
+from nemo_rl_moe.metrics import PhaseClock
+from nemo_rl_moe.models.interfaces import LossInputs
 from tests.support.quick_list import examples
-from tests.unit.algorithms.policy_loss_reference import config_of, inputs_of, random_inputs
-
-
-def result_of(*parts: LossInputs) -> TrainResult:
-    """What ranks report of microbatches."""
-    loss = PolicyGradientLoss(config_of(), prev_is_current=False)
-    of_parts = [loss(part).metrics for part in parts]
-    series = {
-        name: MetricSeries(tuple(float(of[name][0]) for of in of_parts), reduction)
-        for name, (_, reduction) in of_parts[0].items()
-    }
-    return TrainResult(0.0, 0.0, 0.0, 1, 1, series, {})
+from tests.unit.algorithms.policy_loss_reference import cut_at, inputs_of, random_inputs, result_of, series_of
 
 
 def by_quarter(*parts: LossInputs) -> dict[str, float]:
-    found = PositionMetrics().after_update(result_of(*parts), PhaseClock())
+    found = PositionMetrics().after_update(result_of(series_of(*parts)), PhaseClock())
     prefix, suffix = "by_position/", "/sampling_logp_difference"
     assert all(key.startswith(prefix) and key.endswith(suffix) for key in found)
     return {key.removeprefix(prefix).removesuffix(suffix): value for key, value in found.items()}
@@ -72,8 +59,7 @@ def test_means_over_two_sequences_by_hand() -> None:
     expected = {"first_quarter": 0.1, "second_quarter": 0.3, "third_quarter": 0.3, "last_quarter": 0.9}
     whole = with_gaps(gaps, mask)
     assert by_quarter(whole) == pytest.approx(expected)
-    halves = [with_gaps(gaps[row : row + 1], mask[row : row + 1]) for row in range(2)]  # of two microbatches
-    assert by_quarter(*halves) == pytest.approx(expected)
+    assert by_quarter(*cut_at(whole, 1)) == pytest.approx(expected)
 
 
 def test_a_quarter_without_tokens_has_no_metric() -> None:
@@ -86,12 +72,7 @@ def test_a_quarter_without_tokens_has_no_metric() -> None:
 
 
 def test_another_loss_has_none() -> None:
-    assert PositionMetrics().after_update(TrainResult(0.0, 0.0, 0.0, 1, 1, {}, {}), PhaseClock()) == {}
-
-
-def test_sums_are_not_logged() -> None:
-    logged = training_metrics(result_of(random_inputs(0)))
-    assert not [name for name in logged if "by_position" in name]
+    assert PositionMetrics().after_update(result_of({}), PhaseClock()) == {}
 
 
 @given(st.integers(0, 10_000), st.integers(1, 4), st.integers(1, 20))
@@ -99,16 +80,7 @@ def test_sums_are_not_logged() -> None:
 def test_the_mean_over_quarters_weighted_by_tokens_is_that_of_the_loss(seed: int, cut: int, targets: int) -> None:
     inputs = random_inputs(seed, targets=targets)
     inputs = replace(inputs, global_valid_tokens=int(inputs.token_mask.sum()))
-    halves = [
-        replace(
-            inputs,
-            logprobs=inputs.logprobs[rows],
-            token_mask=inputs.token_mask[rows],
-            columns={name: replace(column, values=column.values[rows]) for name, column in inputs.columns.items()},
-        )
-        for rows in (slice(cut), slice(cut, None))
-    ]
-    series = result_of(*halves).microbatch_metrics
+    series = series_of(*cut_at(inputs, cut))
     tokens, sums = (sum(series[sum_key(name, each)].reduce() for name in QUARTERS) for each in PositionSum)
     assert tokens == inputs.global_valid_tokens
     assert sums / tokens == pytest.approx(series["sampling_logp_difference"].reduce(), rel=1e-9)

@@ -17,29 +17,18 @@ def config_of(enabled: bool = True, buffer: int = 4, penalty: float = 1.0) -> Re
 def test_punishment_by_hand(dtype: torch.dtype) -> None:
     lengths = torch.tensor([1, 16, 17, 18, 19, 20, 25])
     rewards = torch.tensor([1.0, 1.0, 1.0, 0.0, 0.5, 1.0, 1.0], dtype=dtype)
+    given = rewards.clone()
     shaped = shape_rewards(rewards, lengths, 20, config_of())
     # Sixteen tokens for nothing, a quarter for each of the next four.
     assert shaped.tolist() == [1.0, 1.0, 0.75, -0.5, -0.25, 0.0, 0.0]
     assert shaped.dtype is dtype
-
-
-def test_the_penalty_is_what_a_full_length_costs() -> None:
-    lengths = torch.tensor([[10, 18], [19, 20]])
-    shaped = shape_rewards(torch.zeros(2, 2), lengths, 20, config_of(penalty=8.0))
-    assert shaped.tolist() == [[0.0, -4.0], [-6.0, -8.0]]
-
-
-def test_a_buffer_as_long_as_the_response_costs_from_the_first_token() -> None:
-    shaped = shape_rewards(torch.zeros(3), torch.tensor([0, 1, 4]), 4, config_of())
-    assert shaped.tolist() == [0.0, -0.25, -1.0]
+    assert torch.equal(rewards, given)
+    at_full_length = shape_rewards(torch.zeros(2, 2), torch.tensor([[10, 18], [19, 20]]), 20, config_of(penalty=8.0))
+    assert at_full_length.tolist() == [[0.0, -4.0], [-6.0, -8.0]]
+    buffer_of_all = shape_rewards(torch.zeros(3), torch.tensor([0, 1, 4]), 4, config_of())
+    assert buffer_of_all.tolist() == [0.0, -0.25, -1.0], "it costs from the first token"
 
 
 def test_not_enabled_changes_nothing() -> None:
     rewards = torch.tensor([1.0, 0.0])
     assert torch.equal(shape_rewards(rewards, torch.tensor([20, 20]), 20, config_of(enabled=False)), rewards)
-
-
-def test_the_rewards_given_stay_as_they_are() -> None:
-    rewards = torch.ones(2)
-    shape_rewards(rewards, torch.tensor([20, 20]), 20, config_of())
-    assert rewards.tolist() == [1.0, 1.0]

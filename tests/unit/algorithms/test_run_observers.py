@@ -36,7 +36,3 @@ def test_routes_that_cannot_be_right_end_a_run_that_replays_them() -> None:
     assert str(error.value).startswith(f"replayed experts cannot be right ({key}: stop): routes are one token late;")
     assert str(error.value).endswith("; and 3 more")
     assert error.value.exit_code == 1
-
-
-def test_routes_that_are_compared_alone_end_nothing() -> None:
-    assert RoutingAnomalyWatch(stops=False).after_update(trained(LATE, LATER), PhaseClock()) == {}

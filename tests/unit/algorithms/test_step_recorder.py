@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl_moe.algorithms.step_recorder import StepOutcome, StepRecorder
+from nemo_rl_moe.algorithms.step_recorder import RunSummary, StepOutcome, StepRecorder
 from nemo_rl_moe.checkpoints.state import LoopState
 from nemo_rl_moe.errors import TrainingDivergedError
 from nemo_rl_moe.metrics import MetricSeries, PhaseClock, Reduction
@@ -141,3 +141,10 @@ def test_without_checkpoints() -> None:
     with pytest.raises(TrainingDivergedError, match="The last good checkpoint: none was saved"):
         recorder.end_step(outcome(1, 1), PhaseClock(), is_last=True)
     recorder.finish()
+
+
+def test_summary_of_where_a_run_stands() -> None:
+    first, last, training = {"val/accuracy": 0.1}, {"val/accuracy": 0.3}, {"train/loss": 2.0}
+    state = LoopState(step=4, first_validation=first, last_validation=last, last_training=training)
+    assert RunSummary.of(state, "SIGINT") == RunSummary(4, first, last, training, "SIGINT")
+    assert RunSummary.of(LoopState(), None) == RunSummary(0, {}, {}, {}, None)

@@ -3,6 +3,7 @@
 """Teachers score their rows of a batch, and the loss of these scores brings a policy to them."""
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -70,6 +71,40 @@ def batch_of(trajectories: list[Trajectory]) -> TokenBatch:
     return training_batch(trajectories, torch.zeros(len(trajectories), 1), 0, leave_out_truncated=False)
 
 
+def teachers_of(*overrides: str, **models: BigramModel) -> Teachers:
+    return Teachers(config(*overrides), models or {"teacher": model(1)}, VOCABULARY)
+
+
+def teachers_of_a_mixture(*overrides: str, writer: BigramModel | None = None) -> Teachers:
+    return teachers_of(*MIXTURE, *overrides, teacher=model(1), writer=writer or model(2))
+
+
+def of_a_mixture() -> list[Trajectory]:
+    """Nine responses, of which every third has no teacher."""
+    return responses(9, ("sums", "words", "games"))
+
+
+def scored_by(
+    teachers: Teachers,
+    trajectories: list[Trajectory],
+    batch: TokenBatch | None = None,
+    policy: BigramModel | None = None,
+) -> tuple[TokenBatch, Mapping[str, float]]:
+    """A batch with the scores of its teachers, and their metrics."""
+    batch = batch_of(trajectories) if batch is None else batch
+    return teachers.with_scores(policy or model(0), batch, trajectories, PhaseClock())
+
+
+def learn(loss: Callable[[LossInputs], LossOutputs], batch: TokenBatch) -> tuple[LossOutputs, Tensor]:
+    """The outputs of a loss, and its gradient in the policy's table."""
+    policy = model(0)
+    policy.logits.requires_grad_()
+    outputs = loss(inputs_of(batch, policy))
+    outputs.loss.backward()
+    assert policy.logits.grad is not None
+    return outputs, policy.logits.grad
+
+
 def inputs_of(batch: TokenBatch, policy: BigramModel) -> LossInputs:
     """What ranks make of a batch, with the policy's graph."""
     all_logprobs = policy.next_logprobs(batch)
@@ -94,12 +129,11 @@ def exact_divergence(batch: TokenBatch, policy: BigramModel, teacher: BigramMode
 
 
 def test_each_teacher_scores_its_environments_and_the_others_have_none() -> None:
-    settings = config(*MIXTURE)
     policy, teachers = model(0), {"teacher": model(1), "writer": model(2)}
-    trajectories = responses(9, ("sums", "words", "games"))
+    trajectories = of_a_mixture()
     batch = batch_of(trajectories)
     clock = PhaseClock()
-    scored, metrics = Teachers(settings, teachers, VOCABULARY).with_scores(policy, batch, trajectories, clock)
+    scored, metrics = teachers_of(*MIXTURE, **teachers).with_scores(policy, batch, trajectories, clock)
     assert [len(each.asked) for each in teachers.values()] == [1, 1]
     ids, found = scored.columns[CANDIDATE_IDS].values, scored.columns[TEACHER_LOGPROBS].values
     by_row: list[BigramModel | None] = [teachers["teacher"], teachers["writer"], None]
@@ -123,14 +157,10 @@ def test_each_teacher_scores_its_environments_and_the_others_have_none() -> None
 def test_a_teacher_scores_all_sequences_of_a_trajectory() -> None:
     two = with_tokens(trajectory(), tokens_of([10], [3, 4]), tokens_of([10, 3, 9], [7, 8, 2]))
     trajectories = [two, trajectory((10,), (5, 6))]
-    teacher = model(1)
-    settings = config("distillation.topk_logits_k=null")
     batch = batch_of(trajectories)
-    scored, _ = Teachers(settings, {"teacher": teacher}, VOCABULARY).with_scores(
-        model(0), batch, trajectories, PhaseClock()
-    )
+    scored, _ = scored_by(teachers_of("distillation.topk_logits_k=null"), trajectories)
     assert len(batch) == 3
-    torch.testing.assert_close(scored.columns[TEACHER_LOGPROBS].values, teacher.start_logprobs(batch)())
+    torch.testing.assert_close(scored.columns[TEACHER_LOGPROBS].values, model(1).start_logprobs(batch)())
     # Seven trained tokens: two, three and two.
     trained = (scored.columns[TEACHER_SHARE].values > 0).sum(1)
     assert trained.tolist() == [2, 3, 2]
@@ -140,11 +170,10 @@ def test_a_teacher_scores_all_sequences_of_a_trajectory() -> None:
 @pytest.mark.parametrize(("component", "trains_all"), [(None, False), ("policy_gradient_weight", True)])
 def test_tokens_that_no_component_trains_on_are_not_trained_tokens(component: str | None, trains_all: bool) -> None:
     """An update of responses without a teacher has none, and is left out."""
-    settings = config(*MIXTURE, *([] if component is None else [f"distillation.{component}=0.5"]))
-    trajectories = responses(9, ("sums", "words", "games"))
+    teachers = teachers_of_a_mixture(*([] if component is None else [f"distillation.{component}=0.5"]))
+    trajectories = of_a_mixture()
     batch = batch_of(trajectories)
-    teachers = Teachers(settings, {"teacher": model(1), "writer": model(2)}, VOCABULARY)
-    scored, _ = teachers.with_scores(model(0), batch, trajectories, PhaseClock())
+    scored, _ = scored_by(teachers, trajectories)
     without = torch.tensor([number % 3 == 2 for number in range(9)])
     assert bool(scored.token_mask[without].any()) is trains_all
     assert torch.equal(scored.token_mask[~without], batch.token_mask[~without])
@@ -152,16 +181,16 @@ def test_tokens_that_no_component_trains_on_are_not_trained_tokens(component: st
 
 def test_environments_with_the_same_teacher_ask_it_once() -> None:
     """O5: each response gets its own scores, the first token's included (O4)."""
-    settings = config(
+    teacher = model(1)
+    teachers = teachers_of(
         "+env.mixture.sums={weight: 1.0}",
         "+env.mixture.words={weight: 1.0}",
         "distillation.teacher_by_environment={sums: teacher, words: teacher}",
+        teacher=teacher,
     )
-    policy, teacher = model(0), model(1)
     trajectories = responses(8, ("sums", "words"))
     batch = batch_of(trajectories)
-    teachers = Teachers(settings, {"teacher": teacher}, VOCABULARY)
-    scored, metrics = teachers.with_scores(policy, batch, trajectories, PhaseClock())
+    scored, metrics = scored_by(teachers, trajectories)
     assert len(teacher.asked) == 1
     assert metrics["distillation/share_with_teacher"] == 1
     ids, found = scored.columns[CANDIDATE_IDS].values.long(), scored.columns[TEACHER_LOGPROBS].values
@@ -170,58 +199,43 @@ def test_environments_with_the_same_teacher_ask_it_once() -> None:
     torch.testing.assert_close(found[:, 1:][of_response], expected[of_response])
 
 
-@pytest.mark.parametrize(
+WAYS_TO_ASK = pytest.mark.parametrize(
     "changes", [(), ("distillation.topk_ids=teacher",), ("distillation.topk_logits_k=null",)], ids=str
 )
+
+
+@WAYS_TO_ASK
 def test_a_teacher_that_gives_no_numbers_is_named(changes: tuple[str, ...]) -> None:
-    settings = config(*MIXTURE, *changes)
-    teachers = {"teacher": model(1), "writer": BigramModel(torch.full((VOCABULARY, VOCABULARY), torch.nan))}
-    trajectories = responses(9, ("sums", "words", "games"))
+    broken = BigramModel(torch.full((VOCABULARY, VOCABULARY), torch.nan))
     with pytest.raises(ConfigurationError, match=r"^distillation\.teachers\.writer: .* the step's 3 responses"):
-        Teachers(settings, teachers, VOCABULARY).with_scores(
-            model(0), batch_of(trajectories), trajectories, PhaseClock()
-        )
+        scored_by(teachers_of_a_mixture(*changes, writer=broken), of_a_mixture())
 
 
 def test_a_response_that_a_teacher_cannot_score_costs_an_update_alone() -> None:
     broken = model(1)
     broken.logits[3] = torch.nan  # what follows token 3
-    trajectories = responses(9)
-    scored, _ = Teachers(config(), {"teacher": broken}, VOCABULARY).with_scores(
-        model(0), batch_of(trajectories), trajectories, PhaseClock()
-    )
+    scored, _ = scored_by(teachers_of(teacher=broken), responses(9))
     lacks = scored.columns[TEACHER_LOGPROBS].values.isnan().flatten(1).any(-1)
     assert lacks.any()
     assert not lacks.all()
 
 
-@pytest.mark.parametrize(
-    "changes", [(), ("distillation.topk_ids=teacher",), ("distillation.topk_logits_k=null",)], ids=str
-)
+@WAYS_TO_ASK
 def test_a_step_without_any_response_that_has_a_teacher_teaches_nothing(changes: tuple[str, ...]) -> None:
-    settings = config(*MIXTURE, *changes)
-    teachers = Teachers(settings, {"teacher": model(1), "writer": model(2)}, VOCABULARY)
-    trajectories = responses(3, ("games",))
-    scored, metrics = teachers.with_scores(model(0), batch_of(trajectories), trajectories, PhaseClock())
-    policy = model(0)
-    policy.logits.requires_grad_()
-    outputs = teachers.loss(make_loss(settings, is_on_policy=True))(inputs_of(scored, policy))
-    outputs.loss.backward()
+    teachers = teachers_of_a_mixture(*changes)
+    scored, metrics = scored_by(teachers, responses(3, ("games",)))
+    outputs, gradient = learn(teachers.loss(make_loss(teachers.config, is_on_policy=True)), scored)
     assert outputs.loss == 0
-    assert policy.logits.grad is not None
-    assert not policy.logits.grad.any()
+    assert not gradient.any()
     assert metrics["distillation/share_with_teacher"] == metrics["distillation/bytes_from_teachers"] == 0
 
 
 @pytest.mark.parametrize("topk_ids", ["policy", "teacher"])
 def test_bytes_are_those_of_ids_and_numbers_of_the_rows_that_are_asked_about(topk_ids: str) -> None:
-    settings = config(*MIXTURE, f"distillation.topk_ids={topk_ids}")
-    teachers = {"teacher": model(1), "writer": model(2)}
-    trajectories = responses(9, ("sums", "words", "games"))
+    trajectories = of_a_mixture()
     batch = batch_of(trajectories)
-    _, metrics = Teachers(settings, teachers, VOCABULARY).with_scores(model(0), batch, trajectories, PhaseClock())
-    widths = {name: int(batch.lengths[start::3].max()) for start, name in enumerate(("teacher", "writer"))}
-    numbers = sum(3 * width * K * 4 for width in widths.values())
+    _, metrics = scored_by(teachers_of_a_mixture(f"distillation.topk_ids={topk_ids}"), trajectories)
+    numbers = sum(3 * int(batch.lengths[start::3].max()) * K * 4 for start in range(2))
     ids_out = 2 * 3 * batch.input_ids.shape[1] * K * 4
     expected = (ids_out, numbers) if topk_ids == "policy" else (0, 2 * numbers)
     found = (metrics["distillation/bytes_to_teachers"], metrics["distillation/bytes_from_teachers"])
@@ -229,15 +243,11 @@ def test_bytes_are_those_of_ids_and_numbers_of_the_rows_that_are_asked_about(top
 
 
 def test_without_candidates_one_number_a_token_comes_back() -> None:
-    settings = config("distillation.topk_logits_k=null")
     trajectories = responses(6)
     batch = batch_of(trajectories)
-    teacher = model(1)
-    scored, metrics = Teachers(settings, {"teacher": teacher}, VOCABULARY).with_scores(
-        model(0), batch, trajectories, PhaseClock()
-    )
+    scored, metrics = scored_by(teachers_of("distillation.topk_logits_k=null"), trajectories)
     assert CANDIDATE_IDS not in scored.columns
-    torch.testing.assert_close(scored.columns[TEACHER_LOGPROBS].values, teacher.start_logprobs(batch)())
+    torch.testing.assert_close(scored.columns[TEACHER_LOGPROBS].values, model(1).start_logprobs(batch)())
     assert metrics["distillation/bytes_from_teachers"] == batch.input_ids.numel() * 4
 
 
@@ -248,25 +258,16 @@ def loss_with(**changes: Any) -> DistillationLoss:
 
 def test_a_component_is_not_diluted_by_tokens_of_others() -> None:
     """Rows without a teacher change neither the divergence nor its gradient; a mean over all tokens would halve it."""
-    trajectories = responses(6)
-    teachers = Teachers(config(), {"teacher": model(1)}, VOCABULARY)
-    scored, _ = teachers.with_scores(model(0), batch_of(trajectories), trajectories, PhaseClock())
-    counts = scored.columns[TEACHER_SHARE].values > 0
-    more = responses(6) + responses(6, seed=1)
-    mixed, _ = teachers.with_scores(model(0), batch_of(more), more, PhaseClock())
+    teachers = teachers_of()
+    scored, _ = scored_by(teachers, responses(6))
+    mixed, _ = scored_by(teachers, responses(6) + responses(6, seed=1))
     counts_of_mixed = mixed.columns[TEACHER_SHARE].values > 0
     counts_of_mixed[6:] = False
     mixed = mixed.with_columns(**shares_of_means(counts_of_mixed, [0]))
-    found = []
-    for batch in (scored, mixed):
-        policy = model(0)
-        policy.logits.requires_grad_()
-        outputs = loss_with()(inputs_of(batch, policy))
-        outputs.loss.backward()
-        found.append((outputs, policy.logits.grad))
-    assert counts.any()
-    torch.testing.assert_close(found[0][0].loss, found[1][0].loss)
-    torch.testing.assert_close(found[0][1], found[1][1])
+    (alone, gradient_alone), (beside, gradient_beside) = (learn(loss_with(), batch) for batch in (scored, mixed))
+    assert (scored.columns[TEACHER_SHARE].values > 0).any()
+    torch.testing.assert_close(alone.loss, beside.loss)
+    torch.testing.assert_close(gradient_alone, gradient_beside)
 
 
 def test_shares_of_microbatches_and_global_batches_add_up_to_means() -> None:
@@ -289,14 +290,13 @@ def test_old_tokens_are_weighed_within_the_bounds_of_the_correction() -> None:
     batch = batch.with_columns(generation_logprobs=per_token(own - 3.0))
     found = {}
     for name in ("none", "truncated", "icepop"):
-        settings = config(
+        teachers = teachers_of(
             "distillation.topk_logits_k=null",
             f"loss_fn.importance_sampling_correction={name}",
             "loss_fn.importance_sampling_ratio_max=2.0",
         )
-        teachers = Teachers(settings, {"teacher": model(1)}, VOCABULARY)
-        scored, _ = teachers.with_scores(policy, batch, trajectories, PhaseClock())  # type: ignore[arg-type]
-        loss = teachers.loss(make_loss(settings, is_on_policy=False))
+        scored, _ = scored_by(teachers, trajectories, batch, policy)
+        loss = teachers.loss(make_loss(teachers.config, is_on_policy=False))
         found[name] = float(loss(inputs_of(scored, policy)).metrics["teacher_kl"][0])
     assert found["truncated"] == pytest.approx(2 / math.exp(3.0) * found["none"], rel=1e-5)
     assert found["icepop"] == 0
@@ -322,9 +322,7 @@ def test_an_estimate_from_old_tokens_without_a_bound_is_refused(staleness: int, 
 
 def test_means_of_a_step_do_not_depend_on_its_global_batches() -> None:
     """One of a response and one of five: a mean of the two means would count the first one's tokens five times."""
-    trajectories = responses(6)
-    teachers = Teachers(config(), {"teacher": model(1)}, VOCABULARY)
-    scored, _ = teachers.with_scores(model(0), batch_of(trajectories), trajectories, PhaseClock())
+    scored, _ = scored_by(teachers_of(), responses(6))
     counts = scored.columns[TEACHER_SHARE].values > 0
     divided = scored.with_columns(**shares_of_means(counts, [0, 1]))
     whole, parts = (loss_with()(inputs_of(each, model(0))).metrics for each in (scored, divided))
@@ -337,50 +335,26 @@ def test_rewards_are_trained_on_where_their_component_has_a_weight() -> None:
     batch = training_batch(trajectories, torch.linspace(-1, 1, 6)[:, None], 0, leave_out_truncated=False)
     gradients = {}
     for weight in (0.0, 0.5):
-        settings = config(f"distillation.policy_gradient_weight={weight}")
-        teachers = Teachers(settings, {"teacher": model(1)}, VOCABULARY)
-        scored, _ = teachers.with_scores(model(0), batch, trajectories, PhaseClock())
-        policy = model(0)
-        policy.logits.requires_grad_()
-        of_rewards = make_loss(settings, is_on_policy=True)
-        outputs = teachers.loss(of_rewards)(inputs_of(scored, policy))
-        outputs.loss.backward()
-        gradients[weight] = policy.logits.grad
-        assert {
-            "teacher_kl",
-            "policy_candidate_mass",
-            "num_valid_tokens",
-            "token_mult_prob_error",
-        } <= outputs.metrics.keys()
-    alone = model(0)
-    alone.logits.requires_grad_()
-    of_rewards(inputs_of(batch, alone)).loss.backward()
-    assert alone.logits.grad is not None
-    assert alone.logits.grad.abs().max() > 1e-3
-    torch.testing.assert_close(gradients[0.5], gradients[0.0] + 0.5 * alone.logits.grad)
+        teachers = teachers_of(f"distillation.policy_gradient_weight={weight}")
+        scored, _ = scored_by(teachers, trajectories, batch)
+        of_rewards = make_loss(teachers.config, is_on_policy=True)
+        outputs, gradients[weight] = learn(teachers.loss(of_rewards), scored)
+        expected = {"teacher_kl", "policy_candidate_mass", "num_valid_tokens", "token_mult_prob_error"}
+        assert expected <= outputs.metrics.keys()
+    _, alone = learn(of_rewards, batch)
+    assert alone.abs().max() > 1e-3
+    torch.testing.assert_close(gradients[0.5], gradients[0.0] + 0.5 * alone)
 
 
 def test_what_is_masked_may_hold_anything() -> None:
-    trajectories = responses(6)
-    teachers = {"teacher": model(1)}
     for k in ("null", str(K)):
-        settings = config(f"distillation.topk_logits_k={k}")
-        scored, _ = Teachers(settings, teachers, VOCABULARY).with_scores(
-            model(0), batch_of(trajectories), trajectories, PhaseClock()
-        )
-        found: list[LossOutputs] = []
-        for spoils in (False, True):
-            numbers = scored.columns[TEACHER_LOGPROBS].values.clone()
-            if spoils:
-                numbers[~scored.token_mask] = torch.nan
-            policy = model(0)
-            policy.logits.requires_grad_()
-            batch = scored.with_columns(**{TEACHER_LOGPROBS: per_token(numbers)})
-            found.append(loss_with(has_candidates=k != "null")(inputs_of(batch, policy)))
-            found[-1].loss.backward()
-            assert policy.logits.grad is not None
-            assert policy.logits.grad.isfinite().all()
-        assert torch.equal(found[0].loss, found[1].loss)
+        scored, _ = scored_by(teachers_of(f"distillation.topk_logits_k={k}"), responses(6))
+        spoiled = scored.columns[TEACHER_LOGPROBS].values.clone()
+        spoiled[~scored.token_mask] = torch.nan
+        batches = (scored, scored.with_columns(**{TEACHER_LOGPROBS: per_token(spoiled)}))
+        (clean, _), (found, gradient) = (learn(loss_with(has_candidates=k != "null"), batch) for batch in batches)
+        assert gradient.isfinite().all()
+        assert torch.equal(clean.loss, found.loss)
 
 
 @pytest.mark.parametrize(
@@ -399,16 +373,14 @@ def test_a_policy_that_samples_comes_to_its_teacher(settings: tuple[str, ...]) -
     generator = torch.Generator().manual_seed(3)
     teacher, policy = model(1), model(0)
     policy.logits.requires_grad_()
-    teachers = Teachers(config(*settings), {"teacher": teacher}, VOCABULARY)
+    teachers = teachers_of(*settings, teacher=teacher)
     optimizer = torch.optim.Adam([policy.logits], lr=0.1)
     divergences = []
     for _ in range(150):
-        trajectories = sampled(policy, 16, generator)
         with torch.no_grad():
-            scored, _ = teachers.with_scores(policy, batch_of(trajectories), trajectories, PhaseClock())
+            scored, _ = scored_by(teachers, sampled(policy, 16, generator), policy=policy)
         divergences.append(exact_divergence(scored, policy, teacher, scored.token_mask).item())
-        loss = teachers.loss(make_loss(teachers.config, is_on_policy=True))
-        outputs = loss(inputs_of(scored, policy))
+        outputs = teachers.loss(make_loss(teachers.config, is_on_policy=True))(inputs_of(scored, policy))
         optimizer.zero_grad()
         outputs.loss.backward()
         optimizer.step()

@@ -18,7 +18,7 @@ from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.rewards.interface import Fault
 from nemo_rl_moe.rollouts.source import RolloutGroups
 from nemo_rl_moe.rollouts.training_batch import turns_of_tokens
-from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED, TokenSequence, Trajectory
+from nemo_rl_moe.rollouts.trajectory import TokenSequence, Trajectory
 from tests.support.grpo_fakes import PAD_TOKEN, small_config, trajectory
 from tests.support.grpo_inputs import tokens_of, with_tokens
 from tests.support.quick_list import examples
@@ -39,15 +39,15 @@ def config_of(*overrides: str, size: int = 3) -> GRPOMasterConfig:
     )
 
 
+def joined(*parts: TokenSequence) -> TokenSequence:
+    """Tokens of turns behind one another."""
+    names = ("token_ids", "loss_mask", "logprobs", "weight_versions")
+    return TokenSequence(*(np.concatenate([vars(part)[name] for part in parts]) for name in names))
+
+
 def response(turns: Turns, final: float, tokens_per_turn: int = 2) -> Trajectory:
     """Return a response of some turns, with two given tokens before each, whose score beside theirs is `final`."""
-    parts = [tokens_of([9, 9], [5] * tokens_per_turn) for _ in turns]
-    whole = TokenSequence(
-        *(
-            np.concatenate([vars(part)[name] for part in parts])
-            for name in ("token_ids", "loss_mask", "logprobs", "weight_versions")
-        )
-    )
+    whole = joined(*(tokens_of([9, 9], [5] * tokens_per_turn) for _ in turns))
     return replace(
         with_tokens(trajectory(reward=final + sum(turns)), whole),
         num_turns=len(turns),
@@ -174,14 +174,8 @@ def test_a_group_with_equal_rewards_may_teach_by_its_turns() -> None:
 class TestTokens:
     def several(self) -> Trajectory:
         """Two turns in a first sequence, one in a second, which repeats the first turn as given."""
-        first = TokenSequence(
-            token_ids=np.array([9, 5, 6, 9, 7]),
-            loss_mask=np.array([False, True, True, False, True]),
-            logprobs=np.zeros(5, dtype=np.float32),
-            weight_versions=np.array([NOT_SAMPLED, 0, 0, NOT_SAMPLED, 0]),
-        )
-        second = tokens_of([9, 5, 6, 9], [8, 8])
-        made = with_tokens(trajectory(reward=4.0), first, second)
+        first = joined(tokens_of([9], [5, 6]), tokens_of([9], [7]))
+        made = with_tokens(trajectory(reward=4.0), first, tokens_of([9, 5, 6, 9], [8, 8]))
         return replace(made, num_turns=3, turn_lengths=(2, 1, 2), turn_rewards=(0.0, 1.0, 0.0))
 
     def test_of_several_sequences_belong_to_the_turn_in_which_they_were_sampled(self) -> None:

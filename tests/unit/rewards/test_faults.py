@@ -33,8 +33,12 @@ def test_no_fault_is_zero_and_not_missing():
     assert fault_metrics([]) == fault_metrics([None]) == dict.fromkeys(names, 0.0)
 
 
+def named(**rewards: float) -> Score:
+    return Score.named(rewards, is_correct=True)
+
+
 WEIGHTS = {"accuracy": 2.0, "format": -0.5, "length": 0.0}
-NAMED = Score.named({"length": 7.0, "format": 0.5, "accuracy": 1.0}, is_correct=True)
+NAMED = named(length=7.0, format=0.5, accuracy=1.0)
 
 
 def test_named_rewards_are_added_up_by_their_weights():
@@ -45,42 +49,28 @@ def test_named_rewards_are_added_up_by_their_weights():
 
 
 @pytest.mark.parametrize(
-    ("score", "weights", "problem"),
+    ("score", "problem"),
     [
-        (NAMED, None, "rewards by name (length, format, accuracy) need env.reward_weights, which is null"),
-        (
-            Score(1.0, True),
-            WEIGHTS,
-            "one number as reward, expected one for each name of env.reward_weights: accuracy,",
-        ),
-        (
-            Score.named({"formt": 1.0}, is_correct=True),
-            WEIGHTS,
-            "the reward 'formt' is not in env.reward_weights, which",
-        ),
-        (Score.named({"accuracy": 1.0, "length": 1.0}, is_correct=True), WEIGHTS, "no reward 'format', which"),
-        (
-            Score.named({**NAMED.rewards, "format": math.nan}, is_correct=True),
-            WEIGHTS,
-            "the reward 'format' is nan, exp",
-        ),
+        (Score(1.0, True), "one number as reward, expected one for each name of env.reward_weights: accuracy,"),
+        (named(formt=1.0), "the reward 'formt' is not in env.reward_weights, which"),
+        (named(accuracy=1.0, length=1.0), "no reward 'format', which"),
+        (named(accuracy=1.0, format=math.nan, length=7.0), "the reward 'format' is nan, exp"),
         # One of weight 0 too: it is logged.
-        (Score.named({**NAMED.rewards, "length": 1e7}, is_correct=True), WEIGHTS, "the reward 'length' is 10000000.0,"),
-        (
-            Score.named({**NAMED.rewards, "accuracy": 9e5}, is_correct=True),
-            WEIGHTS,
-            "the reward is 1799999.75, expected",
-        ),
+        (named(accuracy=1.0, format=0.5, length=1e7), "the reward 'length' is 10000000.0,"),
+        (named(accuracy=9e5, format=0.5, length=7.0), "the reward is 1799999.75, expected"),
     ],
 )
-def test_what_is_no_named_reward_is_reported(score, weights, problem):
-    found = checked_score(score, weights)
+def test_what_is_no_named_reward_is_reported(score, problem):
+    found = checked_score(score, WEIGHTS)
     assert (found.reward, found.is_correct, found.fault, found.rewards) == (0.0, False, Fault.ERROR, {})
     assert found.message.startswith(f"ValueError: {problem}")
+    assert ("formt" in problem) == found.message.endswith("did you mean format?")
 
 
-def test_the_nearest_name_is_reported():
-    assert checked_score(Score.named({"formt": 1.0}, is_correct=True), WEIGHTS).message.endswith("did you mean format?")
+def test_named_rewards_without_weights_are_reported():
+    found = checked_score(NAMED)
+    assert (found.reward, found.fault, found.rewards) == (0.0, Fault.ERROR, {})
+    assert "rewards by name (length, format, accuracy) need env.reward_weights, which is null" in found.message
 
 
 def test_a_fault_needs_no_names_but_a_number():

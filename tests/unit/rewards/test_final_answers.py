@@ -14,7 +14,7 @@ from nemo_rl_moe.rewards.final_answers import (
     with_numbers_written_out,
     with_words_marked,
 )
-from nemo_rl_moe.rewards.interface import ScoringItem
+from nemo_rl_moe.rewards.interface import Score, ScoringItem
 from nemo_rl_moe.rewards.math import MathReward
 
 GSM8K = (
@@ -108,10 +108,53 @@ def math() -> MathReward:
         (r"We get $\boxed{3}$ so $\boxed{5}$.", r"\boxed{3}", 0.0),
         (r"so \boxed{1} then \boxed{2}", r"\boxed{2}", 1.0),
         (r"Not \boxed{7} but \boxed{1}, \boxed{2}", r"\boxed{1,2}", 1.0),
+        ("606", "606", 1.0),
+        ("606", r"so it is \boxed{606}", 1.0),
+        (r"-\frac{2}{3}", "the value is $-2/3$.", 1.0),
+        ("0.5", r"\boxed{\frac12}", 1.0),
+        (r"\boxed{1/2}", "$0.5$", 1.0),
+        ("$x=5$", r"\boxed{5}", 1.0),
+        ("1,234", "The answer is 1234", 1.0),
+        (r"\left( 3, \frac{\pi}{2} \right)", r"$(3, \pi/2)$", 1.0),
+        ("2^{10}", "1024", 1.0),
+        # Answers of published sets: money, matrices, percent, degrees, text, choices, intervals, GSM8K's working.
+        (r"\$18", r"\boxed{18}", 1.0),
+        (r"\$18", r"\boxed{\$18}", 1.0),
+        (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\boxed{\begin{pmatrix}1\\2\end{pmatrix}}", 1.0),
+        (r"\begin{pmatrix}1\\[2pt]2\end{pmatrix}", r"\boxed{\begin{pmatrix}1\\[2pt]2\end{pmatrix}}", 1.0),
+        (r"50\%", r"\boxed{0.5}", 1.0),
+        (r"90^\circ", r"\boxed{90}", 1.0),
+        (r"\text{Evelyn}", r"\boxed{\text{Evelyn}}", 1.0),
+        ("B", r"\boxed{B}", 1.0),
+        ("[0, 1)", r"\boxed{[0,1)}", 1.0),
+        ("x=5", r"\boxed{5}", 1.0),
+        (r"\(18\)", r"\boxed{18}", 1.0),
+        (r"\[18\]", r"\boxed{18}", 1.0),
+        ("He sold 48/2 = <<48/2=24>>24, and then 24+48 = 72.\n#### 72", r"\boxed{72}", 1.0),
+        # The last box, and boxes that are one answer.
+        ("3", r"First I thought \boxed{2}. Wait, so it is \boxed{3}.", 1.0),
+        ("3", r"First $\boxed{2}$. Wait, so it is $\boxed{3}$.", 1.0),
+        ("3", r"\boxed{2 is wrong. It is \boxed{3}.", 1.0),
+        ("1,2", r"So \boxed{1} and \boxed{2}.", 1.0),
+        ("1,2", r"Not \boxed{7}; it is \boxed{1}, \boxed{2}", 1.0),
+        # Other values.
+        ("606", "607", 0.0),
+        ("606", "6060", 0.0),
+        ("606", "-606", 0.0),
+        ("606", "606 at first, then 607", 0.0),
+        ("606", r"\boxed{", 0.0),
+        ("606", "no idea", 0.0),
+        ("606", "", 0.0),
+        ("(1, 2)", r"\boxed{(2, 1)}", 0.0),
+        ("2", r"First I thought \boxed{2}. Wait, so it is \boxed{3}.", 0.0),
+        (r"\$18", r"\boxed{19}", 0.0),
+        (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\boxed{\begin{pmatrix}2\\1\end{pmatrix}}", 0.0),
+        ("B", r"\boxed{C}", 0.0),
     ],
 )
 def test_mathematics_and_choices(math: MathReward, answer: str, response: str, reward: float) -> None:
-    assert math.score(ScoringItem("f:1", "?", response, False, {"answer": answer})).reward == reward
+    found = math.score(ScoringItem("f:1", "?", response, False, {"answer": answer}))
+    assert found == Score(reward, is_correct=reward == 1.0)
 
 
 @pytest.mark.parametrize(
@@ -139,10 +182,22 @@ def test_mathematics_and_choices(math: MathReward, answer: str, response: str, r
         ("v1.0", "v1", 0.0),
         (r"Not \boxed{7} but \boxed{5}.", "5", 1.0),
         (r"Not \boxed{7} but \boxed{5}.", "7", 0.0),
+        # Words.
+        ("left", "left", 1.0),
+        ("left", " left\n", 1.0),
+        ("light blue", "light  blue", 1.0),
+        ("4", "4", 1.0),
+        ("left", "Left", 0.0),
+        ("left", "left left", 0.0),
+        ("light blue", "lightblue", 0.0),
+        ("4", "4.0", 1.0),
+        ("4", "4.1", 0.0),
+        ("left", "", 0.0),
     ],
 )
 def test_texts_numbers_and_choices(answer: str, response: str, reward: float) -> None:
-    assert ExactReward().score(ScoringItem("f:1", "?", response, False, {"answer": answer})).reward == reward
+    found = ExactReward().score(ScoringItem("f:1", "?", response, False, {"answer": answer}))
+    assert found == Score(reward, is_correct=reward == 1.0)
 
 
 @pytest.mark.parametrize("make", [MathReward, ExactReward])

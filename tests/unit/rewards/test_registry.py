@@ -48,42 +48,33 @@ def test_weights_by_name_are_those_of_a_rollout_where_the_environment_gives_one_
     assert environment.score(item_of("606", is_truncated=True, answer="606")) == Score(0.0, False)
 
 
+FACTORY = f"env.reward.factory: {NAME}"
+
+
+def of_factory(name: str, **parameters: object) -> dict[str, object]:
+    return {"factory": f"{NAME}:{name}", "parameters": parameters}
+
+
 @pytest.mark.parametrize(
     ("kind", "keys", "problem"),
     [
         ("reasoning_gym", {**ARITHMETIC, "task": "x"}, "env.reward.task: "),
         ("callable", {"function": "no_such:score"}, "env.reward.function: "),
         ("custom", {"factory": "no_such:Digits"}, "env.reward.factory: no_such:Digits: there is no module no_such, "),
+        ("custom", of_factory("Digit"), f"{FACTORY}:Digit: {NAME} has no Digit; did you mean Digits?"),
+        ("custom", of_factory("NOT_CALLABLE"), f"{FACTORY}:NOT_CALLABLE is 3 (int), expected a function"),
         (
             "custom",
-            {"factory": f"{NAME}:Digit"},
-            f"env.reward.factory: {NAME}:Digit: {NAME} has no Digit; did you mean Digits?",
-        ),
-        (
-            "custom",
-            {"factory": f"{NAME}:NOT_CALLABLE"},
-            f"env.reward.factory: {NAME}:NOT_CALLABLE is 3 (int), expected a function",
-        ),
-        (
-            "custom",
-            {"factory": f"{NAME}:Digits"},
+            of_factory("Digits"),
             f"{SIGNATURE} cannot be called with no argument; env.reward.parameters names its arguments, and for a"
             " function that scores, set env.reward.kind=callable: missing",
         ),
+        ("custom", of_factory("Digits", lest=2), f"{SIGNATURE} cannot be called with env.reward.parameters (lest):"),
+        ("custom", of_factory("makes_a_number"), f"{FACTORY}:makes_a_number makes 3 (int), expected a reward function"),
         (
             "custom",
-            {"factory": f"{NAME}:Digits", "parameters": {"lest": 2}},
-            f"{SIGNATURE} cannot be called with env.reward.parameters (lest):",
-        ),
-        (
-            "custom",
-            {"factory": f"{NAME}:makes_a_number"},
-            f"env.reward.factory: {NAME}:makes_a_number makes 3 (int), expected a reward function with",
-        ),
-        (
-            "custom",
-            {"factory": f"{NAME}:raising"},
-            f"env.reward.factory: {NAME}:raising raised while making the reward function: KeyError: 'no such key'",
+            of_factory("raising"),
+            f"{FACTORY}:raising raised while making the reward function: KeyError: 'no such key'",
         ),
     ],
 )

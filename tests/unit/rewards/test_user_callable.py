@@ -103,34 +103,25 @@ def test_objects_and_members_that_can_be_called(module, item_of):
 @pytest.mark.parametrize(
     ("function", "problem"),
     [
-        ("my_rewards.score", "got 'my_rewards.score', expected package.module:function"),
-        ("my_rewards:", "got 'my_rewards:', expected package.module:function"),
-        ("my-rewards:score", "got 'my-rewards:score', expected package.module:function"),
-        ("my_rewards:scor", "my_rewards:scor: my_rewards has no scor; did you mean score?"),
-        (
-            "my_rewards:Near",
-            "my_rewards:Near is a class, expected a function; for a class, set env.reward.kind=custom",
-        ),
-        ("my_rewards:NUMBER", "my_rewards:NUMBER is 3 (int), expected a function"),
-        (
-            "my_rewards:later",
-            "my_rewards:later is a coroutine or generator function, expected a plain function that returns its result",
-        ),
-        ("my_rewards:two", "my_rewards:two(item, other) cannot be called with one ScoringItem: missing a required"),
-        ("no_such:score", "no_such:score: there is no module no_such, neither installed nor in the working folder"),
-        ("my_rewards.deep:score", "my_rewards.deep:score: there is no module my_rewards.deep, neither installed nor"),
-        (
-            "broken_rewards:score",
-            "broken_rewards:score: broken_rewards cannot be imported: ModuleNotFoundError: No mod",
-        ),
-        ("exiting_rewards:score", "exiting_rewards:score: exiting_rewards cannot be imported: SystemExit: not today"),
+        ("my_rewards.score", "got '{}', expected package.module:function"),
+        ("my_rewards:", "got '{}', expected package.module:function"),
+        ("my-rewards:score", "got '{}', expected package.module:function"),
+        ("my_rewards:scor", "{}: my_rewards has no scor; did you mean score?"),
+        ("my_rewards:Near", "{} is a class, expected a function; for a class, set env.reward.kind=custom"),
+        ("my_rewards:NUMBER", "{} is 3 (int), expected a function"),
+        ("my_rewards:later", "{} is a coroutine or generator function, expected a plain function that returns its res"),
+        ("my_rewards:two", "{}(item, other) cannot be called with one ScoringItem: missing a required"),
+        ("no_such:score", "{}: there is no module no_such, neither installed nor in the working folder"),
+        ("my_rewards.deep:score", "{}: there is no module my_rewards.deep, neither installed nor"),
+        ("broken_rewards:score", "{}: broken_rewards cannot be imported: ModuleNotFoundError: No mod"),
+        ("exiting_rewards:score", "{}: exiting_rewards cannot be imported: SystemExit: not today"),
     ],
 )
 def test_what_is_refused(module, function, problem):
     with pytest.raises(ConfigurationError) as error:
         environment(function)
     (message,) = error.value.problems
-    assert message.startswith(f"env.reward.function: {problem}")
+    assert message.startswith(f"env.reward.function: {problem.format(function)}")
 
 
 def test_an_installed_module_of_the_same_name_is_said(tmp_path, monkeypatch):

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_rl_moe.distributed.batch import Axis, Destination
-from nemo_rl_moe.distributed.stored_rows import StoredRows
+from nemo_rl_moe.distributed.batch import Axis
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
 from nemo_rl_moe.rewards.interface import Fault, Score
@@ -171,20 +170,6 @@ def test_kept_mass_is_a_metric_over_all_turns() -> None:
     assert plain.metrics == {"tries": 2.0}
 
 
-def test_a_function_that_raises_costs_its_trajectory_alone() -> None:
-    async def fails_at_times(session: Session) -> Trajectory:
-        await session.generate()
-        if session.prompt.sample_id == "train:1":
-            raise RuntimeError("no such tool")
-        return session.finish(Score(1.0, is_correct=True))
-
-    found = run(fails_at_times, generations=1)
-    assert [trajectory.reward for trajectory in found] == [1.0, 0.0]
-    assert found[1].fault is Fault.ERROR
-    assert re.fullmatch(r"RuntimeError: no such tool \(test_environments\.py:\d+\)", found[1].fault_message)
-    assert only_sequence(found[1]).loss_mask.any(), "what was generated is there"
-
-
 def test_a_tool_that_cancels_its_trajectory_costs_it_alone() -> None:
     async def is_cancelled(session: Session) -> Trajectory:
         await session.generate()
@@ -227,47 +212,6 @@ def test_answers_arrive_as_they_are_ready() -> None:
 
     run(notes, Streaming(), generations=1)
     assert order == ["generated 1", "went on 1", "generated 0", "went on 0"]
-
-
-def test_an_error_of_the_engine_ends_the_run_with_itself() -> None:
-    class Broken(FakeEngine):
-        def answers(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GeneratedSequence]]:
-            raise RuntimeError("the engine is gone")
-
-    with pytest.raises(RuntimeError, match="the engine is gone"):
-        run(two_turns, Broken())
-
-
-def test_routes_stay_those_with_which_tokens_were_sampled() -> None:
-    """A second request adds those of later tokens; the last token, which was never an input, has none."""
-
-    class Routed(FakeEngine):
-        num_requests = 0
-
-        def _respond_to(self, request: GenerationRequest) -> GeneratedSequence:
-            fed = len(request.token_ids) + 1
-            self.num_requests += 1
-            routes = 100 * self.num_requests + np.arange(fed, dtype=np.int16).reshape(fed, 1, 1)
-            return GeneratedSequence(np.array([5, END_TOKEN]), np.zeros(2), False, 0, StoredRows.of(routes))
-
-        def answers(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GeneratedSequence]]:
-            yield from enumerate(map(self._respond_to, requests))
-
-    async def with_a_token_between(session: Session) -> Trajectory:
-        await session.generate()
-        session.append([42])
-        await session.generate()
-        return session.finish(Score(0.0, is_correct=False))
-
-    (found,) = run(with_a_token_between, Routed(), num_prompts=1, generations=1)
-    size = found.num_tokens
-    batch = training_batch([found], torch.zeros(1, 1), 0, leave_out_truncated=False).fetched(list)
-    routes = batch.columns["routed_experts"]
-    assert routes.values.dtype == torch.int16
-    assert routes.goes_to is Destination.MODEL
-    prompt = size - 5  # two responses of two tokens, and one token between them
-    first = [100 + place for place in range(prompt + 1)]
-    assert routes.values[0, :, 0, 0].tolist() == first + [200 + place for place in range(prompt + 1, size - 1)] + [-1]
 
 
 async def named_in_a_configuration(session: Session) -> Trajectory:
@@ -447,20 +391,3 @@ def test_a_text_that_is_far_too_long_is_not_tokenized() -> None:
         " (policy.max_total_sequence_length)"
     )
     assert (cut.finish_reason, cut.fault) == ("length", None)
-
-
-@pytest.mark.parametrize("last_row", [[], [-1], [77]])
-def test_a_row_for_the_last_token_means_nothing(last_row: list[int]) -> None:
-    """No pass has seen that token: of the next response's routes those of it count."""
-
-    class Routed(FakeEngine):
-        def answers(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GeneratedSequence]]:
-            for index, request in enumerate(requests):
-                fed = len(request.token_ids) + 1
-                routes = np.array([*range(fed), *last_row], dtype=np.int16).reshape(-1, 1, 1)
-                yield index, GeneratedSequence(np.array([5, END_TOKEN]), np.zeros(2), False, 0, StoredRows.of(routes))
-
-    (found,) = run(asks_twice, Routed(), num_prompts=1, generations=1)
-    batch = training_batch([found], torch.zeros(1, 1), 0, leave_out_truncated=False).fetched(list)
-    size = found.num_tokens
-    assert batch.columns["routed_experts"].values[0, :, 0, 0].tolist() == [*range(size - 1), -1]

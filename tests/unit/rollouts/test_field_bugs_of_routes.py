@@ -15,10 +15,9 @@ import pytest
 import torch
 
 from nemo_rl_moe.data.continuation import Continuation
-from nemo_rl_moe.distributed.batch import ModelInput
+from nemo_rl_moe.distributed.batch import Destination, ModelInput
 from nemo_rl_moe.distributed.stored_rows import StoredRows
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
-from nemo_rl_moe.rewards.interface import Score
 from nemo_rl_moe.rollouts.agents.branches import Branches
 from nemo_rl_moe.rollouts.agents.chat_requests import ChatRequest
 from nemo_rl_moe.rollouts.environment import Session
@@ -29,13 +28,10 @@ from nemo_rl_moe.routing.replay import ROUTED_EXPERTS, UNKNOWN
 from tests.support.conversations import ALL, Message, script_of, scripted_session
 from tests.support.scripted_rollouts import red_on
 from tests.unit.rollouts.dispatch.test_field_bugs_of_ends import in_place_of
+from tests.unit.rollouts.test_messages import ASKED, CHATML, RIGHT, THOUGHT, USER
 
 Patch = pytest.MonkeyPatch
-THINKING, CHATML = ALL["THINKING"], ALL["Qwen2.5, Qwen2-MoE"]
-ASKED: list[Message] = [{"role": "user", "content": "q"}]
-USER: Message = {"role": "user", "content": "r"}
-THOUGHT = "<think>\nt\n</think>\n\nfirst<|end|>"
-RIGHT = Score(1.0, is_correct=True)
+THINKING = ALL["THINKING"]
 
 
 def with_routes(session: Session, *more: int) -> None:
@@ -59,7 +55,9 @@ def with_routes(session: Session, *more: int) -> None:
 def routes_of(found: Trajectory) -> list[tuple[list[int], list[int]]]:
     """Return the tokens that the routes of each sequence are of, and their passes, as a rank gets them."""
     batch = training_batch([found], torch.ones(1, 1), 0, leave_out_truncated=False).fetched(list)
-    rows = batch.columns[ROUTED_EXPERTS].values[:, :, 0]
+    column = batch.columns[ROUTED_EXPERTS]
+    assert (column.values.dtype, column.goes_to) == (torch.int16, Destination.MODEL)
+    rows = column.values[:, :, 0]
     assert (rows.shape[:2], len(rows)) == (batch.input_ids.shape, found.num_sequences)
     return [(row[:, 0].tolist(), row[:, 1].tolist()) for row in rows]
 
@@ -71,9 +69,9 @@ def keeps_the_row_of_a_token_that_no_pass_has_read(patch: Patch) -> None:
 @red_on(keeps_the_row_of_a_token_that_no_pass_has_read)
 async def test_t12_the_last_token_of_a_turn_has_the_routes_of_the_pass_that_reads_it() -> None:
     """Also where an engine reports a row for it, -1 or experts that mean nothing (NeMo-RL#3485)."""
-    for filler in (UNKNOWN, 0):
+    for fillers in ((), (UNKNOWN,), (0,), (77,)):
         session = scripted_session(CHATML, ASKED, ["first<|im_end|>", "second<|im_end|>"])
-        with_routes(session, filler)
+        with_routes(session, *fillers)
         first = await session.generate()
         session.append_message(USER)
         await session.generate()

@@ -24,29 +24,19 @@ from nemo_rl_moe.distributed.batch import per_token
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
 from nemo_rl_moe.models.images import IS_IMAGE, ModelImage, image_inputs
 from nemo_rl_moe.models.interfaces import LossInputs
-from nemo_rl_moe.rewards.interface import Score
 from nemo_rl_moe.rollouts.environment import Session
 from nemo_rl_moe.rollouts.growing_sequence import GrowingSequence
 from nemo_rl_moe.rollouts.training_batch import training_batch
-from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED, TokenSequence
+from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED
 from tests.support.chat_templates import make_byte_tokenizer
-from tests.support.conversations import ALL, LOGPROB, WEIGHT_VERSION, Family, Message, script_of, scripted_session
+from tests.support.conversations import ALL, LOGPROB, WEIGHT_VERSION, Family, script_of, scripted_session
 from tests.support.scripted_rollouts import red_on
 from tests.support.tool_templates import FAMILIES
 from tests.unit.algorithms.policy_loss_reference import config_of
+from tests.unit.rollouts.test_messages import ASKED, CHATML, RIGHT, THOUGHT, USER, texts_of
 
 Patch = pytest.MonkeyPatch
-THINKING, CHATML = ALL["THINKING"], ALL["Qwen2.5, Qwen2-MoE"]
-ASKED: list[Message] = [{"role": "user", "content": "q"}]
-USER: Message = {"role": "user", "content": "r"}
-THOUGHT = "<think>\nt\n</think>\n\nfirst<|end|>"
-RIGHT = Score(1.0, is_correct=True)
-
-
-def texts_of(family: Family, sequences: Sequence[TokenSequence]) -> list[tuple[str, str]]:
-    """Return the text of each sequence, and of its trained tokens."""
-    decode = family.tokenizer.decode
-    return [(decode(each.token_ids), decode(each.token_ids[each.loss_mask])) for each in sequences]
+THINKING = ALL["THINKING"]
 
 
 def renders_earlier_turns_again(patch: Patch) -> None:
@@ -75,7 +65,7 @@ async def test_t02_thinking_that_the_template_drops_is_trained_on_where_it_was_s
     found = session.finish(RIGHT)
     whole = [*ASKED, {"role": "assistant", "content": THOUGHT.removesuffix("<|end|>")}, USER]
     assert requests == [THINKING.encode(THINKING.render(messages, None)) for messages in (ASKED, whole)]
-    assert [trained for _, trained in texts_of(THINKING, found.sequences)] == [THOUGHT, "second<|end|>"]
+    assert [trained for _, trained in texts_of(THINKING, found)] == [THOUGHT, "second<|end|>"]
 
 
 def knows_one_end_token(patch: Patch) -> None:
@@ -100,7 +90,7 @@ async def test_t05_any_of_several_end_tokens_ends_a_turn_once() -> None:
         assert turn.text == "first"
         session.append_message(USER)
         await session.generate()
-        trained = [trained for _, trained in texts_of(family, session.finish(RIGHT).sequences)]
+        trained = [trained for _, trained in texts_of(family, session.finish(RIGHT))]
         assert "".join(trained) == f"first{end}second<|eot_id|>"
         assert family.tokenizer.decode(requests[1]) == whole
 
@@ -130,7 +120,7 @@ async def test_t10_nothing_but_what_was_sampled_is_trained_on() -> None:
     session.append_message(USER)
     await session.generate()
     found = session.finish(RIGHT)
-    assert texts_of(CHATML, found.sequences)[0][1] == "cutsecond<|im_end|>"
+    assert texts_of(CHATML, found)[0][1] == "cutsecond<|im_end|>"
     (sequence,) = found.sequences
     assert (sequence.logprobs == np.where(sequence.loss_mask, LOGPROB, 0)).all()
     assert (sequence.weight_versions == np.where(sequence.loss_mask, WEIGHT_VERSION, NOT_SAMPLED)).all()

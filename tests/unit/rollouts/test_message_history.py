@@ -27,21 +27,27 @@ def said(text: str) -> Message:
     return {"role": "assistant", "content": text}
 
 
-def play(
-    histories: Sequence[Sequence[Message]], *responses: str, max_tokens: int = 10_000
-) -> tuple[Session, list[str]]:
+def session_of(*responses: str, max_tokens: int = 10_000) -> Session:
+    return scripted_session(QWEN, [QUESTION], [ended(each) for each in responses], max_tokens=max_tokens)
+
+
+def send(session: Session, histories: Sequence[Sequence[Message]]) -> list[str]:
     """Send histories, and note each response as it came."""
-    session = scripted_session(QWEN, [QUESTION], [ended(each) for each in responses], max_tokens=max_tokens)
     history = MessageHistory(session)
 
-    async def send() -> list[str]:
+    async def send_all() -> list[str]:
         texts = []
         for messages in histories:
             texts.append((await history.respond(messages)).text)
             history.note_response(said(texts[-1]))
         return texts
 
-    return session, asyncio.run(send())
+    return asyncio.run(send_all())
+
+
+def play(histories: Sequence[Sequence[Message]], *responses: str) -> tuple[Session, list[str]]:
+    session = session_of(*responses)
+    return session, send(session, histories)
 
 
 def finished(session: Session) -> Trajectory:
@@ -92,16 +98,9 @@ def test_texts_of_control_tokens_in_a_rewritten_history_are_plain_text() -> None
 @pytest.mark.parametrize("second", [[QUESTION, said("3"), AGAIN], [AGAIN, AGAIN]])
 def test_what_does_not_fit_ends_the_trajectory_as_one_that_was_cut(second: list[Message]) -> None:
     size = len(QWEN.encode(QWEN.render([QUESTION], None))) + len(ended("3"))
-    session = scripted_session(QWEN, [QUESTION], [ended("3")], max_tokens=size + 2)
-    history = MessageHistory(session)
-
-    async def send() -> None:
-        await history.respond([QUESTION])
-        history.note_response(said("3"))
-        with pytest.raises(TrajectoryFull):
-            await history.respond(second)
-
-    asyncio.run(send())
+    session = session_of("3", max_tokens=size + 2)
+    with pytest.raises(TrajectoryFull):
+        send(session, [[QUESTION], second])
     found = finished(session)
     assert (found.finish_reason, found.num_sequences) == ("length", 1)
     assert "do not fit" in found.overlong

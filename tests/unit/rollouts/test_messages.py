@@ -5,30 +5,34 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
-import numpy as np
 import pytest
-import torch
 
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
 from nemo_rl_moe.rewards.interface import Fault, Score
 from nemo_rl_moe.rollouts.environment import Session
 from nemo_rl_moe.rollouts.rollout_function import RolloutFunction
-from nemo_rl_moe.rollouts.training_batch import training_batch
-from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED, Trajectory
+from nemo_rl_moe.rollouts.trajectory import Trajectory
 from tests.support.chat_templates import THINKING, make_byte_tokenizer
-from tests.support.conversations import ALL, LOGPROB, WEIGHT_VERSION, Family, Message, script_of, scripted_session
+from tests.support.conversations import ALL, Family, Message, script_of, scripted_session
 from tests.support.grpo_fakes import SAMPLING, FakeEngine, FakeRewardFunction, make_runner, prompts
 from tests.support.grpo_inputs import only_sequence, sampled_ids
 
 CHATML = ALL["Qwen2.5, Qwen2-MoE"]
 ASKED: list[Message] = [{"role": "user", "content": "q"}]
-USER = {"role": "user", "content": "r"}
+USER: Message = {"role": "user", "content": "r"}
 BEHIND = "\n<|im_start|>user\nr<|im_end|>\n<|im_start|>assistant\n"
+THOUGHT = "<think>\nt\n</think>\n\nfirst<|end|>"
 RIGHT = Score(1.0, is_correct=True)
 
 
 def run(session: Session, function: Callable[[Session], Awaitable[Trajectory]]) -> Trajectory:
     return asyncio.run(RolloutFunction(function, "here:function").rollout(session))
+
+
+def texts_of(family: Family, trajectory: Trajectory) -> list[tuple[str, str]]:
+    """The text of each sequence, and of its trained tokens."""
+    decode = family.tokenizer.decode
+    return [(decode(each.token_ids), decode(each.token_ids[each.loss_mask])) for each in trajectory.sequences]
 
 
 def text_of(session: Session, trajectory: Trajectory) -> str:
@@ -41,22 +45,6 @@ async def asks_twice(session: Session) -> Trajectory:
     session.append_message(USER)
     await session.generate()
     return session.finish(RIGHT)
-
-
-def test_tokens_of_messages_are_not_trained_on() -> None:
-    session = scripted_session(CHATML, ASKED, ["first<|im_end|>", "second<|im_end|>"])
-    found = run(session, asks_twice)
-    assert found.fault is None
-    assert text_of(session, found) == f"first<|im_end|>{BEHIND}second<|im_end|>"
-    first, behind, second = (CHATML.encode(text) for text in ("first<|im_end|>", BEHIND, "second<|im_end|>"))
-    sampled = np.array(
-        [False] * len(session.prompt.token_ids) + [True] * len(first) + [False] * len(behind) + [True] * len(second)
-    )
-    assert only_sequence(found).loss_mask.tolist() == sampled.tolist()
-    assert only_sequence(found).logprobs.tolist() == np.where(sampled, LOGPROB, 0.0).tolist()
-    assert only_sequence(found).weight_versions.tolist() == np.where(sampled, WEIGHT_VERSION, NOT_SAMPLED).tolist()
-    batch = training_batch([found], torch.ones(1, 1), 0, leave_out_truncated=False)
-    assert batch.token_mask[0].tolist() == sampled.tolist()
 
 
 def test_the_conversation_of_a_session() -> None:
@@ -72,15 +60,9 @@ def test_the_conversation_of_a_session() -> None:
 
     session = scripted_session(CHATML, ASKED, ["first<|im_end|>", "second<|im_end|>"])
     assert run(session, function).fault is None
-    assert [message["role"] for message in session.messages] == [
-        "user",
-        "assistant",
-        "user",
-        "assistant",
-        "tool",
-        "user",
-    ]
-    assert [message["content"] for message in session.messages] == ["q", "first", "r", "second", "1", "r"]
+    assert " ".join(f"{message['role']}:{message['content']}" for message in session.messages) == (
+        "user:q assistant:first user:r assistant:second tool:1 user:r"
+    )
 
 
 def test_t01_sampled_tokens_are_never_rendered_again() -> None:
@@ -120,6 +102,7 @@ def test_results_one_by_one_are_the_results_at_once() -> None:
         assert only_sequence(first).token_ids.tolist() == only_sequence(second).token_ids.tolist()
         assert only_sequence(first).loss_mask.tolist() == only_sequence(second).loss_mask.tolist()
         assert sessions[0].messages == sessions[1].messages
+        assert first.conversation == second.conversation
         assert text_of(sessions[0], first).count(family.ends[0]) > 1
 
 
@@ -167,21 +150,15 @@ def test_t06_a_message_that_does_not_fit_ends_the_trajectory(more: int) -> None:
     assert len(session.messages) == 3 - more
 
 
-FAULTS: list[tuple[Message, str]] = [
-    (
-        {"role": "tol", "content": "r"},
-        "messages[0].role is 'tol', expected system, developer, user, assistant, tool; did",
-    ),
-    ({"role": "assistant", "content": "r"}, "messages[0].role is 'assistant', expected tool, user, system, developer"),
-    ({"role": "user"}, "messages[0] has no content"),
-    (
-        {"role": "user", "content": [{"type": "image", "image": "a.png"}]},
-        "messages[0].content has images, expected text",
-    ),
-]
-
-
-@pytest.mark.parametrize(("message", "problem"), FAULTS)
+@pytest.mark.parametrize(
+    ("message", "problem"),
+    [
+        ({"role": "tol", "content": "r"}, ".role is 'tol', expected system, developer, user, assistant, tool; did"),
+        ({"role": "assistant", "content": "r"}, ".role is 'assistant', expected tool, user, system, developer"),
+        ({"role": "user"}, " has no content"),
+        ({"role": "user", "content": [{"type": "image", "image": "a.png"}]}, ".content has images, expected text"),
+    ],
+)
 def test_a_bad_message_costs_its_trajectory(message: Message, problem: str) -> None:
     async def function(session: Session) -> Trajectory:
         await session.generate()
@@ -190,7 +167,7 @@ def test_a_bad_message_costs_its_trajectory(message: Message, problem: str) -> N
 
     found = run(scripted_session(CHATML, ASKED, ["a<|im_end|>"]), function)
     assert found.fault is Fault.ERROR
-    assert problem in found.fault_message
+    assert f"messages[0]{problem}" in found.fault_message
     assert "\n" not in found.fault_message
 
 

@@ -35,14 +35,6 @@ def all_rounds(loader: PromptLoader) -> list[list[str]]:
     return [[prompt.sample_id for prompt in prompts] for epoch in (0, 1) for prompts in loader.epoch(epoch)]
 
 
-def test_gives_the_rounds_of_every_epoch_and_knows_the_last() -> None:
-    loader = PromptLoader(prompts(5), 2, seed=3, shuffle=True)
-    taken = rounds_of(source_of(loader))
-    assert taken == all_rounds(loader)
-    assert len(taken) == 4
-    assert taken[:2] != taken[2:], "each epoch has an order of its own"
-
-
 def test_a_source_goes_on_where_another_stopped() -> None:
     loader = PromptLoader(prompts(7), 2, seed=5, shuffle=True)
     rounds = all_rounds(loader)

@@ -96,12 +96,6 @@ def test_what_fails_twice_keeps_its_fault() -> None:
     assert "the tool is away" in found[1].fault_message
 
 
-def test_without_a_second_attempt_there_is_one() -> None:
-    flaky = Flaky(1)
-    assert [trajectory.num_retries for trajectory in run(flaky, 1)] == [0, 0, 0]
-    assert len(flaky.sessions) == 1
-
-
 def test_a_score_that_fails_is_tried_again_with_another_response() -> None:
     scores = [Score(0.0, is_correct=False, fault=Fault.DIED, message="gone"), Score(1.0, is_correct=True)]
 

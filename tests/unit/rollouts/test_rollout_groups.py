@@ -84,35 +84,28 @@ def test_without_dynamic_sampling_groups_are_taken_as_they_come() -> None:
     assert next_prompts(stream) == ["train:2", "train:3"]
 
 
-def test_informative_groups_are_not_replaced() -> None:
-    groups, stream = collect({0, 1, 2}, *DYNAMIC)
-    assert trained(groups) == [0, 1]
-    assert (groups.num_batches, groups.num_filled) == (1, 0)
-    assert next_prompts(stream) == ["train:2", "train:3"], "no prompt is wasted"
-
-
-def test_each_uninformative_group_is_replaced_by_one() -> None:
-    groups, stream = collect({1, 5}, *DYNAMIC)
-    assert trained(groups) == [1, 5]
-    assert (groups.num_batches, groups.num_filled) == (3, 0)
-    assert [answer_of(found) for found in groups.generated][::3] == [0, 2, 3, 4, 1, 5]
-    assert next_prompts(stream) == ["train:6", "train:7"]
-
-
-def test_no_more_are_generated_than_needed() -> None:
-    groups, _ = collect({1, 2, 3}, *DYNAMIC)
-    assert trained(groups) == [1, 2]
-    assert (groups.num_batches, groups.num_filled, len(groups.generated)) == (1.5, 0, 9)
-
-
-def test_at_the_bound_groups_are_taken_as_they_come() -> None:
-    groups, stream = collect({6, 9}, *DYNAMIC)
-    assert trained(groups) == [6, 7]
-    assert (groups.num_batches, groups.num_filled) == (4, 1)
-    groups, _ = collect(set(), *DYNAMIC)
-    assert trained(groups) == [6, 7]
-    assert (groups.num_batches, groups.num_filled, len(groups.generated)) == (4, 2, 24)
-    assert not stream.is_used_up
+@pytest.mark.parametrize(
+    ("informative", "num_prompts", "expected", "generated", "num_filled"),
+    [
+        pytest.param({0, 1, 2}, 12, [0, 1], [0, 1], 0, id="informative groups are not replaced"),
+        pytest.param({1, 5}, 12, [1, 5], [0, 2, 3, 4, 1, 5], 0, id="each uninformative group is replaced by one"),
+        pytest.param({1, 2, 3}, 12, [1, 2], [0, 1, 2], 0, id="no more are generated than needed"),
+        pytest.param({6, 9}, 12, [6, 7], [*range(8)], 1, id="one is taken as it comes at the bound"),
+        pytest.param(set(), 12, [6, 7], [*range(8)], 2, id="two are taken as they come at the bound"),
+        pytest.param({3}, 5, [2, 3], [0, 1, 2, 3], 1, id="one is taken as it comes when the prompts end"),
+    ],
+)
+def test_uninformative_groups_are_replaced(
+    informative: set[int], num_prompts: int, expected: list[int], generated: list[int], num_filled: int
+) -> None:
+    groups, source = collect(informative, *DYNAMIC, num_prompts=num_prompts)
+    assert trained(groups) == expected
+    assert [answer_of(found) for found in groups.generated][::3] == generated
+    assert (groups.num_batches, groups.num_filled) == (len(generated) / 2, num_filled)
+    assert source.is_used_up == (num_prompts == 5)
+    if not source.is_used_up:
+        left = [f"train:{number}" for number in range(num_prompts) if number not in generated]
+        assert next_prompts(source) == left[:2], "no prompt is wasted"
 
 
 def test_the_bound_is_one_of_each_step() -> None:
@@ -120,13 +113,6 @@ def test_the_bound_is_one_of_each_step() -> None:
     groups = groups_of_step(stream, 1)
     assert trained(groups) == [14, 15]
     assert (groups.num_batches, groups.num_filled) == (4, 2)
-
-
-def test_fills_up_when_the_prompts_end() -> None:
-    groups, stream = collect({3}, *DYNAMIC, num_prompts=5)
-    assert stream.is_used_up
-    assert trained(groups) == [2, 3]
-    assert (groups.num_batches, groups.num_filled) == (2, 1)
 
 
 def test_groups_whose_responses_have_all_failed_are_replaced() -> None:
@@ -149,15 +135,6 @@ def test_seeds_differ_in_every_group_and_step() -> None:
     seeds = [seed for request in engine.requests for seed in request.seeds]
     assert len(engine.requests) == 8
     assert len(set(seeds)) == len(seeds) == 8 * 6
-
-
-def test_seeds_depend_on_the_configured_one() -> None:
-    engine = FakeEngine()
-    for seed in (11, 11, 12):
-        collect({0, 1}, f"grpo.seed={seed}", engine=engine)
-    first, again, other = (request.seeds for request in engine.requests)
-    assert first == again
-    assert set(first).isdisjoint(other)
 
 
 def test_phases_of_all_rounds_count() -> None:

@@ -139,23 +139,6 @@ def test_batch_by_hand() -> None:
     assert {column.values.dtype for column in batch.columns.values()} == {torch.float32}
 
 
-def test_filtering_leaves_cut_responses_out_of_the_loss_and_changes_nothing_else() -> None:
-    rollouts = [
-        trajectory([10], [5, 6], is_truncated=True),
-        trajectory([10], [5, 1]),
-        trajectory([10, 11], [5], is_truncated=True),
-        trajectory([10], [5, 6, 1]),
-    ]
-    advantages = torch.zeros(2, 2)
-    kept = training_batch(rollouts, advantages, PAD_TOKEN, leave_out_truncated=False)
-    filtered = training_batch(rollouts, advantages, PAD_TOKEN, leave_out_truncated=True)
-    assert filtered.token_mask.any(dim=1).tolist() == [False, True, False, True]
-    assert torch.equal(filtered.token_mask[[1, 3]], kept.token_mask[[1, 3]])
-    assert torch.equal(filtered.input_ids, kept.input_ids)
-    assert torch.equal(filtered.columns["generation_logprobs"].values, kept.columns["generation_logprobs"].values)
-    assert (kept.num_valid_tokens(), filtered.num_valid_tokens()) == (2 + 2 + 1 + 3, 2 + 3)
-
-
 @st.composite
 def random_rollouts(draw: st.DrawFn) -> list[Trajectory]:
     def one() -> Trajectory:
@@ -169,12 +152,16 @@ def random_rollouts(draw: st.DrawFn) -> list[Trajectory]:
 
 @given(rollouts=random_rollouts(), leave_out=st.booleans())
 def test_each_trained_token_stands_beside_its_own_logprob(rollouts: list[Trajectory], leave_out: bool) -> None:
-    batch = training_batch(rollouts, torch.zeros(len(rollouts) // 2, 2), PAD_TOKEN, leave_out_truncated=leave_out)
+    advantages = torch.zeros(len(rollouts) // 2, 2)
+    batch = training_batch(rollouts, advantages, PAD_TOKEN, leave_out_truncated=leave_out)
     assert batch.input_ids.shape[1] == int(batch.lengths.max())
+    whole = training_batch(rollouts, advantages, PAD_TOKEN, leave_out_truncated=False)
+    assert torch.equal(batch.input_ids, whole.input_ids)
+    assert torch.equal(batch.columns["generation_logprobs"].values, whole.columns["generation_logprobs"].values)
     for row, found in enumerate(rollouts):
         mask = batch.token_mask[row]
         if leave_out and found.is_truncated:
-            assert not mask.any()
+            assert not mask.any()  # and nothing else changes
             continue
         assert batch.input_ids[row][mask].tolist() == sampled_ids(found)
         sequence = only_sequence(found)
@@ -182,23 +169,6 @@ def test_each_trained_token_stands_beside_its_own_logprob(rollouts: list[Traject
         assert batch.columns["generation_logprobs"].values[row][mask].tolist() == expected
         assert not batch.columns["generation_logprobs"].values[row][~mask].any()
         assert not mask[0], "the first token has nothing before it"
-
-
-def test_metrics_by_hand() -> None:
-    rollouts = [
-        trajectory(reward=1.0, is_correct=True, response_ids=[5, 1]),
-        trajectory(reward=0.0, response_ids=[5, 6, 7, 8], is_truncated=True),
-        trajectory(reward=0.5, response_ids=[5, 6, 1]),
-        trajectory(reward=1.5, is_correct=True, response_ids=[1]),
-    ]
-    assert rollout_metrics(rollouts) == {
-        "reward": 0.75,
-        "reward_std": pytest.approx(np.sqrt((0.0625 + 0.5625 + 0.0625 + 0.5625) / 3)),
-        "accuracy": 0.5,
-        "mean_gen_tokens_per_sample": 2.5,
-        "max_gen_tokens_per_sample": 4.0,
-        "truncation_rate": 0.25,
-    }
 
 
 def test_a_single_response_has_no_spread() -> None:

@@ -26,11 +26,7 @@ from nemo_rl_moe.token_lag import NO_LAG
 from tests.support.grpo_fakes import PAD_TOKEN, small_config, trajectory
 from tests.support.grpo_inputs import tokens_of, with_tokens
 
-KL = (
-    "loss_fn.reference_policy_kl_penalty=0.5",
-    "loss_fn.use_kl_in_reward=true",
-    "loss_fn.reference_policy_kl_type=k1",
-)
+KL = ("loss_fn.reference_policy_kl_penalty=0.5", "loss_fn.use_kl_in_reward=true", "loss_fn.reference_policy_kl_type=k1")
 
 
 def some() -> list[Trajectory]:

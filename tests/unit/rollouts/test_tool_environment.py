@@ -21,6 +21,7 @@ from nemo_rl_moe.rollouts.tool_environment import ToolConversation
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.tools.definitions import load_tools
 from nemo_rl_moe.tools.detection import format_of, require_continuable, require_definitions
+from nemo_rl_moe.tools.formats.interface import ToolFormat
 from nemo_rl_moe.tools.formats.registry import TOOL_FORMATS
 from nemo_rl_moe.tools.results import ToolResult, as_text
 from tests.support.chat_templates import THINKING_ALWAYS, make_byte_tokenizer
@@ -31,7 +32,6 @@ from tests.support.published_templates import CALL_TEMPLATES
 TOOLS = load_tools(["tests.support.tool_functions:add", "tests.support.tool_functions:say"], {})
 QUESTION = {"role": "user", "content": "1+2+3?"}
 INPUTS = TemplateInputs(tools=tuple(tool.definition for tool in TOOLS.values()))
-DRIVER = tools_section(tools=["calculator"])
 QWEN = ALL["Qwen3, Qwen3-MoE"]
 CONTINUABLE = (
     "Qwen2.5, Qwen2-MoE",
@@ -81,22 +81,22 @@ def play(
     calls: Any = None,
     *,
     family: Family = QWEN,
+    tool_format: ToolFormat | None = None,
+    session: Session | None = None,
     max_tokens: int = 10_000,
     warn: Callable[[str], None] = print,
     **keys: Any,
 ) -> tuple[Session, Trajectory]:
-    session = scripted_session(
-        family,
-        [QUESTION],
-        [ended(family, response) for response in responses],
-        inputs=INPUTS,
-        max_tokens=max_tokens,
-        reward=1.0,
-    )
-    tool_format = format_of(family.tokenizer, None, NO_INPUTS)
+    """Play a conversation of the model's responses; `session` has its own."""
+    session = session or session_of(responses, family, max_tokens=max_tokens, inputs=INPUTS)
+    tool_format = tool_format or format_of(family.tokenizer, None, NO_INPUTS)
     driver = tools_section(tools=["calculator"], **keys)
     environment = ToolConversation(TOOLS, tool_format, calls or Calls(), driver, warn)
     return session, asyncio.run(environment.rollout(session))
+
+
+def session_of(responses: Sequence[str], family: Family = QWEN, **more: Any) -> Session:
+    return scripted_session(family, [QUESTION], [ended(family, text) for text in responses], reward=1.0, **more)
 
 
 def answers(session: Session) -> list[str]:
@@ -128,11 +128,7 @@ def test_t07_several_calls_of_a_turn_are_made_in_their_order_and_answered_once_e
     calls = Calls()
     both = called("add", a=1, b=2) + "\n" + called("say", text="x") + "\n" + called("add", a="3")
     session, found = play([both, "done"], calls)
-    assert [made[:2] for made in calls.made] == [
-        ("add", {"a": 1, "b": 2}),
-        ("say", {"text": "x"}),
-        ("add", {"a": 3}),
-    ]
+    assert [made[:2] for made in calls.made] == [("add", {"a": 1, "b": 2}), ("say", {"text": "x"}), ("add", {"a": 3})]
     assert answers(session) == ["3", "x", "4"]
     ids = [message["tool_call_id"] for message in session.messages if message["role"] == "tool"]
     assert len(set(ids)) == 3
@@ -264,17 +260,13 @@ def test_failures_of_tools_are_counted_and_told() -> None:
 
 def test_a_prompt_that_names_tools_may_call_those_alone() -> None:
     other = next(name for name in TOOLS if name != "add")
-    session = scripted_session(
-        QWEN,
-        [QUESTION],
-        [ended(QWEN, text) for text in (called(other), called("add", a=1), "done")],
+    session = session_of(
+        [called(other), called("add", a=1), "done"],
         inputs=TemplateInputs(tool_names=("add",)),
         continuation=Continuation(QWEN.tokenizer, INPUTS),
-        reward=1.0,
     )
     calls = Calls()
-    environment = ToolConversation(TOOLS, format_of(QWEN.tokenizer, None, NO_INPUTS), calls, DRIVER, print)
-    found = asyncio.run(environment.rollout(session))
+    _, found = play([], calls, session=session)
     assert [made[0] for made in calls.made] == ["add"]
     assert answers(session)[0].startswith(f"error: there is no tool '{other}'; expected one of add(")
     assert (found.metrics["tools/wrong_calls"], found.fault) == (1, None)
@@ -338,15 +330,14 @@ def test_the_token_that_ends_calls_has_to_end_turns() -> None:
 
 def test_calls_of_a_turn_that_was_cut_are_not_made() -> None:
     calls = Calls()
-    session = scripted_session(QWEN, [QUESTION], [ended(QWEN, called("add", a=1))], inputs=INPUTS, reward=1.0)
+    session = session_of([called("add", a=1)], inputs=INPUTS)
     generate = script_of(session).answer
 
     async def cut(request: GenerationRequest) -> GeneratedSequence:
         return replace(await generate(request), is_truncated=True)
 
     script_of(session).answer = cut
-    environment = ToolConversation(TOOLS, format_of(QWEN.tokenizer, None, NO_INPUTS), calls, DRIVER, print)
-    found = asyncio.run(environment.rollout(session))
+    _, found = play([], calls, session=session)
     assert (calls.made, found.num_turns, found.finish_reason) == ([], 1, "length")
 
 
@@ -357,8 +348,6 @@ def test_a_prompt_that_opens_thinking_is_heeded() -> None:
     call = "<tool_call>\n<function=add>\n<parameter=a>\n{}\n</parameter>\n</function>\n</tool_call>"
     calls = Calls()
     turns = [f"I try {call.format(1)}</think>\n{call.format(2)}", f"I try {call.format(3)}</think>\nThree."]
-    session = scripted_session(family, [QUESTION], [ended(family, turn) for turn in turns], inputs=INPUTS)
-    environment = ToolConversation(TOOLS, TOOL_FORMATS["qwen3_coder"], calls, DRIVER, print)
-    found = asyncio.run(environment.rollout(session))
+    _, found = play(turns, calls, family=family, tool_format=TOOL_FORMATS["qwen3_coder"])
     assert [made[1] for made in calls.made] == [{"a": 2}]
     assert (found.num_turns, found.fault) == (2, None)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from nemo_rl_moe.data.prompts import Prompt
-from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs
+from nemo_rl_moe.data.template_inputs import NO_INPUTS
 from nemo_rl_moe.data.turn_glue import NoExtension
 from nemo_rl_moe.rewards.interface import Fault, Score
 from nemo_rl_moe.rollouts.environment import Session
@@ -19,14 +19,12 @@ from nemo_rl_moe.rollouts.tool_environment import ToolConversation
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.rollouts.transcript import Transcript
 from nemo_rl_moe.runs.folder.conversations import ConversationTurn, ToolUse, conversation_json, conversation_of
-from nemo_rl_moe.tools.definitions import load_tools
 from nemo_rl_moe.tools.detection import format_of
 from nemo_rl_moe.tools.results import ToolResult, as_text
 from tests.support.conversations import ALL, Family, scripted_session
 from tests.support.grpo_inputs import tools_section
+from tests.unit.rollouts.test_tool_environment import INPUTS, TOOLS, called, ended
 
-TOOLS = load_tools(["tests.support.tool_functions:add", "tests.support.tool_functions:say"], {})
-INPUTS = TemplateInputs(tools=tuple(tool.definition for tool in TOOLS.values()))
 DRIVER = tools_section(tools=["calculator"])
 QWEN, THINKING = ALL["Qwen3, Qwen3-MoE"], ALL["THINKING"]
 QUESTION = {"role": "user", "content": "1+2?"}
@@ -39,12 +37,8 @@ async def answer(name: str, arguments: Mapping[str, object], limit_s: float) -> 
     return ToolResult(as_text(TOOLS[name].function(**arguments)), seconds=0.5)
 
 
-def called(name: str, **arguments: object) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
-
-
 def session_of(responses: Sequence[str], max_tokens: int = 10_000) -> Session:
-    script = [[*QWEN.encode(response), QWEN.end_ids[-1]] for response in responses]
+    script = [ended(QWEN, response) for response in responses]
     return scripted_session(QWEN, [QUESTION], script, inputs=INPUTS, max_tokens=max_tokens, reward=1.0)
 
 
@@ -146,27 +140,6 @@ def test_a_trajectory_that_fails_keeps_its_metrics_and_its_conversation() -> Non
     found = asyncio.run(RolloutFunction(ends_late, "here:ends_late").rollout(session_of(["a"])))
     assert (found.fault, found.metrics) == (Fault.ERROR, {"searches": 3.0})
     assert said(found) == [("user", "1+2?"), ("assistant", "a")]
-
-
-def test_messages_one_by_one_are_told_as_messages_at_once() -> None:
-    results = [{"role": "tool", "content": text} for text in ("3", "4")]
-
-    async def at_once(session: Session) -> Trajectory:
-        await session.generate()
-        session.append_messages(results)
-        await session.generate()
-        return session.finish(RIGHT)
-
-    async def one_by_one(session: Session) -> Trajectory:
-        await session.generate()
-        for result in results:
-            session.append_message(result)
-        await session.generate()
-        return session.finish(RIGHT)
-
-    one, other = (asyncio.run(function(session_of(["a", "b"]))) for function in (at_once, one_by_one))
-    assert one.conversation == other.conversation
-    assert said(one)[2:] == [("tool", "3"), ("tool", "4"), ("assistant", "b")]
 
 
 def test_a_conversation_that_begins_anew_says_in_which_sequence_each_turn_stands() -> None:

@@ -39,14 +39,6 @@ def plain_topk(scores: torch.Tensor, topk: int, *_: object) -> tuple[torch.Tenso
     return scores.topk(topk, dim=-1)
 
 
-def test_rows_that_are_taken() -> None:
-    capture = torch.tensor([[5, 4], [3, 2], [-1, -1], [0, 0], [8, 1]])
-    routes = ReplayRoutes.of(capture[:, None], 8)
-    assert routes.usable.tolist() == [[True, True, False, False, False]]
-    found = replayed(LIVE, routes.by_layer()[0])
-    assert found.tolist() == [[5, 4], [2, 3], [4, 5], [6, 7], [1, 0]], "the router's order where the sets are equal"
-
-
 @pytest.mark.parametrize("experts", [255, 256, 384])
 @given(data=st.data())
 def test_rows_of_many_experts_are_taken_and_compared_as_by_a_walk_over_them(experts: int, data: st.DataObject) -> None:

@@ -96,26 +96,18 @@ def test_a_function_that_cannot_be_told_to_a_model_is_refused_in_one_line(refere
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({}, "env.driver.parameters.look_up.dictionary: is missing, and look_up has no default for it"),
-        (
-            {"look_up": {"dictionary": "x", "limits": 3}},
-            "env.driver.parameters.look_up: got 'limits', expected dictionary or limit; did you mean limit?",
-        ),
-        (
-            {"look_up": {"dictionary": "x", "word": "y"}},
-            "env.driver.parameters.look_up: got 'word', expected dictionary or limit",
-        ),
-        (
-            {"look_up": {"dictionary": 3}},
-            "env.driver.parameters.look_up.dictionary: got 3 (int): Input should be a valid string",
-        ),
-        ({**SETTINGS, "lookup": {}}, "env.driver.parameters: got 'lookup', expected a tool of env.driver.tools"),
+        ({}, ".look_up.dictionary: is missing, and look_up has no default for it"),
+        ({"dictionary": "x", "limits": 3}, ".look_up: got 'limits', expected dictionary or limit; did you mean limit?"),
+        ({"dictionary": "x", "word": "y"}, ".look_up: got 'word', expected dictionary or limit"),
+        ({"dictionary": 3}, ".look_up.dictionary: got 3 (int): Input should be a valid string"),
     ],
 )
-def test_wrong_settings_are_refused_in_one_line(settings: dict[str, dict[str, object]], message: str) -> None:
+def test_wrong_settings_are_refused_in_one_line(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        load_tools([f"{HERE}:look_up"], settings)
-    assert message in str(caught.value)
+        load_tools([f"{HERE}:look_up"], {"look_up": settings})
+    assert f"env.driver.parameters{message}" in str(caught.value)
+    with pytest.raises(ConfigurationError, match=r"^env\.driver\.parameters: got 'lookup', expected a tool"):
+        load_tools([f"{HERE}:look_up"], {**SETTINGS, "lookup": {}})
 
 
 def test_a_ready_tool_that_this_machine_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -211,55 +211,49 @@ def test_harmony_reads_recipients_alone() -> None:
     assert other == MalformedCall("there is no recipient 'browser.search', expected functions. and the name of a tool")
 
 
+MALFORMED = {
+    "hermes": {
+        '<tool_call>{"name": "add", "arguments": {"a": 1}</tool_call>': "invalid JSON: Expecting ',' delim",
+        '<tool_call>{"arguments": {}}</tool_call>': 'the call has no "name", the name of a tool',
+        '<tool_call>{"name": "add", "arguments": [1]}</tool_call>': "the arguments are no object",
+        '<tool_call>["add"]</tool_call>': "expected an object with name and arguments",
+        '<tool_call>{"name": "add", "arguments": {}} now': "expected </tool_call> before 'now'",
+        '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>': "NaN is no number of JSON",
+        "<tool_call>add(1)</tool_call>": "invalid JSON: Expecting value at 'add(1)",
+        '<tool_call>{"name": "add</tool_call>': "invalid JSON: Unterminated string starting at '\"add</tool",
+    },
+    "qwen3_coder": {
+        '<tool_call>{"name": "add"}</tool_call>': "expected <function= and the name of a tool",
+        "<function=add><parameter=text>1": "expected </parameter> before the end of the turn",
+        "<function=add><parameter=text></parameter> 1</function>": "expected <parameter= or </function>",
+    },
+    "glm45": {
+        "<tool_call>add<arg_key>a</arg_key><arg_value>1</tool_call>": "expected </arg_value> after the value",
+        "<tool_call><arg_key>a</arg_key></tool_call>": "expected the name of a tool after <tool_call>",
+        "<tool_call>add\n<arg_key>a</arg_key></tool_call>": "expected </tool_call> before '<arg_key>",
+    },
+    "minimax_m2": {"<minimax:tool_call>add</minimax:tool_call>": "expected <invoke name= and the name of a tool"},
+    "kimi_k2": {"<|tool_call_begin|>add<|tool_call_argument_begin|>{}": "expected functions.NAME:NUMBER<|tool_call_a"},
+    "mistral": {'[TOOL_CALLS] "add"': "expected a list of objects"},
+    "mistral_args": {'[TOOL_CALLS] [{"name": "add"}]': "expected the name of a tool and [ARGS]"},
+    "llama3_json": {'{"name": "add", "parameters": {"a" 1}}': "invalid JSON: Expecting ':' delimiter"},
+    "function_calls": {"<function_calls>add(a=1)</function_calls>": "invalid JSON"},
+    "harmony": {"<|channel|>commentary to=functions.add<|message|>a=1": "invalid JSON"},
+    "olmo3": {
+        "<function_calls></function_calls>": 'expected a call such as tool(argument="value") before',
+        "<function_calls>add(1)</function_calls>": "expected argument=value or ) before '1)",
+        "<function_calls>add(a=f(1))</function_calls>": "'f(1)' is no value of JSON",
+        "<function_calls>add(a=)</function_calls>": "'' is no value of JSON",
+        "<function_calls>add(a={1, 2})</function_calls>": "'{1, 2}' is no value of JSON",
+        "<function_calls>add(a=[1)</function_calls>": "expected ) before the end of the turn",
+        '<function_calls>add(a="1)</function_calls>': 'expected " before the end of the turn',
+        "<function_calls>add(a=1)": "expected a call such as",
+    },
+}
+
+
 @pytest.mark.parametrize(
-    ("name", "text", "problem"),
-    [
-        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1}</tool_call>', "invalid JSON: Expecting ',' delim"),
-        ("hermes", '<tool_call>{"arguments": {}}</tool_call>', 'the call has no "name", the name of a tool'),
-        ("hermes", '<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "the arguments are no object"),
-        ("hermes", '<tool_call>["add"]</tool_call>', "expected an object with name and arguments"),
-        ("hermes", '<tool_call>{"name": "add", "arguments": {}} now', "expected </tool_call> before 'now'"),
-        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', "NaN is no number of JSON"),
-        ("hermes", "<tool_call>add(1)</tool_call>", "invalid JSON: Expecting value at 'add(1)"),
-        (
-            "hermes",
-            '<tool_call>{"name": "add</tool_call>',
-            "invalid JSON: Unterminated string starting at '\"add</tool",
-        ),
-        ("qwen3_coder", '<tool_call>{"name": "add"}</tool_call>', "expected <function= and the name of a tool"),
-        ("qwen3_coder", "<function=add><parameter=text>1", "expected </parameter> before the end of the turn"),
-        (
-            "qwen3_coder",
-            "<function=add><parameter=text></parameter> 1</function>",
-            "expected <parameter= or </function>",
-        ),
-        (
-            "glm45",
-            "<tool_call>add<arg_key>a</arg_key><arg_value>1</tool_call>",
-            "expected </arg_value> after the value",
-        ),
-        ("minimax_m2", "<minimax:tool_call>add</minimax:tool_call>", "expected <invoke name= and the name of a tool"),
-        (
-            "kimi_k2",
-            "<|tool_call_begin|>add<|tool_call_argument_begin|>{}",
-            "expected functions.NAME:NUMBER<|tool_call_a",
-        ),
-        ("glm45", "<tool_call><arg_key>a</arg_key></tool_call>", "expected the name of a tool after <tool_call>"),
-        ("glm45", "<tool_call>add\n<arg_key>a</arg_key></tool_call>", "expected </tool_call> before '<arg_key>"),
-        ("mistral", '[TOOL_CALLS] "add"', "expected a list of objects"),
-        ("mistral_args", '[TOOL_CALLS] [{"name": "add"}]', "expected the name of a tool and [ARGS]"),
-        ("llama3_json", '{"name": "add", "parameters": {"a" 1}}', "invalid JSON: Expecting ':' delimiter"),
-        ("function_calls", "<function_calls>add(a=1)</function_calls>", "invalid JSON"),
-        ("harmony", "<|channel|>commentary to=functions.add<|message|>a=1", "invalid JSON"),
-        ("olmo3", "<function_calls></function_calls>", 'expected a call such as tool(argument="value") before'),
-        ("olmo3", "<function_calls>add(1)</function_calls>", "expected argument=value or ) before '1)"),
-        ("olmo3", "<function_calls>add(a=f(1))</function_calls>", "'f(1)' is no value of JSON"),
-        ("olmo3", "<function_calls>add(a=)</function_calls>", "'' is no value of JSON"),
-        ("olmo3", "<function_calls>add(a={1, 2})</function_calls>", "'{1, 2}' is no value of JSON"),
-        ("olmo3", "<function_calls>add(a=[1)</function_calls>", "expected ) before the end of the turn"),
-        ("olmo3", '<function_calls>add(a="1)</function_calls>', 'expected " before the end of the turn'),
-        ("olmo3", "<function_calls>add(a=1)", "expected a call such as"),
-    ],
+    ("name", "text", "problem"), [(name, *each) for name, cases in MALFORMED.items() for each in cases.items()]
 )
 def test_a_malformed_call_says_what_is_wrong(name: str, text: str, problem: str) -> None:
     (call,) = TOOL_FORMATS[name].calls(text, SCHEMAS)
@@ -379,16 +373,19 @@ NO_FORMAT = 3
 
 
 @pytest.mark.parametrize(
-    ("named", "message"),
+    ("family", "named", "message"),
     [
-        ("hermess", "env.driver.format: got 'hermess', expected one of hermes, qwen3_coder"),
-        (f"{__name__}:NO_FORMAT", "is 3 (int), expected a ToolFormat"),
-        (f"{__name__}:NONE", "has no NONE"),
+        ("OLMoE", "hermess", "env.driver.format: got 'hermess', expected one of hermes, qwen3_coder"),
+        ("OLMoE", f"{__name__}:NO_FORMAT", "is 3 (int), expected a ToolFormat"),
+        ("OLMoE", f"{__name__}:NONE", "has no NONE"),
+        ("THINKING", None, "env.driver.format: null, and the chat template writes calls in no known format: '<call>{"),
+        ("NEWLINE_BETWEEN_TURNS", None, "env.driver: the chat template cannot render a tool call and its result"),
+        ("tiny_qwen3_moe", None, "env.driver: the chat template cannot render a tool call and its result"),
     ],
 )
-def test_a_format_that_is_none_is_refused(named: str, message: str) -> None:
+def test_a_format_that_is_not_known_is_refused(family: str, named: str | None, message: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        format_of(ALL["OLMoE"].tokenizer, named, NO_INPUTS)
+        format_of(ALL[family].tokenizer, named, NO_INPUTS)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -405,21 +402,6 @@ def test_a_parser_of_vllm_needs_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_format_can_be_named() -> None:
     assert format_of(ALL["THINKING"].tokenizer, "hermes", NO_INPUTS) is TOOL_FORMATS["hermes"]
     assert format_of(ALL["THINKING"].tokenizer, f"{__name__}:OWN", NO_INPUTS) is OWN
-
-
-@pytest.mark.parametrize(
-    ("family", "message"),
-    [
-        ("THINKING", "env.driver.format: null, and the chat template writes calls in no known format: '<call>{"),
-        ("NEWLINE_BETWEEN_TURNS", "env.driver: the chat template cannot render a tool call and its result"),
-        ("tiny_qwen3_moe", "env.driver: the chat template cannot render a tool call and its result"),
-    ],
-)
-def test_a_chat_template_without_a_known_format_is_refused(family: str, message: str) -> None:
-    with pytest.raises(ConfigurationError) as caught:
-        format_of(ALL[family].tokenizer, None, NO_INPUTS)
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def test_tools_need_a_chat_template() -> None:

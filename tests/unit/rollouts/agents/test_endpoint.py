@@ -87,18 +87,12 @@ def test_the_server_listens_on_loopback_with_a_key_of_the_run_and_a_path_of_the_
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (
-            {"temperature": 0.0},
-            "temperature: got 0.0, expected the run's policy.generation.temperature (0.7)",
-        ),
+        ({"temperature": 0.0}, "temperature: got 0.0, expected the run's policy.generation.temperature (0.7)"),
         ({"top_p": 0.9}, "top_p: got 0.9, expected the run's policy.generation.top_p (1.0); leave it out"),
         ({"top_k": 5}, "top_k: got 5, expected the run's policy.generation.top_k (-1); leave it out"),
         ({"n": 2}, "n: got 2, expected one response to a request (1); leave it out"),
         ({"stream": "yes"}, 'stream: got "yes", expected true or false; leave it out'),
-        (
-            {"stop": ["x"]},
-            'stop: got ["x"], expected none: policy.generation.stop_strings ends responses',
-        ),
+        ({"stop": ["x"]}, 'stop: got ["x"], expected none: policy.generation.stop_strings ends responses'),
         ({"seed": 1}, "seed: got 1, expected none: the run draws the seed of each response; leave it out"),
         ({"presence_penalty": 0.5}, "presence_penalty: got 0.5, expected no penalty"),
         ({"response_format": {"type": "json_object"}}, "response_format: got"),

@@ -8,7 +8,6 @@ import pytest
 
 from nemo_rl_moe.errors import DataError, GenerationError
 from nemo_rl_moe.rollouts.dispatch.groups import Reason, Staleness
-from tests.support.clocks_and_disks import run_virtually
 from tests.support.scripted_rollouts import STUCK, ScriptedRun
 from tests.unit.rollouts.dispatch.test_field_bugs_of_ends import started
 
@@ -75,7 +74,7 @@ async def test_a_trainer_that_waits_hears_of_the_stop() -> None:
     assert [each.lost_s for each in run.cancelled] == [5.0, 1.0, 1.0, 1.0]
 
 
-def test_a_group_that_does_not_let_itself_be_cancelled_delays_an_update_only_so_long() -> None:
+async def test_a_group_that_does_not_let_itself_be_cancelled_delays_an_update_only_so_long() -> None:
     class Stubborn(ScriptedRun):
         async def make_group(self, ticket: object) -> str:
             try:
@@ -84,19 +83,16 @@ def test_a_group_that_does_not_let_itself_be_cancelled_delays_an_update_only_so_
                 await asyncio.sleep(100.0)
                 return "late"
 
-    async def body() -> None:
-        run = Stubborn(SLOW, partial="discard")
-        run.dispatcher.start()
-        await run.take()
-        began_s = asyncio.get_running_loop().time()
-        await run.update()
-        assert asyncio.get_running_loop().time() - began_s == 5.0
-        await run.train()
-        await asyncio.sleep(200.0)
-        assert "late" not in [found.group for batch in run.batches for found in batch.groups]
-        run.check_each_group_ended_once()
-
-    run_virtually(body())
+    run = Stubborn(SLOW, partial="discard")
+    run.dispatcher.start()
+    await run.take()
+    began_s = asyncio.get_running_loop().time()
+    await run.update()
+    assert asyncio.get_running_loop().time() - began_s == 5.0
+    await run.train()
+    await asyncio.sleep(200.0)
+    assert "late" not in [found.group for batch in run.batches for found in batch.groups]
+    run.check_each_group_ended_once()
 
 
 async def test_the_end_of_the_prompts() -> None:

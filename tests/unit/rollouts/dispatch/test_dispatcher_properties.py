@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from nemo_rl_moe.errors import GenerationError
 from nemo_rl_moe.rollouts.dispatch.dispatcher import FAILURES_IN_A_ROW
 from nemo_rl_moe.rollouts.dispatch.groups import Reason, Ticket
-from tests.support.clocks_and_disks import run_virtually
 from tests.support.quick_list import examples
 from tests.support.scripted_rollouts import STUCK, Fate, ScriptedRun
-from tests.unit.rollouts.dispatch.test_field_bugs_of_ends import started
+from tests.unit.rollouts.dispatch.test_field_bugs_of_ends import started, virtually
 
 DEADLINE_S = 3.0
 FATES: st.SearchStrategy[Fate] = st.sampled_from(
@@ -84,57 +83,52 @@ def check_bounds(run: ScriptedRun, on_stale: str) -> None:
 
 @settings(deadline=None, max_examples=examples(100))
 @given(scripts(), TIMES, TIMES, st.none() | st.integers(0, 4))
-def test_each_group_ends_once_and_in_time(
+@virtually
+async def test_each_group_ends_once_and_in_time(
     script: dict[str, Any], step_s: float, update_s: float, stop_after: int | None
 ) -> None:
     """A run goes on to its end, or is stopped in an update."""
-
-    async def body() -> None:
-        run = ScriptedRun(**script)
-        has_ended = await train_to_the_end(run, step_s, update_s, stop_after)
-        await run.stop()
-        assert run.dispatcher.admission.live == 0
-        run.check_each_group_ended_once()
-        check_bounds(run, script["on_stale"])
-        given_up = {each.position for each in run.cancelled if each.is_given_up}
-        assert given_up.isdisjoint(run.positions)
-        left = script["num_prompts"] - len(run.positions) - len(given_up)
-        if has_ended and stop_after is None:
-            assert 0 <= left < run.bounds.groups_per_step, "a prompt was lost"
-        if not has_ended:
-            assert len(given_up) >= FAILURES_IN_A_ROW
-
-    run_virtually(body())
+    run = ScriptedRun(**script)
+    has_ended = await train_to_the_end(run, step_s, update_s, stop_after)
+    await run.stop()
+    assert run.dispatcher.admission.live == 0
+    run.check_each_group_ended_once()
+    check_bounds(run, script["on_stale"])
+    given_up = {each.position for each in run.cancelled if each.is_given_up}
+    assert given_up.isdisjoint(run.positions)
+    left = script["num_prompts"] - len(run.positions) - len(given_up)
+    if has_ended and stop_after is None:
+        assert 0 <= left < run.bounds.groups_per_step, "a prompt was lost"
+    if not has_ended:
+        assert len(given_up) >= FAILURES_IN_A_ROW
 
 
 @settings(deadline=None, max_examples=examples(100))
 @given(scripts(), TIMES, TIMES, st.integers(0, 4), st.booleans())
-def test_a_run_that_goes_on_loses_and_repeats_nothing(
+@virtually
+async def test_a_run_that_goes_on_loses_and_repeats_nothing(
     script: dict[str, Any], step_s: float, update_s: float, steps: int, is_stopped_before: bool
 ) -> None:
-    async def body() -> None:
-        before = started(**script)
-        with suppress(GenerationError):
-            await before.train(steps, step_s, update_s)
-        if is_stopped_before:
-            await before.stop()
-        state = before.state()
+    before = started(**script)
+    with suppress(GenerationError):
+        await before.train(steps, step_s, update_s)
+    if is_stopped_before:
         await before.stop()
-        assert state.consumed == before.positions
-        assert {found.ticket.position for found in state.queue}.isdisjoint(state.consumed)
-        after = ScriptedRun(**script, state=state)
-        has_ended = await train_to_the_end(after, step_s, update_s)
-        await after.stop()
-        check_bounds(after, script["on_stale"])
-        trained = [*before.positions, *after.positions]
-        assert len(trained) == len(set(trained)), "a prompt was trained on twice"
-        given_up = set(state.given_up) | {each.position for each in after.cancelled if each.is_given_up}
-        if has_ended:
-            assert 0 <= script["num_prompts"] - len(trained) - len(given_up) < after.bounds.groups_per_step
-        queued = {found.ticket.position for found in state.queue}
-        assert queued.isdisjoint({ticket.position for ticket in after.dispatched if ticket.attempt == 0})
-
-    run_virtually(body())
+    state = before.state()
+    await before.stop()
+    assert state.consumed == before.positions
+    assert {found.ticket.position for found in state.queue}.isdisjoint(state.consumed)
+    after = ScriptedRun(**script, state=state)
+    has_ended = await train_to_the_end(after, step_s, update_s)
+    await after.stop()
+    check_bounds(after, script["on_stale"])
+    trained = [*before.positions, *after.positions]
+    assert len(trained) == len(set(trained)), "a prompt was trained on twice"
+    given_up = set(state.given_up) | {each.position for each in after.cancelled if each.is_given_up}
+    if has_ended:
+        assert 0 <= script["num_prompts"] - len(trained) - len(given_up) < after.bounds.groups_per_step
+    queued = {found.ticket.position for found in state.queue}
+    assert queued.isdisjoint({ticket.position for ticket in after.dispatched if ticket.attempt == 0})
 
 
 @settings(deadline=None, max_examples=examples(60))
@@ -145,29 +139,27 @@ def test_a_run_that_goes_on_loses_and_repeats_nothing(
     st.integers(1, 2),
     st.lists(st.sampled_from([0.5, 1.0, 4.5, 9.0]), min_size=24, max_size=24),
 )
-def test_with_wait_nothing_that_is_overtaken_gets_too_old(
+@virtually
+async def test_with_wait_nothing_that_is_overtaken_gets_too_old(
     policy: str, groups_per_step: int, max_staleness: int, updates_per_step: int, seconds: list[float]
 ) -> None:
     """Many groups of one age run long, and younger ones are finished."""
-
-    async def body() -> None:
-        run = started(
-            dict(enumerate(seconds)),
-            groups_per_step=groups_per_step,
-            max_staleness=max_staleness,
-            updates_per_step=updates_per_step,
-            policy=policy,
-            num_prompts=24,
-        )
-        await run.train()
-        assert (run.positions, run.cancelled) == ([*range(24)], [])
-
-    run_virtually(body())
+    run = started(
+        dict(enumerate(seconds)),
+        groups_per_step=groups_per_step,
+        max_staleness=max_staleness,
+        updates_per_step=updates_per_step,
+        policy=policy,
+        num_prompts=24,
+    )
+    await run.train()
+    assert (run.positions, run.cancelled) == ([*range(24)], [])
 
 
 @settings(deadline=None, max_examples=examples(40))
 @given(scripts(), TIMES)
-def test_in_order_does_not_depend_on_time(script: dict[str, Any], step_s: float) -> None:
+@virtually
+async def test_in_order_does_not_depend_on_time(script: dict[str, Any], step_s: float) -> None:
     """If no group fails, every step trains on the next prompts, however long each takes."""
     script |= {"policy": "in_order", "deadline_s": None, "partial": "continue"}
     slow_or_fast = script["fates"]
@@ -176,11 +168,8 @@ def test_in_order_does_not_depend_on_time(script: dict[str, Any], step_s: float)
         found = slow_or_fast(ticket)
         return found if isinstance(found, float) and found < STUCK else 1.5
 
-    async def body() -> None:
-        run = started(**script | {"fates": fate})
-        num_steps = await run.train(step_s=step_s)
-        size = run.bounds.groups_per_step
-        assert run.consumed == [[*range(step * size, (step + 1) * size)] for step in range(num_steps)]
-        assert run.cancelled == []
-
-    run_virtually(body())
+    run = started(**script | {"fates": fate})
+    num_steps = await run.train(step_s=step_s)
+    size = run.bounds.groups_per_step
+    assert run.consumed == [[*range(step * size, (step + 1) * size)] for step in range(num_steps)]
+    assert run.cancelled == []

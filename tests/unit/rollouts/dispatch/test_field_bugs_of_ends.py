@@ -7,8 +7,8 @@ Each fails on its planted bug. The numbers are those of the project's list, as i
 
 import asyncio
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 import pytest
 
@@ -16,15 +16,27 @@ from nemo_rl_moe.rollouts.dispatch.admission import Admission
 from nemo_rl_moe.rollouts.dispatch.dispatcher import Dispatcher
 from nemo_rl_moe.rollouts.dispatch.groups import Reason
 from nemo_rl_moe.rollouts.dispatch.prompts import PromptFeed
+from tests.support.clocks_and_disks import run_virtually
 from tests.support.scripted_rollouts import STUCK, ScriptedRun, red_on
 
 Patch = pytest.MonkeyPatch
+Result = TypeVar("Result")
 ALL = list(range(8))
 
 
 def started(*fates: Any, **options: Any) -> ScriptedRun:
     run = ScriptedRun(*fates, **options)
     run.dispatcher.start()
+    return run
+
+
+def virtually(script: Callable[..., Coroutine[Any, Any, Result]]) -> Callable[..., Result]:
+    """Run a script of some arguments in virtual time."""
+
+    @functools.wraps(script)
+    def run(*arguments: Any, **options: Any) -> Result:
+        return run_virtually(script(*arguments, **options))
+
     return run
 
 

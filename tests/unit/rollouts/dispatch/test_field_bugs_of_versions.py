@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bugs that other frameworks had with versions and staleness, as scripts. Each fails on its planted bug.
 
-The numbers A1 to A23 are those of the project's list of them; test_field_bugs_of_ends.py and test_lengths.py have the
-others.
+The numbers A1 to A23 are those of the project's list of them; test_field_bugs_of_ends.py and test_steady_state.py have
+the others.
 """
 
 import asyncio

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from nemo_rl_moe.checkpoints.state import LoopState
-from nemo_rl_moe.generation.interface import GenerationEngine
+from nemo_rl_moe.generation.interface import GenerationEngine, SamplingParameters
 from nemo_rl_moe.launch.rollouts import SCHEDULE_FILE, plan_rollouts, running_source, state_at
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.rewards.interface import Fault, Score
@@ -26,16 +26,11 @@ from nemo_rl_moe.rollouts.environment import Environment, Session, SingleTurn
 from nemo_rl_moe.rollouts.loops import CallersLoop, LoopThread
 from nemo_rl_moe.rollouts.rollout_function import RolloutFunction
 from nemo_rl_moe.rollouts.runner import RolloutRunner
+from nemo_rl_moe.rollouts.source import PromptRounds, RolloutGroups
 from nemo_rl_moe.rollouts.supervisor import QUIET_S, STOP_GRACE_S, RolloutReports, RolloutsGivenUpError
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from tests.support.clocks_and_disks import MovedClock
-from tests.support.grpo_fakes import (
-    SAMPLING,
-    FakeEngine,
-    FakeRewardFunction,
-    make_runner,
-    small_config,
-)
+from tests.support.grpo_fakes import SAMPLING, FakeEngine, FakeRewardFunction, make_runner, small_config
 from tests.support.scripted_rollouts import ScriptedEngine, loader
 
 WITH_COPY = ("policy.generation.backend=vllm",)
@@ -53,30 +48,33 @@ def runner_of(
 @contextmanager
 def source_of(
     runner: RolloutRunner,
-    tmp_path: Any,
+    folder: Path,
     *overrides: str,
+    rounds: PromptRounds | None = None,
+    sampling: SamplingParameters = SAMPLING,
     warn: Callable[[str], None] = lambda text: None,
     step: int = 0,
+    checkpoint: Path | None = None,
 ) -> Iterator[SampledGroups]:
+    """The source of a run that begins at a step, by default with its prompts alone."""
     backend = () if runner.engine.shares_weights else WITH_COPY
     config = small_config("grpo.max_num_epochs=2", "grpo.rollouts.mode=asynchronous", *backend, *overrides)
-    plan = plan_rollouts(config)
+    rounds = rounds or loader()
+    plan, state = plan_rollouts(config), state_at(config, LoopState(step, step), checkpoint, rounds)
     with (
         closing(runner),
-        running_source(
-            config,
-            plan,
-            runner,
-            loader(),
-            SAMPLING,
-            tmp_path,
-            state_at(config, LoopState(step, step), None, loader()),
-            warn,
-            lambda text: None,
-        ) as source,
+        running_source(config, plan, runner, rounds, sampling, folder, state, warn, lambda text: None) as source,
     ):
         source.updated(step)
         yield source
+
+
+def groups_of_step(source: SampledGroups, step: int) -> RolloutGroups:
+    """The groups of a step, whose weights the engine then has."""
+    groups = source.next(step, PhaseClock())
+    source.update_pending(step + 1)
+    source.updated(step + 1)
+    return groups
 
 
 def test_rewards_of_groups_that_end_while_others_are_scored_are_added_in_one_call(tmp_path: Any) -> None:
@@ -97,10 +95,7 @@ def test_rewards_of_groups_that_end_while_others_are_scored_are_added_in_one_cal
 
     runner = runner_of(ScriptedEngine(), RolloutFunction(one_turn, "here:one_turn"), add_rewards=add_rewards)
     with source_of(runner, tmp_path, "grpo.rollouts.max_staleness=1") as source:
-        groups = [source.next(0, PhaseClock())]
-        source.update_pending(1)
-        source.updated(1)
-        groups.append(source.next(1, PhaseClock()))
+        groups = [groups_of_step(source, step) for step in range(2)]
     assert [each.reward for found in groups for each in found.trained] == [2.0] * 12
     assert sizes[0] < 12
     assert sum(sizes[:2]) == 12
@@ -197,10 +192,8 @@ def test_silence_is_counted_from_the_start_of_a_group(tmp_path: Any) -> None:
     runner = runner_of(FakeEngine(), RolloutFunction(waits, "here:waits"), reports, clock)
     with source_of(runner, tmp_path, "grpo.rollouts.max_staleness=0") as source:
         for step in range(2):
-            source.next(step, PhaseClock())
+            groups_of_step(source, step)
             clock.move(100.0)
-            source.update_pending(step + 1)
-            source.updated(step + 1)
     assert [line.partition(";")[0] for line in reported] == ["rollouts: no progress for 11 s"] * 2
 
 
@@ -217,12 +210,8 @@ def test_a_prompt_that_is_given_up_is_reported_and_its_tokens_are_counted(tmp_pa
     runner = runner_of(ScriptedEngine(), RolloutFunction(stuck, "here:stuck"))
     metrics: list[dict[str, float]] = []
     with source_of(runner, tmp_path, "grpo.rollouts.group_timeout_s=0.5", warn=warned.append) as source:
-        step = 0
-        while not source.is_used_up and step < 4:
-            metrics.append(dict(source.next(step, PhaseClock()).metrics))
-            step += 1
-            source.update_pending(step)
-            source.updated(step)
+        while not source.is_used_up and len(metrics) < 4:
+            metrics.append(dict(groups_of_step(source, len(metrics)).metrics))
     assert any("train:3 is given up after 2 attempts (deadline)" in line for line in warned)
     wasted = [found for found in metrics if found["rollouts/wasted_tokens"]]
     assert wasted, "tokens of a group that was cancelled"
@@ -235,14 +224,10 @@ def test_the_schedule_survives_the_deletion_of_its_folder_and_a_torn_line(tmp_pa
     folder.mkdir()
     runner = runner_of(FakeEngine(), SingleTurn())
     with source_of(runner, folder, "grpo.rollouts.max_staleness=0", warn=warnings.append) as source:
-        source.next(0, PhaseClock())
+        groups_of_step(source, 0)
         shutil.rmtree(folder)
-        source.update_pending(1)
-        source.updated(1)
-        source.next(1, PhaseClock())
+        groups_of_step(source, 1)
         assert warnings == [f"{path} was removed; it begins anew, without the earlier lines"]
-        source.update_pending(2)
-        source.updated(2)
         source.next(2, PhaseClock())
     assert [step.version for step in read_schedule(path)] == [1, 2]
     path.write_text(path.read_text() + '{"step": 4, "vers')  # a kill, after the checkpoint of step 2

@@ -98,11 +98,7 @@ class Run:
         self.wasted = 0.0
         loop = asyncio.get_running_loop()
         self._runner = make_runner(
-            self.engine,
-            FakeRewardFunction(),
-            RolloutFunction(one_turn, "here:one_turn"),
-            10**6,
-            loop=CallersLoop(loop),
+            self.engine, FakeRewardFunction(), RolloutFunction(one_turn, "here:one_turn"), 10**6, loop=CallersLoop(loop)
         )
         self._num_tokens: dict[tuple[int, int], int] = {}
         num_prompts = (NUM_STEPS + MAX_STALENESS) * GROUPS_PER_STEP

@@ -81,6 +81,17 @@ def read_back(folder: Path) -> State:
     return found
 
 
+def written(folder: Path, state: State) -> State:
+    """Write a state, and read it back."""
+    write_queue(folder, state, list)
+    return read_back(folder)
+
+
+def assert_same_queues(found: State, expected: State) -> None:
+    for ours, theirs in zip(found.queue, expected.queue, strict=True):
+        assert_same_trajectories(ours.group, theirs.group)
+
+
 def test_half_a_surrogate_pair_is_written_as_its_escape(tmp_path: Path) -> None:
     """As a model writes it into a call, or an error quotes it: a file in UTF-8 does not take it."""
     half = "smile \ud83d"
@@ -88,8 +99,8 @@ def test_half_a_surrogate_pair_is_written_as_its_escape(tmp_path: Path) -> None:
     turn = ConversationTurn("tool", half, 0, (0, 1), calls=(call,), name=half, call_id=half)
     first, *others = some_state().queue
     group = [replace(each, conversation=(turn,)) for each in first.group]
-    write_queue(tmp_path, replace(some_state(), queue=(replace(first, group=group), *others)), list)
-    (read,) = read_back(tmp_path).queue[0].group[0].conversation
+    found = written(tmp_path, replace(some_state(), queue=(replace(first, group=group), *others)))
+    (read,) = found.queue[0].group[0].conversation
     shown = "smile \\ud83d"
     assert (read.text, read.name, read.call_id) == (shown, shown, shown)
     assert (read.calls[0].name, json.loads(read.calls[0].arguments)) == (shown, {"query": half})
@@ -97,15 +108,14 @@ def test_half_a_surrogate_pair_is_written_as_its_escape(tmp_path: Path) -> None:
 
 def test_everything_comes_back(tmp_path: Path) -> None:
     state = some_state()
-    write_queue(tmp_path, state, list)
-    found = read_back(tmp_path)
+    found = written(tmp_path, state)
     assert (found.version, found.num_taken, found.open, found.given_up) == (5, 3, state.open, ())
     assert [each.ticket for each in found.queue] == [each.ticket for each in state.queue]
     assert [(each.version, each.number) for each in found.queue] == [(4, 1), (4, 0)]
-    for ours, theirs in zip(found.queue, state.queue, strict=True):
-        assert_same_trajectories(ours.group, theirs.group)
-        assert all(each.times == TIMES for each in ours.group)
-        assert all(each.logprobs.dtype == np.float32 for each in sequences_of(ours.group))
+    assert_same_queues(found, state)
+    for each in found.queue:
+        assert all(trajectory.times == TIMES for trajectory in each.group)
+        assert all(sequence.logprobs.dtype == np.float32 for sequence in sequences_of(each.group))
     routes = [each.routed_experts for each in sequences_of(found.queue[0].group)]
     assert fetch_rows(routes, 6, -1, list, (2, 1), "int16")[:, :, 0, 0].tolist() == [
         [7, 7, 8, 8, -1, -1],
@@ -117,10 +127,8 @@ def test_everything_comes_back(tmp_path: Path) -> None:
 def test_sequences_of_a_trajectory_come_back_in_their_order(tmp_path: Path) -> None:
     further = tokens_of((10, 11, 5, 6, 1, 9), (7,), routed_experts=rows(6, 4))
     state = some_state(further)
-    write_queue(tmp_path, state, list)
-    found = read_back(tmp_path)
-    for ours, theirs in zip(found.queue, state.queue, strict=True):
-        assert_same_trajectories(ours.group, theirs.group)
+    found = written(tmp_path, state)
+    assert_same_queues(found, state)
     routes = [each.routed_experts for each in sequences_of(found.queue[0].group)]
     assert fetch_rows(routes, 6, -1, list, (2, 1), "int16")[:, 0, 0, 0].tolist() == [7, 4, 9]
 
@@ -139,8 +147,7 @@ def test_a_queue_of_the_format_before_is_read(tmp_path: Path) -> None:
             each |= only
     path.write_text(json.dumps(queue))
     write_inventory(tmp_path / FOLDER)
-    for ours, theirs in zip(read_back(tmp_path).queue, state.queue, strict=True):
-        assert_same_trajectories(ours.group, theirs.group)
+    assert_same_queues(read_back(tmp_path), state)
 
 
 def test_numbers_of_environments_come_back(tmp_path: Path) -> None:
@@ -150,16 +157,15 @@ def test_numbers_of_environments_come_back(tmp_path: Path) -> None:
     metrics: Any = {"env/nan": float("nan"), "env/inf": float("inf"), "env/used": True, "env/num": np.float32(0.5)}
     truth: Any = np.bool_(True)
     group = [replace(found, metrics=metrics, is_correct=truth)]
-    write_queue(tmp_path, replace(state, queue=(replace(state.queue[1], group=group),)), list)
-    (restored,) = read_back(tmp_path).queue[0].group
+    found_again = written(tmp_path, replace(state, queue=(replace(state.queue[1], group=group),)))
+    (restored,) = found_again.queue[0].group
     np.testing.assert_equal(restored.metrics, {"env/nan": np.nan, "env/inf": np.inf, "env/used": 1.0, "env/num": 0.5})
     assert restored.is_correct is True
 
 
 def test_a_checkpoint_without_a_queue(tmp_path: Path) -> None:
     assert read_queue(tmp_path, iter(prompts(5)), IN_PLACE) is None
-    write_queue(tmp_path, QueueState(0, 0, (), (), ()), list)
-    assert read_queue(tmp_path, iter(prompts(5)), IN_PLACE) == QueueState(0, 0, (), (), ())
+    assert written(tmp_path, QueueState(0, 0, (), (), ())) == QueueState(0, 0, (), (), ())
 
 
 @pytest.mark.parametrize("reason", ["images", "lost"])

@@ -27,42 +27,38 @@ from nemo_rl_moe.rollouts.dispatch.schedule import (
     read_schedule,
     replay_policy,
 )
-from tests.support.clocks_and_disks import run_virtually
 from tests.support.grpo_fakes import small_config
 from tests.support.quick_list import examples
 from tests.support.scripted_rollouts import Fate, ScriptedRun, loader, scripted_prompts
-from tests.unit.rollouts.dispatch.test_field_bugs_of_ends import started
+from tests.unit.rollouts.dispatch.test_field_bugs_of_ends import started, virtually
 
 DAMAGED = "{path}:1: not a step of a schedule; expected schedule.jsonl of an asynchronous run"
 SECONDS = st.lists(st.sampled_from([0.5, 1.0, 2.5, 5.0]), min_size=12, max_size=12)
 
 
-def recorded(seconds: list[float], **options: object) -> ScriptedRun:
+@virtually
+async def recorded(seconds: list[float], **options: object) -> ScriptedRun:
     """Train on groups that overtake each other."""
-
-    async def body() -> ScriptedRun:
-        options_with_defaults = {"policy": "ready_first", "max_staleness": 2, "num_prompts": 12, **options}
-        run = started(lambda ticket: seconds[ticket.position] + ticket.attempt, **options_with_defaults)
-        await run.train(4)
-        return run
-
-    return run_virtually(body())
+    options_with_defaults = {"policy": "ready_first", "max_staleness": 2, "num_prompts": 12, **options}
+    run = started(lambda ticket: seconds[ticket.position] + ticket.attempt, **options_with_defaults)
+    await run.train(4)
+    return run
 
 
-def repeated(schedule: list[ScheduledStep], fates: dict[int, Fate], concurrency: int | None = None) -> ScriptedRun:
-    async def body() -> ScriptedRun:
-        bounds = ScriptedRun(concurrency=concurrency).bounds
-        run = started(
-            fates,
-            concurrency=concurrency,
-            policy=replay_policy(schedule, bounds),
-            feed=ReplayedFeed(schedule, scripted_prompts(12)),
-        )
-        await run.train()
-        run.check_each_group_ended_once()
-        return run
+def schedule_of(seconds: list[float]) -> list[ScheduledStep]:
+    return [ScheduledStep.of(batch) for batch in recorded(seconds).batches]
 
-    return run_virtually(body())
+
+@virtually
+async def repeated(
+    schedule: list[ScheduledStep], fates: dict[int, Fate], concurrency: int | None = None
+) -> ScriptedRun:
+    policy = replay_policy(schedule, ScriptedRun(concurrency=concurrency).bounds)
+    feed = ReplayedFeed(schedule, scripted_prompts(12))
+    run = started(fates, concurrency=concurrency, policy=policy, feed=feed)
+    await run.train()
+    run.check_each_group_ended_once()
+    return run
 
 
 @settings(deadline=None, max_examples=examples(30))
@@ -85,9 +81,9 @@ def test_a_repeated_run_goes_on_from_a_checkpoint() -> None:
     first = recorded([1.0, 4.0, 0.5, 2.5] * 3)
     schedule = [ScheduledStep.of(batch) for batch in first.batches]
 
-    async def body() -> list[list[int]]:
-        bounds = ScriptedRun().bounds
-        policy, state, consumed = replay_policy(schedule, bounds), None, list[list[int]]()
+    @virtually
+    async def in_three_runs() -> list[list[int]]:
+        policy, state, consumed = replay_policy(schedule, ScriptedRun().bounds), None, list[list[int]]()
         for num_steps in (1, 2, 1):
             run = started(policy=policy, feed=ReplayedFeed(schedule, scripted_prompts(12)), state=state)
             assert await run.train(num_steps) == num_steps
@@ -96,11 +92,11 @@ def test_a_repeated_run_goes_on_from_a_checkpoint() -> None:
         assert run.dispatcher.is_used_up
         return consumed
 
-    assert run_virtually(body()) == first.consumed
+    assert in_three_runs() == first.consumed
 
 
 def test_a_file_keeps_a_schedule(tmp_path: Path) -> None:
-    steps = [ScheduledStep.of(batch) for batch in recorded([1.0, 3.0] * 6).batches]
+    steps = schedule_of([1.0, 3.0] * 6)
     path = tmp_path / "schedule.jsonl"
     # The run went on from a checkpoint after step 2.
     path.write_text("".join(f"{line_of(step, step.version + 1)}\n" for step in [*steps, *steps[2:]]))
@@ -128,10 +124,7 @@ def test_a_damaged_file_is_named_with_its_line(tmp_path: Path, line: str) -> Non
         (None, "{path} cannot be read: No such file or directory"),
         (b"", "{path}: has no steps"),
         (b"\xff\n", DAMAGED),
-        (
-            b'{"version": true, "groups": []}',
-            DAMAGED,
-        ),
+        (b'{"version": true, "groups": []}', DAMAGED),
         (b'{"version": 0, "groups": []}\n', "the schedule has a step with more or fewer than this run's 2 groups"),
     ],
 )
@@ -182,13 +175,13 @@ def test_a_schedule_of_another_run_is_reported_before_workers_start(
 
 
 def test_other_prompts_are_refused() -> None:
-    schedule = [ScheduledStep.of(batch) for batch in recorded([1.0] * 12).batches]
+    schedule = schedule_of([1.0] * 12)
     with pytest.raises(DataError, match="prompt 2 is prompt 2; in this run's data it is missing"):
         ReplayedFeed(schedule, scripted_prompts(2))
 
 
 def test_a_schedule_of_other_steps_is_refused() -> None:
-    schedule = [ScheduledStep.of(batch) for batch in recorded([1.0] * 12).batches]
+    schedule = schedule_of([1.0] * 12)
     with pytest.raises(DataError, match="more or fewer than this run's 3 groups"):
         replay_policy(schedule, Bounds(groups_per_step=3))
     with pytest.raises(DataError, match="trains version 2 after 0, expected 1: steps are missing, or have another"):
@@ -213,49 +206,46 @@ def test_a_schedule_that_no_run_has_recorded_is_refused(groups: list[tuple[int, 
         replay_policy(steps, Bounds(groups_per_step=2))
 
 
-def test_a_version_with_too_many_digits_is_a_schedule_that_begins_later() -> None:
-    groups = tuple(ScheduledGroup(at, f"prompt {at}", 0, 0, 0) for at in range(2))
-    schedule = [ScheduledStep(10**30, groups)]
-    replay_policy(schedule, Bounds(groups_per_step=2))
-    feed = ReplayedFeed(schedule, scripted_prompts(12))
-    with pytest.raises(DataError, match=f"the schedule begins at version {10**30}, and this run at 0"):
-        feed.restore(QueueState(0, 0, (), (), ()))
-
-
 def test_a_schedule_that_begins_later_is_that_of_a_run_which_went_on() -> None:
-    schedule = [ScheduledStep.of(batch) for batch in recorded([1.0, 4.0, 0.5, 2.5] * 3).batches]
+    schedule = schedule_of([1.0, 4.0, 0.5, 2.5] * 3)
     feed = ReplayedFeed(schedule[2:], scripted_prompts(12))
     for version in (2, 3, 4):
         feed.restore(QueueState(version, 0, (), (), ()))
         assert feed.num_left == 2 * (4 - version)
     with pytest.raises(DataError, match="the schedule begins at version 2, and this run at 0"):
         feed.restore(QueueState(0, 0, (), (), ()))
+    of_many_digits = [replace(schedule[0], version=10**30)]
+    replay_policy(of_many_digits, Bounds(groups_per_step=2))
+    with pytest.raises(DataError, match=f"the schedule begins at version {10**30}, and this run at 0"):
+        ReplayedFeed(of_many_digits, scripted_prompts(12)).restore(QueueState(0, 0, (), (), ()))
 
 
 def test_of_a_queue_that_comes_back_a_schedule_takes_what_it_needs() -> None:
     """The queue of the recorded run is longer than its schedule: it was interrupted with groups ahead."""
 
+    @virtually
     async def ahead() -> ScriptedRun:
         run = started(max_staleness=2, num_prompts=12)
         await run.train(2)
         await asyncio.sleep(9.0)
         return run
 
+    @virtually
     async def goes_on(schedule: list[ScheduledStep], state: QueueState) -> ScriptedRun:
         policy, feed = replay_policy(schedule, Bounds(groups_per_step=2)), ReplayedFeed(schedule, scripted_prompts(12))
         run = started(policy=policy, feed=feed, state=needed_of(schedule, state))
         await run.train()
         return run
 
-    run = run_virtually(ahead())
+    run = ahead()
     schedule, state = [ScheduledStep.of(batch) for batch in run.batches], run.state()
     assert len(state.queue) == 6
-    again = run_virtually(goes_on(schedule, state))
+    again = goes_on(schedule, state)
     assert (again.consumed, again.dispatcher.is_used_up) == ([], True)
 
 
 def test_a_group_that_fails_once_is_repeated_and_then_the_run_ends() -> None:
-    schedule = [ScheduledStep.of(batch) for batch in recorded([1.0] * 12).batches]
+    schedule = schedule_of([1.0] * 12)
     with pytest.raises(UserError, match=r"the group of its prompt 1 .* fails again"):
         repeated(schedule, {1: OSError("lost")})
 

@@ -2,17 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steady state with lognormal lengths: no length is favoured (A23), and nobody waits beyond a deadline (A8)."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 from nemo_rl_moe.rollouts.dispatch.dispatcher import Dispatcher
+from nemo_rl_moe.rollouts.dispatch.prompts import PromptFeed
 from nemo_rl_moe.rollouts.dispatch.staleness import POLICIES, QueueView, StalenessPolicy
 from tests.support.clocks_and_disks import run_virtually
-from tests.support.quick_list import some_of
-from tests.support.scripted_rollouts import ScriptedRun, red_on
-from tests.unit.rollouts.dispatch.test_field_bugs_of_ends import in_place_of
+from tests.support.scripted_rollouts import ScriptedRun, Ticket, red_on
+from tests.unit.rollouts.dispatch.test_field_bugs_of_ends import in_place_of, started
 
 NUM_STEPS, WARM_UP, GROUPS_PER_STEP = 220, 20, 4
 MOST_STANDARD_ERRORS = 4.0
@@ -34,33 +35,33 @@ def standard_errors(consumed: set[tuple[int, int]], generated: set[tuple[int, in
     return float(abs(means[0] - means[1]) / np.sqrt(variance))
 
 
-async def distance_at_steady_state(**options: Any) -> float:
-    """Return the distance between what was trained on and what was begun in the same steps."""
-    num_prompts = GROUPS_PER_STEP * (NUM_STEPS + 10)
-    run = ScriptedRun(
-        lambda ticket: seconds_of(ticket.position, ticket.attempt, 0),
-        groups_per_step=GROUPS_PER_STEP,
-        max_staleness=3,
-        num_prompts=num_prompts,
-        **options,
-    )
-    run.dispatcher.start()
+async def steady_run(**options: Any) -> tuple[ScriptedRun, list[Ticket], list[Ticket]]:
+    """Return a run, and the tickets of what was trained on and of what was begun in the same steps."""
+    seconds: Callable[[Ticket], float] = lambda ticket: seconds_of(ticket.position, ticket.attempt, 0)  # noqa: E731
+    defaults: dict[str, Any] = {"fates": seconds, "groups_per_step": GROUPS_PER_STEP, "max_staleness": 3}
+    run = started(**defaults | {"num_prompts": GROUPS_PER_STEP * (NUM_STEPS + 10)} | options)
     await run.train(WARM_UP)
     num_begun = len(run.dispatched)
     await run.train(NUM_STEPS - WARM_UP)
-    found = [group.ticket for batch in run.batches[WARM_UP:] for group in batch.groups]
-    consumed = {(ticket.position, ticket.attempt) for ticket in found}
-    generated = {(ticket.position, ticket.attempt) for ticket in run.dispatched[num_begun:]}
+    return run, [group.ticket for batch in run.batches[WARM_UP:] for group in batch.groups], run.dispatched[num_begun:]
+
+
+async def distance_at_steady_state(**options: Any) -> float:
+    """Return the distance between the lengths of what was trained on and of what was begun in the same steps."""
+    run, *tickets = await steady_run(**options)
+    consumed, generated = ({(ticket.position, ticket.attempt) for ticket in found} for found in tickets)
     assert len(consumed) == GROUPS_PER_STEP * (NUM_STEPS - WARM_UP)
+    assert max(max(lags) for lags in run.lags) <= 3
     return standard_errors(consumed, generated, 0)
 
 
-@pytest.mark.parametrize("target_lag", some_of([1, 3], 1))
+@pytest.mark.parametrize(
+    "options", [{"target_lag": 1}, pytest.param({}, marks=pytest.mark.full), {"partial": "restart"}], ids=str
+)
 @pytest.mark.parametrize("policy", ["in_order", "windowed", "ready_first"])
-def test_a23_what_is_trained_on_is_as_long_as_what_is_generated(policy: str, target_lag: int) -> None:
+def test_a23_what_is_trained_on_is_as_long_as_what_is_generated(policy: str, options: dict[str, Any]) -> None:
     """With a target below the bound, short groups overtake long ones."""
-    distance = run_virtually(distance_at_steady_state(policy=policy, target_lag=target_lag))
-    assert distance < MOST_STANDARD_ERRORS
+    assert run_virtually(distance_at_steady_state(policy=policy, **options)) < MOST_STANDARD_ERRORS
 
 
 def trains_on_the_shortest(patch: pytest.MonkeyPatch) -> None:
@@ -72,6 +73,56 @@ def trains_on_the_shortest(patch: pytest.MonkeyPatch) -> None:
 
     patch.setitem(POLICIES, "windowed", shortest_first)  # type: ignore[arg-type]
     patch.setattr(StalenessPolicy, "_claims", lambda self, groups, version: [(groups, self.bounds.groups_per_step)])
+
+
+def overtakes_the_due(patch: pytest.MonkeyPatch) -> None:
+    """Take whatever is ready, and never wait for what gets too old."""
+    patch.setattr(StalenessPolicy, "_claims", lambda self, groups, version: [(groups, self.bounds.groups_per_step)])
+
+
+def forgets_the_prompts_of_long_groups(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PromptFeed, "give_back", lambda self, ticket, reason: False)
+    overtakes_the_due(patch)
+
+
+@in_place_of(Dispatcher, "updated")
+def begins_long_groups_again_for_ever(right: Any, self: Any, version: int) -> None:
+    """Count the age of a group from its last restart."""
+    right(self, version)
+    for live in self._live.values():
+        if live.finished is None:
+            object.__setattr__(live.ticket, "admitted_version", live.ticket.version)
+
+
+@red_on(overtakes_the_due, forgets_the_prompts_of_long_groups, begins_long_groups_again_for_ever)
+async def test_a23_long_groups_are_not_put_off() -> None:
+    distance = await distance_at_steady_state(policy="ready_first", partial="restart")
+    assert distance < MOST_STANDARD_ERRORS
+
+
+def of_position(ticket: Ticket) -> float:
+    """Return seconds that are the same in each attempt, of a mean of 4.5."""
+    return float(np.e) * seconds_of(ticket.position, 0, 0)
+
+
+def test_dropping_favours_short_groups_and_its_waste_is_seen() -> None:
+    """With `drop` and a small bound the longest groups do not get through until the prompts run out.
+
+    This is what the setting means. The cancellations say what it costs: here more than half of the generation.
+    """
+    options: dict[str, Any] = {"fates": of_position, "policy": "ready_first", "on_stale": "drop"}
+    run, *tickets = run_virtually(steady_run(**options))
+    consumed, generated = ([of_position(ticket) for ticket in found] for found in tickets)
+    assert np.mean(consumed) < 0.95 * np.mean(generated)
+    assert {str(each.reason) for each in run.cancelled} == {"stale"}
+    assert sum(each.lost_s for each in run.cancelled) > sum(consumed)
+
+
+async def test_with_drop_every_prompt_is_trained_on_in_the_end() -> None:
+    run = started(of_position, max_staleness=1, policy="ready_first", on_stale="drop", num_prompts=40)
+    await run.train()
+    assert run.positions == list(range(40))
+    assert any(each.reason == "stale" for each in run.cancelled)
 
 
 @in_place_of(Dispatcher, "update_pending")
@@ -86,14 +137,13 @@ async def test_a23_short_groups_that_are_favoured_are_seen() -> None:
 
 
 async def train_with_deadline(**options: Any) -> ScriptedRun:
-    run = ScriptedRun(
+    run = started(
         lambda ticket: 2 * seconds_of(ticket.position, 0, 0),
         groups_per_step=GROUPS_PER_STEP,
         num_prompts=400,
         deadline_s=DEADLINE_S,
         **options,
     )
-    run.dispatcher.start()
     await run.train()
     await run.stop()
     run.check_each_group_ended_once()

@@ -5,19 +5,16 @@
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 
-from nemo_rl_moe.checkpoints.state import LoopState
 from nemo_rl_moe.data.continuation import Continuation
 from nemo_rl_moe.data.prompts import Prompt, PromptLoader
 from nemo_rl_moe.generation.interface import SamplingParameters
-from nemo_rl_moe.launch.rollouts import plan_rollouts, running_source, state_at
-from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.rewards.interface import Score
 from nemo_rl_moe.rollouts.agents.chat_requests import RequestRules
 from nemo_rl_moe.rollouts.agents.environment import AgentEnvironment
@@ -25,7 +22,7 @@ from nemo_rl_moe.rollouts.agents.server import EndpointServer
 from nemo_rl_moe.rollouts.agents.worker import AgentProgram
 from nemo_rl_moe.rollouts.agents.worker_pool import AgentWorkers
 from nemo_rl_moe.rollouts.dispatch.source import SampledGroups
-from nemo_rl_moe.rollouts.environment import Environment, Session
+from nemo_rl_moe.rollouts.environment import Session
 from nemo_rl_moe.rollouts.loops import LoopThread
 from nemo_rl_moe.rollouts.rollout_function import RolloutFunction
 from nemo_rl_moe.rollouts.run_environment import RunEnvironment
@@ -34,14 +31,9 @@ from nemo_rl_moe.rollouts.supervisor import STOP_GRACE_S, RolloutReports, Rollou
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from tests.support.clocks_and_disks import MovedClock
 from tests.support.conversations import ALL
-from tests.support.grpo_fakes import (
-    SAMPLING,
-    FakeRewardFunction,
-    make_runner,
-    prompts,
-    small_config,
-)
-from tests.support.scripted_rollouts import ScriptedEngine, loader
+from tests.support.grpo_fakes import SAMPLING, FakeRewardFunction, prompts
+from tests.support.scripted_rollouts import ScriptedEngine
+from tests.unit.rollouts.dispatch.test_groups_of_a_run import groups_of_step, runner_of, source_of
 
 Found = TypeVar("Found")
 LIMIT_S = 120.0
@@ -64,33 +56,12 @@ class InPlaces:
         return session.finish(Score(1.0, is_correct=True))
 
 
-def runner_of(
-    engine: Any, environment: Environment, reports: RolloutReports | None = None, clock: MovedClock | None = None
-) -> RolloutRunner:
-    loop = LoopThread(None if clock is None else clock.loop())
-    return make_runner(engine, FakeRewardFunction(), environment, loop=loop, reports=reports)
-
-
 @contextmanager
-def source_of(
-    runner: RolloutRunner, folder: Path, sampling: SamplingParameters, rounds: PromptLoader, staleness: int = 1
-) -> Iterator[SampledGroups]:
+def source_ahead(runner: RolloutRunner, folder: Path, staleness: int = 1, **more: Any) -> Iterator[SampledGroups]:
     """A source whose trajectories of the next steps are in flight."""
-    config = small_config(
-        "grpo.max_num_epochs=3",
-        "grpo.rollouts.mode=asynchronous",
-        f"grpo.rollouts.max_staleness={staleness}",
-        "policy.generation.backend=vllm",
-    )
-    plan, state = plan_rollouts(config), state_at(config, LoopState(0, 0), None, rounds)
-    with (
-        closing(runner),
-        running_source(config, plan, runner, rounds, sampling, folder, state, print, print) as source,
-    ):
-        source.updated(0)
-        assert len(source.next(0, PhaseClock()).trained) == 6
-        source.update_pending(1)
-        source.updated(1)
+    overrides = ("grpo.max_num_epochs=3", f"grpo.rollouts.max_staleness={staleness}")
+    with source_of(runner, folder, *overrides, warn=print, **more) as source:
+        assert len(groups_of_step(source, 0).trained) == 6
         yield source
 
 
@@ -107,15 +78,13 @@ def within_the_limit(call: Callable[[], Found]) -> Found:
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_validation_gets_the_places_that_training_holds(staleness: int, tmp_path: Path) -> None:
     runner = runner_of(ScriptedEngine(token_s=0.005), RolloutFunction(InPlaces(), "here"))
-    with source_of(runner, tmp_path, SAMPLING, loader(), staleness) as source:
+    with source_ahead(runner, tmp_path, staleness) as source:
         for step in range(1, 4):
             found = within_the_limit(lambda: runner.evaluate(prompts(2, "val"), 3, SAMPLING, (1, 1)))
             assert [each.reward for each in found] == [1.0] * 6
             assert {each.sample_id for each in found} == {"val:0", "val:1"}
             # Training goes on with all that it had begun.
-            assert len(source.next(step, PhaseClock()).trained) == 6
-            source.update_pending(step + 1)
-            source.updated(step + 1)
+            assert len(groups_of_step(source, step).trained) == 6
 
 
 def test_agents_validate_while_others_train(tmp_path: Path) -> None:
@@ -144,7 +113,7 @@ def test_agents_validate_while_others_train(tmp_path: Path) -> None:
             LoopThread(),
         )
         rounds = PromptLoader(questions(7, "train"), 2, seed=3, shuffle=True)
-        with source_of(runner, tmp_path, sampling, rounds):
+        with source_ahead(runner, tmp_path, sampling=sampling, rounds=rounds):
             found = within_the_limit(lambda: runner.evaluate(questions(2, "val"), 2, sampling, (1, 1)))
             assert [(each.reward, each.fault_message) for each in found] == [(1.0, "")] * 4
 
@@ -177,7 +146,7 @@ def test_who_holds_a_place_for_ever_is_named_and_given_up_when_the_run_is_stoppe
             runner.evaluate(prompts(2, "val"), 3, SAMPLING, (1, 1))
         return True
 
-    with source_of(runner, tmp_path, SAMPLING, loader()):
+    with source_ahead(runner, tmp_path):
         hangs.set()
         assert waiting.wait(LIMIT_S)
         is_asked.set()

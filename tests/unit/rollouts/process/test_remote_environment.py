@@ -139,6 +139,8 @@ def test_large_values_stay_in_the_run() -> None:
         ("blocks", Fault.TIMEOUT, "its code blocked the process for more than 1.5 s", FakeEngine),
         pytest.param("exits", Fault.DIED, "exit code 3", ScriptedEngine, marks=pytest.mark.full),
         pytest.param("is killed", Fault.DIED, "signal SIGKILL", FakeEngine, marks=pytest.mark.full),
+        # Although its child goes on.
+        pytest.param("forks and exits", Fault.DIED, "exit code 3", FakeEngine, marks=pytest.mark.full),
     ],
 )
 def test_who_ends_the_process_fails_alone(
@@ -178,18 +180,30 @@ def test_the_others_are_those_of_a_run_without_faults(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("what", "text"), [("raises SystemExit", "SystemExit: enough"), ("allocates", "MemoryError")])
-def test_what_the_code_raises_costs_its_trajectory_and_no_process(
-    what: str, text: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("what", "settings", "fault", "text"),
+    [
+        ("raises SystemExit", {"memory_mb": 200}, Fault.ERROR, "SystemExit: enough"),
+        ("allocates", {"memory_mb": 200}, Fault.ERROR, "MemoryError"),
+        (
+            "hangs",
+            {"timeout_s": 1.0},
+            Fault.TIMEOUT,
+            "took longer than env.rollout_timeout_s=1 (at custom_parts.py:",
+        ),
+    ],
+)
+def test_who_raises_or_hangs_costs_its_trajectory_and_no_process(
+    what: str, settings: dict[str, Any], fault: Fault, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAULT_OF_TESTS", what)
-    with hosted("with_fault", memory_mb=200) as there:
+    with hosted("with_fault", **settings) as there:
         found = there.make()
-        assert [each.fault for each in found] == [None, Fault.ERROR, None]
+        assert [each.fault for each in found] == [None, fault, None]
         assert text in found[1].fault_message
         assert found[1].num_turns == 1, "what it had is kept"
         assert len(there.process_of(found)) == 1
-        assert there.heard == []
+        assert not any("process" in line and "ended" in line for line in there.heard)
 
 
 @pytest.mark.full
@@ -200,17 +214,6 @@ def test_a_task_that_blocks_costs_who_runs(monkeypatch: pytest.MonkeyPatch) -> N
     with hosted("with_fault", timeout_s=1.0) as there:
         found = there.make()
     assert found[1].fault is Fault.TIMEOUT
-
-
-@pytest.mark.full
-def test_who_hangs_fails_with_what_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FAULT_OF_TESTS", "hangs")
-    with hosted("with_fault", timeout_s=1.0) as there:
-        found = there.make()
-        assert [each.fault for each in found] == [None, Fault.TIMEOUT, None]
-        assert found[1].fault_message.startswith("took longer than env.rollout_timeout_s=1 (at custom_parts.py:")
-        assert found[1].num_turns == 1
-        assert len(there.process_of(found)) == 1
 
 
 def test_prints_reach_the_user_with_the_name_of_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,14 +230,6 @@ def test_a_response_that_nobody_waits_for_is_no_answer_to_the_next_request() -> 
         (found,) = there.make(1)
     assert found.fault is None
     assert found.num_turns == 2
-
-
-@pytest.mark.full
-def test_an_error_of_a_trajectory_alone() -> None:
-    with hosted("returns_nothing") as there:
-        found = there.make()
-    assert [each.fault for each in found] == [None, Fault.ERROR, None]
-    assert "returned None" in found[1].fault_message
 
 
 @pytest.mark.full
@@ -302,15 +297,6 @@ def test_a_process_that_ends_while_nothing_runs_costs_no_trajectory() -> None:
         found = there.make(seed=2)
         assert [each.fault for each in found] == [None] * 3
         assert there.process_of(found) != {before}
-
-
-@pytest.mark.full
-def test_the_end_of_a_process_is_seen_although_its_child_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FAULT_OF_TESTS", "forks and exits")
-    with hosted("with_fault", FakeEngine()) as there:
-        found = there.make()
-    assert [each.fault for each in found] == [None, Fault.DIED, None]
-    assert found[1].fault_message.endswith("exit code 3")
 
 
 def test_the_environment_may_clean_up(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from nemo_rl_moe.routing.agreement.rank_rows import rows_by_rank
 from nemo_rl_moe.routing.agreement.report import CheckTotals, routing_report
-from nemo_rl_moe.routing.agreement.route_identity import RouteSample, RoutingAnomaly, find_anomalies
+from nemo_rl_moe.routing.agreement.route_identity import RouteSample, find_anomalies
 from nemo_rl_moe.routing.agreement.statistics import AgreementStatistics, RoutingReport
 from nemo_rl_moe.routing.replay import ReplayRoutes, RoutedTokens
 from tests.support.quick_list import some_of
@@ -183,8 +183,3 @@ def test_rows_that_differ_whatever_their_margin_are_a_metric(noise: float) -> No
     assert wrong.anomalies == ()
     assert wrong.metrics["routing/clear_rows_differing_share"] == pytest.approx(0.21, abs=0.06)
     assert wrong.metrics["routing/clear_rows_differing_layer"] in LAYERS
-
-
-def test_anomalies_of_ids_are_plain_data() -> None:
-    (found,) = report_of(SHAPES[0], exchanged(0, 1, 8)).anomalies
-    assert isinstance(found, RoutingAnomaly)

@@ -290,9 +290,7 @@ def test_vllms_routes_may_begin_later(tmp_path: Path) -> None:
     response = json.loads(line)
     (choice,) = response["choices"]
     rows = np.load(io.BytesIO(base64.b64decode(choice["routed_experts"])))
-    buffer = io.BytesIO()
-    np.save(buffer, rows[5:])
-    choice["routed_experts"] = base64.b64encode(buffer.getvalue()).decode()
+    choice["routed_experts"] = _npy(rows[5:])
     (tmp_path / "3.jsonl").write_text(json.dumps(response), encoding="utf-8")
     (found,) = sequences_of(tmp_path, model=False).values()
     routes = found.columns["rollout_experts"]
@@ -340,13 +338,8 @@ def test_tokens_without_routes_in_skyrl_are_unknown() -> None:
 
 def test_steps_are_reported_by_names(tmp_path: Path) -> None:
     names = ["a/step_12/rank_0.bin", "a/step_12/rank_1.bin", "4_0.pt", "7/gen_batch.dp", "eval_4.pt", "x.json"]
-    for name in [
-        *names,
-        "train_data_step5.jsonl",
-        "global_step_9_training_input.pkl",
-        "notes.txt",
-        "val_data_step5.jsonl",
-    ]:
+    names += ["train_data_step5.jsonl", "global_step_9_training_input.pkl", "notes.txt", "val_data_step5.jsonl"]
+    for name in names:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     steps = files_by_step(tmp_path)
@@ -365,8 +358,16 @@ def _npy(values: np.ndarray) -> str:
     return base64.b64encode(file.getvalue()).decode()
 
 
-SLIME: dict[str, Any] = {"tokens": [1, 2, 3], "response_length": 2}
-CHOICE: dict[str, Any] = {"token_ids": [3], "prompt_token_ids": [1, 2]}
+def slime(**fields: Any) -> dict[str, Any]:
+    """A dump of one sample."""
+    return {"rollout_id": 1, "samples": [{"tokens": [1, 2, 3], "response_length": 2, **fields}]}
+
+
+def vllm(**fields: Any) -> dict[str, Any]:
+    """A reply of one choice."""
+    return {"choices": [{"token_ids": [3], "prompt_token_ids": [1, 2], **fields}]}
+
+
 VERL: dict[str, Any] = {
     "input_ids": torch.ones(2, 5),
     "responses": torch.ones(2, 2),
@@ -377,25 +378,19 @@ VERL: dict[str, Any] = {
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (
-            {"rollout_id": 1, "samples": [{"tokens": [1]}]},
-            "sample 0: response_length: got None, expected a number up to 1",
-        ),
+        (slime(response_length=None, tokens=[1]), "sample 0: response_length: got None, expected a number up to 1"),
         ({"rollout_id": 1, "samples": [{}]}, "sample 0: tokens: missing"),
+        (slime(loss_mask=[1]), "loss_mask: got 1 values, expected 3 or 2"),
         (
-            {"rollout_id": 1, "samples": [{**SLIME, "loss_mask": [1]}]},
-            "loss_mask: got 1 values, expected 3 or 2",
-        ),
-        (
-            {"rollout_id": 1, "samples": [{**SLIME, "rollout_routed_experts": torch.zeros(4, 2, 2, dtype=torch.int)}]},
+            slime(rollout_routed_experts=torch.zeros(4, 2, 2, dtype=torch.int)),
             "rollout_experts: got 4 rows from token 0 on, expected at most 3 tokens",
         ),
         (
-            {"rollout_id": 1, "samples": [{**SLIME, "rollout_routed_experts": torch.zeros(3, 4)}]},
+            slime(rollout_routed_experts=torch.zeros(3, 4)),
             "got float32 [3, 4], expected integers [tokens, layers, topk]",
         ),
         (
-            {"rollout_id": 1, "samples": [{**SLIME, "rollout_routed_experts": torch.full((3, 1, 1), 70000)}]},
+            slime(rollout_routed_experts=torch.full((3, 1, 1), 70000)),
             "got the expert 70000, expected 0 to 32767, or -1 for none",
         ),
         ({"rollout_id": 1, "rollout_data": {}}, "rollout_data: tokens: missing"),
@@ -412,9 +407,9 @@ VERL: dict[str, Any] = {
         ({"input_ids": [[1, 2]], "router_logits": [[1]]}, "lacks the number of experts per token; add --model DIR"),
         ([{"input": "a", "output": "b", "gts": 1, "score": 0.0, "step": 1}], "has only texts, no routes"),
         ({"choices": [{"token_ids": [1]}]}, "prompt_token_ids: missing, expected numbers; ask for return_token_ids"),
-        ({"choices": [{**CHOICE, "routed_experts": "AAAA"}]}, "routed_experts: not base64 of a .npy file"),
+        (vllm(routed_experts="AAAA"), "routed_experts: not base64 of a .npy file"),
         (
-            {"choices": [{**CHOICE, "routed_experts": _npy(np.zeros((9, 1, 1), np.uint8))}]},
+            vllm(routed_experts=_npy(np.zeros((9, 1, 1), np.uint8))),
             "got 9 rows from token 0 on, expected at most 3 tokens",
         ),
         (
@@ -425,24 +420,18 @@ VERL: dict[str, Any] = {
             {"meta_info": {"prompt_tokens": 10**9, "completion_tokens": 1}},
             "got 1000000000 prompt tokens and 1000000001 in all, expected 1 to 16777216 in all",
         ),
-        ({"choices": [{**CHOICE, "token_ids": 3}]}, "no file of vLLM: TypeError"),
+        (vllm(token_ids=3), "no file of vLLM: TypeError"),
         ({"something": 1}, "is of no format that is known; --format takes auto, capture, transformers"),
     ],
 )
 def test_what_does_not_fit_is_reported(
     content: Any, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "3.pt"
-    if isinstance(content, dict) and any(isinstance(value, str | list) for value in content.values()):
-        try:
-            path = write(tmp_path / "3.json", content)
-        except TypeError:
-            path = tmp_path / "3.pt"
-            torch.save(content, path)
-    elif isinstance(content, list):
-        path.with_suffix(".jsonl").write_text("\n".join(map(json.dumps, content)))
-        path = path.with_suffix(".jsonl")
-    else:
+    path = tmp_path / ("3.jsonl" if isinstance(content, list) else "3.json")
+    try:
+        path.write_text("\n".join(map(json.dumps, content)) if isinstance(content, list) else json.dumps(content))
+    except TypeError:  # tensors
+        path = tmp_path / "3.pt"
         torch.save(content, path)
     assert main(["audit", str(path)]) == 2
     reported = capsys.readouterr().err
@@ -491,7 +480,7 @@ def test_sequences_that_training_lacks_are_reported(tmp_path: Path) -> None:
     source = open_source(EXAMPLES / "verl" / "healthy", "auto", None, tmp_path, None)
     list(source.read[3]())
     assert "step 3: --training has 4 of 6 sequences" in source.notices
-    other = write(tmp_path / "5.json", {"choices": [{**CHOICE, "routed_experts": [[[0, 0], [1, 2], [1, 2], [1, 2]]]}]})
+    other = write(tmp_path / "5.json", vllm(routed_experts=[[[0, 0], [1, 2], [1, 2], [1, 2]]]))
     with pytest.raises(DataError, match="has the token ids of no sequence of step 3"):
         list(open_source(EXAMPLES / "skyrl" / "healthy", "auto", read_router_shape(MODEL), other, None).read[3]())
 
@@ -554,23 +543,18 @@ def test_the_layout_of_the_json_stands(capsys: pytest.CaptureFixture[str]) -> No
         assert f"`{key}`" in layout, key
 
 
-PAGES = [DOCS / "audit-frameworks.md"]
-SHOWN = {
-    path: page
-    for page in PAGES
-    for path in re.findall(r"^error: (\w+/\w+): step 3: .+$", page.read_text(), re.MULTILINE)
-}
+PAGE = (DOCS / "audit-frameworks.md").read_text()
+SHOWN = sorted(set(re.findall(r"^error: (\w+/\w+): step 3: .+$", PAGE, re.MULTILINE)))
 
 
-@pytest.mark.parametrize("path", sorted(SHOWN))
+@pytest.mark.parametrize("path", SHOWN)
 def test_the_page_shows_what_is_printed(
     path: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(EXAMPLES)
-    page = SHOWN[path].read_text()
-    assert f"\nnemo-rl-moe audit {path} --model model --training transformers\n" in page
+    assert f"\nnemo-rl-moe audit {path} --model model --training transformers\n" in PAGE
     assert main(["audit", path, "--model", "model", "--training", "transformers"]) == 1
-    assert capsys.readouterr().err in page
+    assert capsys.readouterr().err in PAGE
 
 
 def test_each_framework_has_its_fault_on_a_page() -> None:
@@ -578,15 +562,7 @@ def test_each_framework_has_its_fault_on_a_page() -> None:
     assert {path.partition("/")[0] for path in SHOWN} == folders
 
 
-COMMANDS = sorted(
-    {
-        command
-        for page in PAGES
-        for command in re.findall(
-            r"^nemo-rl-moe audit (\w+(?:/healthy)? --model model.*)$", page.read_text(), re.MULTILINE
-        )
-    }
-)
+COMMANDS = sorted(set(re.findall(r"^nemo-rl-moe audit (\w+(?:/healthy)? --model model.*)$", PAGE, re.MULTILINE)))
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -50,10 +50,6 @@ def _other_layer(rows: np.ndarray) -> None:
     rows[:, 2] = rows[:, 1]
 
 
-def _late(rows: np.ndarray) -> None:
-    rows[1:] = rows[:-1].copy()
-
-
 def _permuted(rows: np.ndarray) -> None:
     rows[:, 0] = (rows[:, 0] + 1) % EXPERTS
 
@@ -63,7 +59,6 @@ def _permuted(rows: np.ndarray) -> None:
     [
         (_wrong_set, "the first is token 7 of sequence 0 in layer 9: got "),
         (_other_layer, "layer 9 carries layer 5's routes"),
-        (_late, "routes are one token late"),
         (_permuted, "layer 1: captured expert ids are a permutation of the router's"),
     ],
 )

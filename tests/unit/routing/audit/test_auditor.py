@@ -115,15 +115,6 @@ def test_numbers_are_those_of_a_walk_over_the_rows(tmp_path: Path) -> None:
     assert int(report_of(found).totals.margins[:, :, 0].sum()) == rows
 
 
-def _late(columns: dict[str, np.ndarray]) -> None:
-    capture = columns["rollout_experts"]
-    capture[1:] = capture[:-1].copy()
-
-
-def _of_the_layer_before(columns: dict[str, np.ndarray]) -> None:
-    columns["rollout_experts"][:, 2] = columns["rollout_experts"][:, 1]
-
-
 def _never_written(columns: dict[str, np.ndarray]) -> None:
     columns["rollout_experts"][:, 3] = 0
 
@@ -140,8 +131,6 @@ def _last_token_credited(columns: dict[str, np.ndarray]) -> None:
 @pytest.mark.parametrize(
     ("fault", "text"),
     [
-        (_late, "routes are one token late"),
-        (_of_the_layer_before, "layer 3 carries layer 2's routes"),
         (_never_written, "hold expert 0 alone, in layers 5"),
         (_out_of_range, "name experts that do not exist, in all layers"),
         (_last_token_credited, "belong to padding or to the last token"),

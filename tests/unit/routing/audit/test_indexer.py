@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Positions of sparse attention's indexer: causal, each once, counted from the start of their sequence."""
 
-from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,26 +31,6 @@ def counted(rollout: np.ndarray, training: np.ndarray | None = None) -> IndexerC
     return counts
 
 
-def _packed(rows: np.ndarray) -> None:
-    rows[rows >= 0] += 100
-
-
-def _ahead(rows: np.ndarray) -> None:
-    rows[5, 0, 0] = 9
-
-
-def _repeated(rows: np.ndarray) -> None:
-    rows[20, 1] = rows[20, 1, 0]
-
-
-def _negative(rows: np.ndarray) -> None:
-    rows[20, 1, 0] = -7
-
-
-def _short(rows: np.ndarray) -> None:
-    rows[20:25, :, 4:] = -1
-
-
 def test_right_positions_have_no_finding() -> None:
     counts = counted(chosen(), chosen()[..., ::-1])
     assert counts.anomalies() == []
@@ -58,18 +38,23 @@ def test_right_positions_have_no_finding() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "text"),
+    ("place", "value", "text"),
     [
-        (_packed, "58 are right if their sequence's start is subtracted: they count from the batch's start"),
-        (_ahead, "1 of 58 rows of the indexer name positions after their token"),
-        (_repeated, "1 of 58 rows of the indexer name a position twice"),
-        (_negative, "1 of 58 rows of the indexer name positions below 0"),
-        (_short, "10 of 58 rows of the indexer name fewer positions than their token can attend to"),
+        (
+            chosen() >= 0,
+            chosen()[chosen() >= 0] + 100,
+            "58 are right if their sequence's start is subtracted: they count from the batch's start",
+        ),
+        (np.s_[5, 0, 0], 9, "1 of 58 rows of the indexer name positions after their token"),
+        (np.s_[20, 1], chosen()[20, 1, 0], "1 of 58 rows of the indexer name a position twice"),
+        (np.s_[20, 1, 0], -7, "1 of 58 rows of the indexer name positions below 0"),
+        (np.s_[20:25, :, 4:], -1, "10 of 58 rows of the indexer name fewer positions than their token can attend to"),
     ],
+    ids=["packed", "ahead", "repeated", "negative", "short"],
 )
-def test_wrong_positions_are_named(fault: Callable[[np.ndarray], None], text: str) -> None:
+def test_wrong_positions_are_named(place: Any, value: Any, text: str) -> None:
     rows = chosen()
-    fault(rows)
+    rows[place] = value
     (anomaly,) = counted(rows).anomalies()
     assert text in anomaly.text
 

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Routes by turns: fillers at the ends of turns, paths without routes, and healthy conversations."""
 
-from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,22 +39,6 @@ def counted(made: list[Conversation], *, live: bool = True) -> TurnCounts:
     return counts
 
 
-def _first_experts(capture: np.ndarray) -> None:
-    capture[list(ENDS)] = np.arange(TOPK)
-
-
-def _zeros(capture: np.ndarray) -> None:
-    capture[list(ENDS)] = 0
-
-
-def _unknown(capture: np.ndarray) -> None:
-    capture[list(ENDS)] = -1
-
-
-def _of_the_token_before(capture: np.ndarray) -> None:
-    capture[list(ENDS)] = capture[[end - 1 for end in ENDS]]
-
-
 @pytest.mark.parametrize("live", [True, False])
 def test_healthy_turns_have_no_finding(live: bool) -> None:
     for seed in range(20):
@@ -62,19 +46,19 @@ def test_healthy_turns_have_no_finding(live: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "live", "text"),
+    ("filler", "live", "text"),
     [
-        (_first_experts, True, "the last token of 32 of 32 turns carries filler routes"),
-        (_first_experts, False, "the last token of 32 of 32 turns carries filler routes"),
-        (_zeros, False, "the last token of 32 of 32 turns carries filler routes"),
-        (_unknown, True, "the last token of 32 of 32 turns lacks its routes"),
-        (_of_the_token_before, True, "the last tokens of turns do not carry their own routes"),
+        (np.arange(TOPK), True, "the last token of 32 of 32 turns carries filler routes"),
+        (np.arange(TOPK), False, "the last token of 32 of 32 turns carries filler routes"),
+        (0, False, "the last token of 32 of 32 turns carries filler routes"),
+        (-1, True, "the last token of 32 of 32 turns lacks its routes"),
+        ("of the token before", True, "the last tokens of turns do not carry their own routes"),
     ],
 )
-def test_a_filler_at_the_end_of_turns_is_named(fault: Callable[[np.ndarray], None], live: bool, text: str) -> None:
+def test_a_filler_at_the_end_of_turns_is_named(filler: Any, live: bool, text: str) -> None:
     made = conversations(16)
     for capture, _, _ in made:
-        fault(capture)
+        capture[list(ENDS)] = capture[[end - 1 for end in ENDS]] if isinstance(filler, str) else filler
     (anomaly,) = counted(made, live=live).anomalies()
     assert (anomaly.kind, anomaly.text[: len(text)]) == ("turn_end", text)
 
@@ -90,8 +74,7 @@ def test_a_turn_that_no_request_follows_needs_no_row() -> None:
 def test_an_end_token_that_always_takes_the_first_experts_is_no_filler() -> None:
     made = conversations(16)
     for capture, live, _ in made:
-        _first_experts(capture)
-        _first_experts(live)
+        capture[list(ENDS)] = live[list(ENDS)] = np.arange(TOPK)
     assert counted(made).anomalies() == []
 
 

@@ -302,19 +302,14 @@ def test_planted_faults_are_found(generated: tuple[Routes, Routes], fault: Any, 
 
 def test_a_capture_is_written(generated: tuple[Routes, Routes], tmp_path: Path) -> None:
     rollout, training = generated
-    training.write_capture(tmp_path, 3, rollout)
+    for step in (3, 4):
+        training.write_capture(tmp_path, step, rollout)
+    assert len(writers_of(tmp_path)) == 1, "the writer is the same at every step"
     description = read_description(tmp_path)
     (rows,) = read_step(description, 3, steps_of(tmp_path)[3])
     assert set(rows.columns) == {"token_ids", "rollout_experts", "training_experts", "margins"}
     expected = np.concatenate([sequence.columns["training_experts"] for sequence in training.capture(rollout)])
     assert np.array_equal(rows.columns["training_experts"], expected)
-
-
-def test_the_writer_of_a_capture_is_the_same_at_every_step(generated: tuple[Routes, Routes], tmp_path: Path) -> None:
-    rollout, training = generated
-    for step in (1, 2):
-        training.write_capture(tmp_path, step, rollout)
-    assert len(writers_of(tmp_path)) == 1
 
 
 def test_a_model_without_experts_is_refused() -> None:

@@ -51,11 +51,3 @@ def test_a_part_that_is_zero_has_no_direction(parts: torch.Tensor) -> None:
 def test_no_gradient_has_no_shares() -> None:
     metrics = gradient_metrics(inner_products(torch.zeros(1, 2, 3)), (POLICY,), LAYERS, per_layer=False)
     assert metrics == {"router_gradient/norm_policy": 0}
-
-
-def test_a_part_that_pulls_against_the_others_has_a_negative_share() -> None:
-    parts = torch.tensor([[[3.0, 0.0]], [[-1.0, 0.0]]])
-    metrics = gradient_metrics(inner_products(parts), (POLICY, AUXILIARY), (0,), per_layer=False)
-    assert metrics["router_gradient/share_policy"] == pytest.approx(1.5)
-    assert metrics["router_gradient/share_aux"] == pytest.approx(-0.5)
-    assert metrics["router_gradient/cosine_policy_aux"] == pytest.approx(-1)

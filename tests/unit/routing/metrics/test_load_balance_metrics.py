@@ -186,34 +186,6 @@ def test_no_tokens_at_all() -> None:
     assert all(math.copysign(1.0, value) == 1.0 and value == 0.0 for key, value in metrics.items() if key not in dead)
 
 
-def test_a_layer_that_saw_nothing_leaves_the_others_as_they_are() -> None:
-    counts = torch.tensor([[5, 1, 2], [0, 0, 0], [3, 3, 3]])
-    metrics = matrix_metrics(counts, [0, 1, 2], router_topk=1, detailed=True)
-    alone = matrix_metrics(counts[:1], [0], router_topk=1, detailed=True)
-    of_first_layer = {key: value for key, value in alone.items() if key.startswith("layer_0/")}
-    assert of_first_layer.items() <= metrics.items()
-    assert metrics["cv_mean"] == pytest.approx(alone["cv_mean"] / 3)
-    assert metrics["expert_diversity_min"] == 0.0
-    assert metrics["dead_expert_frac_mean"] == pytest.approx(1 / 3)
-    assert all(math.isfinite(value) for value in metrics.values())
-
-
-def test_one_expert_is_balanced() -> None:
-    metrics = matrix_metrics(torch.tensor([[9], [4]]), [0, 1], router_topk=1, detailed=True)
-    assert metrics["cv_max"] == metrics["cv_null_mean"] == metrics["max_violation_max"] == 0.0
-    assert metrics["expert_diversity_min"] == metrics["expert_utilization_min"] == 1.0
-
-
-def test_all_tokens_to_one_expert() -> None:
-    counts = torch.zeros(1, 64, dtype=torch.long)
-    counts[0, 40] = 1_000
-    metrics = matrix_metrics(counts, [5], router_topk=1)
-    assert metrics["max_violation_max"] == 63.0
-    assert metrics["cv_mean"] == pytest.approx(8.0)
-    assert metrics["expert_diversity_min"] == pytest.approx(1 / 64, rel=1e-12)
-    assert metrics["moe_expert_utilization/layer_5_expert_40"] == 64.0
-
-
 @pytest.mark.parametrize(("top_k", "number"), [(0, 0), (1, 2), (3, 6), (4, 6), (100, 6)])
 def test_number_of_outliers(top_k: int, number: int) -> None:
     metrics = compute_brief_metrics({0: layer_load([1, 2, 3]), 4: layer_load([1, 2, 3])}, top_k=top_k)

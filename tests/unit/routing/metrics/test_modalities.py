@@ -1,7 +1,7 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
 from fractions import Fraction
-from itertools import combinations, permutations
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -203,13 +203,3 @@ def test_brief_metrics_are_ten_keys_and_none_where_there_is_nothing_to_compare()
     assert modality_metrics(load_of([[10, 10, 4]], [[0, 0, 0]])) == {"image/token_share": 0}
     assert modality_metrics(load_of([[10, 10, 4]], [[10, 10, 4]])) == {"image/token_share": 1}
     assert modality_metrics(load_of([[0, 0, 0]], [[0, 0, 0]])) == {"image/token_share": 0}
-
-
-def test_brute_force_over_orders_of_a_tiny_layer() -> None:
-    """Corrected squares average to 0 over all orders of the modalities, where none is truncated at 0."""
-    routes = random_routes(5, 4, 2, np.random.default_rng(1))
-    counts = routes.sum(0)
-    squares = [raw_separation(counts, routes[[*order][:2]].sum(0)) for order in permutations(range(5))]
-    mean = sum(squares, Fraction(0)) / len(squares)
-    used = int((counts > 0).sum())
-    assert mean == Fraction(used - 2, 4 * 2)  # (E' - k) / ((T - 1) k)

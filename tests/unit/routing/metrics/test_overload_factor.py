@@ -124,12 +124,6 @@ def test_what_routed_nothing_has_no_part_in_the_mean() -> None:
     assert set(nothing.values()) == {1.0}
 
 
-def test_one_rank_gives_exactly_one() -> None:
-    counts = random_counts(3, 4, 5, 7)
-    stages = [StageEvents(one_forward_one_backward(2, s, 4), [[0, 1, 2] if s == 0 else [3, 4]]) for s in range(2)]
-    assert set(summarise_overload(counts, 1, range(5), stages, per_layer=True).values()) == {1.0}
-
-
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_balanced_is_exactly_one_and_a_hot_rank_exactly_the_number_of_ranks(ranks: int) -> None:
     events = [StageEvents(no_pipeline(3), [[0, 1]])]
