@@ -232,10 +232,7 @@ def test_warnings_are_those_of_a_run(capsys: pytest.CaptureFixture[str]) -> None
             ["grpo_math_1B.yaml", QWEN3_1_7B, f"{MEGATRON}.expert_model_parallel_size=2"],
             f"{MEGATRON}.expert_model_parallel_size: got 2, expected 1: the model has no experts",
         ),
-        (
-            ["grpo_math_1B.yaml"],
-            "policy.model_name: got 'Qwen/Qwen3-1.7B', which is no folder here, and config.json",
-        ),
+        (["grpo_math_1B.yaml"], "policy.model_name: got 'Qwen/Qwen3-1.7B', which is no folder here, and config.json"),
         (["grpo_math_1B.yaml", "policy.model_name=./nothing"], "policy.model_name: nothing not found"),
         (["sft_qwen3_30b_a3b.yaml", QWEN3_30B_A3B, "sft.sed=1"], "sft.sed: unknown key"),
         (

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,11 @@ def problems_with(load: Callable[..., object], exemplar: str) -> Problems:
         return caught.value.problems
 
     return problems
+
+
+def about_keys(found: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Overrides, each with the line on its own key: the key, a colon, and what the table has for it."""
+    return [(override, f"{override.lstrip('+~').partition('=')[0]}: {rest}") for override, rest in found.items()]
 
 
 @pytest.fixture

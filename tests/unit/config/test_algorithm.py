@@ -139,23 +139,18 @@ def test_a_loop_that_generates_in_turns_lets_no_rollouts_run_ahead(working_folde
 
 @pytest.mark.parametrize(
     ("reference", "problem"),
-    [
-        (
-            "gpro",
-            "algorithm: got 'gpro', expected sft, dpo, grpo, ppo, distillation, or package.module:ALGORITHM;"
-            " did you mean grpo?",
-        ),
-        ("my-algorithm:OWN", "algorithm: got 'my-algorithm:OWN', expected package.module:ALGORITHM"),
-        ("my_algorithm:OWNN", "algorithm: my_algorithm:OWNN: my_algorithm has no OWNN; did you mean OWN?"),
-        ("my_algoritm:OWN", "algorithm: my_algoritm:OWN: there is no module my_algoritm, neither installed nor in"),
-        ("my_algorithm:NUMBER", "algorithm: my_algorithm:NUMBER is 3 (int), expected an Algorithm"),
-        ("my_algorithm:TAKEN", "algorithm: my_algorithm:TAKEN: its name grpo is that of a built-in algorithm"),
-        ("my_algorithm:UNDERIVED", "algorithm: my_algorithm:UNDERIVED: its name sft is that of a built-in algorithm"),
-        (
-            "my_algorithm:NO_SECTION",
-            "algorithm: my_algorithm:NO_SECTION: its config_class CustomMasterConfig has no section other",
-        ),
-    ],
+    {
+        "gpro": "algorithm: got 'gpro', expected sft, dpo, grpo, ppo, distillation, or package.module:ALGORITHM; did"
+        " you mean grpo?",
+        "my-algorithm:OWN": "algorithm: got 'my-algorithm:OWN', expected package.module:ALGORITHM",
+        "my_algorithm:OWNN": "algorithm: my_algorithm:OWNN: my_algorithm has no OWNN; did you mean OWN?",
+        "my_algoritm:OWN": "algorithm: my_algoritm:OWN: there is no module my_algoritm, neither installed nor in",
+        "my_algorithm:NUMBER": "algorithm: my_algorithm:NUMBER is 3 (int), expected an Algorithm",
+        "my_algorithm:TAKEN": "algorithm: my_algorithm:TAKEN: its name grpo is that of a built-in algorithm",
+        "my_algorithm:UNDERIVED": "algorithm: my_algorithm:UNDERIVED: its name sft is that of a built-in algorithm",
+        "my_algorithm:NO_SECTION": "algorithm: my_algorithm:NO_SECTION: its config_class CustomMasterConfig has no"
+        " section other",
+    }.items(),
 )
 def test_what_is_refused(working_folder: Path, reference: str, problem: str) -> None:
     with pytest.raises(ConfigurationError) as caught:

@@ -151,12 +151,7 @@ def test_interpolation_of_values_sections_neighbours_and_in_text() -> None:
     config = {"a": {"b": 3, "c": "${.b}", "d": "${..e}"}, "e": "v${a.b}", "f": "${a}", "g": "${e}-${e}"}
     resolved, problems = resolve(config)
     assert problems == {}
-    assert resolved == {
-        "a": {"b": 3, "c": 3, "d": "v3"},
-        "e": "v3",
-        "f": {"b": 3, "c": 3, "d": "v3"},
-        "g": "v3-v3",
-    }
+    assert resolved == {"a": {"b": 3, "c": 3, "d": "v3"}, "e": "v3", "f": {"b": 3, "c": 3, "d": "v3"}, "g": "v3-v3"}
 
 
 def test_interpolations_in_a_circle_and_to_nowhere() -> None:

@@ -364,28 +364,19 @@ def test_a_section_that_overrides_takes_the_place_of_the_whole_other(tmp_path: P
 
 @pytest.mark.parametrize(
     ("text", "problem"),
-    [
-        ("sft: [", "not valid YAML"),
-        ("just a text", "expected sections such as"),
-        ("defaults: sft.yaml", "no such file in"),
-        ("sft: {seed: 1}\npolicy: {model_name: x}", "not a configuration of NeMo-RL"),
-        (
-            "rm: {seed: 1}\npolicy: {megatron_cfg: {enabled: true}}",
-            "expected one section of sft, dpo, grpo, ppo, distillation: got rm",
-        ),
-        (
-            "sft: {seed: 1}\npolicy: {megatron_cfg: {enabled: true}, model_name: '${no.such.key}'}",
-            "no.such.key",
-        ),
-        (
-            "sft: {seed: 1}\npolicy: {dtensor_cfg: {enabled: true}, optimizer: {kwargs: {betas: 3}}}",
-            "a value has another form than in NeMo-RL",
-        ),
-        (
-            "sft: {seed: 1}\npolicy: {megatron_cfg: {enabled: true, optimizer: {_override_: true}}}",
-            "policy.megatron_cfg.optimizer._override_: only supported at the top of a section",
-        ),
-    ],
+    {
+        "sft: [": "not valid YAML",
+        "just a text": "expected sections such as",
+        "defaults: sft.yaml": "no such file in",
+        "sft: {seed: 1}\npolicy: {model_name: x}": "not a configuration of NeMo-RL",
+        "rm: {seed: 1}\npolicy: {megatron_cfg: {enabled: true}}": "expected one section of sft, dpo, grpo, ppo,"
+        " distillation: got rm",
+        "sft: {seed: 1}\npolicy: {megatron_cfg: {enabled: true}, model_name: '${no.such.key}'}": "no.such.key",
+        "sft: {seed: 1}\npolicy: {dtensor_cfg: {enabled: true}, optimizer: {kwargs: {betas: 3}}}": "a value has another"
+        " form than in NeMo-RL",
+        "sft: {}\npolicy: {megatron_cfg: {enabled: true, optimizer: {_override_: true}}}": "policy.megatron_cfg."
+        "optimizer._override_: only supported at the top of a section",
+    }.items(),
 )
 def test_what_is_not_theirs_is_one_message(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, problem: str

@@ -24,10 +24,7 @@ def test_set_add_and_remove_in_order_without_touching_the_input() -> None:
 def test_key_must_exist_in_the_file_or_the_schema() -> None:
     changed, problems = apply_overrides({"a": {"bcd": 1}}, ["a.bce=5", "a.new=1", "a.zzz=1"], lambda *_: ["a.new"])
     assert changed == {"a": {"bcd": 1, "new": 1}}
-    assert problems == [
-        "a.bce: unknown key; did you mean a.bcd?",
-        "a.zzz: unknown key; allowed here: new, bcd",
-    ]
+    assert problems == ["a.bce: unknown key; did you mean a.bcd?", "a.zzz: unknown key; allowed here: new, bcd"]
 
 
 def test_a_value_can_be_null_and_a_section_can_be_replaced() -> None:

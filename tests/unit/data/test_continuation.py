@@ -12,12 +12,7 @@ from nemo_rl_moe.data.continuation import Continuation, Extension, NoExtension, 
 from nemo_rl_moe.data.record_values import RecordError
 from nemo_rl_moe.data.template_inputs import TemplateInputs
 from tests.support.byte_tokenizer import make_byte_tokenizer
-from tests.support.chat_templates import (
-    NEWLINE_BETWEEN_TURNS,
-    OPENS_AND_KEEPS_THINKING,
-    THINKING,
-    with_think_blocks,
-)
+from tests.support.chat_templates import NEWLINE_BETWEEN_TURNS, OPENS_AND_KEEPS_THINKING, THINKING, with_think_blocks
 from tests.support.conversations import ALL, TOOL, Conversation, Family, Message
 from tests.support.quick_list import some_of
 

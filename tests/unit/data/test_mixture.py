@@ -37,10 +37,7 @@ def test_environments_take_turns_by_their_weights() -> None:
     assert given_so_far == {"math": 6, "code": 2}
 
 
-@given(
-    st.lists(st.integers(1, 50), min_size=1, max_size=6),
-    st.integers(1, 300),
-)
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=6), st.integers(1, 300))
 @settings(deadline=None)
 def test_no_environment_is_ever_far_from_its_share(weights: list[int], number: int) -> None:
     named = {f"env{place}": float(weight) for place, weight in enumerate(weights)}

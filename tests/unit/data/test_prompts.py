@@ -158,11 +158,7 @@ def test_hub_rows(tmp_path, demo_tokenizer, monkeypatch):
         ({"prompt": "1="}, "math", "the line has no answer (data.answer_key=answer); its keys: prompt"),
         ({"prompt": "1=", "answer": True}, "math", "answer is a boolean, expected a string or a number"),
         ({"prompt": "1=", "answer": " "}, "math", "answer is empty: there is nothing to compare a response with"),
-        (
-            {"prompt": "1=", "answer": "1"},
-            "reasoning_gym",
-            "the line has no metadata, which the reasoning_gym",
-        ),
+        ({"prompt": "1=", "answer": "1"}, "reasoning_gym", "the line has no metadata, which the reasoning_gym"),
         ({"prompt": "1=", "answer": "1", "metadata": 3}, "reasoning_gym", "metadata is a number, expected an object"),
         ({"prompt": "\u00e9", "answer": "1"}, "math", "the tokenizer cannot encode the text"),
         (

@@ -77,11 +77,7 @@ def test_samples(record: dict[str, Any], keys: dict[str, str]) -> None:
             {},
             [("user", "Add.\n2+2"), ("assistant", "4")],
         ),
-        (
-            {"instruction": "Add.", "context": "", "response": "4"},
-            {},
-            [("user", "Add."), ("assistant", "4")],
-        ),
+        ({"instruction": "Add.", "context": "", "response": "4"}, {}, [("user", "Add."), ("assistant", "4")]),
         (
             {"context": "x is 2.", "question": "x+2=", "answer": "4"},
             {},
@@ -221,10 +217,7 @@ def test_samples_that_cannot_be_read(record: dict[str, Any], keys: dict[str, str
 
 PAIRS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     "hh-rlhf": ({"chosen": "\n\nHuman: 2+2=\n\nAssistant: 4", "rejected": "\n\nHuman: 2+2=\n\nAssistant: 5"}, {}),
-    "hh-rlhf before the responses": (
-        {"prompt": "\n\nHuman: 2+2=\n\nAssistant:", "chosen": " 4", "rejected": " 5"},
-        {},
-    ),
+    "hh-rlhf before the responses": ({"prompt": "\n\nHuman: 2+2=\n\nAssistant:", "chosen": " 4", "rejected": " 5"}, {}),
     "a prompt with other blanks": ({"prompt": f"{ASKED} \n", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, {}),
     "messages that end in the better response": ({"messages": [USER, GOOD], "chosen": RIGHT, "rejected": WRONG}, {}),
     "response_chosen": ({"prompt": ASKED, "response_chosen": RIGHT, "response_rejected": WRONG}, {}),
@@ -235,13 +228,7 @@ PAIRS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     "LLaMA-Factory": ({"conversations": [HUMAN], "chosen": GPT, "rejected": {**GPT, "value": WRONG}}, {}),
     "LLaMA-Factory's Alpaca": ({"instruction": ASKED, "input": "", "chosen": RIGHT, "rejected": WRONG}, {}),
     "UltraFeedback": (
-        {
-            "prompt": ASKED,
-            "chosen": [USER, GOOD],
-            "rejected": [USER, BAD],
-            "messages": [USER, GOOD],
-            "score": 8.0,
-        },
+        {"prompt": ASKED, "chosen": [USER, GOOD], "rejected": [USER, BAD], "messages": [USER, GOOD], "score": 8.0},
         {},
     ),
     "UltraFeedback with another question": (

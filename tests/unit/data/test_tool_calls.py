@@ -66,13 +66,7 @@ def test_a_turn_may_do_nothing_but_call(content):
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
-    [
-        ({"a": 1, "b": None}, {"a": 1}),
-        ('{"a": 1, "b": null}', {"a": 1, "b": None}),
-        ("", {}),
-        (None, {}),
-        ({}, {}),
-    ],
+    [({"a": 1, "b": None}, {"a": 1}), ('{"a": 1, "b": null}', {"a": 1, "b": None}), ("", {}), (None, {}), ({}, {})],
 )
 def test_arguments_become_an_object(arguments, expected):
     turn = parsed_turn(calling(tool_calls=[call_with(arguments)]))

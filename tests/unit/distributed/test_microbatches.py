@@ -95,10 +95,7 @@ def test_plain_by_hand():
     plan = plan_microbatches(
         [5] * 16, num_data_parallel_ranks=2, global_batch_size=8, batching=PlainBatching(micro_batch_size=2)
     )
-    assert plan.global_batches == (
-        (((0, 1), (2, 3)), ((4, 5), (6, 7))),
-        (((8, 9), (10, 11)), ((12, 13), (14, 15))),
-    )
+    assert plan.global_batches == ((((0, 1), (2, 3)), ((4, 5), (6, 7))), (((8, 9), (10, 11)), ((12, 13), (14, 15))))
     assert plan.num_microbatches == (2, 2)
 
 

@@ -153,11 +153,7 @@ def test_live_line_renews_itself_and_leaves_the_last_step() -> None:
     lines = [line.strip() for line in ESCAPES.sub("", raw).replace("\r", "\n").splitlines()]
     standing = [line for line in lines if line and "━" not in line and not line.endswith("...")]
     assert re.match(r"starting workers: done in \d", standing[0])
-    assert standing[1:] == [
-        "step 2  validation: loss 9",
-        "saved",
-        "step 3/3  loss 3.0000  reward 0.5000  eta 0:00",
-    ]
+    assert standing[1:] == ["step 2  validation: loss 9", "saved", "step 3/3  loss 3.0000  reward 0.5000  eta 0:00"]
     assert all(any(f"step {step}/3" in line and "━" in line for line in lines) for step in (1, 2, 3))
 
 
