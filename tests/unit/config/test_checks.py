@@ -3,15 +3,13 @@
 """Rules between settings: each is broken once and reported in exactly one line; layouts that work are let through."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from nemo_rl_moe.config.loading import load_config
-from tests.unit.config.conftest import about_keys
+from tests.unit.config.conftest import Problems, about_keys
 
-Problems = Callable[..., list[str]]
 M = "policy.megatron_cfg"
 TENSOR_2 = (f"{M}.tensor_model_parallel_size=2", f"{M}.sequence_parallel=true")
 PIPELINE_2 = f"{M}.pipeline_model_parallel_size=2"

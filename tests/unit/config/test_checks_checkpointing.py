@@ -3,7 +3,7 @@
 """Rules of the `checkpointing` section: each is broken and reported in one line, with the nearest right value."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,9 +14,8 @@ from nemo_rl_moe.config.algorithm import metric_in_force
 from nemo_rl_moe.config.loading import load_any_config, load_config, load_grpo_config
 from nemo_rl_moe.config.schema_run import format_duration, parse_duration
 from nemo_rl_moe.errors import ConfigurationError
-from tests.unit.config.conftest import about_keys
+from tests.unit.config.conftest import Problems, about_keys
 
-Problems = Callable[..., list[str]]
 C = "checkpointing"
 DURATION = 'expected DD:HH:MM:SS such as "00:03:30:00" (3 hours 30 minutes), or null'
 NO_VALIDATION = ("sft.val_period=0", "sft.val_at_end=false")

@@ -2,15 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What DPO's settings are refused with."""
 
-from collections.abc import Callable
-
 import pytest
 
 from nemo_rl_moe.config.loading import load_dpo_config
-from tests.unit.config.conftest import about_keys
-
-Problems = Callable[..., list[str]]
-
+from tests.unit.config.conftest import Problems, about_keys
 
 REFUSED = {
     "dpo.preference_loss_type=apo": "got 'apo' (str), expected one of sigmoid, robust, hinge, ipo, apo_zero,",

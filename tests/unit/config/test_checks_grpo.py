@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules between settings of GRPO: each is broken once and reported in exactly one line; what works is let through."""
 
-from collections.abc import Callable
-
 import pytest
 
 from nemo_rl_moe.config.checks_algorithms import GRPO_RULES
@@ -11,8 +9,8 @@ from nemo_rl_moe.config.checks_mixture import MIXTURE_RULES
 from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.rl.estimators import ESTIMATORS
 from nemo_rl_moe.rl.estimators.gdpo import rewards_are_shared
+from tests.unit.config.conftest import Problems
 
-Problems = Callable[..., list[str]]
 NO_TASK = ("env.reward.kind=math",)
 EXPERT_PARALLEL = "policy.megatron_cfg.expert_model_parallel_size"
 SAMPLED = tuple(f"data.{name}.{value}" for name in ("train", "validation") for value in ("path=null", "num_items=9"))

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules of `policy.lora`, each broken once; and targets that a model has no layer for."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,8 +9,8 @@ import pytest
 from nemo_rl_moe.config.loading import load_config
 from nemo_rl_moe.models.families.linear_targets import target_problems
 from tests.support.family_models import FAMILY_MODELS
+from tests.unit.config.conftest import Problems
 
-Problems = Callable[..., list[str]]
 M = "policy.megatron_cfg"
 OVERLAPPING = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
 

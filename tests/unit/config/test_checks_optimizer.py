@@ -2,14 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules between settings of the optimizer: each broken once, reported in one line."""
 
-from collections.abc import Callable
-
 import pytest
 
 from nemo_rl_moe.config.loading import load_config
-from tests.unit.config.conftest import about_keys
+from tests.unit.config.conftest import Problems, about_keys
 
-Problems = Callable[..., list[str]]
 O = "policy.megatron_cfg.optimizer"  # noqa: E741
 AWARE, OFFLOAD = f"{O}.use_precision_aware_optimizer=true", f"{O}.optimizer_cpu_offload=true"
 BFLOAT16 = "policy.precision=bfloat16"

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a user of GRPO reads after a wrong key, type, value or command, and the keys that are theirs to choose."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,10 +9,7 @@ import pytest
 from nemo_rl_moe.config.environments.rewards import CallableConfig, ReasoningGymConfig
 from nemo_rl_moe.config.loading import dump_resolved, load_any_config, load_config, load_grpo_config
 from nemo_rl_moe.errors import ConfigurationError
-from tests.unit.config.conftest import about_keys
-
-Problems = Callable[..., list[str]]
-
+from tests.unit.config.conftest import Problems, about_keys
 
 REFUSED = {
     "grpo.num_prompt_per_step=4": "unknown key; did you mean grpo.num_prompts_per_step?",

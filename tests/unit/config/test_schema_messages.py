@@ -2,15 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a user reads after a wrong key, type or value."""
 
-from collections.abc import Callable
-
 import pytest
 
 from nemo_rl_moe.config.loading import load_config
 from nemo_rl_moe.config.renamed_keys import new_key
-from tests.unit.config.conftest import about_keys
+from tests.unit.config.conftest import Problems, about_keys
 
-Problems = Callable[..., list[str]]
 M = "policy.megatron_cfg"
 
 

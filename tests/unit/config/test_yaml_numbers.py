@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Numbers of YAML that mean something else, and malformed interpolations: one clear line each."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,9 +9,8 @@ import pytest
 from nemo_rl_moe.config.files import traps
 from nemo_rl_moe.config.loading import load_config
 from nemo_rl_moe.errors import ConfigurationError
-from tests.unit.config.conftest import about_keys
+from tests.unit.config.conftest import Problems, about_keys
 
-Problems = Callable[..., list[str]]
 SAVE = "checkpointing.save_period"
 JITTER = "policy.megatron_cfg.moe_input_jitter_eps"
 LR = "policy.megatron_cfg.optimizer.lr"
