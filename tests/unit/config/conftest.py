@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,13 +12,18 @@ from nemo_rl_moe.errors import ConfigurationError
 Problems = Callable[..., list[str]]
 
 
+def refused(call: Callable[..., object], *arguments: Any, **options: Any) -> list[str]:
+    """The lines that a call is refused with."""
+    with pytest.raises(ConfigurationError) as caught:
+        call(*arguments, **options)
+    return caught.value.problems
+
+
 def problems_with(load: Callable[..., object], exemplar: str) -> Problems:
     """The lines that an exemplar, changed by overrides, is refused with."""
 
     def problems(*overrides: str, config: str | Path = exemplar, check_paths: bool = False) -> list[str]:
-        with pytest.raises(ConfigurationError) as caught:
-            load(config, overrides, check_paths=check_paths)
-        return caught.value.problems
+        return refused(load, config, overrides, check_paths=check_paths)
 
     return problems
 

@@ -12,7 +12,7 @@ from nemo_rl_moe.config.files import find_config, read_with_defaults
 from nemo_rl_moe.config.loading import load_config
 from nemo_rl_moe.config.overrides import resolve
 from nemo_rl_moe.errors import ConfigurationError
-from tests.unit.config.conftest import Problems
+from tests.unit.config.conftest import Problems, refused
 
 
 def write(folder: Path, name: str, text: str) -> Path:
@@ -23,9 +23,7 @@ def write(folder: Path, name: str, text: str) -> Path:
 
 
 def problem_of(path: Path) -> str:
-    with pytest.raises(ConfigurationError) as caught:
-        read_with_defaults(path)
-    (problem,) = caught.value.problems
+    (problem,) = refused(read_with_defaults, path)
     assert "\n" not in problem
     return problem
 

@@ -11,6 +11,7 @@ from nemo_rl_moe.data.chat import MERGED, batch_tokenizer, tokens_in_spans
 from nemo_rl_moe.data.records import BadLine, parse_record
 from nemo_rl_moe.errors import DataError
 from tests.support.one_example import tokenize_example
+from tests.unit.data.conftest import refused
 
 CHATML = (
     "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
@@ -114,9 +115,7 @@ def test_template_that_treats_the_last_turn_in_its_own_way(byte_tokenizer):
 
 
 def test_template_that_is_not_stable_is_an_error(byte_tokenizer):
-    with pytest.raises(DataError) as error:
-        tokenized({"messages": TURNS}, byte_tokenizer(HEADER_OF_ITS_OWN))
-    assert error.value.problems == [
+    assert refused(tokenized, {"messages": TURNS}, byte_tokenizer(HEADER_OF_ITS_OWN)) == [
         "f:1: the tokens of turn 2 cannot be distinguished from the rest: with this chat template it opens with "
         "'<|end|>\\n<|start|>model\\n', and the generation prompt with '<|end|>\\n<|start|>assistant\\n'; "
         "set policy.tokenizer.chat_template to a template with {% generation %} tags"
@@ -173,9 +172,7 @@ def test_plain_concatenation_without_a_template_opens_as_the_tokenizer_does(byte
 
 
 def test_messages_without_a_template(byte_tokenizer):
-    with pytest.raises(DataError) as error:
-        tokenized({"messages": TURNS}, byte_tokenizer())
-    assert error.value.problems == [
+    assert refused(tokenized, {"messages": TURNS}, byte_tokenizer()) == [
         "f:1: the example is a conversation, but the tokenizer has no chat template; "
         "set policy.tokenizer.chat_template, or give prompt and completion as strings"
     ]

@@ -19,6 +19,7 @@ from nemo_rl_moe.data.records import BadLine
 from nemo_rl_moe.data.shared_records import SharedRecords
 from nemo_rl_moe.errors import DataError
 from tests.support.grpo_fakes import prompts
+from tests.unit.data.conftest import refused
 
 
 def of(name: str, count: int) -> list[Prompt]:
@@ -125,9 +126,7 @@ class TestSharedRecords:
 
     def test_a_name_that_does_not_exist_ends_the_run_with_the_nearest_right_one(self) -> None:
         parse = SharedRecords("environment", ("math", "code")).parser("code", self.parse)
-        with pytest.raises(DataError) as caught:
-            parse({"environment": "maths"}, "prompts.jsonl:3")
-        assert caught.value.problems == [
+        assert refused(parse, {"environment": "maths"}, "prompts.jsonl:3") == [
             "prompts.jsonl:3: environment is 'maths', expected an environment of env.mixture: math, code; did you mean"
             " math? (data.environment_key: environment)"
         ]
