@@ -42,8 +42,10 @@ REFUSED = {
 
 
 FORMS = "expected section.key=value, +section.key=value or ~section.key"
-OF_CLUSTER = ("gpus_per_node", "cpu_workers_per_node", "worker_start_timeout_s", "worker_call_timeout_s")
-OF_CLUSTER += ("max_restarts", "network_interface", "roles")
+OF_CLUSTER = (
+    *("gpus_per_node", "cpu_workers_per_node", "worker_start_timeout_s", "worker_call_timeout_s"),
+    *("max_restarts", "network_interface", "roles"),
+)
 
 
 @pytest.mark.parametrize(

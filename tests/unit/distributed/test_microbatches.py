@@ -1,6 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -148,7 +150,7 @@ def test_evaluation_fillers_are_the_shortest():
     assert plan_evaluation([7, 3], num_data_parallel_ranks=2, batching=PlainBatching(1)).fillers == ()
 
 
-def plan_error(lengths: list[int], ranks: int, size: int, batching: Batching, **more: int) -> str:
+def plan_error(lengths: list[int], ranks: int, size: int, batching: Batching, **more: Any) -> str:
     with pytest.raises(ConfigurationError) as error:
         plan_microbatches(lengths, num_data_parallel_ranks=ranks, global_batch_size=size, batching=batching, **more)
     (problem,) = error.value.problems
